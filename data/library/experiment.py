@@ -10,15 +10,19 @@ written, so a GPU machine needs no Lance.
 
 Recipe and strength are chosen by MRR@10 on the validation queries. A strength below 1 uses only that share of the adapter's
 change of the weights. Then the chosen recipe is trained once per seed. The test queries are read for these runs and the base.
+With `--keep FOLDER`, adapters are kept there, and none of them is trained twice.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import json
 import logging
 import math
 import multiprocessing
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -32,20 +36,20 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from data.experiments.in_memory import ArrayReader, MemoryTables
+from data.library import by_mlx, by_torch
+from data.library.report import STRENGTHS, Row, best_recipe, read, reciprocal, report
 from pipeline.project.project import Project
 from schemas.retrieval.tokens import TOKENS
 from stages.retrieval.search import measures
 
 LOG = logging.getLogger("library")
 HERE = Path(__file__).parent
+SPLITS = ("valid", "test")
 BEFORE = ("sources", "units", "pairs", "tokens", "negatives")
 CARRIED = ("pairs", "tokens", "negatives")  # what training and evaluation read
 MOST = 4  # hard negatives of a pair in the tables, for the recipes that use them
-BATCH = 64  # texts that are encoded together
 
-Row = dict[str, Any]
 NEAR: Row = {"train.batch_size": 256, "train.loss": {"temperature": 0.04, "symmetric": True}}  # as the base was trained
-STRENGTHS = (0.25, 0.5, 0.75, 1.0)
 RECIPES: dict[str, Row] = {
     "as in project.toml": {},
     "lr 5e-4": {"train.lr": 5e-4},
@@ -92,26 +96,22 @@ def train(tables: MemoryTables, project: Project) -> tuple[Path, pa.Table]:
     return tables.files["train"] / (EMA if config.ema else ADAPTER), rows
 
 
-def ranks(tables: MemoryTables, project: Project, adapter: Path | None, strength: float, splits: Sequence[str]) -> Row:
+def ranks(
+    tables: MemoryTables, project: Project, adapter: Path | None, strength: float, splits: Sequence[str], torch: bool = False
+) -> Row:
     """Rank all functions of the library for each query, and return the rank of the right function: split -> list of ranks.
     `splits` names the splits to use, "valid" or "test". The ranks are in the order of `pair_id`, and rank 1 is the best.
-    `adapter` is an adapter file, or None for the base. `strength` is the factor of the adapter's change, 0 to 1.
+    `adapter` is an adapter file, or None for the base. `strength` is the factor of the adapter's change, 0 to 1. If `torch` is
+    True, PyTorch computes the vectors and the scores; otherwise MLX does.
     """
-    import mlx.core as mx
-
-    from stages.retrieval.adapter import read_adapter
-    from stages.retrieval.encoder import Encoder
-
     pairs = sorted(tables.rows["pairs"].to_pylist(), key=lambda row: str(row["pair_id"]))
     asked = [(n, row) for n, row in enumerate(pairs) if row["rejected"] is None and row["split"] in splits]
-    mx.clear_cache()  # the memory of training, which other runs on the GPU may want
-    family: Any = project.family
-    model = family.architecture.load_encoder(project.component("encoder"), mx.float32, family.head_seed)
-    arrays, scales = read_adapter(adapter, model.linears(), strength) if adapter else ({}, {})
-    encoder = Encoder(model, arrays, scales, None, 0)
     tokens = ArrayReader(tables.rows["tokens"], TOKENS)
-    documents = encode(encoder, [tokens.read(row["text_id"]) for row in pairs])
-    scores = maxsim(encode(encoder, [tokens.read(row["query_id"]) for _, row in asked]), documents)
+    texts = [tokens.read(row["text_id"]) for row in pairs] + [tokens.read(row["query_id"]) for _, row in asked]
+    family: Any = project.family
+    base = project.component("encoder")
+    vectors = (by_torch.encode if torch else by_mlx.encode)(family, base, adapter, strength, texts)
+    scores = (by_torch.maxsim if torch else by_mlx.maxsim)(vectors[len(pairs) :], vectors[: len(pairs)])
     groups: dict[str, list[int]] = {}
     for n, row in enumerate(pairs):
         groups.setdefault(row["duplicate_group"], []).append(n)
@@ -122,51 +122,44 @@ def ranks(tables: MemoryTables, project: Project, adapter: Path | None, strength
     return found
 
 
-def encode(encoder: Any, texts: list[np.ndarray]) -> list[np.ndarray]:
-    """Return the token vectors of each text, float32 of shape (tokens, width). Texts of similar length are encoded together."""
-    order = sorted(range(len(texts)), key=lambda n: len(texts[n]))
-    found: list[np.ndarray] = [np.zeros(0)] * len(texts)
-    for start in range(0, len(order), BATCH):
-        some = order[start : start + BATCH]
-        for n, vectors in zip(some, encoder.encode_ids([texts[n] for n in some]), strict=True):
-            found[n] = vectors
-    return found
-
-
-def maxsim(queries: list[np.ndarray], documents: list[np.ndarray]) -> np.ndarray:
-    """Return the MaxSim score of every document for every query, float32 of shape (queries, documents)."""
-    import mlx.core as mx
-
-    together_QE = mx.array(np.concatenate(queries))
-    lengths = np.array([len(query) for query in queries])
-    mean_BQ = np.repeat(np.eye(len(queries), dtype=np.float32) / lengths, lengths, axis=1)
-    found = np.empty((len(queries), len(documents)), np.float32)
-    order = sorted(range(len(documents)), key=lambda n: len(documents[n]))
-    for start in range(0, len(order), BATCH):
-        some = order[start : start + BATCH]
-        longest = len(documents[some[-1]])
-        padded = np.stack([np.resize(documents[n], (longest, documents[n].shape[1])) for n in some])  # repeats change no maximum
-        products_QNK = (together_QE @ mx.array(padded).reshape(-1, padded.shape[-1]).T).reshape(-1, len(some), longest)
-        found[:, some] = np.array(mx.array(mean_BQ) @ products_QNK.max(axis=-1))
-    return found
-
-
-def run(folder: Path, project: Path, out: Path, seeds: int, minutes: float, more: dict[str, Row], workers: int = 1) -> None:
+def run(
+    folder: Path,
+    project: Path,
+    out: Path,
+    seeds: int,
+    minutes: float,
+    more: dict[str, Row],
+    workers: int = 1,
+    kept: Path | None = None,
+    strength: float | None = None,
+    torch: bool = False,
+) -> None:
     """Run the whole experiment, and append one row per measurement to the file `out`. First the base and every recipe are
     measured on the validation queries, with seed 0. Then the best recipe is trained with `seeds` seeds, and measured on the
     test queries too. `folder` holds the tables that `prepare` wrote.
 
     No new recipe begins later than `minutes` after the start. `more` is a dict of recipes to use instead of `RECIPES`; if
-    it is empty, `RECIPES` is used. `workers` is the number of runs at a time, each in its own process.
+    it is empty, `RECIPES` is used. `workers` is the number of runs at a time, each in its own process. Adapters are kept in
+    the folder `kept` and not trained again; None keeps none. If `torch` is True, PyTorch ranks instead of MLX.
+
+    With a `strength` nothing is chosen: the only recipe in `more` is trained with each seed, and measured at that strength on
+    the test queries alone.
     """
     recipes = more or RECIPES
     ends = time.time() + 60 * minutes
     done = {(row["recipe"], row["seed"]) for row in read(out)}
-    first = [Job(folder, project, name, 0, recipes.get(name, {}), ends=ends) for name in ("base", *recipes)]
-    make([job for job in first if (job.recipe, 0) not in done], out, workers)
-    best, strength = best_recipe(read(out))
+    job = functools.partial(Job, folder, project, kept=kept, torch=torch)
+    fixed = strength is not None
+    first = [job("base", 0, {}, 0.0, SPLITS, ends=ends)]
+    first += [] if fixed else [job(name, 0, recipes[name], ends=ends) for name in recipes]
+    make([each for each in first if (each.recipe, 0) not in done], out, workers)
+    if strength is None:
+        best, strength = best_recipe([row for row in read(out) if row["recipe"] in recipes])
+    else:
+        [best] = recipes
     tested = {row["seed"] for row in read(out) if "test" in row and (row["recipe"], row["strength"]) == (best, strength)}
-    last = [Job(folder, project, best, seed, recipes[best], strength) for seed in range(seeds) if seed not in tested]
+    splits = ("test",) if fixed else SPLITS
+    last = [job(best, seed, recipes[best], strength, splits) for seed in range(seeds) if seed not in tested]
     make(last, out, workers)
 
 
@@ -178,31 +171,17 @@ def make(jobs: list[Job], out: Path, workers: int) -> None:
             for row in done.result():
                 with out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
-                valid = reciprocal(row, "valid").mean()
-                shown = f"loss {row.get('loss')}, {row['samples']} samples, {row['seconds']:.0f} s"
-                LOG.info("%-30s x %.2f seed %d: valid MRR@10 %.4f, %s", row["recipe"], row["strength"], row["seed"], valid, shown)
-
-
-def read(out: Path) -> list[Row]:
-    """Return the rows of the file `out`, or none if there is no such file."""
-    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-
-
-def best_recipe(rows: list[Row]) -> tuple[str, float]:
-    """Return the name of the recipe, and the strength, with the best MRR@10 on the validation queries. Only rows without
-    ranks of test queries are compared.
-    """
-    first = [row for row in rows if "test" not in row]
-    best = max(first, key=lambda row: reciprocal(row, "valid").mean())
-    return str(best["recipe"]), float(best["strength"])
+                found = ", ".join(f"{split} {reciprocal(row, split).mean():.4f}" for split in SPLITS if split in row)
+                shown = f"MRR@10 {found}, loss {row.get('loss')}, {row['samples']} samples, {row['seconds']:.0f} s"
+                LOG.info("%-30s x %.2f seed %d: %s", row["recipe"], row["strength"], row["seed"], shown)
 
 
 @dataclass(frozen=True)
 class Job:
     """One run of the experiment. `recipe` is the name of the run's recipe, and `settings` are its project settings.
-    `folder` holds the tables that `prepare` wrote, and `project` is the project's folder. With a `strength`, only that
-    strength is measured, and the test queries are read too. The run does not begin after the time `ends`, in seconds of
-    `time.time()`.
+    `folder` holds the tables that `prepare` wrote, and `project` is the project's folder. `splits` names the queries to rank.
+    With a `strength`, only that strength is measured. The run does not begin after the time `ends`, in seconds of
+    `time.time()`. `kept` is the folder that adapters are kept in, or None. If `torch` is True, PyTorch ranks.
     """
 
     folder: Path
@@ -211,13 +190,26 @@ class Job:
     seed: int
     settings: Row
     strength: float | None = None
+    splits: tuple[str, ...] = ("valid",)
     ends: float = math.inf
+    kept: Path | None = None
+    torch: bool = False
+
+    @property
+    def adapter(self) -> Path | None:
+        """The file that keeps the adapter of this run, or None if none is kept. Its name is a digest of the recipe's name and
+        settings, the seed and the tables.
+        """
+        tables = sorted(self.folder.glob("*.parquet"))
+        made_of = [self.recipe, self.seed, self.settings, [hashlib.sha256(path.read_bytes()).hexdigest() for path in tables]]
+        name = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
+        return self.kept / f"{name}.safetensors" if self.kept else None
 
 
 def measure(job: Job) -> list[Row]:
-    """Train with the settings of `job`, and return one row per strength of the adapter. A row has the ranks of the
-    validation queries, the training loss, and the seconds since the start. The base and a job with a strength also have the
-    ranks of the test queries. After the time `job.ends`, nothing is trained and the list is empty.
+    """Train with the settings of `job`, and return one row per strength of the adapter. A row has the ranks of the queries of
+    the job's splits, the training loss, and the seconds since the start. After the time `job.ends`, nothing is trained and the
+    list is empty.
     """
     began = time.time()
     if began > job.ends:
@@ -228,17 +220,33 @@ def measure(job: Job) -> list[Row]:
         chosen = Project(job.project, at_length(job.project, job.settings | {"train.seed": job.seed}))
         adapter = None
         if job.recipe != "base":
-            adapter, steps = train(tables, chosen)
-            losses = steps["loss"].to_numpy()
-            row |= {"samples": len(losses), "loss": round(float(losses[-len(losses) // 10 :].mean()), 4)}
-            row["train_seconds"] = round(time.time() - began, 1)
-        tested = adapter is None or job.strength is not None
-        strengths = (0.0,) if adapter is None else STRENGTHS if job.strength is None else (job.strength,)
+            adapter, told = trained(job, tables, chosen)
+            row |= told
+        strengths = STRENGTHS if job.strength is None else (job.strength,)
         rows = []
         for strength in strengths:
-            found = ranks(tables, chosen, adapter, strength, ("valid", "test") if tested else ("valid",))
+            found = ranks(tables, chosen, adapter, strength, job.splits, job.torch)
             rows.append(row | {"strength": strength} | found | {"seconds": round(time.time() - began, 1)})
     return rows
+
+
+def trained(job: Job, tables: MemoryTables, project: Project) -> tuple[Path, Row]:
+    """Train with the settings of `job` and `project`. Return the adapter file, and what is known of the training: the number of
+    samples, their mean loss in the last tenth, and the seconds. If the job's adapter is kept, it is read instead.
+    """
+    kept, began = job.adapter, time.time()
+    if kept and kept.exists():
+        return kept, json.loads(kept.with_suffix(".json").read_text())
+    adapter, steps = train(tables, project)
+    losses = steps["loss"].to_numpy()
+    told = {"samples": len(losses), "loss": round(float(losses[-len(losses) // 10 :].mean()), 4)}
+    told["train_seconds"] = round(time.time() - began, 1)
+    if kept:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.with_suffix(".json").write_text(json.dumps(told))
+        shutil.copyfile(adapter, kept.with_suffix(".part"))
+        kept.with_suffix(".part").replace(kept)
+    return adapter, told
 
 
 def at_length(project: Path, settings: Row) -> Row:
@@ -247,46 +255,6 @@ def at_length(project: Path, settings: Row) -> Row:
     warm = max(1, steps // 20)
     schedule = {"shape": "cosine", "warmup_steps": warm, "decay_steps": steps - warm, "floor": 0.1}
     return settings | {"train.schedule": schedule, "train.checkpoint_every": steps}
-
-
-def report(out: Path) -> str:
-    """Return the results in the file `out` as Markdown. A first table has the MRR@10 of the validation queries for each
-    recipe and strength. A second compares the best recipe with the base on the test queries. All intervals are 95 %.
-
-    Intervals of differences are of a paired bootstrap over the queries, for each seed and for the mean of the seeds.
-    """
-    rows = read(out)
-    base = next(row for row in rows if row["recipe"] == "base")
-    first = [row for row in rows if "test" not in row]
-    lines = ["| recipe | " + " | ".join(f"{share:g}" for share in STRENGTHS) + " |", "|---" + "|---:" * len(STRENGTHS) + "|"]
-    for name in dict.fromkeys(row["recipe"] for row in first):
-        values = {row["strength"]: reciprocal(row, "valid").mean() for row in first if row["recipe"] == name}
-        lines.append(f"| {name} | " + " | ".join(f"{values[share]:.3f}" for share in STRENGTHS) + " |")
-    best, strength = best_recipe(rows)
-    before, valid = reciprocal(base, "test"), reciprocal(base, "valid")
-    lines += ["", f"MRR@10 of {len(valid)} validation queries by strength; the base has {valid.mean():.3f}.", ""]
-    lines += [f"Test, {len(before)} queries, recipe: {best}, strength {strength:g}", ""]
-    lines += ["| encoder | P@1 | MRR@10 | R@10 |", "|---|---|---|---|"]
-    tuned = [row for row in rows if "test" in row and (row["recipe"], row["strength"]) == (best, strength)]
-    for name, row in [("base", base), *((f"tuned, seed {row['seed']}", row) for row in tuned)]:
-        shown = []
-        for label in ("P@1", "MRR@10", "R@10"):
-            each = measures.MEASURES[label](np.array(row["test"]))
-            low, high = measures.bootstrap(each)
-            shown.append(f"{each.mean():.3f} [{low:.3f}, {high:.3f}]")
-        lines.append(f"| {name} | {' | '.join(shown)} |")
-    gains = {f"Seed {row['seed']}": reciprocal(row, "test") - before for row in tuned}
-    if len(gains) > 1:
-        gains[f"Mean of {len(gains)} seeds"] = np.mean(list(gains.values()), axis=0)
-    for name, gain in gains.items():
-        low, high = measures.bootstrap(gain)
-        lines.append(f"\n{name} less base, MRR@10: {gain.mean():+.3f} [{low:+.3f}, {high:+.3f}], paired bootstrap.")
-    return "\n".join(lines)
-
-
-def reciprocal(row: Row, split: str) -> np.ndarray:
-    """Return the reciprocal rank of each query of `split` in `row`, 0 beyond rank 10."""
-    return measures.reciprocal(np.array(row[split]))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -299,6 +267,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--root", default="", help="prepare: another library, package:NAME or a folder")
     parser.add_argument("--workers", type=int, default=1, help="runs at a time; several share one GPU")
     parser.add_argument("--minutes", type=float, default=600.0, help="no recipe begins after this time")
+    parser.add_argument("--strength", type=float, help="the strength of the only recipe of --more, so that nothing is chosen")
+    parser.add_argument("--torch", action="store_true", help="PyTorch computes vectors and scores: faster on a CPU")
+    parser.add_argument("--keep", type=Path, help="folder that adapters are kept in; none of them is trained twice")
     parser.add_argument("--more", type=Path, help="JSON file of other recipes: name -> settings")
     asked = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -306,7 +277,9 @@ def main(argv: list[str] | None = None) -> None:
         prepare(asked.project, asked.paths[0], asked.root)
     elif asked.what == "run":
         more = json.loads(asked.more.read_text()) if asked.more else {}
-        run(asked.paths[0], asked.project, asked.paths[1], asked.seeds, asked.minutes, more, asked.workers)
+        how = {"kept": asked.keep, "strength": asked.strength, "torch": asked.torch}
+        folder, out = asked.paths
+        run(folder, asked.project, out, asked.seeds, asked.minutes, more, asked.workers, **how)
     else:
         LOG.info("%s", report(asked.paths[0]))
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from data.library import experiment
+from data.library import by_mlx, by_torch, experiment
 from stages.retrieval.search.maxsim import TokenMatrix
 from tests.stages.retrieval import project as small
 
@@ -33,7 +33,8 @@ def test_scores_are_those_of_the_search():
     draws = np.random.default_rng(0)
     queries, documents = ([draws.normal(size=(n, 8)).astype(np.float32) for n in counts] for counts in ((3, 1), (4, 9, 1)))
     expected = TokenMatrix(np.concatenate(documents), [len(each) for each in documents]).scores(queries)
-    assert np.abs(experiment.maxsim(queries, documents) - expected).max() < 1e-5
+    for by in (by_mlx, by_torch):
+        assert np.abs(by.maxsim(queries, documents) - expected).max() < 1e-5
 
 
 def test_a_run_without_change_ranks_as_the_base_at_every_strength_and_so_does_strength_zero(results, tmp_path):
@@ -48,6 +49,39 @@ def test_a_run_without_change_ranks_as_the_base_at_every_strength_and_so_does_st
     of = {share: experiment.ranks(tables, chosen, adapter, share, ("test",))["test"] for share in (0.0, 1.0)}
     assert of[0.0] == base["test"] != of[1.0]
     assert len(base["test"]) > 3
+
+
+def test_pytorch_encodes_as_mlx_does_at_every_strength(results, tmp_path):
+    folder, project, _ = results
+    tables = experiment.load(folder / "tables", tmp_path)
+    chosen = experiment.Project(project, experiment.at_length(project, SETTINGS))
+    adapter, _ = experiment.train(tables, chosen)
+    draws = np.random.default_rng(0)
+    texts = [draws.integers(3, 90, size=n).astype(np.int32) for n in (5, 40, 1)]
+    found = {}
+    for share in (0.0, 0.5, 1.0):
+        asked = chosen.family, chosen.component("encoder"), adapter, share, texts
+        found[share] = by_mlx.encode(*asked)
+        for ours, theirs in zip(found[share], by_torch.encode(*asked), strict=True):
+            assert ours.shape == theirs.shape
+            assert np.abs(ours - theirs).max() < 2e-5
+    assert np.abs(found[0.5][1] - found[1.0][1]).max() > 1e-3
+
+
+def test_a_recipe_whose_strength_is_given_is_tested_without_a_choice_and_its_kept_adapter_is_not_trained_again(results, tmp_path):
+    folder, project, recipes = results
+    [base] = [row for row in experiment.read(folder / "out.jsonl") if row["recipe"] == "base"]
+    out, only = tmp_path / "out.jsonl", {"three steps": recipes["three steps"]}
+    out.write_text(json.dumps(base) + "\n")
+    how = {"kept": tmp_path / "kept", "strength": 1.0}
+    experiment.run(folder / "tables", project, out, 2, 60.0, only, **how)
+    made = {row["seed"]: row for row in experiment.read(out)[1:]}
+    assert [(seed, row["strength"], "valid" in row) for seed, row in sorted(made.items())] == [(0, 1.0, False), (1, 1.0, False)]
+    out.write_text(json.dumps(base) + "\n")
+    experiment.run(folder / "tables", project, out, 2, 60.0, only, **how, torch=True)
+    again = {row["seed"]: row for row in experiment.read(out)[1:]}
+    assert [again[seed]["train_seconds"] for seed in (0, 1)] == [made[seed]["train_seconds"] for seed in (0, 1)]
+    assert [again[seed]["test"] for seed in (0, 1)] == [made[seed]["test"] for seed in (0, 1)]
 
 
 def test_the_test_queries_are_read_for_the_base_and_the_recipe_that_is_best_on_the_validation_queries(results):

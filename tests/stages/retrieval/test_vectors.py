@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from pipeline import Project
+from pipeline.commands.export_retriever import export_retriever
 from pipeline.commands.search import Session
 from stages.hashing import file_sha256
+from stages.retrieval.encoder import load_encoder
 from stages.retrieval.texts import BASE, vector_id
 from stages.retrieval.vectors import _row
+from stages.tuner.checkpoint import ADAPTER
 from tests.stages.retrieval.project import FUNCTION, INDEXED, rows, run
 
 
@@ -70,7 +73,7 @@ def test_a_trained_adapter_adds_its_own_vectors_and_leaves_those_of_the_base(ind
     run(folder, "vectors", "index", "ranks")
     found = rows(folder, "vectors")
     tuned = {row["encoder"] for row in found} - {BASE}
-    adapter = Project(folder, TRAINED).folder("train").folder / "artifacts" / "adapter.safetensors"
+    adapter = Project(folder, TRAINED).folder("train").folder / "artifacts" / ADAPTER
     assert tuned == {file_sha256(adapter)} and before < {row["vector_id"] for row in found}
     assert {row["text_id"] for row in found if row["encoder"] in tuned} == {
         row["text_id"] for row in found if row["encoder"] == BASE
@@ -83,6 +86,35 @@ def test_a_trained_adapter_adds_its_own_vectors_and_leaves_those_of_the_base(ind
     assert {row["encoder"] for row in rows(folder, "ranks")} == {BASE, *tuned}
     run(folder, "vectors", overrides={"vectors.base": False})
     assert {row["encoder"] for row in rows(folder, "vectors", {"vectors.base": False})} == tuned
+
+
+def test_at_half_the_strength_index_search_evaluation_and_export_use_the_base_plus_half_of_the_change(indexed, tmp_path):
+    folder = tmp_path / "project"
+    shutil.copytree(indexed, folder, symlinks=True)
+    with (folder / "project.toml").open("a") as file:
+        file.write("\n[vectors]\nstrength = 0.5\n")
+    run(folder, "negatives", "train", overrides=TRAINED)
+    run(folder, "vectors", "index", "ranks")
+    project = Project(folder)
+    [tuned] = {row["encoder"] for row in rows(folder, "index")}
+    assert {row["encoder"] for row in rows(folder, "ranks")} == {BASE, tuned}
+    base, adapter = project.component("encoder"), Project(folder, TRAINED).folder("train").folder / "artifacts" / ADAPTER
+    exported = export_retriever(Project(folder, TRAINED), tmp_path / "exported")
+    text = "Sort the words of a list"
+    [expected] = load_encoder(exported, exported, project.family).encode_queries([text])
+    [whole] = load_encoder(base, base, project.family, adapter).encode_queries([text])
+    assert np.abs(expected - whole).max() > 1e-3
+    session = Session(project, "semantic")
+    [found] = session.searcher.encoder.encode_queries([text])
+    assert np.abs(found - expected).max() <= 2e-5
+    document = next(row for row in rows(folder, "units"))
+    merged = load_encoder(exported, exported, project.family)
+    [stored] = merged.encode_ids([project["tokens"][document["text_id"]]])
+    assert np.abs(np.asarray(project["vectors"][vector_id(tuned, document["text_id"])], np.float32) - stored).max() < 1e-3
+    [first, *_] = session.searcher.search(text, "semantic", 3, "")
+    best = {row["unit_id"]: row for row in rows(folder, "units")}[first.row["unit_id"]]
+    [vectors] = merged.encode_ids([project["tokens"][best["text_id"]]])
+    assert abs(first.semantic - (expected @ vectors.T).max(axis=1).mean()) < 1e-3
 
 
 def test_an_index_of_another_strength_is_not_searched(indexed):
