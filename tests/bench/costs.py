@@ -8,7 +8,7 @@ from tests.bench.labels import Row, configuration, origin, size
 
 INT8 = "latent, int8 embeddings"
 # Kinds of rows that only these sections show.
-KINDS = ("velocity", "latent", "picture", "exactness", "streaming", "cpu", "kernel_limit", "embedding", INT8)
+KINDS = ("velocity", "latent", "picture", "exactness", "streaming", "cpu", "kernel_limit", "embedding", "checksums", INT8)
 
 CPU = """\
 `python -m tests.bench.cpu`: a training step of the LoRA, float32, equal shapes, targets and optimizer. PyTorch runs diffusers'
@@ -41,8 +41,9 @@ A training step needs a latent and a caption, here of 512 tokens, whose checksum
 measures this. CPU milliseconds for one sample, medians: reading from mapped files into MLX, without and with checksums, in turns;
 what the checksums add; the checksums alone, of values in memory and in no cache. The data loader reads in a background thread
 while the device computes. So a step waits only for what that thread has not finished: the milliseconds waited, without and with
-checksums, while the work of a step takes as long as named. Share: the wait with checksums, of the shortest training step of this
-family and size in this file, one image per step, by any memory plan. The last columns say where each was measured.
+checksums, while the work of a step takes as long as named. Shares are those of the wait with checksums, and of the CPU time that
+they add in the background, of the shortest training step of this family and size in this file, one image per step, by any memory
+plan. The last columns say where each was measured.
 """
 
 
@@ -63,7 +64,10 @@ def checksums_section(rows: list[Row]) -> Iterator[str]:
     pairs = [(row, [step for step in steps if (step["family"], size(step)) == key]) for key, row in newest.items()]
     lines = [checksums_line(row, min(found, key=lambda step: float(step["s"]))) for row, found in pairs if found]
     yield from heading("Checksums beside a training step", CHECKSUMS, lines)
-    head = "| | MB | read without | with | added | alone | waited without | with | work | step, ms | share | where | step where |"
+    head = (
+        "| | MB | read without | with | added | alone | waited without | with | work | step, ms | waited | added |"
+        " checksums where | step where |"
+    )
     yield from table(head, iter(lines))
 
 
@@ -71,7 +75,8 @@ def checksums_line(row: Row, step: Row) -> str:
     """Format a line of the section on checksums."""
     keys = ("unchecked_s", "checked_s", "s", "alone_s", "waited_unchecked_s", "waited_s")
     cells = [f"{row['family']}, {size(row)}", f"{row['sample_bytes'] / 1e6:.2f}", *(f"{1e3 * row[key]:.3f}" for key in keys)]
-    cells += [f"{1e3 * row['step_s']:.0f}", f"{1e3 * step['s']:.1f}, {configuration(step)}", f"{row['waited_s'] / step['s']:.2%}"]
+    cells += [f"{1e3 * row['step_s']:.0f}", f"{1e3 * step['s']:.1f}, {configuration(step)}"]
+    cells += [f"{row[key] / step['s']:.2%}" for key in ("waited_s", "s")]
     return f"| {' | '.join(cells)} | {origin(row)} | {origin(step)} |"
 
 

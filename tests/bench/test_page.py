@@ -111,6 +111,6 @@ def test_checksums_stand_beside_our_shortest_step_of_one_process_at_the_same_fam
     ]
     line = next(line for line in page([checksums, *others, step]) if line.startswith("| tiny, 512 px | 8.00"))
     assert line.startswith(
-        "| tiny, 512 px | 8.00 | 1.000 | 1.300 | 0.300 | 0.600 | 0.050 | 0.060 | 50 | 60.0, blocks | 0.10% | NVIDIA X"
+        "| tiny, 512 px | 8.00 | 1.000 | 1.300 | 0.300 | 0.600 | 0.050 | 0.060 | 50 | 60.0, blocks | 0.10% | 0.50% | NVIDIA X"
     )
     assert not any("Checksums beside" in line for line in page([step, checksums | {"family": "dev"}]))
