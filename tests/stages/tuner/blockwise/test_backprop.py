@@ -145,7 +145,7 @@ def test_gradients_of_two_micro_batches_add_up_to_those_of_the_batch(plan):
         one = {name: value[i : i + 1] if name.split("_")[1].startswith("B") else value for name, value in both.items()}
         _, grads = loss_and_grads(model, adapters, scales, one, functools.partial(squared, target=target[i : i + 1]), plan)
         summed = {name: summed.get(name, 0) + grad / 2 for name, grad in grads.items()}
-    assert_same(summed, whole)
+    assert_same(summed, whole, bound=1e-5)  # products of other shapes round differently
 
 
 @pytest.mark.parametrize("plan", ["whole", "blocks"])
