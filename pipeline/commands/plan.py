@@ -69,7 +69,7 @@ def row(each: Need) -> tuple[str | int | None, ...]:
         each.wanted,
         each.missing,
         None if each.disk is None else format_bytes(each.disk),
-        format_bytes(found.peak) if found else None,
+        format_bytes(found.peak) if found and found.peak else None,
         None if each.seconds is None else format_seconds(each.seconds),
         found.plan if found else each.note,
     )

@@ -24,7 +24,8 @@ GB = 1e9
 class Need:
     """What one stage needs: rows, memory, disk and time. `wanted` is the number of rows of its table, or None if it is
     not known yet. `missing` is the number of wanted rows that are not stored. `forecast` is the forecast of memory and
-    disk, or None. `seconds` is the time for the missing rows at the speed of the last run, or None.
+    disk, or None. `seconds` is the time for the missing rows at the speed of the last run, or None. `overhead` is the disk
+    space of a table with tensors besides its tensors, in bytes.
 
     `forecast` is None if the stage needs little memory and disk. It is also None if the forecast failed; `note` then
     says why. `seconds` is None if no row is missing or no run was measured.
@@ -36,15 +37,16 @@ class Need:
     forecast: Forecast | None = None
     note: str = ""
     seconds: float | None = None
+    overhead: int = 0
 
     @property
     def disk(self) -> int | None:
         """The disk space in bytes that the stage's finished table takes, with its files. It is None if the stage has no
-        forecast. It is also None if the number of rows is unknown and no files are forecast.
+        forecast, or if this is nothing. It is also None if the number of rows is unknown and no files are forecast.
         """
         if self.forecast is None or (self.wanted is None and not self.forecast.file_bytes):
             return None
-        return self.forecast.row_bytes * (self.wanted or 0) + self.forecast.file_bytes
+        return (self.forecast.row_bytes * (self.wanted or 0) + self.forecast.file_bytes + self.overhead) or None
 
 
 def outlook(project: Project, budget: int | None = None) -> Outlook:
@@ -91,13 +93,14 @@ def need(project: Project, name: str, seen: Outlook) -> Need:
     of rows is counted. Otherwise it is forecast from the settings.
     """
     from pipeline.store.rows import missing
+    from pipeline.store.shards import overhead_bytes
 
     try:
         found, note = forecast(project, name, seen), ""
     except ValueError as error:
         found, note = None, str(error)
     wanted = found.rows if found else None
-    left = wanted
+    left, overhead = wanted, 0
     stage = project.stage(name)
     try:
         folder = project.current(name)
@@ -105,9 +108,11 @@ def need(project: Project, name: str, seen: Outlook) -> Need:
         rows = stage.wants(project.context(stage, **({"stored": stored} if stored is not None else {})))
         wanted = rows.num_rows
         left = wanted if stored is None else missing(rows, stored).num_rows
+        if stage.writes.tensors and found:
+            overhead = overhead_bytes(stage.writes, rows, found.row_bytes * rows.num_rows)
     except ValueError:  # inputs or weights are not there yet
         pass
-    return Need(name, wanted, left, found, note, seconds_for(project, name, left))
+    return Need(name, wanted, left, found, note, seconds_for(project, name, left), overhead)
 
 
 def refusal(stage_name: str, peak: int, remedy: str, budget: int) -> str:
@@ -137,6 +142,8 @@ def announcement(project: Project, name: str, rows: int) -> str:
         raise ValueError(refusal(name, found.peak, found.remedy, seen.budget))
     disk = found.row_bytes * rows + found.file_bytes
     size = f", about {disk / 1e6:.3g} MB on disk" if disk else ""
+    if not found.peak:
+        return f"{rows} rows to make{size}" if disk else ""
     memory = "a worker" if divided else f"of {seen.budget / GB:.3g} GB"
     return f"{rows} rows to make{size}; estimated peak memory {found.peak / GB:.2g} GB {memory} ({found.plan})"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +24,7 @@ from schemas.table import TableSchema, TensorColumn
 
 SHARD_BYTES = 64 << 20  # tensor bytes in a shard; 100k latents at 1024 px make 1,563 files
 ROWS_PER_BATCH = 64  # DuckDB is twenty times slower on batches of one row
+INDEX_COLUMN_BYTES = 345  # of each column of a table's index in Lance, besides its values; about
 MAGIC = b"ARROW1"  # first and last bytes of an Arrow file
 
 
@@ -110,6 +112,51 @@ def rows_per_shard(rows: pa.Table, schema: TableSchema, shard_bytes: int) -> int
     sizes = [tensor.kind.byte_width * pc.list_value_length(rows[tensor.name]).to_numpy() for tensor in schema.tensors]
     ends = np.cumsum(np.sum(sizes, axis=0), dtype=np.int64)
     return max(1, int(np.searchsorted(ends, shard_bytes, "right")))
+
+
+def overhead_bytes(schema: TableSchema, rows: pa.Table, tensors: int) -> int:
+    """Return the disk space that a finished table takes besides its tensors, in bytes: columns, the framing of shards
+    (Arrow files with tensors), and the index. `rows` holds the rows of the table with some or all of its columns. A column
+    that `rows` lacks counts as empty text or as a number. `tensors` is the size of all tensors together, in bytes.
+
+    The part of the shards is exact for shards of equal numbers of rows. The part of the index is near.
+    """
+    if not rows.num_rows:
+        return 0
+    files = max(1, math.ceil(tensors / SHARD_BYTES))
+    batches = files * math.ceil(rows.num_rows / files / ROWS_PER_BATCH)
+    sample = _without_tensors(schema, rows.slice(0, ROWS_PER_BATCH))
+    nothing, one, many = (_file_bytes(sample.slice(0, count)) for count in (0, 1, sample.num_rows))
+    row_bytes = (many - one) / max(1, sample.num_rows - 1)
+    shards = files * nothing + batches * (one - nothing - row_bytes) + rows.num_rows * row_bytes
+    index = INDEX_COLUMN_BYTES * len(schema.stored) + rows.num_rows * row_bytes  # most columns compress little
+    return int(shards + index)
+
+
+def _without_tensors(schema: TableSchema, rows: pa.Table) -> pa.Table:
+    """Return `rows` with the columns of a shard file (`schema.shard`). Tensors are empty. Columns that `rows` lacks are null,
+    or empty texts, zeros and lists of two numbers where null is not allowed.
+    """
+    tensors = {tensor.name for tensor in schema.tensors}
+    columns = []
+    for field in schema.shard:
+        if field.name in rows.column_names:
+            columns.append(rows[field.name].cast(field.type).combine_chunks())
+        elif field.nullable and field.type != pa.int64():  # checksums are never null in new files
+            columns.append(pa.nulls(rows.num_rows, field.type))
+        else:
+            lists: list[int] = [] if field.name in tensors else [0, 0]
+            value = lists if pa.types.is_list(field.type) else "" if field.type == pa.string() else 0
+            columns.append(pa.array([value] * rows.num_rows).cast(field.type))
+    return pa.Table.from_arrays(columns, schema=schema.shard)
+
+
+def _file_bytes(rows: pa.Table) -> int:
+    """Return the size of an Arrow file with `rows` as one batch, in bytes. Nothing is written."""
+    sink = pa.MockOutputStream()
+    with pa.ipc.new_file(sink, rows.schema) as out:
+        out.write_table(rows.combine_chunks())
+    return int(sink.size())
 
 
 def read_shard_index(path: Path, schema: TableSchema) -> pa.Table:

@@ -16,6 +16,16 @@ TINY = {
     "dimensions": 32,
 }
 
+BASE = {
+    "vocab_size": 32128,
+    "d_model": 768,
+    "d_kv": 64,
+    "d_ff": 2048,
+    "num_layers": 12,
+    "num_heads": 12,
+    "feed_forward_proj": "gated-gelu",
+}
+
 _ALL = (
     RetrieverFamily(
         name="retriever-micro",
@@ -31,6 +41,7 @@ _ALL = (
         licence="Apache-2.0",
         code=T5,
         hub="google/xtr-base-en",
+        sizes=BASE,
         lower_case=True,
     ),
     RetrieverFamily(
@@ -39,6 +50,7 @@ _ALL = (
         licence="Apache-2.0",
         code=T5,
         hub="google/t5-v1_1-base",
+        sizes=BASE,
         head_seed=0,
     ),
     RetrieverFamily(

@@ -20,6 +20,7 @@ from schemas.retrieval.index import INDEX
 from schemas.retrieval.sources import SOURCES
 from schemas.retrieval.units import UNITS
 from schemas.retrieval.vectors import VECTORS
+from stages.retrieval.forecasts import forecast_index
 from stages.retrieval.search import lexical, maxsim, partitions
 from stages.retrieval.texts import BASE
 from stages.settings import require, runtime, selects
@@ -169,5 +170,6 @@ STAGE = Stage(
     wants=wanted_index,
     run=list_units,
     finish=write_index,
+    forecast=forecast_index,
     divisible=False,
 )

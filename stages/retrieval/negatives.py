@@ -24,6 +24,7 @@ from schemas.retrieval.pairs import PAIRS
 from schemas.retrieval.tokens import TOKENS
 from schemas.retrieval.units import UNITS
 from stages.hashing import file_sha256
+from stages.retrieval.forecasts import forecast_negatives
 from stages.retrieval.search import lexical
 from stages.retrieval.search.maxsim import TokenMatrix
 from stages.retrieval.texts import BASE
@@ -199,12 +200,15 @@ def _semantic(ctx: StageContext, units: dict[str, Row]) -> Iterator[Search]:
         return held[0].encode_ids([tokens.read(text_id)])[0]  # one at a time, so that no row depends on another
 
     try:
-        documents = []
-        for number, row in enumerate(units.values(), 1):
-            documents.append(encode(row["text_id"]).astype(np.float16))
+        lengths = dict(zip(*(ctx.rows(TOKENS)[name].to_pylist() for name in ("text_id", "count")), strict=True))
+        counts = [lengths[row["text_id"]] for row in units.values()]
+        vectors_TD, end = np.empty((sum(counts), held[0].width), np.float16), 0
+        for number, (row, count) in enumerate(zip(units.values(), counts, strict=True), 1):
+            vectors_TD[end : end + count] = encode(row["text_id"])
+            end += count
             if number % 64 == 0:
                 ctx.progress(number, len(units), "documents encoded")
-        matrix = TokenMatrix(np.concatenate(documents), [len(each) for each in documents])
+        matrix = TokenMatrix(vectors_TD, counts)
         yield lambda pair: matrix.scores([encode(pair["query_id"])])[0]
     finally:
         held.clear()  # the search may outlive this, the weights may not
@@ -263,6 +267,7 @@ STAGE = Stage(
     needs=("family", "encoder"),
     wants=wanted_negatives,
     run=find_negatives,
+    forecast=forecast_negatives,
     snapshot=snapshot,
     opens=opened_files,
     model=lambda config: bool(config.encoder),

@@ -21,6 +21,7 @@ from schemas.retrieval.ranks import RANKS
 from schemas.retrieval.units import UNITS
 from schemas.retrieval.vectors import VECTORS
 from stages.retrieval import texts
+from stages.retrieval.forecasts import forecast_ranks
 from stages.retrieval.search import fusion, lexical, measures
 from stages.retrieval.search.maxsim import TokenMatrix
 from stages.settings import require, runtime, setting
@@ -262,5 +263,6 @@ STAGE = Stage(
     config=RanksConfig,
     wants=wanted_ranks,
     run=rank_pairs,
+    forecast=forecast_ranks,
     snapshot=snapshot,
 )

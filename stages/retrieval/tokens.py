@@ -13,6 +13,7 @@ from schemas.retrieval.pairs import PAIRS
 from schemas.retrieval.tokens import TOKENS
 from schemas.retrieval.units import UNITS
 from stages.retrieval import texts
+from stages.retrieval.forecasts import forecast_tokens
 from stages.retrieval.tokenizer import TextTokenizer
 from stages.settings import require, runtime, selects, setting
 from stages.stage import Stage, StageContext
@@ -108,5 +109,6 @@ STAGE = Stage(
     needs=("family", "tokenizer"),
     wants=wanted_tokens,
     run=encode_tokens,
+    forecast=forecast_tokens,
     model=lambda config: False,
 )

@@ -19,6 +19,7 @@ from schemas.retrieval.tokens import TOKENS
 from schemas.retrieval.train import TRAIN
 from schemas.retrieval.vectors import VECTORS
 from stages.hashing import file_sha256
+from stages.retrieval.forecasts import forecast_vectors
 from stages.retrieval.texts import BASE, vector_id
 from stages.settings import require, runtime, selects, setting
 from stages.stage import Stage, StageContext
@@ -147,4 +148,5 @@ STAGE = Stage(
     optional=(TRAIN,),
     wants=wanted_vectors,
     run=encode_vectors,
+    forecast=forecast_vectors,
 )

@@ -16,6 +16,7 @@ from schemas.retrieval.train import TRAIN
 from stages.hashing import file_sha256
 from stages.retrieval.train.config import TrainConfig
 from stages.retrieval.train.dataset import load_dataset
+from stages.retrieval.train.forecast import forecast
 from stages.retrieval.train.task import PairTask
 from stages.stage import Stage, StageContext
 from stages.tuner import loop
@@ -65,6 +66,7 @@ STAGE = Stage(
     needs=("family", "encoder"),
     wants=wanted_samples,
     run=train,
+    forecast=forecast,
     snapshot=snapshot,
     divisible=False,
     result=ADAPTER,

@@ -47,6 +47,8 @@ class Estimate:
     saved_scores: int = 0  # scores kept per block until the backward pass; 0 if they are built in chunks
     unpacked: int = 0  # the largest packed weight of a block in unpacked form, or the largest chunk of it
     validation: int = 0  # in use while held-out images are measured, besides weights, adapter and state
+    saved_rate: float | None = None  # kept for the gradient per byte of Linear inputs and outputs; None: `SAVED`
+    scores_rate: float = SCORES_WORK  # in use while a block is differentiated, per byte of its attention scores
     stored: tuple[int, ...] = ()  # per block: weights that are read from disk when they are needed, besides `weights`
 
     def peak(self, plan: Plan) -> int:
@@ -75,7 +77,8 @@ class Estimate:
         """
         tail = kept_blocks(plan, self.blocks)
         head = self.blocks - tail
-        saved = [SAVED[self.itemsize] * traffic + own for traffic, own in self._per_block()]
+        rate = SAVED[self.itemsize] if self.saved_rate is None else self.saved_rate
+        saved = [rate * traffic + own for traffic, own in self._per_block()]
         kept = sum(saved[head + 1 :]) + self.saved_scores * (tail - 1)  # block_work includes the block that is computed
         at_tail = head * self.block_input + self.adapter * tail // self.blocks + kept
         at_first_block = self.block_input + self.adapter  # by then the inputs are freed and all gradients exist
@@ -94,7 +97,7 @@ class Estimate:
         """The bytes in use while the largest block is computed and differentiated. The weights of blocks and their kept
         inputs are not counted.
         """
-        return max(BLOCK_WORK * traffic + own for traffic, own in self._per_block()) + SCORES_WORK * self.scores
+        return max(BLOCK_WORK * traffic + own for traffic, own in self._per_block()) + self.scores_rate * self.scores
 
     @property
     def unpacked_work(self) -> int:
@@ -125,8 +128,8 @@ def estimate(
 
     `parts` sets further fields of the `Estimate` in bytes, such as `scores`, the attention scores of a block. A field
     that is not given is 0. The fields in `parts` are `optimizer_work`, `scores`, `saved_scores`, `unpacked`,
-    `validation` and `stored`; comments in `Estimate` explain them. Nothing is computed. The arrays in `chain` and
-    `inputs` need not be computed either.
+    `validation`, `saved_rate`, `scores_rate` and `stored`; comments in `Estimate` explain them. Nothing is computed. The
+    arrays in `chain` and `inputs` need not be computed either.
     """
     h, shared = chain.enter(**inputs)
     by_kind = {block.kind: block for block in chain.blocks}
