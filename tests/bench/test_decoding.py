@@ -59,6 +59,7 @@ def test_an_avif_file_with_chroma_of_half_the_resolution_is_decoded_as_the_plane
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL", "ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.proof("of the test images of Pillow, libheif and libvips, 99 in 100 decode as libvips or another reference does")
 @pytest.mark.skipif(not IMAGES or not importlib.util.find_spec("pyvips"), reason="needs LATENTMILL_TEST_IMAGES and pyvips")
 def test_of_all_test_images_99_in_100_decode_as_a_reference_does_and_each_other_one_has_a_reason(request):
