@@ -109,20 +109,9 @@ def version(text: str) -> tuple[int, ...]:
 
 
 def problems(machine: Machine) -> Iterator[str]:
-    """Yield one line per problem of the machine: what is wrong, and how to mend it."""
-    mac = bool(machine.macos)
-    if mac and (machine.translated or machine.arch == "x86_64"):
-        yield "Python is built for Intel and runs under Rosetta: MLX needs an arm64 Python, such as that of python.org"
-    if mac and version(machine.macos) < LEAST_MACOS:
-        yield f"macOS {machine.macos} is too old for MLX: update to macOS 14 or later"
-    if mac and "M5" in machine.chip and NAX_MACOS > version(machine.macos) >= (26, 0):
-        yield f"on an M5, MLX's kernels are built for macOS 26.2 and may fail on {machine.macos}: update macOS"
-    if mac and version(machine.mlx) < LEAST_MLX:
-        yield f"MLX {machine.mlx} keeps all attention scores for the gradient on Metal: run `pip install --upgrade mlx`"
-    if mac and machine.backend != "Metal":
-        yield "MLX does not use the GPU: check that Python is an arm64 build and that no setting chooses the CPU"
-    if mac and machine.memory < SMALL_MAC:
-        yield "less than 16 GB of memory: only small families and 4-bit bases of klein 4B fit; see the table below"
+    """Yield one line per problem of the machine: what is wrong, and what the user can do about it."""
+    if machine.macos:
+        yield from _mac_problems(machine)
     if machine.files < FILES:
         yield f"only {machine.files} files may be open: run `ulimit -n 4096` in this shell"
     if machine.system.startswith("Linux") and machine.backend == "CPU" and not machine.blas:
@@ -131,6 +120,22 @@ def problems(machine: Machine) -> Iterator[str]:
         yield f"only {machine.free_disk / 1e9:.3g} GB of disk are free: weights of klein 4B take 16 GB"
     if not machine.heic:
         yield f"HEIC photographs cannot be read: run `{sys.executable} -m pip install pillow-heif`"
+
+
+def _mac_problems(machine: Machine) -> Iterator[str]:
+    """Yield one line per problem that only a Mac can have. `machine` runs macOS."""
+    if machine.translated or machine.arch == "x86_64":
+        yield "Python is built for Intel and runs under Rosetta: MLX needs an arm64 Python, such as that of python.org"
+    if version(machine.macos) < LEAST_MACOS:
+        yield f"macOS {machine.macos} is too old for MLX: update to macOS 14 or later"
+    if "M5" in machine.chip and NAX_MACOS > version(machine.macos) >= (26, 0):
+        yield f"on an M5, MLX's kernels are built for macOS 26.2 and may fail on {machine.macos}: update macOS"
+    if version(machine.mlx) < LEAST_MLX:
+        yield f"MLX {machine.mlx} keeps all attention scores for the gradient on Metal: run `pip install --upgrade mlx`"
+    if machine.backend != "Metal":
+        yield "MLX does not use the GPU: check that Python is an arm64 build and that no setting chooses the CPU"
+    if machine.memory < SMALL_MAC:
+        yield "less than 16 GB of memory: only small families and 4-bit bases of klein 4B fit; see the table below"
 
 
 def facts(machine: Machine) -> dict[str, Any]:

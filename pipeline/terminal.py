@@ -169,30 +169,38 @@ def format_table(names: Sequence[str], rows: Iterable[Sequence[Any]], right: Col
     widths, least = 0, 0
     for index, name in enumerate(names):
         column = [row[index] for row in cells]
-        numbers = all(isinstance(value, int | float | Decimal | None) for value in column) and cells
+        to_right = name in right or _is_numeric(column)
         width = max(cell_len(text) for text in (name, *(format_cell(value, null) for value in column)))
-        narrowest = width if numbers or name in right else min(width, NARROWEST)
-        table.add_column(
-            Text(name), justify="right" if numbers or name in right else "left", min_width=narrowest, overflow="fold"
-        )
+        narrowest = width if to_right else min(width, NARROWEST)
+        table.add_column(Text(name), justify="right" if to_right else "left", min_width=narrowest, overflow="fold")
         widths, least = widths + width + 2, least + narrowest + 2
     for row in cells:
         table.add_row(*(Text(format_cell(value, null)) for value in row))
-    terminal = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    terminal = _columns()
     console = Console(file=io.StringIO(), width=terminal if least <= terminal < widths else widths, color_system=None)
     with console.capture() as captured:
         console.print(table)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
+def _is_numeric(column: Sequence[Any]) -> bool:
+    """Return True if every value of `column` is a number or None. An empty column is not numeric."""
+    return bool(column) and all(isinstance(value, int | float | Decimal | None) for value in column)
+
+
 def fold(line: str) -> str:
     """Break a line that is too wide for the terminal, and return the text. Lines break at spaces, and the continuation is
     indented. If standard output is no terminal, the line is returned unchanged.
     """
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    columns = _columns()
     start = " " * (len(line) - len(line.lstrip()) + 2)
     whole = cell_len(line) <= columns or not columns
     return line if whole else textwrap.fill(line, columns, subsequent_indent=start, break_on_hyphens=False)
+
+
+def _columns() -> int:
+    """Return how many characters a line of the terminal holds, or 0 if standard output is no terminal."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
 
 
 def format_cell(value: Any, null: str = "-") -> str:

@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
 
 ROWS = 10  # stretches of the curves, of equal length
+SHOWN_FACTS = {  # name in the comparison -> column of the table `runs`
+    "recipe": "run",
+    "state": "state",
+    "steps": "steps",
+    "time": "seconds",
+    "data rows": "data_rows",
+    "loss": "loss",
+    "best step": "best_step",
+}
 MEASURES = ("held-out", "scores")  # what can tell the checkpoints of a run apart
 
 
@@ -68,29 +77,18 @@ def compare(project: Project, runs: Sequence[Run], out: Path | None = None) -> I
     """
     facts = [run_facts(project, run) for run in runs]
     heads = [run.label for run in runs]
-    shown = ("recipe", "state", "steps", "time", "data rows", "loss", "best step")
-    cells = [
-        [
-            fact["run"],
-            fact["state"],
-            fact["steps"],
-            format_seconds(fact["seconds"]),
-            fact["data_rows"],
-            fact["loss"],
-            fact["best_step"],
-        ]
-        for fact in facts
-    ]
-    yield format_table(("", *heads), [(name, *(cell[n] for cell in cells)) for n, name in enumerate(shown)])
+    for fact in facts:
+        fact["seconds"] = format_seconds(fact["seconds"])
+    yield format_table(("", *heads), [(name, *(fact[key] for fact in facts)) for name, key in SHOWN_FACTS.items()])
     yield ""
     yield _settings(runs)
     yield ""
     yield format_table(("mean loss of steps", *heads), _curves(runs))
-    if any(run.held_out for run in runs):
-        steps = sorted({step for run in runs for step in run.held_out})
-        rows = [(step, *(run.held_out.get(step) for run in runs)) for step in steps]
+    if steps := sorted({step for run in runs for step in run.held_out}):
         yield ""
-        yield format_table(("held-out loss at step", *heads), rows)
+        yield format_table(
+            ("held-out loss at step", *heads), [(step, *(run.held_out.get(step) for run in runs)) for step in steps]
+        )
     if project.pipeline.side_by_side:
         draw = load(project.pipeline.side_by_side)
         target = out or project.path / "exports" / f"{'-and-'.join(heads)}.png"

@@ -41,8 +41,8 @@ def command(
     files that match --path. --json prints one JSON object per query. --explain adds the tokens that match. --stdin
     reads one query per line from standard input.
     """
-    if not stay and not (query or "").strip():
-        raise ValueError('search needs a query, such as: latentmill search "read a file line by line"')
+    if not stay:
+        _check_query(query)
     if explain and mode == "lexical":
         raise ValueError("--explain shows vectors, which --lexical does not use: leave one of them out")
     session = Session(project.allow_downloads(), cast("Mode", mode), explain=explain, resident=stay)
@@ -55,10 +55,19 @@ def command(
             click.echo(json.dumps({"query": text, "error": str(error)}) if as_json else f"error: {error}")
             continue
         explained = [session.explain(text, answer) if explain else None for answer in answers]
-        lines = [as_line(text, mode, answers, explained)] if as_json else as_text(answers, explained)
-        for line in lines or ["nothing found"]:
-            click.echo(line)
-        sys.stdout.flush()
+        _show([as_line(text, mode, answers, explained)] if as_json else as_text(answers, explained))
+
+
+def _check_query(query: str | None) -> None:
+    if not (query or "").strip():
+        raise ValueError('search needs a query, such as: latentmill search "read a file line by line"')
+
+
+def _show(lines: list[str]) -> None:
+    """Print the lines of one query's results at once, so that a program can read them before it sends the next query."""
+    for line in lines or ["nothing found"]:
+        click.echo(line)
+    sys.stdout.flush()
 
 
 class Session:

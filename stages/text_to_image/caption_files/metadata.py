@@ -153,6 +153,18 @@ def _check_columns(columns: list[str], where: str, delimiter: str) -> None:
         raise ValueError(f"{where}: columns must be separated by {words[delimiter]}, got {words[other]}: {columns[0]:.60}")
 
 
+def _missing_column(row: Row, column: str, columns: str) -> str:
+    """Return an error message that says which column of captions is missing in `row`, and what the user can do. `column` is
+    the column that the user has named, or "". `columns` lists the columns of the row as text.
+    """
+    if not column:
+        remedy = "set captions.caption_column to the column that holds the captions"
+        return f"must have one of {', '.join(TEXT_COLUMNS)}; columns: {columns}; {remedy}"
+    near = difflib.get_close_matches(column, map(str, row), 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"captions.caption_column must name a column, got {column!r}; columns: {columns}{hint}"
+
+
 def _parse(where: str, row: Row, file_columns: tuple[str, ...], column: str) -> tuple[str, list[str]]:
     """Return (file name, captions) of one row of a caption file. The file name is that of the image. The captions are a
     list of texts. `file_columns` are the columns that may name the image, the preferred one first. `column` is the
@@ -167,13 +179,8 @@ def _parse(where: str, row: Row, file_columns: tuple[str, ...], column: str) -> 
     if not isinstance(file_name, str) or not file_name:
         raise ValueError(f"{where}: {named} must be a path; columns: {columns}")
     found = next((name for name in ((column,) if column else TEXT_COLUMNS) if name in row), None)
-    if found is None and column:
-        near = difflib.get_close_matches(column, map(str, row), 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{where}: captions.caption_column must name a column, got {column!r}; columns: {columns}{hint}")
     if found is None:
-        remedy = "; set captions.caption_column to the column that holds the captions"
-        raise ValueError(f"{where}: must have one of {', '.join(TEXT_COLUMNS)}; columns: {columns}{remedy}")
+        raise ValueError(f"{where}: {_missing_column(row, column, columns)}")
     texts = row[found] if isinstance(row[found], list) else [row[found]]
     if not all(text is None or isinstance(text, str) for text in texts):
         raise ValueError(f"{where}: {found} must be a text or a list of texts, got {row[found]!r:.80}")

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,26 +58,37 @@ def write_sidecars(ctx: StageContext) -> str:
     texts, changes = _texts(ctx, folder, edits), list(_changes(ctx, folder, edits))
     before = {change.name: _content(folder / change.name) for change in changes}
     _add(ctx.root, [_entry(batch, change, before[change.name]) for change in changes])
-    good: list[Change] = []
-    done: list[str] = []
-    try:
-        for change in changes:
-            _put(folder / change.name, change.text.encode())
-            done.append(change.name)
-        taken = {key for change in changes for key in change.edits}
-        left = {key: text for key, text in edits.items() if key not in taken}
-        good = _harmless(changes, texts, _texts(ctx, folder, left))
-    finally:
-        kept = {change.name for change in good}
-        for name in done:
-            if name not in kept:
-                _put(folder / name, before[name])
+    taken = {key for change in changes for key in change.edits}
+    left = {key: text for key, text in edits.items() if key not in taken}
+    good = _write(folder, changes, before, lambda: _harmless(changes, texts, _texts(ctx, folder, left)))
     written = {key for change in good for key in change.edits}
     write_edits(ctx.root, dict.fromkeys(written))
     paths = {image_id: each.paths[0] for image_id, each in subjects_of(ctx.rows(IMAGES), ctx.config).items()}
     stay = [paths.get(key.rpartition(":")[0], key) for key in edits if key not in written]
     rest = f"; {len(stay)} stay edits of the project, since a file would give another text: {first_names(stay)}" if stay else ""
     return f"{len(written)} captions written into {len(good)} files{rest}"
+
+
+def _write(
+    folder: Path, changes: list[Change], before: Mapping[str, bytes | None], check: Callable[[], list[Change]]
+) -> list[Change]:
+    """Write caption files, and restore those that are not good. Return the changes that stay. `changes` are the files to
+    write below `folder`. `before` maps a file's name to its old content, or None for a new file. `check()` is called after
+    the writing and returns the good changes. If an error occurs, all files are restored.
+    """
+    good: list[Change] = []
+    done: list[str] = []
+    try:
+        for change in changes:
+            _put(folder / change.name, change.text.encode())
+            done.append(change.name)
+        good = check()
+    finally:
+        kept = {change.name for change in good}
+        for name in done:
+            if name not in kept:
+                _put(folder / name, before[name])
+    return good
 
 
 def undo_sidecars(ctx: StageContext) -> str:

@@ -7,6 +7,7 @@ kohya's trainers read repeats and the subject from the name of a folder: the ima
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -103,28 +104,38 @@ def check_rules(found: Mapping[str, Row], folder: Path) -> None:
 
 
 def describe(rows: Iterable[Row]) -> Iterator[str]:
-    """Yield one line that says what the names and settings of the image folders decide. An example is "kohya folder: 10
-    repeats of 'ohwx cat', 24 images; reg/: 100 class images". `rows` are rows of the table `images`. Only usable images
-    are counted. If no folder decides anything, nothing is yielded.
+    """Yield lines for the user about where images lie: inside other files, in folders whose names or settings decide how
+    they are used, and in folders of references. An example is "kohya folder: 10 repeats of 'ohwx cat', 24 images; reg/:
+    100 class images". `rows` are rows of the table `images`. Only usable images are counted.
     """
-    groups: dict[tuple[Any, ...], int] = {}
     rows = list(rows)
-    inside = [row["path"] for row in rows if row["offset"] is not None and not row["rejected"]]
-    if inside:
-        files = sorted(
-            {str(next(p for p in PurePosixPath(path).parents if p.suffix.lower() in packed.SUFFIXES)) for path in inside}
-        )
-        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-        yield f"{len(inside)} images inside {files[0]}{more}"
-    for row in rows:
-        if row["folder"] and not row["rejected"] and row["use"] != references.USE:
-            key = tuple(row[name] for name in RULES)
-            groups[key] = groups.get(key, 0) + 1
+    usable = [row for row in rows if not row["rejected"]]
+    yield from _describe_packed([row["path"] for row in usable if row["offset"] is not None])
+    yield from _describe_folders([row for row in usable if row["folder"] and row["use"] != references.USE])
+    yield from _describe_references([row for row in rows if row["use"] == references.USE], rows)
+
+
+def _describe_packed(paths: Sequence[str]) -> Iterator[str]:
+    """Yield one line that counts the images inside other files and names the files, such as "12 images inside a.tar". `paths`
+    are the paths of these images, such as "a.tar/0001.jpg". Without paths, nothing is yielded.
+    """
+    if not paths:
+        return
+    parents = (PurePosixPath(path).parents for path in paths)
+    files = sorted({str(next(p for p in each if p.suffix.lower() in packed.SUFFIXES)) for each in parents})
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    yield f"{len(paths)} images inside {files[0]}{more}"
+
+
+def _describe_folders(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield one line about the folders that decide how their images are used: what each decides, and its number of images.
+    `rows` are the rows of the table `images` in such folders. Without rows, nothing is yielded.
+    """
+    groups = Counter(tuple(row[name] for name in RULES) for row in rows)
     found = [(dict(zip(RULES, key, strict=True)), count) for key, count in groups.items()]
     if found:
         kind = "kohya folder" if any(rule["concept"] for rule, _ in found) else "folders"
         yield f"{kind}: {'; '.join(_words(rule, count) for rule, count in found)}"
-    yield from _describe_references([row for row in rows if row["use"] == references.USE], rows)
 
 
 def _describe_references(found: list[Row], rows: list[Row]) -> Iterator[str]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from stages.text_to_image.samples.grid import draw_grid
 
+Key = tuple[str, int, int, int]  # prompt, seed, width, height
+
 MOST = 24  # rows: prompts and seeds that are shown
 
 
@@ -21,23 +23,28 @@ def draw_side_by_side(runs: Sequence[tuple[str, Mapping[str, int]]], rows: Seque
     the base model. Each other column shows the newest preview of one run. At most 24 rows are drawn, all of one image
     size.
     """
-    sources = [("base", {"": 0}), *runs]
-    found: list[dict[tuple[Any, ...], tuple[int, Path]]] = []
-    for _, adapters in sources:
-        drawn: dict[tuple[Any, ...], tuple[int, Path]] = {}
-        for row in rows:
-            if row["adapter_id"] in adapters:
-                key = (row["prompt"], row["seed"], row["width"], row["height"])
-                drawn[key] = max(drawn.get(key, (-1, row["file"])), (adapters[row["adapter_id"]], row["file"]))
-        found.append(drawn)
+    found = [_newest(rows, adapters) for adapters in ({"": 0}, *(adapters for _, adapters in runs))]
     shared = [key for key in found[1] if all(key in drawn for drawn in found[1:])]
     if not shared:
         return None
     size = shared[0][2:]
     keys = sorted(key for key in shared if key[2:] == size)[:MOST]
-    steps = [max(drawn[key][0] for key in keys if key in drawn) if any(key in drawn for key in keys) else 0 for drawn in found]
-    heads = ["base", *(f"{name}, step {step}" for (name, _), step in zip(runs, steps[1:], strict=True))]
+    steps = [max(drawn[key][0] for key in keys) for drawn in found[1:]]
+    heads = ["base", *(f"{name}, step {step}" for (name, _), step in zip(runs, steps, strict=True))]
     cells = [[drawn[key][1] if key in drawn else None for drawn in found] for key in keys]
     out.parent.mkdir(parents=True, exist_ok=True)
     draw_grid(cells, heads, [f"{prompt}\nseed {seed}" for prompt, seed, _, _ in keys], (size[0], size[1])).save(out)
     return out
+
+
+def _newest(rows: Sequence[Mapping[str, Any]], adapters: Mapping[str, int]) -> dict[Key, tuple[int, Path]]:
+    """Return the preview of the latest training step for each prompt, seed and size. `rows` are rows of the table `samples`
+    with the key `file`. `adapters` maps the `adapter_id` of some adapters to their step; other rows are left out. The
+    result maps (prompt, seed, width, height) to (step, file).
+    """
+    drawn: dict[Key, tuple[int, Path]] = {}
+    for row in rows:
+        if row["adapter_id"] in adapters:
+            key = (row["prompt"], row["seed"], row["width"], row["height"])
+            drawn[key] = max(drawn.get(key, (-1, row["file"])), (adapters[row["adapter_id"]], row["file"]))
+    return drawn

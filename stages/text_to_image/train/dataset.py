@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -129,21 +129,41 @@ def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
     references = References(every, ctx.rows(BUCKETS).to_pylist(), ctx.rows(LATENTS).to_pylist())
     for row in latents:
         row["references"] = references.of(row["image_id"], row["resolution"], row["flip"])
-    rate_of = rates(config.data, [(row["resolution"], paths[row["image_id"]][0]) for row in latents])
-    rate_of = folder_rates(rate_of, [images[row["image_id"]] for row in latents], config.data.regularisation)
-    drawn = [(row, rate) for row, rate in zip(latents, rate_of, strict=True) if rate]
-    if not drawn:
-        raise ValueError(f"[train.data]: nothing to train on: resolutions and repeats leave out all {len(latents)} crops")
-    aside: frozenset[str] = frozenset()
-    if config.validation:
-        own = {row["image_id"] for row, _ in drawn if images[row["image_id"]]["use"] is None}
-        aside = held_out(config.validation, {image_id: paths[image_id] for image_id in own})
+    drawn = _with_rates(latents, images, paths, config.data)
+    aside = _held_images(drawn, images, paths, config)
     crops = [_crop(row, rate, texts, config.mask is not None) for row, rate in drawn if row["image_id"] not in aside]
     if not crops:
         raise ValueError(f"[train.validation]: all {len(aside)} images are held out; lower share, or name fewer paths")
     plain = [(row, rate) for row, rate in drawn if row["image_id"] in aside and not row["flip"] and not row["further"]]
     held = [_crop(row, rate, texts, config.mask is not None) for row, rate in plain]
     return _with_embeddings(ctx, Dataset(tuple(crops), texts.empty, {}, tuple(held), texts.empty_class))
+
+
+def _with_rates(
+    latents: Sequence[Row], images: Mapping[str, Row], paths: Mapping[str, list[str]], data: DataConfig
+) -> list[tuple[Row, float]]:
+    """Return (row, rate) for each row of `latents` that an epoch uses. The rate is the mean number of times that it does.
+    `images` maps an image_id to the image's row of the table `images`, and `paths` to the image's paths. `data` holds the
+    settings that decide the rates. Raises ValueError if no row is used.
+    """
+    found = rates(data, [(row["resolution"], paths[row["image_id"]][0]) for row in latents])
+    found = folder_rates(found, [images[row["image_id"]] for row in latents], data.regularisation)
+    drawn = [(row, rate) for row, rate in zip(latents, found, strict=True) if rate]
+    if not drawn:
+        raise ValueError(f"[train.data]: nothing to train on: resolutions and repeats leave out all {len(latents)} crops")
+    return drawn
+
+
+def _held_images(
+    drawn: Sequence[tuple[Row, float]], images: Mapping[str, Row], paths: Mapping[str, list[str]], config: TrainConfig
+) -> frozenset[str]:
+    """Return the image_ids of the images that [train.validation] holds out. Only images of the subject can be held out. `drawn`
+    has the crops that an epoch uses, as (row, rate). `images` and `paths` are those of `_with_rates`.
+    """
+    if not config.validation:
+        return frozenset()
+    own = {row["image_id"] for row, _ in drawn if images[row["image_id"]]["use"] is None}
+    return held_out(config.validation, {image_id: paths[image_id] for image_id in own})
 
 
 def _latents(ctx: StageContext, paths: Container[str], texts: Texts) -> list[Row]:
