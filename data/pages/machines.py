@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from data.pages.commit_plan import COMMITS, Ceiling, Plan, simulate
 
 FILE = Path(__file__).parents[1] / "machines.md"
 ROWS = Path(__file__).parents[1] / "bench.jsonl"
 
-COMMITS = 64  # commits after which the index is rewritten: pipeline.store.writer.COMMITS
-SHARD_BYTES = 64 << 20  # pipeline.store.shards.SHARD_BYTES
 HEADINGS: tuple[str, ...] = ("table", "bytes", "shards", "index", "commits a table", "rows rewritten a table")
 HEADINGS += ("workers compute", "one commits", "busy from", "simulated", "workers wait from")
 WORKERS, IMAGES, PIXELS = 64, 10_000_000, 1024
@@ -100,83 +99,6 @@ latentmill run latents --project cats --set project.workers=ray://first.local:10
 
 The stand-in below waits 0.1 s a unit and uses no CPU (`make bench`). The CPU times are what Ray and latentmill add to it.
 """
-
-
-@dataclass(frozen=True)
-class Ceiling:
-    """What one committing process can do. `rows_s` and `mb_s` are rows and megabytes per second into a small table.
-    `row_rewrite_s` is the time to rewrite one row of the index. `index_bytes` is the size of a row in the index, on disk, and
-    `memory_bytes` in memory.
-    """
-
-    rows_s: float
-    mb_s: float
-    row_rewrite_s: float
-    index_bytes: float
-    memory_bytes: float
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A table of `rows` rows with tensors of `row_bytes`, computed by `workers` workers that need `row_s` seconds a row.
-    The rows are divided among `tables` tables by their key, each with a committing process of its own.
-    """
-
-    rows: int
-    row_bytes: int
-    row_s: float
-    workers: int
-    tables: int = 1
-
-    @property
-    def commits(self) -> int:
-        """The number of commits of each table: one for each shard."""
-        return -(-self.rows * self.row_bytes // (self.tables * SHARD_BYTES))
-
-    def rewritten(self) -> float:
-        """Return how many rows each table rewrites: its index is written again after every COMMITS commits."""
-        return self.commits / COMMITS * (self.rows / self.tables) / 2
-
-    def compute_s(self) -> float:
-        """Return the seconds in which the workers compute all rows."""
-        return self.rows * self.row_s / self.workers
-
-    def commit_s(self, ceiling: Ceiling) -> float:
-        """Return the seconds that each committing process needs for its rows."""
-        megabytes = self.rows * self.row_bytes / self.tables / 1e6
-        return megabytes / ceiling.mb_s + self.rewritten() * ceiling.row_rewrite_s
-
-    def saturates_at(self, ceiling: Ceiling) -> float:
-        """Return the number of workers that keep the committing processes busy all the time."""
-        return self.rows * self.row_s / self.commit_s(ceiling)
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """The course of a plan, commit by commit. `seconds` is the time to the last commit. `waits_from` is the number of rows at
-    which the workers first wait for a committing process, or None if they never do.
-    """
-
-    seconds: float
-    waits_from: int | None
-
-
-def simulate(plan: Plan, ceiling: Ceiling) -> Simulation:
-    """Play a plan in steps of COMMITS commits, after which an index is rewritten. The workers fill all tables evenly, and are at
-    most one step ahead of the committing processes.
-    """
-    group = COMMITS * SHARD_BYTES // plan.row_bytes  # rows of one table in a step
-    computing = group * plan.tables * plan.row_s / plan.workers
-    writing = group * plan.row_bytes / 1e6 / ceiling.mb_s
-    rows, computed, committed, waits_from = 0, 0.0, 0.0, None
-    while rows < plan.rows // plan.tables:
-        ready = computed + computing
-        if committed > ready and waits_from is None:
-            waits_from = rows * plan.tables
-        computed = max(ready, committed)
-        rows += group
-        committed = computed + writing + rows * ceiling.row_rewrite_s
-    return Simulation(committed, waits_from)
 
 
 def measured(kind: str, **where: Any) -> dict[str, Any]:
@@ -272,7 +194,7 @@ def large() -> str:
 
 Computed and simulated, not run. Klein 4B at {PIXELS} px, one caption an image. A worker is a GPU as in `data/bench.md`
 ({encoder["chip"]}): {encoder["s"]:.3f} s for an image in float32 (TF32), {text_encoder["s"]:.3f} s for a caption. The committing
-process is the one above. `data/pages/machines.py` has the formulas.
+process is the one above. `data/pages/commit_plan.py` has the formulas.
 
 | {" | ".join(HEADINGS)} |
 |{"---|" * len(HEADINGS)}

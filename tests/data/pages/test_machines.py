@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from data.pages import machines
-from data.pages.machines import Ceiling, Plan
+from data.pages import commit_plan, machines
+from data.pages.commit_plan import Ceiling, Plan, simulate
 from pipeline.store import shards, writer
 
 
@@ -14,7 +14,7 @@ def test_the_page_on_disk_is_what_the_code_computes() -> None:
 
 
 def test_the_page_computes_with_the_constants_of_the_store() -> None:
-    assert (machines.COMMITS, machines.SHARD_BYTES) == (writer.COMMITS, shards.SHARD_BYTES)
+    assert (commit_plan.COMMITS, commit_plan.SHARD_BYTES) == (writer.COMMITS, shards.SHARD_BYTES)
 
 
 def test_rows_in_several_tables_rewrite_less_and_commit_in_less_time() -> None:
@@ -28,8 +28,8 @@ def test_rows_in_several_tables_rewrite_less_and_commit_in_less_time() -> None:
 def test_the_simulation_ends_when_the_slower_side_has_ended_and_names_the_row_from_which_workers_wait() -> None:
     limit = Ceiling(100.0, 100.0, 1e-6, 200.0, 300.0)
     for plan, waits in ((Plan(10**7, 2**20, 0.05, 64), True), (Plan(10**7, 2**20, 0.05, 64, 64), False)):
-        found = machines.simulate(plan, limit)
+        found = simulate(plan, limit)
         assert found.seconds == pytest.approx(max(plan.compute_s(), plan.commit_s(limit)), rel=0.05)
         assert (found.waits_from is not None) == waits
-    growing = machines.simulate(Plan(10**7, 2**20, 0.05, 4), limit)
+    growing = simulate(Plan(10**7, 2**20, 0.05, 4), limit)
     assert growing.waits_from and 0 < growing.waits_from < 10**7, "the index grows until rewriting it decides"

@@ -2,78 +2,16 @@
 
 import dataclasses
 import hashlib
-import os
 import shutil
 import threading
-from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
-from schemas.text_to_image.images import IMAGES
 from stages.text_to_image.images import examine
 from stages.text_to_image.images import stage as images
 from stages.text_to_image.images.scan import scan
 from stages.text_to_image.images.stage import STAGE, ImagesConfig
-from tests.harness import context, run
-
-
-def draw(path, seed=0, size=(80, 72)):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    noise = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), np.uint8)
-    Image.fromarray(noise).save(path)
-    return path
-
-
-class Project:
-    """An image folder and its stored table. As the runner does, it replaces rows by key and drops rows of deleted files."""
-
-    def __init__(self, folder, **config):
-        self.folder, self.config, self.lines = folder, ImagesConfig(**config), []
-        self.source = folder / "images"
-        self.source.mkdir()
-        self.stored = None
-
-    def context(self, **options):
-        made = context(STAGE, self.folder, config=self.config, stored=self.stored, source=self.source, **options)
-        made.say = self.lines.append
-        return made
-
-    def run(self, **options):
-        """Run the stage, store its rows, and return the yielded rows by path."""
-        self.lines.clear()
-        made = self.context(**options)
-        yielded = {row["path"]: row for row in run(STAGE, made).to_pylist()}
-        self.store(yielded.values())
-        return yielded
-
-    def store(self, rows):
-        wanted = STAGE.wants(self.context())["path"].to_pylist()
-        old = {row["path"]: row for row in self.stored.to_pylist()} if self.stored is not None else {}
-        old |= {row["path"]: row for row in rows}
-        self.stored = IMAGES.table([old[path] for path in sorted(old) if path in wanted])
-
-    def verdicts(self):
-        return {row["path"]: row["rejected"] for row in self.stored.to_pylist()}
-
-
-@pytest.fixture
-def project(tmp_path):
-    return Project(tmp_path)
-
-
-@pytest.fixture
-def probed(monkeypatch):
-    """The paths of the files decoded since the list was last cleared."""
-    calls, real = [], examine.probe
-
-    def counting(file, max_pixels):
-        calls.append(file.name)
-        return real(file, max_pixels)
-
-    monkeypatch.setattr(examine, "probe", counting)
-    return calls
+from tests.stages.text_to_image.images.folders import Project, draw
 
 
 def test_a_usable_image_is_a_row_with_its_content_and_size(project):
@@ -222,63 +160,6 @@ def test_a_run_stops_after_the_current_files(tmp_path, monkeypatch):
     assert done[:3] == ["00.png", "01.png", "02.png"] and len(done) < 6
 
 
-def test_a_file_above_the_limit_is_refused_unread_and_a_link_into_proc_too(project, probed):
-    with (project.source / "sparse.png").open("wb") as file:
-        file.write(b"\x89PNG\r\n\x1a\n")
-        file.truncate(40_000_000_000)
-    (project.source / "environment.png").symlink_to("/proc/self/environ")
-    (project.source / "memory.png").symlink_to("/proc/kcore")
-    draw(project.source / "good.png")
-    rows = project.run()
-    assert rows["good.png"]["rejected"] is None and rows["environment.png"]["rejected"] == "unreadable"
-    assert rows["sparse.png"]["rejected"] == "too_large"
-    assert rows["sparse.png"]["detail"] == "40,000,000,000 bytes, more than images.max_bytes = 1,000,000,000"
-    assert rows["memory.png"]["rejected"] in ("too_large", "unreadable")  # by the system's version
-    assert [Path(name).name for name in probed] == ["good.png"]
-
-
-def test_a_folder_of_the_system_is_refused_and_not_searched(project):
-    draw(project.source / "good.png")
-    (project.source / "linked").symlink_to("/proc")
-    with pytest.raises(ValueError, match="linked leads to /proc, a folder of the system, which holds no images"):
-        project.run()
-
-
-def test_a_named_pipe_that_takes_the_place_of_a_file_is_not_waited_for(project):
-    draw(project.source / "a.png")
-    made = project.context()
-    (project.source / "a.png").unlink()
-    os.mkfifo(project.source / "a.png")
-    (row,) = run(STAGE, made).to_pylist()
-    assert row["rejected"] == "unreadable" and row["image_id"] == ""
-
-
-def test_a_file_from_a_far_year_is_an_image_like_any_other(project):
-    path = draw(project.source / "future.png")
-    os.utime(path, ns=(0, int(17e18)))
-    if path.stat().st_mtime_ns < 2**63:
-        pytest.skip("this file system has no year 2508")
-    assert project.run()["future.png"]["rejected"] is None
-    assert not project.run()
-
-
-def test_folders_nested_a_thousand_deep_are_searched(project):
-    folders = [project.source / "/".join(["d"] * depth) for depth in range(1, 1101)]
-    for folder in folders:
-        folder.mkdir()
-    path = draw(folders[-1] / "a.png")
-    assert [row["rejected"] for row in project.run().values()] == [None]
-    path.unlink()
-    for folder in reversed(folders):  # pytest cannot delete them
-        folder.rmdir()
-
-
-def test_a_float_image_of_unclear_range_is_a_row_with_its_reason(project):
-    Image.fromarray(np.full((80, 80), 12.0, np.float32)).save(project.source / "a.tif")
-    row = project.run()["a.tif"]
-    assert row["rejected"] == "range" and "from 0 to 12, and white is unclear" in row["detail"] and row["image_id"]
-
-
 def test_files_examined_one_by_one_and_finished_together_give_the_rows_of_one_run(project):
     draw(project.source / "m.png")
     for name in ("a.png", "z.png"):
@@ -308,15 +189,6 @@ def test_a_run_that_was_stopped_marks_no_duplicates_and_has_no_summary(tmp_path,
     assert project.verdicts() == {"00.png": None} | {f"{number:02}.png": "duplicate" for number in range(1, 20)}
 
 
-def test_a_file_that_could_not_be_read_and_is_gone_is_not_tried_again(project):
-    draw(project.source / "a.png")
-    (project.source / "b.mp4").write_bytes(b"film")
-    project.run()
-    assert STAGE.redo(project.context())["path"].to_pylist() == ["b.mp4"]
-    (project.source / "b.mp4").unlink()
-    assert STAGE.redo(project.context()).num_rows == 0
-
-
 def test_rows_do_not_depend_on_the_number_of_workers_or_on_the_batch(tmp_path, monkeypatch):
     tables = []
     for workers, batch in ((1, 1), (4, 64)):
@@ -331,68 +203,6 @@ def test_rows_do_not_depend_on_the_number_of_workers_or_on_the_batch(tmp_path, m
         project.run()
         tables.append(project.stored)
     assert tables[0].equals(tables[1])
-
-
-def test_a_file_deleted_between_scan_and_read_is_an_unreadable_row(project):
-    draw(project.source / "a.png")
-    gone = draw(project.source / "b.png", 1)
-    made = project.context()
-    gone.unlink()
-    rows = {row["path"]: row for row in run(STAGE, made).to_pylist()}
-    assert rows["a.png"]["rejected"] is None
-    assert rows["b.png"]["rejected"] == "unreadable" and rows["b.png"]["image_id"] == ""
-
-
-def test_an_unreadable_file_is_tried_again_although_it_did_not_change(project, monkeypatch):
-    from stages.text_to_image.imaging import decode
-
-    Image.new("RGB", (80, 80), "red").save(draw(project.source / "a.png").with_suffix(".tif"))
-    with monkeypatch.context() as patch:
-        patch.setattr(decode, "_register_heif", lambda: False)
-        (project.source / "b.heic").write_bytes(_heic())
-        project.run()
-        assert project.verdicts()["b.heic"] == "unsupported"
-        assert project.run() == {}
-    assert list(project.run()) == ["b.heic"]
-    assert project.verdicts()["b.heic"] is None
-
-
-def _heic():
-    import io
-
-    import pillow_heif
-
-    pillow_heif.register_heif_opener()
-    file = io.BytesIO()
-    Image.new("RGB", (80, 80), "lime").save(file, "HEIF")
-    return file.getvalue()
-
-
-def test_linked_folders_are_followed_and_loops_end(project):
-    draw(project.source / "a.png")
-    draw(project.folder / "elsewhere" / "b.png", 1)
-    (project.source / "link").symlink_to(project.folder / "elsewhere")
-    (project.folder / "elsewhere" / "back").symlink_to(project.source)
-    (project.source / "self.png").symlink_to(project.source / "self.png")
-    assert sorted(project.run()) == ["a.png", "link/b.png", "self.png"]
-    assert project.verdicts()["self.png"] == "unreadable"
-
-
-def test_a_file_name_that_is_not_utf_8_becomes_an_unreadable_row(project):
-    draw(project.source / "a.png")
-    try:
-        Path(os.fsdecode(os.fsencode(project.source) + b"/b\xff.png")).write_bytes(b"x")
-    except OSError:  # some file systems allow no such name: then there is nothing to refuse
-        return
-    project.run()
-    row = project.stored.to_pylist()[1]
-    assert (row["path"], row["rejected"]) == ("b\\xff.png", "unreadable") and "not UTF-8" in row["detail"]
-
-
-def test_a_named_pipe_in_the_folder_becomes_no_row_and_is_never_opened(project):
-    draw(project.source / "a.png")
-    os.mkfifo(project.source / "pipe.png")
-    assert [row["path"] for row in scan(project.source).files] == ["a.png"]
 
 
 def test_a_missing_or_empty_folder_is_an_error_that_names_the_remedy(project):

@@ -11,8 +11,7 @@ import pytest
 from PIL import Image
 
 from stages.text_to_image.samples.stage import STAGE
-from tests.stages.text_to_image.samples.test_samples import CONFIG, context
-from tests.stages.text_to_image.samples.test_samples import root as root
+from tests.stages.text_to_image.samples.previews import CONFIG, context
 
 
 @pytest.mark.parametrize("bits", [16, 4])

@@ -1,0 +1,58 @@
+"""An image folder with captions, for the tests of the stage captions."""
+
+from pathlib import Path
+
+import pytest
+
+from schemas.text_to_image.images import IMAGES
+from stages.text_to_image.captions.config import CaptionsConfig
+from stages.text_to_image.captions.stage import STAGE
+from tests.harness import context, run
+
+
+class Folder:
+    """An image folder: rows of the table images (the stage opens no image), and text files beside them."""
+
+    def __init__(self, root: Path, *paths: str) -> None:
+        self.root, self.lines, self.images = root, [], []
+        for path in paths:
+            self.add(path)
+
+    def add(self, path, image_id="", rejected=None):
+        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+        row = {"path": path, "image_id": image_id or path, "bytes": 1, "mtime_ns": 1, "inode": 1, "format": "PNG", "mode": "RGB"}
+        self.images.append(row | {"width": 64, "height": 64, "frames": 1, "rejected": rejected, "detail": ""})
+
+    def write(self, name, text, encoding="utf-8"):
+        (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / name).write_bytes(text if isinstance(text, bytes) else text.encode(encoding))
+
+    def context(self, stored=None, **config):
+        tables = {"images": IMAGES.table(self.images)}
+        made = context(STAGE, self.root / "..", tables, config=CaptionsConfig(**config), stored=stored, source=self.root)
+        made.say = self.lines.append
+        return made
+
+    def rows(self, **config):
+        return run(STAGE, self.context(**config)).to_pylist()
+
+    def captions(self, **config):
+        """Return {image_id: texts in their order}."""
+        found: dict[str, list[str]] = {}
+        for row in sorted(self.rows(**config), key=lambda row: row["position"]):
+            if row["role"] == "caption":
+                found.setdefault(row["image_id"], []).append(row["text"])
+        return found
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "images").mkdir()
+    return Folder(tmp_path / "images", "a.png", "sub/b.jpg")
+
+
+@pytest.fixture
+def captioned(folder):
+    folder.write("a.txt", "a cat")
+    folder.write("sub/b.txt", "a dog")
+    return folder

@@ -1,0 +1,24 @@
+"""Fixtures for the tests of the stage images."""
+
+import pytest
+
+from stages.text_to_image.images import examine
+from tests.stages.text_to_image.images.folders import Project
+
+
+@pytest.fixture
+def project(tmp_path):
+    return Project(tmp_path)
+
+
+@pytest.fixture
+def probed(monkeypatch):
+    """The paths of the files decoded since the list was last cleared."""
+    calls, real = [], examine.probe
+
+    def counting(file, max_pixels):
+        calls.append(file.name)
+        return real(file, max_pixels)
+
+    monkeypatch.setattr(examine, "probe", counting)
+    return calls

@@ -1,0 +1,141 @@
+"""Files and folders that a user rarely has: too large, of the system, deep, linked, unreadable, or no files at all."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from stages.text_to_image.images.scan import scan
+from stages.text_to_image.images.stage import STAGE
+from tests.harness import run
+from tests.stages.text_to_image.images.folders import draw
+
+
+def test_a_file_above_the_limit_is_refused_unread_and_a_link_into_proc_too(project, probed):
+    with (project.source / "sparse.png").open("wb") as file:
+        file.write(b"\x89PNG\r\n\x1a\n")
+        file.truncate(40_000_000_000)
+    (project.source / "environment.png").symlink_to("/proc/self/environ")
+    (project.source / "memory.png").symlink_to("/proc/kcore")
+    draw(project.source / "good.png")
+    rows = project.run()
+    assert rows["good.png"]["rejected"] is None and rows["environment.png"]["rejected"] == "unreadable"
+    assert rows["sparse.png"]["rejected"] == "too_large"
+    assert rows["sparse.png"]["detail"] == "40,000,000,000 bytes, more than images.max_bytes = 1,000,000,000"
+    assert rows["memory.png"]["rejected"] in ("too_large", "unreadable")  # by the system's version
+    assert [Path(name).name for name in probed] == ["good.png"]
+
+
+def test_a_folder_of_the_system_is_refused_and_not_searched(project):
+    draw(project.source / "good.png")
+    (project.source / "linked").symlink_to("/proc")
+    with pytest.raises(ValueError, match="linked leads to /proc, a folder of the system, which holds no images"):
+        project.run()
+
+
+def test_a_named_pipe_that_takes_the_place_of_a_file_is_not_waited_for(project):
+    draw(project.source / "a.png")
+    made = project.context()
+    (project.source / "a.png").unlink()
+    os.mkfifo(project.source / "a.png")
+    (row,) = run(STAGE, made).to_pylist()
+    assert row["rejected"] == "unreadable" and row["image_id"] == ""
+
+
+def test_a_file_from_a_far_year_is_an_image_like_any_other(project):
+    path = draw(project.source / "future.png")
+    os.utime(path, ns=(0, int(17e18)))
+    if path.stat().st_mtime_ns < 2**63:
+        pytest.skip("this file system has no year 2508")
+    assert project.run()["future.png"]["rejected"] is None
+    assert not project.run()
+
+
+def test_folders_nested_a_thousand_deep_are_searched(project):
+    folders = [project.source / "/".join(["d"] * depth) for depth in range(1, 1101)]
+    for folder in folders:
+        folder.mkdir()
+    path = draw(folders[-1] / "a.png")
+    assert [row["rejected"] for row in project.run().values()] == [None]
+    path.unlink()
+    for folder in reversed(folders):  # pytest cannot delete them
+        folder.rmdir()
+
+
+def test_a_float_image_of_unclear_range_is_a_row_with_its_reason(project):
+    Image.fromarray(np.full((80, 80), 12.0, np.float32)).save(project.source / "a.tif")
+    row = project.run()["a.tif"]
+    assert row["rejected"] == "range" and "from 0 to 12, and white is unclear" in row["detail"] and row["image_id"]
+
+
+def test_a_file_that_could_not_be_read_and_is_gone_is_not_tried_again(project):
+    draw(project.source / "a.png")
+    (project.source / "b.mp4").write_bytes(b"film")
+    project.run()
+    assert STAGE.redo(project.context())["path"].to_pylist() == ["b.mp4"]
+    (project.source / "b.mp4").unlink()
+    assert STAGE.redo(project.context()).num_rows == 0
+
+
+def test_a_file_deleted_between_scan_and_read_is_an_unreadable_row(project):
+    draw(project.source / "a.png")
+    gone = draw(project.source / "b.png", 1)
+    made = project.context()
+    gone.unlink()
+    rows = {row["path"]: row for row in run(STAGE, made).to_pylist()}
+    assert rows["a.png"]["rejected"] is None
+    assert rows["b.png"]["rejected"] == "unreadable" and rows["b.png"]["image_id"] == ""
+
+
+def test_an_unreadable_file_is_tried_again_although_it_did_not_change(project, monkeypatch):
+    from stages.text_to_image.imaging import decode
+
+    Image.new("RGB", (80, 80), "red").save(draw(project.source / "a.png").with_suffix(".tif"))
+    with monkeypatch.context() as patch:
+        patch.setattr(decode, "_register_heif", lambda: False)
+        (project.source / "b.heic").write_bytes(_heic())
+        project.run()
+        assert project.verdicts()["b.heic"] == "unsupported"
+        assert project.run() == {}
+    assert list(project.run()) == ["b.heic"]
+    assert project.verdicts()["b.heic"] is None
+
+
+def _heic():
+    import io
+
+    import pillow_heif
+
+    pillow_heif.register_heif_opener()
+    file = io.BytesIO()
+    Image.new("RGB", (80, 80), "lime").save(file, "HEIF")
+    return file.getvalue()
+
+
+def test_linked_folders_are_followed_and_loops_end(project):
+    draw(project.source / "a.png")
+    draw(project.folder / "elsewhere" / "b.png", 1)
+    (project.source / "link").symlink_to(project.folder / "elsewhere")
+    (project.folder / "elsewhere" / "back").symlink_to(project.source)
+    (project.source / "self.png").symlink_to(project.source / "self.png")
+    assert sorted(project.run()) == ["a.png", "link/b.png", "self.png"]
+    assert project.verdicts()["self.png"] == "unreadable"
+
+
+def test_a_file_name_that_is_not_utf_8_becomes_an_unreadable_row(project):
+    draw(project.source / "a.png")
+    try:
+        Path(os.fsdecode(os.fsencode(project.source) + b"/b\xff.png")).write_bytes(b"x")
+    except OSError:  # some file systems allow no such name: then there is nothing to refuse
+        return
+    project.run()
+    row = project.stored.to_pylist()[1]
+    assert (row["path"], row["rejected"]) == ("b\\xff.png", "unreadable") and "not UTF-8" in row["detail"]
+
+
+def test_a_named_pipe_in_the_folder_becomes_no_row_and_is_never_opened(project):
+    draw(project.source / "a.png")
+    os.mkfifo(project.source / "pipe.png")
+    assert [row["path"] for row in scan(project.source).files] == ["a.png"]

@@ -1,0 +1,70 @@
+"""Tables and weights of the tiny family, with which the tests draw previews."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+
+from schemas.text_to_image.captions import CAPTIONS
+from schemas.text_to_image.embeddings import EMBEDDINGS
+from schemas.text_to_image.train import TRAIN
+from stages.stage import StageContext
+from stages.text_to_image.families import family
+from stages.text_to_image.samples.config import SamplesConfig
+from stages.text_to_image.samples.stage import STAGE
+from tests import harness
+
+TINY = family("tiny")
+PROMPTS = ("a red fox", "a sleeping cat, 猫")
+SIZE = 32
+STEPS = 3
+CONFIG = SamplesConfig(checkpoints="all", seeds=(0, 5), width=SIZE, height=SIZE, steps=STEPS, precision="float32")
+TOKENS = 6
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def tables() -> dict[str, pa.Table]:
+    captions, embeddings = [], []
+    draw = np.random.default_rng(0)
+    for role, texts in (("empty", [""]), ("preview", PROMPTS), ("caption", ["of an image"])):
+        for position, text in enumerate(texts):
+            row = {"caption_id": digest(text), "image_id": "", "role": role, "text": text, "position": position}
+            captions.append(row | {"source": "config", "origin": ""})
+            values = mx.array(draw.standard_normal((TOKENS, TINY.transformer["joint_attention_dim"]), np.float32))
+            words = np.array(values.astype(mx.bfloat16).view(mx.uint16))
+            row = {"caption_id": digest(text), "tokens": 3, "dropped_tokens": 0, "shape": list(words.shape), "dtype": "bfloat16"}
+            embeddings.append(row | {"mean": 0.0, "std": 1.0, "absmax": 3.0, "tensor": words.ravel()})
+    return {"captions": CAPTIONS.table(captions[::-1]), "embeddings": EMBEDDINGS.table(embeddings), "train": TRAIN.table([])}
+
+
+def context(root: Path, folder: Path, config: SamplesConfig = CONFIG, **given: Any) -> StageContext:
+    places = {
+        "transformer": root / "weights" / "transformer",
+        "autoencoder": root / "weights" / "vae",
+        "train": root / "train",
+    }
+    return harness.context(STAGE, folder, tables(), **({"config": config, "family": TINY, "weights": places} | given))
+
+
+def pixels(ctx: StageContext, row: dict[str, Any]) -> np.ndarray:
+    with Image.open(ctx.artifacts / row["path"]) as image:
+        return np.asarray(image).astype(np.float32)
+
+
+def writer_into(folder: Path) -> Any:
+    def write_artifact(name: str, write: Any) -> Path:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+        return path
+
+    return write_artifact
