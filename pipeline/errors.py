@@ -1,4 +1,4 @@
-"""Exceptions that commands tell apart from the user's mistakes."""
+"""Exceptions that commands handle in another way than a mistake of the user."""
 
 
 class Stopped(Exception):  # noqa: N818  (not an error: the user asked for it)

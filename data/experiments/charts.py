@@ -12,7 +12,9 @@ COLORS = {"0": ORANGE, "0.1": BLUE, "0.5": GREEN}  # by caption dropout
 
 
 def ema(results: Results) -> list[Panel]:
-    """Held-out loss of the adapter and of its average over the steps; once more from step 50 on, on a finer scale."""
+    """Return the panels of the chart of EMA: the held-out loss over the steps, of the adapter and of its moving average. A
+    second panel shows the steps from 50 on, on a finer scale.
+    """
     whole, late = [], []
     for name, color, average in (("adapter", ORANGE, False), ("its average ([train.ema])", BLUE, True)):
         points = list(zip(*results.loss_curve(average), strict=True))
@@ -25,7 +27,9 @@ def ema(results: Results) -> list[Panel]:
 
 
 def dropout(results: Results) -> list[Panel]:
-    """Held-out loss under the empty caption by caption dropout; style by guidance, without and with preservation."""
+    """Return the panels of the chart of caption dropout. One shows the held-out loss under the empty caption by dropout
+    rate. The other shows the style by guidance, without and with preservation.
+    """
     losses = [
         Curve(name, color, list(range(len(runs))), [results.loss(run, 128, "empty") for run in runs], marked=True)
         for name, color, runs in (("without preservation", GREY, DROPOUT), ("with preservation", PURPLE, PRESERVED))
@@ -39,7 +43,9 @@ def dropout(results: Results) -> list[Panel]:
 
 
 def sizes(results: Results) -> list[Panel]:
-    """Held-out loss and style at 128 and 192 px, of the runs trained at one size and at both."""
+    """Return the panels of the chart of resolutions: held-out loss and style at 128 and 192 px, for runs trained at one
+    resolution and at both.
+    """
     losses, styles = [], []
     for run, name, color, shift in (
         ("plain", "trained at 128 px", ORANGE, -0.05),
@@ -56,7 +62,9 @@ def sizes(results: Results) -> list[Panel]:
 
 
 def preservation(results: Results) -> list[Panel]:
-    """Distance from the base's picture, and style, by kind of prompt, without and with [train.preservation]."""
+    """Return the panels of the chart of [train.preservation]: the distance from the base's pictures, and the style, for
+    each kind of prompt, without and with it.
+    """
     kinds = {"none": "no trigger", "class": "class word", "trigger": "trigger"}
     ticks = {float(place): label for place, label in enumerate(kinds.values())}
     panels = []

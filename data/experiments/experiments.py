@@ -41,7 +41,9 @@ Row = dict[str, Any]
 
 
 def losses(projects: dict[str, Project], folder: Path) -> list[Row]:
-    """Measure the held-out loss of the base, of every run, and of every checkpoint of the run "noisy" with its average."""
+    """Measure the held-out loss of the base model, of every run, and of every checkpoint of the run "noisy" with its moving
+    average. Return one row per measurement. `projects` maps a run's name to its project. `folder` is the work folder.
+    """
     held = HeldOutLoss(runs.build(folder, runs.BOTH_SIZES, runs.BEFORE))
     rows = [{"what": "loss", "run": "base", "step": 0, **found} for found in held.measure(None)]
     for run, project in projects.items():
@@ -58,7 +60,10 @@ def losses(projects: dict[str, Project], folder: Path) -> list[Row]:
 
 
 def previews(folder: Path, run: str, kind: str, guidance: float, side: int) -> list[Row]:
-    """Draw the previews of a run ("base": without an adapter) and return one row per picture, with its file in `path`."""
+    """Draw the previews of a run and return one row per picture, with its file in `path`. `folder` is the work folder.
+    `run` is the name of the run; "base" draws without an adapter. `kind` is the kind of prompt, such as "trigger".
+    `guidance` is the guidance scale. `side` is the side of a picture in pixels.
+    """
     prompts = runs.prompts(kind)
     seeds = SEEDS if kind == "empty" else [0]
     of = "plain" if run == "base" else run
@@ -90,7 +95,9 @@ def scored(rows: list[Row], base_rows: list[Row]) -> list[Row]:
 
 
 def request(row: Row) -> tuple[Any, ...]:
-    """Return prompt, seed, guidance and side of a preview: previews of two runs that agree in these can be compared."""
+    """Return (prompt, seed, guidance, side) of a preview. Two previews with equal values differ only in the model that drew
+    them.
+    """
     return tuple(row[name] for name in ("prompt", "seed", "guidance", "side"))
 
 

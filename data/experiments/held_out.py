@@ -1,4 +1,4 @@
-"""The loss of held-out pictures: measured as [train.validation] does, and once more under the empty caption."""
+"""Measure the loss of held-out pictures as [train.validation] does, with the pictures' captions and with the empty caption."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ Row = dict[str, Any]
 
 
 class HeldOutLoss:
-    """The held-out crops of a project, and the model that measures them."""
+    """Measures the loss of a project's held-out pictures. `project` must have [train.validation]. Its transformer is
+    loaded.
+    """
 
     def __init__(self, project: Project) -> None:
         ctx = project.context(project.stage("train"))
@@ -46,9 +48,9 @@ class HeldOutLoss:
         kinds: Sequence[str] = CAPTION_KINDS,
         sides: Sequence[int] = SIDES,
     ) -> Iterator[Row]:
-        """Yield the mean loss of a checkpoint's adapter, a row for each kind of caption and each side of the crops.
-
-        None measures the base. `name` is the file of the checkpoint: the adapter, or its average.
+        """Measure an adapter and yield one row for each kind of caption and each size of crops, with the mean loss. `saved`
+        is the checkpoint, or None for the base. `name` is the file of the checkpoint to load: the adapter or its moving
+        average. `kinds` are kinds of captions: "own" or "empty". `sides` are resolutions of crops in pixels.
         """
         self.training.masters = Stacks.of(saved.arrays(name)) if saved else self.untrained
         for kind in kinds:

@@ -18,10 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import multiprocessing
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ import pyarrow as pa
 from PIL import Image
 
 from data.experiments.in_memory import MemoryTables
+from data.experiments.processes import run_all
 from pipeline.project.project import Project
 
 LOG = logging.getLogger("hurting")
@@ -46,8 +45,8 @@ Row = dict[str, Any]
 
 
 def plant(folder: Path, seed: int) -> dict[str, str]:
-    """Write 40 pictures and their captions into `folder`, three of them bad. Return file name -> what is wrong with it.
-    `seed` chooses the pictures.
+    """Write 40 pictures and their captions into `folder`, three of them bad. Return a dict from the file name of each bad
+    picture to what is wrong with it. `seed` chooses the pictures.
     """
     random = np.random.default_rng(seed)
     pool = [(source / row["file_name"], row["text"]) for source in _sources() for row in _lines(source / "metadata.jsonl")]
@@ -82,8 +81,9 @@ def _lines(file: Path) -> list[Row]:
 
 
 def without_neighbours(values: np.ndarray, order: np.ndarray, near: int) -> np.ndarray:
-    """Return every value less the mean of its `near` neighbours on either side, by the sequence `order` of places. The
-    value itself is left out of the mean.
+    """Subtract from each value the mean of its neighbours, and return the differences in the order of `values`. `order`
+    sorts the values. The neighbours are the `near` values before and the `near` values after it in that order. The value
+    itself is not part of the mean.
     """
     sorted_values = values[order]
     sums = np.concatenate([[0.0], np.cumsum(sorted_values)])
@@ -96,8 +96,8 @@ def without_neighbours(values: np.ndarray, order: np.ndarray, near: int) -> np.n
 
 
 def excess(rows: pa.Table) -> dict[str, tuple[float, float]]:
-    """Return image id -> (excess, raw mean loss), as the view `hurting` computes them. `rows` are those of the table
-    `train`.
+    """Return the scores that the view `hurting` computes for each image: image_id -> (excess, mean loss). `rows` are rows
+    of the table `train`.
     """
     loss = rows["loss"].to_numpy().astype(np.float64)
     used = np.isfinite(loss) & (loss > 0) & (rows["split"].to_numpy(zero_copy_only=False) == "train")
@@ -114,7 +114,9 @@ def excess(rows: pa.Table) -> dict[str, tuple[float, float]]:
 
 
 def run(seed: int, steps: int) -> Row:
-    """Plant bad images, train for so many steps, and return the result: precision and the rank of every bad image."""
+    """Plant three bad images, train for `steps` steps, and return a row of results: the precision, and the rank of every
+    bad image. `seed` chooses the pictures and seeds the training.
+    """
     with tempfile.TemporaryDirectory() as folder:
         pictures = Path(folder, "pictures")
         pictures.mkdir()
@@ -128,6 +130,10 @@ def run(seed: int, steps: int) -> Row:
         paths = {row["image_id"]: row["path"] for row in tables.rows["images"].select(["image_id", "path"]).to_pylist()}
         found = {paths[image]: values for image, values in excess(tables.rows["train"]).items()}
     return {"seed": seed, "steps": steps, "images": len(found), **dict(_precision(found, bad))}
+
+
+def _work(row: Row, folder: str) -> Row:
+    return run(row["seed"], row["steps"])
 
 
 def _precision(found: dict[str, tuple[float, float]], bad: dict[str, str]) -> Iterator[tuple[str, Any]]:
@@ -148,17 +154,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     lines = asked.out.read_text().splitlines() if asked.out.exists() else []
     done = {row["seed"] for row in map(json.loads, lines)}
-    with (
-        asked.out.open("a") as out,
-        ProcessPoolExecutor(asked.workers, multiprocessing.get_context("spawn")) as pool,
-    ):
-        for ended in as_completed([pool.submit(run, seed, asked.steps) for seed in range(asked.seeds) if seed not in done]):
-            row = ended.result()
-            out.write(json.dumps(row) + "\n")
-            out.flush()
-            LOG.info(
-                "seed %d: precision %.2f, of the raw mean %.2f", *(row[key] for key in ("seed", "precision", "precision_raw"))
-            )
+    todo = [{"seed": seed, "steps": asked.steps} for seed in range(asked.seeds) if seed not in done]
+    for row in run_all(_work, todo, asked.out, asked.workers):
+        LOG.info("seed %d: precision %.2f, of the raw mean %.2f", *(row[key] for key in ("seed", "precision", "precision_raw")))
 
 
 if __name__ == "__main__":

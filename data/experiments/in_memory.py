@@ -1,7 +1,7 @@
-"""Runs stages of a project in memory: no table is written, and a run leaves nothing behind but its artifacts.
+"""Run stages of a project in memory. No table is written to disk; only artifacts (files that rows name) are.
 
-An experiment repeats a chain many times with other settings, also on machines without Lance. A stage sees the same context
-as under the runner, so it computes the same rows.
+An experiment repeats a chain many times with other settings, also on machines without Lance. A stage gets the same context
+as from the runner, so it computes the same rows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class MemoryTables:
         self.files: dict[str, Path] = {}  # stage -> the folder of its artifacts
 
     def branch(self, folder: Path) -> MemoryTables:
-        """Return a copy that shares the tables of now. Later runs of the copy write their artifacts below `folder`."""
+        """Return a copy of this object with the tables that it holds now. Stages that the copy runs write their artifacts
+        below `folder`.
+        """
         copy = MemoryTables(folder)
         copy.rows, copy.files = dict(self.rows), dict(self.files)
         return copy

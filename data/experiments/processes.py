@@ -13,18 +13,26 @@ from typing import Any
 Row = dict[str, Any]
 
 
-def run_all(work: Callable[[Row, str], Row], todo: Iterable[Row], out: Path, workers: int) -> Iterator[Row]:
-    """Call `work(row, folder)` for each row of `todo` in worker processes, and yield the results as the calls end.
-    `workers` is the number of processes. `folder` is a temporary folder that all calls share. Each result is also appended
-    to the file `out` as a line of JSON.
+def call_all(work: Callable[[Row, str], Any], todo: Iterable[Row], workers: int) -> Iterator[Any]:
+    """Call `work(row, folder)` for each row of `todo` in `workers` processes, and yield the results as the calls end. `folder`
+    is a temporary folder that all calls share. An error in a call is raised here.
     """
     with (
         tempfile.TemporaryDirectory() as folder,
-        out.open("a") as file,
         ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool,
     ):
         for ended in as_completed([pool.submit(work, row, folder) for row in todo]):
-            row = ended.result()
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            yield row
+            yield ended.result()
+
+
+def run_all(work: Callable[[Row, str], Row], todo: Iterable[Row], out: Path, workers: int) -> Iterator[Row]:
+    """Do what `call_all` does, and append each result to the file `out` before it is yielded."""
+    for row in call_all(work, todo, workers):
+        append(out, row)
+        yield row
+
+
+def append(out: Path, row: Row) -> None:
+    """Append `row` to the file `out` as one line of JSON. The file is created if it does not exist."""
+    with out.open("a") as file:
+        file.write(json.dumps(row) + "\n")

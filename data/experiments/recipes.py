@@ -58,8 +58,8 @@ def recipes(steps: int) -> dict[str, Settings]:
 
 
 def at_length(settings: Settings, steps: int) -> Settings:
-    """Return `settings` for a run over as many samples as `steps` steps of data/example have. Added are the number of steps
-    and, for a falling learning rate, the steps that it falls over.
+    """Return `settings` with the number of steps added, so that the run trains on as many samples as `steps` steps of
+    data/example do. If the learning rate falls, its number of steps is added too.
     """
     example = Project(EXAMPLE).config.sections["train"]
     length = steps * example.batch_size // settings.get("train.batch_size", example.batch_size)
@@ -70,8 +70,8 @@ def at_length(settings: Settings, steps: int) -> Settings:
 
 
 class Bench:
-    """The tables of data/example before `train`, and the pictures of the base model. Both are made once and used by every
-    run. Artifacts are written below `folder`.
+    """What all runs of the experiment share: the tables of data/example before `train`, and the pictures of the base model.
+    Artifacts are written below `folder`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -82,8 +82,8 @@ class Bench:
         self.base: dict[str, MemoryTables] = {}  # settings of [samples] as JSON -> tables with the base's pictures
 
     def run(self, settings: Settings) -> dict[str, Any]:
-        """Train with `settings`, draw all prompts, score the pictures, and return the measurements (see `measure`). Added are
-        the mean loss of the last fifth of the samples, and seconds.
+        """Train with `settings`, draw all prompts, score the pictures, and return the measurements as a dict. It has the
+        entries of `measure`, the mean loss of the last fifth of the samples, and the seconds of the run.
         """
         began = time.monotonic()
         tables = self.train(settings)
@@ -121,9 +121,10 @@ class Bench:
 
 
 def measure(rows: list[Row]) -> dict[str, Any]:
-    """Return the measurements of a run. `rows` are its rows of the table `scores`. "style" and "real" are AUCs over the base,
-    "agreement" is the mean less the base's, and "agreement_real" is that of real pictures. The recalls (R@10) are of the adapter,
-    the base and real pictures. "scores" has the values of every prompt: column -> [[base, adapter], ...].
+    """Return the measurements of a run as a dict. `rows` are its rows of the table `scores`. "style" and "real" are AUCs of
+    the adapter's pictures against the base's. "agreement" is the adapter's mean agreement with the prompts minus the
+    base's, and "agreement_real" is that of real pictures. The recalls (R@10) are of the adapter, the base and real
+    pictures. "scores" has the values of every prompt: column -> [[base, adapter], ...].
     """
     groups = group_rows(rows)
     adapter = next(name for name in groups if name not in ("base", "real"))
@@ -142,7 +143,7 @@ def measure(rows: list[Row]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds with the ends of its 95 % interval."""
+    """The mean of a score over several seeds, and the ends `low` and `high` of its 95 % interval."""
 
     mean: float
     low: float
@@ -182,7 +183,9 @@ def _resamples(seeds: int, prompts: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_rows(file: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the runs in a file of this experiment: recipe -> its rows, one per seed, in the order of the file."""
+    """Return the runs in a file of this experiment as a dict from recipe to rows. There is one row per seed, in the order
+    of the file.
+    """
     found: dict[str, list[dict[str, Any]]] = {}
     for line in file.read_text().splitlines() if file.exists() else []:
         row = json.loads(line)

@@ -20,15 +20,17 @@ PAGE = "README.md"
 
 
 def with_tables(page: str, results: Results) -> str:
-    """Return the page's text with every generated table replaced. AssertionError if the page has no place for a table."""
+    """Return the text `page` with every generated table replaced. `results` are the rows of results.jsonl. Raises
+    AssertionError if the page has no place for a table.
+    """
     for name, table in TABLES.items():
         page = with_table(page, name, table(results))
     return page
 
 
 def with_table(page: str, name: str, table: str) -> str:
-    """Return the text `page` with the generated table `name` replaced by the text `table`. AssertionError if the page has no
-    place for it, which is between `<!-- NAME: generated -->` and `<!-- end -->`.
+    """Return the text `page` with one generated table replaced by the text `table`. The table stands between the comments
+    `<!-- NAME: generated -->`, where NAME is `name`, and `<!-- end -->`. Raises AssertionError if the page lacks them.
     """
     begin, end = f"<!-- {name}: generated -->", "<!-- end -->"
     before, opened, rest = page.partition(begin)

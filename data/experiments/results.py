@@ -18,34 +18,37 @@ Row = dict[str, Any]
 
 
 class Results:
-    """All rows of the experiments. A row's `what` is data, run, loss or picture."""
+    """All rows of results.jsonl. The column `what` of a row says what it holds: "data", "run", "loss" or "picture"."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self.rows = list(rows)
 
     def select(self, **values: Any) -> list[Row]:
-        """Return the rows that have all these values. AssertionError if there is none."""
+        """Return the rows whose columns equal `values`. Raises AssertionError if there are none."""
         found = [row for row in self.rows if all(row.get(name) == value for name, value in values.items())]
         assert found, f"no row has {values}"
         return found
 
     def loss(self, run: str, side: int = 128, caption: str = "own") -> float:
-        """Return the held-out loss of a run's last adapter, on crops of `side` pixels.
-
-        `caption` is "own" (the picture's caption) or "empty" (the empty caption).
+        """Return the held-out loss of a run's last adapter. `run` is the run's name. `side` is the resolution of the crops
+        in pixels. `caption` is "own" (the picture's caption) or "empty" (the empty caption).
         """
         return float(self.select(what="loss", run=run, side=side, caption=caption)[0]["loss"])
 
     def loss_curve(self, average: bool) -> tuple[list[int], list[float]]:
-        """Return (steps, held-out losses) of the run "noisy": of its adapter, or of the adapter's average."""
+        """Return (steps, held-out losses) of the run "noisy". The losses are those of the adapter, or of its moving average
+        if `average` is True.
+        """
         rows = self.select(what="loss", run="noisy", side=128, average=average)
         return [row["step"] for row in rows], [row["loss"] for row in rows]
 
     def mean(self, column: str, run: str, kind: str = "trigger", guidance: float = 3.0, side: int = 128) -> tuple[float, float]:
-        """Return (mean, standard error) of `column` over a run's previews of one kind of prompt.
+        """Return (mean, standard error) of a score over a run's previews. `column` is the score. `run` is the run's name.
+        `kind` is the kind of prompt. `guidance` and `side` (in pixels) choose previews drawn with these values.
 
-        `style` is counted from the style of the base's preview of the same subject (with the trigger, guidance 3, 128 px),
-        because subjects differ more than the two styles do. The empty prompt has no subject, so nothing is subtracted.
+        For `style`, the style of the base's preview of the same subject (with the trigger, guidance 3, 128 px) is
+        subtracted, because subjects differ more than the two styles do. The empty prompt has no subject, so nothing is
+        subtracted.
         """
         pictures = self.select(what="picture", run=run, kind=kind, guidance=guidance, side=side)
         base: dict[str, float] = {}

@@ -114,16 +114,14 @@ class LogConsole:
 
 
 def settings(run: str) -> dict[str, Any]:
-    """Return setting -> value of the settings that a run changes."""
+    """Return the settings that the run named `run` changes: setting name -> value."""
     pairs = (text.partition("=") for text in RUNS[run])
     return {name: tomllib.loads(f"v = {value}")["v"] if value[0] in "{0123456789" else value for name, _, value in pairs}
 
 
 def prompts(kind: str) -> list[str]:
-    """Return the preview prompts of a kind.
-
-    "trigger", "class" and "none": the subjects with the trigger, the class word, or neither. "all": the subjects of all
-    references with the trigger. "empty": the empty prompt.
+    """Return the preview prompts of one kind. "trigger", "class" and "none" are the subjects with the trigger, with the
+    class word, and with neither. "all" are the subjects of all references, with the trigger. "empty" is the empty prompt.
     """
     subjects = captions(EXAMPLE / "references").values() if kind == "all" else SUBJECTS
     words = {"trigger": f"{TRIGGER}, ", "all": f"{TRIGGER}, ", "class": f"{CLASS}, ", "none": ""}
@@ -153,7 +151,7 @@ def make_project(folder: Path) -> Path:
 
 
 def fingerprint() -> str:
-    """Return a sha256 over the pictures of the example and their captions, which identifies the data of the results."""
+    """Return a sha256 of the example's pictures and captions. It identifies the data that the results were measured on."""
     files = (path for folder in ("images", "references") for path in sorted((EXAMPLE / folder).iterdir()))
     return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)).hexdigest()
 
@@ -178,7 +176,9 @@ def write_captions(folder: Path, texts: dict[str, str]) -> None:
 
 
 def build(folder: Path, changes: Iterable[str], stage_names: Sequence[str]) -> Project:
-    """Run stages with changed settings ("train.rank=8") and return the project with these settings."""
+    """Run the stages `stage_names` of the project in `folder` with changed settings, and return the project. `changes` are
+    texts such as "train.rank=8".
+    """
     changes = tuple(changes)
     for stage_name in stage_names:
         outcome = runner.run(Project(folder, changes, fetch=True), stage_name, LogConsole())

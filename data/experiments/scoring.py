@@ -20,10 +20,11 @@ Row = dict[str, Any]
 
 
 class Scorer:
-    """Scores of previews: style, agreement with their text, and distance from the base's picture.
+    """Computes scores of previews: style, agreement with the text, and distance from the base's picture. `base` lists
+    (subject, file) for the base's previews.
 
-    Style is 0 at the mean of the base's previews and 1 at the mean of the real pictures of the same 40 subjects; both means
-    leave out the subject that is scored. `base`: (subject, file) of the base's previews.
+    Style is 0 at the mean of the base's previews and 1 at the mean of the real pictures of the same 40 subjects. Both means
+    leave out the subject that is scored.
     """
 
     def __init__(self, base: list[tuple[str, Path]]) -> None:
@@ -40,10 +41,12 @@ class Scorer:
         return FeatureGroup(subjects, np.array([self.encoder.encode_file(file) for file in files]))
 
     def score(self, picture: Path, subject: str, base_picture: Path | None) -> Row:
-        """Return the scores of one preview: style, agreement and rank (for a known subject), moved (with `base_picture`).
+        """Return the scores of one preview as a dict. `picture` is its file. `subject` is the text of its subject; for an
+        unknown subject, "agreement" and "rank" are left out. `base_picture` is the base's preview of the same prompt and
+        seed, or None.
 
-        `rank` is the place of its subject among all 40 texts by agreement, 1 the best. `moved` is the difference from
-        `base_picture`, the base's preview of the same prompt and seed.
+        "rank" is the position of the subject among all 40 texts by agreement, 1 the best. "moved" is the difference from
+        `base_picture`; without one, it is left out.
         """
         feature_D = self.encoder.encode_file(picture)
         scores: Row = {"style": axis_position(feature_D, self.base.mean(without=subject), self.real.mean(without=subject))}

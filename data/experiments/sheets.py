@@ -1,4 +1,4 @@
-"""Sheets of previews for the page: a row of pictures for each run, a column for each subject or seed."""
+"""Draw sheets of previews for the page of the experiments: one row of pictures per run, one column per subject or seed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def write_sheets(rows: Sequence[Row], out: Path) -> None:
 
 
 def pictures(rows: Sequence[Row], run: str, kind: str, side: int) -> list[Path]:
-    """Return the files of a run's previews of one kind of prompt, drawn at guidance 3 with `side` pixels."""
+    """Return the files of a run's previews of one kind of prompt. Only previews drawn at guidance 3 and with a side of
+    `side` pixels count. `rows` are the rows of all previews.
+    """
     wanted = (run, kind, 3.0, side)
     return [Path(row["path"]) for row in rows if (row["run"], row["kind"], row["guidance"], row["side"]) == wanted]
 

@@ -13,16 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import multiprocessing
 import shutil
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from data.experiments.processes import append, call_all
 from data.experiments.recipes import COLUMNS, EXAMPLE, Bench, Settings, interval
 from data.experiments.report import with_table
 from data.experiments.tables import markdown
@@ -81,11 +80,12 @@ def table(rows: list[Row]) -> str:
     return markdown(HEAD, lines)
 
 
-def _work(chosen: Settings, known: set[int], folder: str, out: Path) -> None:
-    """Run one seed without the steps `known`. Append each row to the file `out` as soon as it is there."""
-    for row in run(Bench(Path(tempfile.mkdtemp(dir=folder))), chosen, known):
-        with out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+def _work(job: Row, folder: str) -> None:
+    """Run one seed. Append the row of each checkpoint to the file `job["out"]` as soon as it is scored. `job["set"]` has the
+    settings, and `job["known"]` the steps to leave out. Files are written below `folder`.
+    """
+    for row in run(Bench(Path(tempfile.mkdtemp(dir=folder))), job["set"], job["known"]):
+        append(job["out"], row)
 
 
 def main() -> None:
@@ -102,17 +102,13 @@ def main() -> None:
         asked.page.write_text(with_table(asked.page.read_text(), "stopping", table(read_rows(asked.out))))
         return
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(asked.workers, multiprocessing.get_context("spawn")) as pool,
-    ):
-        runs = []
-        for seed in range(asked.seeds):
-            known = {row["step"] for row in read_rows(asked.out) if row["seed"] == seed}
-            if len(known) < asked.points:
-                runs.append(pool.submit(_work, settings(asked.steps, asked.points, seed), known, folder, asked.out))
-        for ended in as_completed(runs):
-            ended.result()
+    todo = []
+    for seed in range(asked.seeds):
+        known = {row["step"] for row in read_rows(asked.out) if row["seed"] == seed}
+        if len(known) < asked.points:
+            todo.append({"set": settings(asked.steps, asked.points, seed), "known": known, "out": asked.out})
+    for _ in call_all(_work, todo, asked.workers):
+        pass
     LOG.info("%s", table(read_rows(asked.out)))
 
 

@@ -18,18 +18,24 @@ DROPOUT_LABELS = {
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format a Markdown table whose columns after the first are aligned to the right."""
+    """Return a table in Markdown. `head` has the names of the columns, and `rows` the cells. All columns but the first are
+    aligned to the right.
+    """
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def with_error(pair: tuple[float, float], digits: int = 2) -> str:
-    """Format (mean, standard error) as "0.79 ± 0.08"."""
+    """Format a number with its standard error, such as "0.79 ± 0.08". `pair` is (number, standard error). `digits` is the
+    number of decimal places.
+    """
     return f"{pair[0]:.{digits}f} ± {pair[1]:.{digits}f}"
 
 
 def ema(results: Results) -> str:
-    """Table of the held-out loss of the adapter and of its average, over the second half of the run."""
+    """Return a table in Markdown: the held-out loss of the adapter and of its moving average, over the second half of the
+    run.
+    """
     rows = []
     for name, average in (("the adapter", False), ("its average", True)):
         _, losses = results.loss_curve(average)
@@ -41,7 +47,9 @@ def ema(results: Results) -> str:
 
 
 def dropout_losses(results: Results) -> str:
-    """Table of the held-out loss under the pictures' captions and under the empty caption, by caption dropout."""
+    """Return a table in Markdown: the held-out loss with the pictures' captions and with the empty caption, by caption
+    dropout.
+    """
     rows = [
         (
             label,
@@ -54,7 +62,7 @@ def dropout_losses(results: Results) -> str:
 
 
 def dropout_styles(results: Results) -> str:
-    """Table of style and agreement by guidance and caption dropout."""
+    """Return a table in Markdown: style and agreement with the text, by guidance and caption dropout."""
     columns = [(column, guidance) for column in ("style", "agreement") for guidance in GUIDANCE]
     rows = [
         (label, *(with_error(results.mean(column, run, guidance=guidance)) for column, guidance in columns))
@@ -65,7 +73,7 @@ def dropout_styles(results: Results) -> str:
 
 
 def sizes(results: Results) -> str:
-    """Table of held-out loss, style and agreement at 128 and 192 px."""
+    """Return a table in Markdown: held-out loss, style and agreement with the text, at 128 and 192 px."""
     rows = []
     for run, label in (("base", "base"), ("plain", "trained at 128"), ("two sizes", "trained at 128 and 192")):
         losses = (f"{results.loss(run, side):.4f}" for side in (128, 192))
@@ -76,7 +84,7 @@ def sizes(results: Results) -> str:
 
 
 def preservation(results: Results) -> str:
-    """Table of the distance from the base's pictures and of the style, by kind of prompt."""
+    """Return a table in Markdown: the distance from the base's pictures, and the style, by kind of prompt."""
     rows = []
     for run, label in (("plain", "without"), ("preserved", "with `[train.preservation]`")):
         moved = (with_error(results.mean("moved", run, kind), 1) for kind in KINDS)

@@ -1,1 +1,1 @@
-"""What `make evaluate` scores pictures with: stored weights and sentence embeddings, and the scripts that made them."""
+"""The stored weights and sentence embeddings with which `make evaluate` scores pictures, and the scripts that made them."""

@@ -33,7 +33,9 @@ Rows = list[dict[str, Any]]
 
 
 def scores(project: Project, encoder: ImageEncoder, *, fresh_texts: bool) -> Rows:
-    """Score every preview and reference of a project. `fresh_texts`: compute the sentence embeddings instead of reading them."""
+    """Score every preview and reference of a project with `encoder`, and return the rows. If `fresh_texts` is True, the
+    sentence embeddings are computed; otherwise they are read from this folder.
+    """
     stage = project.stage("scores")
     with tempfile.TemporaryDirectory() as folder:
         ctx = project.context(stage, artifacts=Path(folder))
@@ -44,7 +46,9 @@ def scores(project: Project, encoder: ImageEncoder, *, fresh_texts: bool) -> Row
 
 
 def compare(released: Rows, stored: Rows) -> list[tuple[str, ...]]:
-    """Return the rows of the table: a quantity, its value with the released weights, with the stored ones, and the difference."""
+    """Return the rows of a table. Each row has the name of a quantity, its value with the released weights, its value with
+    the stored ones, and the difference. `released` and `stored` are the results of `scores`.
+    """
     found = []
     for column in COLUMNS[:2]:
         values = [auc(rows, column) for rows in (released, stored)]
@@ -57,7 +61,9 @@ def compare(released: Rows, stored: Rows) -> list[tuple[str, ...]]:
 
 
 def auc(rows: Rows, column: str) -> float:
-    """Return how often a preview by the adapter scores higher than one by the base in `column`."""
+    """Return the probability that a preview by the adapter scores higher than one by the base, 0 to 1. `column` is the
+    score.
+    """
     sides = (np.array([row[column] for row in rows if row["kind"] == kind]) for kind in ("base", "adapter"))
     return evaluate.auc(*sides)
 

@@ -53,15 +53,14 @@ def read_released(file: Path) -> Arrays:
 
 
 def calibration_images() -> np.ndarray:
-    """Return the images that quantisation errors are measured on: (images, SIDE, SIDE, 3), float32, 0 to 255."""
+    """Return the images with which errors of quantisation are measured: float32 (images, SIDE, SIDE, 3), 0 to 255."""
     files = [path for folder in CALIBRATION for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES]
     return np.stack([np.asarray(open_image(path).convert("RGB").resize((SIDE, SIDE)), np.float32) for path in files])
 
 
 def fold(released: Mapping[str, np.ndarray]) -> dict[str, tuple[mx.array, mx.array]]:
-    """Fold every batch norm into its convolution: weight and bias of each layer, as `EfficientNet` takes them.
-
-    `released` holds the arrays of the released file by name.
+    """Fold every batch norm into its convolution. Return (weight, bias) of each layer by name, as `EfficientNet` takes
+    them. `released` maps names to the arrays of the released file.
     """
     folded = {}
     for name, (norm, _, _) in layers().items():
@@ -73,9 +72,8 @@ def fold(released: Mapping[str, np.ndarray]) -> dict[str, tuple[mx.array, mx.arr
 
 
 class Quantiser(EfficientNet):
-    """An EfficientNet that, when it is first called, replaces each layer by its quantised form before computing it.
-
-    So every layer is fitted to the output of the quantised layers before it. `arrays` then holds the arrays of the file.
+    """An EfficientNet that quantises its own layers during its first forward pass, one after another. Each layer is fitted
+    to the output of the quantised layers before it. Afterwards, `arrays` holds the arrays to write into the file.
     """
 
     def __init__(self, weights: Mapping[str, tuple[mx.array, mx.array]]) -> None:
@@ -111,10 +109,11 @@ def moments(x_NC: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def quantise(weight_OC: np.ndarray, covariance_CC: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantise a matrix (out, in) to int8 so that its outputs change least for inputs with this covariance.
+    """Quantise a matrix to int8 so that its outputs change little. Return the int8 values and one float16 scale per output.
+    `weight_OC` is the matrix, (outputs, inputs). `covariance_CC` is the covariance of its inputs.
 
     Columns are rounded one by one; the error of each is spread over the columns still to come (GPTQ, Frantar et al. 2022,
-    arXiv 2210.17323). Returns the int8 values and one float16 scale per output.
+    arXiv 2210.17323).
     """
     scale_O = np.maximum(np.abs(weight_OC).max(axis=1) / LARGEST, SMALLEST).astype(np.float16)
     order = np.argsort(-np.diag(covariance_CC), kind="stable")

@@ -37,10 +37,10 @@ SCHEMA = pa.schema(
 
 
 def encode(texts: Sequence[str]) -> np.ndarray:
-    """Return the sentence embeddings of `texts`, shape (texts, 384), float64, each of length 1.
+    """Return the sentence embeddings of `texts`, float64 (texts, 384), each of length 1. Raises ValueError if the model's
+    package is not installed, or if its weights have another sha256.
 
-    A sentence embedding is the mean of the model's last hidden states. ValueError if the package is not installed, or if its
-    weights have another sha256.
+    A sentence embedding is the mean of the model's last hidden states.
     """
     import torch
     from transformers import AutoModel, AutoTokenizer
@@ -75,7 +75,9 @@ def example_texts() -> list[str]:
 
 
 def main(prompts: Path | None) -> str:
-    """Write texts.arrow; see the top of this file. Returns a line with the number of texts and the size of the file."""
+    """Write texts.arrow, and return a line with the number of texts and the size of the file. `prompts` is a file of texts
+    to add, one per line. If it is None, the file is written again, with the texts of data/example.
+    """
     if prompts:
         texts = [*TextVectors.load(TEXT_VECTORS).vectors, *filter(None, map(str.strip, prompts.read_text().splitlines()))]
     else:

@@ -10,9 +10,9 @@ SHARD_BYTES = 64 << 20  # pipeline.store.shards.SHARD_BYTES
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What one committing process can do. `rows_s` and `mb_s` are rows and megabytes per second into a small table.
-    `row_rewrite_s` is the time to rewrite one row of the index. `index_bytes` is the size of a row in the index, on disk, and
-    `memory_bytes` in memory.
+    """The measured speed of one process that commits rows. `rows_s` and `mb_s` are rows and megabytes per second into a
+    small table. `row_rewrite_s` is the seconds to rewrite one row of the index. `index_bytes` is the size of a row of the
+    index on disk, and `memory_bytes` its size in memory.
     """
 
     rows_s: float
@@ -40,7 +40,9 @@ class Plan:
         return -(-self.rows * self.row_bytes // (self.tables * SHARD_BYTES))
 
     def rewritten(self) -> float:
-        """Return how many rows each table rewrites: its index is written again after every COMMITS commits."""
+        """Return how many rows of its index each table rewrites in total. The index is written again after every COMMITS
+        commits.
+        """
         return self.commits / COMMITS * (self.rows / self.tables) / 2
 
     def compute_s(self) -> float:
@@ -59,8 +61,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The course of a plan, commit by commit. `seconds` is the time to the last commit. `waits_from` is the number of rows at
-    which the workers first wait for a committing process, or None if they never do.
+    """The result of a simulation. `seconds` is the time to the last commit. `waits_from` is the number of rows after which
+    the workers first wait for a committing process, or None if they never do.
     """
 
     seconds: float
@@ -68,8 +70,8 @@ class Simulation:
 
 
 def simulate(plan: Plan, ceiling: Ceiling) -> Simulation:
-    """Play a plan in steps of COMMITS commits, after which an index is rewritten. The workers fill all tables evenly, and are at
-    most one step ahead of the committing processes.
+    """Simulate a plan in steps of COMMITS commits, after which an index is rewritten. The workers fill all tables evenly,
+    and are at most one step ahead of the committing processes. `ceiling` has the speed of a committing process.
     """
     group = COMMITS * SHARD_BYTES // plan.row_bytes  # rows of one table in a step
     computing = group * plan.tables * plan.row_s / plan.workers

@@ -31,7 +31,9 @@ class Page:
 
 
 def noise_levels() -> Page:
-    """The density of every distribution of sigma without a shift, shifted by resolution, and with the static shift."""
+    """Return the figure of noise levels: the density of every distribution of sigma, without a shift, shifted by
+    resolution, and with the static shift.
+    """
     panels = [Panel(base, SIGMA, "density", _shifted_by_resolution(base), DENSITY_RANGE) for base in BASES]
     panels.append(Panel("logit_normal, static shift", SIGMA, "density", _static_shift(), DENSITY_RANGE))
     return Page(
@@ -67,7 +69,7 @@ def _density(name: str, color: str, noise: SigmaDistribution, tokens: int) -> Cu
 
 
 def loss_weights() -> Page:
-    """Every loss weight over sigma, beside the constant weight 1."""
+    """Return the figure of loss weights: every loss weight over sigma, beside the constant weight 1."""
     constant = Curve("weight 1", GREY, [0.0, 1.0], [1.0, 1.0])
     names = [name for name in WEIGHTS if name != "none"]
     panels = [
@@ -85,7 +87,9 @@ def loss_weights() -> Page:
 
 
 def defaults() -> Page:
-    """Density of sigma times loss weight, as the default settings of the trainers of FLUX.2 have them."""
+    """Return the figure of defaults: density of sigma times loss weight, with the default settings of each trainer of
+    FLUX.2.
+    """
     c = NoiseConfig()
     ours = SigmaDistribution(c.base, c.mean, c.std, c.shift, c.shift_factor)
     static = SigmaDistribution("logit_normal", shift="static", factor=3.0)
@@ -115,7 +119,7 @@ FIGURES: dict[str, Callable[[], Page]] = {
 
 
 def write(folder: Path = FOLDER) -> None:
-    """Draw every figure into a folder. ValueError if matplotlib is not installed."""
+    """Draw every figure into `folder`. Raises ValueError if matplotlib is not installed."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, page in FIGURES.items():
         figure = page()

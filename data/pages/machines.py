@@ -1,4 +1,4 @@
-"""Write data/machines.md: more than one machine, as commands, and the arithmetic of very large data sets: `make machines`."""
+"""Write data/machines.md: how to use several machines, and how long very large data sets take. Run it with `make machines`."""
 
 from __future__ import annotations
 
@@ -102,14 +102,14 @@ The stand-in below waits 0.1 s a unit and uses no CPU (`make bench`). The CPU ti
 
 
 def measured(kind: str, **where: Any) -> dict[str, Any]:
-    """Return the newest row of data/bench.jsonl of this kind whose columns equal `where`."""
+    """Return the newest row of data/bench.jsonl that has the kind `kind` and whose columns equal `where`."""
     rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
     found = [row for row in rows if row["kind"] == kind and "error" not in row and all(row.get(k) == v for k, v in where.items())]
     return dict(found[-1])
 
 
 def ceiling() -> Ceiling:
-    """Return the measured ceiling of one committing process."""
+    """Return the measured speed of one committing process."""
     large, many = measured("commit", width=PIXELS), measured("commit", width=32)
     return Ceiling(
         large["rows_s"], large["mb_s"], many["publish_s"] / many["rows"], many["index_bytes_row"], many["memory_bytes_row"]
@@ -117,7 +117,7 @@ def ceiling() -> Ceiling:
 
 
 def render() -> str:
-    """Return the whole page."""
+    """Return the text of data/machines.md."""
     return TEXT + ranks() + RANKED + RAY + stand_in() + commits() + large()
 
 

@@ -53,7 +53,7 @@ def pretended_mac() -> Iterator[None]:
 
 
 def budget(gigabytes: int) -> int:
-    """Return the bytes that a stage may take on a Mac with so many GB of memory and nothing else in use."""
+    """Return the bytes that a stage may take on a Mac with `gigabytes` GB of memory and nothing else in use."""
     memory = gigabytes << 30
     return int(max(LEAST, min((1 - HEADROOM) * WORKING_SET * memory, memory - RESERVED)))
 

@@ -24,7 +24,7 @@ GENERATED = re.compile(r"(<!-- (\w+): generated -->\n).*?(<!-- end -->)", re.DOT
 
 
 def render(page: str) -> str:
-    """Return the page's text with every generated part replaced. KeyError for a part that no function generates."""
+    """Return the text `page` with every generated part replaced. Raises KeyError for a part that no function generates."""
     return GENERATED.sub(lambda found: f"{found[1]}\n{PARTS[found[2]]()}\n{found[3]}", page)
 
 
@@ -40,7 +40,9 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def settings_tables() -> str:
-    """A table for each section of [train]: default, meaning, trainers with the same default, effect of a change."""
+    """Return one table in Markdown for each section of [train]: default, meaning, trainers with the same default, effect of
+    a change.
+    """
     sections: dict[str, list[list[str]]] = {}
     for entry in entries(PIPELINE.stage("train").config, "train"):
         title = f"### [{entry.section}]" + (", off unless the project file has it" if entry.optional else "")
@@ -54,7 +56,7 @@ def settings_tables() -> str:
 
 
 def optimizer_tables() -> str:
-    """A table for each optimizer: the numbers of a run whose project file sets none, and where they come from."""
+    """Return one table in Markdown for each optimizer: the values of a run whose project file sets none, and their sources."""
     return "\n\n".join(f"### {kind}\n\n{_optimizer_table(kind)}" for kind in METHODS)
 
 
@@ -71,7 +73,7 @@ def _optimizer_table(kind: str) -> str:
 
 
 def rivals_table() -> str:
-    """Our defaults beside those of the other trainers."""
+    """Return a table in Markdown with our defaults beside those of other trainers."""
     values = defaults()
     rows = [
         [row["name"], re.sub(r"\{([\w.]+)\}", lambda found: values[found[1]], row["ours"]), *row["theirs"]]
@@ -81,7 +83,7 @@ def rivals_table() -> str:
 
 
 def noise_names_table() -> str:
-    """What other trainers call our distributions of noise levels."""
+    """Return a table in Markdown with the names that other trainers give to our distributions of noise levels."""
     names = sorted({name for own in RIVALS["noise_names"].values() for name in own})
     rows = [[trainer, *(f"our `{own[name]}`" for name in names)] for trainer, own in RIVALS["noise_names"].items()]
     return markdown(["trainer", *(f"its `{name}`" for name in names)], rows)

@@ -33,7 +33,9 @@ class Entry:
 
 
 def entries(config: type, section: str, optional: bool = False) -> Iterator[Entry]:
-    """Yield every setting of a config dataclass, then those of its nested sections."""
+    """Yield every setting of the config dataclass `config`, then the settings of its nested sections. `section` is the
+    section's name, such as "train". `optional` is True if the section is off by default.
+    """
     hints = typing.get_type_hints(config)
     nested = []
     for field in dataclasses.fields(config):
@@ -51,16 +53,17 @@ def entries(config: type, section: str, optional: bool = False) -> Iterator[Entr
 
 
 def _nested_section(hint: Any, default: Any) -> tuple[type | None, bool]:
-    """Return (the dataclass of a setting that is a section, whether it is off by default); (None, ...) for a plain setting."""
+    """Return (dataclass, optional) for a setting that is a section: its dataclass, and True if it is off by default. For a
+    plain setting, the dataclass is None. `hint` is the setting's type.
+    """
     union = typing.get_origin(hint) is typing.Union or isinstance(hint, types.UnionType)
     found = next((kind for kind in (typing.get_args(hint) if union else (hint,)) if dataclasses.is_dataclass(kind)), None)
     return (found if isinstance(found, type) else None), default is None
 
 
 def defaults() -> Mapping[str, str]:
-    """Return every default of the pipeline's stages as text, by key ("train.lr" -> "0.0001").
-
-    An optional section is "off"; "guidance" is the guidance that dev is trained at.
+    """Return the default of every setting of the pipeline's stages as text, by key, such as "train.lr" -> "0.0001". An
+    optional section has the value "off". The key "guidance" has the guidance with which dev is trained.
     """
     found = {"guidance": f"{GUIDANCE:g}"}
     for stage_name in PIPELINE.stages:
@@ -72,7 +75,7 @@ def defaults() -> Mapping[str, str]:
 
 
 def in_toml(value: Any) -> str:
-    """Format a default as the project file has it, in backquotes; "unset" for None."""
+    """Return a default as the project file writes it, in backquotes. None becomes "unset"."""
     if value is None:
         return "unset"
     if isinstance(value, bool):
@@ -85,7 +88,7 @@ def in_toml(value: Any) -> str:
 
 
 def in_words(value: Any) -> str:
-    """Format a default for a sentence: without quotes, lists as "512, 768", floats without needless digits."""
+    """Return a default as text for a sentence: without quotes, lists as "512, 768", floats without needless digits."""
     if isinstance(value, tuple):
         return ", ".join(in_words(item) for item in value)
     return in_toml(value).strip("`").strip('"') if not isinstance(value, float) else f"{value:g}"

@@ -1,4 +1,4 @@
-"""`latentmill view`: a local web page over the tables of a project. `latentmill report`: the same as one HTML file."""
+"""`latentmill view`: shows the tables of a project as a local web page. `latentmill report`: writes them as one HTML file."""
 
 from __future__ import annotations
 

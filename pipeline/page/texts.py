@@ -1,4 +1,4 @@
-"""The texts of a page that the user may edit: which of them a page shows, and what edits have made of them."""
+"""The texts of a page that the user may edit: choose the texts to show, and apply the user's edits to them."""
 
 from __future__ import annotations
 

@@ -25,10 +25,10 @@ DRAW_THINGS = "Library/Containers/com.liuliu.draw-things/Data/Documents/Models"
 
 @dataclass(frozen=True)
 class Found:
-    """A part of a model that was found on this machine. `families` are the names of the model families that can use it.
-    `component` is the kind of the part, such as "transformer". `path` is its file, or its folder if it has several
-    files. `size` is in bytes. `form` is the dtype of most of its values, such as "BF16". `missing` says in words what
-    is missing. It is "" if nothing is missing.
+    """One component of a model, such as a transformer, that was found on this machine. `families` are the names of the
+    model families that can use it. `component` is its kind, such as "transformer". `path` is its file, or its folder if it
+    has several files. `size` is in bytes. `form` is the dtype of most of its values, such as "BF16". `missing` is a text
+    about missing files, or "".
     """
 
     families: tuple[str, ...]

@@ -105,9 +105,9 @@ class Writer:
         return self._version
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Take a batch of rows from a stage, to be committed later together with others. The columns are those of
-        `schema.batch`, tensors included. A row replaces an older row with the same key. Raises ValueError if the batch does not
-        fit the schema. Call `flush` to commit at once.
+        """Add a batch of rows to the buffer of rows to commit. The columns are those of `schema.batch`, tensors included. A
+        row replaces an older row with the same key. Raises ValueError if the batch does not fit the schema. Rows are
+        committed when the buffer is full; call `flush` to commit at once.
         """
         batch = conform(batch, self.schema)
         if not batch.num_rows:

@@ -31,7 +31,9 @@ class Mlflow:
         return self._last
 
     def log(self, step: int, values: Values) -> None:
-        """Write the values of one step."""
+        """Write the values of one training step. `step` is the number of the step. `values` maps the name of a metric to
+        its value.
+        """
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -40,7 +42,7 @@ class Mlflow:
             self._write()
 
     def close(self) -> None:
-        """Write what is waiting. The run stays open in MLflow, since it can be made longer."""
+        """Write all buffered values. The run stays open in MLflow, because a later command may continue it."""
         self._write()
 
     def _write(self) -> None:
@@ -70,7 +72,7 @@ def open_run(run: TrackedRun) -> Mlflow:
 
 
 def read_back(client: MlflowClient, run_id: str, name: str) -> dict[int, float]:
-    """Return the values of a metric: step -> value. Raises AssertionError if a step is there twice."""
+    """Return the values of the metric `name` as a dict from step to value. Raises AssertionError if a step occurs twice."""
     history = client.get_metric_history(run_id, name)
     found = {each.step: each.value for each in history}
     assert len(found) == len(history), f"{name} has a step twice"

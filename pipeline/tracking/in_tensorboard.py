@@ -24,7 +24,9 @@ class TensorBoard:
         return self._last
 
     def log(self, step: int, values: Values) -> None:
-        """Write the values of one step, as one event."""
+        """Write the values of one training step, as one event. `step` is the number of the step. `values` maps the name of
+        a metric to its value.
+        """
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -32,7 +34,7 @@ class TensorBoard:
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Write all buffered values to the event file."""
         self._writer.close()
 
 
@@ -43,8 +45,8 @@ def open_run(run: TrackedRun) -> TensorBoard:
 
 
 def read_back(folder: Path) -> dict[str, dict[int, float]]:
-    """Return the values in a folder of event files: metric -> step -> value. A record that a kill cut short ends its
-    file.
+    """Return the values in a folder of event files: metric -> step -> value. If a kill cut a record short, the rest of its
+    file is ignored.
     """
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 

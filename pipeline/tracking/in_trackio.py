@@ -21,7 +21,9 @@ class Trackio:
         return max((row["step"] for row in read_back(self.run)), default=-1)
 
     def log(self, step: int, values: Values) -> None:
-        """Write the values of one step."""
+        """Write the values of one training step. `step` is the number of the step. `values` maps the name of a metric to
+        its value.
+        """
         import trackio
 
         if self._open is None:
@@ -31,7 +33,7 @@ class Trackio:
         self._open.log(values, step=step)
 
     def close(self) -> None:
-        """Write what is buffered, and wait until it is in the database."""
+        """Write all buffered values, and wait until they are in the database."""
         if self._open is not None:
             self._open.finish()
             self._open = None

@@ -32,12 +32,14 @@ class Wandb:
         return max(last, int(self._open.step) - 1)
 
     def log(self, step: int, values: Values) -> None:
-        """Write the values of one step."""
+        """Write the values of one training step. `step` is the number of the step. `values` maps the name of a metric to
+        its value.
+        """
         self._begin()
         self._open.log(values, step=step)
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Write all buffered values."""
         if self._open is not None:
             self._open.finish()
             self._open = None
@@ -67,8 +69,8 @@ def open_run(run: TrackedRun) -> Wandb:
 
 
 def read_back(run: TrackedRun) -> Iterator[tuple[int, Values]]:
-    """Yield (step, values) of every step of a run in the project's files, file by file. A record that a kill cut short
-    ends its file.
+    """Yield (step, values) of every step of a run in the project's files, file by file. If a kill cut a record short, the
+    rest of its file is ignored.
     """
     from wandb.proto import wandb_internal_pb2
 
@@ -83,8 +85,8 @@ def read_back(run: TrackedRun) -> Iterator[tuple[int, Values]]:
 
 
 def _records(file: Path) -> Iterator[bytes]:
-    """Yield the records of a file of wandb. The format is LevelDB's log: blocks of pieces, each with checksum, length
-    and kind.
+    """Yield the records of a file that wandb wrote. The format is that of LevelDB's log: blocks of record pieces, each with
+    a checksum, a length and a type.
     """
     content = file.read_bytes()
     place, whole = HEADER, b""

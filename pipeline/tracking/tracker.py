@@ -45,10 +45,12 @@ class Tracker(Protocol):
         """Return the last step that the tracker has completely, or -1."""
 
     def log(self, step: int, values: Values) -> None:
-        """Write the values of one step."""
+        """Write the values of one training step to the tracker. `step` is the number of the step. `values` maps the name of
+        a metric to its value.
+        """
 
     def close(self) -> None:
-        """Write what is buffered, and end."""
+        """Write all buffered values to the tracker, and close the connection."""
 
 
 def open_tracker(kind: str, run: TrackedRun) -> Tracker:
@@ -60,8 +62,9 @@ def open_tracker(kind: str, run: TrackedRun) -> Tracker:
 
 
 def catch_up(tracker: Tracker, rows: pa.Table, last: int, *, unfinished: bool = False) -> int:
-    """Write the steps of `rows` after `last` to the tracker, and return the last one. If `unfinished`, the newest step
-    may lack rows and is left for later.
+    """Write the steps of a table that the tracker lacks, and return the last step that was written. `rows` are the rows of
+    the table. Steps up to `last` are not written again. If `unfinished` is True, the newest step is left for later, because
+    some of its rows may be missing.
     """
     found = list(points(rows, last))
     for step, values in found[:-1] if unfinished else found:

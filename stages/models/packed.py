@@ -65,7 +65,9 @@ def _from_fp8(value: mx.array, dtype: str) -> mx.array:
 
 
 def _scaled(name: str, value: mx.array, arrays: Arrays, path: Path) -> mx.array:
-    """Return a weight times its scale, one for the tensor or one for each row; without a scale, the weight itself."""
+    """Return the weight `name` multiplied by its scale. The scale is one number for the whole tensor, or one for each row.
+    If `arrays` has no scale for the weight, `value` is returned unchanged. `path` is the component's path, for messages.
+    """
     stem = name.removesuffix(".weight")
     found = [name for part in SCALES if (name := f"{stem}.{part}") in arrays]
     if not found:
@@ -79,8 +81,9 @@ def _scaled(name: str, value: mx.array, arrays: Arrays, path: Path) -> mx.array:
 
 
 def _dequantized(stem: str, arrays: Arrays, config: Mapping[str, Any], path: Path) -> mx.array:
-    """Return a layer's weight that MLX has quantised. `stem` is the layer's name. Raises ValueError if a part is missing, or if
-    the shapes of the parts contradict each other or the settings in `config`.
+    """Return the unpacked weight of a layer that MLX has quantised. `stem` is the layer's name. `arrays` maps names to
+    arrays. Raises ValueError if an array of the layer is missing, or if the shapes contradict each other or the settings in
+    `config`.
     """
     parts = [f"{stem}.{part}" for part in ("weight", *MLX_PARTS)]
     if missing := [part for part in parts if part not in arrays]:
@@ -99,8 +102,9 @@ def _dequantized(stem: str, arrays: Arrays, config: Mapping[str, Any], path: Pat
 
 
 def _settings(stem: str, config: Mapping[str, Any], path: Path) -> tuple[int, int]:
-    """Return group size and bits of a layer quantised by MLX. Bits are 0 if config.json does not say them; the shapes
-    say them.
+    """Return (group size, bits) of a layer that MLX has quantised, as config.json states them. `stem` is the layer's name.
+    If `config` does not state the bits, they are 0, and must be found from the shapes. `path` is the component's path, for
+    messages.
     """
     found = config.get("quantization", {})
     own = found.get(stem) if isinstance(found, Mapping) else None

@@ -1,4 +1,6 @@
-"""Read a trained adapter file of a retriever, and merge it into the weights of its base. Nothing of it may be left out."""
+"""Read a trained adapter file of a retriever, and merge it into the weights of its base. An adapter that cannot be used
+completely is refused.
+"""
 
 from __future__ import annotations
 

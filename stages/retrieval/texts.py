@@ -1,4 +1,6 @@
-"""What a query and a document are as text, their ids, and the words of both for lexical search."""
+"""How queries and documents are written as text, how their ids are formed, and how they are split into words for lexical
+search.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choose images by an SQL condition on what was measured."""
+"""Choose images by an SQL condition over measured columns."""
 
 from __future__ import annotations
 

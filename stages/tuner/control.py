@@ -89,9 +89,9 @@ class Control:
         return self.ending
 
     def wait_while_paused(self) -> None:
-        """Wait until the user deletes the file `pause`. Stop waiting if the run must end. While the run waits, a line
-        tells the user how to continue. The method `after_step` looks for the file `pause`. If it found no such file
-        after the last step, the call returns at once.
+        """Wait until the user deletes the file `pause`, or until the run must end. While the run waits, a line tells the
+        user how to continue. If the method `after_step` did not find the file `pause` after the last step, the call returns
+        at once.
         """
         if not self.pausing or self.ending:
             return

@@ -1,4 +1,4 @@
-"""Lines for the user: what looks wrong in the settings, what is trained, and the state of the run after each step."""
+"""Lines for the user: warnings about settings, what is trained, and the progress of the run after each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Check the losses of a run against what is known before it begins: the untrained model's loss, and that of no model at all."""
+"""Check the losses of a run against two values that are known before it begins: the untrained model's loss, and the loss of
+a model that knows nothing.
+"""
 
 from __future__ import annotations
 

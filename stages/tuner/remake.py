@@ -1,4 +1,4 @@
-"""Makes damaged checkpoints again, by training from the checkpoint before them with the same samples."""
+"""Restore damaged checkpoints, by training again from the checkpoint before them with the same samples."""
 
 from __future__ import annotations
 

@@ -35,7 +35,9 @@ AT = (1, 5, 10)
 
 
 def pictures(work: Path, encoder: ImageEncoder) -> tuple[np.ndarray, list[str]]:
-    """Compose the pictures of the fit from WORK_DIR. Returns their features (pictures, 1280) and their captions."""
+    """Compose the pictures to fit on, and return their features (pictures, 1280) and their captions. `work` is WORK_DIR.
+    `encoder` computes the features.
+    """
     draw = random.Random(0)
     shapes = [(width, height) for resolution in SHAPES.values() for height, width in resolution]
     rows, captions = [], []
@@ -52,7 +54,7 @@ def pictures(work: Path, encoder: ImageEncoder) -> tuple[np.ndarray, list[str]]:
 
 
 def other_emoji(work: Path) -> list[dict[str, str]]:
-    """Return the 3D emoji of the split "base" that are no concept of any split, as name and phrase."""
+    """Return the 3D emoji of the split "base" that are not used as concepts. Each is a dict with "name" and "phrase"."""
     known = {concept["name"] for split in ("base", "example", "held-out") for concept in concepts(split)}
     free = (name for name, split in load_splits(work / "sprites.zip").items() if split == "base")
     return [{"name": name, "phrase": phrase(name)} for name in free if name not in known]
@@ -68,7 +70,9 @@ def fit(features_ND: np.ndarray, texts_NE: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def report(work: Path, file: Path, encoder: ImageEncoder) -> list[str]:
-    """Return a table of how real pictures of held-out concepts rank their own captions: a line per style, and one of chance."""
+    """Return the lines of a table that tests the map in `file`. For each style, it says how high real pictures of held-out
+    concepts rank their own captions. A last line has the values of chance. `work` is WORK_DIR.
+    """
     agreement = AgreementMap.load(file)
     lines = [f"{'':8}" + "".join(f"   R@{k:<3}" for k in AT) + "mean rank  cosine"]
     solid = held_out(Sprites.load(work, "3d"))
@@ -88,7 +92,7 @@ def report(work: Path, file: Path, encoder: ImageEncoder) -> list[str]:
 
 
 def main(work: Path, file: Path) -> str:
-    """Fit the map and write it to `file`. Returns the report on the held-out concepts."""
+    """Fit the map and write it to `file`. Return the report on the held-out concepts. `work` is WORK_DIR."""
     encoder = ImageEncoder.load()
     features_ND, captions = pictures(work, encoder)
     distinct = sorted(set(captions))

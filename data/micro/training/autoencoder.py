@@ -39,9 +39,8 @@ class Sprites:
 
 
 def pool(sprites: Sprites, count: int, seed: int, chunk: int = 256) -> Tensor:
-    """Compose `count` training pictures, uint8 (count,3,CANVAS,CANVAS), in both styles and at many scales; some are cut off.
-
-    They are composed in groups of `chunk`.
+    """Compose `count` training pictures, and return them as uint8 (count,3,CANVAS,CANVAS). They show sprites of both styles
+    at many scales; some are cut off. `chunk` pictures are composed at a time.
     """
     device = sprites.flat.device
     draw = torch.Generator(device=device).manual_seed(seed)
@@ -61,7 +60,7 @@ def pool(sprites: Sprites, count: int, seed: int, chunk: int = 256) -> Tensor:
 
 
 def draw_sprites(sprites: Sprites, B: int, draw: torch.Generator) -> Tensor:
-    """Draw B sprites, half of them flat and half 3D: (B,4,256,256)."""
+    """Choose B sprites at random with the generator `draw`, half of them flat and half 3D. Return uint8 (B,4,256,256)."""
     device = sprites.flat.device
     flat = torch.randint(len(sprites.flat), (B // 2,), generator=draw, device=device)
     solid = torch.randint(len(sprites.solid), (B - B // 2,), generator=draw, device=device)
@@ -69,7 +68,9 @@ def draw_sprites(sprites: Sprites, B: int, draw: torch.Generator) -> Tensor:
 
 
 def backgrounds(B: int, draw: torch.Generator, free: float = 0.3) -> Tensor:
-    """Draw B background colours (B,3), 0 to 1: named colours, and a share `free` of arbitrary ones."""
+    """Choose B background colours with the generator `draw`, (B,3), 0 to 1. A share `free` of them is arbitrary; the others
+    are named colours.
+    """
     device = draw.device
     named = torch.tensor(list(COLOURS.values()), device=device) / 255
     chosen_B3 = named[torch.randint(len(named), (B,), generator=draw, device=device)]
@@ -78,9 +79,9 @@ def backgrounds(B: int, draw: torch.Generator, free: float = 0.3) -> Tensor:
 
 
 def loss_of(model: AutoencoderKLFlux2, images_B3HW: Tensor, noise_BChw: Tensor, level_B111: Tensor) -> Tensor:
-    """Reconstruction loss plus the penalty on the scale of the latents, a scalar.
-
-    images_B3HW: pictures, -1 to 1. noise_BChw: standard normal. level_B111: noise level of each picture.
+    """Return the training loss as a scalar: the error of reconstruction plus a penalty on the scale of the latents.
+    `images_B3HW` are the pictures, -1 to 1. `noise_BChw` is standard normal noise for the latents. `level_B111` is the
+    noise level of each picture.
     """
     z_BChw = parts.encode_images(model, images_B3HW).float()
     spread, mean = torch.var_mean(z_BChw, dim=(0, 2, 3), keepdim=True)
@@ -94,9 +95,9 @@ def loss_of(model: AutoencoderKLFlux2, images_B3HW: Tensor, noise_BChw: Tensor, 
 def train(
     sizes: parts.Sizes, sprites: Sprites, seconds: float, batch: int, pictures: int, seed: int, journal: Journal
 ) -> AutoencoderKLFlux2:
-    """Train for `seconds` of wall time on `pictures` composed pictures.
-
-    Returns the average of the weights, rounded to float16, with the statistics of its latents.
+    """Train an autoencoder for `seconds` of wall time, and return the moving average of its weights, rounded to float16.
+    `pictures` is the number of composed pictures to train on, and `batch` the batch size. The result also holds the mean
+    and variance of its latents.
     """
     device = sprites.flat.device
     torch.manual_seed(seed)
@@ -134,7 +135,9 @@ def train(
 
 
 def _step(compute: Any, model: AutoencoderKLFlux2, chosen_B3HW: Tensor, draw: torch.Generator) -> Tensor:
-    """Compute loss and gradients of one batch; returns the loss without waiting for the device."""
+    """Compute the loss and the gradients of one batch. Return the loss, a tensor that the device may not have computed yet.
+    `compute` is the loss function. `chosen_B3HW` are uint8 pictures. The generator `draw` draws the noise and its level.
+    """
     B, device = len(chosen_B3HW), chosen_B3HW.device
     images_B3HW = (chosen_B3HW.float() / 127.5 - 1).contiguous(memory_format=torch.channels_last)
     level_B111 = NOISE * torch.rand(B, 1, 1, 1, generator=draw, device=device)
@@ -155,9 +158,8 @@ def _wait(device: torch.device) -> None:
 def finished(
     model: AutoencoderKLFlux2, sprites: Sprites, seed: int, pictures: int = 4096, chunk: int = 128
 ) -> AutoencoderKLFlux2:
-    """Prepare the model for export: round its weights to float16, then measure the mean and variance of its latents.
-
-    The statistics are those of `pictures` flat pictures, encoded in groups of `chunk`.
+    """Prepare the model for export and return it: its weights are rounded to float16, and the mean and variance of its
+    latents are measured. `pictures` is the number of flat pictures to measure on, and `chunk` the number encoded at a time.
     """
     C = model.config.latent_channels
     model.quant_conv.weight[C:].zero_()
@@ -181,7 +183,9 @@ def finished(
 
 @torch.no_grad()
 def quality(model: AutoencoderKLFlux2, sprites_N4HW: Tensor, height: int, width: int, seed: int, count: int) -> float:
-    """Mean PSNR in dB of reconstructions of `count` random pictures, without noise on the latent."""
+    """Return the mean PSNR, in dB, of reconstructions of `count` random pictures. No noise is added to the latents.
+    `height` and `width` are those of the pictures.
+    """
     originals, restored = reconstruct(model, sprites_N4HW, height, width, seed, count)
     wrong_B = (originals - restored).square().mean(dim=(1, 2, 3)) / 4  # -1 to 1 is 2 wide
     return float((-10 * wrong_B.clamp(min=1e-10).log10()).mean())
@@ -191,9 +195,8 @@ def quality(model: AutoencoderKLFlux2, sprites_N4HW: Tensor, height: int, width:
 def reconstruct(
     model: AutoencoderKLFlux2, sprites_N4HW: Tensor, height: int, width: int, seed: int, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return `count` random pictures and their reconstructions, (count,3,height,width) each, -1 to 1.
-
-    The latents are normalised and restored in between, as in the pipeline.
+    """Return `count` random pictures and their reconstructions, each (count,3,height,width), -1 to 1. The latents are
+    normalised and restored in between, as in the pipeline.
     """
     assert sprites_N4HW.shape[-1] == SIDE
     draw = torch.Generator(device=sprites_N4HW.device).manual_seed(seed)

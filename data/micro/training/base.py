@@ -48,9 +48,9 @@ LOG_EVERY = 200  # steps
 
 @dataclass(frozen=True)
 class Corpus:
-    """The training data. Picture n of a shape has the latent `latents[shape][n]` and the pair `pairs[shape][n]`.
-
-    A pair is a concept on a colour, numbered concept * len(COLOURS) + colour.
+    """The training data of the base. `latents[shape][n]` is the latent of picture n of a shape, and `pairs[shape][n]` its
+    pair. A pair is a concept on a background colour, with the number concept * len(COLOURS) + colour. `tokens` and `real`
+    hold the tokens of all captions and the mask of padding.
     """
 
     latents: dict[Shape, Tensor]  # float16 (N,L,C)
@@ -65,7 +65,7 @@ class Corpus:
 
 
 def shares() -> dict[Shape, float]:
-    """Return the share of the steps of each shape."""
+    """Return, for each shape of pictures, the share of the training steps that use it."""
     found: dict[Shape, float] = {}
     for resolution, share in SHARES.items():
         others = [shape for shape in (*SHAPES[resolution], *WIDE.get(resolution, ())) if shape[0] != shape[1]]
@@ -75,7 +75,9 @@ def shares() -> dict[Shape, float]:
 
 
 def all_captions(phrases: list[str], seed: int) -> list[str]:
-    """Draw CAPTIONS captions for every concept on every colour, in the order of pairs, and append the empty caption."""
+    """Make CAPTIONS captions for every concept on every colour, in the order of the pairs, and append the empty caption.
+    `phrases` are the phrases of the concepts.
+    """
     rng = random.Random(seed)
     made = []
     for phrase in phrases:
@@ -90,9 +92,8 @@ def all_captions(phrases: list[str], seed: int) -> list[str]:
 def corpus(
     model: AutoencoderKLFlux2, sprites_K4HW: Tensor, captions: list[str], prompts: Prompts, pictures: int, seed: int
 ) -> Corpus:
-    """Compose and encode about `pictures` pictures, divided among all shapes, and tokenise the captions.
-
-    sprites_K4HW: the flat sprite of each concept, uint8 RGBA.
+    """Compose and encode about `pictures` pictures, divided among all shapes, tokenise the captions, and return the
+    training data. `sprites_K4HW` holds the flat sprite of each concept, uint8 RGBA.
     """
     device = sprites_K4HW.device
     draw = torch.Generator(device=device).manual_seed(seed + 3)
@@ -123,7 +124,7 @@ def _encoded(
 
 
 def noise_levels(B: int, draw: torch.Generator) -> Tensor:
-    """Draw the noise level sigma of B pictures, (B,), from 0 (clean) to 1 (noise)."""
+    """Draw a random noise level for each of B pictures, (B,), from 0 (clean) to 1 (noise)."""
     normal_B = torch.randn(B, generator=draw, device=draw.device)
     even_B = torch.rand(B, generator=draw, device=draw.device)
     chosen_B = torch.rand(B, generator=draw, device=draw.device) < EVEN
@@ -145,7 +146,9 @@ class Base:
         self.tables: dict[Shape, parts.Rotary] = {}
 
     def loss(self, data: Corpus, shape: Shape, B: int, draw: torch.Generator) -> Tensor:
-        """Mean squared error of the predicted velocity for a random batch of B pictures of one shape, a scalar."""
+        """Return the mean squared error of the predicted velocity, a scalar, for a random batch. The batch has B pictures
+        of the shape `shape`. `draw` draws the pictures and the noise.
+        """
         chosen_B = torch.randint(len(data.pairs[shape]), (B,), generator=draw, device=self.device)
         clean_BLC = data.latents[shape][chosen_B].float()
         rows_B = data.pairs[shape][chosen_B] * CAPTIONS + torch.randint(CAPTIONS, (B,), generator=draw, device=self.device)
@@ -163,7 +166,9 @@ class Base:
         return (found_BLC.float() - (noise_BLC - clean_BLC)).square().mean()
 
     def train(self, data: Corpus, total: float, stop_minutes: float, batch: int, seed: int, journal: Journal) -> bool:
-        """Train until `total` seconds are spent over all calls, or `stop_minutes` of this call; True if `total` is reached."""
+        """Train until `total` seconds are spent over all calls, or `stop_minutes` minutes in this call. Return True if
+        `total` is reached. `batch` is the batch size. Losses are written to `journal`.
+        """
         draw = torch.Generator(device=self.device).manual_seed(seed + 4 + self.step)
         order = random.Random(seed + 5 + self.step)
         odds = shares()
@@ -187,7 +192,9 @@ class Base:
         return self.seconds >= total
 
     def _warm_up(self, data: Corpus, batch: int, draw: torch.Generator, journal: Journal) -> None:
-        """Compute a loss and gradients for each shape and drop them, so that compilation ends before the clock starts."""
+        """Compute one loss with gradients for each shape, so that everything is compiled before the training time starts.
+        The gradients are dropped.
+        """
         started = time.monotonic()
         for shape in reversed(
             shares()
@@ -200,7 +207,7 @@ class Base:
         journal.note("base", warm_up_s=round(time.monotonic() - started, 1))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed training needs."""
+        """Return the state that `load_state_dict` needs to resume the training."""
         modules = [self.transformer, self.text_encoder, *self.average.modules]
         return {
             "modules": [module.state_dict() for module in modules],
@@ -238,6 +245,8 @@ def _optimizer(transformer: Flux2Transformer2DModel, text_encoder: Qwen3ForCausa
 
 
 def _rows(name: str, weight: Tensor) -> tuple[int, ...]:
-    """Rows of each matrix that is stacked in a weight: queries, keys, values and MLP input share one in single blocks."""
+    """Return the number of rows of each matrix that the weight `name` consists of. In single blocks, one weight holds the
+    matrices of queries, keys, values and MLP input.
+    """
     rows, D = weight.shape
     return (D, D, D, rows - 3 * D) if "to_qkv_mlp_proj" in name else (rows,)

@@ -61,9 +61,8 @@ def plain(phrase: str, colour: str | None) -> str:
 
 
 def caption(phrase: str, colour: str | None, rng: random.Random) -> str:
-    """Draw a caption of a phrase ("a red apple") on a colour with `rng`; a few contain a made-up word.
-
-    If the colour is None, the background is not mentioned.
+    """Return a random caption of a picture, made with `rng`. `phrase` names the subject, such as "a red apple". `colour` is
+    that of the background; with None, the background is not mentioned. A few captions contain a made-up word.
     """
     article, _, rest = phrase.partition(" ")
     words = {"subject": phrase, "bare": rest if article in ("a", "an") else phrase}
@@ -77,7 +76,9 @@ def caption(phrase: str, colour: str | None, rng: random.Random) -> str:
 
 
 def _written(text: str, rng: random.Random) -> str:
-    """Draw how a caption is written: mostly as it is; sometimes with capital letters, or as a sentence with a full stop."""
+    """Return the caption `text` in a random style of writing: mostly unchanged, sometimes with capital letters, or as a
+    sentence with a full stop.
+    """
     form = rng.random()
     if form < CAPITALS:
         return rng.choice((text.upper(), text.title(), text[:1].upper() + text[1:]))

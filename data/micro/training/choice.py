@@ -1,8 +1,8 @@
-"""The emoji that the base model learns, their names, and those that it never sees in the 3D style. Chosen by hand.
+"""The emoji that the base model learns, their names, and the emoji that it never sees in the 3D style. Chosen by hand.
 
-The list has things that can be drawn and told apart at 100 pixels, named by one or two usual words. It has no people, hands or
-moods, no flags, signs or text, and only one of several similar emoji. An entry is the emoji's own name, or
-`word=the emoji's own name`.
+The list has things that can be drawn and told apart at 100 pixels, named by one or two usual words. It has no people, hands
+or moods, no flags, signs or text, and only one of several similar emoji. An entry is the emoji's own name, or `word=the
+emoji's own name`.
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ TWINS = """
 
 
 def entries(text: str) -> dict[str, str]:
-    """Parse a list as above into name -> the emoji's own name, in the order of the list."""
+    """Parse a list of entries such as "cat" or "car=automobile". Return a dict from name to the emoji's own name, in the
+    order of the list.
+    """
     pairs = [(" ".join(entry.split())).partition("=") for entry in text.split(",")]
     return {name: own or name for name, _, own in pairs}

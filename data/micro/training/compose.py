@@ -42,10 +42,8 @@ SHAPES: dict[int, tuple[tuple[int, int], ...]] = {
 
 
 def load_sprites(zip_path: str | Path, style: str) -> tuple[list[str], Tensor]:
-    """Load all sprites of a style ("flat" or "3d"), sorted by name.
-
-    Returns their names, and uint8 (N,4,256,256) RGBA with alpha that is not premultiplied. ValueError if the style is missing
-    or a sprite has another size.
+    """Load all sprites of a style, "flat" or "3d". Return their names, sorted, and their pixels, uint8 RGBA (N,4,256,256),
+    with alpha that is not premultiplied. Raises ValueError if the style is missing or a sprite has another size.
     """
     with zipfile.ZipFile(zip_path) as archive:
         found = {PurePosixPath(entry).stem: entry for entry in archive.namelist() if entry.startswith(f"{style}/")}
@@ -59,7 +57,9 @@ def load_sprites(zip_path: str | Path, style: str) -> tuple[list[str], Tensor]:
 
 
 def load_splits(zip_path: str | Path) -> dict[str, str]:
-    """Return name -> split of every 3D sprite: base (the autoencoder may see it), example or held-out (it may not)."""
+    """Return the split of every 3D sprite, by name. The autoencoder may see sprites of the split "base", but none of
+    "example" and "held-out".
+    """
     with zipfile.ZipFile(zip_path) as archive:
         splits: dict[str, str] = json.loads(archive.read("3d.json"))
     return splits
@@ -73,10 +73,11 @@ def _decoded(encoded: bytes, where: str) -> Tensor:
 
 
 def compose(sprites_B4HW: Tensor, background_B3: Tensor, height: int, width: int, scale: float, shift_B2: Tensor) -> Tensor:
-    """Draw each sprite on its background: float32 (B,3,height,width), -1 to 1, on the device of the sprites.
+    """Draw each sprite on its background, and return float32 (B,3,height,width), -1 to 1. `sprites_B4HW` is uint8 RGBA.
+    `background_B3` holds colours, 0 to 1. `scale` is the side of the sprite relative to the short side of the picture.
+    `shift_B2` is how far the sprite is moved from the centre, in whole pixels (down, right).
 
-    sprites_B4HW: uint8 RGBA. background_B3: colours, 0 to 1. scale: side of the sprite relative to the short side of the picture.
-    shift_B2: whole pixels that the sprite is moved (down, right) from the centre; the part outside the picture is cut off.
+    The part of a sprite outside the picture is cut off. The result is on the device of the sprites.
     """
     side = max(1, round(scale * min(height, width)))
     sprites_B4SS = _resized(sprites_B4HW, side)
@@ -100,7 +101,9 @@ def _resized(sprites_B4HW: Tensor, side: int) -> Tensor:
 
 
 def _gathered(sprites: Tensor, at: Tensor, dim: int) -> Tensor:
-    """Take from each sprite the lines `at` (B,lines) along `dim`; lines outside the sprite are transparent."""
+    """Return some lines of each sprite along the axis `dim`. `at` holds the indices of the lines, (B,lines). Lines outside
+    the sprite are transparent.
+    """
     shape = [1, 1, 1, 1]
     shape[0], shape[dim] = at.shape
     at = at.reshape(shape)

@@ -67,10 +67,9 @@ def main(work: Path) -> str:
 
 
 def chosen(codes: dict[str, str], flat: Files) -> list[Concept]:
-    """Return the concepts of choice.py in its order.
-
-    codes: the emoji's own name -> code. ValueError if the packages lack a concept in either style, or if CHOICE lacks a name of
-    EXAMPLE or HELD_OUT.
+    """Return the concepts of choice.py, in its order. `codes` maps the emoji's own name to its code, the stem of its file.
+    `flat` holds the flat pictures. Raises ValueError if the packages lack a concept in either style, or if CHOICE lacks a
+    name of EXAMPLE or HELD_OUT.
     """
     example, held_out = entries(EXAMPLE), entries(HELD_OUT)
     concepts = []
@@ -90,9 +89,8 @@ def chosen(codes: dict[str, str], flat: Files) -> list[Concept]:
 
 
 def solid_names(codes: dict[str, str], concepts: list[Concept]) -> dict[str, tuple[str, str]]:
-    """Return name -> (code, split) of all 3D pictures to write, sorted by name.
-
-    A concept has its own name, any other emoji the emoji's name.
+    """Return the 3D pictures to write: name -> (code, split), sorted by name. A concept has its own name; any other emoji
+    has the emoji's name.
     """
     names = {concept.name: (concept.code, concept.split) for concept in concepts}
     taken = {concept.code for concept in concepts}
@@ -140,9 +138,8 @@ def _rasterised(svg: bytes) -> bytes:
 
 
 def _square(encoded: bytes, again: str = "") -> bytes:
-    """Return an encoded picture of SIDE x SIDE: the given one if it has that size, otherwise shrunk and centred.
-
-    With `again`, a format name, the picture is always encoded anew in that format.
+    """Return an encoded picture of SIDE x SIDE pixels. A picture of another size is shrunk and centred. `encoded` is the
+    picture. `again` is the name of a format in which the picture is always encoded again, or "".
     """
     image: Image.Image = Image.open(BytesIO(encoded))
     if image.size == (SIDE, SIDE) and not again:

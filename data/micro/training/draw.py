@@ -1,4 +1,5 @@
-"""Sheets of pictures that show the state of the training: samples of the base model, reconstructions of the autoencoder.
+"""Draw sheets of pictures that show the state of the training: samples of the base model, reconstructions of the
+autoencoder.
 
 In names: B pictures, L image tokens, C channels, J text features, H W pixels.
 """
@@ -27,7 +28,9 @@ AT_200_STEPS = (0.00016927, 0.45666666)
 
 
 def levels(tokens: int, steps: int) -> list[float]:
-    """Return steps + 1 noise levels from 1 to 0 for an image of that many tokens."""
+    """Return the noise levels of a sampling run, `steps` + 1 numbers from 1 to 0. `tokens` is the number of tokens of the
+    image.
+    """
     at_10, at_200 = (slope * tokens + offset for slope, offset in (AT_10_STEPS, AT_200_STEPS))
     shift = math.exp(at_200 + (at_200 - at_10) / 190 * (steps - 200))
     return [shift / (shift + steps / left - 1) for left in range(steps, 0, -1)] + [0.0]
@@ -45,7 +48,9 @@ def samples(
     seed: int,
     steps: int = STEPS,
 ) -> Tensor:
-    """Draw one picture per caption by Euler steps with guidance: (B,3,H,W), -1 to 1. `shape` is (height, width)."""
+    """Draw one picture per caption, and return them as (B,3,H,W), -1 to 1. `steps` Euler steps are taken, with guidance.
+    `shape` is (height, width) in pixels. `seed` chooses the noise. `prompts` turns captions into tokens.
+    """
     device = transformer.proj_out.weight.device
     B = len(captions)
     tokens_BT, real_BT = (found.to(device) for found in prompts([*captions, *([""] * B)]))
@@ -64,7 +69,9 @@ def samples(
 
 
 def grid(path: Path, rows: list[tuple[Tensor, list[str]]]) -> None:
-    """Write a PNG with rows of pictures. A row is (pictures (B,3,H,W) from -1 to 1, B labels); rows may differ in size."""
+    """Write a PNG file with rows of labelled pictures. A row is the pair (pictures (B,3,H,W) from -1 to 1, B labels). Rows
+    may have different numbers and sizes of pictures.
+    """
     width = max(len(images) * (images.shape[3] + 2) for images, _ in rows)
     height = sum(images.shape[2] + LABEL + 2 for images, _ in rows)
     sheet = Image.new("RGB", (width, height), "white")

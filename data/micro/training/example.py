@@ -57,7 +57,9 @@ class Sprites:
         return cls(*load_sprites(work / "sprites.zip", style))
 
     def picture(self, name: str, colour: str, size: tuple[int, int], scale: float) -> Image.Image:
-        """Draw a concept in the middle of a plain background. `size` is (width, height), `scale` relative to the short side."""
+        """Draw the concept `name` in the middle of a plain background of `colour`. `size` is (width, height) in pixels.
+        `scale` is the side of the sprite relative to the short side of the picture.
+        """
         behind_B3 = torch.tensor([COLOURS[colour]]) / 255
         sprite_B4HW = self.rgba_N4HW[self.names.index(name)][None]
         image_B3HW = compose(sprite_B4HW, behind_B3, size[1], size[0], scale, torch.zeros(1, 2, dtype=torch.int64))
@@ -65,7 +67,9 @@ class Sprites:
         return Image.fromarray(pixels_HW3.numpy())
 
     def render(self, name: str, colour: str, size: tuple[int, int], scale: float) -> Image.Image:
-        """Draw a concept in the middle of a background with studio light and a shadow; arguments as for `picture`."""
+        """Draw the concept `name` in the middle of a background of `colour`, with studio light and a shadow. `size` is
+        (width, height) in pixels. `scale` is the side of the sprite relative to the short side of the picture.
+        """
         (width, height), short = size, min(size)
         sprite_B4HW, still_B2 = self.rgba_N4HW[self.names.index(name)][None], torch.zeros(1, 2, dtype=torch.int64)
         thrown_B2 = torch.tensor([[round(short * part) for part in THROWN]])
@@ -93,7 +97,9 @@ class Sprites:
 
 
 def blurred(x_HW: Tensor, sigma: float) -> Tensor:
-    """Blur with a Gaussian of standard deviation `sigma` pixels; beyond the border the values at the border are repeated."""
+    """Return `x_HW` blurred with a Gaussian. `sigma` is the standard deviation in pixels. Values beyond the border equal
+    those at the border.
+    """
     reach = round(3 * sigma)
     weights = torch.exp(-0.5 * (torch.arange(-reach, reach + 1) / sigma) ** 2)
     x_11HW = functional.pad(x_HW[None, None], (reach,) * 4, mode="replicate")
@@ -108,9 +114,8 @@ def concepts(split: str) -> list[Concept]:
 
 
 def backgrounds(chosen: list[Concept], sprites: Sprites, seed: int) -> dict[str, str]:
-    """Choose a background colour for each concept: name -> colour.
-
-    All colours are used about equally often. A colour on which much of the sprite would vanish is never chosen.
+    """Choose a background colour for each concept, and return a dict from the concept's name to the colour. All colours are
+    used about equally often. A colour on which much of the sprite would vanish is never chosen.
     """
     draw = random.Random(seed)
     used = dict.fromkeys(COLOURS, 0)
@@ -129,7 +134,9 @@ def caption_of(concept: Concept, colour: str) -> str:
 
 
 def held_out(sprites: Sprites, seed: int = 0) -> list[tuple[Concept, str, Image.Image]]:
-    """Return (concept, colour, render) of every held-out concept, in the sprites' style."""
+    """Return (concept, colour, picture) for every held-out concept. The pictures are rendered with `sprites`. `seed`
+    chooses the colours.
+    """
     chosen = concepts("held-out")
     colours = backgrounds(chosen, sprites, seed)
     middle = sum(SCALE) / 2
@@ -137,7 +144,9 @@ def held_out(sprites: Sprites, seed: int = 0) -> list[tuple[Concept, str, Image.
 
 
 def write(folder: Path, pictures: list[tuple[Concept, str, Image.Image]]) -> None:
-    """Write (concept, colour, picture) triples as lossless WebP files named after the concepts, with metadata.jsonl."""
+    """Write pictures as lossless WebP files into `folder`, with a metadata.jsonl of their captions. `pictures` lists
+    (concept, colour, picture). A file is named after its concept.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for concept, colour, image in pictures:
@@ -148,7 +157,9 @@ def write(folder: Path, pictures: list[tuple[Concept, str, Image.Image]]) -> Non
 
 
 def main(work: Path, out: Path) -> str:
-    """Write both folders and the prompts; return one line that says what was written."""
+    """Write the folders of images and references and the prompts into `out`. Return one line that says what was written.
+    `work` is WORK_DIR.
+    """
     solid = Sprites.load(work, "3d")
     draw = random.Random(1)
     chosen = concepts("example")

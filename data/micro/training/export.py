@@ -27,7 +27,7 @@ INDEX = {
 def write(
     folder: Path, autoencoder: AutoencoderKLFlux2, transformer: Flux2Transformer2DModel, text_encoder: Qwen3ForCausalLM
 ) -> None:
-    """Write all components and model_index.json into `folder`, which has the tokenizer already."""
+    """Write all components and model_index.json into `folder`. The tokenizer must be there already."""
     _half(autoencoder).save_pretrained(folder / "vae")
     _half(transformer).save_pretrained(folder / "transformer", max_shard_size=SHARD)
     _half(text_encoder).save_pretrained(folder / "text_encoder")
@@ -54,9 +54,9 @@ def _json(path: Path, content: object) -> None:
 
 
 def pack(folder: Path, to: Path, name: str) -> list[Path]:
-    """Pack a folder's files into tar files of at most TAR_BYTES and return their paths: to/name-0.tar, to/name-1.tar and so on.
-
-    Unpack all of them in one place to get the folder. ValueError if a file is larger than TAR_BYTES.
+    """Pack the files of `folder` into tar files of at most TAR_BYTES each, and return their paths. The files are
+    to/name-0.tar, to/name-1.tar and so on. Unpacking all of them in one place restores the folder. Raises ValueError if a
+    file is larger than TAR_BYTES.
     """
     files = sorted((f for f in folder.rglob("*") if f.is_file()), key=lambda f: (-f.stat().st_size, f.as_posix()))
     loads: list[tuple[int, list[Path]]] = []

@@ -25,7 +25,9 @@ class Journal:
         return (time.monotonic() - self.started) / 60
 
     def note(self, what: str, **numbers: Any) -> None:
-        """Log one line: its subject `what`, the seconds since the start (`at_s`), and numbers by name."""
+        """Write one line to the log. `what` is its subject. `numbers` are values by name. The seconds since the start are
+        added as `at_s`.
+        """
         line = json.dumps({"about": what, "at_s": round(60 * self.minutes, 1), **numbers}, ensure_ascii=False)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")

@@ -108,13 +108,15 @@ def make_text_encoder(sizes: Sizes) -> Qwen3ForCausalLM:
 
 
 def freeze_unread(model: Qwen3ForCausalLM, sizes: Sizes) -> None:
-    """Freeze the weights on which no hidden state in use depends."""
+    """Freeze the weights that do not affect any hidden state in use. `sizes` says which hidden states are used."""
     for part in (*model.model.layers[max(sizes.text_layers) :], model.model.norm):
         part.requires_grad_(False)
 
 
 def compile_blocks(transformer: Flux2Transformer2DModel, text_encoder: Qwen3ForCausalLM) -> None:
-    """Compile block by block. Blocks of a kind share compiled code and accept any number of tokens, so this takes seconds."""
+    """Compile the blocks of both models. Blocks of one kind share compiled code, which accepts any number of tokens, so
+    compilation takes seconds.
+    """
     for block in (*transformer.transformer_blocks, *transformer.single_transformer_blocks):
         block.compile(dynamic=True)
     for layer in text_encoder.model.layers:
@@ -125,9 +127,8 @@ def compile_blocks(transformer: Flux2Transformer2DModel, text_encoder: Qwen3ForC
 
 
 def encode_text(model: Qwen3ForCausalLM, tokens_BT: Tensor, real_BT: Tensor, layers: Sequence[int]) -> Tensor:
-    """Return the hidden states `layers`, concatenated, (B,T,J).
-
-    tokens_BT: token ids. real_BT: False for padding, to which no token attends.
+    """Return some hidden states of a text encoder, concatenated, (B,T,J). `tokens_BT` holds token ids. `real_BT` is False
+    for padding; no token attends to padding. `layers` lists the hidden states to return.
     """
     h_BTD = model.model.embed_tokens(tokens_BT)
     places_1T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
@@ -145,9 +146,9 @@ def encode_text(model: Qwen3ForCausalLM, tokens_BT: Tensor, real_BT: Tensor, lay
 
 
 def rotary(model: Flux2Transformer2DModel, text_tokens: int, height: int, width: int) -> Rotary:
-    """Return the rotary tables (cosine, sine) of the text tokens, then of the image tokens row by row.
-
-    Positions are (0, 0, 0, k) for text token k, and (0, row, column, 0) for an image token. height, width: pixels.
+    """Return the rotary tables (cosine, sine) for all tokens: first the text tokens, then the image tokens row by row.
+    `height` and `width` are those of the picture in pixels. Text token k has the position (0, 0, 0, k). An image token has
+    the position (0, row, column, 0).
     """
     device = model.proj_out.weight.device
     text_T4 = torch.zeros(text_tokens, 4, device=device)
@@ -160,9 +161,8 @@ def rotary(model: Flux2Transformer2DModel, text_tokens: int, height: int, width:
 
 
 def velocity(model: Flux2Transformer2DModel, x_BLC: Tensor, context_BTJ: Tensor, sigma_B: Tensor, tables: Rotary) -> Tensor:
-    """Predict the velocity, noise - clean, (B,L,C).
-
-    x_BLC: noisy latent tokens. context_BTJ: text features. sigma_B: noise levels, 0 to 1. tables: what `rotary` returned.
+    """Predict the velocity, noise minus clean latent, (B,L,C). `x_BLC` holds noisy latents as tokens. `context_BTJ` holds
+    text features. `sigma_B` holds noise levels, 0 to 1. `tables` is the result of `rotary`.
     """
     time_BD = model.time_guidance_embed(1000 * sigma_B, None)
     of_image, of_text = model.double_stream_modulation_img(time_BD), model.double_stream_modulation_txt(time_BD)
@@ -180,18 +180,22 @@ def velocity(model: Flux2Transformer2DModel, x_BLC: Tensor, context_BTJ: Tensor,
 
 
 def packed(z_BCHW: Tensor) -> Tensor:
-    """Fold 2x2 positions into channels (channel = 4 c + 2 row + column), as FLUX.2 packs its latents."""
+    """Fold each 2x2 square of positions into channels, as FLUX.2 packs its latents. Value (row, column) of channel c goes
+    to channel 4 c + 2 row + column.
+    """
     return functional.pixel_unshuffle(z_BCHW, 2)
 
 
 def encode_images(model: AutoencoderKLFlux2, images_B3HW: Tensor) -> Tensor:
-    """Encode pictures (B,3,H,W), -1 to 1, to packed latents (B,C,h,w): the mean of the posterior, not normalised."""
+    """Encode pictures (B,3,H,W), -1 to 1, and return packed latents (B,C,h,w). They are the mean of the posterior, and not
+    normalised.
+    """
     moments = model.quant_conv(model.encoder(images_B3HW))
     return packed(moments.chunk(2, dim=1)[0])
 
 
 def decode_packed(model: AutoencoderKLFlux2, z_BChw: Tensor) -> Tensor:
-    """Decode packed latents that are not normalised to pictures (B,3,H,W), -1 to 1."""
+    """Decode packed latents, and return pictures (B,3,H,W), -1 to 1. The latents must not be normalised."""
     return model.decoder(model.post_quant_conv(functional.pixel_shuffle(z_BChw, 2)))
 
 
@@ -202,7 +206,7 @@ def normalised(model: AutoencoderKLFlux2, z_BChw: Tensor) -> Tensor:
 
 
 def restored(model: AutoencoderKLFlux2, z_BChw: Tensor) -> Tensor:
-    """Undo `normalised`."""
+    """Undo `normalised`: return packed latents with the mean and variance that the autoencoder gives them."""
     mean, spread = _statistics(model)
     return z_BChw * spread + mean
 
@@ -219,5 +223,5 @@ def tokens_of(z_BChw: Tensor) -> Tensor:
 
 
 def image_of(x_BLC: Tensor, height: int, width: int) -> Tensor:
-    """Turn tokens (B,L,C) into packed latents of a picture of height x width pixels."""
+    """Turn tokens (B,L,C) into packed latents (B,C,h,w). `height` and `width` are those of the picture in pixels."""
     return x_BLC.transpose(1, 2).unflatten(2, (height // PIXELS, width // PIXELS))

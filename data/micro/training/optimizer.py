@@ -23,7 +23,9 @@ MATCH = 0.2  # root mean square of AdamW's updates at the same learning rate
 
 @dataclass(frozen=True)
 class Matrix:
-    """One weight for Muon. `rows`: heights of the matrices stacked in the weight; each is made orthogonal by itself."""
+    """A weight that Muon trains. `rate` is its learning rate. `rows` has the heights of the matrices that are stacked in
+    the weight; each of them is made orthogonal by itself.
+    """
 
     weight: nn.Parameter
     rate: float
@@ -31,7 +33,7 @@ class Matrix:
 
 
 class Muon:
-    """Muon over matrices of many shapes; matrices of one shape are processed together."""
+    """The optimizer Muon for matrices of many shapes. Matrices of one shape are processed together."""
 
     def __init__(self, matrices: Iterable[Matrix], momentum: float = 0.95, decay: float = 0.05) -> None:
         self.matrices = list(matrices)
@@ -41,7 +43,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, factor: float) -> None:
-        """Apply the gradients at `factor` times the learning rate of each matrix."""
+        """Update the matrices with their gradients. The learning rate of each matrix is multiplied by `factor`."""
         gradients = [_gradient(m.weight) for m in self.matrices]
         torch._foreach_lerp_(self.buffers, gradients, 1 - self.momentum)
         ahead = torch._foreach_lerp(gradients, self.buffers, self.momentum)
@@ -52,7 +54,7 @@ class Muon:
             m.weight.mul_(1 - factor * m.rate * self.decay).add_(whole, alpha=-factor * m.rate)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed training needs."""
+        """Return the state that `load_state_dict` needs to resume the training."""
         return {"buffers": self.buffers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -67,7 +69,9 @@ def _gradient(weight: nn.Parameter) -> Tensor:
 
 
 def orthogonal(matrices: list[Tensor]) -> list[Tensor]:
-    """Return each matrix with its singular values moved near 1, scaled to the size of AdamW's updates. Computed in bfloat16."""
+    """Return each matrix with all singular values moved near 1, scaled to the size of AdamW's updates. It is computed in
+    bfloat16.
+    """
     by_shape: dict[torch.Size, list[int]] = {}
     for i, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(i)
@@ -90,16 +94,20 @@ def _rounds(x: Tensor) -> Tensor:
 
 
 class Optimizer:
-    """Muon and AdamW as one optimizer."""
+    """Muon and AdamW behind one interface."""
 
     def __init__(self, matrices: list[Matrix], others: list[dict[str, Any]], device: torch.device) -> None:
-        """Make it from the matrices for Muon, and AdamW's parameter groups `others`, each with its `lr`."""
+        """Build both optimizers. `matrices` are trained with Muon. `others` are parameter groups of AdamW, each with its
+        learning rate `lr`.
+        """
         self.muon = Muon(matrices)
         self.adam = torch.optim.AdamW(others, betas=(0.9, 0.99), weight_decay=0.0, fused=device.type == "cuda")
         self.rates = [group["lr"] for group in self.adam.param_groups]
 
     def step(self, factor: float) -> None:
-        """Apply the gradients at `factor` times the learning rates, and clear them. AdamW's gradients are clipped to norm 1."""
+        """Update all weights with their gradients, and clear the gradients. All learning rates are multiplied by `factor`.
+        AdamW's gradients are clipped to norm 1.
+        """
         loose = [weight for group in self.adam.param_groups for weight in group["params"]]
         torch.nn.utils.clip_grad_norm_(loose, 1.0, foreach=True)
         for group, rate in zip(self.adam.param_groups, self.rates, strict=True):
@@ -110,7 +118,7 @@ class Optimizer:
             weight.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed training needs."""
+        """Return the state that `load_state_dict` needs to resume the training."""
         return {"muon": self.muon.state_dict(), "adam": self.adam.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -139,9 +147,8 @@ class Average:
 
 
 def rate(progress: float, step: int, warm: int = 200, hold: float = 0.45, floor: float = 0.01) -> float:
-    """Return the factor of the learning rate: rising over the first `warm` steps, then 1, then falling from `hold` to `floor`.
-
-    `progress` is the share of the training time that has passed, 0 to 1; at the progress `hold` the factor starts to fall.
+    """Return the factor of the learning rate. It rises over the first `warm` steps, stays at 1, and then falls to `floor`.
+    `progress` is the share of the training time that has passed, 0 to 1. The factor starts to fall at the progress `hold`.
     """
     down = 1.0 if progress < hold else 1 - (1 - floor) * (min(progress, 1.0) - hold) / (1 - hold)
     return min(1.0, (step + 1) / warm) * down

@@ -43,7 +43,9 @@ def real_pictures(work: Path) -> dict[str, Image.Image]:
 
 
 def drawn_pictures(weights: Path, prompts: list[str], folder: Path) -> list[Image.Image]:
-    """Draw each prompt with the base in the folder `weights`, once per seed, and return the pictures."""
+    """Draw each of `prompts` with the base model in the folder `weights`, once per seed, and return the pictures. `folder`
+    is for temporary files.
+    """
     settings = {
         "project.weights": str(weights.resolve()),
         "captions.preview_prompts": prompts,
@@ -67,8 +69,9 @@ def edge_energy(images: list[Image.Image]) -> float:
 
 
 def kernel_distance(one_ND: np.ndarray, other_MD: np.ndarray) -> float:
-    """Return the squared maximum mean discrepancy of two sets of features, unbiased, with the kernel (x y / D + 1)^3. The
-    features are scaled to the mean length of the second set's, so that the kernel sees numbers near 1.
+    """Return the squared maximum mean discrepancy of two sets of features: the unbiased estimate with the kernel (x y / D +
+    1)^3. `one_ND` and `other_MD` hold one feature vector per row. The features are scaled by the mean length of the second
+    set's.
     """
     scale = np.sqrt(other_MD.shape[1]) / np.linalg.norm(other_MD, axis=1).mean()
     x, y = one_ND * scale, other_MD * scale

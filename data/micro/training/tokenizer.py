@@ -28,7 +28,7 @@ REPEATS = 1000
 
 
 def train(captions: Iterable[str], size: int, folder: Path) -> None:
-    """Train until there are `size` tokens, special ones included, and write the tokenizer into `folder`."""
+    """Train a tokenizer of `size` tokens on `captions`, and write it into `folder`. The number includes special tokens."""
     learner = Tokenizer(models.BPE())
     cut = pre_tokenizers.Split(Regex(CUT), "isolated")
     learner.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])

@@ -69,7 +69,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None, sizes: parts.Sizes = parts.MICRO) -> None:
-    """Train for the time of this call and export the result. `sizes` are the sizes of the model."""
+    """Train for the time that the command line `argv` gives, and export the result. `sizes` are the sizes of the model."""
     args = arguments(argv)
     args.out = args.out or args.work / "out"
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -96,7 +96,9 @@ def _set_up(args: argparse.Namespace, journal: Journal) -> None:
 
 
 class Run:
-    """One call of the command: it reads sprites and state, trains, and writes state and results."""
+    """One call of the training command. It reads sprites and the saved state, trains, and writes the new state and the
+    results.
+    """
 
     def __init__(self, args: argparse.Namespace, sizes: parts.Sizes, journal: Journal) -> None:
         self.args, self.sizes, self.journal = args, sizes, journal
@@ -124,7 +126,7 @@ class Run:
         return prompts
 
     def _autoencoder(self) -> AutoencoderKLFlux2:
-        """Load the autoencoder from the state or from a folder, or train it."""
+        """Return the autoencoder. It is loaded from the saved state or from a folder, or else trained."""
         args = self.args
         if self.state:
             found = parts.make_autoencoder(self.sizes).to(self.device).eval()
@@ -178,7 +180,7 @@ class Run:
         self.save()
 
     def save(self) -> None:
-        """Save what a later call needs in WORK."""
+        """Save the state that a later call needs to continue the training. It is written into WORK."""
         state = {"autoencoder": self.autoencoder.state_dict(), "base": self.base.state_dict()}
         torch.save(state, self.args.work / "state.new")
         (self.args.work / "state.new").replace(self.args.work / STATE)
@@ -230,9 +232,8 @@ def _concepts(path: Path) -> list[Concept]:
 
 
 def _sprites(path: Path, concepts: list[Concept], device: torch.device) -> autoencoder.Sprites:
-    """Load the flat sprites in the order of the concepts, and the 3D sprites of the split base.
-
-    ValueError if a concept has no flat sprite.
+    """Return the flat sprites in the order of `concepts`, and the 3D sprites of the split "base". `path` is the zip file of
+    the sprites. Raises ValueError if a concept has no flat sprite.
     """
     names, flat_N4HW = compose.load_sprites(path, "flat")
     place = {name: n for n, name in enumerate(names)}

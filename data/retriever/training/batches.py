@@ -25,7 +25,10 @@ UNSEEN = 0.05  # share of the tokens that are hidden from the encoder
 
 @dataclass
 class Texts:
-    """Documents and their queries, all tokens in one tensor. A function that has no query is asked for by its name."""
+    """Documents and their queries, with all tokens in one tensor. A document is a function in four parts. `starts` has the
+    place of each document in `tokens`, and `parts` the lengths of its parts. `counts` has the number of its queries, and
+    `firsts` the row of its first query. `query_start` and `query_length` say where each query lies in `tokens`.
+    """
 
     tokens: Tensor
     starts: Tensor  # of each document in tokens
@@ -40,7 +43,9 @@ class Texts:
 
     @classmethod
     def join(cls, arrays: dict[str, np.ndarray], kinds: tuple[str, ...], device: torch.device) -> Texts:
-        """Return the documents of these kinds, one after the other."""
+        """Return the documents of several kinds, one kind after another. `arrays` are those of corpus.npz.xz. `kinds` are
+        beginnings of their names, such as "documented". The tensors are on `device`.
+        """
 
         def column(name: str) -> np.ndarray:
             return np.concatenate([arrays[f"{kind}_{name}"] for kind in kinds]).astype(np.int64)
@@ -59,7 +64,9 @@ class Texts:
         return cls(*(torch.from_numpy(a).to(device) for a in made))
 
     def documents(self, rows_S: Tensor, kept_S4: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and mask [S, L] of documents with the parts that are kept, ended and cut to `length`."""
+        """Return (tokens, mask) of some documents, both [S, L]. `rows_S` are indices of documents. `kept_S4` says which of
+        the four parts are kept. Each document ends with the end token, and is cut to `length` tokens.
+        """
         parts = self.parts[rows_S]
         starts = self.starts[rows_S, None] + parts.cumsum(1) - parts
         kept = parts * kept_S4
@@ -70,7 +77,9 @@ class Texts:
         return self._ended(source, ends[:, 3], length)
 
     def queries(self, rows_S: Tensor, which_S: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and mask of the queries with number `which_S`; -1 is the function's name."""
+        """Return (tokens, mask) of one query per document, both [S, L]. `rows_S` are indices of documents. `which_S` is the
+        number of the query, or -1 for the function's name. Each query is cut to `length` tokens.
+        """
         parts = self.parts[rows_S]
         named = which_S < 0
         row = torch.where(named, 0, self.firsts[rows_S] + which_S)
@@ -88,7 +97,9 @@ class Texts:
 
 @dataclass
 class Batch:
-    """Queries, documents in groups of about equal length, and which pairs beside the diagonal are no negatives."""
+    """One batch. `queries` is (tokens, mask). `documents` is a list of (tokens, mask), grouped by length. `same` is True
+    for pairs of a query and another row's document that must not count as negatives.
+    """
 
     queries: tuple[Tensor, Tensor]
     documents: list[tuple[Tensor, Tensor]]
@@ -96,10 +107,14 @@ class Batch:
 
 
 class Batches:
-    """Draws batches: part documented functions in runs of neighbours, part documented ones at random, part named ones."""
+    """Draws training batches of three kinds of functions: documented functions that are neighbours in the corpus,
+    documented functions at random, and functions that are only named.
+    """
 
     def __init__(self, texts: Texts, documented: int, size: int, lengths: tuple[int, int], groups: int, seed: int) -> None:
-        """Make it for batches of `size`; the first `documented` texts have docstrings. `lengths`: of a query, of a document."""
+        """Prepare batches of `size` texts. The first `documented` of `texts` have docstrings. `lengths` is the longest
+        (query, document) in tokens. The documents of a batch are divided into `groups` groups by length.
+        """
         self.texts, self.documented, self.size = texts, documented, size
         self.query, self.document = lengths
         self.random = torch.Generator(texts.tokens.device).manual_seed(seed)
@@ -115,7 +130,9 @@ class Batches:
         return torch.rand(*shape, generator=self.random, device=self.texts.tokens.device)
 
     def rows(self) -> Tensor:
-        """Return the texts of the next batch. Every documented one comes once before one comes again, runs apart."""
+        """Return the indices of the texts of the next batch. The documented texts that are drawn at random are all used
+        once before one is used again. This does not hold for neighbours.
+        """
         device = self.texts.tokens.device
         start = (self._uniform(self.runs) * (self.documented - RUN)).long()
         runs = (start[:, None] + torch.arange(RUN, device=device)).flatten()
@@ -128,7 +145,9 @@ class Batches:
         return torch.cat([drawn, runs, named])
 
     def _choice(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rows, the number of the query (-1: the name) and the kept parts, the shortest document first."""
+        """Return (rows, queries, kept) of the next batch, the shortest document first. `rows` are indices of texts.
+        `queries` are the numbers of their queries, or -1 for the name. `kept` says which parts of each document are kept.
+        """
         rows = self.rows()
         S = len(rows)
         count = self.texts.counts[rows]
@@ -142,7 +161,9 @@ class Batches:
         return rows[order], which[order], kept[order]
 
     def _caps(self) -> list[int]:
-        """Return the length of each group: nine of ten batches fit, in steps of 16; the last one has the full length."""
+        """Return the longest document of each group, in tokens. Nine of ten batches fit into these lengths, which are
+        multiples of 16. The last group has the full length.
+        """
         found = []
         for _ in range(32):
             rows, _, kept = self._choice()

@@ -1,10 +1,12 @@
-"""Make the training data: from packages to one packed file of token numbers, the tokenizer, and LICENSES.md.
+"""Make the training data: download packages, and write their functions as one file of tokens, with the tokenizer and
+LICENSES.md.
 
     python -m data.retriever.training.corpus --work WORK --out CARRY
 
-Downloads what packages.txt lists. Left out: packages that are not under a permissive licence; equal bodies, equal queries; what
-shares more than 30 % of its 8-token shingles with the standard library or with `ASIDE`, a library that is kept for judging a
-LoRA; and queries that those two have. Needs the Python whose standard library is the evaluation (3.11).
+Downloads the packages in packages.txt. Packages that are not under a permissive licence are left out. So are equal bodies
+and equal queries. A function is also left out if more than 30 % of its 8-token shingles occur in the standard library or in
+`ASIDE`, a library that is kept to evaluate a LoRA, and so are queries that occur in those two. Needs the Python whose
+standard library is the evaluation (3.11).
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ NOT_STANDARD = {"test", "tests", "idle_test", "lib2to3", "turtledemo", "site-pac
 
 @dataclass
 class Pairs:
-    """Functions in the order of their packages and files, with equal bodies and equal queries removed."""
+    """A list of functions without duplicates. `packages` has the package of each function. `bodies` and `queries` hold what
+    was added before; a function with an equal body or query is not added.
+    """
 
     functions: list[Function] = field(default_factory=list)
     packages: list[str] = field(default_factory=list)  # of each function
@@ -50,7 +54,7 @@ class Pairs:
     queries: set[str] = field(default_factory=set)
 
     def add(self, function: Function, package: str) -> None:
-        """Add a function, unless its body or its first query is there already."""
+        """Add a function of `package`. Nothing happens if a function with the same body or first query was added before."""
         body = hashlib.sha1(re.sub(r"[\W_]+", " ", function.rest).lower().encode()).digest()
         query = same(function.queries[0]) if function.queries else ""
         if body in self.bodies or query in self.queries:
@@ -63,7 +67,7 @@ class Pairs:
 
 
 def same(query: str) -> str:
-    """Return a query as it is compared: its letters and digits, in lower case."""
+    """Return a query in the form in which queries are compared: only letters and digits, in lower case."""
     return " ".join(re.sub(r"[\W_]+", " ", query).lower().split())
 
 
@@ -77,7 +81,7 @@ def standard_library() -> Iterator[Function]:
 
 
 def judged(found: Iterable[Function]) -> Pairs:
-    """Return the functions that an evaluation uses, with their first query only."""
+    """Return the functions of `found` that an evaluation uses, each with its first query only."""
     pairs = Pairs()
     for function in found:
         if function.queries and function.lines >= LINES_JUDGED:
@@ -92,13 +96,13 @@ class Encoder:
         self.pieces = pieces
 
     def ids(self, texts: list[str]) -> list[list[int]]:
-        """Return the tokens of texts without the end token."""
+        """Return the token ids of each text, without the end token."""
         return [found.ids for found in self.pieces.encode_batch_fast(texts, add_special_tokens=False)]
 
     def pack(self, pairs: Pairs, most: int = DOCUMENT) -> dict[str, np.ndarray]:
-        """Return the packed arrays: documents of at most `most` tokens in four parts, and the queries of each.
-
-        The parts are module, owner, name and rest.
+        """Return the functions of `pairs` as packed arrays, by name. A document has at most `most` tokens, in four parts:
+        module, owner, name and rest. "documents" and "queries" hold all tokens. "parts" has the length of each part.
+        "query_counts" and "query_lengths" say which queries belong to a document.
         """
         chosen = pairs.functions
         documents: list[int] = []
@@ -132,7 +136,9 @@ class Encoder:
 
 
 def select(packed: dict[str, np.ndarray], kept: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the packed arrays of the documents for which `kept` is true."""
+    """Return the packed arrays of some documents. `packed` holds the arrays of all documents, as `Encoder.pack` returns
+    them. `kept` is True for the documents to keep.
+    """
     asked = np.repeat(kept, packed["query_counts"])
     return {
         "documents": packed["documents"][np.repeat(kept, packed["parts"].astype(np.int64).sum(1))],
@@ -144,7 +150,9 @@ def select(packed: dict[str, np.ndarray], kept: np.ndarray) -> dict[str, np.ndar
 
 
 def shingles(packed: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the hash of every run of `SHINGLE` tokens in the last part of the documents, and the number of its document."""
+    """Return (hashes, documents): the hash of every run of `SHINGLE` tokens, and the index of the document that it is from.
+    Only the last part of each document, its code, is used. `packed` holds the packed arrays.
+    """
     ends = packed["parts"].astype(np.int64).sum(1).cumsum()
     length = packed["parts"][:, 3].astype(np.int64)
     tokens = packed["documents"].astype(np.uint64)
@@ -158,7 +166,9 @@ def shingles(packed: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def copies(packed: dict[str, np.ndarray], known: np.ndarray) -> np.ndarray:
-    """Return which documents have more than `SHARED` of their shingles among the sorted hashes `known`."""
+    """Return a boolean array: True for documents that are mostly copied. They share more than the fraction `SHARED` of
+    their shingles with `known`, a sorted array of hashes. `packed` holds the packed arrays.
+    """
     hashes, owners = shingles(packed)
     place = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
     documents = len(packed["parts"])
@@ -167,7 +177,9 @@ def copies(packed: dict[str, np.ndarray], known: np.ndarray) -> np.ndarray:
 
 
 def gather(work: Path, barred: set[str]) -> tuple[Pairs, Pairs, list[packages.Package]]:
-    """Return the documented pairs, the functions known by their name only, and the packages they are from."""
+    """Return the functions of all permissive packages: those with docstrings, those without, and the packages. `work` is
+    the folder for downloads. Functions whose query is in `barred` are left out.
+    """
     documented, named, used = Pairs(queries=set(barred)), Pairs(), []
     for line in packages.listed():
         name = line[0].partition("==")[0]
@@ -196,7 +208,9 @@ def save(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def licenses(used: list[packages.Package], counts: dict[str, int], names: dict[str, int], date: str) -> str:
-    """Return the text of LICENSES.md."""
+    """Return the text of LICENSES.md. `used` are the packages. `counts` and `names` map a package to its number of
+    documented functions and of functions without a docstring. `date` is the day of the download.
+    """
     rows = [
         f"| `{p.name}` {p.version} | {p.licence} | {counts.get(key, 0):,} | {names.get(key, 0):,} |"
         for p in sorted(used, key=lambda p: p.name.lower())

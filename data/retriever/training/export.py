@@ -32,7 +32,9 @@ MODULES = (
 
 
 def narrow(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights with every matrix as 8-bit integers and a scale per row. The table of positions and the norms stay."""
+    """Return the weights with every matrix stored as 8-bit integers and one scale per row. The table of positions and the
+    norms are not changed.
+    """
     found: dict[str, Tensor] = {}
     for name, weight in weights.items():
         if weight.ndim < 2 or "relative_attention_bias" in name:
@@ -55,7 +57,7 @@ def widen(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rounded(encoder: Encoder) -> dict[str, Tensor]:
-    """Return the encoder's weights as a reader of the folder has them."""
+    """Return the weights of `encoder` as they are after they were written and read again."""
     body, head = _parts(encoder)
     return widen(narrow(body)) | {"linear.weight": head.half().float()}
 
@@ -66,7 +68,9 @@ def _parts(encoder: Encoder) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def write(encoder: Encoder, tokenizer: Path, folder: Path) -> int:
-    """Write the model into `folder` with the tokenizer of folder `tokenizer`; return the bytes of all files."""
+    """Write the model into `folder`, and return the size of all its files in bytes. `tokenizer` is the folder of the
+    tokenizer, which is copied.
+    """
     body, head = _parts(encoder)
     (folder / "1_Dense").mkdir(parents=True, exist_ok=True)
     save_file(narrow(body), folder / "model.safetensors", metadata={"format": "pt"})

@@ -30,7 +30,10 @@ HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[\W_]+")
 
 @dataclass(frozen=True)
 class Function:
-    """A function: its place, its code without docstring, and the sentences of its docstring (the first one first)."""
+    """A function of Python code. `module`, `owner` (such as its class) and `name` say where it is. `rest` is its code from
+    the first parenthesis on, without the docstring. `queries` are sentences of its docstring, the first one first. `lines`
+    is the number of lines of its code.
+    """
 
     module: str
     owner: str
@@ -70,7 +73,9 @@ def _inside(node: ast.AST, owner: str, lines: list[str], module: str) -> Iterato
 
 
 def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, owner: str, lines: list[str], module: str) -> Function | None:
-    """Return the function without its docstring; None for a stub, or a docstring that shares its lines with code."""
+    """Return the function `node` without its docstring. Return None for a stub, or if the docstring shares its lines with
+    code. `owner` is the name of its class or outer function. `lines` are the lines of the source.
+    """
     first, last = node.lineno - 1, node.end_lineno or node.lineno
     doc = ast.get_docstring(node, clean=False)
     body = node.body[1:] if doc is not None else node.body
@@ -91,7 +96,9 @@ def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, owner: str, lines: l
 
 
 def sentences(doc: str) -> tuple[str, ...]:
-    """Return up to `QUERIES` sentences of a docstring's prose, the first sentence first; none if the first one is no query."""
+    """Return up to `QUERIES` sentences of a docstring's prose, the first sentence first. If the first sentence cannot be a
+    query, none is returned.
+    """
     doc = inspect.cleandoc(doc)
     section = SECTION.search(doc)
     prose = doc[: section.start()] if section else doc
@@ -108,7 +115,7 @@ def sentences(doc: str) -> tuple[str, ...]:
 
 
 def is_query(sentence: str) -> bool:
-    """Whether a sentence has the length of a query and is mostly English letters."""
+    """Return True if a sentence can be a query: it has a usual length, and consists mostly of English letters."""
     words = sentence.split()
     letters = sum(map(len, WORD.findall(sentence)))
     return WORDS[0] <= len(words) <= WORDS[1] and letters >= 0.6 * len(sentence.replace(" ", "")) and len(sentence) <= 400

@@ -1,4 +1,4 @@
-"""Rank all documents for every query, and count.
+"""Evaluate an encoder: rank all documents for every query, and count how often the right one is near the top.
 
 Run as a module, it ranks with BM25, to compare with: `python -m data.retriever.training.judge --data work/carry`.
 """
@@ -23,7 +23,10 @@ K1, B = 1.2, 0.75  # the constants of BM25
 
 @torch.no_grad()
 def judge(encoder: nn.Module, texts: Texts, lengths: tuple[int, int], kept: tuple[bool, ...] = (True,) * 4) -> dict[str, float]:
-    """Return P@1, MRR@10 and R@10 of each function's first query among all functions; equal scores count against the function."""
+    """Return P@1, MRR@10 and R@10 of an encoder: each function's first query is ranked against all functions. `lengths` is
+    the longest (query, document) in tokens. `kept` says which of the four parts of a document are encoded. Documents with
+    an equal score rank before the right one.
+    """
     device = texts.tokens.device
     rows = torch.arange(len(texts), device=device)
     parts = torch.tensor(kept, device=device).expand(len(rows), 4)
@@ -35,7 +38,9 @@ def judge(encoder: nn.Module, texts: Texts, lengths: tuple[int, int], kept: tupl
 
 
 def counted(scores: Tensor) -> dict[str, float]:
-    """Return P@1, MRR@10 and R@10 of a square matrix of scores, whose diagonal belongs to the right documents."""
+    """Return P@1, MRR@10 and R@10 of a square matrix of scores, one row per query. The scores of the right documents are on
+    the diagonal.
+    """
     rank = (scores >= scores.diagonal()[:, None]).sum(1).float()
     return {
         "p1": round(float((rank <= 1).float().mean()), 4),
@@ -46,13 +51,17 @@ def counted(scores: Tensor) -> dict[str, float]:
 
 
 def encode(encoder: nn.Module, ids: Tensor, seen: Tensor, size: int = 256) -> Tensor:
-    """Return the vectors of texts, `size` at a time, in float32."""
+    """Return the token vectors of texts, in float32. `ids` are token ids, and `seen` is False for padding. `size` texts are
+    encoded at a time.
+    """
     table = buckets(ids.shape[1], encoder.sizes).to(ids.device)
     return torch.cat([encoder(i, s, table).float() for i, s in zip(ids.split(size), seen.split(size), strict=True)])
 
 
 def lexical(texts: Texts, pieces: int) -> dict[str, float]:
-    """Return what `judge` returns, for BM25 over the same tokens. `pieces` is the size of the vocabulary."""
+    """Return P@1, MRR@10 and R@10 of BM25 on the first query of each text. Words are tokens. `pieces` is the size of the
+    vocabulary.
+    """
     tokens, lengths = texts.tokens.numpy(), texts.parts.sum(1).numpy()
     counts = np.zeros((pieces, len(texts)), np.float32)
     for n, (start, length) in enumerate(zip(texts.starts.tolist(), lengths, strict=True)):

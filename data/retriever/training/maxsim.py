@@ -17,7 +17,9 @@ PADDING = -100.0  # below every similarity of unit vectors
 
 
 class _Maxima(torch.autograd.Function):
-    """The largest similarity of each query token in each document: [R, E] and [N, K, E] to [R, N]."""
+    """The largest similarity of each query token in each document, as a PyTorch function. Query tokens [R, E] and document
+    tokens [N, K, E] give [R, N].
+    """
 
     @staticmethod
     def forward(context: Any, query_RE: Tensor, document_NKE: Tensor, seen_NK: Tensor) -> Tensor:
@@ -57,7 +59,10 @@ class _Maxima(torch.autograd.Function):
 
 
 def scores(query_BQE: Tensor, seen_BQ: Tensor, documents: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the mean over a query's tokens of their largest similarity, [B, all N]. `documents`: groups of vectors and masks."""
+    """Return the MaxSim score of every query with every document, [B, all N]. The score is the mean, over the query's
+    tokens, of the largest similarity in the document. `query_BQE` holds vectors of queries, and `seen_BQ` is False for
+    padding. `documents` is a list of (vectors, mask).
+    """
     B, Q, E = query_BQE.shape
     flat = query_BQE.reshape(B * Q, E)
     found = [_Maxima.apply(flat, vectors, seen).float().view(B, Q, -1) for vectors, seen in documents]

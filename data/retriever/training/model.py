@@ -63,7 +63,9 @@ MICRO = Sizes()
 
 
 def buckets(length: int, sizes: Sizes) -> Tensor:
-    """Return T5's bucket [L, L] of every pair of positions, both directions, computed in float64."""
+    """Return T5's bucket of relative position for every pair of tokens, [L, L]. Keys before and after the query have
+    different buckets. They are computed in float64.
+    """
     offset = np.arange(length)[None, :] - np.arange(length)[:, None]
     half = sizes.buckets // 2
     exact = half // 2
@@ -74,7 +76,7 @@ def buckets(length: int, sizes: Sizes) -> Tensor:
 
 
 class Norm(nn.Module):
-    """T5's layer norm: root mean square, no bias."""
+    """T5's layer norm: values are divided by their root mean square. There is no bias."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -93,7 +95,9 @@ def _linear(inputs: int, outputs: int, deviation: float) -> nn.Linear:
 
 
 class Attention(nn.Module):
-    """T5's attention: no scale, no bias in its Linears; the first layer owns the table of relative positions."""
+    """T5's self-attention. The scores are not scaled, and the Linears have no bias. Only the first layer has the table of
+    relative positions.
+    """
 
     def __init__(self, sizes: Sizes, first: bool) -> None:
         super().__init__()
@@ -108,7 +112,9 @@ class Attention(nn.Module):
             nn.init.normal_(self.relative_attention_bias.weight, std=width**-0.5)
 
     def forward(self, x_BLD: Tensor, bias: Tensor) -> Tensor:
-        """Attend; `bias` [B, H, L, L] holds positions and padding."""
+        """Return the attention of `x_BLD`, in the same shape. `bias` [B, H, L, L] is added to the scores; it holds relative
+        positions, and hides padding.
+        """
         B, L, _ = x_BLD.shape
         q, k, v = (part(x_BLD).view(B, L, self.heads, self.head).transpose(1, 2) for part in (self.q, self.k, self.v))
         weights = torch.softmax((q @ k.transpose(2, 3)).float() + bias, -1).to(v.dtype)
@@ -127,13 +133,13 @@ class FeedForward(nn.Module):
         self.drop = nn.Dropout(sizes.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer."""
+        """Return the result of the feed-forward layer, in the shape of `x`."""
         out: Tensor = self.wo(self.drop(functional.gelu(self.wi_0(x), approximate="tanh") * self.wi_1(x)))
         return out
 
 
 class Layer(nn.Module):
-    """A norm and what follows it, under transformers' names."""
+    """A part of a block, attention or feed-forward, with the norm before it. Weights have the names of transformers."""
 
     def __init__(self, sizes: Sizes, name: str, part: nn.Module) -> None:
         super().__init__()
@@ -143,13 +149,13 @@ class Layer(nn.Module):
         self.drop = nn.Dropout(sizes.dropout)
 
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
-        """Add the output of the part to its input."""
+        """Normalise `x`, apply the part, and add its output to `x`. `more` are further arguments of the part."""
         added: Tensor = x + self.drop(getattr(self, self.part)(self.layer_norm(x), *more))
         return added
 
 
 class Block(nn.Module):
-    """One layer of the encoder."""
+    """One block of the encoder: attention, then feed-forward."""
 
     def __init__(self, sizes: Sizes, first: bool) -> None:
         super().__init__()
@@ -157,13 +163,13 @@ class Block(nn.Module):
         self.layer = nn.ModuleList([attention, Layer(sizes, "DenseReluDense", FeedForward(sizes))])
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        """Apply attention and feed-forward."""
+        """Return the output of the block, in the shape of `x`. `bias` is that of `Attention`."""
         out: Tensor = self.layer[1](self.layer[0](x, bias))
         return out
 
 
 class Stack(nn.Module):
-    """The blocks and the last norm."""
+    """All blocks of the encoder, and the norm after them."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -172,7 +178,7 @@ class Stack(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Token numbers in, one unit vector a token out."""
+    """The text encoder. It turns token ids into one vector of length 1 per token."""
 
     def __init__(self, sizes: Sizes = MICRO) -> None:
         super().__init__()
@@ -183,7 +189,9 @@ class Encoder(nn.Module):
         self.drop = nn.Dropout(sizes.dropout)
 
     def hidden(self, ids_BL: Tensor, seen_BL: Tensor, buckets_LL: Tensor) -> Tensor:
-        """Return the states [B, L, D] after the last norm."""
+        """Return the hidden states after the last norm, [B, L, D]. `ids_BL` are token ids, `seen_BL` is False for padding,
+        and `buckets_LL` is the result of `buckets`.
+        """
         table = self.encoder.block[0].layer[0].SelfAttention.relative_attention_bias
         position = table(buckets_LL).permute(2, 0, 1)[None].float()
         bias = position + torch.where(seen_BL, 0.0, FAR)[:, None, None, :]
@@ -194,6 +202,8 @@ class Encoder(nn.Module):
         return found
 
     def forward(self, ids_BL: Tensor, seen_BL: Tensor, buckets_LL: Tensor) -> Tensor:
-        """Return the vectors [B, L, E], of length 1, in float32."""
+        """Return the token vectors [B, L, E] in float32, each of length 1. `ids_BL` are token ids, `seen_BL` is False for
+        padding, and `buckets_LL` is the result of `buckets`.
+        """
         states = self.hidden(ids_BL, seen_BL, buckets_LL)
         return functional.normalize(self.linear(self.drop(states)).float(), dim=-1)

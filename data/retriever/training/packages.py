@@ -1,4 +1,4 @@
-"""Download the packages of packages.txt, read their licences, and take the functions out of them."""
+"""Download the packages of packages.txt, read their licences, and extract their functions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MOST_DOCUMENTED, MOST_NAMED = 9_000, 2_500  # of one package
 
 @dataclass(frozen=True)
 class Package:
-    """A package that was downloaded: what its metadata says about its licence."""
+    """A downloaded package. `licence` is what its metadata says about its licence."""
 
     name: str
     version: str
@@ -44,18 +44,22 @@ class Package:
 
     @property
     def permissive(self) -> bool:
-        """Whether the metadata names permissive licences and no other."""
+        """True if the metadata names a permissive licence and no restricted one."""
         return bool(PERMISSIVE.search(self.licence)) and not RESTRICTED.search(self.licence)
 
 
 def listed(path: Path = LIST) -> list[list[str]]:
-    """Return the lines of packages.txt, each as its words: `name==version`, and a platform where the wheel depends on it."""
+    """Return the lines of packages.txt, each split at spaces. A line has `name==version`, and the platform if the wheel
+    depends on it.
+    """
     lines = (line.partition("#")[0].split() for line in path.read_text(encoding="utf-8").splitlines())
     return [line for line in lines if line]
 
 
 def download(line: list[str], to: Path) -> Path:
-    """Return the archive of a line of packages.txt in folder `to`, and fetch it first if it is not there."""
+    """Return the archive of a package in the folder `to`. It is downloaded if it is not there. `line` is a line of
+    packages.txt, split at spaces.
+    """
     name, _, version = line[0].partition("==")
     folder = to / name
     if not (folder.is_dir() and any(folder.iterdir())):
@@ -68,7 +72,7 @@ def download(line: list[str], to: Path) -> Path:
 
 
 def members(archive: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield path and content of the Python files and of the metadata in a wheel or a source archive."""
+    """Yield (path, content) of the Python files and the metadata files in an archive, which is a wheel or a source archive."""
 
     def wanted(path: str, size: int) -> bool:
         metadata = path.endswith((".dist-info/METADATA", "/PKG-INFO"))
@@ -111,7 +115,9 @@ def module_of(path: str) -> str:
 
 
 def take(archive: Path, to: Path) -> Package:
-    """Write the functions of an archive into `to` as lines of JSON, and return its licence; written once."""
+    """Write the functions of an archive into the file `to`, as lines of JSON, and return the package with its licence. If
+    the file exists, it is not written again.
+    """
     note = to.with_suffix(".licence.json")
     if note.exists():
         return Package(**json.loads(note.read_text(encoding="utf-8")))
@@ -140,7 +146,7 @@ def _telling(name: str) -> bool:
 
 
 def _some(found: list[Function], most: int) -> list[Function]:
-    """Return at most `most` functions, chosen by a hash, in their order."""
+    """Return at most `most` of the functions `found`, in their order. A hash of each function decides which."""
     if len(found) <= most:
         return found
     hashes = [hashlib.sha1(function.text.encode()).digest() for function in found]
@@ -149,7 +155,7 @@ def _some(found: list[Function], most: int) -> list[Function]:
 
 
 def read(path: Path) -> Iterator[Function]:
-    """Yield the functions that `take` wrote."""
+    """Yield the functions in a file that `take` wrote."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         for line in file:
             content = json.loads(line)

@@ -1,8 +1,9 @@
-"""Train the tokenizer: byte-level pieces of words, without case, with identifiers split.
+"""Train the tokenizer: byte-level, without upper case, with identifiers split into words.
 
-The tokenizer does all of it by itself, so its input is raw code or a raw query. `parseHTTPHeader(self, x_y=1)` is read as
-`parse http header self x y 1`: humps and underscores end words, case and the signs `_ . , : ; ( ) = ' "` are dropped, runs of
-white space are one space. Other signs stay. Equal texts in equal order give equal files.
+The tokenizer normalises its input itself, so the input is raw code or a raw query. For example, `parseHTTPHeader(self,
+x_y=1)` is read as `parse http header self x y 1`. Words end where the case changes and at underscores. Upper case becomes
+lower case. The signs `_ . , : ; ( ) = ' "` are dropped, and runs of white space become one space. Other signs stay. Equal
+texts in equal order give equal files.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ LONGEST = 512  # tokens; a project chooses shorter queries and documents
 
 
 def train(texts: Iterable[str], size: int) -> Tokenizer:
-    """Return a tokenizer of `size` pieces, special ones included, learned from texts. It ends each text with `</s>`."""
+    """Train a tokenizer on `texts` and return it. `size` is its number of tokens, including special ones. It ends each text
+    with `</s>`.
+    """
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence(
         [

@@ -59,7 +59,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None, **sizes: int) -> None:
-    """Train for the time of this call and export the result. `sizes` replace those of the model."""
+    """Train for the time that the command line `argv` gives, and export the result. `sizes` replace sizes of the model."""
     args = arguments(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("micro").setLevel(logging.INFO)
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None, **sizes: int) -> None:
 
 
 class Run:
-    """One training: its data, its model and the average of its weights."""
+    """One training run: its data, its model, and the moving average of the weights."""
 
     def __init__(self, args: argparse.Namespace, sizes: Sizes, journal: Journal) -> None:
         self.args, self.journal = args, journal
@@ -106,7 +106,7 @@ class Run:
         self.steps = 0
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the loss of a batch, and the share of the queries whose own document comes first."""
+        """Return (loss, share) of a batch. The share is that of the queries whose own document has the best score."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             queries = self._encode(*batch.queries)
             documents = [(self._encode(*group), group[1]) for group in batch.documents]
@@ -174,7 +174,7 @@ class Run:
         torch._foreach_lerp_(list(self.average.parameters()), list(self.encoder.parameters()), 1 - decay)
 
     def results(self) -> None:
-        """Write the model of the average, its weights as float16, and the evaluations."""
+        """Write the averaged model, its weights as float16, and the results of its evaluation."""
         out = self.args.out
         size = export.write(self.average, self.args.data, out / "retriever")
         with tarfile.open(out / "retriever.tar", "w") as tar:
@@ -229,7 +229,9 @@ def _optimizer(encoder: Encoder, rate: float) -> torch.optim.AdamW:
 
 
 def rate(progress: float, step: int) -> float:
-    """Return the factor of the learning rate: rising over the first steps, then along a cosine to 1 %."""
+    """Return the factor of the learning rate. It rises over the first steps, and then falls along a cosine to 0.01.
+    `progress` is the share of the training time that has passed, 0 to 1.
+    """
     return min(1.0, (step + 1) / WARM) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
 
 

@@ -1,3 +1,5 @@
-"""Text encoders. `chat` is the chat that a prompt becomes, and `tokenisation` its tokens. `decoder` computes hidden states.
+"""Text encoders. `chat` turns a prompt into a chat, and `tokenisation` turns the chat into tokens. `decoder` computes
+hidden states.
+
 `qwen3` and `mistral3` say what is particular to each architecture. `encoder` makes embeddings with all of them.
 """

@@ -1,4 +1,6 @@
-"""[train]: the settings of any training run (stages.tuner.config), and those that pairs of query and document need."""
+"""The section [train] of a retrieval project: the settings of any training run (`stages.tuner.config`), and the settings
+that training on pairs of query and document needs.
+"""
 
 from __future__ import annotations
 

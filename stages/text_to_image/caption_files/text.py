@@ -1,4 +1,4 @@
-"""A caption as it was found, how text files are read, and how paths are compared and listed."""
+"""One caption of an image, the reading of text files, and the comparison and listing of paths."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from stages.untrusted import read_bytes
 
 @dataclass(frozen=True)
 class Caption:
-    """One caption of an image, as it was found. `text` is the caption, before the setting `captions.template` adds
-    words to it. `source` is the kind of place: "sidecar" (a file beside the image), "metadata", "filename", "template"
-    or "config". `origin` is the exact place. It is a file, a file and line such as "metadata.jsonl:3", or the name of a
-    setting. `weight` says how often it is drawn, relative to the image's other captions. None means 1.
+    """One caption of an image as it was read, before the setting `captions.template` adds words to it. `text` is the
+    caption. `source` is the kind of place where it was found: "sidecar" (a file beside the image), "metadata", "filename",
+    "template" or "config". `origin` is the exact place: a file, a file and line such as "metadata.jsonl:3", or the name of
+    a setting. `weight` says how often it is drawn, relative to the image's other captions. None means 1.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""What is changed in captions before the template is applied: words replaced, parts dropped, comma lists shuffled."""
+"""Change captions before the template is applied: replace words, drop parts between commas, and shuffle them."""
 
 from __future__ import annotations
 

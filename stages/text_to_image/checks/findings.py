@@ -1,4 +1,4 @@
-"""Make warnings from what was measured."""
+"""Turn the measurements in the table `checks` into warnings for the user."""
 
 from __future__ import annotations
 

@@ -87,9 +87,9 @@ def exposure(grey: np.ndarray) -> tuple[float, float]:
 
 
 def border(grey: np.ndarray) -> float:
-    """Return the share of the picture that is a border of one colour, as a letterbox has. `grey` holds its brightness, float32
-    (height, width). A border lies at two opposite sides, and ends at an edge along most of its length: the ground of a
-    drawing does not.
+    """Return the share of a picture that is a border of one colour, such as a letterbox. `grey` holds the picture's
+    brightness, float32 (height, width). A border lies at two opposite sides, and nearly all pixels next to it have another
+    colour. The plain background of a drawing is therefore no border.
     """
     return round(max(_border_along(grey), _border_along(grey.T)), 4)
 

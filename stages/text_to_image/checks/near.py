@@ -54,8 +54,9 @@ def near_pairs(thumbnails: np.ndarray, least: float) -> list[tuple[int, int, flo
 
 
 def similarities(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return the similarity of each picture in `left` to that at the same place in `right`, float32 (n,). Both are grey
-    pictures (n, 32, 32). The similarity is the largest correlation between one picture and a small crop of the other.
+    """Return the similarity of each pair of pictures, float32 (n,). `left` and `right` hold grey pictures (n, 32, 32);
+    picture i of `left` is compared with picture i of `right`. The similarity is the largest correlation between one picture
+    and a small crop of the other.
     """
     best = np.full(len(left), -1.0, np.float32)
     whole = [_standardised(each.astype(np.float32)) for each in (left, right)]
@@ -99,8 +100,8 @@ def _cosines() -> np.ndarray:
 
 @cache
 def _windows() -> tuple[np.ndarray, ...]:
-    """Return matrices (32, 32) that cut a window out of a line of pixels and stretch it to 32 pixels. The windows leave out
-    `CROPS` of the line, at its start, its end, or half at each.
+    """Return matrices (32, 32) that each cut a window out of a line of 32 pixels and stretch it to 32 pixels again. Each
+    window leaves out a share of the line, one of `CROPS`: at its start, at its end, or half of it at both ends.
     """
     found = {}
     for share in CROPS:

@@ -87,8 +87,9 @@ def finish_checks(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _captions(ctx: StageContext, images: dict[str, Row]) -> tuple[list[Row], str]:
-    """Return the captions of images that are not for regularisation, as rows of the table `captions` in a fixed order, and the
-    trigger word, or "". Images of folders with a trigger of their own count as if there were none.
+    """Return (rows, trigger). `rows` are the captions of images that are not for regularisation, as rows of the table
+    `captions` in a fixed order. `trigger` is the trigger word. It is "" if there is none, or if the folder of an image sets
+    a trigger of its own. `images` maps an image_id to the image's row of the table `images`.
     """
     rows = ctx.rows(CAPTIONS).to_pylist()
     own = any(row["trigger"] is not None for row in images.values())

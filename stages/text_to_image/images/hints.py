@@ -1,4 +1,4 @@
-"""What a folder without images holds instead, in words for the user."""
+"""Error messages about an image folder without images: they name the kind of file that lies there instead."""
 
 from __future__ import annotations
 

@@ -69,9 +69,10 @@ def wanted_latents(ctx: StageContext) -> pa.Table:
 
 
 def jittered(bucket: Row, number: int, share: float) -> Row:
-    """Return a row of the table `buckets` with a smaller crop at another place inside its own. Aspect ratio and trained size
-    stay. The sides shrink by a random share of at most `share`. Share and place are drawn from the image, the trained size
-    and `number`, the number of the further crop, from 1.
+    """Return a copy of a row of the table `buckets` with a smaller crop, which lies inside the row's crop. The aspect ratio
+    and the trained size stay the same. Both sides shrink by the same random share, at most `share`. The share and the place
+    are drawn at random; they depend only on the image, the trained size and `number`, the number of the further crop, from
+    1.
     """
     name = f"jitter {bucket['image_id']} {bucket['width']}x{bucket['height']}"
     less, across, down = (draws.uniform(0, name, number, n) for n in range(3))

@@ -1,4 +1,4 @@
-"""Where a feature vector lies between the means of two groups of images. The columns `style` and `real` hold such
+"""Compute where a feature vector lies between the means of two groups of images. The columns `style` and `real` hold such
 positions.
 """
 

@@ -1,4 +1,6 @@
-"""[train]: the settings of any training run (stages.tuner.config), and those that images need."""
+"""The section [train] of an image project: the settings of any training run (`stages.tuner.config`), and the settings that
+training on images needs.
+"""
 
 from __future__ import annotations
 

@@ -157,8 +157,9 @@ def _with_rates(
 def _held_images(
     drawn: Sequence[tuple[Row, float]], images: Mapping[str, Row], paths: Mapping[str, list[str]], config: TrainConfig
 ) -> frozenset[str]:
-    """Return the image_ids of the images that [train.validation] holds out. Only images of the subject can be held out. `drawn`
-    has the crops that an epoch uses, as (row, rate). `images` and `paths` are those of `_with_rates`.
+    """Return the image_ids of the images that [train.validation] holds out. Only images of the subject can be held out.
+    `drawn` has the crops that an epoch uses, as (row, rate). `images` maps an image_id to the image's row of the table
+    `images`, and `paths` to the image's paths.
     """
     if not config.validation:
         return frozenset()

@@ -96,12 +96,12 @@ def sigmas(batch: MicroBatch) -> mx.array:
 
 
 def velocity_loss(batch: MicroBatch, target_BLC: mx.array, config: LossConfig) -> Loss:
-    """Return the loss function of a micro-batch. The function maps the predicted velocity to one loss per sample.
-    `target_BLC` is the true velocity, `noise - clean`, with the shape `(batch, tokens, channels)`. `config` holds the
-    settings [train.loss].
+    """Return the loss function of a micro-batch (samples computed at once). The function maps the predicted velocity to one
+    loss per sample. `batch` has the noise levels and masks of the samples. `target_BLC` is the true velocity, `noise -
+    clean`, with the shape `(batch, tokens, channels)`. `config` holds the settings [train.loss].
 
-    The settings choose the kind of loss and the weight of each noise level. The mask of the micro-batch gives the
-    weights of the image tokens. Without a mask, all tokens count equally.
+    The settings choose the kind of loss and the weight of each noise level. The mask of the micro-batch gives the weights
+    of the image tokens. Without a mask, all tokens count equally.
 
     The arrays are keywords of a partial, so that MLX can compile the function with the model's last blocks.
     """

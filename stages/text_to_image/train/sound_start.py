@@ -1,8 +1,8 @@
-"""What a sound run looks like at its start: its latents, its embeddings and its losses. A warning names what is not so.
+"""Check latents, embeddings and losses at the start of a run, and warn the user if they are not those of a sound run.
 
 The loss alone does not show every mistake. With the model `micro` on data/example, other hidden states of the text encoder
-change it by 2 %, padding at the wrong end by 10 %, and FLUX.1's normalisation of latents by 37 %: less than another data set
-does. So latents and embeddings are checked by themselves.
+change it by 2 %, padding at the wrong end by 10 %, and FLUX.1's normalisation of latents by 37 %: less than another data
+set does. So latents and embeddings are checked by themselves.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""DoRA: y = x W'^T with W' = m (W + s B A) / |W + s B A|, row by row. Liu et al. 2024, arXiv 2402.09353.
+"""DoRA: an adapter that changes the direction and the length of each row of a weight matrix. Liu et al. 2024, arXiv
+2402.09353.
 
-The low-rank pair A, B sets the direction of each row of the weight, the magnitude m its norm. As in the paper (section 4.3)
-and in PEFT, the norm |W + s B A| takes no gradient. m starts as |W|, so that the first step sees the base model exactly.
+The output is y = x W'^T with W' = m (W + s B A) / |W + s B A|, row by row. W is the frozen weight. The low-rank matrices A
+and B, with the scale s, change the direction of each row; m is the trained length of each row. As in the paper (section
+4.3) and in PEFT, the norm |W + s B A| takes no gradient. m starts as |W|, so the first step sees the base model exactly.
 
-Cost beside LoRA: each visit of a block reads its weights once more and computes s B A for the norms, in chunks of rows, so
-that no second weight exists at once; and the outputs of adapted Linears are kept for the gradient of m.
+Cost compared with LoRA: each time a block is computed, its weights are read once more to compute s B A for the norms. This
+is done in chunks of rows, so that no second weight exists at once. The outputs of adapted Linears are kept for the gradient
+of m.
 
 In names of arrays: O outputs, c a chunk of them, I inputs, R rank, N tokens.
 """
