@@ -1,6 +1,7 @@
 """Decoding of real files of every format, written by Pillow or byte by byte, intact and damaged."""
 
 import io
+import struct
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
