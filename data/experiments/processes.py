@@ -26,7 +26,9 @@ def call_all(work: Callable[[Row, str], Any], todo: Iterable[Row], workers: int)
 
 
 def run_all(work: Callable[[Row, str], Row], todo: Iterable[Row], out: Path, workers: int) -> Iterator[Row]:
-    """Do what `call_all` does, and append each result to the file `out` before it is yielded."""
+    """Call `work(row, folder)` for each row of `todo` in `workers` processes, and yield the results as the calls end. Each
+    result is first appended to the file `out` as a line of JSON. `folder` is a temporary folder that all calls share.
+    """
     for row in call_all(work, todo, workers):
         append(out, row)
         yield row

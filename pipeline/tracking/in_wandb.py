@@ -24,7 +24,9 @@ class Wandb:
         self._open: Any = None
 
     def last_step(self) -> int:
-        """Return the last step that the project's files have, or the server's if the run is online. -1: none."""
+        """Return the last step that the run has: on the server if the run is online, otherwise in the project's files.
+        Return -1 if it has none.
+        """
         last = max((step for step, _ in read_back(self.run)), default=-1)
         if self.mode != "online":
             return last

@@ -74,7 +74,9 @@ def catch_up(tracker: Tracker, rows: pa.Table, last: int, *, unfinished: bool = 
 
 
 class Following:
-    """A tracker that follows the table that `writer` writes. Call it with the batches of a stage; it passes them on."""
+    """Copies the rows of a training stage to `tracker` while `writer` commits them. Call the object with the batches of the
+    stage; it yields them unchanged.
+    """
 
     def __init__(self, tracker: Tracker, writer: Writer) -> None:
         self.tracker, self.writer = tracker, writer
@@ -88,7 +90,7 @@ class Following:
             self.last = catch_up(self.tracker, self.writer.stored, self.last, unfinished=unfinished)
 
     def __call__(self, batches: Computed) -> Computed:
-        """Yield what `batches` yields. Rows are written to the tracker once they are committed."""
+        """Yield the items of `batches` unchanged. Rows are written to the tracker once they are committed."""
         try:
             for each in batches:
                 yield each

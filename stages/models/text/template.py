@@ -41,7 +41,9 @@ def check_template(template: Any, folder: Path) -> None:
 
 
 def _of_a_loop(node: Any) -> bool:
-    """Return True for an operation on the index of a loop, such as `loop.index0 % 2`, which is a number."""
+    """Return True if `node`, an operation in a chat template, uses the index of a loop, such as `loop.index0 % 2`. The
+    result of such an operation is a number.
+    """
     from jinja2 import nodes
 
     left = getattr(node, "left", None)

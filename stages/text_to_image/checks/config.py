@@ -9,7 +9,9 @@ from stages.settings import check_bounds, runtime, selects
 
 @dataclass(frozen=True)
 class ChecksConfig:
-    """The section [checks] of project.toml: from which value on something is a warning. No threshold excludes an image."""
+    """The section [checks] of project.toml: the thresholds of the warnings about images and captions. No threshold excludes
+    an image.
+    """
 
     blur: float = selects(
         0.5,

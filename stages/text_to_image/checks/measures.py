@@ -33,7 +33,9 @@ def measure(path: Path) -> Row:
 
 
 def measure_picture(image: Image.Image) -> Row:
-    """Return what `measure` returns, for a picture in mode "L"."""
+    """Measure a picture and return `blur`, `brightness`, `clipped`, `border`, `hash` and `thumbnail`, columns of the table
+    `checks`. `image` is the picture in mode "L".
+    """
     image.thumbnail((LONGEST, LONGEST), Image.Resampling.BOX)
     grey = np.asarray(image, np.float32)
     thumbnail = np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BOX))
@@ -100,7 +102,9 @@ def _border_along(grey: np.ndarray) -> float:
 
 
 def _even_lines(lines: np.ndarray) -> int:
-    """Return the number of first lines that have one colour, if the next line differs from it nearly everywhere, else 0."""
+    """Count the lines of one colour at the start of `lines`, the rows of a picture. Return 0 if the line after them has the
+    same colour in many places, because they are then no border.
+    """
     colour = float(np.median(lines[0]))
     even = np.abs(lines - colour).max(axis=1) <= 3 * EVEN
     count = int(np.argmin(even)) if not even.all() else 0

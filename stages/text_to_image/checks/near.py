@@ -69,7 +69,9 @@ def similarities(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def _candidates(first: np.ndarray, second: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield arrays of pairs (i, j), i < j, whose hashes `first[i]` and `second[j]` differ in at most `CANDIDATE` bits."""
+    """Yield arrays of index pairs (i, j), i < j, of pictures that may be near-duplicates: the hashes `first[i]` and
+    `second[j]` differ in at most `CANDIDATE` bits.
+    """
     for start in range(0, len(first), CHUNK):
         differ = np.bitwise_count(first[start : start + CHUNK, None] ^ second[None, :])
         i, j = np.nonzero(differ <= CANDIDATE)

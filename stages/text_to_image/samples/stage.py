@@ -267,7 +267,9 @@ def read_embedding(ctx: StageContext, caption_id: str) -> mx.array:
 
 
 def opened_files(ctx: StageContext) -> Iterator[Path]:
-    """Yield the paths of the reference images from which every preview starts."""
+    """Yield the paths of the reference images that the setting [samples] `references` names. A reference image is a picture
+    that an edit starts from.
+    """
     yield from (ctx.root / name for name in ctx.config.references)
 
 
