@@ -80,7 +80,6 @@ def run_facts(project: Project, run: Run) -> dict[str, Any]:
     """
     steps = run.steps
     count = steps["step"][-1].as_py() if steps.num_rows else 0
-    losses = [loss for loss in steps["loss"].to_pylist()[-WINDOW:] if loss is not None]
     snapshot = run.record.get("recipe", {}).get("snapshot") or {}
     best, held_out = run.best_step, run.held_out
     wanted = flatten(run.record.get("settings", {})).get(f"{run.stage}.steps")
@@ -96,7 +95,7 @@ def run_facts(project: Project, run: Run) -> dict[str, Any]:
         "seconds": float(sum(value or 0 for value in steps["seconds"].to_pylist())),
         "steps": count,
         "wanted_steps": wanted if isinstance(wanted, int) else None,
-        "loss": sum(losses) / len(losses) if losses else None,
+        "loss": _recent_loss(steps),
         "held_out_loss": list(held_out.values())[-1] if held_out else None,
         "best_step": best,
         "best_loss": held_out[best] if best is not None else None,
@@ -108,6 +107,12 @@ def run_facts(project: Project, run: Run) -> dict[str, Any]:
         "versions": json.dumps(run.record.get("versions", {})),
         "folder": str(run.table.folder),
     }
+
+
+def _recent_loss(steps: pa.Table) -> float | None:
+    """Return the mean loss of the last `WINDOW` training steps, or None if none of them has a loss. `steps` is `Run.steps`."""
+    losses = [loss for loss in steps["loss"].to_pylist()[-WINDOW:] if loss is not None]
+    return sum(losses) / len(losses) if losses else None
 
 
 def _is_finished(project: Project, run: Run) -> bool:

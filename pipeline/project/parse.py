@@ -151,13 +151,18 @@ def _members(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if is_union else (hint,)
 
 
+def _is_choice(value: Any, choices: Iterable[Any]) -> bool:
+    """Return True if `value` equals one of `choices` and has the same type: True is not 1."""
+    return any(value == each and type(value) is type(each) for each in choices)
+
+
 def _convert(hint: Any, value: Any) -> Any:
     """Return `value` (parsed TOML) as the annotated type `hint`. A list becomes a tuple. An integer becomes a float if `hint`
     is a float. Raises TypeError if the value has another type, or is infinite or NaN.
     """
     for kind in _members(hint):
         origin, args = typing.get_origin(kind), typing.get_args(kind)
-        if origin is typing.Literal and any(value == each and type(value) is type(each) for each in args):
+        if origin is typing.Literal and _is_choice(value, args):
             return value
         if origin is tuple and isinstance(value, list | tuple):
             return tuple(_convert(args[0], item) for item in value)

@@ -47,6 +47,15 @@ def describe_triggers(filled: list[tuple[Filled, Caption]], config: CaptionsConf
     return notes
 
 
+def _file_names(folder: Path, paths: list[str]) -> list[str]:
+    """Return the paths of all files in the folders that hold the images `paths`, and in the folders above them up to `folder`,
+    the image folder. All paths are relative to `folder`.
+    """
+    parents = sorted({str(parent) for path in paths for parent in PurePosixPath(path).parents})
+    files = [entry for parent in parents for entry in sorted((folder / parent).iterdir()) if entry.is_file()]
+    return [entry.relative_to(folder).as_posix() for entry in files]
+
+
 def other_captions(folder: Path, paths: list[str], config: CaptionsConfig, notes: list[str]) -> str:
     """Return the end of an error message about missing captions, or "". It tells the user where the captions may be,
     such as in text files that belong to no image. `folder` is the image folder. `paths` are all images, relative to
@@ -56,9 +65,7 @@ def other_captions(folder: Path, paths: list[str], config: CaptionsConfig, notes
     if notes:
         return f"; {notes[0]}; names must be relative to the folder of the file"
     stems = {normalise(name) for path in paths for name in (path, str(PurePosixPath(path).with_suffix("")))}
-    parents = sorted({str(parent) for path in paths for parent in PurePosixPath(path).parents})
-    files = [entry for parent in parents for entry in sorted((folder / parent).iterdir()) if entry.is_file()]
-    names = [entry.relative_to(folder).as_posix() for entry in files]
+    names = _file_names(folder, paths)
     tables = [name for name in names if PurePosixPath(name).suffix.lower() in TABLES and PurePosixPath(name).name not in KNOWN]
     if tables:
         return f"; {first_names(tables)} is not read: files of captions are {KNOWN}"
