@@ -59,7 +59,9 @@ class Kept:
         return self.tables[key]
 
     def model(self, name: str, load: Callable[[], Any]) -> Any:
-        """Return the model called `name`. If it is not the one in memory, the other is released before `load()` is called."""
+        """Return the model called `name`. Only one model is in memory at a time. If it is another one, that one is
+        released, and `load()` is called to get the model.
+        """
         if self.name != name:
             self.name, self.value = "", None
             gc.collect()

@@ -138,7 +138,9 @@ def _downloaded(hub: str, components: list[str], family: ModelFamily, fetch: boo
 
 
 def _blobs(cache: Path, hub: str) -> set[Path]:
-    """Return the files of a hub repository that the cache holds under their digests. `hub` is its id, "org/name"."""
+    """Return the paths of the downloaded files of a hub repository. Their names are digests of their contents. `cache` is
+    the hub's cache folder. `hub` is the repository's id, "org/name".
+    """
     folder = cache / f"models--{hub.replace('/', '--')}" / "blobs"
     return set(folder.iterdir()) if folder.is_dir() else set()
 

@@ -199,9 +199,9 @@ def first_line(error: BaseException) -> str:
 
 
 def error_number(error: BaseException) -> int | None:
-    """Return the errno of an exception, such as 28 for a full disk, or None if it has none. Exceptions of Lance are no
-    OSErrors; for them the number is read from the message ("os error 28"). MLX gives no number where it cannot write: that
-    counts as a full disk.
+    """Return the errno of an exception, such as 28 for a full disk, or None if it has none. For an exception of Lance, the
+    number is read from the message ("os error 28"). MLX gives no number; if it could not write a file, the result is that
+    of a full disk.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno

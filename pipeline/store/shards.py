@@ -177,8 +177,9 @@ def read_shard_index(path: Path, schema: TableSchema) -> pa.Table:
 
 
 def read_shard_rows(path: Path, positions: Iterable[int]) -> pa.Table:
-    """Return the rows of a shard at `positions`, counted from 0. They have all columns, including tensors. The returned table
-    does not keep the file open.
+    """Return some rows of a shard (an Arrow file with rows and their tensors). `path` is the shard. `positions` are the
+    indices of the rows, from 0. All columns are returned, including tensors. The returned table does not keep the file
+    open.
     """
     _, batches = _map_batches(path)
     return pa.Table.from_batches(batches).take(pa.array(positions, pa.int64()))

@@ -102,10 +102,11 @@ class Following:
 
 @contextmanager
 def tracked(project: Project, stage: str, writer: Writer, say: Say) -> Iterator[Callable[[Computed], Computed]]:
-    """Return a context manager that copies the numbers of a training stage to the tracker that [train] `track` names.
-    It gives a function: pass the stage's batches through it. Without a tracker the function does nothing. At the end,
-    the tracker has every committed step, also after an error. `writer` writes the stage's table. `say` is called with a
-    line for the user. Raises ValueError if the tracker's package is not installed.
+    """Copy the numbers of a training stage to an experiment tracker, during a `with` block. The block gets a function that
+    takes the stage's batches and yields them unchanged, while committed steps are copied. The setting [train] `track`
+    chooses the tracker; without one, nothing is copied. At the end, the tracker has every committed step, also after an
+    error. `writer` writes the stage's table. `say` is called with a line for the user. Raises ValueError if the tracker's
+    package is not installed.
     """
     kind = getattr(project.config.sections[stage], "track", "")
     if not kind:

@@ -24,9 +24,9 @@ ITEMSIZES = {"bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class EncoderPlan:
-    """A way of encoding texts, with the memory that it takes. `by_layer` is True if the layers are read from disk for
-    every batch of texts. Otherwise all layers stay in memory. `held` is the memory in use all the time, in bytes.
-    `work` is the largest additional memory at any time, in bytes. `layer_work` is the part of it that one layer takes.
+    """A way of encoding texts, with the memory that it takes. `by_layer` is True if the layers are read from disk for every
+    batch of texts. Otherwise all layers stay in memory. `held` is the memory in use all the time, in bytes. `work` is the
+    largest additional memory at any time, in bytes. `layer_work` is how much of `work` one layer takes.
     """
 
     by_layer: bool
