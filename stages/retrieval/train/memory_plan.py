@@ -44,9 +44,10 @@ class MemoryEstimator:
         self.dtype: Any = getattr(mx, config.precision)
         self.meta_model = architecture.meta_encoder(sizes, self.dtype)
         linears = self.meta_model.linears()
-        shapes = {n: (s, bits_of(n.removesuffix(".weight"), config)) for n, s in sizes.shapes().items()}
-        packed = [found for n, found in shapes.items() if n.removesuffix(".weight") in linears]
-        self.weights = planner.weight_bytes(shapes.values(), self.dtype.size)
+        names = {name: name.removesuffix(".weight") for name in sizes.shapes()}
+        bits = {name: bits_of(linear, config) if linear in linears else 16 for name, linear in names.items()}
+        packed = [(shape, bits[name]) for name, shape in sizes.shapes().items()]
+        self.weights = planner.weight_bytes(packed, self.dtype.size)
         self.unpacked = planner.unpacked_bytes(packed, self.dtype.size)
         self.targets = choose_targets(linears, config)
         adapter = {t.name + end: mx.zeros(shape) for t in self.targets for end, shape in t.shapes.items()}

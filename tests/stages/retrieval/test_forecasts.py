@@ -48,6 +48,7 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     (64, "train", TRAIN | {"train.rank": 64, "train.targets": ["*"]}),
     (128, "train", TRAIN | {"train.memory": "blocks"}),
     (128, "train", TRAIN | {"train.micro_batch": 2}),
+    (64, "train", TRAIN | {"train.micro_batch": 2, "train.base_bits": 4}),
 ]
 
 
