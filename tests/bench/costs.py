@@ -160,7 +160,8 @@ def differences_section(rows: list[Row]) -> Iterator[str]:
 
 def difference_line(row: Row) -> str:
     """Format a line of the section on differences."""
-    how = f"{row['bits']} bits" if "bits" in row else f"{row['exact_s']:.3f} s exact, {row['default_s']:.3f} s by default"
+    seconds = f"{row['exact_s']:.3f} s exact, {row['default_s']:.3f} s by default" if "exact_s" in row else ""
+    how = seconds or f"{row['bits']} bits"
     numbers = " | ".join(f"{row[key]:.3g}" for key in ("rms", "of", "share", "most"))
     return f"| {row['kind']}, {row['family']}, {row['px']} px, {how} | {numbers} | {origin(row)} |"
 

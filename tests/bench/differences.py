@@ -30,6 +30,7 @@ PROMPTS = (
 )
 SEEDS, STEPS, SIDE = (0, 1), 20, 192  # of the pictures of `micro`; its steps of usual use, pixels
 LEVELS = 255
+COMPARED = "klein-base-4b"  # the family whose autoencoder encodes exactly and by default
 
 
 def differences(found: np.ndarray, exact: np.ndarray) -> dict[str, float]:
@@ -116,14 +117,16 @@ def embeddings_of_8_bits(name: str = "micro") -> Iterator[dict[str, Any]]:
     yield {"kind": "latent, int8 embeddings", **about, **differences(*latents)}
 
 
-def encode_smooth(file: Path, px: int) -> None:
-    """Encode a smooth picture with an autoencoder of true shapes and random weights; write the latent and print seconds."""
+def encode_smooth(file: Path, px: int, name: str) -> None:
+    """Encode a smooth picture with an autoencoder of the shapes of family `name` and random weights; write the latent and print
+    seconds.
+    """
     import mlx.core as mx
 
     from stages.text_to_image.families import family
     from tests.bench.encoders import Images
 
-    images = Images(family("klein-base-4b"), (px, px), mx.float32)
+    images = Images(family(name), (px, px), mx.float32)
     at = mx.arange(px) / px
     waves = [mx.sin(20 * at * (n + 1))[:, None] * mx.cos(13 * at * (n + 2))[None] for n in range(3)]
     images.pixels_BHWC = mx.stack(waves, axis=-1)[None]
@@ -138,18 +141,29 @@ def encode_smooth(file: Path, px: int) -> None:
     click.echo(json.dumps({"s": min(seconds)}))
 
 
-def exactness(px: int) -> dict[str, Any]:
+def exactness(px: int, name: str = COMPARED) -> dict[str, Any]:
     """Return a row: the latent of an image with MLX's defaults (TF32, Winograd) against that of [latents] exact = true."""
     from stages.tuner.blockwise.device import EXACT
 
     latents, seconds = [], []
     with tempfile.TemporaryDirectory() as folder:
-        for name, variables in (("exact", EXACT), ("default", {})):
-            command = [sys.executable, "-m", "tests.bench.differences", "--encode-to", f"{folder}/{name}.npy", "--px", str(px)]
+        for how, variables in (("exact", EXACT), ("default", {})):
+            file = f"{folder}/{how}.npy"
+            command = [
+                sys.executable,
+                "-m",
+                "tests.bench.differences",
+                "--encode-to",
+                file,
+                "--px",
+                str(px),
+                "--autoencoder",
+                name,
+            ]
             done = subprocess.run(command, env={**os.environ, **variables}, check=True, stdout=subprocess.PIPE, text=True)
             seconds.append(json.loads(done.stdout)["s"])
-            latents.append(np.load(f"{folder}/{name}.npy"))
-    about = {"kind": "exactness", "family": "klein-base-4b", "px": px, "exact_s": seconds[0], "default_s": seconds[1]}
+            latents.append(np.load(file))
+    about = {"kind": "exactness", "family": name, "px": px, "exact_s": seconds[0], "default_s": seconds[1]}
     return about | differences(latents[1], latents[0])
 
 
@@ -160,10 +174,11 @@ def exactness(px: int) -> dict[str, Any]:
 @click.option("--exactness", "exact", is_flag=True, help="A latent with MLX's defaults against one in full float32.")
 @click.option("--px", default=512, show_default=True, help="Side of the image, for --velocity and --exactness.")
 @click.option("--encode-to", type=click.Path(path_type=Path), hidden=True)
-def main(family: str, drawn: bool, stored: bool, exact: bool, px: int, encode_to: Path | None) -> None:
+@click.option("--autoencoder", default=COMPARED, hidden=True)
+def main(family: str, drawn: bool, stored: bool, exact: bool, px: int, encode_to: Path | None, autoencoder: str) -> None:
     """Print a row for every difference that is asked for."""
     if encode_to:
-        encode_smooth(encode_to, px)
+        encode_smooth(encode_to, px, autoencoder)
         return
     rows = [*(velocities(family, px) if family else ()), *(pictures() if drawn else ()), *([exactness(px)] if exact else ())]
     rows += embeddings_of_8_bits() if stored else ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import tempfile
+import time
 from pathlib import Path
 
 import click
@@ -30,6 +31,8 @@ KERNELS = "MLX_PTX_CACHE_DIR"  # CUDA: the folder in which MLX keeps compiled ke
 @click.option("--stages", "beside", is_flag=True, help="klein 4B: the stages beside training, and PyTorch beside them.")
 @click.option("--gpu", is_flag=True, help="--comparison and --large.")
 @click.option("--ranks", "several", is_flag=True, help="klein 4B on one and two GPUs, a batch of one image on each.")
+@click.option("--bars", "bars", is_flag=True, help="klein 4B, every stage at 1024 px, and dev, each at 4 bits; PyTorch beside.")
+@click.option("--within", default=0.0, help="Seconds that all cases may take together; later cases are left out.  [default: any]")
 @click.option("--limit", default=LIMIT_S, show_default=True, help="Seconds that one case may take.")
 @click.option("--commit", envvar="LATENTMILL_COMMIT", help="Commit of the code, where git cannot say it.")
 @click.option(
@@ -52,6 +55,8 @@ def main(
     beside: bool,
     gpu: bool,
     several: bool,
+    bars: bool,
+    within: float,
     limit: float,
     commit: str | None,
     table: Path | None,
@@ -66,30 +71,38 @@ def main(
     chosen += suites.large() if large or gpu else []
     chosen += suites.stages_beside_training() if beside else []
     chosen += suites.ranks() if several else []
+    chosen += suites.bars() if bars else []
     chosen += suites.training(family) if family else []
-    measure(chosen or list(suites.quick()), limit, environment.commit() if commit is None else commit, out)
+    measure(chosen or list(suites.quick()), limit, environment.commit() if commit is None else commit, out, within)
 
 
-def measure(cases: list[Case], limit_s: float, commit: str, out: Path) -> None:
-    """Measure cases one after another as one run, and append their rows to `out`. ClickException at the end if any failed.
+def measure(cases: list[Case], limit_s: float, commit: str, out: Path, within_s: float = 0.0) -> None:
+    """Measure cases one after another as one run, and append each row to `out` as soon as it is measured. ClickException at the
+    end if any failed. A case is stopped after `limit_s` seconds. After `within_s` seconds (0: any time) the case that is measured
+    is stopped, and later cases are left out.
 
     Rows of one run carry the same `run` (its start) and may be compared. On CUDA a run starts without compiled kernels,
     so that its first case shows the cost of a first step.
     """
     about = {"run": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": commit}
     out.parent.mkdir(parents=True, exist_ok=True)
-    failed = 0
+    failed, done, began = 0, 0, time.monotonic()
     click.echo(terminal_line(None))
     with tempfile.TemporaryDirectory() as kernels:
         for case in cases:
-            row = run_isolated(case, limit_s, {KERNELS: kernels}) | about
-            failed += "error" in row
+            left = within_s - (time.monotonic() - began) if within_s else limit_s
+            if left <= 0:
+                break
+            row = run_isolated(case, min(limit_s, left), {KERNELS: kernels}) | about
+            failed, done = failed + ("error" in row), done + 1
             click.echo(terminal_line(row))
             with out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-    click.echo(f"{len(cases)} rows added to {out}")
+    click.echo(f"{done} rows added to {out}")
+    if done < len(cases):
+        click.echo(f"{len(cases) - done} cases were left out: {within_s:g} seconds are over")
     if failed:
-        raise click.ClickException(f"{failed} of {len(cases)} cases failed")
+        raise click.ClickException(f"{failed} of {done} cases failed")
 
 
 if __name__ == "__main__":

@@ -155,6 +155,13 @@ def measure_drawing(case: Case) -> dict[str, Any]:
     return times | {name: size / 1e9 for name, size in sizes.items()} | {"held_gb": mx.get_active_memory() / 1e9}
 
 
+def measure_exactness(case: Case) -> dict[str, Any]:
+    """Difference between a latent in full float32 and one with MLX's defaults, with the seconds of both."""
+    from tests.bench.differences import exactness
+
+    return exactness(case.width, case.family)
+
+
 def measure_loader(case: Case) -> dict[str, Any]:
     """Time of reading the latents and embeddings of 24 samples per step of the case."""
     from stages.text_to_image.families import family
@@ -203,7 +210,7 @@ def run(case: Case) -> dict[str, Any]:
         measured = (measure_torch if case.kind == "train" else measure_torch_stage)(case, time_steps)
     else:
         kinds = {"train": measure_training, "loader": measure_loader, "draw": measure_drawing, "checksums": measure_checksums}
-        kinds |= {"commit": measure_commit, "workers": measure_waiting}
+        kinds |= {"commit": measure_commit, "workers": measure_waiting, "exactness": measure_exactness}
         measured = kinds.get(case.kind, measure_encoder)(case)
     return asdict(case) | measured | describe(case.backend)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from typing import Any
 
 from tests.bench.cases import TORCH_PLANS, Case
 
@@ -95,6 +96,34 @@ def large() -> Iterator[Case]:
 def checksums() -> Iterator[Case]:
     """The checksums that a training step of the smallest real family computes, where its steps are the shortest."""
     yield Case(COMPARED, 512, 512, kind="checksums", steps=8)
+
+
+def bars(family: str = COMPARED, large: str = "dev", px: int = 1024) -> Iterator[Case]:
+    """What a GPU must show for a Mac's memory and speed, in one run: each stage of one family at `px` x `px`, at 4 and 16 bits
+    and with blocks on disk, and PyTorch compiled beside; then `large` at 4 bits and half the side. The most important case comes
+    first, so that a run that is cut short has measured what counts.
+    """
+    half, torch = px // 2, importlib.util.find_spec("torch") is not None
+    encode: dict[str, Any] = {"kind": "autoencoder", "dtype": "float32"}
+    yield Case(family, px, px, **encode, exact=True, memory_limited=True)
+    yield Case(family, px, px, **encode, memory_limited=True)
+    yield from (Case(family, px, px, bits=bits, kind="draw", memory_limited=True) for bits in (4, 16))
+    if torch:
+        yield Case(family, px, px, "compiled", backend="torch", kind="draw")
+        yield Case(family, px, px, "compiled", backend="torch", **encode)
+    yield from (Case(family, px, px, bits=bits, memory_limited=True) for bits in (4, 16))
+    yield Case(family, px, px, bits=4, kind="text_encoder", memory_limited=True)
+    yield Case(large, half, half, bits=4, optimizer="adamw8bit", memory_limited=True, steps=3)
+    yield Case(large, half, half, bits=4, kind="draw", memory_limited=True, steps=3)
+    yield Case(family, px, px, kind="draw", stream=True, memory_limited=True, steps=3)
+    yield Case(family, px, px, stream=True, memory_limited=True, steps=3)
+    yield Case(family, px, px, kind="exactness")
+    yield from (Case(family, side, side, "whole", memory_limited=True) for side in (px, half))
+    if torch:
+        yield from (Case(family, px, px, plan, backend="torch") for plan in ("compiled", "compiled+checkpoint"))
+        yield Case(family, half, half, "compiled", backend="torch")
+    yield Case(family, px, px, kind="decode", dtype="float32", memory_limited=True)
+    yield Case(family, px, px, kind="text_encoder", memory_limited=True)
 
 
 def pytorch(family: str, px: int) -> Iterator[Case]:

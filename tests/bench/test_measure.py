@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from tests.bench import environment, measure, suites
 from tests.bench.cases import Case
+from tests.bench.run import run
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "bench" / "gpu.sh"
@@ -157,3 +158,38 @@ def test_the_script_for_a_gpu_measures_everything_into_a_folder_and_writes_the_p
         f"-m tests.bench.measure --table {tmp_path}/bench.jsonl",
     ]
     assert (tmp_path / "bench.md").read_text() == "# Benchmark\n"
+
+
+def test_the_bars_cover_every_stage_at_4_bits_with_pytorch_beside_and_begin_with_the_exact_encoder(tmp_path, requested):
+    code, output = invoke("--bars", "--within", 480, "--out", tmp_path / "rows.jsonl")
+    assert code == 0, output
+    ours = [case for case in requested if case.backend == "mlx"]
+    assert requested[0].kind == "autoencoder" and requested[0].exact and requested[0].dtype == "float32"
+    assert {case.kind for case in ours if case.family == "klein-base-4b" and case.width == 1024} == {
+        *("train", "draw", "autoencoder", "decode", "text_encoder", "exactness")
+    }
+    assert {case.kind for case in ours if case.stream} == {"train", "draw"}
+    assert {(case.kind, case.bits, case.width) for case in ours if case.family == "dev"} == {("train", 4, 512), ("draw", 4, 512)}
+    assert {case.kind for case in requested if case.backend == "torch"} >= {"draw", "autoencoder", "train"}
+
+
+def test_cases_that_begin_after_the_time_of_a_run_are_left_out_and_the_last_one_gets_what_is_left(tmp_path, monkeypatch):
+    clock, limits = [0.0], []
+
+    def run_isolated(case, limit_s, environment):
+        limits.append(limit_s)
+        clock[0] += 40
+        return asdict(case) | {"s": 0.5, "peak_gb": 2.0}
+
+    monkeypatch.setattr(measure, "run_isolated", run_isolated)
+    monkeypatch.setattr(measure.time, "monotonic", lambda: clock[0])
+    code, output = invoke("--bars", "--within", 100, "--limit", 60, "--out", tmp_path / "rows.jsonl")
+    assert code == 0 and limits == [60, 60, 20]
+    assert len(read(tmp_path / "rows.jsonl")) == 3 and "cases were left out: 100 seconds are over" in output
+
+
+def test_drawing_from_disk_and_the_difference_of_exactness_run_on_tiny_shapes():
+    for case in suites.bars("tiny", "tiny", 64):
+        if case.backend == "mlx" and case.kind in ("exactness", "draw"):
+            row = run(case)
+            assert row["kind"] == case.kind and ("rms" in row or row["peak_gb"] > 0)
