@@ -1,4 +1,4 @@
-"""Token vectors and scores by MLX."""
+"""Compute token vectors and MaxSim scores with MLX."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ BATCH = 64  # texts that are encoded together
 
 
 def encode(family: Any, base: Path, adapter: Path | None, strength: float, texts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the token vectors of each text, float32 of shape (tokens, width). `texts` holds token ids. `base` is the folder of
-    the weights of the encoder of `family`. `adapter` is an adapter file, of which the share `strength` is used; None is the
-    base.
+    """Return the token vectors of each text, float32 (tokens, width). `texts` holds token ids, one array per text. `family`
+    is the model family of the encoder, and `base` the folder of its weights. `adapter` is an adapter file, or None for the
+    base. `strength` is the factor of the adapter's change, 0 to 1.
     """
     import mlx.core as mx
 
@@ -35,7 +35,10 @@ def encode(family: Any, base: Path, adapter: Path | None, strength: float, texts
 
 
 def maxsim(queries: Sequence[np.ndarray], documents: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the MaxSim score of every document for every query, float32 of shape (queries, documents)."""
+    """Return the MaxSim score of every document for every query, float32 (queries, documents). `queries` and `documents`
+    list token vectors, one array (tokens, width) per text. The score is the mean, over the query's tokens, of the largest
+    product with a token of the document.
+    """
     import mlx.core as mx
 
     together_QE = mx.array(np.concatenate(queries))

@@ -1,4 +1,4 @@
-"""Token vectors and scores by PyTorch. On a Linux CPU it needs about half of the time that MLX needs for them."""
+"""Compute token vectors and MaxSim scores with PyTorch. On a Linux CPU it takes about half as long as MLX."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ TOKENS = 4096  # query tokens that are scored together
 
 
 def encode(family: Any, base: Path, adapter: Path | None, strength: float, texts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the token vectors of each text, float32 of shape (tokens, width), each vector of length 1. `texts` holds token ids.
-    `base` is the folder of the weights of the encoder of `family`. `adapter` is an adapter file, of which the share `strength`
-    is merged into the weights; None is the base. The encoder is the class T5EncoderModel of transformers.
+    """Return the token vectors of each text, float32 (tokens, width), each vector of length 1. `texts` holds token ids, one
+    array per text. `family` is the model family of the encoder, and `base` the folder of its weights. `adapter` is an
+    adapter file, or None for the base. `strength` is the factor of the adapter's change, which is merged into the weights.
+    The encoder is the class T5EncoderModel of transformers.
     """
     import torch
     from safetensors.torch import load_file
@@ -43,7 +44,9 @@ def encode(family: Any, base: Path, adapter: Path | None, strength: float, texts
 
 
 def _write(family: Any, base: Path, adapter: Path | None, strength: float, folder: Path) -> Path:
-    """Write the encoder with the adapter merged into it as a folder that transformers loads, and return the folder."""
+    """Write an encoder with an adapter merged into it as a folder that transformers loads, and return the folder. `folder`
+    is where the result lies. The other arguments are those of `encode`.
+    """
     import mlx.core as mx
 
     from stages.retrieval.adapter import merge_all, read_adapter
@@ -58,8 +61,9 @@ def _write(family: Any, base: Path, adapter: Path | None, strength: float, folde
 
 
 def maxsim(queries: Sequence[np.ndarray], documents: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the MaxSim score of every document for every query, float32 of shape (queries, documents): the mean over the query's
-    tokens of the largest product with a token of the document. Each text is an array of token vectors, (tokens, width).
+    """Return the MaxSim score of every document for every query, float32 (queries, documents). `queries` and `documents`
+    list token vectors, one array (tokens, width) per text. The score is the mean, over the query's tokens, of the largest
+    product with a token of the document.
     """
     import torch
 

@@ -79,7 +79,7 @@ def prepare(project: Path, folder: Path, root: str = "") -> None:
 
 
 def load(folder: Path, work: Path) -> MemoryTables:
-    """Return the tables that `prepare` has written into `folder`. Artifacts of later runs are written below `work`."""
+    """Return the tables that `prepare` wrote into `folder`. Stages that run on them write artifacts below `work`."""
     tables = MemoryTables(work)
     tables.rows = {name: parquet.read_table(folder / f"{name}.parquet") for name in CARRIED}
     return tables
@@ -197,8 +197,8 @@ class Job:
 
     @property
     def adapter(self) -> Path | None:
-        """The file that keeps the adapter of this run, or None if none is kept. Its name is a digest of the recipe's name and
-        settings, the seed and the tables.
+        """The file in which the adapter of this run is kept, or None if adapters are not kept. Its name is a digest of the
+        recipe's name and settings, the seed and the tables.
         """
         tables = sorted(self.folder.glob("*.parquet"))
         made_of = [self.recipe, self.seed, self.settings, [hashlib.sha256(path.read_bytes()).hexdigest() for path in tables]]
@@ -231,8 +231,9 @@ def measure(job: Job) -> list[Row]:
 
 
 def trained(job: Job, tables: MemoryTables, project: Project) -> tuple[Path, Row]:
-    """Train with the settings of `job` and `project`. Return the adapter file, and what is known of the training: the number of
-    samples, their mean loss in the last tenth, and the seconds. If the job's adapter is kept, it is read instead.
+    """Train with the settings of `job` and `project`. Return the adapter file and a row with facts about the training: the
+    number of samples, the mean loss of the last tenth of them, and the seconds. If the adapter of the job was kept before,
+    both are read instead.
     """
     kept, began = job.adapter, time.time()
     if kept and kept.exists():

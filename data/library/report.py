@@ -1,4 +1,4 @@
-"""Rows of measured runs: read them, choose among them, and print them as Markdown."""
+"""Read the rows of measured runs, choose the best recipe, and format the results as Markdown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 
 def read(out: Path) -> list[Row]:
-    """Return the rows of the file `out`, or none if there is no such file."""
+    """Return the rows of the file `out`. If the file does not exist, the list is empty."""
     return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
@@ -30,9 +30,9 @@ def best_recipe(rows: list[Row]) -> tuple[str, float]:
 
 
 def report(out: Path) -> str:
-    """Return the results in the file `out` as Markdown. A first table has the MRR@10 of the validation queries for each
-    recipe and strength. Another one for each tested recipe compares it with the base on the test queries. All intervals are
-    95 %.
+    """Return the results in the file `out` as Markdown. The first table has the MRR@10 of the validation queries for each
+    recipe and strength. Each recipe that was tested has a further table, which compares it with the base on the test
+    queries. All intervals are 95 %.
 
     Intervals of differences are of a paired bootstrap over the queries, for each seed and for the mean of the seeds.
     """
@@ -55,8 +55,8 @@ def report(out: Path) -> str:
 
 
 def _compare(base: Row, tuned: list[Row]) -> list[str]:
-    """Return a table in Markdown that compares one recipe with the base on the test queries, then a line for each difference.
-    `tuned` has one row per seed.
+    """Return the lines of a Markdown table that compares one recipe with the base on the test queries, and one line for
+    each difference. `base` is the row of the base. `tuned` has one row of the recipe per seed.
     """
     lines = ["| encoder | P@1 | MRR@10 | R@10 |", "|---|---|---|---|"]
     for name, row in [("base", base), *((f"tuned, seed {row['seed']}", row) for row in tuned)]:
@@ -78,5 +78,5 @@ def _compare(base: Row, tuned: list[Row]) -> list[str]:
 
 
 def reciprocal(row: Row, split: str) -> np.ndarray:
-    """Return the reciprocal rank of each query of `split` in `row`, 0 beyond rank 10."""
+    """Return 1 / rank for each query of `split` ("valid" or "test") in `row`. The value is 0 if the rank is above 10."""
     return measures.reciprocal(np.array(row[split]))

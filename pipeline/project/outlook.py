@@ -22,13 +22,13 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Need:
-    """What one stage needs: rows, memory, disk and time. `wanted` is the number of rows of its table, or None if it is
-    not known yet. `missing` is the number of wanted rows that are not stored. `forecast` is the forecast of memory and
-    disk, or None. `seconds` is the time for the missing rows at the speed of the last run, or None. `overhead` is the disk
-    space of a table with tensors besides its tensors, in bytes.
+    """What one stage needs: rows, memory, disk and time. `wanted` is the number of rows of its table, or None if it is not
+    known yet. `missing` is the number of wanted rows that are not stored. `forecast` is the forecast of memory and disk, or
+    None. `seconds` is the time for the missing rows at the speed of the last run, or None. `overhead` is the disk space
+    that the table takes in addition to its tensors, in bytes.
 
-    `forecast` is None if the stage needs little memory and disk. It is also None if the forecast failed; `note` then
-    says why. `seconds` is None if no row is missing or no run was measured.
+    `forecast` is None if the stage needs little memory and disk. It is also None if the forecast failed; `note` then says
+    why. `seconds` is None if no row is missing or no run was measured.
     """
 
     stage_name: str
@@ -42,7 +42,7 @@ class Need:
     @property
     def disk(self) -> int | None:
         """The disk space in bytes that the stage's finished table takes, with its files. It is None if the stage has no
-        forecast, or if this is nothing. It is also None if the number of rows is unknown and no files are forecast.
+        forecast, or if the forecast is 0 bytes. It is also None if the number of rows is unknown and no files are forecast.
         """
         if self.forecast is None or (self.wanted is None and not self.forecast.file_bytes):
             return None

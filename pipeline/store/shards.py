@@ -115,11 +115,11 @@ def rows_per_shard(rows: pa.Table, schema: TableSchema, shard_bytes: int) -> int
 
 
 def overhead_bytes(schema: TableSchema, rows: pa.Table, tensors: int) -> int:
-    """Return the disk space that a finished table takes besides its tensors, in bytes: columns, the framing of shards
-    (Arrow files with tensors), and the index. `rows` holds the rows of the table with some or all of its columns. A column
-    that `rows` lacks counts as empty text or as a number. `tensors` is the size of all tensors together, in bytes.
+    """Return the disk space that a finished table takes in addition to its tensors, in bytes: columns, the framing of
+    shards (Arrow files with tensors), and the index. `rows` holds the rows of the table with some or all of its columns. A
+    column that `rows` lacks counts as empty text or as a number. `tensors` is the size of all tensors together, in bytes.
 
-    The part of the shards is exact for shards of equal numbers of rows. The part of the index is near.
+    The size of the shards is exact if all shards have equally many rows. The size of the index is an approximation.
     """
     if not rows.num_rows:
         return 0

@@ -24,9 +24,9 @@ INDEX_BYTES, WORDS = 20_000, 0.85  # of the full-text index: bytes in all, and p
 
 
 def counts(outlook: Outlook) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of tokens of all queries and of all documents, as two integer arrays. They are read from the table
-    `tokens`. If it is not built, each array holds one number: the largest that the section [tokens] allows. `outlook` holds the
-    settings and the tables.
+    """Return two integer arrays: the number of tokens of each query, and of each document. They are read from the table
+    `tokens`. If it is not built, each array holds one number: the largest that the section [tokens] allows. `outlook` holds
+    the settings and the tables.
     """
     config, rows = outlook.sections["tokens"], outlook.rows(TOKENS)
     if rows is None:
@@ -40,8 +40,9 @@ def counts(outlook: Outlook) -> tuple[np.ndarray, np.ndarray]:
 
 
 def encoder_sizes(outlook: Outlook) -> T5Config:
-    """Return the sizes of the encoder and its projection head. They are read beside the weights, or from the family's record
-    if the weights are not on this machine. Raises ValueError if the record has no sizes either.
+    """Return the sizes of the encoder and its projection head. They are read from the config.json beside the weights. If
+    the weights are not on this machine, the sizes come from the family's record. Raises ValueError if the record has no
+    sizes either.
     """
     family, folder = outlook.family, outlook.weights("encoder")
     if folder is not None:

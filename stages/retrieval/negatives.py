@@ -186,8 +186,9 @@ def _lexical(units: dict[str, Row]) -> Iterator[Search]:
 
 @contextmanager
 def _semantic(ctx: StageContext, units: dict[str, Row]) -> Iterator[Search]:
-    """Return a context manager for search with the encoder of the setting [negatives] `encoder`. All documents are encoded
-    first. The value takes a row of the table `pairs`, and returns the MaxSim score of every unit, as an array (units,).
+    """Return a context manager for search with the encoder that the setting [negatives] `encoder` names. All documents are
+    encoded first. The value of the context manager is a function: it takes a row of the table `pairs`, and returns the
+    MaxSim score of every unit, as an array (units,).
     """
     import mlx.core as mx
 

@@ -1,4 +1,6 @@
-"""What the container of an image file says about its length, so that a cut file is recognised, and about its size in pixels."""
+"""Read lengths and sizes from the headers of image files: to detect files that are cut short, and to know an AVIF's size in
+pixels.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,9 @@ def peek(file: BinaryIO, offset: int, count: int) -> bytes:
 
 
 def avif_size(file: BinaryIO) -> tuple[int, int] | None:
-    """Return (width, height) in pixels of the largest image that the header of an open AVIF file names, before any turn. Return
-    None if the file is not AVIF, or if no size is found. The file position is set to the start of the file.
+    """Return (width, height) in pixels of an open AVIF file, read from its header. Of several images in the file, the
+    largest counts. The size is that before any rotation. Return None if the file is not AVIF, or if no size is found. The
+    file position is set to the start of the file.
     """
     head = peek(file, 0, HEADER)
     if head[4:8] != b"ftyp" or b"avif" not in head[8:64]:
