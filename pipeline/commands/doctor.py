@@ -16,6 +16,11 @@ from pipeline.machine import Machine, examine, facts, problems
 from pipeline.terminal import fold, format_bytes, format_table
 from stages.pipelines import load
 
+PLANS = (
+    "Whole computes no block twice, blocks every block; blocks kept: so many are not computed twice. "
+    "Streamed: blocks stay on disk."
+)
+
 
 @click.command("doctor")
 @click.option("--measure", "measured", is_flag=True, help="Also run probes of speed and memory, about ten minutes.")
@@ -62,6 +67,7 @@ def report(machine: Machine) -> Iterator[str]:
             head, *body = load(pipeline.capacity)(machine.budget)
             yield f"what fits into {format_bytes(machine.budget)} ({pipeline.name}; computed from shapes, training at batch 1)"
             yield from format_table(head, body).splitlines()
+            yield PLANS
 
 
 def measure(name: str, budget: int) -> Iterator[dict[str, Any]]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
 
 GB = 1e9
+PLANS = "Plan whole computes no block twice, plan blocks every block; a number: the last so many are not computed twice."
 
 
 @click.command("plan")
@@ -55,6 +56,9 @@ def report(project: Project, budget: int | None = None) -> tuple[list[str], bool
         lines.append(f"to download{', about' if known else ''}: {parts}; {total}")
     lines += refusals(needs, seen.budget)
     lines.append("Memory and disk are computed from shapes. Time is at the rate of the last run.")
+    lines.append("A dash: little, or not known before the stages above have run.")
+    if any(each.forecast and each.forecast.plan.startswith("plan ") for each in needs):
+        lines.append(PLANS)
     return lines, not any(True for _ in refusals(needs, seen.budget))
 
 

@@ -111,6 +111,7 @@ def test_plan_and_doctor_fit_a_terminal_of_80_columns_and_need_no_weights(tmp_pa
         assert code == (2 if arguments[0] == "plan" else 0) and len(lines) > 8, text
         assert max(map(len, lines)) <= 80, text
         assert not any(line.endswith(" ") for line in lines)
+        assert "computes no block twice" in " ".join(text.split())  # the words of the table are explained
     assert not (folder / "tables").exists()
 
 
