@@ -4,3 +4,5 @@
 and its training. Scripts run as modules, such as `python -m data.pages.recipe`. They import pipeline, stages and schemas; the
 program imports nothing from here.
 """
+
+import stages as stages  # loads a fast BLAS; a module that imports mlx.core first would multiply 30 times as slowly on Linux

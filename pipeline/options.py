@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeline.terminal import hashing_of
+
 if TYPE_CHECKING:
     from pipeline.project.project import Project
 
@@ -44,7 +46,8 @@ def with_project(function: Callable[..., Any]) -> Callable[..., Any]:
     @RUN
     @functools.wraps(function)
     def opened(path: str, overrides: tuple[str, ...], chosen_run: str, **others: Any) -> Any:
-        return function(project=open_project(path, overrides, chosen_run), **others)
+        with hashing_of(click.get_current_context().info_name or function.__name__):
+            return function(project=open_project(path, overrides, chosen_run), **others)
 
     return opened
 

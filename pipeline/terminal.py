@@ -8,7 +8,8 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from decimal import Decimal
 from types import TracebackType
 from typing import Any
@@ -20,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.store.disk import format_bytes as format_bytes  # shown beside the other numbers with units
+from stages.hashing import hashing_shown
 
 WAIT_SECONDS = 1.0  # the bar appears after this time, since a stage that has nothing to do is over by then
 QUIET_SECONDS = 15.0  # without a terminal, seconds from one progress line to the next
@@ -69,14 +71,17 @@ class Terminal:
         self.facts = ""
         self.last_line = time.monotonic()
         self.first: tuple[float, int] | None = None  # time and count of the first report: a resumed run does not begin at 0
+        self.hashing = hashing_shown(self.note)
 
     def __enter__(self) -> Terminal:
+        self.hashing.__enter__()
         if self.bar:
             self.bar.start()
             self.waiting.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.hashing.__exit__(kind, error, trace)
         self.waiting.cancel()
         if self.bar:
             self.bar.stop()
@@ -118,6 +123,36 @@ class Terminal:
             speed = (done - before) / (now - since)
             left = f"{done} of {total} {unit}s, {format_rate(speed, unit)}, {format_seconds((total - done) / speed)} left"
             self.say(f"{left}; {self.facts}" if self.facts else left)
+
+
+@contextmanager
+def hashing_of(command: str) -> Iterator[None]:
+    """Return a context manager that shows how much of a large file is hashed, while a command runs that shows no progress of its
+    own. `command` is the name of the command. The progress bar is shown while a large file is hashed, and not before.
+    """
+    opened: list[Terminal] = []
+    since = time.monotonic()  # of the last line, whatever the number of files
+
+    def note(text: str) -> None:
+        nonlocal since
+        if text and not opened:
+            opened.append(Terminal(command).__enter__())
+            opened[0].last_line = since
+        for terminal in opened:
+            terminal.note(text)
+            since = terminal.last_line
+        if not text:
+            close()
+
+    def close() -> None:
+        while opened:
+            opened.pop().__exit__(None, None, None)
+
+    try:
+        with hashing_shown(note):
+            yield
+    finally:
+        close()
 
 
 class Quiet:

@@ -1,10 +1,34 @@
-"""sha256 of files: the id of an image, and the check that a weight file or a checkpoint is the one that was written."""
+"""sha256 of files: the id of an image, and the check that a weight file or a checkpoint is the one that was written.
+
+The user sees how much of a large file is read.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import BinaryIO
+
+LARGE = 2_000_000_000  # bytes; nothing is said about a smaller file, which takes a second or two
+PART = 1 << 22  # bytes that are read at once
+
+_note: ContextVar[Callable[[str], None] | None] = ContextVar("note", default=None)
+
+
+@contextmanager
+def hashing_shown(note: Callable[[str], None]) -> Iterator[None]:
+    """Return a context manager that tells the user how far the hashing of a large file is. `note(text)` shows a text in place of
+    the one before, such as "hashing model.safetensors: 3.1 of 7.8 GB". At the end of each file, the text is removed.
+    """
+    token = _note.set(note)
+    try:
+        yield
+    finally:
+        _note.reset(token)
 
 
 def file_sha256(file: Path | BinaryIO) -> str:
@@ -13,6 +37,25 @@ def file_sha256(file: Path | BinaryIO) -> str:
     """
     if isinstance(file, Path):
         with file.open("rb") as opened:
-            return file_sha256(opened)
+            size = os.fstat(opened.fileno()).st_size
+            note = _note.get()
+            return _shown(opened, file.name, size, note) if note and size >= LARGE else file_sha256(opened)
     file.seek(0)
     return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+
+
+def _shown(file: BinaryIO, name: str, size: int, note: Callable[[str], None]) -> str:
+    """Return the sha256 of the open file `file` as 64 hex digits, and tell the user about it. `name` is the file's name, `size`
+    its bytes. `note` is that of `hashing_shown`.
+    """
+    digest, part, shown = hashlib.sha256(), memoryview(bytearray(PART)), ""
+    done = 0
+    while count := file.readinto(part):  # type: ignore[attr-defined]
+        digest.update(part[:count])
+        done += count
+        text = f"hashing {name}: {done / 1e9:.1f} of {size / 1e9:.1f} GB"
+        if text != shown:
+            shown = text
+            note(text)
+    note("")
+    return digest.hexdigest()

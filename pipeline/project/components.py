@@ -30,7 +30,7 @@ def find(settings: ProjectConfig, project: Path, family: ModelFamily, name: str,
     if not given or not path.exists():
         if not given or not hub.HUB_ID.fullmatch(given):
             raise ValueError(f"{key} must be a folder, a file or a hub id (org/name), got {given!r}: {path} does not exist")
-        path = hub.resolve(given, project, family, (name,), fetch=fetch)
+        path = hub.resolve_component(given, family, name, key, fetch=fetch)
     found = path if path.is_file() or _holds(path, name) else locate(path, name, family)
     _check_kind(found, name, family, key)
     return found

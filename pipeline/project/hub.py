@@ -16,6 +16,7 @@ from stages.untrusted import read_json
 
 TOKENIZER = "tokenizer"  # the component without weights
 SHARD = re.compile(r"-\d+-of-(\d+)\.")  # in model-00001-of-00002.safetensors
+TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model")  # configs and tokenizers
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -113,27 +114,88 @@ def _downloaded(hub: str, components: list[str], family: ModelFamily, fetch: boo
     NotFetched if a part is missing in the cache and `fetch` is False. Raises ValueError if the download fails. The
     message says what the user can do.
     """
-    from huggingface_hub import constants, errors, snapshot_download
+    from huggingface_hub import errors
 
     patterns = [pattern for component in components for pattern in family.patterns(component)] + ["*.json"]
-    with suppress(errors.LocalEntryNotFoundError):
-        cached = Path(snapshot_download(hub, allow_patterns=patterns, local_files_only=True))
-        if not _incomplete(cached, components, family):
-            return cached
+    if (cached := _cached(hub, patterns)) and not _incomplete(cached, components, family):
+        return cached
     if not fetch:
         names = ", ".join(family.folders[each] or each for each in components)
         raise NotFetched(f"{names} of {hub} is not downloaded yet; the first stage that needs it downloads it")
     try:
-        large_files.fetch_large_files(hub, patterns)
-        before = _blobs(Path(constants.HF_HUB_CACHE), hub)
-        copy = Path(snapshot_download(hub, allow_patterns=patterns))
+        copy = _fetched(hub, patterns)
     except large_files.Refused:
         raise
     except (errors.HTTPError, OSError, ValueError) as error:
-        raise ValueError(_explain(hub, family, error)) from None
-    _check_digests(copy, before)
+        raise ValueError(_explain(hub, family, error, _manual_download(hub, family))) from None
     if missing := _incomplete(copy, components, family):  # without a network the client returns an incomplete cache
         raise ValueError(f"the download of {hub} lacks {', '.join(missing)}: {_manual_download(hub, family)}")
+    return copy
+
+
+def resolve_component(hub: str, family: ModelFamily, component: str, setting: str, *, fetch: bool) -> Path:
+    """Return the folder with one model component of a hub repository, downloaded if needed. `hub` is the repository's id,
+    "org/name". The repository either holds a whole model in the layout of diffusers or this component alone, as the
+    repositories of single text encoders do. `family` is the model family, `component` a part such as "text_encoder".
+    `setting` is the setting that names the repository. Raises NotFetched if files are missing in the cache and `fetch` is
+    False. Raises ValueError if the repository has no such component, or if the download fails.
+    """
+    from huggingface_hub import HfApi, errors
+
+    below = family.folders[component]
+    manual = f"on a machine with a network, run `hf download {hub} --local-dir FOLDER`, then set {setting} to FOLDER"
+    for folder in (found / below, found) if (found := _cached(hub, ["*.json"])) else ():
+        if _is_complete(folder, component):
+            return folder
+    if not fetch:
+        raise NotFetched(f"{hub} is not downloaded yet; the first stage that needs it downloads it")
+    try:
+        files = HfApi().list_repo_files(hub)
+        nested = any(name.startswith(f"{below}/") for name in files)
+        chosen = [name for name in files if name.startswith(f"{below}/")] if nested else _at_the_top(files, component)
+        copy = _fetched(hub, chosen) if chosen else None
+    except large_files.Refused:
+        raise
+    except (errors.HTTPError, OSError, ValueError) as error:
+        raise ValueError(_explain(hub, family, error, manual, setting)) from None
+    if copy is None or not _is_complete(copy / below if nested else copy, component):
+        wanted = "a tokenizer.json" if component == TOKENIZER else "a config.json beside .safetensors files"
+        raise ValueError(
+            f"{setting}: {hub} has neither {below}/ nor {wanted} at its top; "
+            "download the file that you want with `hf download`, and give its path"
+        )
+    return copy / below if nested else copy
+
+
+def _at_the_top(files: Iterable[str], component: str) -> list[str]:
+    """Return the files of a hub repository that a component needs if the repository holds it alone. `files` are the names of all
+    its files. `component` is a part such as "text_encoder". Weights in other formats than safetensors are left out.
+    """
+    suffixes = TEXT_SUFFIXES if component == TOKENIZER else (*TEXT_SUFFIXES, ".safetensors")
+    return [name for name in files if "/" not in name and name.endswith(suffixes)]
+
+
+def _cached(hub: str, patterns: list[str]) -> Path | None:
+    """Return the folder of the cached copy of a hub repository, which may lack files, or None if there is none. `hub` is its id,
+    "org/name". `patterns` choose the files that are asked for.
+    """
+    from huggingface_hub import errors, snapshot_download
+
+    with suppress(errors.LocalEntryNotFoundError):
+        return Path(snapshot_download(hub, allow_patterns=patterns, local_files_only=True))
+    return None
+
+
+def _fetched(hub: str, patterns: list[str]) -> Path:
+    """Download the files of a hub repository that `patterns` choose, check their digests, and return the folder of the cached
+    copy. `hub` is its id, "org/name". Raises large_files.Refused, or an error of the hub client.
+    """
+    from huggingface_hub import constants, snapshot_download
+
+    large_files.fetch_large_files(hub, patterns)
+    before = _blobs(Path(constants.HF_HUB_CACHE), hub)
+    copy = Path(snapshot_download(hub, allow_patterns=patterns))
+    _check_digests(copy, before)
     return copy
 
 
@@ -200,10 +262,10 @@ def _manual_download(hub: str, family: ModelFamily) -> str:
     )
 
 
-def _explain(hub: str, family: ModelFamily, error: Exception) -> str:
+def _explain(hub: str, family: ModelFamily, error: Exception, manual: str, setting: str = "[project] weights") -> str:
     """Return a one-line message that says what failed and what the user can do. `error` is an exception of the hub
     client. `hub` ("org/name") is the repository whose download failed. `family` is the model family whose weights it
-    holds.
+    holds. `manual` is a sentence about a download on another machine. `setting` names the repository.
     """
     from huggingface_hub import constants, errors
 
@@ -211,14 +273,14 @@ def _explain(hub: str, family: ModelFamily, error: Exception) -> str:
     if isinstance(error, errors.GatedRepoError) or (family.gated and _status_code(error) in (401, 403)):
         return f"{hub} is gated ({family.licence} licence): accept the licence at {page}, then run `hf auth login` and try again"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"the hub has no repository {hub}, or it is private: check [project] weights, or give a folder that exists"
+        return f"the hub has no repository {hub}, or it is private: check {setting}, or give a folder that exists"
     if "Timeout" in type(error).__name__:
         waited = f"{constants.HF_HUB_DOWNLOAD_TIMEOUT} s (HF_HUB_DOWNLOAD_TIMEOUT)"
         again = "run the command again, what has arrived is kept"
-        return f"{hub} sent nothing for {waited}: {again}, or {_manual_download(hub, family)}"
+        return f"{hub} sent nothing for {waited}: {again}, or {manual}"
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
         return f"{hub} cannot be written to {constants.HF_HUB_CACHE}: {error.strerror}; free space there, or set HF_HOME"
-    return f"{hub} cannot be reached: {_manual_download(hub, family)}"
+    return f"{hub} cannot be reached: {manual}"
 
 
 def _status_code(error: Exception) -> int:

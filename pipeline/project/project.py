@@ -166,12 +166,12 @@ class Project:
         """
         self.family.require(name)  # before gigabytes are downloaded for nothing
         label = f"{self.family.name} {self.config.project.place(name)} {name}"
-        patterns = self.family.files[name]
+        given = self.family.files[name], name != "tokenizer"
         try:
-            digest = self.hashes.component(label, self.component(name, fetch=False), patterns)
+            digest = self.hashes.component(label, self.component(name, fetch=False), *given)
         except ValueError:
             known = self.hashes.last_known(label)
-            digest = known or self.hashes.component(label, self.component(name, fetch=self.fetch), patterns)
+            digest = known or self.hashes.component(label, self.component(name, fetch=self.fetch), *given)
         kind = self.pipeline.resources[name]
         assert isinstance(kind, Weights)
         return {"sha256": digest, **{fact: getattr(self.family, fact) for fact in kind.fields}}

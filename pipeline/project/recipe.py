@@ -17,15 +17,8 @@ from pipeline.store.checksums import text_checksum
 from stages.hashing import file_sha256
 from stages.stage import Stage
 
-WEIGHT_SUFFIXES = (
-    ".safetensors",
-    ".bin",
-    ".gguf",
-    ".json",
-    ".jinja",
-    ".txt",
-    ".model",
-)  # files of a component that decide what it computes
+WEIGHTS = (".safetensors", ".bin", ".gguf")
+WEIGHT_SUFFIXES = (*WEIGHTS, ".json", ".jinja", ".txt", ".model")  # files of a component that decide what it computes
 
 
 def significant_settings(config: Any) -> dict[str, Any]:
@@ -121,13 +114,14 @@ class FileHashes:
             if checksum in (None, text_checksum(json.dumps(stored, sort_keys=True))):
                 self.known |= stored
 
-    def component(self, name: str, path: Path, patterns: Iterable[str] = ("*",)) -> str:
+    def component(self, name: str, path: Path, patterns: Iterable[str] = ("*",), weights: bool = True) -> str:
         """Return the sha256 over the weight and config files of a component, as hex digits. The hash is also stored
         under `name`, for `last_known`. `path` is the component's only file or its folder. `patterns` are glob patterns
-        that choose files in the folder.
+        that choose files in the folder. With `weights` False, weight files in the folder do not count: those of a text
+        encoder may lie beside its tokenizer.
         """
         found = [path] if path.is_file() else sorted({p for pattern in patterns for p in path.glob(pattern)})
-        files = [path] if path.is_file() else [p for p in found if _decides(p)]
+        files = [path] if path.is_file() else [p for p in found if _decides(p) and (weights or p.suffix not in WEIGHTS)]
         lines = [f"{p.relative_to(path).as_posix() if path.is_dir() else 'file'} {self.of_file(p)}" for p in files]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         self._remember("components", name, digest)

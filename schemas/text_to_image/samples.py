@@ -12,7 +12,7 @@ SAMPLES = TableSchema(
     artifact="path",
     columns=(
         column("adapter_id", pa.string(), "sha256 of the adapter's file, hex; empty for the base model alone"),
-        column("step", pa.int32(), "training step of the checkpoint; 0 for the base model alone"),
+        column("step", pa.int32(), "training step of the checkpoint; 0 for the base model and for the file [samples] adapter"),
         column("caption_id", pa.string(), "id of the preview prompt in captions"),
         column("prompt", pa.string(), "text of the preview prompt"),
         column("seed", pa.int64(), "seed of the starting noise"),

@@ -5,17 +5,20 @@ The weights are random, so the pictures mean nothing; seconds and peaks are thos
 in the diffusers layout, in shards, and a project with two images. Each step is a process of its own and prints one
 line of JSON per stage: seconds, MLX's peak memory and the largest memory of the process that the system has counted.
 Where a stage loads a large model, the line has the seconds of the load, the size of the weights in memory, and the
-peak while they were loaded. The step `again` loads the transformer from its converted copy.
+peak while they were loaded. It also has the estimate that the stage announces, and the peak of the memory that the
+system counts as the process's own, without mapped files. The step `again` loads the transformer from its converted copy.
 
 `--memory` keeps the tables in memory and in a file between processes, for a machine without Lance. `--spare` writes a
 component right before the first stage that needs it, and deletes it after the last. A disk without room for a
 component in bfloat16 gets its matrices in fp8, with one scale each; `--fp8` always does.
+
+`--load` is for a machine that is too slow to train and draw: captions are encoded, and the transformer is loaded and
+packed, without training.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import json
 import pickle
@@ -24,21 +27,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
 from data.experiments.in_memory import MemoryTables
+from pipeline.project import outlook
 from pipeline.project.project import Project
 from stages.models.family import Family
 from stages.text_to_image import converted
 from stages.text_to_image.families import family
 from tests import projects
 from tests.bench import true_files
+from tests.bench.peaks import Meter, OwnMemory, Row, process_peak
 
-AGAIN = "again"
+LOAD, AGAIN = "load", "again"
 # Stages of a process, with the component that they need.
 STEPS = {
     ("images", "captions", "buckets", "latents"): "autoencoder",
@@ -46,6 +49,12 @@ STEPS = {
     ("train",): "transformer",
     (AGAIN,): "transformer",
     ("samples",): "transformer",
+}
+LOADING = {  # with --load
+    ("images", "captions"): "",
+    ("embeddings",): "text_encoder",
+    (LOAD,): "transformer",
+    (AGAIN,): "transformer",
 }
 FOLDERS = {"transformer": "transformer", "text_encoder": "text_encoder", "autoencoder": "vae"}
 COMPONENTS = tuple(FOLDERS)
@@ -83,93 +92,39 @@ height = {side}
 steps = 2
 """
 
-Row = dict[str, Any]
 
-
-class Meter:
-    """Records the peak memory of this process, in GB, and the time and memory of loading models."""
-
-    def __init__(self) -> None:
-        self.peak = 0
-        self.copying = 0.0  # seconds of writing a converted copy
-
-    def highest(self) -> float:
-        """Return the peak of MLX's memory in GB since the last call of `restart`. Peaks before a load are included."""
-        self.peak = max(self.peak, mx.get_peak_memory())
-        return round(self.peak / 1e9, 2)
-
-    def timed(self, load: Callable[..., Any], into: Row) -> Callable[..., Any]:
-        """Return a function that calls `load` and writes the seconds and the peak memory of the call into the row `into`."""
-
-        @functools.wraps(load)
-        def measured(*given: Any, **named: Any) -> Any:
-            self.highest()
-            before, began = mx.get_active_memory(), time.perf_counter()
-            self.copying = 0.0
-            mx.reset_peak_memory()
-            model = load(*given, **named)
-            evaluate(model)
-            seconds = time.perf_counter() - began - self.copying
-            into.update(
-                load_s=round(seconds, 2),
-                copy_s=round(self.copying, 2),
-                loaded_gb=round((mx.get_active_memory() - before) / 1e9, 2),
-                load_peak_gb=round((mx.get_peak_memory() - before) / 1e9, 2),
-                cache_gb=round(mx.get_cache_memory() / 1e9, 2),
-                process_after_load_gb=process_peak(),
-            )
-            return model
-
-        return measured
-
-    def count_copying(self) -> None:
-        """Count the seconds of writing converted copies from now on."""
-        write = converted._write
-
-        def measured(*given: Any) -> None:
-            began = time.perf_counter()
-            write(*given)
-            self.copying += time.perf_counter() - began
-
-        converted._write = measured  # type: ignore[assignment]
-
-
-def evaluate(model: Any) -> None:
-    """Read those weights of a model from disk that have not been read yet."""
-    model = getattr(model, "model", model)  # of an encoder or a sampler
-    if hasattr(model, "blocks"):
-        mx.eval(model.top, [block.weights for block in model.blocks])
-
-
-def process_peak() -> float:
-    """Return the largest memory that this process has taken so far, in GB, as Linux counts it. `getrusage` would include
-    the memory of the parent process.
-    """
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return round(next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024 / 1e9, 2)
-
-
-def load_again(project: Project) -> None:
-    """Load the transformer of the stage `train` a second time, from its converted copy."""
+def load_only(project: Project, again: bool) -> None:
+    """Load the transformer of the stage `train`. With `again`, its converted copy must exist, and it is read."""
     load = importlib.import_module("stages.text_to_image.train.model").load_transformer
     copies = project.path / converted.FOLDER
-    assert list(copies.glob("*.safetensors")), "there is no converted copy"
+    assert bool(list(copies.glob("*.safetensors"))) == again, "the converted copy is read the second time"
     load(project.resource("transformer"), project.family, project.config.sections["train"], None, copies)
 
 
 def run_stage(project: Path, name: str, tables: MemoryTables | None) -> Row:
-    """Run the stage `name` of the project, and return its seconds and its peaks in GB. The name "again" loads the
-    transformer a second time instead. `tables` holds tables in memory; with None, they are on disk.
+    """Run the stage `name` of the project, and return its seconds and its peaks in GB. The names "load" and "again" load the
+    transformer alone instead. `tables` holds tables in memory; with None, they are on disk. A stage that loads a large
+    model also has its estimated peak, and the memory of the process without mapped files.
     """
+    with OwnMemory() as own:
+        row = timed_stage(project, name, tables)
+    stage = "train" if name in (LOAD, AGAIN) else name
+    if stage in LOADERS and (found := outlook.forecast(Project(project), stage)):
+        row |= {"estimate_gb": round(found.peak / 1e9, 2), "own_before_gb": own.before, "own_peak_gb": own.peak}
+    return row
+
+
+def timed_stage(project: Path, name: str, tables: MemoryTables | None) -> Row:
+    """Run a stage as `run_stage` does, and return its seconds, and its peaks as MLX and the system count them."""
     begun, meter, found = time.perf_counter(), Meter(), Row()
     mx.reset_peak_memory()
-    if loader := LOADERS.get("train" if name == AGAIN else name):
+    if loader := LOADERS.get("train" if name in (LOAD, AGAIN) else name):
         module, function = importlib.import_module(loader[0]), loader[1]
         meter.count_copying()
         setattr(module, function, meter.timed(getattr(module, function), found))
     console = projects.Silent()
-    if name == AGAIN:
-        load_again(Project(project))
+    if name in (LOAD, AGAIN):
+        load_only(Project(project), name == AGAIN)
     elif tables is None:
         projects.build(project, name, console=console)
     else:
@@ -267,6 +222,7 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, help="folder of the weights, on another disk")
     parser.add_argument("--memory", action="store_true", help="keep tables in memory")
     parser.add_argument("--spare", action="store_true", help="delete a component after its last stage")
+    parser.add_argument("--load", action="store_true", help="encode captions and load the transformer, without training")
     parser.add_argument("--out", type=Path, help="add the lines to this file")
     parser.add_argument("--step", nargs="*", default=())
     given = parser.parse_args()
@@ -275,14 +231,15 @@ def main() -> None:
         run_step(project, tuple(given.step), given.memory)
         return
     write_project(given, project, weights)
-    steps = [(names, needed) for names, needed in STEPS.items() if needed in given.components]
+    every = LOADING if given.load else STEPS
+    steps = [(names, needed) for names, needed in every.items() if not needed or needed in given.components]
     for place, (names, needed) in enumerate(steps):
-        folder = weights / FOLDERS[needed]
-        if not folder.is_dir():
+        folder = weights / FOLDERS.get(needed, "")
+        if needed and not folder.is_dir():
             report(given, write_component(family(given.family), weights, needed, given.fp8))
         if not start(given, names):
             sys.exit(1)
-        if given.spare and needed != "autoencoder" and needed not in [other for _, other in steps[place + 1 :]]:
+        if given.spare and needed not in ("", "autoencoder") and needed not in [other for _, other in steps[place + 1 :]]:
             shutil.rmtree(folder)
 
 

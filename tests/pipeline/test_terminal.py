@@ -1,5 +1,6 @@
 """Tables and progress as text: what is printed where there is no terminal, and what fits into one."""
 
+import hashlib
 import os
 import re
 
@@ -8,6 +9,7 @@ import pytest
 from pipeline import terminal
 from pipeline.store.disk import format_bytes
 from pipeline.terminal import Terminal, format_rate, format_seconds, format_table
+from stages import hashing
 
 
 @pytest.fixture
@@ -40,6 +42,25 @@ def test_reading_a_large_model_without_a_terminal_is_a_line_every_few_seconds_un
         shown.note("")
         shown.progress(0, 10, "step")
     assert lines(capsys) == ["train: reading the transformer: 15 of 40 GB", "train: reading the transformer: 30 of 40 GB"]
+
+
+@pytest.mark.parametrize("shown", [Terminal, terminal.hashing_of])
+def test_how_much_of_a_large_file_is_hashed_is_shown_in_every_command(shown, clock, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(hashing, "LARGE", 300_000_000)
+    monkeypatch.setattr(terminal, "QUIET_SECONDS", 0.0)
+    large, small = tmp_path / "model.safetensors", tmp_path / "small"
+    for file, size in ((large, 300_000_000), (small, 3)):
+        with file.open("wb") as opened:
+            opened.truncate(size)
+    with shown("train"):
+        assert hashing.file_sha256(large) == hashlib.file_digest(large.open("rb"), "sha256").hexdigest()
+        assert hashing.file_sha256(small) == hashlib.sha256(bytes(3)).hexdigest()
+    said = lines(capsys)
+    assert [line.partition(": ")[2] for line in said] == [
+        f"hashing model.safetensors: {done} of 0.3 GB" for done in (0.0, 0.1, 0.2, 0.3)
+    ]
+    hashing.file_sha256(large)
+    assert not lines(capsys)
 
 
 def test_the_rate_of_a_resumed_run_does_not_count_earlier_steps(clock, capsys):

@@ -1,5 +1,5 @@
-"""Translate the names of Linears in adapter files of FLUX.2. The names may be those of diffusers, Black Forest Labs, kohya or
-LyCORIS.
+"""Translate the names of Linears in adapter files of FLUX.2. The names may be those of diffusers, Black Forest Labs, kohya,
+LyCORIS or mflux.
 
 This program uses diffusers' names. Black Forest Labs' code (the FLUX.2 reference repository) fuses q, k and v into one Linear.
 """
@@ -42,9 +42,9 @@ _SPLIT = re.compile("(.+?)(" + "|".join(re.escape(e) for e in sorted(_READ, key=
 
 def parse_key(key: str) -> tuple[str, str]:
     """Split a key of an adapter file into (name of the Linear, ending). "transformer.proj_out.lora_down.weight" gives
-    ("proj_out", ".lora_A.weight"). Keys of this program, diffusers, ComfyUI, kohya and LyCORIS are understood. The name is that
-    of diffusers or of Black Forest Labs' code. The ending is one of `adapters.ENDINGS`, ".alpha", ".lokr_w1_a" or ".lokr_w1_b".
-    Raises ValueError if the key is not of a LoRA, DoRA or LoKr, or is of another model.
+    ("proj_out", ".lora_A.weight"). Keys of this program, diffusers, ComfyUI, kohya, LyCORIS and mflux are understood. The
+    name is that of diffusers or of Black Forest Labs' code. The ending is one of `adapters.ENDINGS`, ".alpha", ".lokr_w1_a"
+    or ".lokr_w1_b". Raises ValueError if the key is not of a LoRA, DoRA or LoKr, or is of another model.
     """
     match = _SPLIT.fullmatch(key)
     if not match:
@@ -55,7 +55,7 @@ def parse_key(key: str) -> tuple[str, str]:
     for prefix, known in _UNDERSCORED.items():
         if name.startswith(prefix):
             name = _dotted(key, name.removeprefix(prefix), known)
-    return name, ending
+    return key_maps.from_mflux(f"{name}.").removesuffix("."), ending
 
 
 def _dotted(key: str, flat: str, known: dict[str, str]) -> str:

@@ -21,6 +21,12 @@ class SamplesConfig:
         'checkpoints that draw: "last", "all", or a list of steps; a preview takes minutes on a Mac',
         bounds=(0, 1_000_000),
     )
+    adapter: str = selects(
+        "",
+        "an adapter file that draws too, beside the checkpoints; also of ai-toolkit, kohya, diffusers, musubi or mflux; "
+        "relative to the project",
+        path=True,
+    )
     average: bool = selects(False, "draw with the moving average of the adapter ([train.ema]) if the checkpoint has one")
     base: bool = selects(True, "also draw with the base model without an adapter, to compare with")
     seeds: tuple[int, ...] = selects(

@@ -13,7 +13,7 @@ from stages.models.protocols import Transformer
 from stages.text_to_image import converted
 from stages.text_to_image.packing import Packed, load_packed
 from stages.tuner.adapters.combine import join
-from stages.tuner.blockwise.forward import AdapterMismatch, BlockwiseForward, model_forward
+from stages.tuner.blockwise.forward import AdapterMismatch, BlockwiseForward, check_adapter, model_forward
 
 DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -111,6 +111,21 @@ def load_sampler(
     chosen = family.guidance if guidance is None else guidance
     negative = read_negative() if family.real_cfg and chosen > 1 else None
     return LatentSampler(label, family, model, predict, family.sampling_steps if steps is None else steps, chosen, negative)
+
+
+def check_file(file: Path, transformer: Path, family: Family) -> int:
+    """Check that an adapter file fits a transformer, before the transformer is loaded. Return the number of its values. `file` is
+    the adapter. `transformer` is the path of the weights, of which only the sizes are read. Raises ValueError if the file
+    is damaged, is no adapter that can be read, or is one of another model. The message names a part that does not fit.
+    """
+    architecture = family.architecture
+    meta = architecture.meta_transformer(architecture.transformer_config(transformer, family), mx.float32)
+    try:
+        arrays, scales = architecture.read_adapter(file)
+        check_adapter(meta, arrays, scales)
+    except ValueError as error:
+        raise ValueError(f"samples.adapter: {file} does not fit {family.name}: {error}") from None
+    return sum(array.size for array in arrays.values())
 
 
 def adapted_forward(model: Transformer, family: Family, adapters: Sequence[tuple[Path, float]]) -> BlockwiseForward:

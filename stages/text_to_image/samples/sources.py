@@ -1,4 +1,4 @@
-"""Sample sources: the base model, and the adapters of the chosen checkpoints."""
+"""Sample sources: the base model, the adapters of the chosen checkpoints, and an adapter file of another program."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from schemas.text_to_image.train import TRAIN
+from stages.hashing import file_sha256
 from stages.stage import StageContext
 from stages.tuner import checkpoint
 from stages.tuner.checkpoint import ADAPTER, EMA, Checkpoint
@@ -14,9 +15,10 @@ from stages.tuner.checkpoint import ADAPTER, EMA, Checkpoint
 
 @dataclass(frozen=True)
 class SampleSource:
-    """A source of previews: the base model, or the adapter of a training checkpoint. `adapter_id` is the sha256 of the
-    adapter's file, and "" for the base model. `step` is the training step, and 0 for the base. `checkpoint` is None for
-    the base. `file` is the name of the adapter's file in the checkpoint.
+    """A source of previews: the base model, the adapter of a training checkpoint, or the file of the setting [samples]
+    `adapter`. `adapter_id` is the sha256 of the adapter's file, and "" for the base model. `step` is the training step.
+    `checkpoint` is the checkpoint, and `file` is the name of the adapter's file in it. `given` is the path of the file in
+    the setting. For the base and for such a file, `step` is 0 and `checkpoint` is None.
 
     A checkpoint may hold two adapter files: the adapter itself and the average of its weights over the steps.
     """
@@ -25,12 +27,15 @@ class SampleSource:
     step: int = 0
     checkpoint: Checkpoint | None = None
     file: str = ADAPTER
+    given: Path | None = None
 
     @property
     def label(self) -> str:
-        """The heading of a column of previews: "base", "step 500" or "step 500, average". The word "average" marks the
-        averaged weights of a checkpoint's adapter.
+        """The heading of a column of previews: "base", "step 500", "step 500, average", or the name of a file. The word
+        "average" marks the averaged weights of a checkpoint's adapter.
         """
+        if self.given:
+            return self.given.stem
         average = ", average" if self.file == EMA else ""
         return f"step {self.step}{average}" if self.checkpoint else "base"
 
@@ -39,7 +44,7 @@ class SampleSource:
         the file differs from the checkpoint's record.
         """
         if self.checkpoint is None:
-            return None
+            return self.given
         file = self.checkpoint.folder / self.file
         if not self.checkpoint.intact(self.file):
             raise ValueError(f"{file} is damaged; choose another checkpoint, or train again from an earlier one")
@@ -48,8 +53,9 @@ class SampleSource:
 
 def sample_sources(ctx: StageContext) -> list[SampleSource]:
     """Return the models that draw previews: the base model first, then adapters by training step. The base model is
-    left out unless the setting [samples] `base` is on. The setting [samples] `checkpoints` chooses the adapters. Of
-    identical adapter files, only the first is returned. Raises ValueError if a chosen checkpoint is missing or damaged.
+    left out unless the setting [samples] `base` is on. The setting [samples] `checkpoints` chooses the adapters. The file
+    of the setting [samples] `adapter` comes last. Of identical adapter files, only the first is returned. Raises ValueError
+    if a chosen checkpoint is missing or damaged, or if there is no such file.
     """
     saved = {one.step: one for one in checkpoint.find_checkpoints(ctx.files(TRAIN))}
     refuse_damaged(ctx.config.checkpoints, checkpoint.damaged_checkpoints(ctx.files(TRAIN)), max(saved, default=0))
@@ -59,7 +65,22 @@ def sample_sources(ctx: StageContext) -> list[SampleSource]:
         name = EMA if ctx.config.average and EMA in files else ADAPTER
         digest = files[name]["sha256"]
         sources.setdefault(digest, SampleSource(digest, step, saved[step], name))
+    if given := given_adapter(ctx):
+        digest = file_sha256(given)
+        sources.setdefault(digest, SampleSource(digest, given=given))
     return list(sources.values())
+
+
+def given_adapter(ctx: StageContext) -> Path | None:
+    """Return the path of the file that the setting [samples] `adapter` names, or None if the setting is empty. Raises ValueError
+    if there is no such file.
+    """
+    if not ctx.config.adapter:
+        return None
+    file = ctx.root / Path(ctx.config.adapter).expanduser()
+    if not file.is_file():
+        raise ValueError(f"samples.adapter must be an adapter's file, got {ctx.config.adapter!r}: {file} does not exist")
+    return file
 
 
 def refuse_damaged(chosen: str | tuple[int, ...], damaged: Mapping[int, str], newest: int) -> None:

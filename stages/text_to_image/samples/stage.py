@@ -24,11 +24,11 @@ from stages.text_to_image import converted
 from stages.text_to_image.packing import STREAMED
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.decoding import decode, save_png
-from stages.text_to_image.samples.drawing import DTYPES, LatentSampler, load_sampler
+from stages.text_to_image.samples.drawing import DTYPES, LatentSampler, check_file, load_sampler
 from stages.text_to_image.samples.grid import write_grid
 from stages.text_to_image.samples.memory_plan import drawing_memory, forecast, passes
 from stages.text_to_image.samples.references import encode_references, read_reference, reference_id, references_by_prompt
-from stages.text_to_image.samples.sources import SampleSource, sample_sources
+from stages.text_to_image.samples.sources import SampleSource, given_adapter, sample_sources
 from stages.text_to_image.stored_embeddings import embedding_reader
 from stages.tuner import checkpoint
 from stages.tuner.blockwise.device import limit_command_buffers, live_memory_limit
@@ -44,8 +44,8 @@ References = Mapping[str, Sequence[mx.array]]  # `reference_id` -> the latents o
 def wanted_samples(ctx: StageContext) -> pa.Table:
     """Return a table with one row for every preview image that should exist. Its columns are `WANTED`, such as
     `adapter_id`, `prompt` and `seed`. The rows are sorted by model, then by prompt, then by seed. A model is the base
-    or the adapter of a checkpoint. Raises ValueError if the checkpoint of a chosen training step is missing or damaged.
-    Raises it too if a reference image cannot be read.
+    or an adapter: of a checkpoint, or the file [samples] `adapter`. Raises ValueError if the checkpoint of a chosen
+    training step is missing or damaged, if there is no such file, or if a reference image cannot be read.
     """
     config = ctx.config
     captions = sorted(ctx.rows(CAPTIONS).to_pylist(), key=lambda row: row["position"])
@@ -182,9 +182,11 @@ def sampler_for(ctx: StageContext, source: SampleSource, references: Sequence[mx
     """
     config, family, file = ctx.config, ctx.need("family"), source.adapter_file()
     size, dtype = (config.width, config.height), DTYPES[config.precision]
-    adapter = file.stat().st_size * dtype.size // 4 if file else 0  # stored as float32
+    values = file.stat().st_size // 4 if file else 0  # stored as float32
+    if source.given:
+        values = check_file(source.given, ctx.need("transformer"), family)
     shown, both = [(each.shape[2], each.shape[3]) for each in references], passes(config, family)
-    memory = drawing_memory(family, ctx.need("transformer"), config, config.precision, size, both, adapter, shown)
+    memory = drawing_memory(family, ctx.need("transformer"), config, config.precision, size, both, values * dtype.size, shown)
     return load_sampler(
         f"samples: {source.label}",
         ctx.need("transformer"),
@@ -267,10 +269,12 @@ def read_embedding(ctx: StageContext, caption_id: str) -> mx.array:
 
 
 def opened_files(ctx: StageContext) -> Iterator[Path]:
-    """Yield the paths of the reference images that the setting [samples] `references` names. A reference image is a picture
-    that an edit starts from.
+    """Yield the paths of the files that drawing opens: the reference images that the setting [samples] `references` names, and
+    the adapter file that [samples] `adapter` names. A reference image is a picture that an edit starts from.
     """
     yield from (ctx.root / name for name in ctx.config.references)
+    if given := given_adapter(ctx):
+        yield given
 
 
 def empty_caption(ctx: StageContext) -> str:

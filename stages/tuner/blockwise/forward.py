@@ -81,10 +81,17 @@ def model_forward(model: Any, adapter: tuple[Arrays, dict[str, float]] | None, s
     adapter is missing in the model or has another shape.
     """
     arrays, scales = adapter or ({}, {})
+    check_adapter(model, arrays, scales)
+    return BlockwiseForward(model, arrays, {name: scale * strength for name, scale in scales.items()}, model.dtype)
+
+
+def check_adapter(model: Any, arrays: Arrays, scales: Mapping[str, float]) -> None:
+    """Raise AdapterMismatch if a Linear of an adapter is missing in `model` or has another shape. `arrays` maps names such as
+    "<linear>.lora_A.weight" to arrays. `scales` has a key for each Linear. No weight of `model` is read.
+    """
     known = model.linears()
     for name in scales:
         shape = lora.linear_shape(lora.arrays_of_linear(arrays, name))
         if known.get(name) != shape:
             expected = f"has shape {known[name]}" if name in known else "does not exist"
             raise AdapterMismatch(f"{name} has shape {shape} in the adapter, but {expected} in this one")
-    return BlockwiseForward(model, arrays, {name: scale * strength for name, scale in scales.items()}, model.dtype)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from pipeline.store.lock import Lock
+from stages.models.family import FOLDERS
 from tests.projects import HANG, ROOT
 
 REPOSITORY = "someone/tiny"
@@ -30,6 +31,19 @@ from pipeline.project import hub
 from stages.text_to_image.families import family
 try:
     print("found", hub.resolve(sys.argv[1], Path(sys.argv[2]), family(sys.argv[3]), ["transformer", "tokenizer"]))
+except ValueError as error:
+    print("refused", error)
+"""
+
+COMPONENT = """
+import sys
+from pathlib import Path
+from pipeline.project import components
+from pipeline.project.config import ProjectConfig
+from stages.text_to_image.families import family
+settings = ProjectConfig(family="tiny", components={sys.argv[3]: sys.argv[1]})
+try:
+    print("found", components.find(settings, Path(sys.argv[2]), family("tiny"), sys.argv[3], fetch=True))
 except ValueError as error:
     print("refused", error)
 """
@@ -152,11 +166,13 @@ def server(tiny_weights: Path) -> Iterator[Hub]:
 
 
 def start(server: Hub, folder: Path, repository: str = REPOSITORY, family: str = "klein-4b") -> subprocess.Popen[str]:
-    """Start a process that loads the transformer and the tokenizer from the hub, and return it. `folder` is its cache."""
+    """Start a process that loads the transformer and the tokenizer from the hub, and return it. `folder` is its cache. If
+    `family` is a component such as "text_encoder", the process loads this one, whose place is `repository`.
+    """
     place = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "0"}
     place |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-    place |= {"HF_HUB_DOWNLOAD_TIMEOUT": "1", "HF_HUB_ETAG_TIMEOUT": "1"} if server.stalled else {}
-    words = [sys.executable, "-c", CODE, repository, str(folder), family]
+    place |= dict.fromkeys(("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"), "1" if server.stalled else str(HANG))
+    words = [sys.executable, "-c", COMPONENT if family in FOLDERS else CODE, repository, str(folder), family]
     return subprocess.Popen(words, cwd=ROOT, env=os.environ | place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -279,3 +295,33 @@ def test_a_second_download_of_a_repository_at_the_same_time_is_refused_in_one_li
     with Lock(place):
         assert fetch(server, tmp_path) == f"refused {REPOSITORY} is being downloaded by another process: wait for it or stop it"
     assert fetch(server, tmp_path).startswith("found ")
+
+
+def test_a_component_is_fetched_alone_from_a_repository_of_its_own_and_from_one_of_a_whole_model(
+    server: Hub, tmp_path: Path
+) -> None:
+    whole = dict(server.files)
+    encoder = {name.partition("/")[2]: data for name, data in whole.items() if name.startswith("text_encoder/")}
+    words = {name.partition("/")[2]: data for name, data in whole.items() if name.startswith("tokenizer/")}
+    unneeded = {"model-Q4_K_M.gguf": b"x", "onnx/model.safetensors": b"x", "README.md": b"x"}
+    server.files = {**words, **encoder, **unneeded}
+    copy = Path(fetch(server, tmp_path, family="tokenizer").removeprefix("found "))
+    assert {path.name for path in copy.iterdir()} == {*words, "config.json"}
+    assert fetch(server, tmp_path, family="text_encoder") == f"found {copy}"
+    assert {path.name for path in copy.iterdir()} == {*words, *encoder}
+    server.served.clear()
+    assert fetch(server, tmp_path, family="text_encoder") == f"found {copy}" and not server.served
+    server.files = whole
+    copy = Path(fetch(server, tmp_path / "other", family="text_encoder").removeprefix("found "))
+    assert copy.name == "text_encoder" and {path.name for path in copy.parent.iterdir()} == {"text_encoder"}
+
+
+def test_a_repository_without_the_component_or_that_is_not_there_is_one_line_that_names_the_setting(
+    server: Hub, tmp_path: Path
+) -> None:
+    server.files = {"qwen-Q4_K_M.gguf": b"x", "qwen-Q8_0.gguf": b"x"}
+    line = fetch(server, tmp_path, family="text_encoder")
+    assert line.startswith(f"refused project.components.text_encoder: {REPOSITORY} has neither text_encoder/ nor a config.json")
+    server.status[""] = 404
+    line = fetch(server, tmp_path, family="transformer")
+    assert re.search(r"no repository someone/tiny, or it is private: check project\.components\.transformer", line), line

@@ -1,0 +1,148 @@
+"""The setting [samples] adapter: LoRA files of other programs, read by the names and with the alphas that they have."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from stages.models.flux2.adapter_reader import read_adapter
+from stages.text_to_image.samples import stage
+from stages.text_to_image.samples.sources import sample_sources
+from stages.text_to_image.samples.stage import STAGE
+from tests import harness
+from tests.stages.text_to_image.samples.previews import CONFIG, context, pixels
+
+Arrays = dict[str, mx.array]
+WIDTH, RANK, ALPHA = 64, 2, 6.0
+Q, K, V, OUT = (f"transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
+SINGLE = "single_transformer_blocks.1.attn.to_out"
+FUSED = {"double_blocks.0.img_attn.qkv": (Q, K, V), "double_blocks.0.img_attn.proj": (OUT,), "single_blocks.1.linear2": (SINGLE,)}
+
+
+def made(outputs: int, inputs: int) -> tuple[mx.array, mx.array]:
+    """Return the matrices A and B of a LoRA."""
+    draw = np.random.default_rng(outputs + inputs)
+    return tuple(mx.array(draw.normal(0, 0.3, shape).astype(np.float32)) for shape in ((RANK, inputs), (outputs, RANK)))  # type: ignore[return-value]
+
+
+def inputs_of(name: str) -> int:
+    return 4 * WIDTH if name == SINGLE else WIDTH
+
+
+def pairs() -> dict[str, tuple[mx.array, mx.array]]:
+    """Return A and B of each fused Linear, by its name in Black Forest Labs' code."""
+    return {name: made(len(parts) * WIDTH, inputs_of(parts[0])) for name, parts in FUSED.items()}
+
+
+def changes(scale: float) -> Arrays:
+    """Return the change of each Linear's weight, by its diffusers name."""
+    found: Arrays = {}
+    for name, (a, b) in pairs().items():
+        found |= dict(zip(FUSED[name], mx.split(scale * (b @ a), len(FUSED[name])), strict=True))
+    return found
+
+
+def separate(rename: Callable[[str], str]) -> Arrays:
+    """Return a file in which q, k and v have adapters of their own, by the names that `rename` gives."""
+    arrays: Arrays = {}
+    for name, (a, b) in pairs().items():
+        for part, rows in zip(FUSED[name], mx.split(b, len(FUSED[name])), strict=True):
+            arrays |= {f"{rename(part)}.lora_A.weight": a, f"{rename(part)}.lora_B.weight": rows}
+    return arrays
+
+
+def ai_toolkit() -> tuple[Arrays, dict[str, str], float]:
+    arrays: Arrays = {}
+    for name, (a, b) in pairs().items():
+        arrays |= {f"diffusion_model.{name}.lora_A.weight": a, f"diffusion_model.{name}.lora_B.weight": b}
+    return arrays, {"format": "pt"}, 1.0
+
+
+def kohya() -> tuple[Arrays, dict[str, str], float]:
+    """The form of sd-scripts and of musubi, in float16 as they save it."""
+    arrays: Arrays = {}
+    for name, (a, b) in pairs().items():
+        stem = "lora_unet_" + name.replace(".", "_")
+        arrays |= {f"{stem}.lora_down.weight": a, f"{stem}.lora_up.weight": b, f"{stem}.alpha": mx.array(ALPHA)}
+    return {name: value.astype(mx.float16) for name, value in arrays.items()}, {"ss_network_dim": "2"}, ALPHA / RANK
+
+
+def diffusers() -> tuple[Arrays, dict[str, str], float]:
+    about = {"transformer.r": RANK, "transformer.lora_alpha": ALPHA}
+    return separate(lambda name: f"transformer.{name}"), {"lora_adapter_metadata": json.dumps(about)}, ALPHA / RANK
+
+
+def mflux() -> tuple[Arrays, dict[str, str], float]:
+    return separate(lambda name: f"transformer.{name.removesuffix('.0')}"), {}, 1.0
+
+
+PROGRAMS = {"ai-toolkit": ai_toolkit, "kohya and musubi": kohya, "diffusers": diffusers, "mflux": mflux}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_lora_of_another_program_changes_the_weights_that_it_means_by_what_it_means(program: str, tmp_path: Path) -> None:
+    arrays, about, scale = PROGRAMS[program]()
+    mx.save_safetensors(str(tmp_path / "a.safetensors"), arrays, about)
+    found, scales = read_adapter(tmp_path / "a.safetensors")
+    expected = changes(scale)
+    assert scales.keys() == expected.keys()
+    for name, change in expected.items():
+        merged = scales[name] * (found[f"{name}.lora_B.weight"] @ found[f"{name}.lora_A.weight"])
+        assert mx.abs(merged - change).max() < 2e-3, name
+
+
+def write(root: Path, program: str, rename: Callable[[str], str] = str) -> Path:
+    arrays, about, _ = PROGRAMS[program]()
+    file = root / f"{program}.safetensors"
+    mx.save_safetensors(str(file), {rename(name): value for name, value in arrays.items()}, about)
+    return file
+
+
+def test_a_given_adapter_draws_beside_base_and_checkpoints_and_is_named_in_the_grid(root: Path, tmp_path: Path) -> None:
+    drawn: dict[str, list[np.ndarray]] = {}
+    for program in ("kohya and musubi", "diffusers"):
+        file = write(tmp_path, program)
+        ctx = context(root, tmp_path / program, replace(CONFIG, checkpoints=(20,), seeds=(0,), adapter=str(file)))
+        rows = harness.run(STAGE, ctx).to_pylist()
+        given = [row for row in rows if row["adapter_id"] == hashlib.sha256(file.read_bytes()).hexdigest()]
+        assert [source.label for source in sample_sources(ctx)] == ["base", "step 20", program] and len(rows) == 3 * len(given)
+        assert {row["step"] for row in given} == {0} and {row["step"] for row in rows} == {0, 20}
+        drawn[program] = [pixels(ctx, row).astype(int) for row in given]
+        base = [pixels(ctx, row).astype(int) for row in rows if not row["adapter_id"]]
+        assert all(np.abs(one - two).max() > 3 for one, two in zip(drawn[program], base, strict=True))
+    assert all(np.abs(one - two).max() <= 1 for one, two in zip(*drawn.values(), strict=True))
+
+
+WRONG: dict[str, tuple[Callable[[str], str], str]] = {
+    "another model": (
+        lambda name: name.replace("double_blocks_0_img_attn_qkv", "down_blocks_0_attn1"),
+        "names no linear of FLUX.2",
+    ),
+    "a text encoder": (lambda name: name.replace("lora_unet_single_blocks_1", "lora_te1_layers_1"), "lora_te1_layers_1_linear2"),
+    "a larger model": (lambda name: name.replace("blocks_1", "blocks_30"), "single_transformer_blocks.30.attn.to_out"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_given_adapter_that_does_not_fit_is_one_line_before_the_transformer_is_loaded(
+    kind: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, named = WRONG[kind]
+    file = write(tmp_path, "kohya and musubi", rename)
+    monkeypatch.setattr(stage, "load_sampler", None)
+    config = replace(CONFIG, base=False, checkpoints=(), adapter=str(file))
+    with pytest.raises(ValueError, match=r"samples\.adapter: .* does not fit tiny: ") as caught:
+        harness.run(STAGE, context(root, tmp_path / "run", config))
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_given_adapter_that_is_not_there_is_one_line(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"samples\.adapter must be an adapter's file, got 'a\.safetensors': .* does not exist"):
+        harness.run(STAGE, context(root, tmp_path, replace(CONFIG, adapter="a.safetensors")))
