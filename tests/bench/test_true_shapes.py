@@ -31,3 +31,12 @@ def test_files_of_random_weights_go_through_every_stage(tmp_path: Path, cases: C
         assert all(row["process_peak_gb"] > 0 for row in rows if "stage" in row)
         kept = {path.name for path in (folder / "weights").iterdir()} - {"tokenizer"}
         assert kept == ({"vae"} if options else {"vae", "text_encoder", "transformer"})
+
+
+def test_no_recorded_load_took_more_than_the_packed_size_and_three_gigabytes() -> None:
+    rows = [json.loads(line) for line in (ROOT / "data" / "true_shapes.jsonl").read_text().splitlines()]
+    loads = [row for row in rows if "load_peak_gb" in row]
+    assert {row["family"] for row in loads} == {"klein-base-4b", "klein-base-9b", "dev"}
+    assert all(row["load_peak_gb"] <= row["loaded_gb"] + 3 for row in loads)
+    without_gpu = [row for row in loads if "machine" in row]
+    assert without_gpu and all(row["process_after_load_gb"] <= row["loaded_gb"] + 3 for row in without_gpu)
