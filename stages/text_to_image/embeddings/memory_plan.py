@@ -41,11 +41,10 @@ class EncoderPlan:
 
     @property
     def live_bytes(self) -> int:
-        """The memory use in bytes at which MLX must wait before it starts more work. With layers in memory on a GPU,
-        the value is below the estimated peak. This leaves room for the work that MLX has already started.
+        """The memory use in bytes at which MLX must wait before it starts more work. With layers in memory, the value is
+        below the estimated peak. This leaves room for the work that MLX has already started.
         """
-        ahead = self.by_layer or blocks_in_flight() == 1
-        return self.peak + (self.layer_work if ahead else -self.layer_work) // 2
+        return self.peak + (self.layer_work if self.by_layer else -self.layer_work) // 2
 
     @property
     def words(self) -> str:

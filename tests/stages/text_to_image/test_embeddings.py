@@ -21,6 +21,7 @@ from stages.models.text.encoder import widen
 from stages.stage import StageContext
 from stages.text_to_image.embeddings import STAGE, EmbeddingsConfig, memory_plan
 from stages.text_to_image.families import family
+from stages.tuner.blockwise.device import live_memory_limit
 from tests import harness
 
 TINY = family("tiny")
@@ -254,3 +255,19 @@ def test_the_estimate_of_the_text_encoder_is_near_its_measured_peak(
     measured = mx.get_peak_memory() - before
     # Layer by layer, the estimate counts the layer that is read ahead. On a busy machine it may come late, which lowers the peak.
     assert 0.75 < expected / measured < most, (expected, measured)
+
+
+def test_with_its_limit_encoding_takes_no_more_than_the_estimate(tmp_path: Path) -> None:
+    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 1024, "head_dim": 128}
+    larger = replace(TINY, text_encoder=TINY.text_encoder | wide, text_layers=(2, 3, 5))
+    larger.architecture.write_random_weights(tmp_path / "weights", larger, 0)
+    config = replace(FLOAT32, bits=4)
+    plan = memory_plan.estimate(config, larger, None, False)
+    gc.collect()
+    before = mx.get_active_memory()
+    paths = [tmp_path / "weights" / name for name in ("text_encoder", "tokenizer")]
+    encoder = memory_plan.load_encoder(larger, *paths, config)
+    mx.reset_peak_memory()
+    with live_memory_limit(before + plan.live_bytes):
+        list(encoder.encode(["a cat", "a dog"]))
+    assert mx.get_peak_memory() - before <= 1.02 * plan.peak, (mx.get_peak_memory() - before, plan.peak)
