@@ -8,7 +8,19 @@ from tests.bench.labels import Row, configuration, origin, size
 
 INT8 = "latent, int8 embeddings"
 # Kinds of rows that only these sections show.
-KINDS = ("velocity", "latent", "picture", "exactness", "streaming", "cpu", "kernel_limit", "embedding", "checksums", INT8)
+KINDS = (
+    "velocity",
+    "latent",
+    "picture",
+    "exactness",
+    "streaming",
+    "cpu",
+    "kernel_limit",
+    "embedding",
+    "checksums",
+    INT8,
+    "float16",
+)
 
 CPU = """\
 `python -m tests.bench.cpu`: a training step of the LoRA, float32, equal shapes, targets and optimizer. PyTorch runs diffusers'
@@ -28,6 +40,12 @@ KERNELS = """\
 `python -m tests.bench.kernel_limit`: a training step whose products take at most so many TFLOP a kernel, as on Metal, beside the
 step of this device, in turns. One block of each kind with the true widths of the family. On a CPU seconds are CPU seconds; its
 image is small. The limit is smaller there, to cut the largest product as often as in a step at 1024 px.
+"""
+HALF = """\
+`python -m tests.bench.float16`: the bundled model learns the example's images in float16 and in float32, with the same images,
+noise and noise levels. No loss is scaled. Loss: the mean of the last 20 steps. Apart: the largest difference of a step's losses.
+Lost: the share of the adapter's gradient that is zero in float16 only; cosine: of the two gradients; both the worst of three
+steps. Skipped: steps whose gradient was not finite. Float16 is no setting of `[train]`; a CPU computes it slowly.
 """
 DIFFERENCES = """\
 `python -m tests.bench.differences`. rms: root mean square of the difference; of: that of the exact values. Velocity: one forward
@@ -54,6 +72,7 @@ def cost_sections(rows: list[Row]) -> Iterator[str]:
     yield from streamed_section(rows)
     yield from strips_section([row for row in rows if of_strips(row)])
     yield from kernels_section([row for row in rows if row["kind"] == "kernel_limit"])
+    yield from float16_section([row for row in rows if row["kind"] == "float16"])
     yield from differences_section([row for row in rows if row["kind"] in KINDS and "rms" in row])
 
 
@@ -150,6 +169,18 @@ def kernels_section(rows: list[Row]) -> Iterator[str]:
         for row in rows
     )
     yield from table("| | TFLOP a kernel | s | least s | where |", lines)
+
+
+def float16_section(rows: list[Row]) -> Iterator[str]:
+    """Yield the section on training in float16."""
+    yield from heading("Training in float16 without loss scaling", HALF, rows)
+    lines = (
+        f"| {row['family']}, {row['px']} px, batch {row['batch']}, {row['steps']} steps, seed {row['seed']} |"
+        f" {row['float16_loss']:.4f} | {row['float32_loss']:.4f} | {row['most_apart']:.2g} | {max(row['zero_share']):.2%} |"
+        f" {min(row['cosine']):.6f} | {row['skipped']} | {origin(row)} |"
+        for row in rows
+    )
+    yield from table("| | loss | in float32 | apart | lost | cosine | skipped | where |", lines)
 
 
 def differences_section(rows: list[Row]) -> Iterator[str]:

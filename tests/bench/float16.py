@@ -65,7 +65,8 @@ def example() -> tuple[np.ndarray, np.ndarray]:
 
 def batches(seed: int, steps: int, size: int, latents: np.ndarray, ctx: np.ndarray) -> Iterator[MicroBatch]:
     """Yield the batch of every step: `size` of the images with captions, noise and noise levels drawn from `seed`."""
-    from stages.text_to_image.train.sampler import Crop, Sample
+    from stages.text_to_image.train.dataset import Crop
+    from stages.text_to_image.train.sampler import Sample
 
     draw = np.random.default_rng(seed)
     crop = Crop("", "", SIDE, SIDE, (latents.shape[2], latents.shape[3]), ("",))
