@@ -114,3 +114,11 @@ def test_checksums_stand_beside_our_shortest_step_of_one_process_at_the_same_fam
         "| tiny, 512 px | 8.00 | 1.000 | 1.300 | 0.300 | 0.600 | 0.050 | 0.060 | 50 | 60.0, blocks | 0.10% | 0.50% | NVIDIA X"
     )
     assert not any("Checksums beside" in line for line in page([step, checksums | {"family": "dev"}]))
+
+
+def test_float16_has_a_section_with_the_worst_share_of_lost_gradients_and_the_worst_cosine():
+    row = {"kind": "float16", "family": "micro", "px": 192, "batch": 1, "steps": 25, "seed": 0, "skipped": 0, "most_apart": 0.001}
+    row |= {"float16_loss": 0.5, "float32_loss": 0.51, "zero_share": [0.001, 0.0005], "cosine": [0.9999, 0.99]} | GPU
+    lines = list(page([row]))
+    assert "## Training in float16 without loss scaling" in lines
+    assert any("| 0.5000 | 0.5100 | 0.001 | 0.10% | 0.990000 | 0 | NVIDIA X" in line for line in lines)
