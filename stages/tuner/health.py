@@ -51,9 +51,18 @@ def check_health(
         )
     if step == MOVED_BY and not config.initial:
         _check_moved(say, lr, training, step)
-    if result.update_ratio is not None and result.finite and not RATIOS[0] <= result.update_ratio <= RATIOS[1]:
-        change = "raise" if result.update_ratio < RATIOS[0] else "lower"
-        say(f"step {step}: the update is {result.update_ratio:.1g} of the adapter's length; {change} [train] lr ({lr:g})")
+    if result.update_ratio is not None and result.finite:
+        _check_size(say, config, step, result.update_ratio)
+
+
+def _check_size(say: Callable[[str], None], config: TrainingConfig, step: int, ratio: float) -> None:
+    """Call `say` with a warning if `ratio`, the length of an update divided by the adapter's, is not within `RATIOS`.
+    Prodigy begins with a very small rate and raises it by itself, so a small update is no fault in its first 100 steps.
+    """
+    rises = config.optimizer.kind == "prodigy" and step < RATIO_EVERY
+    if ratio > RATIOS[1] or (ratio < RATIOS[0] and not rises):
+        change = "raise" if ratio < RATIOS[0] else "lower"
+        say(f"step {step}: the update is {ratio:.1g} of the adapter's length; {change} [train] lr ({config.lr:g})")
 
 
 def _check_moved(say: Callable[[str], None], lr: float, training: TrainingStep, step: int) -> None:

@@ -14,6 +14,7 @@ import pytest
 from stages.tuner import checkpoint
 from stages.tuner import step as tuner_step
 from stages.tuner.config import EmaConfig, OptimizerConfig, ScheduleConfig
+from stages.tuner.health import _check_size
 from stages.tuner.loader import Loader
 from stages.tuner.optimizers import step as optimizer_step
 from tests.stages.text_to_image.train.runs import BASE, Run
@@ -106,6 +107,13 @@ def test_an_update_as_long_as_the_adapter_is_reported(transformer, tmp_path):
 def test_an_update_lost_in_rounding_is_reported(transformer, tmp_path):
     run = Run(tmp_path, transformer, replace(BASE, steps=10, lr=1e-10, batch_size=1)).go()
     assert any("raise [train] lr" in line for line in run.said)
+
+
+@pytest.mark.parametrize(("kind", "step", "reported"), [("prodigy", 10, False), ("prodigy", 100, True), ("adamw", 10, True)])
+def test_prodigy_may_begin_with_small_updates_because_it_raises_its_own_rate(kind, step, reported):
+    said: list[str] = []
+    _check_size(said.append, replace(BASE, optimizer=OptimizerConfig(kind=kind), lr=1.0), step, 5e-8)
+    assert said == [f"step {step}: the update is 5e-08 of the adapter's length; raise [train] lr (1)"] * reported
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
