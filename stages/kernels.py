@@ -64,8 +64,8 @@ def most_outputs(rows: int, inputs: int, multiple: int = 128) -> int | None:
 
 
 def most_items(flop: float) -> int | None:
-    """Return how many items one GPU kernel may compute, at least 1. `flop` is the number of floating-point operations for
-    one item. The result is None if kernels have no limit on the default device.
+    """Return how many items one GPU kernel may compute so that it takes at most `LIMIT` floating-point operations, but at
+    least 1. One item takes `flop` operations. The result is None if kernels have no limit on the default device.
     """
     return max(1, int(LIMIT // flop)) if limited() else None
 

@@ -263,8 +263,8 @@ class TrainingRun:
         return rows
 
     def interrupted(self) -> bool:
-        """Return True if a stop of the run is requested, so that the current measurement must end. All ranks get the
-        answer of rank 0. The attribute `unmeasured` is set to the result.
+        """Return True if the user has asked the run to stop. All ranks get the answer of rank 0. It is called while
+        held-out losses are measured. The result is kept in `unmeasured`.
         """
         self.unmeasured = self.ranks.agreed(self.control.stop_requested())
         return self.unmeasured

@@ -89,12 +89,12 @@ def best_candidate(
 
 
 def fastest_plan(estimate: Estimate, limit: int) -> Plan:
-    """Return the fastest memory plan that needs at most `limit` bytes. A plan says how many of the last blocks keep
-    their activations until the backward pass. It is "whole" (all blocks), "blocks" (one block) or a number. `estimate`
-    is the memory estimate of a micro-batch (samples computed at once).
+    """Return the fastest memory plan that needs at most `limit` bytes, or "blocks" if no plan does. `estimate` is the
+    memory estimate of a micro-batch (samples computed at once).
 
-    Blocks that keep no activations are computed twice. This takes longer but needs less memory. So the fastest plan is
-    the largest number of blocks that fits. If nothing fits, the result is "blocks".
+    A plan says how many of the last blocks keep their activations until the backward pass: a number of blocks, "whole"
+    for all of them, or "blocks" for one. Blocks that keep no activations are computed twice. This takes longer but needs
+    less memory. So the fastest plan is the largest number of blocks that fits.
     """
     blocks = estimate.blocks
     fits = [n for n in range(1, blocks + 1) if estimate.peak(n) <= limit]

@@ -303,6 +303,6 @@ class TrainingContext(Protocol):
 
     @property
     def pause(self) -> Callable[[str], None]:
-        """The function `pause(reason)`. The loop calls it when the run ends before its last step. It reports the reason
-        to the user. It does not end the run itself.
+        """A function that tells the user why the run ends before its last step, given the reason as a text. It only
+        reports: the loop calls it and then ends the run.
         """

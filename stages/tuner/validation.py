@@ -51,8 +51,8 @@ class Validation:
         return self.config is not None and step % self.config.every == 0
 
     def discard_incomplete(self, step: int) -> bool:
-        """Discard the held-out losses of step `step` if some are missing, so that they can be measured again. Return
-        True if losses are due after this step and some or all of them are missing. Return False otherwise.
+        """Return True if held-out losses must be measured after step `step`: they are due there, and some or all of them
+        are missing. Those that are there are discarded then, so that all are measured again.
         """
         if not self.is_due(step) or sum(row["step"] == step for row in self.rows) >= self.count:
             return False

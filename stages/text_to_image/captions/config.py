@@ -98,9 +98,10 @@ class CaptionsConfig:
         return CaptionSources(self.sources, self.extension, self.folder, self.caption_column, self.lines)
 
     def _check_trigger(self) -> None:
-        """Raise ValueError if `trigger` is empty although another setting uses it. Such settings are a template or
-        preview prompt with {trigger}, `missing` = "trigger", and `class_word`. Also raise ValueError if `class_word`
-        contains the trigger.
+        """Raise ValueError if `trigger` is empty although another setting uses it, or if `class_word` contains it.
+
+        Four settings can use it: `template` and `preview_prompts` with {trigger} in their text, `missing` with the value
+        "trigger", and `class_word`.
         """
         uses = {
             "captions.template has {trigger}": "{trigger}" in self.template,

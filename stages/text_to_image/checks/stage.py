@@ -26,8 +26,10 @@ WANTED = ("image_id", "path", "short_side", "aspect")
 
 
 def wanted_checks(ctx: StageContext) -> pa.Table:
-    """Return one row per usable image, with the columns `image_id`, `path`, `short_side` and `aspect`. A picture is decoded
-    again only if one of them has changed. Raises ValueError if no image is usable.
+    """Return one row per usable image, with the columns `image_id`, `path`, `short_side` (pixels) and `aspect` (long side
+    divided by short side). Raises ValueError if no image is usable.
+
+    An image is checked again only if one of these four values has changed.
     """
     found = []
     for row in usable_rows(ctx.rows(IMAGES)):

@@ -227,19 +227,17 @@ def _crop(row: Row, rate: float, texts: Texts, masked: bool) -> Crop:
 
 @dataclass(frozen=True)
 class Texts:
-    """The captions that a run may use. All captions are given by caption_id, their key in the table `captions`. A class
-    caption is a caption with the class word (such as "cat") in place of the trigger word. `captions` is a dict from
-    image_id (the image file's sha256) to the captions of the image, in order. `classes` is a dict from image_id to the
-    class captions. Each caption has one there, or "". `empty` is used in place of a dropped caption. `empty_class` is
-    used in place of the class caption of a dropped caption. Both are "" if captions are never dropped. `weights` is a dict
-    from image_id to one number per caption: how often it is drawn. Images whose captions are drawn equally are left out.
+    """The captions that a training run may use, each as its caption_id in the table `captions`.
+
+    A class caption is a caption with the class word (such as "cat") in place of the trigger word. The dicts have an
+    image's image_id (the sha256 of its file) as key.
     """
 
-    captions: dict[str, tuple[str, ...]]  # by image_id, in their order
-    classes: dict[str, tuple[str, ...]]  # by image_id: the class caption of each caption, "" if there is none
-    empty: str  # what a dropped caption becomes
-    empty_class: str  # the class caption that belongs to `empty`
-    weights: dict[str, tuple[float, ...]]  # by image_id: how often each caption is drawn
+    captions: dict[str, tuple[str, ...]]  # the captions of the image, in order
+    classes: dict[str, tuple[str, ...]]  # the class caption of each of them, "" if there is none
+    empty: str  # used in place of a dropped caption; "" if captions are never dropped
+    empty_class: str  # used in place of the class caption of a dropped caption; "" if captions are never dropped
+    weights: dict[str, tuple[float, ...]]  # how often each caption is drawn; without images whose captions are drawn equally
 
 
 def _texts(ctx: StageContext, data: DataConfig, dropout: bool, with_classes: bool) -> Texts:

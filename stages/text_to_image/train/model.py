@@ -26,10 +26,12 @@ def load_transformer(
     copies: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Transformer:
-    """Load the transformer of `family` from the folder `path`. `config` holds the settings [train]. They may ask for
-    packed (quantised) weights, which are packed one by one. With `stream_blocks`, the weights of the blocks stay in
-    files in `folder`. Without it, a converted copy is kept in the folder `copies`. None keeps no copy. `say(line)`
-    receives messages about the copy.
+    """Return the transformer of `family`, read from the folder `path` and packed (quantised) as `config`, the settings
+    [train], says.
+
+    If the setting `stream_blocks` is on, the weights of the blocks stay in files in `folder`. If it is off, the packed
+    weights are also written to the folder `copies`, from where the next run reads them; None writes nothing. `say(line)`
+    receives messages about this copy.
     """
     dtype = getattr(mx, config.precision)
     if copies is not None and not config.stream_blocks:

@@ -131,9 +131,9 @@ def _check_array(target: Target, suffix: str, shape: tuple[int, ...]) -> None:
 
 
 def _resized(target: Target, arrays: Arrays, scale: float, fresh: Arrays) -> Arrays:
-    """Return the arrays of one Linear's adapter, converted to the scale and rank of `target`. The adapter's change of
-    the Linear stays the same. `arrays` maps suffixes, such as ".lora_A.weight", to the adapter's arrays. `scale` is the
-    factor of the adapter's change. The result maps suffixes to float32 arrays.
+    """Return the arrays of an adapter, converted to the scale and rank that `target` asks for. The converted adapter
+    changes its Linear by the same amount. `arrays` maps suffixes, such as ".lora_A.weight", to the arrays, which belong
+    to the scale `scale`. The result maps the same suffixes to float32 arrays.
 
     `fresh` maps suffixes to the arrays of a new adapter for `target`. If the rank of the new adapter is larger, its
     additional rows or columns are appended. To keep the change the same, the arrays in `lora.ZERO_AT_START`, such as B
