@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from schemas.table import TableSchema
 
+PROGRAM_BYTES = 1_000_000_000  # at most, besides arrays: Python, libraries, a tokenizer, work memory of the matrix library
+
 
 @dataclass(frozen=True)
 class Outlook:

@@ -41,6 +41,7 @@ def report(project: Project, budget: int | None = None) -> tuple[list[str], bool
     None means what this machine has.
     """
     from pipeline.project.outlook import downloads, need, outlook
+    from stages.forecast import PROGRAM_BYTES
 
     seen = outlook(project, budget)
     needs = [need(project, name, seen) for name in project.stage_names]
@@ -55,7 +56,9 @@ def report(project: Project, budget: int | None = None) -> tuple[list[str], bool
         total = f"{format_bytes(sum(absent.values()))} in all" if known else f"from {project.family.source}"
         lines.append(f"to download{', about' if known else ''}: {parts}; {total}")
     lines += refusals(needs, seen.budget)
-    lines.append("Memory and disk are computed from shapes. Time is at the rate of the last run.")
+    program = format_bytes(PROGRAM_BYTES)
+    lines.append(f"Memory and disk are computed from shapes. Memory is that of arrays; the program takes up to {program} more.")
+    lines.append("Time is at the rate of the last run.")
     lines.append("A dash: little, or not known before the stages above have run.")
     if any(each.forecast and each.forecast.plan.startswith("plan ") for each in needs):
         lines.append(PLANS)

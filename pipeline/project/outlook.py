@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from stages.forecast import Forecast, Outlook
+from stages.forecast import PROGRAM_BYTES, Forecast, Outlook
 from stages.pipelines import Weights
 
 if TYPE_CHECKING:
@@ -145,7 +145,8 @@ def announcement(project: Project, name: str, rows: int) -> str:
     if not found.peak:
         return f"{rows} rows to make{size}" if disk else ""
     memory = "a worker" if divided else f"of {seen.budget / GB:.3g} GB"
-    return f"{rows} rows to make{size}; estimated peak memory {found.peak / GB:.2g} GB {memory} ({found.plan})"
+    arrays, program = f"{found.peak / GB:.3g} GB for arrays", f"up to {PROGRAM_BYTES / GB:.2g} GB for the program"
+    return f"{rows} rows to make{size}; estimated peak memory {arrays} {memory}, and {program} ({found.plan})"
 
 
 def seconds_for(project: Project, name: str, rows: int | None) -> float | None:

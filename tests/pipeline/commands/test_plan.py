@@ -18,6 +18,7 @@ import pytest
 from pipeline.commands.plan import report
 from pipeline.project.outlook import announcement, need, outlook
 from pipeline.project.project import Project
+from stages.forecast import PROGRAM_BYTES
 from stages.text_to_image.families import FAMILIES
 from tests import projects
 
@@ -75,10 +76,20 @@ def test_a_stage_says_what_it_needs_before_its_first_row_and_nothing_when_it_is_
     console = projects.Silent()
     projects.build(folder, "images", "captions", "buckets", "latents", console=console)
     (line,) = [line for line in console.lines if "estimated peak memory" in line]
-    assert line.startswith("4 rows to make, about ")
+    assert line.startswith("4 rows to make, about ") and "for arrays of " in line and "GB for the program (" in line
     again = projects.Silent()
     projects.build(folder, "latents", console=again)
     assert not any("estimated peak" in line for line in again.lines)
+
+
+def test_besides_arrays_each_stage_takes_less_memory_than_the_plan_says_of_the_program(tmp_path):
+    folder = projects.make(tmp_path / "p", projects.ROOT / "data" / "micro", images=2)
+    projects.edit(folder, 'family = "tiny"', 'family = "micro"')
+    for name in ("images", "captions", "buckets", "latents", "embeddings"):
+        projects.latentmill_process(folder, "run", name)
+    for name in ("latents", "embeddings"):
+        run = Project(folder).current(name).manifest()["facts"]["run"]
+        assert 0.1 * PROGRAM_BYTES < run["peak_rss"] - run["peak_mlx"] < PROGRAM_BYTES, run
 
 
 def test_time_is_forecast_at_the_rate_of_the_last_run(tmp_path, tiny_weights):
