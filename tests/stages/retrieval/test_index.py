@@ -76,6 +76,14 @@ def test_a_path_limits_the_answers_to_files_that_match(indexed):
     assert searcher(indexed).search("count things", "hybrid", path="'; drop table units") == []
 
 
+@pytest.mark.parametrize("mode", ["semantic", "lexical", "hybrid"])
+def test_sql_in_a_query_is_searched_like_other_words_and_changes_nothing(mode, indexed):
+    before = {path: path.read_bytes() for path in artifacts(indexed).rglob("*") if path.is_file()}
+    assert searcher(indexed).search("'; drop table units; -- sort the colours' or '1' = '1", mode)
+    assert {path: path.read_bytes() for path in artifacts(indexed).rglob("*") if path.is_file()} == before
+    assert searcher(indexed).search("sort the colours", mode)
+
+
 @pytest.mark.parametrize("query", ["", "  ", "?!"])
 def test_a_query_without_words_is_one_line(query, indexed):
     with pytest.raises(ValueError, match="the query must have a word"):
