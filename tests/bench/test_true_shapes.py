@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from stages.forecast import PROGRAM_BYTES
 from tests.projects import HANG, ROOT
 
 STAGES = ["images", "captions", "buckets", "latents", "embeddings", "train", "again", "samples"]
@@ -40,3 +41,9 @@ def test_no_recorded_load_took_more_than_the_packed_size_and_three_gigabytes() -
     assert all(row["load_peak_gb"] <= row["loaded_gb"] + 3 for row in loads)
     without_gpu = [row for row in loads if "machine" in row]
     assert without_gpu and all(row["process_after_load_gb"] <= row["loaded_gb"] + 3 for row in without_gpu)
+
+
+def test_the_recorded_process_that_encoded_captions_stayed_within_the_announced_memory() -> None:
+    rows = [json.loads(line) for line in (ROOT / "data" / "true_shapes.jsonl").read_text().splitlines()]
+    [row] = [row for row in rows if "machine" in row and row.get("stage") == "embeddings"]
+    assert row["process_peak_gb"] <= row["estimate_gb"] + PROGRAM_BYTES / 1e9
