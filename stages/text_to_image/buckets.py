@@ -113,11 +113,9 @@ def choose_bucket(width: int, height: int, resolution: int, upscale: bool = Fals
 
 def _best_shape(width: int, height: int, i: np.ndarray, j: np.ndarray, area: float | None) -> tuple[int, int]:
     """Return the shape with the smallest loss for an image of `width` x `height` pixels. A shape is (width, height) in
-    cells of 16 x 16 pixels. `i` and `j` hold the widths and heights of the shapes to choose from. Of shapes with equal
-    loss, the largest is returned.
-
-    The loss is the share of the image that is cropped away, 0 to 1. If `area`, a number of cells, is given, the share
-    of `area` that the shape does not use is added to the loss.
+    cells of 16 x 16 pixels. `i` and `j` hold the widths and heights of the shapes to choose from. The loss is the share
+    of the image that is cropped away, 0 to 1. If `area`, a number of cells, is not None, the share of `area` that the
+    shape does not use is added to the loss. Of shapes with equal loss, the largest is returned.
     """
     skew = (i * height) / (j * width)
     loss = 1 - np.minimum(skew, 1 / skew)
@@ -165,11 +163,12 @@ def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 @functools.cache
 def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the shapes to which an image can be cropped, as two int64 arrays. The first array holds the widths and the
-    second the heights, in cells of 16 x 16 pixels. Only landscape and square shapes are returned, each once.
+    second the heights, in cells of 16 x 16 pixels. A shape has at most `cells` * `cells` cells. `max_shapes` limits the
+    number of shapes for each size from 1 to `cells`. Only landscape and square shapes are returned, each once.
 
     For each `size` from 1 to `cells`, the result contains the shapes of `_full_shapes(size, max_shapes)`. These shapes
-    have an area of at most `size` * `size` cells. `max_shapes` limits the number of shapes for each `size`. A shape
-    that is not square counts twice, as landscape and as portrait.
+    have an area of at most `size` * `size` cells. For `max_shapes`, a shape that is not square counts twice, as
+    landscape and as portrait.
     """
     sizes = [np.stack(_full_shapes(size, max_shapes)) for size in range(1, cells + 1)]
     found = np.unique(np.concatenate(sizes, axis=1), axis=1)
@@ -180,9 +179,9 @@ def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def wanted_buckets(ctx: StageContext) -> pa.Table:
-    """Return all rows that the table `buckets` should have, with all columns. There is one row per usable image and
-    resolution. Rows that are stored already are included. Raises ValueError if no image is usable, or if the setting
-    `where` is wrong or chooses no image.
+    """Return all rows that the table `buckets` should have, with all columns. `ctx` is the stage's context: its input
+    tables and settings. There is one row per usable image and resolution. Rows that are stored already are included.
+    Raises ValueError if no image is usable, or if the setting `where` is wrong or chooses no image.
 
     All rows are computed again, because this is cheap.
     """
@@ -197,16 +196,18 @@ def wanted_buckets(ctx: StageContext) -> pa.Table:
 
 def _only_references(ctx: StageContext) -> set[str]:
     """Return the image_ids of images that are used only as references. A reference is an image that the model sees
-    beside the noisy image, in edit training. An image that is trained too is left out.
+    beside the noisy image, in edit training. An image that is trained too is left out. `ctx` is the stage's context:
+    its input tables and settings.
     """
     found = usable_rows(ctx.rows(IMAGES), references=True)
     return {row["image_id"] for row in found} - {row["image_id"] for row in found if row["use"] != USE}
 
 
 def _rows(image_id: str, width: int, height: int, config: BucketsConfig) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the table `buckets` for one image of `width` x `height` pixels. There is one row per resolution
-    in `config`, the lowest first. The column `rejected` is "too_small" if the image has no bucket (trained size and
-    crop) at this resolution. It is "same_crop" if a lower resolution gave the same bucket. Otherwise it is None.
+    """Yield the rows of the table `buckets` for one image, as dicts. `image_id` is the image's key in the table, and
+    `width` and `height` are its size in pixels. There is one row per resolution in `config`, the settings [buckets],
+    the lowest first. The column `rejected` is "too_small" if the image has no bucket (trained size and crop) at this
+    resolution. It is "same_crop" if a lower resolution gave the same bucket. Otherwise it is None.
     """
     seen = set()
     for resolution in sorted(config.resolutions):
@@ -228,8 +229,9 @@ def write_buckets(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def finish_buckets(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Tell the user about the new rows, in one line per resolution. Each line gives the number of images used and the
-    mean share that is cropped away. If the user stopped the run, nothing is printed. The generator yields no rows.
+    """Tell the user about the new rows of the table `buckets`, in one line per resolution. Each line gives the number
+    of images used and the mean share that is cropped away. If the user stopped the run, nothing is printed. `ctx` is
+    the stage's context: its tables and settings. The generator yields no rows.
     """
     if ctx.stop():
         return

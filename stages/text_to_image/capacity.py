@@ -66,9 +66,10 @@ def capacity(family: Family, side: int, budget: int) -> Capacity:
 
 
 def forecasts(family: Family, side: int, bits: int, budget: int, streamed: bool = False) -> dict[str, Forecast]:
-    """Return the memory forecast of each stage, as a dict by stage name. `side` is the width and height of the images
-    in pixels. `bits` is the number of bits per weight of the base model. `budget` is the available memory in bytes. If
-    `streamed` is True, the blocks of the base model stay on disk. All other settings have their defaults.
+    """Return the memory forecast of each stage, as a dict from the stage's name to a `Forecast`. `family` is the record
+    of the model family. `side` is the width and height of the images in pixels. `bits` is the number of bits per weight
+    of the base model. `budget` is the available memory in bytes. If `streamed` is True, the blocks (layers) of the base
+    model stay on disk. All other settings have their defaults.
 
     Below 16 bits, the optimizer is 8-bit AdamW. A stage is left out if the model family lacks a component that the
     stage needs.

@@ -46,12 +46,12 @@ Lookup = Callable[[str], list[Caption]]  # an image's path, relative to the imag
 
 def make_lookups(folder: Path, paths: list[str], config: CaptionSources, project: Path) -> tuple[list[Lookup], list[str]]:
     """Return (lookups, notes). A lookup is a function that takes an image's path and returns the list of its captions.
-    The first lookup finds captions inside tars and tables. The others are one per entry of `config.sources`, in this
-    order. The notes are texts for the user. `folder` is the image folder. `paths` are the paths of all images, relative
-    to `folder`.
+    The first finds captions inside tars and tables. The others are one per entry of `config.sources`, in this order.
+    The notes are texts for the user. `folder` is the image folder. `paths` are the paths of all images, relative to
+    `folder`. `config` says where captions are looked for. A relative path in `config.folder` starts at `project`, the
+    project's folder.
 
-    A relative path in `config.folder` starts at `project`, the project's folder. Raises ValueError if a metadata file
-    is malformed, or if `config.folder` does not exist.
+    Raises ValueError if a metadata file is malformed, or if `config.folder` does not exist.
     """
     notes: list[str] = []
     made: list[Lookup] = [_inside(folder, config.caption_column)]

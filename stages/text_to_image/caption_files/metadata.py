@@ -29,12 +29,12 @@ METADATA_BYTES = 256_000_000  # largest metadata file that is read: about a mill
 
 def read_metadata(folder: Path, paths: Iterable[str], column: str = "") -> tuple[dict[str, list[Caption]], list[str]]:
     """Read the caption files of an image folder, and return (captions, notes). The captions are a dict from an image's
-    path to the list of its captions. The paths are in Unicode form NFC. The notes are texts for the user about rows
-    whose image does not exist. `folder` is the image folder. `paths` are the paths of all images, relative to `folder`.
-    Raises ValueError, with file and line, if a file is malformed.
+    path to the list of its captions. The notes are texts for the user about rows whose image does not exist. `folder`
+    is the image folder. `paths` are the paths of all images, relative to `folder`. `column` is the name of the column
+    with the captions; "" means text, caption or prompt. Raises ValueError, with file and line, if a file is malformed.
 
-    Files are searched in the folders of the images and in the folders above them, up to `folder`. `column` is the
-    column that holds the caption; "" means text, caption or prompt.
+    Files are searched in the folders of the images and in the folders above them, up to `folder`. The paths in the
+    result are in Unicode form NFC.
     """
     paths = list(paths)
     captions: dict[str, list[Caption]] = {}
@@ -71,8 +71,9 @@ def _metadata_files(folder: Path, paths: list[str]) -> Iterator[tuple[str, Any]]
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield (place, row) for every line of a metadata.jsonl that is not blank. A place is a text such as "line 3". A
-    row is the JSON object of the line, as a dict. Raises ValueError if a line is not a JSON object.
+    """Read the file `path`, a metadata.jsonl, and yield (place, row) for every line that is not blank. A place is a
+    text such as "line 3". A row is the JSON object of the line, as a dict. Raises ValueError if a line is not a JSON
+    object.
     """
     for line, text in enumerate(read_text(path, METADATA_BYTES).split("\n"), 1):
         if not text.strip():
@@ -86,8 +87,9 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _json(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield (place, row) for every entry of a captions.json. A place is a text such as "entry 3". A row is a dict such
-    as {"file_name": "a.png", "caption": "a cat"}. The file is a list of such rows, or a map such as {"a.png": "a cat"}.
+    """Read the file `path`, a captions.json, and yield (place, row) for every entry. A place is a text such as "entry
+    3". A row is a dict such as {"file_name": "a.png", "caption": "a cat"}. The file is a list of such rows, or a map
+    such as {"a.png": "a cat"}.
 
     Raises ValueError if the file is no map or list, or if an entry of the list is no object. In a map, the value can
     also be a list of captions, or an object such as {"caption": "a cat"}.
@@ -112,10 +114,12 @@ def _tsv(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _csv(path: Path, delimiter: str = ",") -> Iterator[tuple[str, Row]]:
-    """Yield (place, row) for every row of a CSV file of captions. A place is a text such as "line 3". A row is a dict
-    from a column's name to a text. `delimiter` is the character between two columns. The first row of the file has the
-    names of the columns. Raises ValueError if the file is not CSV, if a name is there twice, or if the first row is
-    repeated. Raises it too if the number of fields of a row is wrong.
+    """Read the file `path`, a CSV file of captions, and yield (place, row) for every row. A place is a text such as
+    "line 3". A row is a dict from a column's name to a text. `delimiter` is the character between two columns, a comma
+    by default. The first row of the file has the names of the columns.
+
+    Raises ValueError if the file is not CSV, if a name is there twice, or if the first row is repeated. Raises it too
+    if the number of fields of a row is wrong.
     """
     text = io.StringIO(read_text(path, METADATA_BYTES), newline="")
     reader = csv.reader(text, delimiter=delimiter, strict=True, skipinitialspace=True)

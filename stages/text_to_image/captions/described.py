@@ -9,7 +9,8 @@ from stages.text_to_image.caption_files.text import Caption
 
 def described_captions(ctx: StageContext) -> dict[str, list[Caption]]:
     """Return the captions that a model wrote, as a dict from image_id to a list of one caption. They come from the
-    table `descriptions`. The dict is empty if this table is not built.
+    table `descriptions`. The dict is empty if this table is not built. `ctx` is the stage's context: its input tables
+    and settings.
     """
     try:
         rows = ctx.rows(DESCRIPTIONS).to_pylist()

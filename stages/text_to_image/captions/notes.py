@@ -14,8 +14,9 @@ KNOWN = "metadata.jsonl, metadata.csv, captions.json, captions.jsonl, captions.c
 
 
 def describe_sources(captions: list[Caption], config: CaptionsConfig) -> list[str]:
-    """Return one line that counts the captions by the kind of file that they are from, such as "24 captions: 20 from .txt, 4
-    from captions.json". The list is empty if all are from sidecars with the preferred suffix.
+    """Return a list of one line that counts `captions` by the kind of file that they are from. An example is "24
+    captions: 20 from .txt, 4 from captions.json". `config` holds the settings [captions]. A sidecar is a caption file
+    beside its image. If all captions are from sidecars with the first suffix in `config.extensions`, the list is empty.
     """
     counts = Counter(_kind(each) for each in captions if each.source not in ("config", "template", "filename"))
     if not counts or set(counts) == {config.extensions[0]}:
@@ -31,8 +32,9 @@ def _kind(caption: Caption) -> str:
 
 
 def describe_triggers(filled: list[tuple[Filled, Caption]], config: CaptionsConfig) -> list[str]:
-    """Return lines that say which captions did not get the trigger from the template, and why. `filled` holds pairs (training
-    text, caption).
+    """Return lines that say how many captions did not get the trigger from the template, and why. The list is empty if
+    there are none. The trigger is the word that the adapter learns; the template is a text that adds words to a
+    caption. `filled` holds pairs (training text, caption). `config` is not used.
     """
     counts = Counter(text.reason for text, _ in filled)
     first = {text.reason: caption.origin for text, caption in reversed(filled)}
@@ -59,8 +61,8 @@ def _file_names(folder: Path, paths: list[str]) -> list[str]:
 def other_captions(folder: Path, paths: list[str], config: CaptionsConfig, notes: list[str]) -> str:
     """Return the end of an error message about missing captions, or "". It tells the user where the captions may be,
     such as in text files that belong to no image. `folder` is the image folder. `paths` are all images, relative to
-    `folder`. `notes` are messages about caption rows whose image does not exist. If there are any, the text repeats the
-    first one.
+    `folder`. `config` holds the settings [captions]; its `extensions` are the suffixes of caption files. `notes` are
+    messages about caption rows whose image does not exist. If there are any, the text repeats the first one.
     """
     if notes:
         return f"; {notes[0]}; names must be relative to the folder of the file"

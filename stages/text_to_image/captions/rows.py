@@ -30,12 +30,13 @@ def caption_rows(
     described: Mapping[str, list[Caption]] | None = None,
 ) -> tuple[list[Row], list[str]]:
     """Return (rows, notes). The rows are all rows of the table `captions`, as dicts. The notes are lines for the user.
-    They say where the captions are from, and what is unusual. `images` is the table of images. `folder` is the folder
-    with the image files. `config` has the settings [captions]. `project` is the project's folder. Raises ValueError if
-    no image is usable, or if a file with captions cannot be read.
+    `images` is the table `images`. `folder` is the folder with the image files. `config` has the settings [captions].
+    `edits` maps a key such as "IMAGE_ID:0" to an edited text, where 0 is the caption's position; None means no edits.
+    `project` is the project's folder. `described` maps an image_id to a list with the caption that a model wrote, or is
+    None.
 
-    `edits` maps a key such as "IMAGE_ID:0" to the text of an edited caption. The number is the caption's position among
-    those of the image. `described` maps an image_id to a list with the caption that a model wrote. Also raises
+    The notes say where the captions are from, and what is unusual. The position of a caption is its place among those
+    of the image. Raises ValueError if no image is usable, or if a file with captions cannot be read. Also raises
     ValueError if the trigger word is in no caption, or if a caption has "[trigger]" and no trigger is set. If
     `config.missing` is "error", an image without a caption raises ValueError too.
     """
@@ -70,16 +71,16 @@ def find_captions(
     project: Path,
     described: Mapping[str, list[Caption]] | None = None,
 ) -> tuple[dict[str, list[Caption]], list[str]]:
-    """Return (captions, notes). The captions are a dict from image_id to the list of the image's captions. The template
-    is not applied yet. The notes are lines for the user. `subjects` has the facts about each usable image, by image_id.
-    `folder` is the folder with the image files. Raises ValueError if an image has no caption and `config.missing` is
-    "error".
+    """Return (captions, notes): a dict from image_id to the list of the image's captions, and lines for the user.
+    `subjects` has the facts about each usable image, by image_id. `every_path` lists the paths of all images, also of
+    rejected ones. `folder` is the folder with the image files. `config` has the settings [captions]. A relative path in
+    `config.folder` starts at `project`. `described` maps an image_id to a list with a model's caption; None means none.
+    Raises ValueError if an image has no caption and `config.missing` is "error".
 
-    An image may have several paths, its duplicates. The first path with a caption gives the captions. If no path has
-    one, the caption is that of a model in `described`. If there is none, the caption is the subject in the folder's
-    name, if there is any. Otherwise the list is empty. `every_path` lists the paths of all images, also of rejected
-    ones. A relative path in `config.folder` starts at `project`. If the template has no "{caption}", no file is read,
-    and every image has one empty caption.
+    The template is not applied yet. An image may have several paths, its duplicates. The first path with a caption
+    gives the captions. If no path has one, the caption is that of a model in `described`. If there is none, the caption
+    is the subject in the folder's name, if there is any. Otherwise the list is empty. If the template has no
+    "{caption}", no file is read, and every image has one empty caption.
     """
     if "{caption}" not in config.template:  # no file is read
         return {image_id: [Caption("", "template", "captions.template")] for image_id in subjects}, []
@@ -120,8 +121,9 @@ def _substitutes(subject: Subject, config: CaptionsConfig) -> list[tuple[Filled,
 
 
 def _check_foreign(found: Mapping[str, list[Caption]], subjects: Mapping[str, Subject]) -> None:
-    """Raise ValueError if a caption has the text "[trigger]" and its image has no trigger. The message names the first such
-    caption and counts the rest.
+    """Raise ValueError if a caption has the text "[trigger]" and its image has no trigger. `found` maps an image_id to
+    the list of the image's captions. `subjects` maps an image_id to the facts about the image, such as its trigger. The
+    message names the first such caption and counts the rest.
     """
     foreign = [
         each
@@ -136,8 +138,9 @@ def _check_foreign(found: Mapping[str, list[Caption]], subjects: Mapping[str, Su
 
 def _check_trigger(texts: list[str], subjects: Mapping[str, Subject], config: CaptionsConfig) -> list[str]:
     """Return a list of notes for the user. It has one note if only some of the training texts in `texts` contain the
-    trigger. Otherwise the list is empty. Raises ValueError if no text contains the trigger, because the adapter would not
-    learn the word. Nothing is checked if a folder has a trigger of its own.
+    trigger. Otherwise the list is empty. `subjects` maps an image_id to the facts about the image. `config` has the
+    settings [captions], such as the trigger. Nothing is checked if a folder has a trigger of its own. Raises ValueError
+    if no text contains the trigger, because the adapter would not learn the word.
     """
     own = any(each.trigger != config.trigger for each in subjects.values() if not each.class_only)
     if not config.trigger or not texts or own:
@@ -152,9 +155,9 @@ def _check_trigger(texts: list[str], subjects: Mapping[str, Subject], config: Ca
 
 
 def _image_rows(image_id: str, texts: list[tuple[Filled, Caption]]) -> list[Row]:
-    """Return the rows of the table `captions` for one image: one dict per different training text, in order. `texts` are
-    pairs (training text, original caption). If a text occurs several times, its first pair is used, and the weights of its
-    captions are added up.
+    """Return the rows of the table `captions` for one image: one dict per different training text, in order. `image_id`
+    is the image's key. `texts` are pairs (training text, original caption). If a text occurs several times, its first
+    pair is used, and the weights of its captions are added up.
     """
     weights: dict[str, float | None] = {}
     for filled, caption in texts:
@@ -168,10 +171,11 @@ def _image_rows(image_id: str, texts: list[tuple[Filled, Caption]]) -> list[Row]
 
 
 def _class_rows(rows: list[Row], subjects: Mapping[str, Subject], config: CaptionsConfig) -> list[Row]:
-    """Return new rows for the table `captions`, with the role "class". They are used by [train.preservation], a loss
-    that keeps the meaning of the class word. The source rows are those in `rows` with the role "caption" or "trigger"
-    whose text contains the image's trigger. Each of them gives one row, with `config.class_word` in place of the trigger.
-    If texts of one image become equal, only the first is returned.
+    """Return new rows for the table `captions`, with the role "class". They serve [train.preservation], a loss that
+    keeps the meaning of the class word. Of `rows`, those with the role "caption" or "trigger" whose text contains the
+    image's trigger are used. Each gives one row, with `config.class_word` in place of the trigger. `subjects` maps an
+    image_id to the facts about the image, such as its trigger. `config` has the settings [captions]. If texts of one
+    image become equal, only the first is returned.
     """
     found: dict[tuple[str, str], Row] = {}
     for row in rows:

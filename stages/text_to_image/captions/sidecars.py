@@ -128,7 +128,8 @@ def undo_sidecars(ctx: StageContext) -> str:
 def _texts(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Return the captions that the stage reads if the project has the edits `edits`. Both are dicts with keys such as
     `IMAGE_ID:0`, where 0 is the caption's position. A value of `edits` is the edited text. A value of the result is the
-    pair (training text, origin). The origin is usually the path of the caption file.
+    pair (training text, origin). The origin is usually the path of the caption file. `ctx` is the stage's context: its
+    input tables and settings. `folder` is the image folder.
     """
     rows, _ = caption_rows(ctx.rows(IMAGES), folder, ctx.config, edits, ctx.root, described_captions(ctx))
     found = {}
@@ -152,8 +153,9 @@ def _harmless(changes: list[Change], before: Mapping[str, tuple[str, str]], afte
 
 
 def _changes(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> Iterator[Change]:
-    """Yield the caption files to write. `edits` is a dict from a key such as `IMAGE_ID:0` to the edited text. The
-    number is the caption's position. An edit is left out if no file can hold it. `folder` is the image folder.
+    """Yield the caption files to write, as `Change` objects. `ctx` is the stage's context: its input tables and
+    settings. `folder` is the image folder. `edits` is a dict from a key such as `IMAGE_ID:0` to the edited text. The
+    number is the caption's position. An edit is left out if no file can hold it.
     """
     images = ctx.rows(IMAGES)
     subjects, paths = subjects_of(images, ctx.config), images["path"].to_pylist()
@@ -184,9 +186,10 @@ def _changes(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> Itera
 
 def _place(captions: list[Caption], position: int, ctx: StageContext, path: str, paths: list[str]) -> tuple[str, int]:
     """Return (name, line): where one caption of an image is to be written. `name` is the path of the caption file,
-    relative to the image folder. It is "" if no file can hold the caption. `line` counts from 1; it is 0 if the caption
-    is the whole file. `captions` are the captions of the image, and `position` is the index of the one to write. `path`
-    is the path of the image. `paths` are the paths of all images.
+    relative to the image folder, or "" if no file can hold the caption. `line` counts from 1; 0 means that the caption
+    is the whole file. `captions` are the captions of the image, and `position` is the index of the one to write. `ctx`
+    is the stage's context: its tables and settings. `path` is the path of the image. `paths` are the paths of all
+    images.
     """
     if position < len(captions) and captions[position].source == "sidecar":
         name, _, line = captions[position].origin.rpartition(":")

@@ -57,8 +57,9 @@ class Subject:
 
 
 def subjects_of(images: pa.Table, config: CaptionsConfig) -> dict[str, Subject]:
-    """Return a dict from image_id to the `Subject` of every usable image. `images` is the table `images`. Raises ValueError
-    if no image is usable.
+    """Return a dict from image_id to the `Subject` of every usable image: the facts that decide its training texts.
+    `images` is the table `images`. `config` has the settings [captions], such as the trigger word. Raises ValueError if
+    no image is usable.
     """
     every = images.to_pylist()
     rows = {row["image_id"]: row for row in every if row["rejected"] is None and row["use"] != USE}

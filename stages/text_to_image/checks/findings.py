@@ -30,7 +30,9 @@ WORDS = {  # warning -> how a line for the user names the images
 
 
 def picture_warnings(row: Row, config: ChecksConfig) -> dict[str, str]:
-    """Return the warnings about one picture: name -> sentence. `row` is a row of the table `checks`."""
+    """Return the warnings about one picture, as a dict from the warning's name to a sentence. `row` is the picture's
+    row of the table `checks`. `config` has the settings [checks]: the limits beyond which the picture gets a warning.
+    """
     found = {
         "near_duplicate": (row["duplicate_of"] is not None, "a near-duplicate of a larger image"),
         "blurred": (row["blur"] >= config.blur, f"blur {row['blur']:.2f}"),
@@ -62,8 +64,8 @@ def mark_near_duplicates(rows: Iterable[Row], least: float) -> list[Row]:
 
 
 def lines(rows: Iterable[Mapping[str, Any]], named: int = 3) -> list[str]:
-    """Return one line per kind of warning: how many images have it, and the first of them. `rows` are rows of the table
-    `checks`.
+    """Return one line per kind of warning, as a list: how many images have it, and the paths of the first `named` of
+    them. `rows` are rows of the table `checks`.
     """
     paths: dict[str, list[str]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: str(row["path"])):

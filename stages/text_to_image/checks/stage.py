@@ -26,8 +26,9 @@ WANTED = ("image_id", "path", "short_side", "aspect")
 
 
 def wanted_checks(ctx: StageContext) -> pa.Table:
-    """Return one row per usable image, with the columns `image_id`, `path`, `short_side` (pixels) and `aspect` (long side
-    divided by short side). Raises ValueError if no image is usable.
+    """Return one row per usable image, with the columns `image_id`, `path`, `short_side` (pixels) and `aspect` (long
+    side divided by short side). `ctx` is the stage's context: its input tables and settings. Raises ValueError if no
+    image is usable.
 
     An image is checked again only if one of these four values has changed.
     """
@@ -39,8 +40,9 @@ def wanted_checks(ctx: StageContext) -> pa.Table:
 
 
 def measure_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Measure the pending pictures and yield their rows of the table `checks` as record batches. The columns that depend on
-    other images are empty; `finish_checks` fills them in.
+    """Measure the pending pictures and yield their rows of the table `checks` as record batches. A picture is pending
+    if it has no up-to-date row. `ctx` is the stage's context, with its pending rows and settings. The columns that
+    depend on other images are empty; `finish_checks` fills them in.
     """
     folder = ctx.need("image_folder")
     pending = sorted(ctx.pending.to_pylist(), key=lambda row: str(row["path"]))
@@ -57,14 +59,17 @@ def measure_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def opened_files(ctx: StageContext) -> Iterator[Path]:
-    """Yield the paths of the image files that the run will open: those of the pending rows."""
+    """Yield the paths of the image files that the run will open: those of the pending (new or changed) rows. `ctx` is
+    the stage's context, which holds these rows.
+    """
     folder: Path = ctx.need("image_folder")
     yield from (folder / path for path in ctx.pending["path"].to_pylist())
 
 
 def finish_checks(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Compare all pictures and all captions, and yield the rows whose warnings changed as record batches. Tell the user about
-    the warnings. Do nothing if the user stopped the run before all pictures were measured.
+    """Compare all pictures and all captions, and yield the rows whose warnings changed as record batches. Tell the user
+    about the warnings. `ctx` is the stage's context: its tables and settings. Do nothing if the user stopped the run
+    before all pictures were measured.
     """
     wanted = {row["image_id"]: row for row in wanted_checks(ctx).to_pylist()}
     rows = [row for row in ctx.stored.select(CHECKS.batch.names).to_pylist() if row["image_id"] in wanted]
@@ -89,9 +94,10 @@ def finish_checks(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _captions(ctx: StageContext, images: dict[str, Row]) -> tuple[list[Row], str]:
-    """Return (rows, trigger). `rows` are the captions of images that are not for regularisation, as rows of the table
-    `captions` in a fixed order. `trigger` is the trigger word. It is "" if there is none, or if the folder of an image sets
-    a trigger of its own. `images` maps an image_id to the image's row of the table `images`.
+    """Return (rows, trigger). `rows` are the captions of the images in `images`, as rows of the table `captions` in a
+    fixed order. Images for regularisation (of the class, without the trigger) are left out. `trigger` is the trigger
+    word. It is "" if there is none, or if the folder of an image sets a trigger of its own. `ctx` is the stage's
+    context, with its input tables. `images` maps an image_id to the image's row of the table `images`.
     """
     rows = ctx.rows(CAPTIONS).to_pylist()
     own = any(row["trigger"] is not None for row in images.values())

@@ -36,7 +36,9 @@ def text_warnings(rows: Sequence[Row], trigger: str, longest: int) -> Iterator[W
 
 
 def _equal(rows: Sequence[Row]) -> Iterator[Warning]:
-    """Yield a warning for every caption that is equal to that of an earlier image, or differs from it in one word."""
+    """Yield a warning, (image_id, name, sentence), for every caption that equals that of an earlier image or differs
+    from it in one word. `rows` are rows of the table `captions`.
+    """
     whole: dict[tuple[str, ...], str] = {}
     nearly: dict[tuple[int, tuple[str, ...]], str] = {}
     for row in rows:
