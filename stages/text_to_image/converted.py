@@ -72,8 +72,11 @@ def load_copy(
     folder: Path,
     say: Callable[[str], None] = lambda line: None,
 ) -> Transformer | None:
-    """Load a transformer from its converted copy in `folder`, and return it. Return None if there is no copy. A damaged
-    copy is deleted, and None is returned. The other arguments are those of `load_transformer`.
+    """Load a transformer from its converted copy, a file with the weights after casting and packing (quantising).
+    Return None if `folder` has no such copy. A damaged copy is deleted, and None is returned. `family` is the model
+    family, and `path` is the folder or file with the original weights. `dtype` is the type that weights are cast to.
+    `packed` says with how many bits they are packed; None means not packed. `say(line)` receives a line for the user;
+    by default, it does nothing.
     """
     weights = _read(_copy_file(folder, path, family, dtype, packed), say)
     if weights is None:
@@ -86,9 +89,10 @@ def _copy_file(folder: Path, path: Path, family: Family, dtype: mx.Dtype, packed
 
 
 def _key(path: Path, family: Family, dtype: mx.Dtype, packed: Packed | None) -> str:
-    """Return the name of the file for a converted copy, without suffix. It is 16 hex digits. They are a hash of all
-    that decides the content of the copy, such as its weight files and `dtype`. A weight file counts by its path, size
-    and time of change.
+    """Return the name of the file for a converted copy, without suffix. It is 16 hex digits, a hash of all that decides
+    the content of the copy. `path` is the folder or file with the original weights. `family` is the model family.
+    `dtype` is the type that weights are cast to. `packed` says with how many bits they are packed (quantised); None
+    means not packed. A weight file counts by its path, size and time of change.
     """
     from stages.models.weights import weight_files
 

@@ -58,10 +58,10 @@ def load_packed(path: Path, family: Family, dtype: Any, config: Packed, folder: 
 
 
 def arranged(architecture: Architecture, config: Packed, stored: WeightFolder | None) -> Callable[[str, mx.array], Any] | None:
-    """Return a function that prepares a weight after it is read. Return None if weights stay as they are. Call the
-    function as `function(name, weight)`. It packs (quantises) the weight as `config` says, and returns it. `stored` is
-    a folder on disk, or None. If there is a folder, the function writes each matrix of a block there. It then returns a
-    `StoredWeight`, which can read the matrix again.
+    """Return a function that prepares a weight after it is read, or None if weights stay as they are. Call it as
+    `function(name, weight)`. It packs (quantises) the weight as `config` says, and returns it. `architecture` describes
+    the kind of transformer. `stored` is a folder on disk for weights of blocks (layers), or None. If it is given, the
+    function writes each matrix of a block there. It then returns a `StoredWeight`, which can read the matrix again.
     """
     pack = packing(architecture, config)
     if stored is None:
@@ -77,7 +77,8 @@ def arranged(architecture: Architecture, config: Packed, stored: WeightFolder | 
 def packing(architecture: Architecture, config: Packed) -> Callable[[str, mx.array], Any] | None:
     """Return a function that packs (quantises) a weight, or None if the settings ask for no packing. Call the function
     as `function(name, weight)`. It returns the packed weight. It returns the weight unchanged if the weight gets 16
-    bits or has an unsuitable shape. `config` gives the number of bits.
+    bits or has an unsuitable shape. `architecture` describes the kind of transformer. `config` gives the number of
+    bits.
     """
     if (config.base_bits or 16) == 16 and not config.base_bits_for:
         return None
@@ -85,9 +86,9 @@ def packing(architecture: Architecture, config: Packed) -> Callable[[str, mx.arr
 
 
 def weight_bits(name: str, architecture: Architecture, config: Packed) -> int:
-    """Return the bits per value of the transformer weight `name`: 16 (not packed), 8 or 4. `config` holds the settings:
-    `base_bits` for all weights of blocks, and `base_bits_for` for chosen Linears of blocks. Weights outside the blocks
-    have a rule of their own.
+    """Return the bits per value of the transformer weight `name`: 16 (not packed), 8 or 4. `architecture` describes the
+    kind of transformer. `config` holds the settings: `base_bits` for all weights of blocks (layers), and
+    `base_bits_for` for chosen linear layers of blocks. Weights outside the blocks have a rule of their own.
 
     Outside the blocks, only weights for which `architecture.packs_outside(name)` is True are packed. They get
     `base_bits`, but at least `architecture.outside_bits`. All others get 16.

@@ -9,8 +9,9 @@ BFLOAT16 = 2  # bytes
 
 
 def image_sizes(outlook: Outlook) -> list[tuple[int, int]]:
-    """Return (width, height) of every crop of the table `buckets`, in pixels. If the table is not built, return one square per
-    resolution of [buckets].
+    """Return a list of (width, height), in pixels, of every crop (trained part of an image) of the table `buckets`. If
+    the table is not built or is empty, return one square per resolution of [buckets]. `outlook` gives the tables and
+    the settings of all stages.
     """
     rows = outlook.rows(BUCKETS)
     if rows is None or not rows.num_rows:
@@ -20,7 +21,9 @@ def image_sizes(outlook: Outlook) -> list[tuple[int, int]]:
 
 
 def largest_image(outlook: Outlook) -> tuple[int, int]:
-    """Return (width, height) of the crop with the most pixels, in pixels."""
+    """Return (width, height), in pixels, of the crop (trained part of an image) with the most pixels. `outlook` gives
+    the tables and the settings of all stages.
+    """
     return max(image_sizes(outlook), key=lambda size: (size[0] * size[1], size))
 
 

@@ -61,8 +61,9 @@ class UnpackingReader:
         self.stored, self.states = stored, states
 
     def read(self, key: str, name: str = "") -> np.ndarray:
-        """Return the embedding of one text, bfloat16 values as uint16, `(rows, features)`. `key` is the text's caption_id.
-        Raises KeyError if the table has no such text.
+        """Return the embedding of one text, bfloat16 values as uint16, `(rows, features)`. `key` is the text's
+        caption_id. `name` is the column of the embedding; "" means the table's first one. Raises KeyError if the table
+        has no such text.
         """
         return unpack(self.stored.read(key, name), self.states)
 

@@ -39,8 +39,9 @@ class Model(Protocol):
 
 def wanted_descriptions(ctx: StageContext) -> pa.Table:
     """Return the images that need a caption by a model, one row per image. These are the usable images for which no
-    caption is found in a file. The columns are `image_id`, `path` and `prompt`. If no model is set, the table is empty.
-    Raises ValueError if no image is usable, or if a file with captions cannot be read.
+    caption is found in a file. The columns are `image_id`, `path` and `prompt`. `ctx` is the stage's context: its input
+    tables and settings. If no model is set, the table is empty. Raises ValueError if no image is usable, or if a file
+    with captions cannot be read.
     """
     schema = pa.schema([DESCRIPTIONS.batch.field(name) for name in WANTED])
     if not ctx.config.model:
@@ -62,9 +63,9 @@ def _paths(images: pa.Table) -> list[str]:
 
 
 def describe_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Let a model caption the pending images. Yield one record batch per image, with one row. Captions that were
-    yielded before an error are kept. Raises ValueError if the model cannot be loaded, if an image cannot be read, or if
-    the server fails.
+    """Let a model caption the pending images (those without a stored caption). Yield one record batch per image, with
+    one row. `ctx` is the stage's context: its tables and settings. Captions that were yielded before an error are kept.
+    Raises ValueError if the model cannot be loaded, if an image cannot be read, or if the server fails.
     """
     pending = ctx.pending.to_pylist()
     if not pending:
@@ -92,7 +93,8 @@ def describe_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 def load_model(ctx: StageContext) -> Model:
     """Return the model that captions images, as the settings choose it. It is a model behind a server if the setting
-    `server` is not empty. Otherwise it runs in this process. Raises ValueError if the model cannot be loaded.
+    `server` is not empty. Otherwise it runs in this process. `ctx` is the stage's context, which holds the settings.
+    Raises ValueError if the model cannot be loaded.
     """
     if ctx.config.server:
         from stages.text_to_image.descriptions.server import ServerModel
@@ -110,8 +112,8 @@ def _picture(ctx: StageContext, path: str) -> Image.Image:
 
 
 def finish_descriptions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Tell the user how many captions were written. Name the command that shows and changes them. The generator yields
-    no batch.
+    """Tell the user how many captions were written. Name the command that shows and changes them. `ctx` is the stage's
+    context, which holds the stored rows. The generator yields no batch.
     """
     if ctx.pending.num_rows:
         pending = set(ctx.pending["image_id"].to_pylist())

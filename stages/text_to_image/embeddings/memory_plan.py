@@ -56,8 +56,9 @@ class EncoderPlan:
 
 def estimate(config: EmbeddingsConfig, family: Family, weights: Path | None, by_layer: bool) -> EncoderPlan:
     """Return an estimate of the memory that encoding texts takes, as an `EncoderPlan` in bytes. It is computed from
-    shapes alone. `weights` is the path of the text encoder. If it is None, the sizes come from `family`, the record of
-    the model family. `by_layer` is True if the layers are read from disk one at a time.
+    shapes alone. `config` has the settings [embeddings]. `family` is the record of the model family. `weights` is the
+    path of the text encoder. If it is None, the sizes come from `family`. `by_layer` is True if the layers are read
+    from disk one at a time, and False if all stay in memory.
     """
     sizes, item = family.architecture.text_encoder_sizes(weights, family), ITEMSIZES[config.precision]
     shapes = sizes.shapes(max(family.text_layers))
@@ -102,10 +103,10 @@ def unpacked_layer(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int)
 
 
 def choose_plan(config: EmbeddingsConfig, family: Family, weights: Path | None, budget: int) -> EncoderPlan:
-    """Decide whether all layers of the text encoder stay in memory, and return the `EncoderPlan`. The setting
-    [embeddings] `memory` says it: "whole", "layers" (one at a time) or "auto" (whole if that fits). `weights` is the
-    path of the encoder, or None for the sizes of `family`. Raises ValueError if the plan needs more than `budget`
-    bytes. The message names settings that would fit.
+    """Decide whether all layers of the text encoder stay in memory, and return the `EncoderPlan`. `config` has the
+    settings [embeddings]. Its `memory` is "whole" (all layers), "layers" (one at a time) or "auto" (whole if that
+    fits). `family` is the record of the model family. `weights` is the path of the encoder, or None for the sizes of
+    `family`. Raises ValueError if the plan needs more than `budget` bytes. The message names settings that would fit.
     """
     plan = estimate(config, family, weights, config.memory == "layers")
     if config.memory == "auto" and plan.peak > budget:
@@ -121,9 +122,9 @@ def choose_plan(config: EmbeddingsConfig, family: Family, weights: Path | None, 
 
 
 def remedy(config: EmbeddingsConfig, family: Family, weights: Path | None, budget: int) -> str:
-    """Return settings of `[embeddings]` with which the text encoder fits into `budget` bytes. The result is text in the
-    form of the settings file. It is empty if no settings fit. `weights` is the path of the text encoder. If it is None,
-    the sizes of `family` are used.
+    """Return settings of [embeddings] with which the text encoder fits into `budget` bytes. The result is text in the
+    form of the settings file. It is empty if no settings fit. `config` has the present settings. `family` is the record
+    of the model family. `weights` is the path of the text encoder. If it is None, the sizes of `family` are used.
     """
     if estimate(config, family, weights, True).peak <= budget:
         return '[embeddings] memory = "layers"'

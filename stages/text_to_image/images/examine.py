@@ -28,12 +28,12 @@ def may_be_image(path: str) -> bool:
 
 def examine(folder: Path, file: Row, *, min_side: int, max_pixels: int, max_bytes: int) -> Row:
     """Decode one image file and return its complete row of the table `images`. `folder` is the image folder. `file` is
-    the wanted row: `path` (relative to `folder`), `bytes`, `mtime_ns`, `inode` and columns such as `repeats`. If the
-    image is rejected, the columns `rejected` and `detail` of the result hold the reason. A rejected image raises no
-    error.
+    the wanted row: `path` (relative to `folder`), `bytes`, `mtime_ns`, `inode` and columns such as `repeats`. An image
+    is rejected if it is damaged, has a side below `min_side` pixels, or has more than `max_pixels` pixels. A file of
+    more than `max_bytes` bytes is rejected unread. A rejected image raises no error; the columns `rejected` and
+    `detail` of the result hold the reason.
 
-    An image is rejected if it is damaged, has a side below `min_side` pixels, or has more than `max_pixels` pixels. A
-    file of more than `max_bytes` bytes is rejected unread. Duplicates are not looked for.
+    Duplicates are not looked for.
     """
     row: Row = {**dict.fromkeys(IMAGES.batch.names), **file, **UNKNOWN}
     suffix = Path(row["path"]).suffix.lower()

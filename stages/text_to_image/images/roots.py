@@ -21,9 +21,10 @@ class Root:
 
 
 def roots(config: ImagesConfig, folder: Path, project: Path) -> list[Root]:
-    """Return the folders that are searched for images. `folder` is the image folder, which contains all of them. A
-    relative path in an entry [[images.folder]] starts at `project`, the project's folder. Raises ValueError if the
-    folder of an entry does not exist, or if it lies in the folder of a different entry.
+    """Return the folders that are searched for images, as `Root` objects. `config` has the settings [images]. `folder`
+    is the image folder, which contains all of them. A relative path in an entry [[images.folder]] starts at `project`,
+    the project's folder. Without entries, the result is the image folder alone. Raises ValueError if the folder of an
+    entry does not exist, or if it lies in the folder of a different entry.
     """
     if not config.folders:
         return [Root("")]

@@ -31,9 +31,10 @@ NAMED = 5  # rejected files that the summary names
 
 
 def wanted_images(ctx: StageContext) -> pa.Table:
-    """List the image folder. Return one row per file that belongs in the table `images`. The columns are `path`, `bytes`,
-    `mtime_ns`, `inode` and those that the file's folder decides, such as `repeats`. If the stored row of a file has the
-    same values, the file is not opened again. Raises ValueError if the folder does not exist or holds no images.
+    """List the image folder. Return one row per file that belongs in the table `images`. The columns are `path`,
+    `bytes`, `mtime_ns`, `inode` and those that the file's folder decides, such as `repeats`. If the stored row of a
+    file has the same values, the file is not opened again. `ctx` is the stage's context: its stored rows and settings.
+    Raises ValueError if the folder does not exist or holds no images.
     """
     folder = ctx.need("image_folder")
     files = _listing(ctx).files
@@ -51,8 +52,10 @@ def wanted_images(ctx: StageContext) -> pa.Table:
 
 
 def unread_images(ctx: StageContext) -> pa.Table:
-    """Return the rows of files that an earlier run could not read, so that the runner tries them again. Since then, a
-    decoder may have been installed, or a permission given. The columns are those of `wanted_images`.
+    """Return the rows of files that an earlier run could not read, so that they are tried again. The columns are those
+    of `wanted_images`. `ctx` is the stage's context: its stored rows and settings.
+
+    Since the earlier run, a decoder may have been installed, or a permission given.
     """
     unread = {_file(row) for row in _rows(ctx.stored) if not row["image_id"]}
     wanted = wanted_images(ctx) if unread else IMAGES.batch.empty_table().select([*FILE_COLUMNS, *RULES])
@@ -66,8 +69,8 @@ def _listing(ctx: StageContext) -> Listing:
 
 def examine_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     """Hash and decode the pending image files, and yield their rows of the table `images` as record batches. A file is
-    pending if it has no up-to-date row. If a row equals its stored row, it is left out. `finish_images` marks
-    duplicates later.
+    pending if it has no up-to-date row. If a row equals its stored row, it is left out. `ctx` is the stage's context:
+    its rows and settings. `finish_images` marks duplicates later.
 
     A row of this function depends on its own file alone. If only the columns that its folder decides have changed, the
     file is not read again.
@@ -99,8 +102,9 @@ def _row_of(stored: dict[str, Row], read: Callable[[Row], Row], file: Row) -> Ro
 
 
 def _until_stop(ctx: StageContext, pool: ThreadPoolExecutor, read: Callable[[Row], Row], files: list[Row]) -> Iterator[Row]:
-    """Yield `read(file)` for each of `files`, in order. The calls run in the threads of `pool`. When the user asks to
-    stop, no further call begins. The results of calls that have already begun are still yielded.
+    """Yield `read(file)` for each of `files`, in order. `files` are rows of the table `images`. The calls run in the
+    threads of `pool`. `ctx` is the stage's context, which tells if the user asks to stop. Then no further call begins.
+    The results of calls that have already begun are still yielded.
     """
     waiting: deque[Future[Row]] = deque()
     todo = iter(files)
@@ -115,15 +119,17 @@ def _until_stop(ctx: StageContext, pool: ThreadPoolExecutor, read: Callable[[Row
 
 
 def opened_files(ctx: StageContext) -> Iterator[Path]:
-    """Yield the paths of the image files that still have to be read."""
+    """Yield the paths of the image files that still have to be read. `ctx` is the stage's context, which holds their
+    pending rows.
+    """
     folder: Path = ctx.need("image_folder")
     yield from (folder / path for path in ctx.pending["path"].to_pylist())
 
 
 def finish_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     """Mark duplicates among all files of the image folder, and yield the changed rows as record batches. Duplicates are
-    files with the same bytes. Tell the user how many files can be used. Do nothing if the user stopped the run before
-    all files were read.
+    files with the same bytes. Tell the user how many files can be used. `ctx` is the stage's context: its rows and
+    settings. Do nothing if the user stopped the run before all files were read.
     """
     listing = _listing(ctx)
     stored = {_file(row): row for row in _rows(ctx.stored)}
@@ -156,8 +162,9 @@ def _batches(rows: list[Row]) -> Iterator[pa.RecordBatch]:
 
 
 def _summarise(ctx: StageContext, rows: list[Row], masks: int) -> None:
-    """Tell the user how many images are used, and name the first files that are not used. `rows` are all rows of the
-    table `images`. `masks` is the number of mask files in the folder.
+    """Tell the user how many images are used, and name the first files that are not used. `ctx` is the stage's context,
+    which passes lines to the user. `rows` are all rows of the table `images`. `masks` is the number of mask files in
+    the folder.
     """
     rejected = [row for row in rows if row["rejected"]]
     counts = sorted(Counter(row["rejected"] for row in rejected).items())

@@ -144,12 +144,12 @@ def open_alpha(file: Path | BinaryIO, max_pixels: int = CEILING) -> Image.Image 
 @contextmanager
 def _decoded(file: Path | BinaryIO, max_pixels: int, at_least: int | None = None) -> Iterator[tuple[Image.Image, str, int]]:
     """Decode the first frame of an image file, for a `with` statement. The statement gets (image, mode, frames). `mode`
-    is Pillow's name of the pixel format in the file, such as "CMYK". `frames` is the number of frames. `at_least`
-    allows a JPEG file to be decoded at a reduced size, which is faster. No side is then reduced below `at_least`
-    pixels.
+    is Pillow's name of the pixel format in the file, such as "CMYK". `frames` is the number of frames. `file` is a path
+    or an open file. An image with more than `max_pixels` pixels raises ImageError. `at_least` allows a JPEG file to be
+    decoded at a reduced size, with no side below `at_least` pixels; None means full size.
 
-    Raises ImageError if the file cannot be opened or decoded, or has more than `max_pixels` pixels. Every exception in
-    the body of the `with` statement becomes an ImageError too.
+    A reduced size is faster. Raises ImageError if the file cannot be opened or decoded, or has too many pixels. Every
+    exception in the body of the `with` statement becomes an ImageError too.
     """
     with _opened(file) as opened:
         try:

@@ -45,12 +45,13 @@ def latent_id(row: Row) -> str:
 
 
 def wanted_latents(ctx: StageContext) -> pa.Table:
-    """Return the key columns and the crop of every row that the table `latents` should have. There is one row per
-    accepted crop of the table `buckets`. With [latents] `jitter`, each crop has further rows for smaller parts of it. With
-    [latents] `flip`, each row has a second one for its mirror image. Raises ValueError if no image is usable, or if mask
-    files are needed but missing or unreadable.
+    """Return the key columns and the crop of every row that the table `latents` should have. A crop is the part of an
+    image that is trained. There is one row per accepted crop of the table `buckets`. With [latents] `jitter`, each crop
+    has further rows for smaller parts of it. With [latents] `flip`, each row has a second one for its mirror image.
+    `ctx` is the stage's context: its input tables and settings.
 
-    Crops with equal keys share one row. Crops of unusable images are left out.
+    Crops with equal keys share one row. Crops of unusable images are left out. Raises ValueError if no image is usable,
+    or if mask files are needed but missing or unreadable.
     """
     masks = mask_ids(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config.mask)
     edited = with_references(ctx.rows(IMAGES))
@@ -92,9 +93,10 @@ def with_references(images: pa.Table) -> set[str]:
 
 
 def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Encode the pending crops and yield their rows as record batches of [latents] `batch_size` rows. An image that
-    cannot be decoded gives rejected rows. Raises ValueError, after the last batch, if image files have changed since the
-    table `images` was written.
+    """Encode the pending crops and yield their rows as record batches of [latents] `batch_size` rows. A crop is pending
+    if it has no stored row. `ctx` is the stage's context: its tables and settings. An image that cannot be decoded
+    gives rejected rows. Raises ValueError, after the last batch, if image files have changed since the table `images`
+    was written.
     """
     if not ctx.pending.num_rows:
         return
@@ -136,7 +138,8 @@ def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 def live_bytes(ctx: StageContext) -> int:
     """Return the memory limit for encoding the pending images, in bytes. While MLX uses this much, it starts no further
-    work. The limit is the estimated peak for the largest pending image.
+    work. The limit is the estimated peak for the largest pending image. `ctx` is the stage's context, which holds the
+    pending rows and settings.
 
     A GPU could otherwise start several strips of an image ahead of time, and hold them all in memory.
     """
@@ -148,9 +151,10 @@ def live_bytes(ctx: StageContext) -> int:
 
 
 def _encoded_rows(ctx: StageContext, model: Any, changed: list[str]) -> Generator[Row]:
-    """Yield one complete row of the table `latents` per pending crop. `model` is the autoencoder. The rows of one image
-    come together, so that each image is decoded once. If an image file has changed since the table `images` was written,
-    it gives no rows. Its name is then appended to `changed`.
+    """Yield one complete row of the table `latents` per pending crop (part of an image). `ctx` is the stage's context:
+    its tables and settings. `model` is the autoencoder. The rows of one image come together, so that each image is
+    decoded once. If an image file has changed since the table `images` was written, it gives no rows. Its name is then
+    appended to `changed`.
     """
     from stages.text_to_image.latents.encode import encoded_row, rejected_row
 
@@ -174,8 +178,9 @@ def _encoded_rows(ctx: StageContext, model: Any, changed: list[str]) -> Generato
 
 
 def _jobs(ctx: StageContext) -> list[ImageJob]:
-    """Return one `ImageJob` for each image with pending crops. A job holds the image's path, its pending rows and its
-    mask file. Jobs are in the order in which the images first appear in the pending rows.
+    """Return one `ImageJob` for each image with pending crops (parts to encode). A job holds the image's path, its
+    pending rows and its mask file. Jobs are in the order in which the images first appear in the pending rows. `ctx` is
+    the stage's context: its tables and settings.
     """
     by_image: dict[str, list[Row]] = {}
     for row in ctx.pending.to_pylist():
@@ -188,7 +193,8 @@ def _jobs(ctx: StageContext) -> list[ImageJob]:
 
 def opened_files(ctx: StageContext) -> Iterator[Path]:
     """Yield the paths of the images and masks that the stage will open. These are the images with crops still to be
-    encoded, and their masks. A crop is the part of an image that is trained.
+    encoded, and their masks. A crop is the part of an image that is trained. `ctx` is the stage's context, which holds
+    the pending rows.
     """
     for job in _jobs(ctx):
         yield job.path

@@ -87,17 +87,18 @@ def load_sampler(
     folder: Path | None = None,
     copies: Path | None = None,
 ) -> LatentSampler:
-    """Load a transformer with adapters, and return a sampler that draws images. `transformer` is the path of its
-    weights, and `family` is the record of the model family. `adapters` has (file, strength) pairs; the changes of all
-    files are added. `label` names the sampler in errors.
+    """Load a transformer with adapters, and return a sampler that draws images. `label` names it in errors.
+    `transformer` is the path of the weights. `family` is the model family. `read_negative()` returns the embedding of
+    the empty prompt. `adapters` has (file, strength) pairs. `precision` is "bfloat16" or "float32". `packed` says how
+    weights are quantised; None leaves them. `steps` and `guidance` are the number of denoising steps and the guidance
+    scale; None takes the family's. `live_bytes` is the memory limit in bytes, or None. `folder` receives weights that
+    stay on disk. `copies` holds converted copies, or is None.
 
-    `read_negative()` returns the embedding of the empty prompt, (1, text tokens, features). Raises ValueError if an
-    adapter does not fit the transformer. `read_negative` is only called if a denoising step takes two forward passes.
-    `precision` is "bfloat16" or "float32". `packed` says how weights are quantised; None leaves them as they are.
-    `steps` is the number of denoising steps, and `guidance` is the guidance scale. If they are None, the family's
-    values are used. `live_bytes` is the memory limit in bytes; None means no limit. `folder` is for the weights of
-    blocks that stay on disk (see `load_packed`). `copies` is a folder with converted copies of transformers. If it has
-    a copy of this one, the copy is read instead of `transformer`.
+    The embedding has the shape (1, text tokens, features). `read_negative` is only called if a denoising step takes two
+    forward passes. The changes of all adapters are added. `folder` is for the weights of blocks that stay on disk (see
+    `load_packed`). A converted copy is a file with the weights after casting and packing. If `copies` has a copy of
+    this transformer, the copy is read instead of `transformer`. Raises ValueError if an adapter does not fit the
+    transformer.
     """
     dtype = DTYPES[precision]
     model = None
@@ -114,9 +115,10 @@ def load_sampler(
 
 
 def check_file(file: Path, transformer: Path, family: Family) -> int:
-    """Check that an adapter file fits a transformer, before the transformer is loaded. Return the number of its values. `file` is
-    the adapter. `transformer` is the path of the weights, of which only the sizes are read. Raises ValueError if the file
-    is damaged, is no adapter that can be read, or is one of another model. The message names a part that does not fit.
+    """Check that an adapter file fits a transformer, before the transformer is loaded. Return the number of its values.
+    `file` is the adapter. `transformer` is the path of the weights, of which only the sizes are read. `family` is the
+    record of the model family. Raises ValueError if the file is damaged, is no adapter that can be read, or is one of
+    another model. The message names a part that does not fit.
     """
     architecture = family.architecture
     meta = architecture.meta_transformer(architecture.transformer_config(transformer, family), mx.float32)

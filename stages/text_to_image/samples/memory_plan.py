@@ -88,7 +88,9 @@ def drawing_memory(
 
 
 def passes(config: SamplesConfig, family: Family) -> int:
-    """Return how many prompts a denoising step computes: 2 with classifier-free guidance, else 1."""
+    """Return how many prompts a denoising step computes: 2 with classifier-free guidance, else 1. `config` has the
+    settings [samples], such as `guidance`. `family` is the record of the model family.
+    """
     guidance = family.guidance if config.guidance is None else config.guidance
     return 2 if family.real_cfg and guidance > 1 else 1
 
@@ -107,8 +109,9 @@ def stage_drawing(config: SamplesConfig, outlook: Outlook) -> DrawingMemory:
 
 
 def stage_peak(config: SamplesConfig, outlook: Outlook) -> tuple[int, str]:
-    """Return the estimated peak memory of the stage `samples` in bytes, and where it occurs. The stage draws preview
-    images. The second value is "drawing" or "decoding".
+    """Return (bytes, place): the estimated peak memory of the stage `samples`, and where it occurs. The stage draws
+    preview images. The place is "drawing" or "decoding". `config` has the settings [samples]. `outlook` holds the model
+    family, the paths of its weights and the settings of all stages.
     """
     weights, family = outlook.weights("autoencoder"), outlook.family
     decoding = sum(family.architecture.autoencoder_bytes(weights, family, config.height, config.width, 4, False))

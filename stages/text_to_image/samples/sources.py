@@ -52,10 +52,12 @@ class SampleSource:
 
 
 def sample_sources(ctx: StageContext) -> list[SampleSource]:
-    """Return the models that draw previews: the base model first, then adapters by training step. The base model is
-    left out unless the setting [samples] `base` is on. The setting [samples] `checkpoints` chooses the adapters. The file
-    of the setting [samples] `adapter` comes last. Of identical adapter files, only the first is returned. Raises ValueError
-    if a chosen checkpoint is missing or damaged, or if there is no such file.
+    """Return the models that draw previews, as a list: the base model first, then adapters by training step. The
+    setting [samples] `checkpoints` chooses the adapters. The file of the setting [samples] `adapter` comes last. The
+    base model is left out unless the setting [samples] `base` is on. `ctx` is the stage's context: its tables and
+    settings. Raises ValueError if a chosen checkpoint is missing or damaged, or if there is no such file.
+
+    Of identical adapter files, only the first is returned.
     """
     saved = {one.step: one for one in checkpoint.find_checkpoints(ctx.files(TRAIN))}
     refuse_damaged(ctx.config.checkpoints, checkpoint.damaged_checkpoints(ctx.files(TRAIN)), max(saved, default=0))
@@ -72,8 +74,8 @@ def sample_sources(ctx: StageContext) -> list[SampleSource]:
 
 
 def given_adapter(ctx: StageContext) -> Path | None:
-    """Return the path of the file that the setting [samples] `adapter` names, or None if the setting is empty. Raises ValueError
-    if there is no such file.
+    """Return the path of the file that the setting [samples] `adapter` names, or None if the setting is empty. `ctx` is
+    the stage's context, which holds the settings. Raises ValueError if there is no such file.
     """
     if not ctx.config.adapter:
         return None

@@ -43,9 +43,12 @@ References = Mapping[str, Sequence[mx.array]]  # `reference_id` -> the latents o
 
 def wanted_samples(ctx: StageContext) -> pa.Table:
     """Return a table with one row for every preview image that should exist. Its columns are `WANTED`, such as
-    `adapter_id`, `prompt` and `seed`. The rows are sorted by model, then by prompt, then by seed. A model is the base
-    or an adapter: of a checkpoint, or the file [samples] `adapter`. Raises ValueError if the checkpoint of a chosen
-    training step is missing or damaged, if there is no such file, or if a reference image cannot be read.
+    `adapter_id`, `prompt` and `seed`. The rows are sorted by model (the base or an adapter), then by prompt, then by
+    seed. `ctx` is the stage's context: its input tables and settings. Raises ValueError if a chosen checkpoint is
+    missing or damaged, or if a file in the settings is missing or cannot be read.
+
+    An adapter is that of a checkpoint, or the file [samples] `adapter`. Files in the settings are this file and the
+    reference images.
     """
     config = ctx.config
     captions = sorted(ctx.rows(CAPTIONS).to_pylist(), key=lambda row: row["position"])
@@ -63,9 +66,10 @@ def wanted_samples(ctx: StageContext) -> pa.Table:
 
 
 def draw_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Draw the pending previews and yield one record batch per preview. For each source (the base or an adapter), all
-    latents are drawn first. Then all images are decoded. So the transformer and the autoencoder are never in memory
-    together.
+    """Draw the pending previews (those not stored yet) and yield one record batch per preview. `ctx` is the stage's
+    context: its tables and settings. For each source (the base or an adapter), all latents are drawn first. A latent is
+    an image before it is decoded. Then all images are decoded. So the transformer and the autoencoder are never in
+    memory together.
     """
     limit_command_buffers()  # must come before the first MLX array
     pending = ctx.pending.to_pylist()
@@ -85,7 +89,8 @@ def draw_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 def finish_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     """Write the previews as one image, a grid, and return an empty iterator. No rows are added. Once every wanted
-    preview exists, also delete the stored latents (images before they are decoded).
+    preview exists, also delete the stored latents (images before they are decoded). `ctx` is the stage's context: its
+    tables and settings.
     """
     wanted = wanted_samples(ctx).to_pylist()
     if not wanted:
@@ -118,8 +123,9 @@ class StepProgress:
 
 
 def _references(ctx: StageContext, captions: Sequence[Row]) -> dict[str, tuple[str, ...]]:
-    """Return the reference images of each preview prompt: prompt -> paths, as the settings have them. `captions` are all rows
-    of the table `captions`. Raises ValueError if a setting names a prompt that does not exist.
+    """Return the reference images of each preview prompt, as a dict from prompt to a tuple of paths, as the settings
+    have them. An image edit starts from its reference images. `ctx` is the stage's context, which holds the settings.
+    `captions` are all rows of the table `captions`. Raises ValueError if a setting names a prompt that does not exist.
     """
     prompts = [row["text"] for row in captions if row["role"] == "preview"]
     trigger = next((str(row["text"]) for row in captions if row["role"] == "trigger"), "")
@@ -129,7 +135,7 @@ def _references(ctx: StageContext, captions: Sequence[Row]) -> dict[str, tuple[s
 def _encoded_references(ctx: StageContext, rows: Sequence[Row]) -> References:
     """Return the latents of the reference images of `rows`, rows of the table `samples`. A latent is an image as the
     autoencoder encodes it. The result maps a row's `reference_id` to one array per image. It is empty if no row has
-    references. The autoencoder is released at the end.
+    references. `ctx` is the stage's context: its input tables and settings. The autoencoder is released at the end.
     """
     paths = _references(ctx, ctx.rows(CAPTIONS).to_pylist())
     wanted = {row["reference_id"]: paths[row["prompt"]] for row in rows if row["reference_id"]}
@@ -149,9 +155,10 @@ def draw_latents(
     ctx: StageContext, source: SampleSource, rows: list[Row], progress: StepProgress, references: References
 ) -> Iterator[tuple[str, Path]]:
     """Draw the latent of every row in `rows`, and write it to a file. A latent is an image before it is decoded. Yield
-    the row's `file_name` and the path of the file. `source` is the model that draws: the base or an adapter. `progress`
-    counts the denoising steps. `references` maps a `reference_id` to latents of reference images. If the user asks to
-    stop, end early. Raises ValueError if a latent is not finite.
+    the row's `file_name` and the path of the file. `ctx` is the stage's context: its tables and settings. `source` is
+    the model that draws: the base or an adapter. `progress` counts the denoising steps. `references` maps a
+    `reference_id` to latents of reference images. If the user asks to stop, end early. Raises ValueError if a latent is
+    not finite.
 
     The transformer is released at the end.
     """
@@ -176,9 +183,10 @@ def draw_latents(
 
 def sampler_for(ctx: StageContext, source: SampleSource, references: Sequence[mx.array] = ()) -> LatentSampler:
     """Load the model of `source`, and return a sampler that draws latents with it. A latent is an image before it is
-    decoded. The model is the base transformer, plus an adapter if `source` has one. Settings such as the number of
-    steps come from the section [samples]. `references` are latents of reference images. Raises ValueError if the
-    adapter's file is damaged or belongs to another transformer.
+    decoded. The model is the base transformer, plus an adapter if `source` has one. `ctx` is the stage's context: its
+    tables and settings. Settings such as the number of steps come from the section [samples]. `references` are latents
+    of reference images, empty by default. Raises ValueError if the adapter's file is damaged or belongs to another
+    transformer.
     """
     config, family, file = ctx.config, ctx.need("family"), source.adapter_file()
     size, dtype = (config.width, config.height), DTYPES[config.precision]
@@ -204,9 +212,10 @@ def sampler_for(ctx: StageContext, source: SampleSource, references: Sequence[mx
 
 
 def decode_latents(ctx: StageContext, source: SampleSource, rows: list[Row], latents: dict[str, Path]) -> Iterator[Row]:
-    """Decode latents of `source` and write each image as a PNG artifact. Yield the finished rows. `latents` maps a row's
-    `file_name` to the path of its latent. Rows of `rows` without a latent are skipped. If the user asks to stop, end
-    early.
+    """Decode latents (images before decoding) of `source`, the base or an adapter, and write each image as a PNG file
+    of the stage. Yield the finished rows, as dicts. `ctx` is the stage's context: its settings and its folder of files.
+    `rows` are rows of the table `samples`. `latents` maps a row's `file_name` to the path of its latent. Rows without a
+    latent are skipped. If the user asks to stop, end early.
 
     The autoencoder is released at the end.
     """
@@ -244,23 +253,25 @@ def file_name(row: Row) -> str:
 
 
 def latent_path(ctx: StageContext, row: Row) -> Path:
-    """Return the path at which the latent of one preview is stored. A latent is an image before it is decoded. `row` is
-    the preview's row of the table `samples`. The file exists if an earlier run was stopped after drawing it.
+    """Return the path at which the latent of one preview is stored. A latent is an image before it is decoded. `ctx` is
+    the stage's context, which holds the folder. `row` is the preview's row of the table `samples`. The file exists if
+    an earlier run was stopped after drawing it.
     """
     return ctx.artifacts / LATENTS / f"{file_name(row)}.safetensors"
 
 
 def is_drawn(ctx: StageContext, row: Row) -> bool:
     """Return True if the latent of one preview image is on disk and undamaged. A latent is an image before it is
-    decoded. `row` is the preview's row of the table `samples`. An earlier run may have stored the latent before it was
-    stopped.
+    decoded. `ctx` is the stage's context, which holds the folder. `row` is the preview's row of the table `samples`. An
+    earlier run may have stored the latent before it was stopped.
     """
     path = latent_path(ctx, row)
     return path.exists() and ctx.intact(SAMPLES, path.relative_to(ctx.artifacts).as_posix())
 
 
 def read_embedding(ctx: StageContext, caption_id: str) -> mx.array:
-    """Return the embedding of a caption from the table `embeddings`: (1, text tokens, features), bfloat16. Raises
+    """Return the embedding of a caption from the table `embeddings`: an array (1, text tokens, features), bfloat16.
+    `ctx` is the stage's context, with its input tables. `caption_id` is the sha256 of the caption's text. Raises
     KeyError if the caption has no embedding.
     """
     reader = embedding_reader(ctx)
@@ -269,8 +280,9 @@ def read_embedding(ctx: StageContext, caption_id: str) -> mx.array:
 
 
 def opened_files(ctx: StageContext) -> Iterator[Path]:
-    """Yield the paths of the files that drawing opens: the reference images that the setting [samples] `references` names, and
-    the adapter file that [samples] `adapter` names. A reference image is a picture that an edit starts from.
+    """Yield the paths of the files that drawing opens: the reference images that the setting [samples] `references`
+    names, and the adapter file that [samples] `adapter` names. A reference image is a picture that an edit starts from.
+    `ctx` is the stage's context, which holds the settings.
     """
     yield from (ctx.root / name for name in ctx.config.references)
     if given := given_adapter(ctx):
@@ -279,7 +291,7 @@ def opened_files(ctx: StageContext) -> Iterator[Path]:
 
 def empty_caption(ctx: StageContext) -> str:
     """Return the `caption_id` of the empty prompt: the sha256 of its text, in hex. It is looked up in the table
-    `captions`.
+    `captions`. `ctx` is the stage's context, with its input tables.
     """
     ids: list[str] = [row["caption_id"] for row in ctx.rows(CAPTIONS).to_pylist() if row["role"] == "empty"]
     assert ids, "captions always holds the empty caption"

@@ -19,7 +19,7 @@ def preview_rows(ctx: StageContext) -> list[Row]:
     """Return one dict per preview in the table `samples`. A preview is a picture drawn by an adapter or by the base
     model. The keys of a dict are `picture_id`, `kind`, `adapter_id`, `step`, `prompt`, `seed` and `path`, columns of
     the table `scores`. `kind` is "base" if the base model drew it, else "adapter". Previews whose file is missing or
-    damaged are left out.
+    damaged are left out. `ctx` is the stage's context, with its input tables.
     """
     folder = ctx.files(SAMPLES)
     rows = []
@@ -34,7 +34,8 @@ def preview_rows(ctx: StageContext) -> list[Row]:
 
 def reference_rows(ctx: StageContext) -> list[Row]:
     """Return one dict per reference (a real picture of the style). Its keys are `picture_id`, `kind`, `adapter_id`,
-    `step`, `prompt`, `seed` and `path`, columns of the table `scores`. `kind` is "real".
+    `step`, `prompt`, `seed` and `path`, columns of the table `scores`. `kind` is "real". `ctx` is the stage's context:
+    its input tables and settings.
     """
     same: Row = {"kind": "real", "adapter_id": "", "step": 0, "seed": 0}
     return [same | {"picture_id": one.picture_id, "prompt": one.caption, "path": one.path} for one in find_references(ctx)]
@@ -42,8 +43,8 @@ def reference_rows(ctx: StageContext) -> list[Row]:
 
 def find_references(ctx: StageContext) -> list[Reference]:
     """Return the references (real pictures of the style) as `Reference` objects, sorted by path. They are read from the
-    folder that the setting `scores.references` names. If the setting is empty, the list is empty. Raises ValueError if
-    a reference is also a training image.
+    folder that the setting `scores.references` names. If the setting is empty, the list is empty. `ctx` is the stage's
+    context: its input tables and settings. Raises ValueError if a reference is also a training image.
     """
     if not ctx.config.references:
         return []
@@ -64,14 +65,17 @@ def usable_images(ctx: StageContext) -> list[Row]:
 
 
 def trigger_word(ctx: StageContext) -> str:
-    """Return the project's trigger word, or "" if the project has none."""
+    """Return the project's trigger word, or "" if the project has none. `ctx` is the stage's context, with its input
+    tables.
+    """
     found = [row["text"] for row in ctx.rows(CAPTIONS).to_pylist() if row["role"] == "trigger"]
     return str(found[0]) if found else ""
 
 
 def candidate_texts(ctx: StageContext) -> list[str]:
-    """Return the distinct texts of all previews and references, sorted, with the trigger word removed. A picture's own text is
-    ranked among these texts.
+    """Return the distinct texts of all previews and references, sorted, with the trigger word removed. Previews are
+    drawn pictures, and references are real pictures of the style. A picture's own text is ranked among these texts.
+    `ctx` is the stage's context: its input tables and settings.
     """
     trigger = trigger_word(ctx)
     texts = [row["prompt"] for row in [*preview_rows(ctx), *reference_rows(ctx)]]

@@ -146,7 +146,8 @@ def text_vectors() -> TextVectors:
 
 def map_file(ctx: StageContext) -> Path:
     """Return the path of the file that the setting `scores.map` names. The file holds the agreement map, a linear map
-    from image features to sentence embeddings. Raises ValueError if there is no such file.
+    from image features to sentence embeddings. `ctx` is the stage's context, which holds the setting. Raises ValueError
+    if there is no such file.
     """
     file = ctx.root / ctx.config.map
     if not file.is_file():

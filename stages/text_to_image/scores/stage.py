@@ -51,7 +51,7 @@ class ScoresConfig:
 def wanted_scores(ctx: StageContext) -> pa.Table:
     """Return a table of the pictures to score, one row per distinct picture. Previews (pictures drawn by an adapter or
     the base model) come first, then references (real pictures of the style). The columns are those in `WANTED`; the
-    scores are not computed yet.
+    scores are not computed yet. `ctx` is the stage's context: its input tables and settings.
     """
     rows = {row["picture_id"]: row for row in reversed([*preview_rows(ctx), *reference_rows(ctx)])}
     schema = pa.schema([SCORES.stored.field(name) for name in WANTED])
@@ -61,7 +61,8 @@ def wanted_scores(ctx: StageContext) -> pa.Table:
 def snapshot(ctx: StageContext) -> pa.Table:
     """Return a table of all inputs on which every score depends. Its columns are `what` and `which`. `what` is the kind
     of an input, such as "image", "base" (a preview of the base model) or "encoder". `which` is an id, a hash or a text
-    that identifies the input. Raises ValueError if an input is invalid, such as a map file that is missing.
+    that identifies the input. `ctx` is the stage's context: its input tables and settings. Raises ValueError if an
+    input is invalid, such as a map file that is missing.
 
     The result is part of the stage's recipe. The recipe names the folder of the table `scores`, so a changed input
     gives a new folder.
@@ -79,8 +80,8 @@ def snapshot(ctx: StageContext) -> pa.Table:
 
 
 def score_pictures(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Score the pending pictures and yield one record batch per picture. If no picture is pending, the image encoder is
-    not loaded.
+    """Score the pending pictures (those without stored scores) and yield one record batch per picture. If no picture is
+    pending, the image encoder is not loaded. `ctx` is the stage's context: its tables and settings.
     """
     pending = ctx.pending.to_pylist()
     if not pending:
@@ -97,7 +98,8 @@ def score_pictures(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 def opened_files(ctx: StageContext) -> Iterator[Path]:
     """Yield the paths of the files that the stage opens to compare pictures with. These are the training images, the
-    user's reference images and the agreement map. Reference images and map are left out if they are not set.
+    user's reference images and the agreement map (a file that relates images to texts). Reference images and map are
+    left out if they are not set. `ctx` is the stage's context: its input tables and settings.
     """
     folder: Path = ctx.need("image_folder")
     yield from (folder / row["path"] for row in usable_images(ctx))

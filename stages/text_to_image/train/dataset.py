@@ -112,9 +112,10 @@ class Dataset:
 
 
 def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
-    """Read the tables of the project and return the crops and captions to train on. `config` holds the settings [train].
-    Rejected crops, images that cannot be used and images without a caption are left out. Raises ValueError if no crop
-    remains, or if a table lacks rows that the settings need.
+    """Read the tables of the project and return the crops (trained parts of images) and captions to train on. `ctx` is
+    the stage's context, with its input tables. `config` holds the settings [train]. Rejected crops, images that cannot
+    be used and images without a caption are left out. Raises ValueError if no crop remains, or if a table lacks rows
+    that the settings need.
 
     The settings choose the held-out images (never regularisation images), how often crops occur, and whether masks and
     class captions are used.
@@ -159,7 +160,8 @@ def _held_images(
 ) -> frozenset[str]:
     """Return the image_ids of the images that [train.validation] holds out. Only images of the subject can be held out.
     `drawn` has the crops that an epoch uses, as (row, rate). `images` maps an image_id to the image's row of the table
-    `images`, and `paths` to the image's paths.
+    `images`, and `paths` to the image's paths. `config` holds the settings [train]. Without [train.validation], the set
+    is empty.
     """
     if not config.validation:
         return frozenset()
@@ -169,9 +171,9 @@ def _held_images(
 
 def _latents(ctx: StageContext, paths: Container[str], texts: Texts) -> list[Row]:
     """Return the rows of the table `latents` that can be trained on, sorted by `latent_id`. Each row is a dict that
-    also has the `resolution` of its bucket, and `further`: True for a further crop ([latents] `jitter`). `paths`
-    contains the image_ids to use. Images without a caption in `texts` are left out. Raises ValueError if a crop has no
-    latent, or if no row remains.
+    also has the `resolution` of its bucket (trained size), and `further`: True for a further crop ([latents] `jitter`).
+    `ctx` is the stage's context, with its input tables. `paths` contains the image_ids to use. Images without a caption
+    in `texts` are left out. Raises ValueError if a crop has no latent, or if no row remains.
     """
     buckets = [row for row in ctx.rows(BUCKETS).to_pylist() if row["rejected"] is None]
     places = {place(row) for row in buckets if row["image_id"] in paths}
@@ -195,8 +197,9 @@ def _latents(ctx: StageContext, paths: Container[str], texts: Texts) -> list[Row
 
 
 def _with_embeddings(ctx: StageContext, data: Dataset) -> Dataset:
-    """Return a copy of `data` whose dict `text_rows` is filled. It maps each caption_id to the number of rows of the
-    caption's embedding. Raises ValueError if a caption of the run has no embedding.
+    """Return a copy of `data`, the crops and captions of a run, whose dict `text_rows` is filled. It maps each
+    caption_id to the number of rows of the caption's embedding. `ctx` is the stage's context, with its input tables.
+    Raises ValueError if a caption of the run has no embedding.
     """
     text_rows = {row["caption_id"]: row["shape"][0] for row in ctx.rows(EMBEDDINGS).to_pylist()}
     read = {caption for _, _, caption in data.pairs() if caption}
@@ -241,9 +244,10 @@ class Texts:
 
 
 def _texts(ctx: StageContext, data: DataConfig, dropout: bool, with_classes: bool) -> Texts:
-    """Read the captions of a run from the table `captions`, and return their caption_ids as `Texts`. `dropout` says
-    whether captions are dropped at random. `with_classes` says whether class captions are read. Raises ValueError if
-    the table lacks a kind of caption that the settings need.
+    """Read the captions of a training run from the table `captions`, and return their caption_ids as `Texts`. `ctx` is
+    the stage's context, with its input tables. `data` holds the settings [train.data]. `dropout` says whether captions
+    are dropped at random. `with_classes` says whether class captions, with the class word for the trigger, are read.
+    Raises ValueError if the table lacks a kind of caption that the settings need.
     """
     by_role: dict[str, list[Row]] = {}
     for row in sorted(ctx.rows(CAPTIONS).to_pylist(), key=lambda row: (row["position"], row["caption_id"])):

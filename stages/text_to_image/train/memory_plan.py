@@ -198,9 +198,9 @@ class MemoryEstimator:
 
 
 def with_micro_batch(config: TrainConfig, batch: BatchShape) -> TrainConfig:
-    """Return the settings [train], with `micro_batch` set to 1 if training on this device needs that. It does on Metal, if
-    the images of `batch` have 768 px or more. If `micro_batch` is set already, it is kept. `batch` is the shape of the
-    largest batch of the run.
+    """Return the settings [train], with `micro_batch` set to 1 if training on this device needs that. It does on Metal,
+    if the images of `batch` have 768 px or more. `config` holds the present settings. If their `micro_batch` is set
+    already, it is kept. `batch` is the shape of the largest batch of the run.
 
     macOS ends a program that keeps the display waiting. One sample at a time gives the display more turns.
     """
@@ -217,9 +217,10 @@ def choose(
     say: Callable[[str], None],
 ) -> MemoryPlan:
     """Choose the memory plan of a run, print it with `say`, and return it. The plan says how many samples are computed
-    at once, and how many blocks keep their activations. `weights` is the folder of the transformer. No weight is
-    loaded. `sampler` gives the batches of the run. `start` is the checkpoint to continue from, or None for a new run.
-    Raises ValueError if no plan fits into memory. The message names settings that would fit.
+    at once, and how many blocks (layers) keep their activations. `config` holds the settings [train]. `family` is the
+    model family. `weights` is the folder of the transformer. No weight is loaded. `sampler` gives the batches of the
+    run. `start` is the checkpoint to continue from, or None for a new run. Raises ValueError if no plan fits into
+    memory. The message names settings that would fit.
     """
     architecture = family.architecture
     estimator = MemoryEstimator(config, architecture, architecture.transformer_config(weights, family))
@@ -229,10 +230,10 @@ def choose(
 
 
 def require_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int, begun: Plan | None = None) -> Candidate:
-    """Choose how to compute the largest batch of a run, `batch`, with at most `limit` bytes. The result says how many
-    samples are computed at once (`samples`) and how many blocks keep their activations (`plan`). `begun` is the plan of
-    a resumed run, or None. It is kept if it fits and [train] `memory` is "auto". Raises ValueError if nothing fits. The
-    message names settings that would fit.
+    """Choose how to compute the largest batch of a run, `batch`, with at most `limit` bytes. `estimator` estimates the
+    memory for given settings. The result says how many samples are computed at once (`samples`) and how many blocks
+    (layers) keep their activations (`plan`). `begun` is the plan of a resumed run, or None. It is kept if it fits and
+    [train] `memory` is "auto". Raises ValueError if nothing fits. The message names settings that would fit.
     """
     found = estimator.best(batch, limit, begun)
     if found.needs > limit:
@@ -241,8 +242,9 @@ def require_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int, begun
 
 
 def cheapest_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> Remedy:
-    """Return the cheapest change of settings with which training on `batch` fits into `limit` bytes. The result has the
-    new [train] settings (`settings`), the memory plan (`plan`) and the peak memory in bytes (`needs`). If no change
+    """Return the cheapest change of settings with which training on `batch` fits into `limit` bytes. `estimator`
+    estimates the memory with the present settings. `batch` is the largest batch of the run. The result has the new
+    [train] settings (`settings`), the memory plan (`plan`) and the peak memory in bytes (`needs`). If no change
     suffices, it has all changes that save memory.
     """
     samples = max(batch.samples, batch.held.samples if batch.held else 0)
@@ -255,9 +257,10 @@ def cheapest_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> R
 
 
 def refusal(estimator: MemoryEstimator, batch: BatchShape, candidate: Candidate, limit: int) -> str:
-    """Return the one-line error message for a run that needs more memory than `limit` bytes. The message gives the
-    memory of `candidate`, the best way that was found to compute `batch`. It also names settings that would fit. A
-    lower resolution is proposed only if no other settings suffice.
+    """Return the one-line error message for a run that needs more memory than `limit` bytes. `estimator` estimates the
+    memory with the present settings. The message gives the memory of `candidate`, the best way that was found to
+    compute `batch`, the largest batch. It also names settings that would fit. A lower resolution is proposed only if no
+    other settings suffice.
     """
     advice, needs = lower_resolution(estimator, batch, limit)
     would = f"{advice} would need {needs / GB:.3g} GB" if advice else "no setting would need less"
@@ -270,8 +273,9 @@ def refusal(estimator: MemoryEstimator, batch: BatchShape, candidate: Candidate,
 
 def lower_resolution(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> tuple[str, int]:
     """Return (settings, bytes): new settings with which training fits into `limit` bytes, and the memory that training
-    then needs. The settings are text, or "" if none has to change. `batch` is the largest batch of the run. Settings of
-    [train] are changed first. If this does not suffice, the resolution is reduced too.
+    then needs. The settings are text, or "" if none has to change. `estimator` estimates the memory with the present
+    settings. `batch` is the largest batch of the run. Settings of [train] are changed first. If this does not suffice,
+    the resolution is reduced too.
 
     If even the lowest resolution does not suffice, the text still has all changes. The bytes then exceed `limit`.
     """

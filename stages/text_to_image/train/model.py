@@ -26,12 +26,11 @@ def load_transformer(
     copies: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Transformer:
-    """Return the transformer of `family`, read from the folder `path` and packed (quantised) as `config`, the settings
-    [train], says.
-
-    If the setting `stream_blocks` is on, the weights of the blocks stay in files in `folder`. If it is off, the packed
-    weights are also written to the folder `copies`, from where the next run reads them; None writes nothing. `say(line)`
-    receives messages about this copy.
+    """Return the transformer of `family`, read from the folder `path`. Its weights are packed (quantised) as `config`,
+    the settings [train], says. If the setting `stream_blocks` is on, the weights of the blocks (layers) stay in files
+    in `folder`, which must be given. If it is off, the packed weights are also written to the folder `copies`, from
+    where the next run reads them. If `copies` is None, nothing is written. `say(line)` receives messages about this
+    copy; by default, it does nothing.
     """
     dtype = getattr(mx, config.precision)
     if copies is not None and not config.stream_blocks:
@@ -40,10 +39,11 @@ def load_transformer(
 
 
 def read_initial_adapter(file: Path, weights: Path, family: Family, config: TrainConfig) -> InitialAdapter:
-    """Read the adapter file that a training run starts from. Return (arrays, scales). Both are dicts. `arrays` maps
+    """Read the adapter file that a training run starts from. Return (arrays, scales), both dicts. `arrays` maps
     "<linear><ending>" to a float32 array. `scales` maps the name of a linear layer to its scale. `file` is the adapter.
-    `weights` is the folder of the transformer, from which only its sizes are read. Raises ValueError if the adapter is
-    damaged or does not fit the model or the settings.
+    `weights` is the folder of the transformer, from which only its sizes are read. `family` is the model family.
+    `config` holds the settings [train]. Raises ValueError if the adapter is damaged or does not fit the model or the
+    settings.
     """
     if damage := adapter_damage(file):
         raise ValueError(f"[train] initial: {file} {damage}; run `latentmill verify --repair` in its project")

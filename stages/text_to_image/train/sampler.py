@@ -86,7 +86,10 @@ class TrainingSampler:
         return Sample(number, epoch, crop, caption, dropped, sigma, its_class if needs_class else "")
 
     def _caption(self, step: int, number: int, crop: Crop) -> int:
-        """Return the index of the caption that a sample is trained with, drawn by the captions' weights."""
+        """Return the index, in `crop.captions`, of the caption that a sample is trained with. It is drawn at random, by
+        the captions' weights. `step` is the training step, and `number` is the sample's index in the step, from 0.
+        `crop` is the sample's crop (trained part of an image).
+        """
         if crop.weights:
             return draws.weighted_choice(crop.weights, self.seed, "caption", step, number)
         return draws.choice(len(crop.captions), self.seed, "caption", step, number)

@@ -128,10 +128,10 @@ def rates(config: DataConfig, crops: Sequence[tuple[int, str]]) -> list[float]:
 
 
 def _weights(config: DataConfig, present: Iterable[int]) -> dict[int, float]:
-    """Return how often a crop of each resolution in `present` is drawn, as a dict from resolution to relative
-    frequency. The most frequent resolution has 1. The frequencies come from the setting [train.data] `resolutions`. If
-    the setting is None, every frequency is 1. Raises ValueError if the setting does not name exactly the resolutions in
-    `present`.
+    """Return how often a crop (trained part of an image) of each resolution in `present` is drawn. The result is a dict
+    from resolution to relative frequency. The most frequent resolution has 1. The frequencies come from
+    `config.resolutions`, a setting of [train.data]. If it is None, every frequency is 1. Raises ValueError if it does
+    not name exactly the resolutions in `present`.
     """
     resolutions = sorted(present)
     if config.resolutions is None:

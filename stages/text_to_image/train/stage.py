@@ -31,21 +31,21 @@ from stages.tuner.rows import wanted_rows
 def wanted_samples(ctx: StageContext) -> pa.Table:
     """Return a table with one row for every sample that the run trains on or measures. The columns are `step`, `split`
     and `sample`. `split` is "train" or "validation". `sample` is the number of the sample in the step or measurement,
-    from 0.
+    from 0. `ctx` is the stage's context: its tables and settings.
     """
     task = ImageTask(ctx)
     return wanted_rows(task, loop.last_step(task, ctx.stored))
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return a table of the data that decide the result of the run. A crop is the part of an image that is trained.
-    There is one row for every crop and caption that may be drawn together. Further rows name held-out crops and
-    references. Others name crops that are drawn more or less often, weights of captions, and the initial adapter. Raises
-    ValueError if the file of the initial adapter is missing.
+    """Return a table of the data that decide the result of the run. There is one row for every crop (trained part of an
+    image) and caption that may be drawn together. Further rows name held-out crops and references, crops that are drawn
+    more or less often, weights of captions, and the initial adapter. `ctx` is the stage's context: its input tables and
+    settings. Raises ValueError if the file of the initial adapter is missing.
 
     The columns are `latent_id`, `image_id` and `caption_id`. A further row has an empty `latent_id`. Its `image_id` is
-    the id of the crop or the sha256 of the adapter. Its `caption_id` is "held out", "reference 1 LATENT_ID", "rate 0.5",
-    "weights [3.0, 1.0]" or "initial".
+    the id of the crop or the sha256 of the adapter. Its `caption_id` is "held out", "reference 1 LATENT_ID", "rate
+    0.5", "weights [3.0, 1.0]" or "initial".
     """
     data = load_dataset(ctx, ctx.config)
     facts = [("", crop.latent_id, f"rate {crop.rate!r}") for crop in data.crops if crop.rate != 1]
@@ -65,7 +65,7 @@ def snapshot(ctx: StageContext) -> pa.Table:
 def train(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     """Train from the newest checkpoint to the last step, and yield the rows of each step as record batches. A row
     describes one sample that was trained on or measured. If a step gets a checkpoint, its rows are yielded after the
-    checkpoint is written.
+    checkpoint is written. `ctx` is the stage's context: its tables and settings.
     """
     control = Control(ctx, ctx.config)  # first, so that a `stop` that appears while tables are read takes effect
     yield from loop.train(ctx, ImageTask(ctx), control)
@@ -74,6 +74,7 @@ def train(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 def repair(ctx: StageContext) -> Iterator[str]:
     """Train again to recreate the damaged checkpoints of a finished run. Yield one line of text for the user per
     checkpoint. If training now gives another adapter than before, the checkpoint stays damaged, and its line says so.
+    `ctx` is the stage's context: its tables and settings.
     """
     if checkpoint.damaged_checkpoints(ctx.artifacts):
         yield from remake_checkpoints(ctx, ImageTask(ctx))

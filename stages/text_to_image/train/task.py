@@ -158,11 +158,12 @@ class ImageTask:
 
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
         """Choose the memory plan of the run and return it. A memory plan says how many samples are computed at once,
-        and how many blocks keep their activations. `start` is the checkpoint to continue from, or None. Raises
+        and how many blocks (layers) keep their activations. `start` is the checkpoint to continue from, or None. The
+        setting [train] `memory` decides the plan. If `recorded` is True, the setting counts as "auto". Raises
         ValueError if no allowed plan fits into memory.
 
-        The setting [train] `memory` decides the plan. If `recorded` is True, the setting counts as "auto". With "auto",
-        the plan stored in `start` is kept if it fits into memory. Otherwise the fastest plan that fits is chosen.
+        With "auto", the plan stored in `start` is kept if it fits into memory. Otherwise the fastest plan that fits is
+        chosen.
         """
         config = dataclasses.replace(self.config, memory="auto") if recorded else self.config
         return memory_plan.choose(config, self.family, self.ctx.need("transformer"), self.sampler, start, self.ctx.say)
