@@ -33,7 +33,7 @@ NAMED = 5  # rejected files that the summary names
 def wanted_images(ctx: StageContext) -> pa.Table:
     """List the image folder. Return one row per file that belongs in the table `images`. The columns are `path`,
     `bytes`, `mtime_ns`, `inode` and those that the file's folder decides, such as `repeats`. If the stored row of a
-    file has the same values, the file is not opened again. `ctx` is the stage's context: its stored rows and settings.
+    file has the same values, the file is not opened again. `ctx` is the stage's context: its image folder and settings.
     Raises ValueError if the folder does not exist or holds no images.
     """
     folder = ctx.need("image_folder")

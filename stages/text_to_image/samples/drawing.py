@@ -90,9 +90,9 @@ def load_sampler(
     """Load a transformer with adapters, and return a sampler that draws images. `label` names it in errors.
     `transformer` is the path of the weights. `family` is the model family. `read_negative()` returns the embedding of
     the empty prompt. `adapters` has (file, strength) pairs. `precision` is "bfloat16" or "float32". `packed` says how
-    weights are quantised; None leaves them. `steps` and `guidance` are the number of denoising steps and the guidance
-    scale; None takes the family's. `live_bytes` is the memory limit in bytes, or None. `folder` receives weights that
-    stay on disk. `copies` holds converted copies, or is None.
+    weights are quantised; None leaves them. `steps` and `guidance` are the denoising steps and the guidance scale; None
+    takes the family's. `live_bytes` limits the memory in bytes, unless None. `folder` receives weights that stay on
+    disk. `copies` holds converted copies, or is None.
 
     The embedding has the shape (1, text tokens, features). `read_negative` is only called if a denoising step takes two
     forward passes. The changes of all adapters are added. `folder` is for the weights of blocks that stay on disk (see
