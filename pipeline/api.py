@@ -38,12 +38,12 @@ class Project(project.Project):
             choose(self, training_run, overrides)
 
     def run(self, name: str, *, upstream: bool = False, progress: ProgressCallback | bool = True) -> Outcome:
-        """Run the stage `name`, which brings the table of that name up to date. Return an `Outcome`: rows written and
-        removed, seconds, memory. If `upstream` is True, all earlier stages that the stage needs are run first. Raises
-        ValueError for a mistake that the user can correct. Raises Stopped if the user interrupts the run.
+        """Run the stage `name`, which brings the table of that name up to date. If `upstream` is True, run first all
+        earlier stages that it needs. `progress` is True to show a bar and messages on standard error, and False to show
+        nothing. It can also be a function, called with (stage, done, total, unit). Return an `Outcome`: rows written
+        and removed, seconds, memory.
 
-        If `progress` is True, a bar and messages are shown on standard error; if False, nothing. If `progress` is a
-        function, it is called with (stage, done, total, unit).
+        Raises ValueError for a mistake that the user can correct. Raises Stopped if the user interrupts the run.
         """
         from pipeline import runner
         from pipeline.terminal import console_for

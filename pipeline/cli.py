@@ -39,8 +39,9 @@ class Commands(click.Group):
     """
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the name of the command that `args` begins with, the command, and the remaining arguments. An unknown name ends
-        with a usage error that suggests the nearest name.
+        """Return (name, command, rest) for the command line `args`, a list of words. `name` is its first word,
+        `command` is the command of that name, and `rest` has the remaining words. An unknown name ends with a usage
+        error that suggests the nearest name. `ctx` is click's context of this call; `args` is stored in its `meta`.
         """
         from pipeline.project.parse import nearest
 
@@ -51,8 +52,9 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return the command called `cmd_name`; None if there is no such command. If two pipelines have a command of
-        that name, the one of the project's pipeline is returned.
+        """Import and return the command called `cmd_name`, or None if there is no such command. `ctx` is click's
+        context of this call; its `meta` holds the words of the command line. If two pipelines have a command of that
+        name, the one of the project's pipeline is returned.
         """
         from stages.pipelines import load
 
@@ -64,12 +66,15 @@ class Commands(click.Group):
         return stage_command(cmd_name, ctx.meta.get("arguments", ()))
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands, group by group. A name that two pipelines use is returned once."""
+        """Return the names of all commands, group by group. A name that two pipelines use is returned once. `ctx` is
+        click's context of this call; its `meta` holds the words of the command line.
+        """
         groups = command_groups(ctx.meta.get("arguments", ()))
         return list(dict.fromkeys(name for _, commands in groups for name in commands))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands for `--help` into `formatter`. Each command has a one-line summary.
+        """Write the list of commands for `--help` into `formatter`, click's builder of help texts. Each command has a
+        one-line summary. `ctx` is click's context of this call; its `meta` holds the words of the command line.
 
         The summaries come from the source files, so no command is imported.
         """

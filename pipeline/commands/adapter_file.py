@@ -57,14 +57,15 @@ def write_adapter(
     metadata: dict[str, str],
     say: Say = silent,
 ) -> Path:
-    """Convert the adapter file `adapter` for other programs and return the path of the new file. `out` is a file ending
-    in .safetensors, or a folder. `style` is "diffusers" or "comfyui". `dtype` of the matrices is "float32", "bfloat16"
-    or "float16". Raises ValueError if the new file would replace any file other than an earlier export.
+    """Convert the adapter file `adapter` for other programs and return the path of the new file. `family` is the
+    adapter's model family. `out` is a file ending in .safetensors, or a folder. `style` is the naming of tensors,
+    "diffusers" or "comfyui". `dtype` of the matrices is "float32", "bfloat16" or "float16". `metadata` has texts to add
+    to the file's metadata, with keys such as "project". `say` is called with each line of notes for the user; by
+    default nothing happens.
 
-    `family` is the adapter's model family. In a folder, the file name is formed from project, step, style and kind of
-    adapter. `metadata` (keys such as "project") is added to the file's metadata. `say` is called with notes for the
-    user, one line each. An earlier export of the same project, style and family is replaced. Raises ValueError if a
-    value of the adapter is not finite, or is too large for `dtype`.
+    In a folder, the file name is formed from project, step, style and kind of adapter. An earlier export of the same
+    project, style and family is replaced. Raises ValueError if the new file would replace any other file. Raises
+    ValueError too if a value of the adapter is not finite, or is too large for `dtype`.
 
     Scales are multiplied into the arrays, so that the file is right for readers that ignore metadata.
     """
@@ -86,12 +87,12 @@ def write_arrays(
     adapter: Adapter, family: Family, target: Path, style: str, *, dtype: str, about: dict[str, str], say: Say = silent
 ) -> Path:
     """Write an adapter as the safetensors file `target` for other programs, and return `target`. `adapter` is the pair
-    (arrays, scales). `style` is "diffusers" or "comfyui". `dtype` of the matrices is "float32", "bfloat16" or
-    "float16". `about` holds facts for the file's metadata, with keys such as "project" and "step".
+    (arrays, scales) of the model family `family`. `style` is the naming of tensors, "diffusers" or "comfyui". `dtype`
+    of the matrices is "float32", "bfloat16" or "float16". `about` has texts for the file's metadata, with keys such as
+    "project" and "step". `say` is called with each line of notes for the user; by default nothing happens.
 
-    Raises ValueError if `target` exists and is no earlier export, or if a value is too large for `dtype`. `family` is
-    the adapter's model family. `say` is called with notes for the user, one line each. An earlier export of the same
-    project, style and family is replaced.
+    Raises ValueError if `target` exists and is no earlier export, or if a value is too large for `dtype`. An earlier
+    export of the same project, style and family is replaced.
     """
     from pipeline.commands.export_header import header
     from stages.models import adapters

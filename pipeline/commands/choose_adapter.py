@@ -13,11 +13,12 @@ STRONGEST = 10.0
 
 
 def find_adapter(project: Project, text: str, step: int | None = None) -> Path:
-    """Return the path of the adapter file that `text` names. The path of an existing file is returned as it is. "last",
-    "best" and "average" are adapters of the chosen run. "best@RUN" is the best adapter of the run with the name or
-    recipe RUN; @RUN can also follow the other two words.
+    """Return the path of the adapter file that `text` names. `text` is the path of an existing file, "last", "best" or
+    "average". These words name adapters of the chosen run of `project`, the opened project folder. "best@RUN" is the
+    best adapter of the run with the name or recipe (settings id) RUN. @RUN can also follow the other two words. `step`
+    chooses a checkpoint, by its training step; None takes the end of the run.
 
-    `step` chooses a checkpoint; None takes the end of the run. Raises ValueError if there is no such adapter.
+    Raises ValueError if there is no such adapter.
     """
     from pipeline.commands.export import WHICH, adapter_of
 

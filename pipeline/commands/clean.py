@@ -58,9 +58,10 @@ def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
 
 
 def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Delete the temporary files of killed commands, and damaged files that were replaced. Yield `(line for the user,
-    bytes freed)` for each deletion. Temporary files that a running command has locked are kept. If `dry_run` is True,
-    nothing is deleted, but the same pairs are yielded. Raises ValueError if a table to clean is being written.
+    """Delete the temporary files of killed commands, and damaged files that were replaced. `project` is the opened
+    project folder. If `dry_run` is True, nothing is deleted. Yield `(line for the user, bytes freed)` for each
+    deletion, or each one that would happen. Temporary files that a running command has locked are kept. Raises
+    ValueError if a table to clean is being written.
     """
     tables = project.path / "tables"
     for folder in (project.path, project.path / "exports", project.path / "weights", tables, *tables.glob("[!.]*/")):
@@ -82,9 +83,9 @@ def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int
 
 
 def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Delete the rows and tables of a stage that the present settings do not use. `name` is the name of the stage.
-    Yield `(line for the user, bytes freed)` for each deletion. If `delete` is False, nothing is deleted. With
-    `dry_run`, nothing is deleted, but the pairs of a real call are yielded.
+    """Delete the rows and tables of one stage that the present settings do not use. `project` is the opened project
+    folder, and `name` is the name of the stage. If `delete` is False, nothing is deleted. Yield `(line for the user,
+    bytes freed)` for each deletion. If `dry_run` is True, nothing is deleted, but the pairs of a real call are yielded.
 
     For unused tables that are kept, one pair has a line with the reason, and 0 bytes.
     """

@@ -92,12 +92,12 @@ Make = Callable[[], tuple["Adapter", str]]  # computes (arrays, scales) and a li
 
 def merge(project: Project, chosen: Sequence[tuple[str, float]], rank: int | None = None) -> tuple[Recipe, Make]:
     """Plan a LoRA that is the sum of several adapters, and return (recipe, make). `recipe` is a dict that says what the
-    LoRA is made from. `make()` computes the LoRA. It returns the LoRA and a line of text about the error. `chosen`
-    holds pairs (adapter, strength).
+    LoRA is made from. `make()` computes the LoRA. It returns the LoRA and a line of text about the error. `project` is
+    the opened project folder. `chosen` holds pairs (adapter, strength). `rank` is the largest rank of a Linear in the
+    result. None adds the ranks, so that nothing is lost.
 
     An adapter is "last", "best" or "average", one of these with "@RUN", or the path of a file. RUN is the name or the
-    recipe of a run. If `rank` is given, it is the largest rank of a Linear in the result. If `rank` is None, the ranks
-    are added and nothing is lost. Raises ValueError if an adapter does not exist or `rank` is out of range.
+    recipe of a run. Raises ValueError if an adapter does not exist or `rank` is out of range.
     """
     _check_rank(rank)
     files = [(find_adapter(project, text), strength) for text, strength in chosen]
@@ -115,8 +115,9 @@ def merge(project: Project, chosen: Sequence[tuple[str, float]], rank: int | Non
 
 def resize(project: Project, adapter: str, rank: int) -> tuple[Recipe, Make]:
     """Plan a LoRA of a lower rank and return (recipe, make). `recipe` is a dict that says what the LoRA is made from.
-    `make()` computes the LoRA. It returns the LoRA and a line of text about the error. `adapter` is "last", "best" or
-    "average", one of these with "@RUN", or the path of a file.
+    `make()` computes the LoRA. It returns the LoRA and a line of text about the error. `project` is the opened project
+    folder. `adapter` is "last", "best" or "average", one of these with "@RUN", or the path of a file. `rank` is the
+    largest rank of a Linear in the result.
 
     RUN is the name or the recipe of a run. Raises ValueError if the adapter does not exist or `rank` is out of range.
     `make()` raises ValueError unless `rank` is below the largest rank in the adapter.
@@ -137,9 +138,13 @@ def resize(project: Project, adapter: str, rank: int) -> tuple[Recipe, Make]:
 
 
 def extract(project: Project, tuned: Path, rank: int) -> tuple[Recipe, Make]:
-    """Plan a LoRA from the difference between a fine-tuned transformer and the project's base. `tuned` is a folder in
-    the diffusers layout or a single file. Return (recipe, make); `make()` computes the LoRA, and raises ValueError if
-    nothing differs. Raises ValueError if there are no weights at `tuned`.
+    """Plan a LoRA from the difference between a fine-tuned transformer and the base model of `project`, the opened
+    project folder. Return (recipe, make). `recipe` is a dict that says what the LoRA is made from. `make()` returns the
+    LoRA and a line of text about the error. `tuned` is a folder in the diffusers layout or a single file. `rank` is the
+    largest rank of a Linear in the result.
+
+    Raises ValueError if there are no weights at `tuned`, or `rank` is out of range. `make()` raises ValueError if
+    nothing differs.
     """
     from stages.models.weights import weight_files
 
@@ -162,8 +167,8 @@ def extract(project: Project, tuned: Path, rank: int) -> tuple[Recipe, Make]:
 
 def difference(base: Path, tuned: Path, family: Family, rank: int) -> tuple[Cut, int]:
     """Return (LoRA, number of other weights that changed) for the difference between two transformers. `base` and
-    `tuned` are folders in the diffusers layout or single files. Raises ValueError if the weights are not those of one
-    architecture.
+    `tuned` are folders in the diffusers layout or single files. `family` is their model family. `rank` is the largest
+    rank of a Linear in the LoRA. Raises ValueError if the weights are not those of one architecture.
 
     The base is in memory as a whole, the tuned transformer one weight at a time.
     """
@@ -210,9 +215,10 @@ def read(family: Family, file: Path) -> Adapter:
 def write(
     project: Project, recipe: Recipe, make: Make, *, out: Path | None, style: str, dtype: str, say: Say = click.echo
 ) -> Path:
-    """Write the LoRA that `make()` computes to a file, and return its path. `recipe` says what the LoRA is made from.
-    `out` is the path of a .safetensors file or of a folder. None means the project's folder exports/. `say` is called
-    with lines of text for the user.
+    """Write the LoRA that `make()` computes to a file, and return its path. `project` is the opened project folder.
+    `recipe` is a dict that says what the LoRA is made from. `out` is a .safetensors file or a folder; None means the
+    project's folder exports/. `style` is the naming of tensors, "diffusers" or "comfyui". `dtype` of the matrices is
+    "float32", "bfloat16" or "float16". `say` is called with each line of text for the user.
 
     The file records `recipe`, `style` and `dtype`. If the file exists with the same record, it is kept and `make` is
     not called. Raises ValueError if the file exists with a different record. Raises ValueError too if `style` or

@@ -143,9 +143,10 @@ def _result_rows(project: Project) -> list[dict[str, Any]]:
 
 
 def best(project: Project, run: Run, by: str | None = None) -> Iterator[str]:
-    """Yield lines that name the best checkpoint of `run`, the reason, and the command that exports it. `by` is the
-    criterion: "held-out" (lowest loss) or "scores" (highest score). If `by` is None, the held-out loss decides if it
-    was measured, otherwise the scores. Raises ValueError if the loss or scores that it needs do not exist.
+    """Yield lines that name the best checkpoint of `run`, the reason, and the command that exports it. `project` is the
+    opened project folder. `by` is the criterion: "held-out" (lowest loss) or "scores" (highest score). If `by` is None,
+    the held-out loss decides if it was measured, otherwise the scores. Raises ValueError if the loss or scores that it
+    needs do not exist.
     """
     if run.best_step is not None and by != "scores":
         losses = {step: loss for step, loss in run.held_out.items() if step in run.checkpoints}
@@ -166,7 +167,9 @@ def best(project: Project, run: Run, by: str | None = None) -> Iterator[str]:
 
 
 def checkpoint_scores(project: Project, run: Run) -> dict[int, float]:
-    """Return the score of each checkpoint of `run`, the higher the better: step -> score. It is empty if nothing was scored."""
+    """Return the scores of the checkpoints of the training run `run`, as a dict from step to score. A higher score is
+    better. The dict is empty if nothing was scored. `project` is the opened project folder.
+    """
     from pipeline.commands.query import answer
     from pipeline.errors import NotBuilt
 

@@ -33,10 +33,10 @@ def command(project: Project) -> None:
 
 
 def evaluate(project: Project) -> Iterator[str]:
-    """Yield the lines of a report on the table `ranks`, the ranks of correct results in each search. Each mode has a
-    part: "plain", and "hard" if each code unit's own name is removed. A part has a table of retrieval measures, and the
-    differences between searches. It also has MRR@10 for queries that share few or many words with the code. Raises
-    NotBuilt if the table does not exist.
+    """Yield the lines of a report on the table `ranks` of `project`, the opened project folder. The table has the ranks
+    of correct results in each search. Each mode has a part: "plain", and "hard" if each code unit's own name is
+    removed. A part has a table of retrieval measures, and the differences between searches. It also has MRR@10 for
+    queries that share few or many words with the code. Raises NotBuilt if the table does not exist.
     """
     table = project.current("ranks")
     if not table.exists:

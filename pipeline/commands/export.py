@@ -69,13 +69,13 @@ def export_run(
     which: str = "last",
     say: Say = silent,
 ) -> Path:
-    """Export an adapter that `project` trained, and return the path of the new file. `out` is a file ending in
-    .safetensors, or a folder. None means exports/ in the project. `style` names the keys of the tensors: "diffusers" or
-    "comfyui". `dtype` is "float32", "bfloat16" or "float16". Raises ValueError if there is no such adapter or the file
-    cannot be written.
+    """Export an adapter that `project`, the opened project folder, trained. Return the path of the new file. `out` is a
+    .safetensors file or a folder; None means the project's exports/. `style` is the naming of tensors, "diffusers" or
+    "comfyui". `dtype` is "float32", "bfloat16" or "float16". `step` chooses a checkpoint; None takes the end of the
+    run. `which` is "last" (as trained), "average" (of the weights) or "best" (lowest validation loss). `say` is called
+    with each note for the user; by default nothing happens.
 
-    `step` chooses a checkpoint. None takes the end of the run. `which` is "last" (as trained), "average" (the moving
-    average of the weights) or "best" (the lowest validation loss). `say(line)` is called with each note for the user.
+    Raises ValueError if there is no such adapter or the file cannot be written. For "best", `step` must be None.
     """
     adapter = adapter_of(project, step, say, which)
     about = {"project": project.name, "adapter": which, **use_of(project)}
@@ -83,8 +83,9 @@ def export_run(
 
 
 def use_of(project: Project) -> dict[str, str]:
-    """Return entries for the header of the adapter's file. "trigger" is the trigger word. "resolution" is the largest
-    training resolution in pixels, such as "768x768". An entry without a value is left out.
+    """Return entries for the header of an adapter's file, as a dict from name to text. "trigger" is the trigger word.
+    "resolution" is the largest training resolution in pixels, such as "768x768". An entry without a value is left out.
+    `project` is the opened project folder.
     """
     sections = project.config.sections
     trigger = getattr(sections.get("captions"), "trigger", "")
@@ -95,7 +96,7 @@ def use_of(project: Project) -> dict[str, str]:
 
 def what_to_do(project: Project, file: Path, style: str) -> Iterator[str]:
     """Yield lines that tell the user how to use the exported adapter `file` in diffusers, ComfyUI and other programs.
-    `style` is the style of the file's keys: "diffusers" or "comfyui".
+    `project` is the opened project folder. `style` is the naming of the file's tensors: "diffusers" or "comfyui".
     """
     use = use_of(project)
     prompt = f"{use['trigger']}, ..." if "trigger" in use else "..."
@@ -111,12 +112,13 @@ def what_to_do(project: Project, file: Path, style: str) -> Iterator[str]:
 def merge_run(
     project: Project, out: Path | None, *, dtype: str, step: int | None = None, which: str = "last", say: Say = silent
 ) -> Path:
-    """Write the transformer of `project` with a trained adapter merged into its weights. Return the path of the new
-    folder. `out` is this folder and must not exist. None makes a folder in exports/ of the project. `dtype` of the
-    weights is "float32", "bfloat16" or "float16". Raises ValueError if there is no such adapter or the folder exists.
+    """Write the transformer of `project`, the opened project folder, with a trained adapter merged into its weights.
+    Return the path of the new folder. `out` is this folder and must not exist; None makes one in the project's
+    exports/. `dtype` of the weights is "float32", "bfloat16" or "float16". `step` chooses a checkpoint; None takes the
+    end of the run. `which` is "last" (as trained), "average" (of the weights) or "best" (lowest validation loss). `say`
+    is called with each note for the user; by default nothing happens.
 
-    `step` chooses a checkpoint. None takes the end of the run. `which` is "last" (as trained), "average" (the moving
-    average of the weights) or "best" (the lowest validation loss). `say(line)` is called with each note for the user.
+    Raises ValueError if there is no such adapter or the folder exists. For "best", `step` must be None.
     """
     from pipeline.commands.merged import write_merged
     from stages.models.weights import read_file
@@ -155,9 +157,9 @@ def adapter_of(project: Project, step: int | None, say: Say, which: str = "last"
 
 
 def _last_adapter(project: Project, artifacts: Path, step: int | None) -> Path:
-    """Return the path of the adapter file that training wrote at `step`. If `step` is None, it is the file from the end of the
-    run. `artifacts` is the folder with the run's files. Raises ValueError if there is no such file. The message lists the
-    checkpoints.
+    """Return the path of the adapter file that training wrote at the step `step`. If `step` is None, it is the file
+    from the end of the run. `project` is the opened project folder, and `artifacts` is the folder with the run's files.
+    Raises ValueError if there is no such file. The message lists the checkpoints.
     """
     checkpoints = {int(p.parent.name.split("-")[1]): p for p in artifacts.glob("checkpoints/step-*/adapter.safetensors")}
     found = artifacts / project.stage("train").result if step is None else checkpoints.get(step)
@@ -169,8 +171,8 @@ def _last_adapter(project: Project, artifacts: Path, step: int | None) -> Path:
 
 
 def _current_recipe(project: Project) -> str:
-    """Return the recipe id of a training run with the present settings. It is a hash of settings, code version and weights.
-    Return "" if a table or weights that the run needs are missing.
+    """Return the recipe id of a training run with the present settings of `project`, the opened project folder. It is a
+    hash of settings, code version and weights. Return "" if a table or weights that the run needs are missing.
     """
     try:
         return project.current("train").folder.name

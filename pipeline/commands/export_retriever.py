@@ -47,14 +47,14 @@ def command(out: Path | None, dtype: str, step: int | None, which: str, project:
 def export_retriever(
     project: Project, out: Path | None, *, dtype: str = "float32", step: int | None = None, which: str = "last", say: Say = silent
 ) -> Path:
-    """Write the encoder of `project` as a new folder, and return the folder's path. The trained adapter is merged into the
-    weights. `out` is the folder, which must not exist; None makes one in exports/ of the project. `dtype` of the weights is
-    "float32", "bfloat16" or "float16". The adapter's change is multiplied by the setting [vectors] `strength`. Raises
-    ValueError if `out` exists or the adapter does not.
+    """Write the trained encoder of `project`, the opened project folder, as a new folder. Return its path. `out` is the
+    folder, which must not exist; None makes one in the project's exports/. `dtype` of the weights is "float32",
+    "bfloat16" or "float16". `step` chooses a checkpoint; None takes the end of the run. `which` is "last" (as trained),
+    "average" (of the weights) or "best" (by held-out MRR). `say` is called with each note for the user; by default
+    nothing happens.
 
-    `step` chooses a checkpoint; None takes the end of the run. `which` is "last" (as trained), "average" (the moving
-    average of the weights) or "best" (by held-out MRR). `say` is called with notes for the user, one line each. Raises
-    ValueError if an array of the adapter is missing.
+    The adapter is merged into the weights. Its change is multiplied by the setting [vectors] `strength`. Raises
+    ValueError if `out` exists, or if the adapter or one of its arrays is missing. For "best", `step` must be None.
 
     The head is written too. Weights are merged in float32 and rounded once. The folder appears complete or not at all.
     """

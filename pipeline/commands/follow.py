@@ -32,9 +32,9 @@ def command(text: str | None, project: Project) -> None:
 
 
 def follow(project: Project, text: str) -> Iterator[str]:
-    """Yield lines of text that show what every stage computed from one input, such as an image. `text` names the input,
-    for instance by a part of its path. A table that is not built gets a line that says so. Raises ValueError if `text`
-    matches no input or several.
+    """Yield lines of text that show what every stage computed from one input, such as an image. `project` is the opened
+    project folder. `text` names the input, for instance by a part of its path. A table that is not built gets a line
+    that says so. Raises ValueError if `text` matches no input or several.
     """
     chain = chain_of(project)
     query = query_function(project)

@@ -53,16 +53,15 @@ class Adapter:
         others: Sequence[tuple[Adapter | Path, float]] = (),
         references: Sequence[Path] = (),
     ) -> Image:
-        """Draw one image with the adapter and return it as a PIL image. `prompt` is used unchanged, so it should
-        contain the adapter's trigger word. `seed` chooses the starting noise. `strength` scales the adapter: 1 is as
-        trained, 0 is the base model. `others` holds pairs (adapter, strength) of further adapters to apply. The path of
-        an adapter file may stand for an adapter. `references` are image files for an adapter of edit training. The
-        model sees these images while it draws.
+        """Draw one image and return it as a PIL image. `prompt` should contain the trigger word. `seed` chooses the
+        noise. `width` and `height` are in pixels, `steps` counts denoising steps, and `guidance` is the guidance scale.
+        None takes the value of [samples] in project.toml. `strength` scales the adapter: 1 is as trained, 0 is the base
+        model. `others` has pairs (adapter or its file, strength) of further adapters. `references` are image files for
+        an adapter of edit training, which the model sees while it draws.
 
-        `width` and `height` are in pixels. `steps` is the number of denoising steps. `guidance` is the guidance scale:
-        how strongly the prompt is followed. If one of these four is None, the section [samples] of project.toml gives
-        its value. The changes of all adapters are added. Raises ValueError if `width` or `height` is not a multiple of
-        16, or a value is out of the bounds that [samples] has.
+        `prompt` is used unchanged. The guidance scale says how strongly the prompt is followed. The changes of all
+        adapters are added. Raises ValueError if `width` or `height` is not a multiple of 16, or a value is out of the
+        bounds that [samples] has.
 
         With all values from [samples], the image equals the preview of the stage `samples` for the same prompt and
         seed. The text encoder, the transformer and the autoencoder are loaded one after another.
@@ -133,11 +132,11 @@ def encode(project: Project, texts: Sequence[str]) -> list[mx.array]:
 
 
 def encode_files(project: Project, files: Sequence[Path]) -> list[mx.array]:
-    """Return the latents of reference images, one float32 array per file of `files`. Each has the shape `(1, channels,
-    height / 16, width / 16)`. `height` and `width` are those of the image in pixels, after it is cut to size. Raises
-    ValueError if a file is no usable image.
+    """Return the latents of reference images, one float32 array per file of the list `files`. Each has the shape `(1,
+    channels, height / 16, width / 16)`. `height` and `width` are those of the image in pixels, after it is cut to size.
+    `project` is the opened project folder, which has the autoencoder. Raises ValueError if a file is no usable image.
 
-    The autoencoder of `project` is loaded for this call and freed afterwards.
+    The autoencoder is loaded for this call and freed afterwards.
     """
     import mlx.core as mx
 

@@ -120,8 +120,8 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def parse_size(size: str | None) -> dict[str, int]:
-    """Return {"width": ..., "height": ...} for a text such as "768x512"; {} for None. Raises ValueError for another
-    text.
+    """Return {"width": ..., "height": ...} in pixels for the text `size`, such as "768x512". If `size` is None, return
+    {}. Raises ValueError for another text.
     """
     if size is None:
         return {}
@@ -132,9 +132,9 @@ def parse_size(size: str | None) -> dict[str, int]:
 
 
 def generate(project: Project, wish: Wish, console: Console) -> Iterator[Path]:
-    """Draw the pictures that `wish` describes and yield the path of every file, prompt by prompt. Pictures that exist
-    are not drawn again. Messages and progress go to `console`. Raises ValueError for a wrong setting or a missing
-    adapter.
+    """Draw the pictures that `wish` describes and yield the path of every file, prompt by prompt. `project` is the
+    opened project folder. Pictures that exist are not drawn again. Messages and progress go to `console`. Raises
+    ValueError for a wrong setting or a missing adapter.
 
     The text encoder, the transformer and the autoencoder are loaded one after another. All pictures are drawn before
     the first path is yielded.
@@ -169,8 +169,8 @@ def generate(project: Project, wish: Wish, console: Console) -> Iterator[Path]:
 def wanted_rows(project: Project, wish: Wish) -> tuple[list[dict[str, Any]], list[tuple[Path, float]]]:
     """Return (rows, adapters) for the pictures that `wish` describes. `rows` has one dict per prompt and seed, with the
     columns of the table `generated` except `seconds`. `adapters` has (file, strength) pairs; it is empty if the base
-    model is used alone. Raises ValueError if a setting is out of range, if there are too many pictures, or if an
-    adapter does not exist.
+    model is used alone. `project` is the opened project folder. Raises ValueError if a setting is out of range, if
+    there are too many pictures, or if an adapter does not exist.
     """
     if len(wish.prompts) * len(wish.seeds) > MOST:
         raise ValueError(f"generate draws at most {MOST} pictures at once, got {len(wish.prompts) * len(wish.seeds)}")
@@ -212,9 +212,9 @@ def _facts(adapters: Sequence[tuple[Path, float]]) -> dict[str, Any]:
 
 
 def _weights(project: Project) -> dict[str, Any]:
-    """Return a dict that identifies the models with which pictures are drawn. "weights" maps each component to the
-    sha256 of its files. "settings" holds the precision settings of the transformer. "text_precision" is the precision
-    of the text encoder.
+    """Return a dict that identifies the models with which pictures of `project`, the opened project folder, are drawn.
+    "weights" maps each component to the sha256 of its files. "settings" holds the precision settings of the
+    transformer. "text_precision" is the precision of the text encoder.
 
     A row and this dict together determine the picture.
     """
@@ -234,10 +234,11 @@ def _draw(
     references: Sequence[Path],
     console: Console,
 ) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Draw one picture per row and yield pairs (row, picture). The picture is a PIL image. A row is a dict of columns
-    of the table `generated`. The yielded row has a further key "seconds": the duration of its denoising. `adapters` has
-    pairs (file, strength). If it is empty, the base model draws. `references` are files of pictures to start from.
-    `console` shows messages. All rows must have equal "steps" and "guidance".
+    """Draw one picture per row of `rows` and yield pairs (row, picture). The picture is a PIL image. A row is a dict of
+    columns of the table `generated`. The yielded row has a further key "seconds", the duration of its denoising.
+    `project` is the opened project folder. `adapters` has pairs (file, strength); without any, the base model draws.
+    `references` are files of pictures to start from. `console` shows messages. All rows must have equal "steps" and
+    "guidance".
     """
     import mlx.core as mx
 

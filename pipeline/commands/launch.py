@@ -50,7 +50,10 @@ def command(stage: str, ranks: int | None, hosts: str, hostfile: str, run_name: 
 
 
 def run_words(stage: str, project: Project, run_name: str) -> list[str]:
-    """Return the command that every rank runs, as a list of words: `latentmill run STAGE` for the project and its overrides."""
+    """Return the command that every process of a training run executes, as a list of words. It runs the stage `stage`
+    of `project`, the opened project folder, with the project's overrides. `run_name` names the run; "" gives it no
+    name.
+    """
     overrides = [str(one) for one in project.overrides]
     words = [sys.executable, "-m", "pipeline", "run", stage, "--project", str(project.path.resolve())]
     words += [word for one in overrides for word in ("--set", one)]
