@@ -99,7 +99,7 @@ def sysctl(name: str) -> str:
 
 
 def version(text: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: "26.1" becomes (26, 1)."""
+    """Return the leading numbers of the version `text` as a tuple: "26.1" becomes (26, 1)."""
     numbers = []
     for part in text.split("."):
         if not part.isdigit():

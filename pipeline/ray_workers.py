@@ -157,9 +157,10 @@ def device() -> str:
 
 
 def compute(project: Project, name: str, ctx: StageContext) -> Iterator[Item]:
-    """Compute the pending rows of the stage `name` on the workers of a Ray cluster. Yield their record batches and
-    artifacts, unit by unit, in the order in which they are finished. Raises ValueError if a worker cannot see the project,
-    if the cluster has no room for one, or if a unit ends its worker again and again.
+    """Compute the pending rows of the stage `name` on the workers of a Ray cluster. `project` is the opened project
+    folder. `ctx` is the stage's context: its input tables and settings. Yield record batches of rows, and artifacts
+    (files that rows name), in the order in which they are finished. Raises ValueError if a worker cannot see the
+    project, if the cluster has no room for one, or if some rows end their worker again and again.
     """
     settings = project.config.project
     stage, inputs = project.stage(name), project.inputs(name)
@@ -195,7 +196,9 @@ def compute(project: Project, name: str, ctx: StageContext) -> Iterator[Item]:
 
 
 def has_model(project: Project, name: str) -> bool:
-    """Return True if the stage `name` computes with a model, which takes a GPU if there is one."""
+    """Return True if the stage `name` computes with a model, which takes a GPU if there is one. `project` is the opened
+    project folder.
+    """
     stage = project.stage(name)
     if stage.model:
         return stage.model(project.config.sections[name])
@@ -203,9 +206,9 @@ def has_model(project: Project, name: str) -> bool:
 
 
 def hosts_of(workers: Sequence[Any], paths: list[Path], least: int | None, ctx: StageContext) -> list[Host] | None:
-    """Let every worker check its machine, and return one `Host` per worker with what it found. `paths` must exist on the
-    machine. `least` is the memory in bytes that the model needs at least, or None without a model. Return None if the user
-    asks to stop. Raises ValueError if a worker cannot start.
+    """Let every worker in `workers` check its machine, and return one `Host` per worker with what it found. `paths`
+    must exist on the machine. `least` is the memory in bytes that the model needs at least, or None without a model.
+    `ctx` is the stage's context. Return None if the user asks to stop. Raises ValueError if a worker cannot start.
     """
     try:
         return answers([worker.check.remote(version(), paths, least) for worker in workers], ctx.stop, ctx.say)
@@ -217,9 +220,9 @@ def hosts_of(workers: Sequence[Any], paths: list[Path], least: int | None, ctx: 
 
 
 def model_bytes(project: Project, name: str, budget: int | None = None) -> int:
-    """Return the peak memory in bytes that the stage `name` is expected to need. `budget` is the memory in bytes that
-    the stage may take. If it is None, the stage may take what this machine has. The result is 0 if the stage has no
-    forecast.
+    """Return the peak memory in bytes that the stage `name` is expected to need. `project` is the opened project
+    folder. `budget` is the memory in bytes that the stage may take; None means what this machine has. The result is 0
+    if the stage has no forecast.
     """
     found = forecast(project, name, outlook(project, budget))
     return found.peak if found else 0
@@ -265,10 +268,12 @@ def end_workers(workers: Sequence[Any], shipped: bool) -> None:
 
 
 def results(workers: list[Any], units: Iterator[WorkUnit], ctx: StageContext, files: Files = nothing) -> Iterator[Item]:
-    """Yield the rows and artifacts of all work units, unit by unit, as the workers finish them. A worker has at most
-    two units at a time: it computes one, and one waits. The function `files(unit)` returns the files to send with a
-    unit. If the user asks to stop, no further unit begins. If a unit ends with an error, its items so far are yielded,
-    and then the error is raised.
+    """Yield the rows and artifacts of all work units in `units`, unit by unit, as the workers in `workers` finish them.
+    `ctx` is the stage's context; it tells if the user asks to stop, and then no further unit begins. The function
+    `files(unit)` returns the files to send with a unit; by default none. If a unit ends with an error, its items so far
+    are yielded, and then the error is raised.
+
+    A worker has at most two units at a time: it computes one, and one waits.
     """
     under_way: dict[Any, tuple[Any, int]] = {}
     total, done, peak, stopped = ctx.pending.num_rows, 0, 0, False

@@ -85,11 +85,14 @@ def run(
     compute: Callable[[StageContext], Computed] | None = None,
     run_name: str = "",
 ) -> Outcome:
-    """Run the stage `name`: compute and store the rows that its table lacks, and publish the table. Return a report of the run.
-    Messages and progress go to `console`. If `meter` is given, it measures MLX's memory while each batch is computed. If
-    `compute` is given, it replaces the stage's own `run`. `compute(ctx)` must yield record batches and artifacts for the rows
-    in `ctx.pending`. `run_name` becomes the name of the run if the stage trains. Raises Stopped if the user interrupts. Raises
-    ValueError for mistakes that the user can correct. A rank other than 0 (`pipeline.ranks`) only computes.
+    """Run the stage `name` of `project`, the opened project folder, and return a report. Compute and store the rows
+    that its table lacks, and publish the table. Messages and progress go to `console`. `meter` measures MLX's memory
+    while each batch is computed; None measures nothing. `compute(ctx)` replaces the stage's own `run`; None uses that.
+    `run_name` becomes the name of the run if the stage trains; "" changes no name. Raises Stopped if the user
+    interrupts, and ValueError for mistakes that the user can correct.
+
+    `compute(ctx)` must yield record batches and artifacts for the rows in `ctx.pending`. A rank other than 0
+    (`pipeline.ranks`) only computes.
     """
     stage = project.stage(name)
     if ranks.following():
@@ -128,9 +131,9 @@ def run(
 
 
 def _begin(project: Project, stage: Stage, ctx: StageContext, run_name: str, notes: Iterable[str]) -> None:
-    """Announce a run of `stage` to the user, and record its beginning if the stage trains. The user gets the lines
-    `notes`. If rows are to be computed, one more line says what the run will need. `run_name` is the name that the user
-    gave the run, or "".
+    """Announce a run of `stage` to the user, and record its beginning if the stage trains. `project` is the opened
+    project folder. `ctx` is the stage's context, with the rows to compute. The user gets the lines `notes`. If rows are
+    to be computed, one more line says what the run will need. `run_name` is the name that the user gave the run, or "".
     """
     if runs.trains(stage.writes) and (ctx.pending.num_rows or run_name):
         runs.begin(project, stage.name, software(), run_name)
@@ -141,8 +144,9 @@ def _begin(project: Project, stage: Stage, ctx: StageContext, run_name: str, not
 
 
 def _finish(stage: Stage, ctx: StageContext, writer: Writer, wanted: pa.Table) -> pa.Table:
-    """Commit the rows that `stage.finish` yields at the end of a run. Return the table of rows that the stage should
-    then have. It is `wanted`, or fewer rows if training ended early.
+    """Commit through `writer` the rows that `stage.finish` yields at the end of a run. `ctx` is the stage's context,
+    with its stored rows. Return the table of rows that the stage should then have. It is `wanted`, or fewer rows if
+    training ended early.
     """
     ctx.stored = writer.stored
     if stage.finish:
@@ -154,9 +158,9 @@ def _finish(stage: Stage, ctx: StageContext, writer: Writer, wanted: pa.Table) -
 
 
 def repair(project: Project, name: str, console: Console) -> None:
-    """Run the `repair` function of the stage `name`. It writes damaged artifacts again, such as the checkpoints of a
-    training run. Its messages for the user go to `console`. Nothing happens if the stage has no such function or if no
-    run of it has finished.
+    """Run the `repair` function of the stage `name` of `project`, the opened project folder. It writes damaged
+    artifacts again, such as the checkpoints of a training run. Its messages for the user go to `console`. Nothing
+    happens if the stage has no such function or if no run of it has finished.
 
     Artifacts that rows name are not repaired here. A run of the stage computes their rows again.
     """
@@ -171,9 +175,9 @@ def repair(project: Project, name: str, console: Console) -> None:
 def _context(
     project: Project, stage: Stage, writer: Writer, console: Console, stop: threading.Event, reasons: list[str]
 ) -> StageContext:
-    """Return the context that the functions of `stage` get in this run. It writes artifacts through `writer` and
-    reports to `console`. `stop` is set when the user asks to stop. If the stage ends early, it adds the reason to the
-    list `reasons`.
+    """Return the context that the functions of `stage` get in this run. `project` is the opened project folder. The
+    context writes artifacts through `writer` and reports to `console`. `stop` is set when the user asks to stop. If the
+    stage ends early, it adds the reason to the list `reasons`.
     """
     return project.context(
         stage,
@@ -224,8 +228,9 @@ def _write_bytes(path: Path, content: bytes) -> None:
 
 
 def provenance(project: Project, stage_name: str) -> dict[str, str]:
-    """Return the metadata that a stage writes into its files: name -> text. It names the project, the model family and the
-    versions of the software. It also holds the recipe ids of the stage's table and of each table that the stage reads.
+    """Return the metadata that the stage `stage_name` writes into its files, as a dict from name to text. It names the
+    project, the model family and the versions of the software. It also holds the recipe ids (hashes of settings and
+    weights) of the stage's table and of each table that it reads. `project` is the opened project folder.
     """
     reads = {f"recipe_{read.name}": recipe_id(project.recipe(read.name)) for read in project.stage(stage_name).reads}
     versions = {f"version_{name}": version for name, version in software().items()}
@@ -251,8 +256,9 @@ def _version(package: str) -> str:
 
 
 def facts_of(outcome: Outcome) -> dict[str, Any]:
-    """Return the facts about a run that the table's manifest records. "run" holds the rows written, the duration in seconds,
-    and the peak memory in bytes. "versions" holds the versions of the software.
+    """Return the facts about a run that the table's manifest records, as a dict. `outcome` is the report of the run.
+    "run" holds the rows written, the duration in seconds, and the peak memory in bytes. "versions" holds the versions
+    of the software.
     """
     return {
         "run": {

@@ -26,8 +26,9 @@ from stages.stage import Artifact, Input, Stage, StageContext, WorkUnit
 
 def divide(module: str, stage: Stage, ctx: StageContext, inputs: Mapping[str, Input], size: int) -> Iterator[WorkUnit]:
     """Yield the pending rows of a stage as work units of at most `size` rows. A unit can be pickled, and `perform`
-    computes it in any process. `module` is the dotted name of the module that defines `stage` as `STAGE`. `inputs` is
-    the result of `Project.inputs`: table name -> folder and version.
+    computes it in any process. `module` is the dotted name of the module that defines `stage` as `STAGE`. `ctx` is the
+    stage's context, with the pending rows. `inputs` is the result of `Project.inputs`: table name -> folder and
+    version.
 
     If `stage.divisible` is False, one unit holds all pending rows. If any row is pending, missing weights are
     downloaded first.
@@ -52,7 +53,9 @@ class Kept:
         self.name, self.value = "", None
 
     def rows(self, table: TableFolder, version: int) -> pa.Table:
-        """Return the rows of an input table. They are read from disk at the first call."""
+        """Return the rows of the input table `table` as they were at its version `version`. They are read from disk at
+        the first call.
+        """
         key = table.folder, version
         if key not in self.tables:
             self.tables[key] = table.rows(version)
@@ -76,9 +79,11 @@ def perform(
     stop: Callable[[], bool] = lambda: False,
     kept: Kept | None = None,
 ) -> Iterator[pa.RecordBatch | Artifact]:
-    """Compute the pending rows of a work unit, and yield them as record batches. Files that the rows name are yielded
-    as `Artifact` before their batch. `say(line)` and `progress(done, total, unit)` receive reports for the user. If
-    `stop()` returns True, the stage ends early and some rows are missing.
+    """Compute the pending rows of the work unit `unit`, and yield them as record batches. Files that the rows name are
+    yielded as `Artifact` before their batch. `say(line)` and `progress(done, total, unit)` receive reports for the
+    user; by default nothing happens. `stop()` returns True to end the stage early; some rows are then missing. By
+    default it never ends early. `kept` holds the weights and tables of earlier units of the stage; None reads them
+    anew.
 
     Only a temporary folder is written to, if the stage writes artifacts. A process that performs many units of one
     stage passes the same `kept` to all of them, so that weights and tables are read once.

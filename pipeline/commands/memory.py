@@ -127,8 +127,9 @@ def results_folder(project: Project | None) -> Path:
 
 def stage_report(meter: Meter, project: Project, stage_name: str) -> Iterator[str]:
     """Write the memory measurements of a stage's run to a Parquet file, and yield a summary as lines of text. The file
-    is tables/memory/STAGE.parquet in `project`. It has one row per measured batch. `meter` holds the measurements. If
-    no batch was measured, nothing is written.
+    is tables/memory/STAGE.parquet in `project`, the opened project folder. STAGE is `stage_name`, the name of the
+    stage. The file has one row per measured batch. `meter` holds the measurements. If no batch was measured, nothing is
+    written.
     """
     batches = [row for row in meter.rows if row["phase"] == stage_name]
     if not batches:
@@ -201,8 +202,8 @@ def meter_table(meter: Meter) -> list[str]:
 
 def leak_lines(meter: Meter) -> Iterator[str]:
     """Yield a line of text for each phase that leaks memory. A phase leaks if it retains more memory with every step.
-    If no phase leaks, yield one line. It gives the size of the smallest leak that can be found, or says that too few
-    steps were measured.
+    `meter` holds the memory measurements. If no phase leaks, yield one line. It gives the size of the smallest leak
+    that can be found, or says that too few steps were measured.
     """
     found = meter.leaks()
     for phase, count in found.items():

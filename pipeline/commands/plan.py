@@ -37,8 +37,8 @@ def command(project: Project, gigabytes: float | None) -> int:
 
 def report(project: Project, budget: int | None = None) -> tuple[list[str], bool]:
     """Return `(lines, fits)`: the text of the plan, and True if every stage fits into memory. The plan is a table of
-    the rows, disk, memory and time that each stage will need. `budget` is the memory that a stage may take, in bytes;
-    None means what this machine has.
+    the rows, disk, memory and time that each stage will need. `project` is the opened project folder. `budget` is the
+    memory that a stage may take, in bytes; None means what this machine has.
     """
     from pipeline.project.outlook import downloads, need, outlook
     from stages.forecast import PROGRAM_BYTES

@@ -61,14 +61,14 @@ def publish(
     data_licence: str = "",
     say: Say = silent,
 ) -> Path:
-    """Write a folder that can be uploaded to the Hugging Face hub as it is, and return its path. It holds the LoRA, a
-    model card, the run's settings, and the grid of previews if there is one. `out` is the new folder; None makes one in
-    exports/ of the project. Raises ValueError if `out` exists or there is no such adapter.
+    """Write a folder that can be uploaded to the Hugging Face hub as it is, and return its path. `project` is the
+    opened project folder. `out` is the new folder; None makes one in the project's exports/. `which` chooses the
+    adapter: "last", "average" or "best". `step` chooses a checkpoint; None takes the end of the run. `dtype` is
+    "float32", "bfloat16" or "float16". `licence` is the LoRA's; None takes the base model's. `data_licence` is that of
+    the images; "" means not stated. `say` is called with each note for the user.
 
-    `which` chooses the adapter: "last", "average" or "best". `step` chooses a checkpoint; None takes the end of the
-    run. `dtype` of the matrices is "float32", "bfloat16" or "float16". `licence` is that of the LoRA; None takes the
-    base model's. `data_licence` is that of the training images, as text for the card. `say` is called with notes for
-    the user.
+    The folder holds the LoRA, a model card, the run's settings, and the grid of previews if there is one. By default,
+    `say` does nothing. Raises ValueError if `out` exists or there is no such adapter. For "best", `step` must be None.
 
     The folder appears complete or not at all. Names of files and folders of this machine are left out.
     """
@@ -96,7 +96,9 @@ def publish(
 
 
 def public_settings(project: Project) -> dict[str, Any]:
-    """Return the settings of the run that decide its result, with dotted keys. Settings that name files are left out."""
+    """Return the present settings that decide the result of training, as a dict from dotted key, such as "train.lr", to
+    value. Settings that name files are left out. `project` is the opened project folder.
+    """
     from pipeline.project.run import flatten
     from pipeline.project.runs import present_settings
 
@@ -107,9 +109,10 @@ def public_settings(project: Project) -> dict[str, Any]:
 def card(
     project: Project, facts: Mapping[str, str], settings: Mapping[str, Any], licence: str, data_licence: str, grid: bool
 ) -> Iterator[str]:
-    """Yield the lines of the model card, a README in Markdown for a published LoRA. `facts` is the metadata of the
-    adapter's file. `settings` maps dotted keys to the settings that the card lists. `licence` is that of the LoRA.
-    `data_licence` is that of the training images, or "". `grid` says whether the card shows the previews.
+    """Yield the lines of the model card, a README in Markdown for a published LoRA. `project` is the opened project
+    folder. `facts` is the metadata of the adapter's file. `settings` maps dotted keys to the settings that the card
+    lists. `licence` is that of the LoRA. `data_licence` is that of the training images, or "". `grid` says whether the
+    card shows the previews.
     """
     use, family = use_of(project), project.family
     prompts = _prompts(project)
@@ -141,7 +144,10 @@ def card(
 
 
 def _front_matter(project: Project, licence: str, trigger: str, prompts: list[str]) -> Iterator[str]:
-    """Yield the header of the card, which the hub reads: YAML between two lines of hyphens."""
+    """Yield the lines of the card's header, which the hub reads: YAML between two lines of hyphens. `project` is the
+    opened project folder. `licence` is that of the LoRA. `trigger` is the trigger word, or "". `prompts` are example
+    prompts, each shown with the previews; an empty list shows none.
+    """
     family = project.family
     known = licence.lower() in ("apache-2.0", "mit", "cc0-1.0") or licence.lower().startswith("cc-by")
     yield "---"
@@ -166,7 +172,7 @@ def _front_matter(project: Project, licence: str, trigger: str, prompts: list[st
 
 def _prompts(project: Project) -> list[str]:
     """Return at most `PROMPTS` different prompts of the previews, in the order of the table `samples`. The list is
-    empty if no previews are drawn.
+    empty if no previews are drawn. `project` is the opened project folder.
     """
     table = project.folder("samples")
     prompts = table.rows()["prompt"].to_pylist() if table.exists else []
@@ -174,7 +180,7 @@ def _prompts(project: Project) -> list[str]:
 
 
 def _images(project: Project) -> int:
-    """Return how many images the run was trained on."""
+    """Return how many images the run of `project`, the opened project folder, was trained on."""
     import pyarrow.compute as pc
 
     rows = project.folder("train").committed()

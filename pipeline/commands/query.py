@@ -274,8 +274,9 @@ def _tables(project: Project) -> pa.Table:
 
 
 def _columns(project: Project) -> pa.Table:
-    """Return the Arrow table `columns` of the catalog, with a row per column of every table: name, type, whether the column is
-    part of the key, and a description.
+    """Return the Arrow table `columns` of the catalog, with a row per column of every table. `project` is the opened
+    project folder. A row has the table `stage`, the column's `name` and `type`, `key` (True if it is part of the key)
+    and `doc`.
     """
     import pyarrow as pa
 

@@ -40,7 +40,9 @@ def csv_text(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> str:
 
 
 def json_text(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> str:
-    """Return the rows as a JSON array of objects, one object per line. NaN and infinity, which JSON lacks, become null."""
+    """Return `rows` as a JSON array of objects, one object per line. `names` are the names of the columns of `rows`.
+    NaN and infinity, which JSON lacks, become null.
+    """
 
     def plain(value: Any) -> Any:
         if isinstance(value, float | Decimal):

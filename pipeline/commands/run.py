@@ -58,9 +58,9 @@ def command(stage: str, measured: bool, run_name: str, project: Project) -> None
 
 
 def artifacts(project: Project, stage_name: str) -> Path | None:
-    """Return the folder `artifacts` of the stage `stage_name` for the present settings. It holds files of the stage,
-    such as checkpoints, and need not exist. Return None if a table that the stage reads is not built yet, or if weights
-    are missing.
+    """Return the folder `artifacts` of the stage `stage_name` for the present settings. `project` is the opened project
+    folder. The folder `artifacts` holds files of the stage, such as checkpoints, and need not exist. Return None if a
+    table that the stage reads is not built yet, or if weights are missing.
     """
     try:
         return project.current(stage_name).folder / "artifacts"
@@ -69,8 +69,8 @@ def artifacts(project: Project, stage_name: str) -> Path | None:
 
 
 def summary(outcome: Outcome) -> str:
-    """Return one line of text about a finished run: rows written and removed, time, peak memory. If rows are left to compute,
-    the line also tells why, and how to go on.
+    """Return one line of text about a finished run: rows written and removed, time, peak memory. `outcome` is the
+    report of the run. If rows are left to compute, the line also tells why, and how to go on.
     """
     if outcome.up_to_date:
         return f"{outcome.stage_name}: up to date, {outcome.rows} rows"
@@ -86,9 +86,9 @@ def summary(outcome: Outcome) -> str:
 
 def results(project: Project, stage_name: str) -> list[str]:
     """Return one line such as "adapter: PATH" for each result file that exists. A result file is what the user wants
-    from a stage, such as the trained adapter. First come the result files of the tables that the stage `stage_name`
-    reads directly, then that of the stage itself. If the stage declares no result file (`Stage.result`), the list is
-    empty.
+    from a stage, such as the trained adapter. `project` is the opened project folder. First come the result files of
+    the tables that the stage `stage_name` reads directly, then that of the stage itself. If the stage declares no
+    result file (`Stage.result`), the list is empty.
     """
     stage = project.stage(stage_name)
     lines = []

@@ -66,7 +66,9 @@ def list_runs(project: Project) -> str:
 
 
 def describe_run(project: Project, run: Run) -> str:
-    """Return the facts about `run` as text, one per line, with the settings that differ from the present ones."""
+    """Return the facts about the training run `run` as text, one per line. The settings that differ from the present
+    ones are included. `project` is the opened project folder.
+    """
     facts = run_facts(project, run)
     facts["seconds"] = format_seconds(facts["seconds"])
     lines = [(key, value) for key, value in facts.items() if key not in ("settings", "differs", "versions")]
@@ -75,8 +77,9 @@ def describe_run(project: Project, run: Run) -> str:
 
 
 def run_facts(project: Project, run: Run) -> dict[str, Any]:
-    """Return the facts about one training run, as a dict from column name to value. It is the run's row of the table
-    `runs`. The columns are those of `COLUMNS`, such as "steps", "loss" and "peak_bytes".
+    """Return the facts about the training run `run`, as a dict from column name to value. It is the run's row of the
+    table `runs`. The columns are those of `COLUMNS`, such as "steps", "loss" and "peak_bytes". `project` is the opened
+    project folder.
     """
     steps = run.steps
     count = steps["step"][-1].as_py() if steps.num_rows else 0
@@ -158,9 +161,10 @@ def runs_table(project: Project) -> pa.Table:
 
 
 def rows_of_runs(project: Project) -> dict[str, pa.Table]:
-    """Return tables with the rows of all training runs, as a dict from table name to Arrow table. The rows of all runs of
-    the stage "train" are in the table "all_train". The columns `run` and `run_name` say which run a row belongs to.
-    `run` is the id of the run's settings. A run without a name has this id as `run_name`.
+    """Return tables with the rows of all training runs, as a dict from table name to Arrow table. `project` is the
+    opened project folder. The rows of all runs of the stage "train" are in the table "all_train". The columns `run` and
+    `run_name` say which run a row belongs to. `run` is the id of the run's settings. A run without a name has this id
+    as `run_name`.
 
     The tables of `rows_of_results`, such as previews, are included.
     """
@@ -186,9 +190,9 @@ def rows_of_runs(project: Project) -> dict[str, pa.Table]:
 
 
 def rows_of_results(project: Project) -> dict[str, pa.Table]:
-    """Return the tables of adapter results, as a dict from name to Arrow table. A result is a file that an adapter
-    made, such as a preview. The results of the stage "samples" are in "all_samples". The tables of `rows_of_commands`
-    are included too.
+    """Return the tables of adapter results, as a dict from name to Arrow table. `project` is the opened project folder.
+    A result is a file that an adapter made, such as a preview. The results of the stage "samples" are in "all_samples".
+    The tables of `rows_of_commands` are included too.
 
     A table has the rows of all settings, unless the file of the row is missing. The first column, `recipe`, names the
     settings of the row. The second, `run_name`, names the training run of the adapter. It is null for the base model.
@@ -219,8 +223,8 @@ def rows_of_results(project: Project) -> dict[str, pa.Table]:
 
 def rows_of_commands(project: Project) -> dict[str, pa.Table]:
     """Return the tables that commands of the pipeline write, such as `generated`, as a dict from table name to Arrow
-    table. Such a table has one folder for each choice of settings. The Arrow table joins the rows of all folders. Its
-    first column, `recipe`, is the name of the row's folder.
+    table. `project` is the opened project folder. Such a table has one folder for each choice of settings. The Arrow
+    table joins the rows of all folders. Its first column, `recipe`, is the name of the row's folder.
 
     Tables whose columns are those of an earlier release are left out.
     """

@@ -126,9 +126,9 @@ def open_encoder(project: Project, name: str) -> Any:
 
 
 def hybrid_weight(project: Project, encoder: str) -> float:
-    """Return the weight of the semantic scores in hybrid search, 0 to 1. `encoder` is "base" or the sha256 of an
-    adapter. The table `ranks` of measured searches holds a weight for some encoders. For any other encoder, the result
-    is `DEFAULT_WEIGHT`.
+    """Return the weight of the semantic scores in hybrid search, 0 to 1. `project` is the opened project folder.
+    `encoder` is "base" or the sha256 of an adapter. The table `ranks` of measured searches holds a weight for some
+    encoders. For any other encoder, the result is `DEFAULT_WEIGHT`.
     """
     from stages.retrieval.search.fusion import DEFAULT_WEIGHT
 
@@ -139,9 +139,9 @@ def hybrid_weight(project: Project, encoder: str) -> float:
 
 
 def token_pieces(project: Project) -> Callable[[str, str], list[str]]:
-    """Return a function that splits a text into the tokens that the encoder reads. It is called as `function(role,
-    text)` with the role "query" or "document", and returns the tokens as strings. Tokens beyond the maximum length of
-    the role are left out.
+    """Return a function that splits a text into the tokens that the encoder of `project`, the opened project folder,
+    reads. It is called as `function(role, text)` with the role "query" or "document", and returns the tokens as
+    strings. Tokens beyond the maximum length of the role are left out.
     """
     from stages.retrieval.tokenizer import TextTokenizer
 
@@ -157,8 +157,8 @@ def token_pieces(project: Project) -> Callable[[str, str], list[str]]:
 
 
 def unit_texts(project: Project) -> dict[str, str]:
-    """Return the documents of all units, as a dict from unit_id to text. A unit is a function, method, class or window
-    of lines. Its document is the text that the encoder reads.
+    """Return the documents of all units, as a dict from unit_id to text. `project` is the opened project folder. A unit
+    is a function, method, class or window of lines. Its document is the text that the encoder reads.
     """
     rows = project.folder("units").rows()
     return dict(zip(rows["unit_id"].to_pylist(), rows["text"].to_pylist(), strict=True))

@@ -66,9 +66,10 @@ def states(project: Project) -> list[TableState]:
 
 
 def state(project: Project, stage_name: str) -> TableState:
-    """Return the state of the table that the stage `stage_name` writes. If the state cannot be determined, the field
-    `note` tells why. No weights are loaded and nothing is written. The field `stale_inputs` is left empty, because it
-    depends on the state of other tables. The function `states` fills in this field.
+    """Return the state of the table that the stage `stage_name` writes. `project` is the opened project folder. If the
+    state cannot be determined, the field `note` tells why. No weights are loaded and nothing is written. The field
+    `stale_inputs` is left empty, because it depends on the state of other tables. The function `states` fills in this
+    field.
     """
     from pipeline.errors import NotBuilt
     from pipeline.project.hub import NotFetched
@@ -87,8 +88,8 @@ def state(project: Project, stage_name: str) -> TableState:
 
 def _examine(project: Project, found: TableState) -> None:
     """Fill in the fields of `found`, the state of one table. They come from the files on disk and the rows that the
-    stage wants. Only `found.stage_name` must be set before. Raises NotBuilt if an input table is missing. Raises
-    NotFetched if weights are not on this machine. Both are kinds of ValueError.
+    stage wants. Only `found.stage_name` must be set before. `project` is the opened project folder. Raises NotBuilt if
+    an input table is missing. Raises NotFetched if weights are not on this machine. Both are kinds of ValueError.
     """
     from pipeline.project.recipe import recipe_id
     from pipeline.store.lock import lock_holder
@@ -113,7 +114,9 @@ def _examine(project: Project, found: TableState) -> None:
 
 
 def describe(found: TableState) -> str:
-    """Return the state of a table in words, such as "up to date" or "3 rows missing: make latents"."""
+    """Return the state of a table in words, such as "up to date" or "3 rows missing: make latents". `found` is the
+    state of the table, as `state` returns it.
+    """
     missing = found.missing or 0
     stored = f"{found.unpublished} of {found.unpublished + missing} rows are there"
     if found.writer:

@@ -97,19 +97,22 @@ def find_damage(project: Project, say: Callable[[str], None] = lambda line: None
 
 
 def _made_from(project: Project, name: str) -> Iterator[str]:
-    """Yield the built tables that are made from the table `name`, directly or through others."""
+    """Yield the names of the built tables that are made from the table `name`, directly or through others. `project` is
+    the opened project folder.
+    """
     for other in project.stage_names:
         if name in project.pipeline.upstream(other) and any((project.path / "tables" / other).glob("*/manifest.json")):
             yield other
 
 
 def _damaged_results(project: Project, table: TableFolder, known: set[str], affects: tuple[str, ...]) -> Iterator[Finding]:
-    """Yield a `Finding` for each damaged checkpoint and adapter file of a training run. `table` is the folder of the
-    run's table. An adapter is damaged if its sha256 differs from the one in a state.json of the run. A checkpoint is
-    damaged if a file of it is missing or has a wrong size.
+    """Yield a `Finding` for each damaged checkpoint and adapter file of a training run. `project` is the opened project
+    folder. `table` is the folder of the run's table. `known` has the names of files that are known to be damaged; they
+    are left out. `affects` holds the names of the tables that are made from `table`. Every finding contains these
+    names.
 
-    A missing final adapter counts as damaged. Files in `known` are left out, because they are known to be damaged
-    already. `affects` holds the names of the tables that are made from `table`. Every finding contains these names.
+    An adapter is damaged if its sha256 differs from the one in a state.json of the run. A checkpoint is damaged if a
+    file of it is missing or has a wrong size. A missing final adapter counts as damaged.
     """
     from stages.tuner import checkpoint
 
@@ -161,12 +164,13 @@ def repair_project(
     say: Callable[[str], None] = lambda line: None,
     progress: ProgressCallback | bool = False,
 ) -> None:
-    """Remove damaged rows and files, and compute those of the present settings again. `found` lists the damage, one
-    `Finding` per file. Tables of other settings only lose their damaged rows and files. Damaged weights stay as they
-    are. `say` is called with one line for each recomputed table. `progress` is True to show progress, or a function
-    that receives it.
+    """Remove damaged rows and files, and compute those of the present settings again. `project` is the opened project
+    folder. `found` lists the damage, one `Finding` per file. `say` is called with one line for each recomputed table;
+    by default nothing happens. `progress` is True to show progress, False (the default) to show none, or a function
+    called with (stage, done, total, unit).
 
-    A table of other settings gets its rows back in the next run with those settings.
+    Damaged weights stay as they are. Tables of other settings only lose their damaged rows and files. Such a table gets
+    its rows back in the next run with those settings.
     """
     from pipeline import runner
     from pipeline.store.table import TableFolder

@@ -52,8 +52,9 @@ class Guard:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on to the application, or refuse it. A refusal has status 403 if another host or site sent
-        the request. It has status 413 if the body is too large. The parameters are those of an ASGI application.
+        """Pass the request on to the application, or refuse it with a short text. `scope` has the facts of the request,
+        such as its headers. `receive` and `send` are the functions for its body and for the answer. A refusal has
+        status 403 if another host or site sent the request. It has status 413 if the body is too large.
         """
         if scope["type"] != "http":
             await self.app(scope, receive, send)
@@ -143,7 +144,9 @@ class Answers:
         return HTMLResponse(self.environment.get_template(template).render(**values), headers={"Cache-Control": "no-store"})
 
     def shell(self, request: Request) -> Response:
-        """Return a page without its content: titles, scripts and styles. An unknown page gets status 404."""
+        """Return a page without its content: titles, scripts and styles. The name of the page is the path parameter
+        "page" of `request`; without it, the page is "overview". An unknown page gets status 404.
+        """
         with self.lock:
             self.site.refresh()
             titles, project = self.site.titles(), self.site.project.name
@@ -153,8 +156,8 @@ class Answers:
         return self.render("shell.html", project=project, titles=titles, page=name, token=self.token, single=False)
 
     def fragment(self, request: Request) -> Response:
-        """Return the content of a page. The parameters of the address are what the user chose there. An unknown page or
-        row gets status 404.
+        """Return the content of a page. The name of the page is the path parameter "page" of `request`. The parameters
+        of its address are what the user chose there. An unknown page or row gets status 404.
         """
         name, chosen = request.path_params["page"], dict(request.query_params)
         with self.lock:
@@ -216,15 +219,16 @@ class Answers:
         return Response(content, media_type="image/webp", headers={"Cache-Control": "private, max-age=60"})
 
     def changes(self, request: Request) -> Response:
-        """Return a text that is different after every change of the project."""
+        """Return a text that is different after every change of the project. `request` is not read."""
         return PlainTextResponse(self.site.changes(), headers={"Cache-Control": "no-store"})
 
 
 def _edited(site: Site, page: str, body: bytes) -> Response:
-    """Write the user's edits of texts, and return the response to the browser. `page` is the name of the page. `body`
-    is JSON such as {"KEY": {"before": "a cat", "text": "a red cat"}}. An edit is not written if another browser tab has
-    changed its text meanwhile. The response is JSON. Its entry "conflicts" has the present texts of these edits, by
-    key. The status is 409 if there are conflicts, and 200 if there are none. Invalid edits get status 400.
+    """Write the user's edits of texts of `site`, the project's local web page. Return the response to the browser.
+    `page` is the name of the page. `body` is JSON such as {"KEY": {"before": "a cat", "text": "a red cat"}}. An edit is
+    not written if another browser tab has changed its text meanwhile. The response is JSON. Its entry "conflicts" has
+    the present texts of these edits, by key. The status is 409 if there are conflicts, and 200 if there are none.
+    Invalid edits get status 400.
     """
     import json
 
@@ -239,9 +243,9 @@ def _edited(site: Site, page: str, body: bytes) -> Response:
 
 
 def _replaced(site: Site, page: str, body: bytes) -> Response:
-    """Replace a text in all texts of a page, and return the response to the browser. `page` is the name of the page.
-    `body` is JSON such as {"find": "cat", "by": "dog"}. The response is JSON. Its entry "edits" has the edits that were
-    written, by key. An invalid request gets status 400.
+    """Replace a text in all texts of a page of `site`, the project's local web page. Return the response to the
+    browser. `page` is the name of the page. `body` is JSON such as {"find": "cat", "by": "dog"}. The response is JSON.
+    Its entry "edits" has the edits that were written, by key. An invalid request gets status 400.
     """
     import json
 
@@ -256,9 +260,10 @@ def _replaced(site: Site, page: str, body: bytes) -> Response:
 
 
 def _written(site: Site, page: str, body: bytes) -> Response:
-    """Write the edits of a page into the user's files, or undo the last writing. Return the response to the browser.
-    `page` is the name of the page. `body` is JSON: {"undo": false} to write, {"undo": true} to undo. The response is
-    JSON. Its entry "said" is a sentence for the user. If there is nothing to do, or if a file fails, the status is 400.
+    """Write the edits of a page of `site`, the project's local web page, into the user's files, or undo the last
+    writing. Return the response to the browser. `page` is the name of the page. `body` is JSON: {"undo": false} to
+    write, {"undo": true} to undo. The response is JSON. Its entry "said" is a sentence for the user. If there is
+    nothing to do, or if a file fails, the status is 400.
     """
     import json
 

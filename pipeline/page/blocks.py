@@ -22,9 +22,9 @@ ROWS_SHOWN = 200  # rows of a table
 
 
 def overview(project: Project) -> Row:
-    """Return the data of the overview page as a dict. "tables" is a list of dicts with the name, row count, size and
-    state of each stage's table. "runs" is a list of dicts, one per training run, with the columns of the table `runs`.
-    "disk" is a text that says how much disk space is free.
+    """Return the data of the overview page as a dict. `project` is the opened project folder. "tables" is a list of
+    dicts with the name, row count, size and state of each stage's table. "runs" is a list of dicts, one per training
+    run, with the columns of the table `runs`. "disk" is a text that says how much disk space is free.
     """
     import shutil
 
@@ -45,9 +45,10 @@ def overview(project: Project) -> Row:
 
 
 def block_data(catalog: Catalog, block: Block, chosen: Mapping[str, str], folder: Path) -> Row:
-    """Return the data that the HTML template needs to show one block of a page, as a dict. A block is a chart, listing,
-    sheet, cards or editor. `chosen` holds the user's choices "filter", "order", "page" and "find" as texts. `folder` is
-    the project's folder. If the SQL fails, the message is the entry "error"; nothing is raised.
+    """Return the data that the HTML template needs to show one block of a page, as a dict. `catalog` is the open
+    database of the project. `block` is a chart, listing, sheet, cards or editor. `chosen` holds the user's choices
+    "filter", "order", "page" and "find" as texts. `folder` is the project's folder. If the SQL fails, the message is
+    the entry "error"; nothing is raised.
 
     The entries "kind" and "title" are always there. A chart's data is JSON in the entry "chart". Other blocks add the
     entries of `listing_data`, `cards_data`, `sheet_data` or `editor_data`.
@@ -106,11 +107,14 @@ def _cell(value: Any) -> Any:
 
 
 def cards_data(catalog: Catalog, block: Cards, chosen: Mapping[str, str]) -> Row:
-    """Return one page of cards as a dict. A card shows one row of a table. `block` gives the SQL of the rows, the
-    filters and the orders. `chosen` holds the user's choices as texts: "filter", "order", "page" and "find". In the
-    result, "cards" lists the rows of the page as dicts. "filters" lists pairs (filter, number of rows). "orders" lists
-    the names of the orders. "filter", "order", "page" (from 0) and "find" are the choices in use. "pages" is the number
-    of pages. "searched" is True if the cards can be searched.
+    """Return one page of cards as a dict. A card shows one row of a table. `catalog` is the open database of the
+    project. `block` gives the SQL of the rows, the filters and the orders. `chosen` holds the user's choices as texts:
+    "filter", "order", "page" and "find". The entry "cards" of the result lists the rows of the page as dicts. Its other
+    entries are for the controls of the page.
+
+    Of these, "filters" lists pairs (filter, number of rows). "orders" lists the names of the orders. "filter", "order",
+    "page" (from 0) and "find" are the choices in use. "pages" is the number of pages. "searched" is True if the cards
+    can be searched.
 
     If `block.searched` is set, only rows whose text contains "find" are counted and shown, in any case of letters.
     """

@@ -68,9 +68,10 @@ class Texts:
 
 
 def editor_data(catalog: Catalog, block: Editor, chosen: Mapping[str, str], folder: Path) -> Row:
-    """Return the data of a web page on which the user edits texts, as a dict. `block` describes the list of texts.
-    `chosen` holds what the user chose: "page" is the page number, and "find" is a search text. Only texts that contain
-    "find" are shown. Upper and lower case count as the same. `folder` is the project's folder, where the edits lie.
+    """Return the data of a web page on which the user edits texts, as a dict. `catalog` is the open database of the
+    project. `block` describes the list of texts. `chosen` holds what the user chose: "page" is the page number, and
+    "find" is a search text. Only texts that contain "find" are shown. Upper and lower case count as the same. `folder`
+    is the project's folder, where the edits lie.
 
     "texts" of the result has the rows to show. "count" is the number of texts found, "edits" the number of edited
     texts. "page" (from 0) and "pages" number the pages. "find" is the user's. "phrases" lists pairs of a phrase and the

@@ -227,8 +227,9 @@ def _check_digests(copy: Path, before: set[Path]) -> None:
 
 def _incomplete(copy: Path, components: list[str], family: ModelFamily) -> list[str]:
     """Return the components that are not completely downloaded. `copy` is the model's folder in the hub cache.
-    `components` are the names to check, such as "transformer". A component that has a subfolder is returned as this
-    subfolder and a slash, such as "vae/". A component without a subfolder is returned by its name.
+    `components` are the names to check, such as "transformer". `family` is the model family, which names the subfolder
+    of each component. A component that has a subfolder is returned as this subfolder and a slash, such as "vae/". A
+    component without a subfolder is returned by its name.
     """
     folders = {component: family.folders[component] for component in components}
     return [f"{name}/" if name else each for each, name in folders.items() if not _is_complete(copy / name, each)]
@@ -252,6 +253,7 @@ def _is_complete(folder: Path, component: str) -> bool:
 
 def _manual_download(hub: str, family: ModelFamily) -> str:
     """Return a sentence that tells the user how to download the hub repository `hub` ("org/name") on another machine.
+    `family` is the model family whose weights it holds.
 
     All components are listed, because one folder must serve every stage.
     """

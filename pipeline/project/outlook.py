@@ -116,16 +116,18 @@ def need(project: Project, name: str, seen: Outlook) -> Need:
 
 
 def refusal(stage_name: str, peak: int, remedy: str, budget: int) -> str:
-    """Return the one-line message for a stage that needs `peak` bytes, more than `budget`. `remedy` names settings that fit."""
+    """Return the one-line message for the stage `stage_name`, which needs `peak` bytes of memory, more than `budget`
+    bytes. `remedy` names settings that fit, as text; "" means that none would fit.
+    """
     would = f"{remedy} would fit" if remedy else "no setting would fit; choose a smaller family"
     return f"{stage_name} needs about {peak / GB:.3g} GB of memory, more than the {budget / GB:.3g} GB that it may take: {would}"
 
 
 def announcement(project: Project, name: str, rows: int) -> str:
     """Return one line that tells the user what a stage needs to make `rows` rows. It gives the disk space, the peak
-    memory and the memory plan. `name` is the name of the stage. The line is empty if the stage has no forecast or the
-    forecast fails. Raises ValueError if the stage does not fit into memory. The message names the nearest settings that
-    fit.
+    memory and the memory plan. `project` is the opened project folder. `name` is the name of the stage. The line is
+    empty if the stage has no forecast or the forecast fails. Raises ValueError if the stage does not fit into memory.
+    The message names the nearest settings that fit.
 
     A stage with a `snapshot` is not refused here. It makes its own plan from its data.
     """
@@ -150,8 +152,8 @@ def announcement(project: Project, name: str, rows: int) -> str:
 
 
 def seconds_for(project: Project, name: str, rows: int | None) -> float | None:
-    """Return the seconds that the stage `name` needs for `rows` rows at the speed of its last run. Return None if that
-    run wrote no rows, if there was no run, or if `rows` is 0 or None.
+    """Return the seconds that the stage `name` needs for `rows` rows at the speed of its last run. `project` is the
+    opened project folder. Return None if that run wrote no rows, if there was no run, or if `rows` is 0 or None.
     """
     folder = project.folder(name)
     if not rows or not folder.exists:
@@ -162,10 +164,12 @@ def seconds_for(project: Project, name: str, rows: int | None) -> float | None:
 
 
 def downloads(project: Project) -> dict[str, int]:
-    """Return the size in bytes of each model component that is missing on this machine. The sizes are computed from the
-    shapes of the weights. A size is 0 if the shapes are known only from the files. The dict is empty if the pipeline uses
-    no model. It is also empty if the model's weights are part of the checkout or are generated. Raises ValueError if the
-    setting `components` names a place where the component is not.
+    """Return the model components that are missing on this machine, as a dict from name to size in bytes. `project` is
+    the opened project folder. The sizes are computed from the shapes of the weights. A size is 0 if the shapes are
+    known only from the files. Raises ValueError if the setting `components` names a place where the component is not.
+
+    The dict is empty if the pipeline uses no model. It is also empty if the model's weights are part of the checkout or
+    are generated.
     """
     from pipeline.project.hub import NotFetched
 

@@ -110,9 +110,10 @@ def write_record(table: TableFolder, record: Mapping[str, Any]) -> None:
 
 
 def begin(project: Project, stage: str, versions: Mapping[str, str], name: str = "") -> None:
-    """Record in run.json that a run of the training stage `stage` starts or is resumed. The run is the one with the present
-    settings. `versions` maps each software package to its version. If `name` is given, it becomes the name of the run. Otherwise
-    the run keeps its name. Raises ValueError if `name` is not a valid name or another run has it.
+    """Record in run.json that a run of the training stage `stage` starts or is resumed. The run is the one with the
+    present settings of `project`, the opened project folder. `versions` maps each software package to its version. If
+    `name` is given, it becomes the name of the run. If it is "", the run keeps its name. Raises ValueError if `name` is
+    not a valid name or another run has it.
     """
     table = project.current(stage)
     old = read_record(table) or {}
@@ -196,9 +197,9 @@ def choose(project: Project, text: str, overrides: Overrides = ()) -> None:
 
 
 def news(project: Project, stage: str) -> Iterator[str]:
-    """Yield messages for the user before the training stage `stage` begins a new run. There is a message if an earlier
-    run had the same settings but other training data. It says that the new run starts at step 0. If the run with the
-    present settings exists already, nothing is yielded.
+    """Yield messages for the user before the training stage `stage` begins a new run. `project` is the opened project
+    folder. There is a message if an earlier run had the same settings but other training data. It says that the new run
+    starts at step 0. If the run with the present settings exists already, nothing is yielded.
 
     A second message follows if the earlier run has a final adapter and recorded steps. It estimates the training time,
     and shows how to start from the earlier adapter.

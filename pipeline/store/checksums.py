@@ -32,7 +32,9 @@ def tensor_checksum(values: Any) -> int:
 
 
 def file_checksum(path: Path) -> str:
-    """Return the xxh3 of a file's bytes as 32 hex digits. Raises OSError if the file cannot be read."""
+    """Return the xxh3 (a hash) of the bytes of the file `path`, as 32 hex digits. Raises OSError if the file cannot be
+    read.
+    """
     import xxhash
 
     found = xxhash.xxh3_128()

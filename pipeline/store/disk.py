@@ -42,7 +42,9 @@ def common_folder(paths: str | tuple[str, ...], project: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's list of names, are on the disk. The call is fsync, and F_FULLFSYNC on macOS."""
+    """Wait until the bytes of the file `path` are on the disk. If `path` is a folder, wait for its list of names. The
+    call is fsync, and F_FULLFSYNC on macOS.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         if hasattr(fcntl, "F_FULLFSYNC"):  # on macOS, fsync alone leaves the bytes in the drive's cache
@@ -55,8 +57,8 @@ def sync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its missing parents. Each parent is synced, so that a power cut cannot lose the folder. An existing
-    folder is left as it is.
+    """Create the folder `path` and its missing parents. Each parent is synced, so that a power cut cannot lose the
+    folder. An existing folder is left as it is.
     """
     if path.is_dir():
         return
@@ -167,7 +169,7 @@ def delete_temporary_files(folder: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a file, a link, or a folder with everything in it. Nothing happens if it does not exist."""
+    """Delete `path`: a file, a link, or a folder with everything in it. Nothing happens if it does not exist."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -186,7 +188,9 @@ def size_of(folder: Path) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """Format a number of bytes in decimal units as "812 B", "1.2 MB" or "7.75 GB": 1 MB is 10^6 bytes."""
+    """Return `count`, a number of bytes, as text in decimal units, such as "812 B", "1.2 MB" or "7.75 GB". 1 MB is 10^6
+    bytes.
+    """
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= 0.9995 * size:  # 999.6 MB is rounded to 1 GB
             return f"{count / size:.3g} {unit}" if count < 999.5 * size else f"{count / size:.0f} {unit}"
@@ -194,7 +198,7 @@ def format_bytes(count: float) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message."""
+    """Return the first line of the message of the exception `error`."""
     return str(error).partition("\n")[0]
 
 

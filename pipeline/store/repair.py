@@ -28,7 +28,7 @@ from schemas.table import TableSchema, TensorColumn
 def reconcile(rows: pa.Table, shards: Path, schema: TableSchema, problem: Callable[[Path], str]) -> pa.Table:
     """Make the index of a table agree with its shards, and return the new index. An index has one row per stored row. A
     shard is an Arrow file with rows and their tensors. `rows` is the present index, and `shards` is the folder of the
-    shards. `problem(path)` returns what is wrong with a shard in words, or "".
+    shards. `schema` describes the table. `problem(path)` returns what is wrong with a shard in words, or "".
 
     A shard that is cut short is deleted. Rows whose shard is missing or deleted leave the index. If the index names no
     row of a shard, the rows of that shard are added. Such a shard is skipped if `problem` finds something. A row is
@@ -50,7 +50,8 @@ def reconcile(rows: pa.Table, shards: Path, schema: TableSchema, problem: Callab
 
 def damaged_shards(rows: pa.Table, shards: Path, schema: TableSchema) -> set[str]:
     """Return the names of the damaged shards (Arrow files with tensors) that `rows` use. A shard is damaged if it is
-    missing or cut short. `rows` are rows of the index. `shards` is the folder of the shards.
+    missing or cut short. `rows` are rows of the index. `shards` is the folder of the shards. `schema` describes the
+    table.
 
     Only the size and the last bytes of each shard are checked, not the tensors.
     """
@@ -61,8 +62,9 @@ def damaged_shards(rows: pa.Table, shards: Path, schema: TableSchema) -> set[str
 
 def repack(rows: pa.Table, shards: Path, schema: TableSchema, shard_bytes: int) -> tuple[pa.Table, list[Path]]:
     """Copy the rows of mostly unused shards into new shards of about `shard_bytes` bytes. A shard is an Arrow file with
-    rows and their tensors. `rows` are all rows of the table's index. Return (new rows, old paths). The new rows are all
-    index rows with their new places. The old paths are those of the shards that are no longer needed.
+    rows and their tensors. `rows` are all rows of the table's index. `shards` is the folder of the shards. `schema`
+    describes the table. Return (new rows, old paths). The new rows are all index rows with their new places. The old
+    paths are those of the shards that are no longer needed.
 
     The caller must commit the new rows first, and then delete the old shards.
 
@@ -86,7 +88,7 @@ def repack(rows: pa.Table, shards: Path, schema: TableSchema, shard_bytes: int) 
 def reclaimable_bytes(rows: pa.Table, shards: Path, schema: TableSchema) -> int:
     """Return how many bytes of disk the function `repack` would free. They are the bytes of mostly unused shards (Arrow
     files with tensors), less the tensors still in use. `rows` are all rows of the table's index. `shards` is the folder
-    of the shards.
+    of the shards. `schema` describes the table.
     """
     used = _used_bytes(rows, schema)
     return sum(path.stat().st_size - used.get(path.name, 0) for path in _sparse_shards(rows, shards, schema))
@@ -94,7 +96,8 @@ def reclaimable_bytes(rows: pa.Table, shards: Path, schema: TableSchema) -> int:
 
 def _sparse_shards(rows: pa.Table, shards: Path, schema: TableSchema) -> list[Path]:
     """Return the paths of the shards of which more than half is no longer needed. A shard is an Arrow file with rows
-    and their tensors. `rows` are all rows of the table's index. `shards` is the folder of the shards.
+    and their tensors. `rows` are all rows of the table's index. `shards` is the folder of the shards. `schema`
+    describes the table.
 
     A shard without a row in `rows` is always returned. While a run is unfinished, no other shard is returned. A run is
     unfinished if `live` is null in some row. After that, a shard is returned if the tensors of its rows in `rows` take
@@ -117,7 +120,7 @@ def _all_tensor_bytes(path: Path, schema: TableSchema) -> int:
 def _newer_rows(rows: pa.Table, unknown: list[Path], schema: TableSchema) -> Iterator[pa.Table]:
     """Yield the shard rows that the index lacks, as one table per shard. A shard is an Arrow file with rows and their
     tensors. `rows` is the present index. `unknown` holds the paths of shards that the index does not name, sorted by
-    shard number. The column `live` of a yielded row is null.
+    shard number. `schema` describes the table. The column `live` of a yielded row is null.
 
     A row is yielded if the index does not have its key. It is also yielded if its shard has a larger number than all
     shards that the index names for this key.
@@ -135,7 +138,7 @@ def _newer_rows(rows: pa.Table, unknown: list[Path], schema: TableSchema) -> Ite
 def _groups_to_move(sparse: list[Path], moving: pa.Table, schema: TableSchema, shard_bytes: int) -> Iterator[pa.Table]:
     """Read the rows in `moving` with their tensors, and yield them as tables of at least `shard_bytes` bytes. The last
     table may be smaller. `moving` holds rows of the table's index. `sparse` lists the paths of the shards (Arrow files)
-    with these rows.
+    with these rows. `schema` describes the table.
 
     The yielded columns are those of `schema.batch` and one checksum column per tensor column. The checksums come from
     the index.
@@ -157,6 +160,7 @@ def _groups_to_move(sparse: list[Path], moving: pa.Table, schema: TableSchema, s
 def fill_checksums(rows: pa.Table, shards: Path, schema: TableSchema) -> pa.Table:
     """Compute the missing checksums of an index, and return the index with them. `rows` is the index, a table with one
     row per stored row. A checksum belongs to one tensor. The bytes are read from the files in the folder `shards`.
+    `schema` describes the table.
     """
     for tensor in schema.tensors:
         found = rows[tensor.checksum].to_pylist()
@@ -200,7 +204,7 @@ def _in_shards(rows: pa.Table, names: set[str]) -> pa.ChunkedArray:
 
 def _used_bytes(rows: pa.Table, schema: TableSchema) -> dict[str, int]:
     """Return a dict from shard name to the bytes of the tensors that `rows` use in it. A shard is an Arrow file with
-    tensors. `rows` are rows of the table's index.
+    tensors. `rows` are rows of the table's index. `schema` describes the table.
     """
     sizes = rows.select(["shard"]).append_column("bytes", tensor_bytes(rows, schema))
     return {row["shard"]: row["bytes_sum"] for row in sizes.group_by("shard").aggregate([("bytes", "sum")]).to_pylist()}

@@ -39,8 +39,8 @@ def matches(rows: pa.Table, others: pa.Table, columns: list[str]) -> pa.Array:
 
 
 def _same_rows(rows: pa.Table, others: pa.Table) -> bool:
-    """Return True if two tables hold the same rows, in any order. Always return False for tables with nested columns, which
-    are not compared.
+    """Return True if the tables `rows` and `others` hold the same rows, in any order. Always return False for tables
+    with nested columns, which are not compared.
     """
     if rows.num_rows != others.num_rows or rows.schema.types != others.schema.types:
         return False
@@ -81,8 +81,8 @@ def conform(batch: pa.RecordBatch, schema: TableSchema) -> pa.RecordBatch:
 
 
 def _check_shapes(batch: pa.RecordBatch, schema: TableSchema) -> None:
-    """Raise ValueError if a tensor in `batch` does not have as many values as its shape says. A tensor without values
-    may have an empty shape.
+    """Raise ValueError if a tensor in the record batch `batch` does not have as many values as its shape says. `schema`
+    describes the table of the batch. A tensor without values may have an empty shape.
     """
     for tensor in schema.tensors:
         counts = pc.list_value_length(batch.column(tensor.name)).to_pylist()
@@ -92,7 +92,7 @@ def _check_shapes(batch: pa.RecordBatch, schema: TableSchema) -> None:
 
 
 def _without_nullability(kind: pa.DataType) -> str:
-    """Return the name of an Arrow type as text, without the words "not null". Two list types that differ only in
-    whether items may be null get the same name.
+    """Return the name of the Arrow type `kind` as text, without the words "not null". Two list types that differ only
+    in whether items may be null get the same name.
     """
     return str(kind).replace(" not null", "")

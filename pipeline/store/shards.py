@@ -104,8 +104,8 @@ def tensor_checksums(lists: pa.ListArray) -> list[int]:
 
 def rows_per_shard(rows: pa.Table, schema: TableSchema, shard_bytes: int) -> int:
     """Return how many rows from the start of `rows` go into one shard (an Arrow file with tensors). This is the largest
-    number of rows whose tensors take at most `shard_bytes` bytes together, but at least 1. If the table has no tensors,
-    it is the number of all rows.
+    number of rows whose tensors take at most `shard_bytes` bytes together, but at least 1. `schema` describes the
+    table. If the table has no tensors, the result is the number of all rows.
     """
     if not schema.tensors:
         return int(rows.num_rows)
@@ -115,9 +115,10 @@ def rows_per_shard(rows: pa.Table, schema: TableSchema, shard_bytes: int) -> int
 
 
 def overhead_bytes(schema: TableSchema, rows: pa.Table, tensors: int) -> int:
-    """Return the disk space that a finished table takes in addition to its tensors, in bytes: columns, the framing of
-    shards (Arrow files with tensors), and the index. `rows` holds the rows of the table with some or all of its columns. A
-    column that `rows` lacks counts as empty text or as a number. `tensors` is the size of all tensors together, in bytes.
+    """Return the disk space in bytes that a finished table takes in addition to its tensors. It is that of columns, the
+    index, and the framing of shards (Arrow files with tensors). `schema` describes the table. `rows` holds the rows of
+    the table with some or all of its columns. A column that `rows` lacks counts as empty text or as a number. `tensors`
+    is the size of all tensors together, in bytes.
 
     The size of the shards is exact if all shards have equally many rows. The size of the index is an approximation.
     """
@@ -160,9 +161,9 @@ def _file_bytes(rows: pa.Table) -> int:
 
 
 def read_shard_index(path: Path, schema: TableSchema) -> pa.Table:
-    """Return the rows of a shard (an Arrow file with tensors) without their tensors. The rows have the columns of
-    `schema.stored`, which hold the position of each tensor in the file. The returned table does not keep the file open.
-    Raises ValueError if the file has the columns of another table.
+    """Return the rows of the shard `path` (an Arrow file with tensors) without their tensors. `schema` describes the
+    table. The rows have the columns of `schema.stored`, which hold the position of each tensor in the file. The
+    returned table does not keep the file open. Raises ValueError if the file has the columns of another table.
     """
     address, batches = _map_batches(path)
     for batch in batches:
@@ -186,8 +187,9 @@ def read_shard_rows(path: Path, positions: Iterable[int]) -> pa.Table:
 
 
 def shard_damage(path: Path, needed: int) -> str:
-    """Describe the damage of a shard in words, such as "is missing" or "is cut short: ...". Return "" if it is undamaged.
-    `needed` is the least number of bytes that the file must have to hold its rows.
+    """Describe the damage of the shard `path` (an Arrow file with tensors) in words, such as "is missing" or "is cut
+    short: ...". Return "" if it is undamaged. `needed` is the least number of bytes that the file must have to hold its
+    rows.
     """
     try:
         size = path.stat().st_size
@@ -217,8 +219,8 @@ def tensor_ends(rows: pa.Table, schema: TableSchema) -> pa.ChunkedArray:
 
 
 def _map_batches(path: Path) -> tuple[int, list[pa.RecordBatch]]:
-    """Map a shard into memory. Return the memory address of the file's first byte, and the shard's record batches. Values are
-    read from disk when they are used.
+    """Map the shard `path` (an Arrow file with tensors) into memory. Return (address, batches): the memory address of
+    the file's first byte, and the shard's record batches. Values are read from disk when they are used.
     """
     with pa.memory_map(str(path)) as file:
         content = file.read_buffer()

@@ -237,7 +237,9 @@ class TableFolder:
         return sorted(path for folder in folders for path in folder.glob("[!.]*") if path not in named)
 
     def delete_files(self, paths: Iterable[Path]) -> None:
-        """Delete files of the table and their checksums. The caller must hold the table's lock."""
+        """Delete files of the table and their checksums. `paths` are the paths of the files. The caller must hold the
+        table's lock.
+        """
         gone = list(paths)
         for path in gone:
             path.unlink(missing_ok=True)

@@ -143,14 +143,14 @@ class Writer:
         return path
 
     def finish(self, wanted: pa.Table | None, facts: dict[str, Any]) -> dict[str, Any]:
-        """Publish the table, so that readers see the wanted rows, and return the manifest. `wanted` says which rows are
-        wanted, by the values of some columns. For example, if its only column is `step`, with the values 1 and 2, all
-        rows of steps 1 and 2 are wanted. If `wanted` is None, every row is wanted.
+        """Publish the table, so that readers see the wanted rows, and return the manifest. `wanted` has the values that
+        some columns of a wanted row must have. For example, if its only column is `step`, with the values 1 and 2, all
+        rows of steps 1 and 2 are wanted. If `wanted` is None, every row is wanted. `facts` are added to the facts in
+        the manifest; one of the same name is replaced.
 
-        If `wanted` has several columns, a wanted row agrees with one row of `wanted` in all of them. `facts` are added
-        to the facts in the manifest. A fact of the same name is replaced. Rows that are not wanted are deleted, except
-        in tables with tensors and in tables with `schema.retains_dead_rows`, which hide them. The manifest is not
-        rewritten if nothing has changed.
+        If `wanted` has several columns, a wanted row agrees with one row of `wanted` in all of them. Rows that are not
+        wanted are deleted, except in tables with tensors and in tables with `schema.retains_dead_rows`, which hide
+        them. The manifest is not rewritten if nothing has changed.
         """
         self.flush()
         rows = newest_per_key(self._rows, self.schema.key)

@@ -72,7 +72,9 @@ def open_run(run: TrackedRun) -> Mlflow:
 
 
 def read_back(client: MlflowClient, run_id: str, name: str) -> dict[int, float]:
-    """Return the values of the metric `name` as a dict from step to value. Raises AssertionError if a step occurs twice."""
+    """Return the values of the metric `name` in an MLflow run, as a dict from step to value. `client` is the connection
+    to MLflow, and `run_id` is MLflow's id of the run. Raises AssertionError if a step occurs twice.
+    """
     history = client.get_metric_history(run_id, name)
     found = {each.step: each.value for each in history}
     assert len(found) == len(history), f"{name} has a step twice"

@@ -84,7 +84,9 @@ class Following:
         self.last = tracker.last_step()
 
     def update(self, *, unfinished: bool) -> None:
-        """Write the committed steps that the tracker lacks."""
+        """Write the committed steps that the tracker lacks. If `unfinished` is True, the newest step is left for later,
+        because some of its rows may be missing.
+        """
         if self.writer.version != self.version or not unfinished:
             self.version = self.writer.version
             self.last = catch_up(self.tracker, self.writer.stored, self.last, unfinished=unfinished)
@@ -102,11 +104,13 @@ class Following:
 
 @contextmanager
 def tracked(project: Project, stage: str, writer: Writer, say: Say) -> Iterator[Callable[[Computed], Computed]]:
-    """Copy the numbers of a training stage to an experiment tracker, during a `with` block. The block gets a function that
-    takes the stage's batches and yields them unchanged, while committed steps are copied. The setting [train] `track`
-    chooses the tracker; without one, nothing is copied. At the end, the tracker has every committed step, also after an
-    error. `writer` writes the stage's table. `say` is called with a line for the user. Raises ValueError if the tracker's
-    package is not installed.
+    """Copy the numbers of the training stage `stage` to an experiment tracker, during a `with` block. The block gets a
+    function that takes the stage's batches and yields them unchanged, while committed steps are copied. `project` is
+    the opened project folder. `writer` writes the stage's table. `say` is called with one line for the user. Raises
+    ValueError if the tracker's package is not installed.
+
+    The setting [train] `track` chooses the tracker; without one, nothing is copied. At the end, the tracker has every
+    committed step, also after an error.
     """
     kind = getattr(project.config.sections[stage], "track", "")
     if not kind:
