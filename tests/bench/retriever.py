@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -90,15 +92,17 @@ def random_batch(case: RetrieverCase) -> Any:
 
 def run(case: RetrieverCase) -> dict[str, Any]:
     """Measure a case and return its row."""
-    gpu = True
     if case.backend == "torch":
         from tests.bench.retriever_torch import DEVICE, measure_torch
 
-        gpu = DEVICE == "cuda"
-
-        measured = measure_torch(case, time_calls)
+        gpu, measured = DEVICE == "cuda", measure_torch(case, time_calls)
     else:
-        measured = measure_mlx(case)
+        import mlx.core as mx
+
+        gpu, measured = mx.default_device() == mx.gpu, measure_mlx(case)
+    if not gpu:  # PyTorch does not count its memory there
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux counts in KiB
+        measured |= {"peak_gb": peak, "threads": int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))}
     return asdict(case) | measured | {"samples_per_s": case.batch / measured["s"]} | describe(case.backend if gpu else "mlx")
 
 

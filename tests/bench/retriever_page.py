@@ -12,7 +12,7 @@ INTRODUCTION = """\
 Generated from bench-retriever.jsonl by `python -m tests.bench.retriever --table data/bench-retriever.jsonl`.
 `python -m tests.bench.retriever` measures. Weights and token ids are random and every token is real. PyTorch "transformers" is
 `T5EncoderModel` with the same LoRA. Seconds are medians. Encoding is of documents alone. A limit is the memory at which MLX
-starts no further operation until an earlier one has ended.
+starts no further operation until an earlier one has ended. On a CPU, the peak is of the whole process.
 """
 
 
@@ -39,6 +39,8 @@ def line(row: Row) -> str:
     words = [row["kind"], "MLX" if row["backend"] == "mlx" else "PyTorch", row["plan"]]
     words += [f"micro-batch {row['micro_batch']}"] if row["micro_batch"] else []
     words += ["without cuDNN's attention"] if row.get("unfused") else []
+    words += [f"threads: {row['threads']}"] if row.get("threads") else []
     limit = f"{row['memory_gb']:g}" if row["memory_gb"] else ""
     peak = f"{row['peak_gb']:.2f}" if row.get("peak_gb") else ""
-    return f"| {', '.join(words)} | {row['batch']} | {limit} | {row['samples_per_s']:.0f} | {row['s']:.4f} | {peak} |"
+    rate = f"{row['samples_per_s']:.{0 if row['samples_per_s'] >= 100 else 1}f}"
+    return f"| {', '.join(words)} | {row['batch']} | {limit} | {rate} | {row['s']:.4f} | {peak} |"

@@ -31,10 +31,10 @@ def _kind(caption: Caption) -> str:
     return name.name if caption.source == "metadata" else name.suffix.partition(":")[0]
 
 
-def describe_triggers(filled: list[tuple[Filled, Caption]], config: CaptionsConfig) -> list[str]:
+def describe_triggers(filled: list[tuple[Filled, Caption]]) -> list[str]:
     """Return lines that say how many captions did not get the trigger from the template, and why. The list is empty if
     there are none. The trigger is the word that the adapter learns; the template is a text that adds words to a
-    caption. `filled` holds pairs (training text, caption). `config` is not used.
+    caption. `filled` holds pairs (training text, caption).
     """
     counts = Counter(text.reason for text, _ in filled)
     first = {text.reason: caption.origin for text, caption in reversed(filled)}

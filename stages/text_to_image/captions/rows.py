@@ -50,7 +50,7 @@ def caption_rows(
         rows += _image_rows(image_id, texts)
         filled += texts
     _check_foreign(found, subjects)
-    notes += describe_sources([caption for _, caption in filled], config) + describe_triggers(filled, config)
+    notes += describe_sources([caption for _, caption in filled], config) + describe_triggers(filled)
     rows = apply_edits(rows, edits or {})
     notes += _check_trigger([row["text"] for row in rows if not subjects[row["image_id"]].class_only], subjects, config)
     rows.append(_row("", "empty", "", "config", "", 0))
