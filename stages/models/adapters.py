@@ -87,8 +87,9 @@ def variant(arrays: Arrays) -> str:
 
 
 def ranks(arrays: Arrays) -> dict[str, int]:
-    """Return a dict from the name of each Linear that an adapter changes to the adapter's rank. A LoKr of two full factors has no
-    rank and is left out.
+    """Return the rank of every Linear that an adapter changes, as a dict from the Linear's name to its rank. `arrays`
+    maps keys such as "a.to_q.lora_A.weight" to the adapter's arrays. A LoKr of two full factors has no rank and is left
+    out.
     """
     return {key.removesuffix(end): value.shape[0] for end in (A, W2_B) for key, value in arrays.items() if key.endswith(end)}
 

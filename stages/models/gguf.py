@@ -55,8 +55,9 @@ class Entry:
 
 
 def read_gguf(path: Path) -> dict[str, mx.array]:
-    """Return the tensors of a GGUF file by name, in float32. The packed bytes are read at once; a tensor is unpacked when it is
-    evaluated. Raises ValueError if the file is damaged or has a kind of quantisation that is not read.
+    """Return the tensors of the GGUF file `path` as a dict from name to float32 array. The packed bytes are read at
+    once; a tensor is unpacked when it is evaluated. Raises ValueError if the file is damaged or has a kind of
+    quantisation that is not read.
     """
     entries = read_entries(path)
     data, found = np.memmap(path, np.uint8, "r"), {}
@@ -67,8 +68,9 @@ def read_gguf(path: Path) -> dict[str, mx.array]:
 
 
 def read_entries(path: Path) -> dict[str, Entry]:
-    """Return where each tensor of a GGUF file lies, by name, without reading a tensor. Raises ValueError if the header
-    is damaged, if tensors overlap, or if the file is shorter or longer than its header says.
+    """Return where each tensor of the GGUF file `path` lies, without reading a tensor. The result is a dict from the
+    tensor's name to an `Entry`. Raises ValueError if the header is damaged, if tensors overlap, or if the file is
+    shorter or longer than its header says.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -190,12 +192,16 @@ def _names() -> list[str]:
 
 
 def _halves(raw: mx.array, at: int) -> mx.array:
-    """Return the float16 number at byte `at` of every block, as float32, (blocks, 1)."""
+    """Return the float16 number at byte `at` of every block, as a float32 array (blocks, 1). `raw` is a uint8 array
+    (blocks, bytes of a block).
+    """
     return mx.contiguous(raw[:, at : at + 2]).view(mx.float16).astype(mx.float32)
 
 
 def _nibbles(raw: mx.array) -> mx.array:
-    """Return the lower four bits of all bytes, then the upper ones, (..., 2 x bytes)."""
+    """Return the lower four bits of all bytes of `raw`, then the upper ones. `raw` is a uint8 array (..., bytes). The
+    result is (..., 2 x bytes).
+    """
     return mx.concatenate([raw & 15, raw >> 4], axis=-1)
 
 

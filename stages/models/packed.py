@@ -58,7 +58,11 @@ def unpack(arrays: Arrays, dtypes: Mapping[str, str], config: Mapping[str, Any],
 
 
 def _from_fp8(value: mx.array, dtype: str) -> mx.array:
-    """Return fp8 values, given as uint8, as float32. The five-bit exponent of e5m2 is that of float16."""
+    """Return fp8 numbers as a float32 array. `value` is a uint8 array with their bytes. `dtype` is the kind of fp8,
+    "F8_E4M3" or "F8_E5M2".
+
+    The five-bit exponent of e5m2 is that of float16.
+    """
     if dtype == "F8_E4M3":
         return mx.from_fp8(value, mx.float32)
     return mx.left_shift(value.astype(mx.uint16), mx.array(8, mx.uint16)).view(mx.float16).astype(mx.float32)
@@ -82,8 +86,9 @@ def _scaled(name: str, value: mx.array, arrays: Arrays, path: Path) -> mx.array:
 
 def _dequantized(stem: str, arrays: Arrays, config: Mapping[str, Any], path: Path) -> mx.array:
     """Return the unpacked weight of a layer that MLX has quantised. `stem` is the layer's name. `arrays` maps names to
-    arrays. Raises ValueError if an array of the layer is missing, or if the shapes contradict each other or the settings in
-    `config`.
+    the component's arrays. `config` is the content of its config.json, with the settings of the quantisation. `path` is
+    the component's path, for messages. Raises ValueError if an array of the layer is missing, or if the shapes
+    contradict each other or `config`.
     """
     parts = [f"{stem}.{part}" for part in ("weight", *MLX_PARTS)]
     if missing := [part for part in parts if part not in arrays]:

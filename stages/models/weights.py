@@ -61,13 +61,15 @@ def _visible(folder: Path, pattern: str) -> list[Path]:
 
 
 def _without_variant(path: Path) -> str:
-    """Return a file's name without its precision. For model.fp16.safetensors it is "model.safetensors"."""
+    """Return the name of the safetensors file `path` without its precision. For model.fp16.safetensors it is
+    "model.safetensors".
+    """
     stem, _, tail = path.name.partition(".")
     return stem + tail[tail.index("safetensors") :]
 
 
 def _plainest(candidates: list[Path]) -> Path:
-    """Return the path whose file name has the fewest dots."""
+    """Return the path of `candidates` whose file name has the fewest dots. Of several, it is the first by name."""
     return min(candidates, key=lambda p: (p.name.count("."), p.name))
 
 
@@ -90,9 +92,9 @@ def _shards(index: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the header of a safetensors file without reading a tensor. It maps each tensor's name to a dict of
-    "dtype", "shape" and "data_offsets". Raises ValueError if the file is no safetensors file. Raises it too if the file
-    is shorter or longer than its header says.
+    """Return the header of the safetensors file `path` without reading a tensor. It maps each tensor's name to a dict
+    of "dtype", "shape" and "data_offsets". Raises ValueError if the file is no safetensors file. Raises it too if the
+    file is shorter or longer than its header says.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -116,8 +118,8 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _check_structure(path: Path) -> None:
-    """Raise ValueError if a file is not a valid safetensors file. The library safetensors does the check. It finds
-    unknown dtypes, overlapping tensors, and tensors whose size does not match their shape.
+    """Raise ValueError if the file `path` is not a valid safetensors file. The library safetensors does the check. It
+    finds unknown dtypes, overlapping tensors, and tensors whose size does not match their shape.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -137,8 +139,9 @@ def read_keys(path: Path) -> set[str]:
 
 
 def read_file(path: Path) -> tuple[Arrays, dict[str, str]]:
-    """Read one safetensors file and return (arrays by name, metadata). MLX reads an array from disk when the array is first
-    evaluated. Raises ValueError if the file is missing or damaged.
+    """Read the safetensors file `path` and return (arrays by name, metadata). `metadata` is a dict of texts from the
+    file's header. MLX reads an array from disk when the array is first evaluated. Raises ValueError if the file is
+    missing or damaged.
     """
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
@@ -195,15 +198,15 @@ def load_component(
     ignore: Callable[[str], bool] | None = None,
     arrange: Callable[[str, mx.array], mx.array] | None = None,
 ) -> Arrays:
-    """Load a component's weights into memory. Return a dict with exactly the tensors that `shapes` names. `path` is a
-    folder or a safetensors file. `shapes` maps names to expected shapes. Raises ValueError if a file is damaged, or a
-    tensor is missing, unknown, not finite or of another shape.
-
-    The optional functions are applied in this order. `convert(arrays)` returns all tensors in the layout of the
-    architecture. `rename(name)` returns the new name of a tensor, or None to leave the tensor out. `ignore(name)` gets
-    the new name. It returns True to leave the tensor out. Then the shapes are checked and the tensors are cast to
-    `dtype`: a dtype, a function from name to dtype, or None for no cast. Only floating-point tensors are cast. Last,
+    """Load a component's weights into memory, as a dict from name to array. `path` is a folder or a safetensors file.
+    `shapes` maps the expected names to shapes. Five changes are optional; None skips each. `convert(arrays)` returns
+    all tensors in the expected layout. `rename(name)` returns a tensor's new name, or None to leave it out.
+    `ignore(name)` returns True to leave it out. `dtype` is the dtype of the result, or a function from name to dtype.
     `arrange(name, array)` returns the array that replaces a tensor.
+
+    Raises ValueError if a file is damaged, or a tensor is missing, unknown, not finite or of another shape. The
+    functions are applied in this order. `ignore` gets the new name. After it, the shapes are checked and the tensors
+    are cast to `dtype`. Only floating-point tensors are cast. `arrange` comes last.
 
     Casting goes tensor by tensor, so that only one is in memory twice.
     """
@@ -219,13 +222,14 @@ def open_component(
     convert: Callable[[Arrays], Arrays] | None = None,
     ignore: Callable[[str], bool] | None = None,
 ) -> Arrays:
-    """Open the files of a component and return its tensors by name. `path` is a folder or a safetensors file. `shapes`
-    maps the expected names to the expected shapes. MLX reads an array from disk when the array is first evaluated.
-    Raises ValueError if a file is damaged, or a tensor is missing, unknown or of another shape.
+    """Open the files of a component and return its tensors, as a dict from name to array. `path` is a folder or a
+    safetensors file. `shapes` maps the expected names to shapes. Three functions are optional, and None skips each.
+    `convert(arrays)` returns all tensors in the expected layout. `rename(name)` returns a tensor's new name, or None to
+    leave it out. `ignore(name)` returns True to leave it out. Raises ValueError if a file is damaged, or a tensor is
+    missing, unknown or of another shape.
 
-    The optional functions are applied in this order. `convert(arrays)` returns all tensors in the layout of the
-    architecture. `rename(name)` returns the new name of a tensor, or None to leave the tensor out. `ignore(name)` gets
-    the new name. It returns True to leave the tensor out.
+    The functions are applied in this order. `ignore` gets the new name. MLX reads an array from disk when the array is
+    first evaluated.
     """
     arrays = read_tensors(path)
     if convert:
@@ -239,8 +243,9 @@ def open_component(
 
 
 def _renamed(arrays: Arrays, rename: Callable[[str], str | None], where: Path) -> Arrays:
-    """Return tensors under new names. A tensor for which `rename` returns None is left out. Raises ValueError if two
-    tensors get the same name. `where` is the component's path, for the message.
+    """Return the tensors `arrays`, a dict by name, under new names. `rename(name)` returns the new name, or None to
+    leave the tensor out. `where` is the component's path, for the message. Raises ValueError if two tensors get the
+    same name.
     """
     old: dict[str, str] = {}
     for key in arrays:
@@ -251,8 +256,8 @@ def _renamed(arrays: Arrays, rename: Callable[[str], str | None], where: Path) -
 
 
 def check_shapes(arrays: Arrays, shapes: Shapes, where: Path) -> None:
-    """Raise ValueError if a tensor is missing, unknown or of a wrong shape. `shapes` maps names to the right shapes. `where` is
-    the component's path, for the message.
+    """Raise ValueError if a tensor is missing, unknown or of a wrong shape. `arrays` maps names to tensors. `shapes`
+    maps names to the right shapes. `where` is the component's path, for the message.
     """
     missing = [k for k in shapes if k not in arrays]
     unexpected = sorted(k for k in arrays if k not in shapes)

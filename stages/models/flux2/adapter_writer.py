@@ -129,8 +129,8 @@ def block_diagonal(blocks: list[mx.array | None]) -> mx.array:
 
 
 def swap_halves(rows: mx.array) -> mx.array:
-    """Return a copy of the array with the first and the second half of axis 0 exchanged. Raises ValueError if the
-    length of axis 0 is odd.
+    """Return a copy of the array `rows` with the first and the second half of axis 0 exchanged. Raises ValueError if
+    the length of axis 0 is odd.
     """
     if rows.shape[0] % 2:
         raise ValueError(f"{names.HALVES_SWAPPED}: {rows.shape[0]} rows have no halves to exchange")

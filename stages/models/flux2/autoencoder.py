@@ -40,8 +40,8 @@ def patchify(z_BHWL: mx.array) -> mx.array:
 
 
 def unpatchify(z_BChw: mx.array) -> mx.array:
-    """Unfold channels into 2 x 2 positions, the inverse of `patchify`. z_BChw is (batch, C channels, height, width). The result
-    is (batch, 2 height, 2 width, C / 4).
+    """Unfold channels into 2 x 2 positions, the inverse of `patchify`. `z_BChw` is an array (batch, C channels, height,
+    width). The result is (batch, 2 height, 2 width, C / 4).
     """
     B, C, h, w = z_BChw.shape
     return z_BChw.reshape(B, C // 4, 2, 2, h, w).transpose(0, 4, 2, 5, 3, 1).reshape(B, 2 * h, 2 * w, C // 4)
@@ -91,8 +91,8 @@ class Autoencoder:
         return (patchify(mean_BHWL) - center_C) / spread_C
 
     def decode(self, latents_BChw: mx.array) -> mx.array:
-        """Decode normalised latents to images. latents_BChw is (batch, 128, h, w). The result is (batch, 16 h, 16 w, 3), float32.
-        Its values are about -1 to 1 and are not clipped.
+        """Decode normalised latents to images. `latents_BChw` is an array (batch, 128, h, w), as `encode` returns it.
+        The result is (batch, 16 h, 16 w, 3), float32. Its values are about -1 to 1 and are not clipped.
         """
         center_C, spread_C = self._statistics()
         x = Rows([unpatchify(latents_BChw.astype(mx.float32) * spread_C + center_C).astype(self.dtype)])

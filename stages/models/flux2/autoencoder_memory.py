@@ -40,9 +40,10 @@ def autoencoder_bytes(
 
 
 def encoding(config: AutoencoderConfig, height: int, width: int) -> Iterator[tuple[float, float]]:
-    """Yield the memory that the encoder needs in each of its large steps, as pairs `(held, temporary)`. Both are numbers of
-    array values, not bytes. `held` values are in memory during the whole step. `temporary` is the largest number of
-    additional values during the step. `height` and `width` are those of the image, in pixels.
+    """Yield the memory of each large step of the encoder as pairs `(held, temporary)`. Both are numbers of array
+    values, not bytes. `config` holds the sizes of the autoencoder. `height` and `width` are those of the image, in
+    pixels. `held` values are in memory during the whole step. `temporary` is the largest number of additional values
+    during the step.
     """
     channels, inputs = config.block_out_channels, config.block_out_channels[0]
     yield 0, conv_work(height, width, config.in_channels, inputs)
@@ -57,9 +58,10 @@ def encoding(config: AutoencoderConfig, height: int, width: int) -> Iterator[tup
 
 
 def decoding(config: AutoencoderConfig, height: int, width: int) -> Iterator[tuple[float, float]]:
-    """Yield the memory that the decoder needs in each of its large steps, as pairs `(held, temporary)`. Both are numbers of
-    array values, not bytes. `held` values are in memory during the whole step. `temporary` is the largest number of
-    additional values during the step. `height` and `width` are those of the image, in pixels.
+    """Yield the memory of each large step of the decoder as pairs `(held, temporary)`. Both are numbers of array
+    values, not bytes. `config` holds the sizes of the autoencoder. `height` and `width` are those of the image, in
+    pixels. `held` values are in memory during the whole step. `temporary` is the largest number of additional values
+    during the step.
     """
     channels = config.decoder_channels[::-1]
     inputs, last = channels[0], len(channels) - 1
@@ -84,9 +86,10 @@ def resnet(H: int, W: int, inputs: int, outputs: int) -> Iterator[tuple[float, f
 
 
 def middle(config: AutoencoderConfig, H: int, W: int, channels: int) -> Iterator[tuple[float, float]]:
-    """Yield `(held, temporary)` for the steps of the autoencoder's middle block. Both are numbers of array values, not
-    bytes. `held` counts the values in memory during the whole step. `temporary` counts the additional values at any
-    moment of the step. `H`, `W` and `channels` are the height, width and channels of the block's input.
+    """Yield the memory of each step of the autoencoder's middle block as pairs `(held, temporary)`. Both are numbers of
+    array values, not bytes. `config` holds the sizes of the autoencoder. `H`, `W` and `channels` are the height, width
+    and channels of the block's input. `held` values are in memory during the whole step. `temporary` is the largest
+    number of additional values during the step.
     """
     yield from resnet(H, W, channels, channels)
     if config.mid_block_add_attention:

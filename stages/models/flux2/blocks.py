@@ -36,11 +36,12 @@ def text_rows(shared: Shared) -> int:
 
 def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
     """Compute a block with separate weights for text and image and one joint attention. `weights` maps names within the
-    block, such as "attn.to_q.weight", to arrays. The input `h_BSD` and the result are `(batch, text rows then image
-    rows, hidden)`. `shared` is a dict of arrays that all blocks read, such as rotary position embeddings.
+    block, such as "attn.to_q.weight", to arrays. The input `h_BSD` and the result are arrays (batch, text rows then
+    image rows, hidden). `shared` holds the arrays that all blocks read; `Flux2.enter` returns it. `linear(name, weight,
+    x)` computes one Linear, such as "attn.to_q". By default, it is `x @ weight.T`.
 
-    `Flux2.enter` returns `shared`. `linear(name, weight, x)` computes one Linear, whose name within the block is
-    `name`, such as "attn.to_q". To apply an adapter, pass a function `linear` that adds the adapter's change.
+    `shared` holds, for example, the rotary position embeddings. To apply an adapter, pass a function `linear` that adds
+    the adapter's change.
     """
 
     def apply(name: str, x: mx.array) -> mx.array:
@@ -70,13 +71,13 @@ def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linea
 
 
 def single_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
-    """Compute a block that treats text and image as one sequence. Attention and feed-forward run in parallel. `weights`
-    maps names within the block, such as "attn.to_out.weight", to arrays. The input `h_BSD` and the result are `(batch,
-    text rows then image rows, hidden)`. `shared` is a dict of arrays that all blocks read, such as rotary position
-    embeddings.
+    """Compute a block that treats text and image as one sequence. `weights` maps names within the block, such as
+    "attn.to_out.weight", to arrays. The input `h_BSD` and the result are arrays (batch, text rows then image rows,
+    hidden). `shared` holds the arrays that all blocks read; `Flux2.enter` returns it. `linear(name, weight, x)`
+    computes one Linear, such as "attn.to_out". By default, it is `x @ weight.T`.
 
-    `Flux2.enter` returns `shared`. `linear(name, weight, x)` computes one Linear, whose name within the block is
-    `name`, such as "attn.to_out". To apply an adapter, pass a function `linear` that adds the adapter's change.
+    Attention and feed-forward run in parallel. `shared` holds, for example, the rotary position embeddings. To apply an
+    adapter, pass a function `linear` that adds the adapter's change.
     """
     mods, rope, hidden = shared["single"], shared["rope"], h_BSD.shape[-1]
     q_norm, k_norm = weights["attn.norm_q.weight"], weights["attn.norm_k.weight"]

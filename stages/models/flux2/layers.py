@@ -41,8 +41,9 @@ def spread(parts: Sequence[mx.array], rows: int) -> list[mx.array]:
 
 
 def modulate(x_BSD: mx.array, mods: list[mx.array]) -> mx.array:
-    """Apply LayerNorm without weights, then multiply by mods[1] (1 + scale) and add mods[0] (shift). All these arrays and the
-    result are (batch, rows, hidden). Any further arrays in `mods` are ignored.
+    """Apply LayerNorm without weights to `x_BSD`, then multiply by `mods[1]` and add `mods[0]`. `mods` is a list of
+    arrays: the shift, then 1 + scale. Any further arrays in `mods` are ignored. All these arrays and the result are
+    (batch, rows, hidden).
 
     The blocks add their gated outputs in the same order of factors and terms, so that one compiled kernel serves both.
     """

@@ -27,12 +27,13 @@ def transformer_config(path: Path | None, family: Family) -> Flux2Config:
 
 def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[[str, mx.array], Any] | None = None) -> Flux2:
     """Load the FLUX.2 transformer and return it. `path` is a folder in the diffusers layout, or a single weights file.
-    Each weight is cast to `dtype`; None keeps the stored dtype. Then `arrange(name, weight)` may replace the weight,
-    for example by a packed (quantised) one. Raises ValueError if a weight is missing, unknown, damaged or of another
+    `family` is the record of the model family. It gives the sizes if there is no config.json. Each weight is cast to
+    `dtype`; None keeps the stored dtype. Then `arrange(name, weight)` returns the weight to use, for example a packed
+    (quantised) one. None keeps every weight. Raises ValueError if a weight is missing, unknown, damaged or of another
     shape.
 
-    The sizes come from the config.json in the folder, or beside the file. Without a config.json, they come from the
-    record `family`. Only one weight at a time is in memory before `arrange`.
+    The config.json is read from the folder, or from beside the file. Only one weight at a time is in memory before
+    `arrange`.
     """
     config = transformer_config(path, family)
     foreign = key_maps.is_single_file(weights.read_keys(path))

@@ -105,8 +105,9 @@ def _write_component(folder: Path, stem: str, config: Mapping[str, Any], shapes:
 
 
 def weight(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return a random float32 array that depends only on the arguments. `name` is a folder, a dot and the name of a weight, such
-    as "transformer.proj_out.weight". The name also decides the mean and the standard deviation.
+    """Return a random float32 array that depends only on the arguments. `name` is a folder, a dot and the name of a
+    weight, such as "transformer.proj_out.weight". It also decides the mean and the standard deviation. `shape` is the
+    shape of the result. Another `seed`, an integer, gives other values.
     """
     if name.endswith("running_var"):
         return LATENT_VARIANCE + _uniform(name, shape, seed, BIAS)
@@ -121,8 +122,9 @@ def weight(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def _uniform(name: str, shape: tuple[int, ...], seed: int, std: float) -> np.ndarray:
-    """Return a random float32 array of `shape` that depends only on the arguments. Its values have a uniform distribution with
-    mean 0 and standard deviation `std`.
+    """Return a random float32 array of `shape` that depends only on the arguments. Its values have a uniform
+    distribution with mean 0 and standard deviation `std`. Another `name` (of a weight) or another integer `seed` gives
+    other values.
 
     The values come from raw 24-bit words: the rounding of a library's random function could change.
     """

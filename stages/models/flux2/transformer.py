@@ -99,17 +99,15 @@ class Flux2:
         references_BRC: mx.array | None = None,
         references_ids_R4: np.ndarray | None = None,
     ) -> tuple[mx.array, Shared]:
-        """Return `(h_BSD, shared)`. `h_BSD` is the input of the first block, (batch, text rows then image rows,
-        hidden). `shared` is a dict of arrays that all blocks use. `x_BLC` holds the noisy latents, (batch, image
-        tokens, channels). `ctx_BTJ` holds the text embeddings, (batch, text rows, features). `timesteps_B` holds the
-        noise levels, from 0 (clean) to 1 (noise).
+        """Return `(h_BSD, shared)`: the input of the first block, and a dict of arrays that all blocks use. `x_BLC`
+        holds noisy latents (batch, image tokens, channels). `ctx_BTJ` holds text embeddings (batch, text rows,
+        features). `x_ids_L4` and `ctx_ids_T4` hold their positions, four integers per row. `timesteps_B` holds the
+        noise levels, from 0 (clean) to 1. `guidance_B` holds the guidance of each sample, or None. `references_BRC`
+        holds clean latents of reference images, and `references_ids_R4` their positions; both are None without
+        references. `h_BSD` is (batch, text rows then image rows, hidden).
 
-        `x_ids_L4` holds the positions of the image tokens, (image tokens, 4). `ctx_ids_T4` holds the positions of the
-        text rows, (text rows, 4). `guidance_B` holds the guidance of each sample, such as 4.0. A model without a
-        guidance input ignores it. Raises ValueError if a model with a guidance input gets None.
-
-        `references_BRC` holds the clean latents of reference images, (batch, reference tokens, channels).
-        `references_ids_R4` holds their positions, (reference tokens, 4). Both are None if there are no references. In
+        A model without a guidance input ignores `guidance_B`. Raises ValueError if a model with a guidance input gets
+        None. An example of a guidance is 4.0. `references_BRC` has the shape (batch, reference tokens, channels). In
         `h_BSD`, the rows of references come after the image rows. `leave` drops them.
         """
         temb_BD = self._embed("timestep", timesteps_B)
@@ -156,14 +154,15 @@ class Flux2:
         references_ids_R4: np.ndarray | None = None,
         linear_for: Callable[[str], Linear] | None = None,
     ) -> mx.array:
-        """Return the predicted velocity (noise minus clean latent), (batch, image tokens, channels). `x_BLC` holds the
-        noisy latents. It has the same shape as the result. `ctx_BTJ` holds the text embeddings, (batch, text rows,
-        features). `x_ids_L4` holds the position of each image token, as four integers. `ctx_ids_T4` holds the position
-        of each text row, as four integers. `timesteps_B` holds the noise levels, from 0 (clean) to 1 (noise).
+        """Return the predicted velocity (noise minus clean latent), in the shape of `x_BLC`. `x_BLC` holds noisy
+        latents (batch, image tokens, channels). `ctx_BTJ` holds text embeddings (batch, text rows, features).
+        `x_ids_L4` and `ctx_ids_T4` hold their positions, four integers per row. `timesteps_B` holds the noise levels,
+        from 0 (clean) to 1. `guidance_B` holds the guidance of each sample, or None. `references_BRC` holds clean
+        latents of reference images, and `references_ids_R4` their positions; both are None without references.
+        `linear_for(block name)` returns the block's `linear` function; None means no adapter.
 
-        `guidance_B` holds the guidance of each sample, such as 4.0. A model without a guidance input ignores it. Raises
-        ValueError if a model with a guidance input gets None. `references_BRC` holds the clean latents of reference
-        images. `references_ids_R4` holds their positions. Both are None if there are no references.
+        A model without a guidance input ignores `guidance_B`. Raises ValueError if a model with a guidance input gets
+        None.
 
         To run the model with an adapter, pass `linear_for`. It takes a block's name and returns the function
         `linear(name, weight, x)` of that block.

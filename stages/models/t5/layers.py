@@ -165,8 +165,12 @@ def attend(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL: mx.a
 
 
 def _attend_kept(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL: mx.array) -> mx.array:
-    """Return the result of `attend`, a few texts at a time. The probabilities (the result of softmax) are stored for the
-    gradient. The arguments are those of `attend`.
+    """Return the attention `softmax(q @ k.T + mask) @ v`, like `attend`. `q_BHLK`, `k_BHLK` and `v_BHLK` are the
+    queries, keys and values; they and the result are (batch, heads, tokens, width). `mask_BHLL`, (batch, heads, tokens,
+    tokens), is added to the scores and gets no gradient.
+
+    The attention is computed for a few texts at a time. The probabilities (the result of softmax) are stored for the
+    gradient.
     """
     B, H, L, _ = q_BHLK.shape
     parts = slices(B, max(1, CHUNK_BYTES // (4 * H * L * L)))

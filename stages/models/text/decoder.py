@@ -205,9 +205,11 @@ class Decoder:
         return self._linear(f"{name}.o_proj", out_BHTK.transpose(0, 2, 1, 3).reshape(*x_BTD.shape[:2], -1))
 
     def _heads(self, name: str, x_BTD: mx.array, heads: int) -> mx.array:
-        """Return the queries or keys of an attention, (batch, heads, tokens, head width). They are projected,
-        normalised per head if the architecture does so, and rotated by position. `name` is the start of the weights'
-        names, such as "layers.0.self_attn.q".
+        """Return the queries or keys of an attention, as an array (batch, heads, tokens, head width). `name` is the
+        start of the weights' names, such as "layers.0.self_attn.q". `x_BTD` is the attention's input, (batch, tokens,
+        hidden size). `heads` is the number of heads.
+
+        The values are projected, normalised per head if the architecture does so, and rotated by position.
         """
         c = self.config
         x_BTHK = self._linear(f"{name}_proj", x_BTD).reshape(*x_BTD.shape[:2], heads, c.head_dim)

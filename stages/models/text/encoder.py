@@ -63,11 +63,12 @@ class TextEncoder:
     ) -> None:
         """Load the text encoder from `weights`, a folder or a file, and its tokenizer from the folder `tokenizer`.
         `family` is the record of the model family. `precision` is the dtype to compute in, "bfloat16" or "float32".
-        Raises ValueError if files are missing, damaged or of another model, or if the tokenizer does not belong to the
-        weights.
+        `arrange(name, weight)` returns the weight to use for a layer, such as a packed (quantised) one; None keeps it.
+        If `by_layer` is True, no weight stays in memory. Raises ValueError if files are missing, damaged or of another
+        model.
 
-        `arrange(name, weight)` may pack (quantise) a weight of a layer. With `by_layer`, no weight stays in memory:
-        every call of `encode` reads the layers one after another.
+        With `by_layer`, every call of `encode` reads the layers one after another. ValueError is also raised if the
+        tokenizer does not belong to the weights.
         """
         self.prompts = PromptTokenizer(tokenizer, family)
         self.layers = family.text_layers

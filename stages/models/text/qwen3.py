@@ -17,5 +17,5 @@ class Qwen3Config(DecoderConfig):
 
     @staticmethod
     def weight_name(key: str) -> str:
-        """Return the name of a weight without the prefix "model.", which names in a Qwen3 checkpoint have."""
+        """Return the weight's name `key` without the prefix "model.", which names in a Qwen3 checkpoint have."""
         return key.removeprefix("model.")

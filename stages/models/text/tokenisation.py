@@ -60,7 +60,9 @@ class PromptTokenizer:
         return found
 
     def __call__(self, text: str) -> TokenizedPrompt:
-        """Convert one prompt to token ids. A prompt that is too long is cut at its end. A shorter one is padded."""
+        """Convert the prompt `text` to token ids, and return them as a `TokenizedPrompt` of fixed length. A prompt that
+        is too long is cut at its end. A shorter one is padded.
+        """
         formed = self.apply_template(text)
         begin = self.tokenizer.bos_token
         complete = begin is not None and formed.startswith(begin)  # a tokenizer would put the first token there once more
