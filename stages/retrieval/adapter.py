@@ -44,9 +44,9 @@ def read_adapter(path: Path, linears: Mapping[str, tuple[int, int]], strength: f
 
 def _scales(metadata: Mapping[str, str], arrays: Arrays, linears: list[str]) -> dict[str, float]:
     """Return the scale of each Linear in `linears`: the factor that multiplies the adapter's update. `metadata` is the
-    header of the adapter file. The scale is taken from its entry "scales". Without that entry, the scale is alpha
-    divided by the rank, or 1 for a Linear without a rank. Raises ValueError if the header has neither "scales" nor
-    "alpha".
+    header of the adapter file. `arrays` maps names such as "<linear>.lora_A.weight" to the adapter's arrays. The scale
+    is taken from the header's entry "scales". Without that entry, it is alpha divided by the rank, or 1 for a Linear
+    without a rank. Raises ValueError if the header has neither "scales" nor "alpha".
     """
     if "scales" in metadata:
         listed = json.loads(metadata["scales"])
@@ -58,7 +58,9 @@ def _scales(metadata: Mapping[str, str], arrays: Arrays, linears: list[str]) -> 
 
 
 def _check_linears(metadata: Mapping[str, str], scales: Mapping[str, float]) -> None:
-    """Raise ValueError if the file lacks a Linear that its header lists under "linears"."""
+    """Raise ValueError if an adapter file lacks a Linear that its header lists under "linears". `metadata` is the
+    header. `scales` maps each Linear in the file to its scale.
+    """
     missing = [name for name in json.loads(metadata.get("linears", "[]")) if name not in scales]
     if missing:
         raise ValueError(f"the file lacks the arrays of {missing[0]} ({len(missing)} of its Linears); fetch it again")

@@ -58,16 +58,16 @@ class Encoder:
         return [found[row, : len(ids)] for row, ids in enumerate(many)]
 
     def query_ids(self, text: str) -> np.ndarray:
-        """Return the token ids of a query as an int32 array. A longer query is cut to `query_tokens` ids. It keeps its
-        last id, the end token.
+        """Return the token ids of the query `text` as an int32 array. A longer query is cut to `query_tokens` ids. It
+        keeps its last id, the end token.
         """
         assert self.tokenizer is not None, "this encoder has no tokenizer"
         [ids] = self.tokenizer.encode([text])
         return np.array(self.tokenizer.cut(ids, self.query_tokens), np.int32)
 
     def encode_queries(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode queries and return one array of token vectors per query, float32 of shape `(tokens, width)`. Each
-        vector has Euclidean length 1. Longer queries are cut to `query_tokens` tokens.
+        """Encode the queries `texts`. Return a list with one array of token vectors per query, float32 of shape
+        `(tokens, width)`. Each vector has Euclidean length 1. Longer queries are cut to `query_tokens` tokens.
         """
         return self.encode_ids([self.query_ids(text) for text in texts])
 

@@ -40,9 +40,9 @@ def counts(outlook: Outlook) -> tuple[np.ndarray, np.ndarray]:
 
 
 def encoder_sizes(outlook: Outlook) -> T5Config:
-    """Return the sizes of the encoder and its projection head. They are read from the config.json beside the weights. If
-    the weights are not on this machine, the sizes come from the family's record. Raises ValueError if the record has no
-    sizes either.
+    """Return the sizes of the encoder and its projection head. `outlook` holds the facts to forecast from, such as the
+    model family and its weights. The sizes are read from the config.json beside the weights. If the weights are not on
+    this machine, the family's record gives them. Raises ValueError if the record has no sizes either.
     """
     family, folder = outlook.family, outlook.weights("encoder")
     if folder is not None:
@@ -82,7 +82,9 @@ def encoding_bytes(outlook: Outlook, precision: str, tokens: int) -> int:
 
 
 def forecast_tokens(outlook: Outlook) -> Forecast:
-    """Return the disk space per text of the stage `tokens`, as a `Forecast` in bytes. Tokenising needs little memory."""
+    """Return the disk space per text of the stage `tokens`, as a `Forecast` in bytes. `outlook` holds the facts to
+    forecast from, such as settings and tables. Tokenising needs little memory.
+    """
     together = np.concatenate(counts(outlook))
     known = outlook.rows(TOKENS) is not None
     return Forecast(0, int(ID_BYTES * together.mean()), plan="" if known else f"at most {together.max()} tokens a text")
@@ -108,8 +110,9 @@ def forecast_vectors(outlook: Outlook) -> Forecast:
 
 
 def forecast_negatives(outlook: Outlook) -> Forecast | None:
-    """Return the peak memory of the stage `negatives` as a `Forecast` in bytes, or None if no encoder ranks the documents.
-    The vectors of all documents are in memory together.
+    """Return the peak memory of the stage `negatives` as a `Forecast` in bytes, or None if no encoder ranks the
+    documents. `outlook` holds the facts to forecast from, such as settings and tables. The vectors of all documents are
+    in memory together.
     """
     config, (_, documents) = outlook.sections["negatives"], counts(outlook)
     if not config.encoder:
@@ -121,8 +124,9 @@ def forecast_negatives(outlook: Outlook) -> Forecast | None:
 
 
 def forecast_index(outlook: Outlook) -> Forecast | None:
-    """Return the disk space of the files of the stage `index` as a `Forecast` in bytes. The files are the matrix of vectors,
-    the full-text index, and the partitioned index of a large project. Return None if the tables are not built.
+    """Return the disk space of the files of the stage `index` as a `Forecast` in bytes, or None if the tables are not
+    built. `outlook` holds the facts to forecast from, such as settings and tables. The files are the matrix of vectors,
+    the full-text index, and the partitioned index of a large project.
     """
     units, rows = outlook.rows(UNITS), outlook.rows(TOKENS)
     if units is None or rows is None:
@@ -137,8 +141,9 @@ def forecast_index(outlook: Outlook) -> Forecast | None:
 
 
 def forecast_ranks(outlook: Outlook) -> Forecast | None:
-    """Return the peak memory of the stage `ranks` as a `Forecast` in bytes, or None if the tables are not built. The scores of
-    all held-out queries for all documents are in memory, once for words and once for vectors.
+    """Return the peak memory of the stage `ranks` as a `Forecast` in bytes, or None if the tables are not built.
+    `outlook` holds the facts to forecast from, such as settings and tables. The scores of all held-out queries for all
+    documents are in memory, once for words and once for vectors.
     """
     units, held = outlook.rows(UNITS), _held_out(outlook)
     if units is None or held is None:
@@ -150,7 +155,9 @@ def forecast_ranks(outlook: Outlook) -> Forecast | None:
 
 
 def _held_out(outlook: Outlook) -> int | None:
-    """Return the number of pairs of the splits "valid" and "test", or None if the table `pairs` is not built."""
+    """Return the number of usable pairs of the splits "valid" and "test", or None if the table `pairs` is not built. A
+    pair is a query and its right answer. `outlook` holds the facts to forecast from, such as settings and tables.
+    """
     pairs = _pairs(outlook)
     splits = zip(pairs["rejected"], pairs["split"], strict=True)
     return sum(reason is None and split != "train" for reason, split in splits) if pairs["split"] else None

@@ -50,17 +50,19 @@ class IndexConfig:
 
 
 def wanted_index(ctx: StageContext) -> pa.Table:
-    """Return the rows that the table `index` should have: one row per unit, such as a function. The columns are
-    `unit_id`, `encoder`, `vector_id` (its key in the table `vectors`) and `file` (its source file). Raises ValueError
-    if a unit has no vectors of the chosen encoder.
+    """Return the rows that the table `index` should have, as an Arrow table with one row per unit. A unit is a
+    function, method, class or window of lines. `ctx` is the stage's context: its input tables and settings. The columns
+    are `unit_id`, `encoder`, `vector_id` (its key in the table `vectors`) and `file` (its source file). Raises
+    ValueError if a unit has no vectors of the chosen encoder.
     """
     rows = [{name: row[name] for name in KEPT} for row in _rows(ctx)]
     return pa.Table.from_pylist(rows, schema=pa.schema([INDEX.batch.field(name) for name in KEPT]))
 
 
 def _rows(ctx: StageContext) -> list[Row]:
-    """Return all rows that the table `index` should have, as dicts. There is one row per unit (such as a function), in
-    the order of path, line and unit_id. Raises ValueError if a unit has no vectors of the chosen encoder.
+    """Return all rows that the table `index` should have, as dicts. `ctx` is the stage's context: its input tables and
+    settings. There is one row per unit (such as a function), in the order of path, line and unit_id. Raises ValueError
+    if a unit has no vectors of the chosen encoder.
     """
     columns = ["unit_id", "path", "qualified_name", "first_line", "last_line", "signature", "text_id", "words"]
     units = ctx.rows(UNITS).select(columns).to_pylist()
@@ -104,8 +106,9 @@ def choose_encoder(encoders: set[str], wanted: str) -> str:
 
 
 def list_units(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Yield all columns of the pending rows of the table `index`, as record batches of `batch_size` rows. If the user
-    stops the run, the remaining rows are not yielded.
+    """Yield all columns of the pending rows of the table `index`, as record batches. A row is pending if it is not
+    stored yet. `ctx` is the stage's context: its input tables and settings. A batch has at most [index] `batch_size`
+    rows. If the user asks to stop, end early.
     """
     pending = set(ctx.pending["unit_id"].to_pylist())
     rows = [row for row in _rows(ctx) if row["unit_id"] in pending] if pending else []
@@ -124,9 +127,10 @@ def digest(rows: list[Row]) -> str:
 
 
 def write_index(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Write the missing files of the search index, and delete the files of an earlier index. The files are a full-text
-    index and a matrix of vectors. A large project also has a partitioned index. The iterator yields nothing. If rows of
-    the table are still missing, no file is changed.
+    """Write the missing files of the search index, and delete the files of an earlier index. `ctx` is the stage's
+    context: its tables, settings and folder of files. The files are a full-text index and a matrix of vectors. A large
+    project also has a partitioned index. The iterator yields nothing. If rows of the table are still missing, no file
+    is changed.
     """
     rows = _rows(ctx)
     stored = {tuple(row[name] for name in KEPT) for row in ctx.stored.select(list(KEPT)).to_pylist()}

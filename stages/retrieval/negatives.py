@@ -82,10 +82,12 @@ def wanted_negatives(ctx: StageContext) -> pa.Table:
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return a table of everything that can change any row of this stage. It has the text columns `key` and `value`.
-    One row stands for each unit that may be a negative. A unit is a function, method, class or window of lines. One row
-    stands for each pair: a query and the unit that answers it. The key is the id of the unit or pair. The value
-    identifies its content. One more row identifies the adapter file, if the setting [negatives] `encoder` names one.
+    """Return a table of everything that can change any row of this stage. `ctx` is the stage's context: its input
+    tables and settings. The result has the text columns `key` and `value`. One row stands for each unit that may be a
+    negative: a function, method, class or window of lines. One row stands for each pair: a query and the unit that
+    answers it. The key is the id of the unit or pair. The value identifies its content.
+
+    One more row identifies the adapter file, if the setting [negatives] `encoder` names one.
     """
     units = {unit_id: _digest(row["words"]) for unit_id, row in _units(ctx).items()}
     pairs = {row["pair_id"]: f"{row['unit_id']} {row['duplicate_group']} {_is_trained(row)}" for row in _pairs(ctx)}
@@ -96,8 +98,8 @@ def snapshot(ctx: StageContext) -> pa.Table:
 
 
 def _adapter(ctx: StageContext) -> Path | None:
-    """Return the adapter file that the setting [negatives] `encoder` names, or None if it names none. Raises ValueError if
-    there is no such file.
+    """Return the adapter file that the setting [negatives] `encoder` names, or None if it names none. `ctx` is the
+    stage's context: its settings and the project folder. Raises ValueError if there is no such file.
     """
     name = ctx.config.encoder
     if name in ("", BASE):
@@ -108,7 +110,9 @@ def _adapter(ctx: StageContext) -> Path | None:
 
 
 def opened_files(ctx: StageContext) -> Iterator[Path]:
-    """Yield the path of the adapter file that the setting [negatives] `encoder` names, if it names one."""
+    """Yield the path of the adapter file that the setting [negatives] `encoder` names, if it names one. `ctx` is the
+    stage's context: its settings and the project folder.
+    """
     if file := _adapter(ctx):
         yield file
 
@@ -119,8 +123,9 @@ def _digest(text: str) -> str:
 
 def _units(ctx: StageContext) -> dict[str, Row]:
     """Return the units that may be negatives, as a dict sorted by unit_id. A unit is a function, method, class or
-    window of lines. The dict maps a unit_id to a row with `unit_id`, `text_id` and `words`. `words` is the unit's text
-    for the word search. Units that answer queries of the splits "valid" and "test" are left out.
+    window of lines. `ctx` is the stage's context: its input tables and settings. The dict maps a unit_id to a row with
+    `unit_id`, `text_id` and `words`, the unit's text for the word search. Units that answer queries of the splits
+    "valid" and "test" are left out.
     """
     held = {pair["unit_id"] for pair in _pairs(ctx) if pair["split"] != "train"}
     rows = ctx.rows(UNITS).select(["unit_id", "text_id", "words"]).to_pylist()
@@ -138,9 +143,9 @@ def _is_trained(pair: Row) -> bool:
 
 
 def _groups(ctx: StageContext) -> dict[str, set[str]]:
-    """Return a dict from duplicate group to the set of unit ids of its pairs. A duplicate group joins all pairs with
-    the same query or document. A unit is a function, method, class or window of lines. All units of a group count as
-    answers to its queries.
+    """Return a dict from duplicate group to the set of unit ids of its pairs. `ctx` is the stage's context: its input
+    tables and settings. A duplicate group joins all pairs with the same query or document. A unit is a function,
+    method, class or window of lines. All units of a group count as answers to its queries.
     """
     found: dict[str, set[str]] = {}
     for row in _pairs(ctx):
@@ -150,8 +155,9 @@ def _groups(ctx: StageContext) -> dict[str, set[str]]:
 
 def find_negatives(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     """Find hard negatives for the pending training pairs, and yield record batches of the table `negatives`. A hard
-    negative is a document that ranks high for a query but does not answer it. The setting [negatives] `encoder` says
-    which search ranks the documents. If the user asks to stop, end early.
+    negative is a document that ranks high for a query but does not answer it. `ctx` is the stage's context: its input
+    tables and settings. The setting [negatives] `encoder` says which search ranks the documents. If the user asks to
+    stop, end early.
     """
     pending = sorted(set(ctx.pending["pair_id"].to_pylist()))
     if not pending:
@@ -186,9 +192,10 @@ def _lexical(units: dict[str, Row]) -> Iterator[Search]:
 
 @contextmanager
 def _semantic(ctx: StageContext, units: dict[str, Row]) -> Iterator[Search]:
-    """Return a context manager for search with the encoder that the setting [negatives] `encoder` names. All documents are
-    encoded first. The value of the context manager is a function: it takes a row of the table `pairs`, and returns the
-    MaxSim score of every unit, as an array (units,).
+    """Return a context manager for search with the encoder that the setting [negatives] `encoder` names. `ctx` is the
+    stage's context: its input tables and settings. `units` maps unit ids to rows, whose documents are encoded first.
+    The value of the context manager is a function. It takes a row of the table `pairs`, and returns the MaxSim score of
+    every unit, as an array (units,).
     """
     import mlx.core as mx
 

@@ -49,9 +49,10 @@ class RanksConfig:
 
 
 def wanted_ranks(ctx: StageContext) -> pa.Table:
-    """Return the keys of all rows that this stage must produce. The table has the columns `pair_id`, `encoder` and
-    `mode`. It has one row for each encoder, each mode ("plain" or "hard") and each pair to evaluate. A pair is a query
-    and its right answer. Raises ValueError if no pair is in the split "valid" or "test".
+    """Return the keys of all rows that this stage must produce, as an Arrow table. `ctx` is the stage's context: its
+    input tables and settings. The columns are `pair_id`, `encoder` and `mode`. There is one row for each encoder, each
+    mode ("plain" or "hard") and each pair to evaluate. A pair is a query and its right answer. Raises ValueError if no
+    pair is in the split "valid" or "test".
     """
     pairs = _held_out(ctx)
     if not pairs:
@@ -67,11 +68,12 @@ def wanted_ranks(ctx: StageContext) -> pa.Table:
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return a table of everything that can change any row of this stage. It has the text columns `key` and `value`. There
-    is one row per function or class of the corpus, one per evaluation query, and one per encoder. The key is the id of
-    the function or query, or the name of the encoder.
+    """Return a table of everything that can change any row of this stage. `ctx` is the stage's context: its input
+    tables and settings. The result has the text columns `key` and `value`. There is one row per function or class of
+    the corpus, one per evaluation query, and one per encoder. The key is the id of the function or query, or the name
+    of the encoder. The value identifies the content.
 
-    The value identifies the content: the id of the text, the state of the query, or the number of stored vectors.
+    The value is the id of the text, the state of the query, or the number of stored vectors.
     """
     units = {row["unit_id"]: row["text_id"] for row in ctx.rows(UNITS).select(["unit_id", "text_id"]).to_pylist()}
     columns = ["pair_id", "split", "rejected", "duplicate_group"]
@@ -84,7 +86,8 @@ def snapshot(ctx: StageContext) -> pa.Table:
 
 def _held_out(ctx: StageContext) -> list[Row]:
     """Return the evaluation pairs of the splits "valid" and "test", as rows of the table `pairs`. A pair is a query and
-    its right answer. Rejected pairs are left out. Valid pairs come first, and each split is sorted by `pair_id`.
+    its right answer. `ctx` is the stage's context: its input tables and settings. Rejected pairs are left out. Valid
+    pairs come first, and each split is sorted by `pair_id`.
     """
     rows = [row for row in ctx.rows(PAIRS).to_pylist() if row["rejected"] is None and row["split"] != "train"]
     return sorted(rows, key=lambda row: (row["split"] != "valid", row["pair_id"]))
@@ -95,9 +98,9 @@ def _encoders(ctx: StageContext) -> list[str]:
 
 
 def rank_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Evaluate search: rank the right answer of each query among the documents. The rank is computed for keyword,
-    semantic and hybrid search. Only ranks that are not stored yet are computed. Yield rows of the table `ranks` as
-    record batches. If the user asks to stop, end early.
+    """Compute the rank of the right answer of each query, and yield rows of the table `ranks` as record batches. `ctx`
+    is the stage's context: its input tables and settings. The rank is computed for keyword, semantic and hybrid search.
+    Only ranks that are not stored yet are computed. If the user asks to stop, end early.
 
     Other documents of the pair's duplicate group are not counted. The weight of hybrid search is chosen for each
     encoder and mode, on all validation pairs. It does not depend on which rows are missing.
@@ -187,10 +190,12 @@ class Corpus:
         return np.array(self.tensors.read(row["vector_id"]).view(np.float16), np.float32)
 
     def best_weight(self, encoder: str, pairs: list[Row]) -> float | None:
-        """Return the best weight of the semantic scores in hybrid search, one of `fusion.WEIGHTS`, from 0 to 1. The
-        best weight gives the right answers of `pairs` the highest MRR@10. On a tie, the smallest weight is returned.
-        Return None if `pairs` is empty. Also return None if a document has no vector and the corpus has the mode
-        "hard". In the mode "plain", a missing vector raises ValueError.
+        """Return the best weight of the semantic scores in hybrid search, one of `fusion.WEIGHTS`, from 0 to 1.
+        `encoder` is the name of the encoder. `pairs` are rows of the table `pairs`: queries and their right answers.
+        The best weight gives these answers the highest MRR@10 (the mean of 1 / rank, 0 beyond rank 10). Return None if
+        `pairs` is empty, or if a document has no vector in the mode "hard".
+
+        On a tie, the smallest weight is returned. In the mode "plain", a missing vector raises ValueError.
         """
         semantic = self.semantic(encoder, pairs) if pairs else None
         if semantic is None:

@@ -27,8 +27,8 @@ class QueryEncoder(Protocol):
     """The interface of an object that encodes queries as token vectors."""
 
     def encode_queries(self, queries: Sequence[str]) -> list[np.ndarray]:
-        """Return one float32 array per query, of shape (tokens, features). Each row is the vector of one token and has
-        length 1.
+        """Encode `queries`, a sequence of texts. Return one float32 array per query, of shape (tokens, features). Each
+        row is the vector of one token and has length 1.
         """
 
 

@@ -36,7 +36,9 @@ def text_id(role: Role, text: str) -> str:
 
 
 def vector_id(encoder: str, text_id: str) -> str:
-    """Return the key of a text's vectors: the sha256 (hex) of the encoder's name, a line feed and the text_id."""
+    """Return the key of a text's vectors: the sha256 (hex) of the encoder's name `encoder`, a line feed and the text's
+    id `text_id`.
+    """
     return hashlib.sha256(f"{encoder}\n{text_id}".encode()).hexdigest()
 
 

@@ -42,8 +42,9 @@ class TokensConfig:
 
 
 def wanted_tokens(ctx: StageContext) -> pa.Table:
-    """Return a table with one row for every distinct text that needs token ids. The columns are `text_id` (a hash of
-    role and text) and `role` ("query" or "document"). Rows are sorted by role, then by `text_id`.
+    """Return an Arrow table with one row for every distinct text that needs token ids. `ctx` is the stage's context:
+    its input tables and settings. The columns are `text_id` (a hash of role and text) and `role` ("query" or
+    "document"). Rows are sorted by role, then by `text_id`.
     """
     wanted = sorted((row["role"], text_id) for text_id, row in _texts(ctx).items())
     fields = [TOKENS.batch.field(name) for name in ("text_id", "role")]
@@ -51,9 +52,9 @@ def wanted_tokens(ctx: StageContext) -> pa.Table:
 
 
 def _texts(ctx: StageContext) -> dict[str, Row]:
-    """Return all texts that need token ids. The result maps each text_id, a hash, to a dict with `role` ("query" or
-    "document") and `text`. Documents are the texts of all functions, classes or windows of lines. Queries are those of
-    all usable pairs.
+    """Return all texts that need token ids. `ctx` is the stage's context: its input tables and settings. The result
+    maps each text_id, a hash, to a dict with `role` ("query" or "document") and `text`. Documents are the texts of all
+    functions, classes or windows of lines. Queries are those of all usable pairs.
 
     With the setting `hard`, each document that answers a query is added once more, with the function's name removed.
     """
@@ -70,8 +71,8 @@ def _texts(ctx: StageContext) -> dict[str, Row]:
 
 def encode_tokens(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     """Convert the pending texts to token ids, and yield record batches of the table `tokens`. A text is a query or a
-    document. It is pending if its row is not stored yet. If the user asks to stop, end early. Raises ValueError if the
-    tokenizer cannot be used.
+    document. It is pending if its row is not stored yet. `ctx` is the stage's context: its input tables and settings.
+    If the user asks to stop, end early. Raises ValueError if the tokenizer cannot be used.
     """
     pending = ctx.pending.to_pylist()
     if not pending:

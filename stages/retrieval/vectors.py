@@ -49,9 +49,10 @@ class VectorsConfig:
 
 
 def wanted_vectors(ctx: StageContext) -> pa.Table:
-    """Return the rows that this stage must produce, one for each encoder and text. The table has the columns
-    `vector_id`, `encoder`, `text_id` and `role`. The texts are all documents and the queries of the splits "valid" and
-    "test". Raises ValueError if no encoder is left to use.
+    """Return the rows that this stage must produce, one for each encoder and text, as an Arrow table. `ctx` is the
+    stage's context: its input tables and settings. The columns are `vector_id`, `encoder`, `text_id` and `role`. The
+    texts are all documents and the queries of the splits "valid" and "test". Raises ValueError if no encoder is left to
+    use.
     """
     tokens = ctx.rows(TOKENS).select(["text_id", "role"]).to_pylist()
     held_out = {row["query_id"] for row in ctx.rows(PAIRS).to_pylist() if row["rejected"] is None and row["split"] != "train"}
@@ -62,9 +63,10 @@ def wanted_vectors(ctx: StageContext) -> pa.Table:
 
 
 def encoders(ctx: StageContext) -> dict[str, Path | None]:
-    """Return the encoders to evaluate, as a dict from name to adapter file. The untuned encoder has the name "base" and
-    no file (None). It is included if the setting [vectors] `base` is True. The adapter that the stage `train` has
-    written is named by its sha256. It is included if its file exists. Raises ValueError if the dict would be empty.
+    """Return the encoders to evaluate, as a dict from name to adapter file. `ctx` is the stage's context: its input
+    tables and settings. The untuned encoder has the name "base" and no file (None). It is included if the setting
+    [vectors] `base` is True. The adapter that the stage `train` has written is named by its sha256. It is included if
+    its file exists. Raises ValueError if the dict would be empty.
     """
     adapter = ctx.files(TRAIN) / ADAPTER
     tuned: dict[str, Path | None] = {file_sha256(adapter): adapter} if adapter.is_file() else {}
@@ -78,8 +80,9 @@ def _text_id(row: Row) -> str:
 
 
 def encode_vectors(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Encode the texts whose rows are missing, and yield these rows of the table `vectors` as record batches. All texts
-    of one encoder come before those of the next. If no row is missing, no weights are loaded.
+    """Encode the texts whose rows are missing, and yield these rows of the table `vectors` as record batches. `ctx` is
+    the stage's context: its input tables and settings. All texts of one encoder come before those of the next. If no
+    row is missing, no weights are loaded.
     """
     pending = ctx.pending.to_pylist()
     done = 0
@@ -92,9 +95,9 @@ def encode_vectors(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _encoded(ctx: StageContext, pending: list[Row], adapter: Path | None) -> Iterator[pa.RecordBatch]:
-    """Encode texts with one encoder and yield their rows of the table `vectors` as record batches. `pending` holds the
-    key columns of the texts. `adapter` is the adapter file, or None for the untuned encoder. If the user asks to stop,
-    no further batch is yielded.
+    """Encode texts with one encoder and yield their rows of the table `vectors` as record batches. `ctx` is the stage's
+    context: its input tables and settings. `pending` holds the key columns of the texts. `adapter` is the adapter file,
+    or None for the untuned encoder. If the user asks to stop, end early.
     """
     if not pending:
         return

@@ -57,7 +57,8 @@ class PairsConfig:
 
 def wanted_pairs(ctx: StageContext) -> pa.Table:
     """Return one row for each unit with a docstring, as an Arrow table. A unit is a function, class or window of lines.
-    The columns are those in `KEPT`: the ids, the package and the query. Raises ValueError if no unit has a docstring.
+    `ctx` is the stage's context: its input tables and settings. The columns are those in `KEPT`: the ids, the package
+    and the query. Raises ValueError if no unit has a docstring.
     """
     rows = [_kept(row) for row in _units(ctx).values()]
     if not rows:
@@ -69,7 +70,8 @@ def wanted_pairs(ctx: StageContext) -> pa.Table:
 
 def _units(ctx: StageContext) -> dict[str, Row]:
     """Return the units with a docstring, as a dict from unit_id to row. A unit is a function, class or window of lines.
-    A row is a dict from column name to value. The dict is in the order of path and line.
+    `ctx` is the stage's context: its input tables and settings. A row is a dict from column name to value. The dict is
+    in the order of path and line.
     """
     columns = ["unit_id", "path", "qualified_name", "package", "first_line", "code_lines", "query", "body", "text", "text_id"]
     rows = [row for row in ctx.rows(UNITS).select(columns).to_pylist() if row["query"]]
@@ -84,8 +86,8 @@ def _kept(unit: Row) -> Row:
 
 def judge_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     """Judge each pending pair and yield the rows of the table `pairs` as record batches. A row says whether the pair is
-    used. A pair is a unit (a function, class or window of lines) and the first sentence of its docstring. If the user
-    asks to stop, no further batch is yielded.
+    used. A pair is a unit (a function, class or window of lines) and the first sentence of its docstring. `ctx` is the
+    stage's context: its input tables and settings. If the user asks to stop, end early.
 
     Each pair is judged without looking at other pairs. The function `finish_pairs` compares the pairs later.
     """
@@ -101,7 +103,8 @@ def judge_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 def pair_row(unit: Row, config: PairsConfig) -> Row:
     """Return the new row of the table `pairs` for one unit with a docstring, as a dict. `unit` is its row of the table
-    `units`. The column `rejected` holds the reason if the pair is not used, else None. Other pairs are not looked at.
+    `units`. `config` holds the settings [pairs]. The column `rejected` holds the reason if the pair is not used, else
+    None. Other pairs are not looked at.
     """
     place = unit["package"] if config.split == "module" else f"{unit['path']} {unit['qualified_name']}"
     found = reason_against(
@@ -125,9 +128,10 @@ def pair_row(unit: Row, config: PairsConfig) -> Row:
 
 
 def finish_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Compare all pairs with each other, and yield the changed rows as record batches. A duplicate is rejected. So is a
-    training pair that is too similar to a validation or test pair. The number of pairs in each split is reported to the
-    user. If a pair still has no row, because the user stopped the run, nothing is done.
+    """Compare all pairs with each other, and yield the changed rows as record batches. `ctx` is the stage's context:
+    its tables and settings. A duplicate is rejected. So is a training pair that is too similar to a validation or test
+    pair. The number of pairs in each split is reported to the user. If a pair still has no row, because the user
+    stopped the run, nothing is done.
     """
     units = _units(ctx)
     stored = {row["unit_id"]: row for row in ctx.stored.select(PAIRS.batch.names).to_pylist()}

@@ -40,13 +40,14 @@ Layer = tuple[str, "GitIgnoreSpec"]  # the folder of a .gitignore file as a pref
 def _walk(
     root: Root, folder: str, fixed: GitIgnoreSpec, layers: list[Layer], seen: set[tuple[int, int]]
 ) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield `(name, status)` of every file in a folder and its subfolders. `name` is the file's path relative to the
-    root, and `status` is the result of `stat`. `folder` is the folder's path relative to the root: "" for the root
-    itself, else with a final slash. Raises ValueError if a folder cannot be read.
+    """Yield `(name, status)` of every file in a folder of `root` (a source folder) and its subfolders. `name` is the
+    file's path relative to the root, and `status` is the result of `stat`. `folder` is the folder's path relative to
+    the root: "" for the root itself, else with a final slash. `fixed` holds patterns of files to leave out everywhere.
+    `layers` holds the rules of the .gitignore files in the folders above. `seen` is the set of `(device, inode)` of the
+    folders visited so far.
 
-    `fixed` holds patterns of files to leave out everywhere. `layers` holds the rules of the .gitignore files in the
-    folders above. `seen` is the set of `(device, inode)` of the folders visited so far. It prevents endless loops
-    through links. Hidden files are left out.
+    `seen` is added to, and prevents endless loops through links. Hidden files are left out. Raises ValueError if a
+    folder cannot be read.
     """
     place = root.path / folder
     try:

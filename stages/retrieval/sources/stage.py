@@ -49,9 +49,10 @@ class SourcesConfig:
 
 
 def wanted_sources(ctx: StageContext) -> pa.Table:
-    """Return one row per file of the roots: the folders and packages of the setting `sources.roots`. The columns are
-    path, root, file, module, size in bytes, modification time and inode. Raises ValueError if a root does not exist, or
-    if all roots are empty.
+    """Return one row per file of the roots, as an Arrow table. The roots are the folders and packages of the setting
+    `sources.roots`. `ctx` is the stage's context: its stored rows and settings. The columns are path, root, file,
+    module, size in bytes, modification time and inode. Raises ValueError if a root does not exist, or if all roots are
+    empty.
 
     The stage opens a file again only if one of these values has changed.
     """
@@ -67,9 +68,10 @@ def _listing(ctx: StageContext) -> list[Row]:
 
 def examine_sources(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     """Read the pending source files, and yield their rows of the table `sources` as record batches. A file is pending
-    if it has no up-to-date row. `finish_sources` marks duplicates later.
+    if it has no up-to-date row. `ctx` is the stage's context: its pending rows and settings. If the user asks to stop,
+    end early.
 
-    A row of this function depends on its own file alone.
+    A row of this function depends on its own file alone. `finish_sources` marks duplicates later.
     """
     pending = sorted(ctx.pending.to_pylist(), key=lambda row: str(row["path"]))
     limits = {"max_bytes": ctx.config.max_bytes, "languages": ctx.config.languages}
@@ -82,9 +84,9 @@ def examine_sources(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def finish_sources(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Mark duplicates among all source files, and yield the changed rows as record batches. Of several files with the
-    same bytes, the one whose path sorts first is used. Tell the user how many files are used. Do nothing if the user
-    stopped the run before all files were read.
+    """Mark duplicates among all source files, and yield the changed rows as record batches. `ctx` is the stage's
+    context: its stored rows and settings. Of several files with the same bytes, the one whose path sorts first is used.
+    Tell the user how many files are used. Do nothing if the user stopped the run before all files were read.
     """
     stored = {_file(row): row for row in ctx.stored.select(SOURCES.batch.names).to_pylist()}
     listed = [_file(row) for row in _listing(ctx)]

@@ -88,7 +88,9 @@ class TrainConfig(TrainingConfig):
 
 
 def bits_of(name: str, config: TrainingConfig) -> int:
-    """Return the bits of the frozen weight of the Linear `name`, as [train] `base_bits` and `base_bits_for` say."""
+    """Return the number of bits in which the frozen weight of the Linear `name` is kept. `config` holds the settings
+    [train]: `base_bits` is the number, and `base_bits_for` maps patterns of names to other numbers.
+    """
     from stages.tuner.adapters.targets import matches_pattern
 
     patterns: Mapping[str, int] = tuner.longest_first(config.base_bits_for)

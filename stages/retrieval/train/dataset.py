@@ -61,9 +61,12 @@ class Dataset:
 
 
 def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
-    """Read the tables, and return the training pairs and validation pairs of a run. `config` holds the settings
-    [train]. Raises ValueError if there are fewer training pairs than a batch has, or if validation is on and has fewer
-    than 2 pairs. Raises ValueError if a text has no token ids, or if the required hard negatives do not exist.
+    """Read the tables, and return the training pairs and validation pairs of a run as a `Dataset`. A pair is a query
+    and its right answer. `ctx` is the stage's context: its input tables and settings. `config` holds the settings
+    [train]. Raises ValueError if there are too few pairs, a text has no token ids, or the required hard negatives do
+    not exist.
+
+    At least as many training pairs are needed as a batch has. If validation is on, it needs at least 2 pairs.
     """
     rows = [row for row in ctx.rows(PAIRS).to_pylist() if row["rejected"] is None]
     counts = dict(zip(*(ctx.rows(TOKENS)[name].to_pylist() for name in ("text_id", "count")), strict=True))
@@ -83,10 +86,10 @@ def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
 
 
 def _negatives(ctx: StageContext, config: TrainConfig) -> dict[str, tuple[str, ...]]:
-    """Return the hard negatives of each training pair. A hard negative is a document that search ranks high and that
-    does not answer the query. The result is a dict from `pair_id` to the text_ids of these documents, the hardest
-    first. The setting [train] `hard_negatives` is the largest number per pair. Pairs without hard negatives are left
-    out. Raises ValueError if the table `negatives` is empty.
+    """Return the hard negatives of each training pair, as a dict from `pair_id` to text_ids, the hardest first. A hard
+    negative is a document that search ranks high and that does not answer the query. `ctx` is the stage's context: its
+    input tables and settings. `config` holds the settings [train]. Its `hard_negatives` is the largest number per pair.
+    Pairs without hard negatives are left out. Raises ValueError if the table `negatives` is empty.
     """
     found: dict[str, list[str]] = {}
     for row in sorted(ctx.rows(NEGATIVES).to_pylist(), key=lambda row: (row["pair_id"], row["position"])):

@@ -101,10 +101,9 @@ def _own_first(document_NKE: mx.array, pairs: int) -> mx.array:
 def training_loss(kind: str, mean: bool, symmetric: bool, top_k: int, with_margin: bool) -> Callable[..., dict[str, mx.array]]:
     """Return the loss function for the given settings of [train.loss]. The function returns a dict of arrays with one
     value per query: "loss", and statistics such as "rank". `kind` is "info_nce" (documents are scored by MaxSim) or
+    "xtr". If `mean` is True, MaxSim is the mean over the query tokens, otherwise the sum. If `symmetric` is True,
+    documents are also compared with all queries. `top_k` is the number of tokens that a query token retrieves with
     "xtr". If `with_margin` is True, a margin loss is added.
-
-    If `mean` is True, MaxSim is the mean over the query tokens, otherwise the sum. If `symmetric` is True, documents
-    are also compared with all queries. `top_k` is the number of tokens that a query token retrieves with "xtr".
 
     The function takes the query and document vectors, the masks of `_arrays`, and the scalars `temperature`, `margin`
     and `margin_weight`. Equal arguments return the same function object, so that it is compiled only once.

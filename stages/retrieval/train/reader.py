@@ -107,9 +107,10 @@ class PairReader:
 
 
 def padded(many: Sequence[np.ndarray], step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return sequences of token ids as one padded array and its mask. The array is int32 and padded with 0. The mask is
-    boolean and False for padding. Both have the shape `(sequences, length)`. `length` is the number of tokens of the
-    longest sequence, rounded up to a multiple of `step`.
+    """Return sequences of token ids as one padded array and its mask, a pair. `many` holds one integer array per
+    sequence. The result's array is int32 and padded with 0. The mask is boolean and False for padding. Both have the
+    shape `(sequences, length)`. `length` is the number of tokens of the longest sequence, rounded up to a multiple of
+    `step`.
     """
     length = -(-max(len(ids) for ids in many) // step) * step
     ids_NL, real_NL = np.zeros((len(many), length), np.int32), np.zeros((len(many), length), bool)

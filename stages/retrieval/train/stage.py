@@ -26,17 +26,18 @@ from stages.tuner.rows import wanted_rows
 
 
 def wanted_samples(ctx: StageContext) -> pa.Table:
-    """Return a table with one row for each pair that the run trains on or measures. `step` is the training step.
-    `split` is "train" or "validation". `sample` is the position of the pair in the step, from 0.
+    """Return a table with one row for each pair that the run trains on or measures. `ctx` is the stage's context: its
+    input tables and settings. `step` is the training step. `split` is "train" or "validation". `sample` is the position
+    of the pair in the step, from 0.
     """
     task = PairTask(ctx)
     return wanted_rows(task, loop.last_step(task, ctx.stored))
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return a table of the data that the run's result depends on. It has one row per training pair and per held-out
-    pair. The columns are `use`, `query_id`, `text_id`, `group` and `negatives`. Raises ValueError if the file [train]
-    `initial` is missing.
+    """Return a table of the data that the run's result depends on. `ctx` is the stage's context: its input tables and
+    settings. The table has one row per training pair and per held-out pair. The columns are `use`, `query_id`,
+    `text_id`, `group` and `negatives`. Raises ValueError if the file [train] `initial` is missing.
 
     `group` is the group of duplicates, and `negatives` are the hard negatives. One more row holds the sha256 of the
     initial adapter, if [train] `initial` names one.
@@ -54,7 +55,9 @@ def snapshot(ctx: StageContext) -> pa.Table:
 
 
 def train(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Train from the newest checkpoint to the last step, and yield the rows of each step as record batches."""
+    """Train from the newest checkpoint to the last step, and yield the rows of each step as record batches. `ctx` is
+    the stage's context: its input tables and settings.
+    """
     control = Control(ctx, ctx.config)  # first, so that a `stop` that appears while tables are read takes effect
     yield from loop.train(ctx, PairTask(ctx), control)
 

@@ -64,9 +64,10 @@ def _function(node: Function, owner: str, lines: list[str]) -> Unit:
 
 
 def _class(node: ast.ClassDef, owner: str, lines: list[str]) -> Unit:
-    """Return a class as a `Unit`, a piece of code that a search can find. Its field `body` holds the statements of the
-    class, without the docstring. Methods are reduced to their signatures, and nested classes are left out. `owner` is
-    the prefix of the qualified name, such as "Outer." or "". `lines` are the lines of the file.
+    """Return the class `node`, a syntax node, as a `Unit`: a piece of code that a search can find. Its field `body`
+    holds the statements of the class, without the docstring. Methods are reduced to their signatures, and nested
+    classes are left out. `owner` is the prefix of the qualified name, such as "Outer." or "". `lines` are the lines of
+    the file.
     """
     signature, opened = _signature(node, lines)
     parts = []
@@ -112,9 +113,9 @@ def _signature(node: Function | ast.ClassDef, lines: list[str]) -> tuple[str, in
 
 
 def _source(node: Function, statements: list[ast.stmt], lines: list[str]) -> str:
-    """Return the source of a function without its decorators and its docstring. The source begins with `def` or
-    `async def`. Its common indentation is removed. `statements` is the body without the docstring. `lines` are the
-    lines of the file.
+    """Return the source of the function `node`, a syntax node, without its decorators and its docstring. The source
+    begins with `def` or `async def`. Its common indentation is removed. `statements` is the body without the docstring.
+    `lines` are the lines of the file.
     """
     last = node.end_lineno or node.lineno
     kept = lines[node.lineno - 1 : last]

@@ -47,9 +47,10 @@ class UnitsConfig:
 
 
 def wanted_units(ctx: StageContext) -> pa.Table:
-    """Return one row per unit of the source files in use. A unit is a function, method, class or window of lines. The
-    columns are `unit_id`, `path`, `source_id`, `language` and `module`. Raises ValueError if no file is in use, or if a
-    file has changed since the stage `sources` read it.
+    """Return one row per unit of the source files in use, as an Arrow table. A unit is a function, method, class or
+    window of lines. `ctx` is the stage's context: its input tables and settings. The columns are `unit_id`, `path`,
+    `source_id`, `language` and `module`. Raises ValueError if no file is in use, or if a file has changed since the
+    stage `sources` read it.
 
     A file with stored rows is not parsed again. Its stored rows are returned.
     """
@@ -73,8 +74,9 @@ def _used(ctx: StageContext) -> list[Row]:
 
 def parse_units(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     """Parse the source files that still lack rows of the table `units`, and yield the missing rows as record batches.
-    Each row is a unit: a function, a method, a class or a window of lines. A batch has the missing rows of at most
-    [units] `batch_size` files. If the user asks to stop, end early.
+    `ctx` is the stage's context: its input tables and settings. Each row is a unit: a function, a method, a class or a
+    window of lines. A batch has the missing rows of at most [units] `batch_size` files. If the user asks to stop, end
+    early.
     """
     pending = set(ctx.pending["unit_id"].to_pylist())
     paths = set(ctx.pending["path"].to_pylist())
@@ -90,8 +92,8 @@ def parse_units(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 def unit_rows(ctx: StageContext, source: Row) -> list[Row]:
     """Return the rows of the table `units` for one source file, as a list of dicts. A unit is a function, method, class
-    or window of lines. `source` is the file's row of the table `sources`. Raises ValueError if the file cannot be read
-    or has changed since the stage `sources` ran.
+    or window of lines. `ctx` is the stage's context: its settings and the project folder. `source` is the file's row of
+    the table `sources`. Raises ValueError if the file cannot be read or has changed since the stage `sources` ran.
     """
     file = ctx.root / Path(source["file"]).expanduser()
     try:

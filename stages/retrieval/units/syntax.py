@@ -136,8 +136,11 @@ def _last(node: Any) -> str:
 
 
 def _comment_before(node: Any, grammar: Grammar) -> str:
-    """Return the comment directly before a unit, without comment signs such as `//`. Attributes and decorators may
-    stand between the comment and the unit. The result is "" if there is no comment. `node` is the unit's syntax node.
+    """Return the comment directly before a unit, without comment signs such as `//`. The result is "" if there is no
+    comment. `node` is the syntax node of the unit: a function or class. `grammar` says which nodes are comments in its
+    language.
+
+    Attributes and decorators may stand between the comment and the unit.
     """
     lines: list[str] = []
     first, place = node.start_point[0], node.prev_named_sibling
