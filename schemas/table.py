@@ -88,10 +88,10 @@ def tensor(name: str = "tensor", dtype: str = "bfloat16", doc: str = "the values
 def column(
     name: str, kind: pa.DataType, doc: str, *, null: bool = False, measured: bool = False, default: str = "", later: bool = False
 ) -> pa.Field:
-    """Return the Arrow field of one column. `kind` is the Arrow type. `doc` says what the column holds, and in which
-    unit. If `null` is True, nulls are allowed. `measured` marks clock times and memory, which differ between equal
-    runs. `default` is the value for rows without the column. `later` marks a column that was added to an existing
-    table.
+    """Return the Arrow field of the column `name`. `kind` is the Arrow type. `doc` says what the column holds, and in
+    which unit. If `null` is True, nulls are allowed. `measured` marks clock times and memory, which differ between
+    equal runs. `default` is the text for rows without the column; "" means none. `later` marks a column that was added
+    to an existing table.
 
     `TableSchema.table` fills in `default`. Only columns of strings can have a default. If `default` is empty, every row
     must have the column. A column with `later` allows nulls, `TableSchema.table` fills in null, and the column is not

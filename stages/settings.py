@@ -29,42 +29,42 @@ def setting(
     unless: str = "",
     path: bool = False,
 ) -> Any:
-    """Declare a config field whose value changes the content of rows, and return the field for a config dataclass. The
-    field is part of the recipe (the hash that names a table's folder), so a different value starts a new table. `doc`
-    names the unit and the reason for `default`. Raises TypeError if `default` is mutable.
+    """Return a field for a config dataclass: a setting whose value changes the content of rows. `default` is its
+    default value. `doc` names the unit and the reason for `default`. `bounds` is (smallest, largest) allowed number, or
+    None. `unrecorded` lists values that leave the field out of the recipe (the hash that names a table's folder).
+    `follows` names a setting whose value replaces None, or is "". `unless` names a field of the same section; if that
+    is set, this field stays None. `path` is True if the value is a path or a tuple of paths.
 
-    `bounds` is the pair of the smallest and the largest allowed number. For a tuple or a mapping, it applies to each
-    value. `follows` names a setting, such as "train.base_bits". While the declared field is None, it takes the value of
-    that setting. `unless` names a field of the same section. If the field named by `unless` is set, the declared field
-    stays None.
+    The field is part of the recipe, so a different value starts a new table. Raises TypeError if `default` is mutable.
 
-    `unrecorded` lists values with which the field is left out of the recipe. Use it for a field that is added later.
-    With the value that means "as before", existing tables then keep their names.
+    For a tuple or a mapping, `bounds` applies to each value. `follows` is a name such as "train.base_bits". `unless` is
+    the name of a field, or "".
 
-    `path` is True if the value is the path of a file or folder, or a tuple of paths.
+    Use `unrecorded` for a field that is added later. With the value that means "as before", existing tables then keep
+    their names.
     """
     return _field(default, doc, "setting", bounds, unrecorded=unrecorded, follows=follows, unless=unless, path=path)
 
 
 def selects(default: Any, doc: str, *, bounds: Limits | None = None, follows: str = "", path: bool = False) -> Any:
-    """Declare a setting that decides which rows a table has. Return a field for a config dataclass. The value of such a
-    setting does not change the content of a row. It is therefore not part of the recipe: the hash that names a table's
-    folder. `doc` names the unit and the reason for `default`. Raises TypeError if `default` is mutable.
+    """Return a field for a config dataclass: a setting that decides which rows a table has. `default` is its default
+    value. `doc` names the unit and the reason for `default`. `bounds` is (smallest, largest) allowed number, or None.
+    `follows` names a setting whose value replaces None, such as "captions.sources", or is "". `path` is True if the
+    value is a path or a tuple of paths. Raises TypeError if `default` is mutable.
 
-    `bounds` is the pair of the smallest and the largest allowed number. For a tuple or a mapping, it applies to each
-    value. `follows` names another setting, such as "captions.sources". While the field is None, it takes the value of
-    that setting. `path` is True if the value is the path of a file or folder, or a tuple of paths.
+    The value does not change the content of a row. It is therefore not part of the recipe: the hash that names a
+    table's folder. For a tuple or a mapping, `bounds` applies to each value.
     """
     return _field(default, doc, "selects", bounds, follows=follows, path=path)
 
 
 def runtime(default: Any, doc: str, *, bounds: Limits | None = None) -> Any:
-    """Declare a config field whose value changes no row, such as a batch size, and return the field for a config
-    dataclass. The field is not part of the recipe (the hash that names a table's folder). `doc` names the unit and the
-    reason for `default`. Raises TypeError if `default` is mutable.
+    """Return a field for a config dataclass: a setting whose value changes no row, such as a batch size. `default` is
+    its default value. `doc` names the unit and the reason for `default`. `bounds` is (smallest, largest) allowed
+    number, or None. Raises TypeError if `default` is mutable.
 
-    `bounds` is the pair of the smallest and the largest allowed number. For a tuple or a mapping, it applies to each
-    value.
+    The field is not part of the recipe (the hash that names a table's folder). For a tuple or a mapping, `bounds`
+    applies to each value.
     """
     return _field(default, doc, "runtime", bounds)
 

@@ -22,9 +22,9 @@ TEXTS = re.compile(r"""\"[^"\n]*"|'[^'\n]*'""")
 
 
 def open_regular(path: Path, most: int | None = None) -> BufferedReader:
-    """Open a regular file for reading and return the open file. `most` is the largest allowed size in bytes; None allows any
-    size. A named pipe, a device or a socket is refused, and never waited for. Raises ValueError if the file is refused. Raises
-    OSError if it cannot be opened.
+    """Open the regular file `path` for reading and return the open file. `most` is the largest allowed size in bytes;
+    None allows any size. A named pipe, a device or a socket is refused, and never waited for. Raises ValueError if the
+    file is refused. Raises OSError if it cannot be opened.
     """
     _check(path, path.stat(), most)  # before it is opened: opening a device may have an effect
     file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115  (Path.open takes no opener; the caller closes)
@@ -37,8 +37,8 @@ def open_regular(path: Path, most: int | None = None) -> BufferedReader:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """Return the bytes of a regular file of at most `most` bytes. Raises ValueError if the file is larger, is no regular file or
-    cannot be read.
+    """Return the bytes of the regular file `path`. `most` is the largest allowed size in bytes. Raises ValueError if
+    the file is larger, is no regular file or cannot be read.
     """
     try:
         with open_regular(path, most) as file:
@@ -48,8 +48,8 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def read_utf8(path: Path, most: int) -> str:
-    """Return the text of a regular file in UTF-8 of at most `most` bytes, without a byte order mark. Raises ValueError if it
-    cannot be read.
+    """Return the text of the regular file `path`, which is in UTF-8, without a byte order mark. `most` is the largest
+    allowed size in bytes. Raises ValueError if it cannot be read.
     """
     try:
         return read_bytes(path, most).decode("utf-8-sig")

@@ -138,7 +138,9 @@ def publish(write_artifact: WriteArtifact, final: Checkpoint, best: Checkpoint |
 
 
 def header_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata in the header of a safetensors file. If the file is missing or its header cannot be read, return {}."""
+    """Return the metadata in the header of the safetensors file `path`, as a dict of texts. If the file is missing or
+    its header cannot be read, return {}.
+    """
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -149,8 +151,8 @@ def header_metadata(path: Path) -> dict[str, str]:
 
 
 def header_step(path: Path) -> int | None:
-    """Return the training step that the header of an adapter file names. Return None if the file is missing or its
-    header names none.
+    """Return the training step that the header of the adapter file `path` names. Return None if the file is missing or
+    its header names none.
     """
     step = header_metadata(path).get("step", "")
     return int(step) if str(step).isdecimal() else None
@@ -182,9 +184,9 @@ def is_published(artifacts: Path, step: int, best: int | None = None) -> bool:
 
 
 def adapter_damage(path: Path) -> str:
-    """Return what is wrong with an adapter file of a run, as text, or "" if nothing is. The file lies in a checkpoint's
-    folder or at the top of the artifacts folder. Its sha256 is compared with that in the checkpoint's `state.json`. If
-    no checkpoint records the file, the result is "".
+    """Return what is wrong with the adapter file `path` of a run, as text, or "" if nothing is. The file lies in a
+    checkpoint's folder or at the top of the artifacts folder. Its sha256 is compared with that in the checkpoint's
+    `state.json`. If no checkpoint records the file, the result is "".
     """
     inside = path.parent.parent.name == FOLDER
     artifacts = path.parents[2] if inside else path.parent
@@ -202,7 +204,9 @@ def adapter_damage(path: Path) -> str:
 
 
 def file_damage(path: Path, record: Mapping[str, Any]) -> str:
-    """Describe the damage of a file in words, or return "". `record` holds the "bytes" and the "sha256" that it should have."""
+    """Describe the damage of the file `path` in words, or return "". `record` holds the "bytes" and the "sha256" that
+    it should have.
+    """
     if not path.is_file():
         return "is missing"
     if path.stat().st_size != record["bytes"]:
@@ -211,12 +215,13 @@ def file_damage(path: Path, record: Mapping[str, Any]) -> str:
 
 
 def damaged_checkpoints(artifacts: Path) -> dict[int, str]:
-    """Return the damaged checkpoints of a run, as a dict from training step to a description. A checkpoint is damaged
-    if a file is missing or has the wrong size, or if its `state.json` cannot be read. A folder without `state.json`
-    counts only if a later checkpoint is readable, or if the run's own adapter is of this step or a later one. File
-    contents are not compared.
+    """Return the damaged checkpoints of a run, as a dict from training step to a description. `artifacts` is the run's
+    folder. A checkpoint is damaged if a file is missing or has the wrong size, or if its `state.json` cannot be read.
+    File contents are not compared.
 
-    Otherwise an interrupted write left the folder. Optimizer states and empty folders are not checked.
+    A folder without `state.json` counts only if a later checkpoint is readable, or if the run's own adapter is of this
+    step or a later one. Otherwise an interrupted write left the folder. Optimizer states and empty folders are not
+    checked.
     """
     saved = {one.step: one for one in find_checkpoints(artifacts)}
     written = max(published_step(artifacts) or 0, *saved, 0)
@@ -240,7 +245,9 @@ def _has_size(path: Path, record: Mapping[str, Any]) -> bool:
 
 
 def delete_incomplete(artifacts: Path, after: int) -> None:
-    """Delete the folders of checkpoints after step `after` that have no `state.json`: their writing was interrupted."""
+    """Delete the folders of checkpoints after step `after` that have no `state.json`: their writing was interrupted.
+    `artifacts` is the run's folder.
+    """
     for folder in artifacts.glob(f"{FOLDER}/step-*"):
         digits = folder.name.removeprefix("step-")
         if digits.isdigit() and int(digits) > after and not (folder / STATE).exists():

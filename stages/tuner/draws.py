@@ -14,8 +14,8 @@ import numpy as np
 
 def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
     """Return a NumPy random generator that depends only on the arguments. Equal arguments give equal numbers on every
-    machine. `purpose` names the use of the numbers, such as "noise". Any further positional arguments (`*counters`) are
-    integers, such as the step and the sample.
+    machine. `seed` is an integer. `purpose` names the use of the numbers, such as "noise". Any further positional
+    arguments (`*counters`) are integers, such as the step and the sample.
 
     The generator is Philox, keyed with the sha256 of the arguments.
     """
@@ -25,42 +25,44 @@ def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
 
 
 def uniform(seed: int, purpose: str, *counters: int) -> float:
-    """Return one random number `u`, `0 <= u < 1`. It depends only on the arguments. `purpose` names the use of the
-    number, such as "dropout". Any further positional arguments (`*counters`) are integers, such as the step and the
-    sample.
+    """Return one random number `u`, `0 <= u < 1`. It depends only on the arguments. `seed` is an integer. `purpose`
+    names the use of the number, such as "dropout". Any further positional arguments (`*counters`) are integers, such as
+    the step and the sample.
     """
     return float(generator(seed, purpose, *counters).random())
 
 
 def normal(shape: tuple[int, ...], seed: int, purpose: str, *counters: int) -> np.ndarray:
-    """Return a float32 array of the given shape with random numbers from the standard normal distribution. The numbers
-    depend only on the arguments. `purpose` names the use of the numbers, such as "noise". Any further positional
-    arguments (`*counters`) are integers, such as the step and the sample.
+    """Return a float32 array of the shape `shape` with random numbers from the standard normal distribution. The
+    numbers depend only on the arguments. `seed` is an integer. `purpose` names the use of the numbers, such as "noise".
+    Any further positional arguments (`*counters`) are integers, such as the step and the sample.
     """
     return generator(seed, purpose, *counters).standard_normal(shape, dtype=np.float32)
 
 
 def permutation(count: int, seed: int, purpose: str, *counters: int) -> list[int]:
-    """Return the numbers from 0 to `count - 1` in random order. The order depends only on the arguments. `purpose`
-    names the use of the order, such as "batches". Any further positional arguments (`*counters`) are integers, such as
-    the epoch.
+    """Return a list of the numbers from 0 to `count - 1` in random order. `count` is how many there are. The order
+    depends only on the arguments. `seed` is an integer. `purpose` names the use of the order, such as "batches". Any
+    further positional arguments (`*counters`) are integers, such as the epoch.
     """
     order: list[int] = generator(seed, purpose, *counters).permutation(count).tolist()
     return order
 
 
 def choice(count: int, seed: int, purpose: str, *counters: int) -> int:
-    """Return a random integer from 0 to `count - 1`. All integers are equally likely. The result depends only on the
-    arguments. `purpose` names the use of the integer, such as "caption". Any further positional arguments (`*counters`)
-    are integers, such as the step and the sample.
+    """Return a random integer from 0 to `count - 1`. `count` is how many integers are possible; all are equally likely.
+    The result depends only on the arguments. `seed` is an integer. `purpose` names the use of the result, such as
+    "caption". Any further positional arguments (`*counters`) are integers, such as the step and the sample.
     """
     return int(generator(seed, purpose, *counters).integers(count))
 
 
 def weighted_choice(weights: Sequence[float], seed: int, purpose: str, *counters: int) -> int:
-    """Return a random index into `weights`. An index is drawn in proportion to its weight: with the weights 3 and 1, index
-    0 is drawn in three of four calls on average. At least one weight must be above 0. The result depends only on the
-    arguments. `purpose` names the use of the index, and `*counters` are integers, such as the step and the sample.
+    """Return a random index into `weights`, a sequence of numbers. An index is drawn in proportion to its weight. At
+    least one weight must be above 0. The result depends only on the arguments. `seed` is an integer. `purpose` names
+    the use of the index. Any further positional arguments (`*counters`) are integers, such as the step and the sample.
+
+    For example, with the weights 3 and 1, index 0 is drawn in three of four calls on average.
     """
     ends = np.cumsum(np.asarray(weights, np.float64))
     return int(np.searchsorted(ends, uniform(seed, purpose, *counters) * ends[-1], side="right"))

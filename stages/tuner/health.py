@@ -56,7 +56,9 @@ def check_health(
 
 
 def _check_size(say: Callable[[str], None], config: TrainingConfig, step: int, ratio: float) -> None:
-    """Call `say` with a warning if `ratio`, the length of an update divided by the adapter's, is not within `RATIOS`.
+    """Call `say` with a line of warning if `ratio` is not within `RATIOS`. `ratio` is the length of an update divided
+    by the adapter's length. `config` holds the settings [train]. `step` is the training step of the update, from 1.
+
     Prodigy begins with a very small rate and raises it by itself, so a small update is no fault in its first 100 steps.
     """
     rises = config.optimizer.kind == "prodigy" and step < RATIO_EVERY
@@ -80,8 +82,9 @@ def _check_moved(say: Callable[[str], None], lr: float, training: TrainingStep, 
 
 
 def unmoved_linears(training: TrainingStep) -> list[str]:
-    """Return the names of the linear layers whose adapter has not changed anything yet. The adapter of such a layer has
-    the value 0 in all arrays that start at zero, such as `B` of LoRA and `w2` of LoKr.
+    """Return the names of the linear layers whose adapter has not changed anything yet. `training` is the model with
+    its adapter. The adapter of such a layer has the value 0 in all arrays that start at zero, such as `B` of LoRA and
+    `w2` of LoKr.
     """
     adapter = training.adapter
     names = [target.name for target in training.targets]

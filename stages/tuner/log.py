@@ -84,9 +84,12 @@ def schedule_warnings(config: TrainingConfig) -> Iterator[str]:
 
 
 def announce(ctx: TrainingContext, task: Task[Any, Any], training: TrainingStep, steps: range) -> None:
-    """Print what the run is about to do. The lines name the folder of control files, the adapter's variant, rank and size, the
-    steps, and the task's description. `steps` are the steps to do. If only a measurement on held-out samples is left, `steps` is
-    empty.
+    """Print what the run is about to do. `ctx` is the run's context: its folder and its function for messages. `task`
+    supplies the settings and a description. `training` is the model with its adapter. `steps` are the steps to do. It
+    is empty if only a measurement on held-out samples is left.
+
+    The lines name the folder of control files, the adapter's variant, rank and size, the steps, and the task's
+    description.
     """
     values = sum(value.size for value in training.adapter.values())
     ranks = sorted({target.rank for target in training.targets})

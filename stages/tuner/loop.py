@@ -55,8 +55,8 @@ def train(ctx: TrainingContext, task: Task[Any, Any], control: Control) -> Itera
 
 
 def next_start(ctx: TrainingContext, task: Task[Any, Any]) -> Start | None:
-    """Return the point from which the run continues. Return None if nothing is left to do. Checkpoints after that point
-    that were not completely written are deleted.
+    """Return the point from which the run continues, or None if nothing is left to do. `ctx` is the run's context: its rows and
+    folder. `task` supplies data, model and settings. Incompletely written checkpoints after that point are deleted.
     """
     validation = validation_of(task)
     validation.add_table(ctx.stored)
@@ -71,8 +71,8 @@ def next_start(ctx: TrainingContext, task: Task[Any, Any]) -> Start | None:
 
 
 def last_step(task: Task[Any, Any], stored: pa.Table) -> int:
-    """Return the number of the run's last step. Usually this is [train] `steps`. It is smaller if early stopping ended the run.
-    `stored` holds the rows with the measurements.
+    """Return the number of the run's last step: [train] `steps`, or a smaller number if early stopping ended the run. `task`
+    supplies data, model and settings. `stored` holds the rows with the measurements.
     """
     validation = validation_of(task)
     validation.add_table(stored)

@@ -67,15 +67,15 @@ def best_candidate(
     limit: int,
     begun: Plan | None = None,
 ) -> Candidate:
-    """Choose how to compute the largest batch of a run. `batch_size` is the number of samples of this batch.
-    `estimate(samples)` returns the memory estimate for that many samples computed at once. `limit` is the memory limit
-    in bytes. `begun` is the plan of a resumed run, or None. The result may need more than `limit`.
+    """Choose how to compute the largest batch of a run, and return it as a `Candidate`. `config` holds the settings
+    [train]. `batch_size` is the number of samples of this batch. `estimate(samples)` returns the memory estimate for
+    that many samples computed at once. `limit` is the memory limit in bytes. `begun` is the plan of a resumed run, or
+    None. A plan says how many of the last blocks keep their activations. The result may need more than `limit`.
 
     The settings `micro_batch` and `memory` of `config` decide. `micro_batch` is the number of samples computed at once.
-    None means the whole batch. "auto" halves the batch until it fits with the plan "blocks". `memory` is the plan: how
-    many of the last blocks keep their activations. "auto" means the plan `begun` if it fits, otherwise the fastest plan
-    that fits. If none fits, "auto" chooses what needs least memory. Numbers and plans in the settings are always
-    obeyed.
+    None means the whole batch. "auto" halves the batch until it fits with the plan "blocks". `memory` is the plan.
+    "auto" means the plan `begun` if it fits, otherwise the fastest plan that fits. If none fits, "auto" chooses what
+    needs least memory. Numbers and plans in the settings are always obeyed.
     """
     samples = min(config.micro_batch, batch_size) if isinstance(config.micro_batch, int) else batch_size
     if config.micro_batch == "auto":
@@ -116,9 +116,10 @@ def live_bytes_limit(estimate: Estimate, plan: Plan, limit: int) -> int:
 def plan_run(
     config: TrainingConfig, candidate: Candidate, tokens: int, limit: int, start: Checkpoint | None, say: Callable[[str], None]
 ) -> MemoryPlan:
-    """Return the memory plan of a run, and print it with `say`. `candidate` is the chosen number of samples in a
-    micro-batch and the chosen plan. `tokens` is the number of tokens of one sample of the largest batch. `limit` is the
-    memory that training may take, in bytes. `start` is the checkpoint to continue from, or None for a new run.
+    """Return the `MemoryPlan` of a run, and print it with `say`, which takes one line. `config` holds the settings
+    [train]. `candidate` is the chosen number of samples in a micro-batch (samples computed at once) and the chosen
+    plan. `tokens` is the number of tokens of one sample of the largest batch. `limit` is the memory that training may
+    take, in bytes. `start` is the checkpoint to continue from, or None for a new run.
 
     A continued run keeps its micro-batch size. If its plan changes, the user is told.
     """

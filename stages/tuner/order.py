@@ -103,9 +103,9 @@ class Order:
         rates: Sequence[float] | None = None,
     ) -> None:
         """Prepare the order of the training rows. `shapes` has one hashable shape per row, and rows of equal shape can
-        share a batch. `seed` determines the shuffling. `accumulate` is the number of batches in a training step.
-        `rates` has the average number of occurrences per epoch for each row. None means that every row occurs once per
-        epoch.
+        share a batch. `batch_size` is the number of rows in a batch. `seed`, an integer, determines the shuffling.
+        `accumulate` is the number of batches in a training step. `rates` has the average number of occurrences per
+        epoch for each row. None means that every row occurs once per epoch.
         """
         assert shapes, "there are no training rows"
         assert rates is None or (len(rates) == len(shapes) and min(rates) >= 0 and max(rates) > 0), rates
@@ -219,8 +219,9 @@ class Order:
         return rows
 
     def _open_batch(self, group: int, number: int) -> list[int] | None:
-        """Return the rows of the batch that is not yet full when pass `number` begins, as a list. Return [] if no batch
-        is open. Return None if the rows are not known, because earlier passes must be computed first.
+        """Return the rows of the batch that is not yet full when pass `number` begins, as a list. A pass is one round
+        over the rows, counted from 0. `group` is the number of the group of rows that share batches. Return [] if no
+        batch is open. Return None if the rows are not known, because earlier passes must be computed first.
         """
         if self._drawn(number)[group] % self.batch_size == 0:
             return []
@@ -229,12 +230,12 @@ class Order:
 
     def _arranged(self, group: int, number: int, open_batch: Sequence[int]) -> list[int]:
         """Return the rows of one pass through a group of rows, in shuffled order. A pass is one round over the rows.
-        The rows of a group share batches. `group` is the number of the group. `number` is the number of the pass, from
-        0. A row is an index into the list of all training rows.
+        `group` is the number of the group. The rows of a group share batches. `number` is the number of the pass, from
+        0. `open_batch` holds the rows of the last batch of earlier passes, if this batch is not full. Otherwise, it is
+        empty. A row is an index into the list of all training rows.
 
-        `open_batch` holds the rows of the last batch of earlier passes, if this batch is not full. Otherwise, it is
-        empty. The first rows of the result complete this batch. As far as possible, they are rows that the batch does
-        not contain yet.
+        The first rows of the result complete the open batch. As far as possible, they are rows that the batch does not
+        contain yet.
         """
         counts = self.rates.within(number)[self.groups[group]]
         rows = np.repeat(self.groups[group], counts)

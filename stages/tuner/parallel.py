@@ -19,7 +19,8 @@ from stages.tuner.task import HeldOut, MicroBatch, Task, TrainingContext
 
 
 def check_ranks(ctx: TrainingContext, config: TrainingConfig, ranks: Ranks) -> None:
-    """Raise ValueError, in every rank, if the processes of `ranks` cannot train together. The number of ranks must
+    """Raise ValueError, in every rank, if the processes of `ranks` cannot train together. `ctx` is the run's context:
+    it holds a hash of settings, tables and weights. `config` holds the settings [train]. The number of ranks must
     divide the batch size. If [train] `data_parallel` is set, it must be the number of ranks. All ranks must have the
     same settings, tables and weights.
     """
@@ -52,8 +53,10 @@ def announce_ranks(say: Callable[[str], None], ranks: Ranks, start: Checkpoint |
 
 
 def same_state(training: TrainingStep, ranks: Ranks) -> None:
-    """Give every rank the adapter and the optimizer's state of rank 0. Chips of different kinds round an update differently,
-    so their copies would drift apart.
+    """Give every rank (process of the run) the adapter and the optimizer's state of rank 0. `training` holds both, and
+    is changed in place. `ranks` are the processes.
+
+    Chips of different kinds round an update differently, so their copies would drift apart.
     """
     if ranks.size == 1:
         return
@@ -86,9 +89,10 @@ def step_samples(task: Task[Any, Any], step: int, batches: Sequence[MicroBatch],
 
 
 def merge_results(result: StepResult, task: Task[Any, Any], step: int, ranks: Ranks) -> StepResult:
-    """Return the losses and values of a whole step, collected from all ranks. `result` holds the losses and values of
-    the samples that this rank computed. The result has those of every sample of the step, in the order of the samples.
-    With one rank, or with a loss that cannot be divided, `result` is returned unchanged.
+    """Return the losses and values of a whole step, collected from all processes, in the order of the samples. `result`
+    holds those of the samples that this process computed. `task` supplies data, model and loss. `step` is the number of
+    the training step, from 1. `ranks` are the processes. With one process, or with a loss that cannot be divided,
+    `result` is returned unchanged.
     """
     if ranks.size == 1 or not task.objective.separable:
         return result
@@ -106,9 +110,10 @@ def merge_results(result: StepResult, task: Task[Any, Any], step: int, ranks: Ra
 def measure_together(
     held_out: HeldOut[Any], training: TrainingStep, ranks: Ranks, stopped: Callable[[], bool]
 ) -> Iterator[tuple[Any, dict[str, list[Any]]]]:
-    """Measure the held-out micro-batches on all ranks, and yield pairs (micro-batch, values) in order. `values` maps
-    table columns to one value per sample. Every rank yields all pairs. In each round, every rank measures one
-    micro-batch. The iterator ends early if `stopped()` returns True before a round.
+    """Measure the held-out samples on all processes, and yield pairs (micro-batch, values) in order. `held_out` reads
+    them as micro-batches (samples computed at once). `training` is the model with its adapter. `ranks` are the
+    processes. `values` maps table columns to one value per sample. Every process yields all pairs. In each round, every
+    process measures one micro-batch. The iterator ends early if `stopped()` returns True before a round.
     """
     coming: list[Any] = []
     batches = held_out.micro_batches()

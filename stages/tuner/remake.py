@@ -23,9 +23,10 @@ from stages.tuner.validation import TRAIN
 
 
 def remake_checkpoints(ctx: TrainingContext, task: Task[Any, Any]) -> Iterator[str]:
-    """Compute every damaged checkpoint of a finished run again by training, oldest first. Yield one line for each. A
-    checkpoint is written only if its new adapter has the expected sha256, or if no sha256 is known. Training on another
-    machine can give a different adapter.
+    """Compute every damaged checkpoint of a finished run again by training, oldest first. Yield one line for each.
+    `ctx` is the run's context: its rows and folder. `task` supplies data, model and settings. A checkpoint is written
+    only if its new adapter has the expected sha256, or if no sha256 is known. Training on another machine can give a
+    different adapter.
     """
     for step, problem in sorted(checkpoint.damaged_checkpoints(ctx.artifacts).items()):
         folder = ctx.artifacts / checkpoint.FOLDER / f"step-{step:06d}"
@@ -44,9 +45,9 @@ def remake_checkpoints(ctx: TrainingContext, task: Task[Any, Any]) -> Iterator[s
 
 
 def _train_to(ctx: TrainingContext, task: Task[Any, Any], step: int, write: checkpoint.WriteArtifact) -> Checkpoint:
-    """Repeat the training of a run up to `step`, and return the checkpoint of that step. Training starts from the
-    newest intact checkpoint before `step`, or from the beginning if there is none. `write` is the function that writes
-    the checkpoint's files.
+    """Repeat the training of a run up to `step`, and return the checkpoint of that step. `ctx` is the run's context:
+    its rows and folder. `task` supplies data, model and settings. `write` is the function that writes the checkpoint's
+    files. Training starts from the newest intact checkpoint before `step`, or from the beginning if there is none.
     """
     checkpoints = checkpoint.find_checkpoints(ctx.artifacts)
     start = checkpoint_before(checkpoints, step)

@@ -27,9 +27,10 @@ class ReplayedSample:
 
 
 def replay_step(ctx: TrainingContext, task: Task[Any, Any], step: int) -> list[ReplayedSample]:
-    """Compute training step `step` again and return its samples with their losses. Steps are counted from 1. Training
-    starts from the newest checkpoint before `step`, or from the beginning. Nothing is written. Raises ValueError if
-    `step` is not from 1 to the last step of the run.
+    """Compute training step `step`, counted from 1, again. Return a list of its samples with their losses. `ctx` is the
+    run's context: its rows and folder. `task` supplies data, model and settings. Training starts from the newest
+    checkpoint before `step`, or from the beginning. Nothing is written. Raises ValueError if `step` is not from 1 to
+    the last step of the run.
 
     The steps use the memory plan that a checkpoint of the run records. The plan sets how many blocks are computed
     twice.
@@ -55,8 +56,9 @@ def replay_step(ctx: TrainingContext, task: Task[Any, Any], step: int) -> list[R
 
 def recorded_plan(task: Task[Any, Any], known: Checkpoint | None, start: Checkpoint | None) -> MemoryPlan:
     """Return the memory plan for repeating steps of a run. A memory plan sets how many samples are computed at once,
-    and how many blocks are computed twice. `known` is a checkpoint that records the run's plan. If `known` is None, a
-    new plan is made. `start` is the checkpoint from which training starts, or None.
+    and how many blocks are computed twice. `task` supplies data, model and settings. `known` is a checkpoint that
+    records the run's plan. If it is None, a new plan is made. `start` is the checkpoint from which training starts, or
+    None.
 
     A checkpoint also records the most tokens that a micro-batch may have. If `start` is given, the returned plan has
     the limit that `start` records.

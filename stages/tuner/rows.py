@@ -13,8 +13,9 @@ from stages.tuner.validation import TRAIN, VALIDATION, measured_steps
 
 
 def wanted_rows(task: Task[Any, Any], last: int) -> pa.Table:
-    """Return the keys of all rows that a run with the last step `last` must produce. The table has the columns `step`, `split`
-    and `sample`. `split` is "train" or "validation". `sample` is the sample's index in the step or measurement.
+    """Return the keys of all rows that a run with the last step `last` must produce, as an Arrow table. `task` supplies
+    data, model and settings. The columns are `step`, `split` and `sample`. `split` is "train" or "validation". `sample`
+    is the sample's index in the step or measurement.
     """
     sizes = [sum(task.sizes(step)) for step in range(1, last + 1)]
     trained = _keys(TRAIN, range(1, last + 1), sizes)

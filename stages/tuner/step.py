@@ -57,9 +57,10 @@ def choose_targets(linears: Mapping[str, tuple[int, int]], config: TrainingConfi
 def starting_adapter(
     model: Model, targets: Sequence[Target], config: TrainingConfig, start: InitialAdapter | None = None
 ) -> Arrays:
-    """Return the adapter that training starts from: float32 arrays by name. `start` is a loaded adapter: its arrays by name,
-    and the scale of each Linear. If it is given, the returned adapter makes the same change as `start`. If it is None, the
-    returned adapter does not change the model yet. Raises ValueError if `start` does not fit `targets`.
+    """Return the adapter that training starts from: float32 arrays by name. `model` holds the frozen weights. `targets` are the
+    Linears to adapt. `config` holds the settings [train]. `start` is a loaded adapter, (arrays by name, scale of each Linear),
+    whose change the result repeats. If it is None, the result changes nothing yet. Raises ValueError if `start` does not fit
+    `targets`.
     """
     weights = target_weights(model.blocks, targets) if config.variant == "dora" else None
     fresh = fresh_adapter(targets, config.seed, weights)
@@ -298,11 +299,10 @@ def predict_base(model: Model, inputs: Mapping[str, Any]) -> mx.array:
 
 
 def cast_adapter(masters: Stacks, dtype: mx.Dtype, config: TrainingConfig) -> Arrays:
-    """Return the arrays of the adapter by name, in the dtype that the model's blocks expect. `masters` holds the
-    float32 arrays. If [train] `base_bits` is 16, matrices are cast to `dtype`. If it is 8 or 4, nothing is cast.
+    """Return the adapter's arrays by name, in the dtype that the model's blocks expect. `masters` holds the float32 arrays.
+    `config` holds the settings [train]. If its `base_bits` is 16, matrices are cast to `dtype`. If it is 8 or 4, nothing is cast.
 
-    With 8 or 4 bits, each Linear casts its own arrays when it is computed. This needs less memory than a cast copy of
-    the whole adapter.
+    With 8 or 4 bits, each Linear casts its own arrays when it is computed. A cast copy of the whole adapter needs more memory.
     """
     return (masters.cast(dtype) if config.base_bits == 16 else masters).unstack()
 

@@ -84,7 +84,9 @@ def join(parts: Sequence[Part]) -> tuple[Arrays, Scales]:
 
 
 def plain_pair(arrays: Mapping[str, mx.array], name: str) -> tuple[mx.array, mx.array]:
-    """Return the matrices (A, B) of the Linear `name` in float32. Raises ValueError if its adapter is not a plain LoRA."""
+    """Return the matrices (A, B) of the Linear `name` in float32. `arrays` maps names such as "<linear>.lora_A.weight"
+    to the arrays of an adapter. Raises ValueError if the adapter of this Linear is not a plain LoRA.
+    """
     own = lora.arrays_of_linear(arrays, name)
     if own.keys() != {lora.A, lora.B}:
         raise ValueError(f"{name} has a DoRA, a LoKr or a whole difference; only plain LoRAs can be combined and resized")
@@ -92,11 +94,11 @@ def plain_pair(arrays: Mapping[str, mx.array], name: str) -> tuple[mx.array, mx.
 
 
 def resize(arrays: Mapping[str, mx.array], scales: Mapping[str, float], rank: int) -> Cut:
-    """Approximate a LoRA by a LoRA of lower rank, as closely as possible. Each Linear of the new LoRA has at most the
-    rank `rank`, from the largest singular values of the given change. `arrays` maps names such as
-    "<linear>.lora_A.weight" to the arrays of the given LoRA.
+    """Approximate a LoRA by a LoRA of lower rank, as closely as possible, and return it as a `Cut`. `arrays` maps names
+    such as "<linear>.lora_A.weight" to the arrays of the given LoRA. `scales` maps each of its Linears to the factor of
+    its change. `rank` is the largest rank of the result. Raises ValueError if the given adapter is not a plain LoRA.
 
-    `scales` maps the name of each Linear to its scale. Raises ValueError if the given adapter is not a plain LoRA.
+    Each Linear of the new LoRA is made from the largest singular values of the given change.
     """
     found: Arrays = {}
     errors = {}

@@ -57,11 +57,12 @@ def rescale_rows(
     y: mx.array, magnitude_O: mx.array, weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale: float
 ) -> mx.array:
     """Return the output of a Linear with a DoRA adapter, shape `(..., outputs)`. `y` is the output of the same Linear
-    with plain LoRA, in the same shape. The weight of the plain LoRA is `V = W + scale B A`. Output n of `y` is
-    multiplied by `magnitude_O[n]` and divided by the norm of row n of `V`.
+    with plain LoRA, in the same shape. `weight` is the frozen weight `W`, `(outputs, inputs)`, or a quantised weight.
+    `down_RI` is `A`, `(rank, inputs)`. `up_OR` is `B`, `(outputs, rank)`. The weight of the plain LoRA is `V = W +
+    scale B A`, with the number `scale`. Output n of `y` is multiplied by the n-th value of `magnitude_O`, `(outputs,)`,
+    and divided by the norm of row n of `V`.
 
-    `weight` is the frozen `W`, `(outputs, inputs)`, or a quantised weight. `down_RI` is `A`, `(rank, inputs)`. `up_OR`
-    is `B`, `(outputs, rank)`. The norm is Euclidean. No gradient flows through the norm.
+    The norm is Euclidean. No gradient flows through the norm.
     """
     norm_O = mx.stop_gradient(row_norms(weight, down_RI, up_OR, scale))
     add_gain: Any = _add_gain

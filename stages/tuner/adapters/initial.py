@@ -67,15 +67,14 @@ def start_from_adapter(
     fresh: Mapping[str, mx.array],
     weights: Mapping[str, quantize.Weight] | None = None,
 ) -> Arrays:
-    """Return a new adapter that makes the same change as the adapter `source`. The result maps keys such as
-    "<linear>.lora_A.weight" to float32 arrays. `source` has the same form. `scales` maps each Linear of `source` to the
-    factor of its change. `targets` are the Linears of the new adapter. Raises ValueError if `source` does not fit
-    `targets`.
+    """Return a new adapter that makes the same change as the adapter `source`. Both map keys such as
+    "<linear>.lora_A.weight" to arrays; the result's are float32. `scales` maps each Linear of `source` to the factor of
+    its change. `targets` are the Linears of the new adapter. `fresh` holds the arrays of an untrained adapter for
+    `targets`. `weights` maps the names of `targets` to frozen weights. They are only needed to turn a LoRA into a DoRA,
+    else None. Raises ValueError if `source` does not fit `targets`.
 
-    `fresh` holds the arrays of an untrained adapter for `targets`, made by `fresh_adapter`. Linears that `source` lacks
-    get these arrays. If a target has a larger rank than `source`, the additional ranks are taken from these arrays.
-    `weights` maps target names to frozen weights. It is only needed to turn a LoRA into a DoRA. The change is the same
-    up to rounding.
+    `fresh_adapter` makes `fresh`. Linears that `source` lacks get these arrays. If a target has a larger rank than
+    `source`, the additional ranks are taken from these arrays. The change is the same up to rounding.
     """
     chosen = list(targets)
     check_initial(source, scales, chosen)
@@ -131,13 +130,13 @@ def _check_array(target: Target, suffix: str, shape: tuple[int, ...]) -> None:
 
 
 def _resized(target: Target, arrays: Arrays, scale: float, fresh: Arrays) -> Arrays:
-    """Return the arrays of an adapter, converted to the scale and rank that `target` asks for. The converted adapter
-    changes its Linear by the same amount. `arrays` maps suffixes, such as ".lora_A.weight", to the arrays, which belong
-    to the scale `scale`. The result maps the same suffixes to float32 arrays.
+    """Return the arrays of one Linear's adapter, converted to the scale and rank that `target` asks for. `arrays` maps
+    suffixes, such as ".lora_A.weight", to the arrays, which belong to the scale `scale`. `fresh` maps the same suffixes
+    to the arrays of an untrained adapter for `target`. The result maps the suffixes to float32 arrays. It makes the
+    same change.
 
-    `fresh` maps suffixes to the arrays of a new adapter for `target`. If the rank of the new adapter is larger, its
-    additional rows or columns are appended. To keep the change the same, the arrays in `lora.ZERO_AT_START`, such as B
-    of a LoRA, are multiplied by `scale / target.scale`.
+    If the rank of the new adapter is larger, additional rows or columns of `fresh` are appended. To keep the change the
+    same, the arrays in `lora.ZERO_AT_START`, such as B of a LoRA, are multiplied by `scale / target.scale`.
     """
     resized = {}
     for suffix, value in arrays.items():

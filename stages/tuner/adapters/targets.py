@@ -78,14 +78,15 @@ def select_targets(
     factor: int | None = None,
     whole: Sequence[str] = (),
 ) -> list[Target]:
-    """Return a Target for each Linear whose name matches one of `patterns`, in the order of `linears`. `linears` maps
-    names to (outputs, inputs). A pattern is a name with wildcards, such as "attn.to_q" or "*". `rank` is the rank of
-    the adapters. `alpha` is their alpha; None means the rank.
+    """Return a Target for each Linear whose name matches one of `patterns`, such as "attn.to_q" or "*". `linears` maps
+    names to (outputs, inputs). `rank` and `alpha` are those of the adapters; alpha None means the rank. `ranks` and
+    `alphas` map patterns to values that replace them, or are None. `variant` is "lora", "dora" or "lokr". If `rslora`
+    is True, the scale is alpha / sqrt(rank). `factor` bounds the first matrix of a LoKr; None is no bound. `whole` are
+    patterns of Linears to train in full instead.
 
-    Raises ValueError if a pattern matches nothing, a value is out of range, or no target remains. `ranks` and `alphas`
-    map patterns to values that replace `rank` and `alpha`. The first matching pattern counts. Rank 0 leaves a Linear
-    out. `variant`, `rslora` and `factor` apply to all these targets. `whole` are patterns of Linears that are trained
-    in full instead. Their targets come last.
+    The result has the order of `linears`; the targets of `whole` come last. Raises ValueError if a pattern matches
+    nothing, a value is out of range, or no target remains. In `ranks` and `alphas`, the first matching pattern counts.
+    Rank 0 leaves a Linear out.
     """
     trained_whole = _matching_linears(linears, whole, "full") if whole else {}
     rest = {name: shape for name, shape in linears.items() if name not in trained_whole}

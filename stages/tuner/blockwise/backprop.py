@@ -87,14 +87,14 @@ def loss_and_grads(
     loss: Loss,
     plan: Plan = "whole",
 ) -> tuple[mx.array | Values, Arrays]:
-    """Compute the losses of a batch and the gradients of their mean. Return (losses, gradients by adapter name). The
-    losses are the result of `loss`: one per sample, or a dict of values per sample with the key "loss". `chain` is the
-    model. `inputs` are the keyword arguments of `chain.enter`. `adapters` maps names such as
-    "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the factor of the adapter's change.
+    """Return (losses, gradients of their mean) of a batch, the gradients by adapter name. `chain` is the model.
+    `adapters` maps names such as "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the
+    factor of the adapter's change. `inputs` are the keyword arguments of `chain.enter`. `loss(prediction)` returns one
+    loss per sample, or a dict of values per sample with the key "loss"; the result has the same form. `plan` says how
+    many of the last blocks keep their activations: "whole" (all), "blocks" (one) or a number.
 
-    `loss` is a function of the prediction. `plan` says how many of the last blocks keep their activations: "whole"
-    (all), "blocks" (one) or a number. All plans give the same gradients up to rounding. Raises ValueError if `plan` is
-    anything else, if there are no adapters, or if an adapter belongs to no block.
+    All plans give the same gradients up to rounding. Raises ValueError if `plan` is anything else, if there are no
+    adapters, or if an adapter belongs to no block.
 
     The results may not be computed yet on return. Only a loss that is a `functools.partial(function, name=array, ...)`
     is compiled. Its arrays become arguments of the graph. An array captured by a closure would be frozen into the
@@ -220,10 +220,10 @@ class BlockwiseBackprop:
 
 
 def forward_function(chain: Chain, kind: str) -> Callable[..., Tree]:
-    """Return a function that computes any block of one kind with its adapter. It takes `(adapters, weights, h, shared,
-    scales)` and returns the block's output. `adapters` maps names such as "<linear>.lora_A.weight" to arrays. `scales`
-    maps "<linear>" to the factor of the adapter's change. `h` is the block's input. `shared` is the value that all
-    blocks read.
+    """Return a function that computes any block of one kind with its adapter. `chain` is the model. `kind` is the name
+    of the kind of block. The function takes `(adapters, weights, h, shared, scales)` and returns the block's output.
+    `adapters` maps names such as "<linear>.lora_A.weight" to arrays. `scales` maps "<linear>" to the factor of the
+    adapter's change. `h` is the block's input. `shared` is the value that all blocks read.
     """
 
     def forward(adapters: Arrays, weights: Tree, h: Tree, shared: Tree, scales: dict[str, float]) -> Tree:

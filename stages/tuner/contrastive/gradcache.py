@@ -30,14 +30,15 @@ def loss_and_grads_in_parts(
     plan: Plan = "whole",
     ranks: Ranks | None = None,
 ) -> tuple[mx.array | Values, Arrays]:
-    """Compute a batch in parts to save memory, and return (losses, gradients). `parts` holds the model's inputs for
-    each part, as keyword arguments of `chain.enter`. `join` combines the list of all predictions into one prediction.
-    `loss` maps the combined prediction to the losses. The gradients are those of the mean loss, as a dict by name of an
-    adapter array.
+    """Compute a batch in parts to save memory, and return (losses, gradients of their mean by adapter array). `chain`
+    is the model. `adapters` maps names such as "<block>.<linear>.lora_A.weight" to arrays. `scales` maps
+    "<block>.<linear>" to the factor of the adapter's change. `parts` holds each part's keyword arguments for
+    `chain.enter`. `join` combines the list of all predictions into one. `loss` maps this to the losses. `plan` says how
+    many of the last blocks keep their activations: "whole", "blocks" (one) or a number. `ranks` are the processes that
+    share the work; None is this one alone.
 
-    `adapters` maps names such as "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the
-    factor of the adapter's change. `plan` says how many of the last blocks keep their activations. The result equals
-    that of `loss_and_grads` for the whole batch, up to rounding.
+    `loss` returns one loss per sample, or a dict of values per sample with the key "loss". The result equals that of
+    `loss_and_grads` for the whole batch, up to rounding.
 
     Only one part at a time has activations in memory. With several `ranks` (processes), each process computes some of
     the parts. It returns the gradients of these parts only. The sum of the gradients over all ranks is the gradient of

@@ -31,11 +31,10 @@ def pseudo_huber(
     mask_BL: mx.array | None = None,
 ) -> mx.array:
     """Return the pseudo-Huber loss of each sample in a batch, as a float32 array `(batch,)`. The loss is the mean of `2
-    c (sqrt(d^2 + c^2) - c)`, where `d` is `v_BLC` minus `target_BLC`. `v_BLC` is the prediction and `target_BLC` is the
-    target, both of shape `(batch, tokens, channels)`. `c` is a scalar array.
-
-    `weight_B`, of shape `(batch,)`, multiplies the loss of each sample. `mask_BL`, of shape `(batch, tokens)`, holds
-    the weight of each token in the mean, from 0 to 1. If `weight_B` or `mask_BL` is None, these weights are equal to 1.
+    c (sqrt(d^2 + c^2) - c)`, where `d` is `v_BLC` minus `target_BLC`. `v_BLC` is the prediction and `target_BLC` the
+    target, both `(batch, tokens, channels)`. `c` is a scalar array. `weight_B`, `(batch,)`, multiplies the loss of each
+    sample. `mask_BL`, `(batch, tokens)`, holds the weight of each token in the mean, from 0 to 1. None means weights of
+    1.
 
     The term is d^2 if |d| is far below c, and 2 c |d| if |d| is far above. A learning rate therefore means the same as
     for `mse`.
@@ -48,12 +47,10 @@ def pseudo_huber(
 def preservation(
     v_BLC: mx.array, base_BLC: mx.array, weight_B: mx.array | None = None, mask_BL: mx.array | None = None
 ) -> mx.array:
-    """Return the preservation loss of each sample in a batch, as a float32 array `(batch,)`. The loss is the mean
-    squared difference of two predictions, both of shape `(batch, tokens, channels)`. `v_BLC` is the prediction of the
-    adapted model. `base_BLC` is the prediction of the base model, computed beforehand.
-
-    `weight_B`, of shape `(batch,)`, multiplies the loss of each sample. `mask_BL`, of shape `(batch, tokens)`, holds
-    the weight of each token in the mean, from 0 to 1. If `weight_B` or `mask_BL` is None, these weights are equal to 1.
+    """Return the mean squared difference of two predictions for each sample, as a float32 array `(batch,)`. `v_BLC` is
+    the prediction of the adapted model. `base_BLC` is that of the base model, computed beforehand. Both are `(batch,
+    tokens, channels)`. `weight_B`, `(batch,)`, multiplies the loss of each sample. `mask_BL`, `(batch, tokens)`, holds
+    the weight of each token in the mean, from 0 to 1. None means weights of 1.
 
     Added to the training loss, it keeps the adapted model close to the base model. With the class word in place of the
     trigger word it is differential output preservation. With an inverted mask, 1 - `mask_BL`, it preserves the

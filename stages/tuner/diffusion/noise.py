@@ -127,9 +127,10 @@ class SigmaDistribution:
 
 
 def stratified_uniform(seed: int, step: int, number: int, strata: int = 1) -> float:
-    """Return a random number `u`, `0 <= u < 1`, for one sample of a training step. `step` counts from 1. `number` is
-    the index of the sample in the step. Equal arguments give equal results. `strata` is the number of steps over which
-    the results are spread evenly. If it is 1, the results of different steps are independent.
+    """Return a random number `u`, `0 <= u < 1`, for one sample of a training step. `seed` is the integer seed of the
+    run. `step` counts from 1. `number` is the index of the sample in the step. Equal arguments give equal results.
+    `strata` is the number of steps over which the results are spread evenly. If it is 1, the results of different steps
+    are independent.
 
     The range is divided into `strata` equal parts. For each `number`, steps 1 to `strata` give one result in each part,
     in random order. The same holds for each later group of `strata` steps. A short run thus covers all noise levels

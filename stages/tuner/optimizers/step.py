@@ -47,11 +47,11 @@ class OptimizerStep:
         """Take one training step. Return `(new params, new state, norm, updated)`. `params` holds the adapter's arrays
         as stacks: arrays of equal shape joined into one. `grads` maps the names of the single arrays to gradients.
         `state` is the optimizer's state. `lr` is the learning rate. `losses_finite` is a boolean scalar array: true if
-        all losses are finite.
+        all losses are finite. `reduce(gradients)` may combine the stacked gradients with those of other processes. By
+        default, it returns them unchanged.
 
         `norm` is the global norm of the gradients before clipping. `updated` is true if the losses and `norm` are
-        finite. If `updated` is false, params and state keep their values. `reduce(gradients)` may combine the stacked
-        gradients with those of other processes. By default, it returns them unchanged.
+        finite. If `updated` is false, params and state keep their values.
 
         The dicts `params.arrays`, `grads` and `state` must not be used after the call. Most of their entries are
         removed to save memory.
@@ -90,11 +90,10 @@ class OptimizerStep:
     ) -> tuple[Arrays, Arrays]:
         """Update some stacks of an adapter and return `(new arrays, new state)`. A stack joins arrays of equal shape
         into one array. `names` are the stacks to update. `params` and `gradients` map names of stacks to arrays.
-        `state` is the optimizer's state. `numbers` is `(learning rate, clip factor, apply)`. If `apply` is 0, no value
-        changes.
+        `state` is the optimizer's state. `owners` maps each key of `state` to the stack that it belongs to, or to None
+        if all stacks share it. `numbers` is `(learning rate, clip factor, apply)`. If `apply` is 0, no value changes.
 
-        `owners` maps each key of `state` to the stack that it belongs to. For example, "<stack>.m" belongs to
-        "<stack>". A key that all stacks share, such as "step", has None.
+        For example, the key "<stack>.m" belongs to "<stack>". The key "step" is shared.
 
         To save memory, the entries of the updated stacks are removed from `params`, `gradients` and `state`. Shared
         entries stay in `state`.
