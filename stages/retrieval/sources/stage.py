@@ -50,7 +50,7 @@ class SourcesConfig:
 
 def wanted_sources(ctx: StageContext) -> pa.Table:
     """Return one row per file of the roots, as an Arrow table. The roots are the folders and packages of the setting
-    `sources.roots`. `ctx` is the stage's context: its stored rows and settings. The columns are path, root, file,
+    `sources.roots`. `ctx` is the stage's context: its settings and project folder. The columns are path, root, file,
     module, size in bytes, modification time and inode. Raises ValueError if a root does not exist, or if all roots are
     empty.
 
