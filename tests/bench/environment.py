@@ -15,15 +15,13 @@ from stages.tuner.blockwise.device import BUFFER_VARIABLE
 
 def describe(backend: str) -> dict[str, Any]:
     """Return the columns of a row that say where it was measured. `backend` is "mlx" or "torch"."""
-    if backend == "torch":
-        import torch
-
-        chip, version = torch.cuda.get_device_name(), str(torch.__version__)
+    version = importlib.metadata.version(backend)
+    if backend == "torch" and (found := gpu_by_torch()):
+        chip = found
     else:
         import mlx.core as mx
 
         chip = str(mx.device_info().get("device_name") or f"CPU {platform.machine()}")  # MLX has no name for a CPU
-        version = importlib.metadata.version("mlx")
     return {
         "chip": chip,
         "version": version,
@@ -33,6 +31,13 @@ def describe(backend: str) -> dict[str, Any]:
         "latentmill": installed_version(),
         "buffer_mb": os.environ.get(BUFFER_VARIABLE, ""),
     }
+
+
+def gpu_by_torch() -> str:
+    """Return the name of the GPU that PyTorch computes on; empty if it computes on the CPU."""
+    import torch
+
+    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
 
 
 def installed_version() -> str:

@@ -103,7 +103,7 @@ def run(case: RetrieverCase) -> dict[str, Any]:
     if not gpu:  # PyTorch does not count its memory there
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux counts in KiB
         measured |= {"peak_gb": peak, "threads": int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))}
-    return asdict(case) | measured | {"samples_per_s": case.batch / measured["s"]} | describe(case.backend if gpu else "mlx")
+    return asdict(case) | measured | {"samples_per_s": case.batch / measured["s"]} | describe(case.backend)
 
 
 @click.command()
