@@ -40,8 +40,9 @@ class Project(project.Project):
     def run(self, name: str, *, upstream: bool = False, progress: ProgressCallback | bool = True) -> Outcome:
         """Run the stage `name`, which brings the table of that name up to date. If `upstream` is True, run first all
         earlier stages that it needs. `progress` is True to show a bar and messages on standard error, and False to show
-        nothing. It can also be a function, called with (stage, done, total, unit). Return an `Outcome`: rows written
-        and removed, seconds, memory.
+        nothing. It can also be a function, called with (stage, done, total, unit), such as ("latents", 8, 24,
+        "images"). Return an `Outcome`: how many rows were written and removed, the time in seconds, and the peak memory
+        in bytes.
 
         Raises ValueError for a mistake that the user can correct. Raises Stopped if the user interrupts the run.
         """

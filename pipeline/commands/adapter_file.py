@@ -37,10 +37,10 @@ def silent(line: str) -> None:
 
 
 def file_name(project: str, step: int | str, style: str, which: str = "last") -> str:
-    """Return the name of an exported file, such as "cats-001000.safetensors" or
-    "cats-001000-average-comfyui.safetensors". `project` is the project's name, `step` the training step. `which` is the
-    kind of adapter ("last", "average" or "best"); `style` is "diffusers", "comfyui" or "merged". The usual values
-    "last" and "diffusers" are left out of the name.
+    """Return the name of an exported file, such as "cats-001000-average-comfyui.safetensors". `project` is the
+    project's name. `step` is the training step, as a number or its digits. `style` is "diffusers", "comfyui" or
+    "merged". `which` is the adapter: "last", "average" or "best". The values "last" and "diffusers" are left out, as in
+    "cats-001000.safetensors".
     """
     safe = re.sub(r"[^\w.-]+", "-", project).strip("-.") or "adapter"
     kind = "".join(f"-{word}" for word, usual in ((which, "last"), (style, "diffusers")) if word != usual)
@@ -86,10 +86,11 @@ def write_adapter(
 def write_arrays(
     adapter: Adapter, family: Family, target: Path, style: str, *, dtype: str, about: dict[str, str], say: Say = silent
 ) -> Path:
-    """Write an adapter as the safetensors file `target` for other programs, and return `target`. `adapter` is the pair
-    (arrays, scales) of the model family `family`. `style` is the naming of tensors, "diffusers" or "comfyui". `dtype`
-    of the matrices is "float32", "bfloat16" or "float16". `about` has texts for the file's metadata, with keys such as
-    "project" and "step". `say` is called with each line of notes for the user; by default nothing happens.
+    """Write an adapter as the safetensors file `target` for other programs, and return `target`. `adapter` is a pair of
+    dicts. The first maps names such as "proj_out.lora_A.weight" to arrays, the second maps each Linear to the factor of
+    its change. `family` is the model family. `style` is the naming of tensors: "diffusers" or "comfyui". `dtype` of the
+    matrices is "float32", "bfloat16" or "float16". `about` has texts for the file's metadata, with keys such as
+    "project". `say` is called with each line for the user.
 
     Raises ValueError if `target` exists and is no earlier export, or if a value is too large for `dtype`. An earlier
     export of the same project, style and family is replaced.
@@ -137,9 +138,9 @@ def _check_replaced(target: Path, metadata: dict[str, str], say: Say) -> None:
 
 
 def _write(target: Path, arrays: dict[str, Any], dtype: str, metadata: dict[str, str]) -> None:
-    """Write `arrays` and `metadata` as the safetensors file `target`, completely or not at all. Matrices are cast to
-    `dtype`, the name of an MLX dtype. DoRA magnitudes and alphas stay float32. Raises ValueError if a value is too
-    large for `dtype`.
+    """Write the safetensors file `target`, completely or not at all. `arrays` maps names of tensors to MLX arrays.
+    `metadata` is the metadata of the file. Matrices are cast to `dtype`, such as "bfloat16". DoRA magnitudes and alphas
+    stay float32. Raises ValueError if a value is too large for `dtype`.
     """
     import mlx.core as mx
 

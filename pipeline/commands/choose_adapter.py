@@ -13,12 +13,12 @@ STRONGEST = 10.0
 
 
 def find_adapter(project: Project, text: str, step: int | None = None) -> Path:
-    """Return the path of the adapter file that `text` names. `text` is the path of an existing file, "last", "best" or
-    "average". These words name adapters of the chosen run of `project`, the opened project folder. "best@RUN" is the
-    best adapter of the run with the name or recipe (settings id) RUN. @RUN can also follow the other two words. `step`
-    chooses a checkpoint, by its training step; None takes the end of the run.
+    """Return the path of the adapter file that `text` names. `text` is the path of an existing file, or "last", "best"
+    or "average". These three words name adapters of the current training run of `project`, the opened project folder. A
+    word followed by "@RUN", such as "best@RUN", names an adapter of another run. `step` is the training step of a
+    checkpoint; None takes the end of the run. Raises ValueError if there is no such adapter.
 
-    Raises ValueError if there is no such adapter.
+    RUN is the name of the run or the beginning of its recipe (12 hex digits). With "best", `step` must be None.
     """
     from pipeline.commands.export import WHICH, adapter_of
 
@@ -34,8 +34,9 @@ def find_adapter(project: Project, text: str, step: int | None = None) -> Path:
 
 
 def project_of_run(project: Project, run: str) -> Project:
-    """Return `project`, opened anew with the settings and the table of a recorded run. Raises ValueError if there is no
-    such run.
+    """Open the folder of `project` again and return it as a new `Project` that uses a recorded training run. The new
+    `Project` has the settings and the table of that run. `run` is the name of the run or the beginning of its recipe
+    (12 hex digits). Raises ValueError if not exactly one run matches.
     """
     from pipeline.project import runs
     from pipeline.project.project import Project

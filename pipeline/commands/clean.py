@@ -83,9 +83,10 @@ def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int
 
 
 def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Delete the rows and tables of one stage that the present settings do not use. `project` is the opened project
-    folder, and `name` is the name of the stage. If `delete` is False, nothing is deleted. Yield `(line for the user,
-    bytes freed)` for each deletion. If `dry_run` is True, nothing is deleted, but the pairs of a real call are yielded.
+    """Delete the unused rows and tables of the stage `name`. `project` is the opened project folder. If `delete` is
+    False, these rows and tables are kept. If `dry_run` is True, they are kept too, but reported as if they were
+    deleted. Yield `(line for the user, bytes freed)` for each deletion. Tables of other settings that are kept have one
+    pair, with the reason and 0 bytes.
 
     For unused tables that are kept, one pair has a line with the reason, and 0 bytes.
     """
@@ -105,12 +106,10 @@ def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> It
 
 
 def _clean_others(name: str, current: TableFolder, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Delete the tables of a stage that were built with other settings. `name` is the name of the stage. `current` is
-    its table for the present settings. Yield `(line for the user, bytes freed)` for each deleted table. With `dry_run`,
-    the pairs are yielded, but nothing is deleted.
-
-    If `delete` is False or `current` is not built, nothing is deleted. If there are tables to delete, one line then
-    says why they are kept, with 0 bytes.
+    """Delete the tables of the stage `name` that were built with other settings. `current` is the stage's table for the
+    present settings. If `delete` is False or `current` is not built, the tables are kept. If `dry_run` is True, they
+    are kept too, but reported as if they were deleted. Yield `(line for the user, bytes freed)` for each deleted table.
+    If the tables are kept for one of the first two reasons, one pair has the reason and 0 bytes.
     """
     from pipeline.store.catalog import link_table
 
@@ -161,9 +160,9 @@ def _delete_table(folder: Path) -> None:
 
 
 def _collect(table: TableFolder, recipe: dict[str, object]) -> int:
-    """Delete the rows of `table` that no setting wants any more, and return the bytes freed. `recipe` is the recipe of
-    `table`: the record of the settings and weights that its rows depend on. Raises ValueError if another process is
-    writing the table.
+    """Delete the rows of `table` that its last finished run no longer needed, and return the number of bytes freed.
+    `recipe` holds the settings, code version and weights that the rows depend on. Raises ValueError if another process
+    is writing the table.
     """
     from pipeline.store.writer import Writer
 

@@ -93,8 +93,8 @@ Make = Callable[[], tuple["Adapter", str]]  # computes (arrays, scales) and a li
 def merge(project: Project, chosen: Sequence[tuple[str, float]], rank: int | None = None) -> tuple[Recipe, Make]:
     """Plan a LoRA that is the sum of several adapters, and return (recipe, make). `recipe` is a dict that says what the
     LoRA is made from. `make()` computes the LoRA. It returns the LoRA and a line of text about the error. `project` is
-    the opened project folder. `chosen` holds pairs (adapter, strength). `rank` is the largest rank of a Linear in the
-    result. None adds the ranks, so that nothing is lost.
+    the opened project folder. `chosen` holds pairs (adapter, strength), such as ("best", 1.0). `rank` is the largest
+    rank of a Linear in the result. None adds the ranks, so that nothing is lost.
 
     An adapter is "last", "best" or "average", one of these with "@RUN", or the path of a file. RUN is the name or the
     recipe of a run. Raises ValueError if an adapter does not exist or `rank` is out of range.
@@ -166,9 +166,11 @@ def extract(project: Project, tuned: Path, rank: int) -> tuple[Recipe, Make]:
 
 
 def difference(base: Path, tuned: Path, family: Family, rank: int) -> tuple[Cut, int]:
-    """Return (LoRA, number of other weights that changed) for the difference between two transformers. `base` and
-    `tuned` are folders in the diffusers layout or single files. `family` is their model family. `rank` is the largest
-    rank of a Linear in the LoRA. Raises ValueError if the weights are not those of one architecture.
+    """Compute a LoRA from the difference between two transformers. Return (cut, others). `cut` is the LoRA with its
+    errors. It holds the changes of the Linears' matrices. `others` is the number of other tensors that changed, such as
+    biases. `base` and `tuned` are the transformers: folders in the diffusers layout or single files. `family` is their
+    model family. `rank` is the largest rank of a Linear in the LoRA. Raises ValueError if the weights are not those of
+    one architecture.
 
     The base is in memory as a whole, the tuned transformer one weight at a time.
     """

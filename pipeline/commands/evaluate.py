@@ -87,8 +87,8 @@ def values(rows: list[Row], column: str) -> np.ndarray:
 
 def explanations(groups: Groups) -> Iterator[str]:
     """Yield lines of text that explain the columns of the report's table. `groups` maps each heading to its rows of the
-    table `scores`. The first line explains the scores "style" and "real". Up to two further lines explain text ranks,
-    if any picture has one.
+    table `scores`, one row per picture. The first line explains the scores "style" and "real". One or two further lines
+    explain the text ranks. They are left out if no picture has a text rank.
 
     A text rank is the position of a picture's own text when all texts are sorted by agreement with the picture. One
     line gives the median rank and the recalls (R@k) to expect by chance. The next line compares the recall of each
@@ -110,9 +110,10 @@ def explanations(groups: Groups) -> Iterator[str]:
 
 
 def comparisons(name: str, base: list[Row], adapter: list[Row]) -> Iterator[str]:
-    """Compare an adapter with the base model, and yield one line of text per score. Each line gives a value and its 95
-    % bootstrap interval. `name` is the adapter's heading. `base` and `adapter` are rows of the table `scores`, one per
-    picture. Only prompts with pictures of both are compared.
+    """Compare an adapter with the base model, and yield one line of text per score. A line gives a value and its 95 %
+    bootstrap interval. For "style" and "real", the value is the AUC of the adapter's scores against the base's. For
+    "agreement", it is the difference of the means. `name` is the adapter's heading. `base` and `adapter` are rows of
+    the table `scores`, one per picture. Only prompts that both have drawn are compared.
 
     A score has no line if a compared prompt lacks it for the base or for the adapter.
     """

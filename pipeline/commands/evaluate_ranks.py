@@ -33,10 +33,13 @@ def command(project: Project) -> None:
 
 
 def evaluate(project: Project) -> Iterator[str]:
-    """Yield the lines of a report on the table `ranks` of `project`, the opened project folder. The table has the ranks
-    of correct results in each search. Each mode has a part: "plain", and "hard" if each code unit's own name is
-    removed. A part has a table of retrieval measures, and the differences between searches. It also has MRR@10 for
-    queries that share few or many words with the code. Raises NotBuilt if the table does not exist.
+    """Yield the lines of a report on search quality. The table `ranks` of `project`, the opened project folder, has the
+    rank of the correct result for each query. The report has one part for each mode. In the mode "plain", the documents
+    are complete. In the mode "hard", each document that answers a query lacks the name of its function. Raises NotBuilt
+    if the table does not exist.
+
+    A part has a table of retrieval measures, and the differences between searches. It also has MRR@10 for queries that
+    share few or many words with the code.
     """
     table = project.current("ranks")
     if not table.exists:
@@ -52,9 +55,10 @@ def evaluate(project: Project) -> Iterator[str]:
 
 
 def group_rows(rows: list[Row]) -> Groups:
-    """Return the rows of the test split as a dict: (mode, encoder) -> rows. `rows` are rows of the table `ranks`. A
-    mode is "plain", or "hard" if each code unit's own name is removed. The rows of a group are sorted by `pair_id`. The
-    groups of the encoder "base" (without an adapter) come first.
+    """Group the rows of the test split, and return a dict: (mode, encoder) -> rows. `rows` are rows of the table
+    `ranks`, one per mode, encoder and pair of query and correct result. The mode is "plain", or "hard" if names were
+    removed from the documents. The encoder is "base" (without an adapter), or the sha256 of an adapter. "base" comes
+    first. The rows of a group are sorted by `pair_id`.
     """
     found: Groups = defaultdict(list)
     for row in sorted(rows, key=lambda row: (row["encoder"] != "base", row["encoder"], row["pair_id"])):
@@ -64,8 +68,9 @@ def group_rows(rows: list[Row]) -> Groups:
 
 
 def report(mode: str, encoders: dict[str, list[Row]]) -> Iterator[str]:
-    """Yield the lines of the report on one mode. `mode` is "plain", or "hard" if each code unit's own name is removed.
-    `encoders` maps each encoder to its rows of the table `ranks`.
+    """Yield the lines of the report on one mode of the evaluation. `mode` is "plain", or "hard" if the documents that
+    answer a query lack the names of their functions. `encoders` maps each encoder to its rows of the table `ranks` in
+    this mode. An encoder is "base" (without an adapter), or the sha256 of an adapter.
     """
     first = next(iter(encoders.values()))
     name = "plain" if mode == "plain" else "hard: every unit's own name is removed"
@@ -144,9 +149,10 @@ def difference(name: str, one: np.ndarray, other: np.ndarray) -> str:
 
 
 def quartiles(encoders: dict[str, list[Row]]) -> Iterator[str]:
-    """Yield lines of text: a heading, then one line for each quarter of the queries. The queries are sorted by the share of
-    their words that occur in the code, the lowest first. A line has the MRR@10 of every way to search. `encoders` maps
-    each encoder to its rows of the table `ranks`. Only the last encoder is used.
+    """Yield lines of text: a heading, then one line for each quarter of the queries. The queries are sorted by the
+    share of their words that occur in the code, the lowest first. A line has the MRR@10 of semantic, lexical and hybrid
+    search. `encoders` maps each encoder to its rows of the table `ranks`. Only the rows of the last encoder in this
+    dict are used.
     """
     from stages.retrieval.search.measures import reciprocal
 

@@ -24,10 +24,10 @@ def header(about: dict[str, str], style: str, dtype: str, ranks: dict[str, int],
 
 
 def _own_fields(about: dict[str, str], style: str, dtype: str) -> dict[str, str]:
-    """Return this program's own fields for the header of an exported adapter file, as a dict of texts. They are the
-    facts in `about` and how the file is written. `about` holds facts of the adapter, such as project, family and step.
-    `style` is "diffusers" or "comfyui". `dtype` is the dtype of the matrices. Facts that describe only the trained
-    file, such as "scales", are left out.
+    """Return a part of an exported adapter's header, as a dict of texts. This part has the entries of `about`, and
+    entries such as "export_style" that say how the file is written. `about` holds facts of the adapter, such as
+    project, family and step. `style` is "diffusers" or "comfyui". `dtype` of the matrices is a name such as "bfloat16".
+    Entries of `about` that do not hold for the exported file, such as "scales", are left out.
     """
     kept = {key: str(value) for key, value in about.items() if key not in ("format", "lora_adapter_metadata", "scales")}
     written = {"export_style": style, "export_dtype": dtype, "scale": "folded into the arrays", "software": _software()}
@@ -35,9 +35,10 @@ def _own_fields(about: dict[str, str], style: str, dtype: str) -> dict[str, str]
 
 
 def _common_fields(about: dict[str, str], ranks: dict[str, int], variant: str) -> dict[str, str]:
-    """Return the fields of an adapter file's header that other programs show, as a dict of texts. They are fields of
-    kohya, such as "ss_steps", and of Stability's modelspec. `about` holds facts of the adapter, such as project, family
-    and step. `ranks` maps each Linear to its rank. `variant` is "lora", "dora" or "lokr". Empty fields are left out.
+    """Return the fields of an exported adapter's header that other programs show, as a dict of texts. Fields such as
+    "ss_steps" were introduced by kohya's training scripts. Fields such as "modelspec.title" were introduced by
+    Stability AI. `about` holds facts of the adapter, such as project, family and step. `ranks` maps each Linear to its
+    rank. `variant` is "lora", "dora" or "lokr". Empty fields are left out.
     """
     rank = str(_most_common(ranks)) if ranks else ""
     fields = {
@@ -59,9 +60,10 @@ def _common_fields(about: dict[str, str], ranks: dict[str, int], variant: str) -
 
 
 def _peft_config(ranks: dict[str, int], variant: str) -> dict[str, Any]:
-    """Return the settings from which diffusers builds PEFT's LoraConfig, each key prefixed with "transformer.". `ranks` maps
-    each Linear to its rank; `variant` is "lora" or "dora". Alpha equals the rank, because the scale is already multiplied into
-    the arrays.
+    """Return the settings of an exported adapter, as a dict that diffusers reads. Its keys are settings of PEFT's
+    LoraConfig after the prefix "transformer.", such as "transformer.r". `ranks` maps each Linear to its rank. `variant`
+    is "lora" or "dora". Each alpha equals the rank, so that PEFT scales the LoRA by 1. The trained scale is already
+    multiplied into the arrays of the file.
     """
     common = _most_common(ranks)
     other = {"^" + re.escape(name): rank for name, rank in ranks.items() if rank != common}

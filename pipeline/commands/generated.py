@@ -88,14 +88,15 @@ def command(
 
 @dataclass(frozen=True)
 class Wish:
-    """A request for pictures: every prompt in `prompts` is drawn with every seed in `seeds`. `adapters` has pairs such
-    as ("best", 1.0): an adapter and its strength. A strength of 1 is as trained. The changes of several adapters are
-    added. `given` replaces settings of the section [samples].
+    """A request for pictures. Every prompt in `prompts` is drawn with every seed in `seeds`. `adapters` has pairs
+    (adapter, strength), such as ("best", 1.0). A strength of 1 is as trained. The changes of several adapters are
+    added. `step` is the training step of a checkpoint; None takes the end of the run. `given` is a dict with settings
+    that replace those of the section [samples], or None. `references` are image files that the model sees while it
+    draws.
 
-    An adapter is "last", "best", "average", one of these with "@RUN", "none" or the path of a file. `step` chooses a
-    checkpoint; None takes the end of the run. With "best" it must be None. The keys of `given` are "width" and "height"
-    in pixels, "steps" and "guidance". A setting that is missing or None is not replaced. `references` are files of pictures
-    that every drawn picture starts from.
+    An adapter is "last", "best", "average", one of these with "@RUN", "none" or the path of a file. With "best", `step`
+    must be None. The keys of `given` are "width" and "height" in pixels, "steps" and "guidance". A setting that is
+    missing or None is not replaced.
     """
 
     prompts: tuple[str, ...]
@@ -198,7 +199,11 @@ def wanted_rows(project: Project, wish: Wish) -> tuple[list[dict[str, Any]], lis
 
 
 def _facts(adapters: Sequence[tuple[Path, float]]) -> dict[str, Any]:
-    """Return the columns `adapter_id`, `step` and `strength` of the table `generated` for (file, strength) pairs."""
+    """Return what the table `generated` says about adapters, as a dict with the keys "adapter_id", "step" and
+    "strength". `adapters` has pairs (file, strength). Without adapters, the values are "", 0 and 0.0. With one adapter,
+    "adapter_id" is the sha256 of its file. With several, "adapter_id" joins all strengths and sha256 values, "step" is
+    that of the first adapter, and "strength" is 1.0.
+    """
     from stages.hashing import file_sha256
     from stages.models.weights import read_file
 
@@ -235,10 +240,10 @@ def _draw(
     console: Console,
 ) -> Iterator[tuple[dict[str, Any], Any]]:
     """Draw one picture per row of `rows` and yield pairs (row, picture). The picture is a PIL image. A row is a dict of
-    columns of the table `generated`. The yielded row has a further key "seconds", the duration of its denoising.
-    `project` is the opened project folder. `adapters` has pairs (file, strength); without any, the base model draws.
-    `references` are files of pictures to start from. `console` shows messages. All rows must have equal "steps" and
-    "guidance".
+    columns of the table `generated`. The yielded row has a further key "seconds", the duration of its denoising. All
+    rows must have equal "steps" and "guidance". `project` is the opened project folder. `adapters` has pairs (file,
+    strength); without any, the base model draws. `references` are image files that the model sees while it draws.
+    `console` shows messages.
     """
     import mlx.core as mx
 

@@ -74,14 +74,14 @@ class Profile:
 
 
 def parse_options(project: Project | None, options: dict[str, Any]) -> Profile:
-    """Return the measurement that the options of the command `latentmill memory` ask for. `options` has the keys
-    "family", "pixels", "bits", "plan", "rank" and "steps". All values except "steps" may be None. None stands for the
-    value of `project`, or for a default if there is no project. Raises ValueError if a value cannot be measured.
+    """Return the measurement that the options of the command `latentmill memory` ask for. `options` is a dict. "family"
+    is the name of a model family. "pixels" is the side of the square images. "bits" is the number of bits per weight of
+    the base model, as text. "plan" is the memory plan, as text. "rank" is the rank of the adapter. "steps" is the
+    number of steps to measure. Raises ValueError if a value cannot be measured.
 
-    "family" is the name of a model family. "pixels" is the side of the images. "bits" is the number of bits per weight
-    of the base model, as text. "plan" is the memory plan: "whole", "blocks", "auto" or a number of blocks, as text.
-    "rank" is the rank of the adapter. "steps" is the number of steps to measure. The project's value of "pixels" is its
-    largest resolution. The defaults are the first family, the default settings and 512 pixels.
+    A memory plan is "whole", "blocks", "auto" or a number of blocks. All values except "steps" may be None. None stands
+    for the value of `project`, the opened project folder. The project's value of "pixels" is its largest resolution.
+    Without a project, the defaults are used: the first family, the default settings and 512 pixels.
     """
     if project:
         train, own_pixels = project.config.sections["train"], max(project.config.sections["buckets"].resolutions)
@@ -145,8 +145,9 @@ def stage_report(meter: Meter, project: Project, stage_name: str) -> Iterator[st
 
 
 def measure_steps(training: TrainingStep, batch: MicroBatch, steps: int) -> Meter:
-    """Take `steps` training steps, all on `batch`, and return the memory measurements of each phase. `training` is the
-    model with its adapter and optimizer state. Raises ValueError if a gradient is not finite.
+    """Take `steps` training steps, all on the same `batch`, and return the memory measurements. The returned `Meter`
+    has one row for each phase of each step, such as "gradients" or "optimizer". `training` is the model with its
+    adapter and optimizer state. Raises ValueError if a gradient is not finite.
 
     The first step takes more memory than the others, because it fills caches.
     """
@@ -192,8 +193,9 @@ def report(profile: Profile, folder: Path) -> Iterator[str]:
 
 
 def meter_table(meter: Meter) -> list[str]:
-    """Return the measurements of `meter` as lines of an aligned table, one line per phase of each step. The columns are
-    the memory before and after the phase, its peak, and the size of MLX's cache. Sizes are texts such as "1.2 MB".
+    """Return the measurements of `meter` as lines of an aligned table. There is one line for each phase of each step,
+    such as "gradients" or "optimizer". The columns are the memory before and after the phase, its peak, and the size of
+    MLX's cache. Sizes are texts such as "1.2 MB".
     """
     columns = {"before": "before", "after": "active", "peak": "peak", "cache": "cache"}
     rows = [(row["step"], row["phase"], *(format_bytes(row[name]) for name in columns.values())) for row in meter.rows]
