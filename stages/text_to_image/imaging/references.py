@@ -42,10 +42,11 @@ def pair_references(paths: Iterable[str], folders: Sequence[str] | None) -> dict
 
 
 def _folder_of(path: str, names: Sequence[str]) -> tuple[Parts, str, Parts] | None:
-    """Return where a file lies in a folder of references, as (folders above, name, path below). `name` is the name of
-    the folder of references. The path below has no suffix. Folders and paths are tuples of names. The result is None if
-    the file is in no such folder. `names` are the names of folders of references. A name may be a path, such as
-    "pairs/before".
+    """Split the path of a file in a folder of references. For example, train/control/a/cat.png gives (("train",),
+    "control", ("a", "cat")). `path` is the path of the file. `names` are the names of folders of references. A name may
+    consist of several folders, such as "pairs/before". The result is (folders above, name from `names`, path below
+    without suffix). The folders above and the path below are tuples of names. Return None if the file is in none of
+    these folders.
     """
     parts = _parts(path)
     for at in range(len(parts) - 1):
@@ -57,10 +58,10 @@ def _folder_of(path: str, names: Sequence[str]) -> tuple[Parts, str, Parts] | No
 
 
 def _places(images: Sequence[str]) -> dict[tuple[Parts, Parts], str]:
-    """Return a dict that finds images from the place of a reference. A key is (folders above, path below), without
-    suffix. The value is the path of an image. The image train/a/cat.png has the key ("train", "a/cat"), among others.
-    It also has the key ("", "a/cat"): the folder of references may lie beside train. Both parts of a key are tuples of
-    names, written here as text.
+    """Return a dict to look up the image of a reference. `images` are the paths of images. A key is (folders above,
+    path below), as `_folder_of` returns them for a reference. The value is the path of an image. For example, the keys
+    of train/cat.png include (("train",), ("cat",)) and ((), ("cat",)). The first key finds it for the reference
+    train/control/cat.png, and the second for control/cat.png.
     """
     found: dict[tuple[Parts, Parts], str] = {}
     for path in reversed(images):
@@ -73,8 +74,9 @@ def _places(images: Sequence[str]) -> dict[tuple[Parts, Parts], str]:
 
 
 def _by_ending(images: Sequence[str]) -> dict[str, str | None]:
-    """Find references by the endings of names: a/cat_in.png is the reference of a/cat_out.png. Return a dict from the
-    path of the reference to the path of its image. `images` are the paths to search.
+    """Find references by the endings of their names. Return a dict from the path of each reference to the path of its
+    image. No value is None. For example, a/cat_in.png is the reference of a/cat_out.png. `ENDINGS` lists the endings.
+    `images` are the paths to search. A file without a counterpart is left out.
     """
     of_name = {_parts(path): path for path in reversed(images)}
     found: dict[str, str | None] = {}
@@ -87,9 +89,9 @@ def _by_ending(images: Sequence[str]) -> dict[str, str | None]:
 
 
 def without_ending(path: str) -> list[str]:
-    """Return where a caption of a pair of images may lie, as a list of at most one path. A pair is an image and its
-    reference. For the image a/cat_out.png, the list is ["a/cat.png"]. It is empty if the image's name has no ending
-    such as _out.
+    """Return the path of an image with the ending removed from its name, in a list. For example, "a/cat_out.png" gives
+    ["a/cat.png"]. The caption of the image may lie beside this path, such as in a/cat.txt. `path` is the path of the
+    image. The list is empty if the name has no ending such as _out, or consists of the ending alone.
     """
     image = PurePosixPath(path)
     shared = [image.stem.removesuffix(ending) for ending in ENDINGS.values() if image.stem.endswith(ending)]
@@ -97,9 +99,10 @@ def without_ending(path: str) -> list[str]:
 
 
 def _numbered(found: Mapping[str, str | None], places: Mapping[str, int]) -> dict[str, Pair]:
-    """Return a dict from each reference's path to (path of its image, number). The references of an image are numbered
-    from 1. `found` maps a reference to its image. `places` maps a reference to the position of its folder among the
-    folders of references. Lower positions get lower numbers. References without a position come first.
+    """Number the references of each image, from 1. Return a dict from the path of each reference to (path of its image,
+    number). `found` maps the path of a reference to the path of its image, or to None if no image is known. The
+    references with None are numbered together. `places` maps the path of a reference to the index of its folder in the
+    list of folders of references. A lower index gives a lower number. References that are not in `places` come first.
     """
     counts: dict[str | None, int] = {}
     numbers: dict[str, Pair] = {}

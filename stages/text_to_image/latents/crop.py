@@ -32,8 +32,9 @@ class FileChanged(Exception):  # noqa: N818  (the program did not fail)
 
 @dataclass(frozen=True)
 class ImageJob:
-    """One image to decode. `path` is the image file, and `mask` is its mask file or None. `rows` are the missing rows
-    of the table `latents`, one per crop of the image.
+    """One image to decode, and the crops to cut from it. `image_id` is the sha256 of the image file. `path` is the path
+    of this file. `mask` is the path of the image's mask file, or None. `rows` has one dict per crop that still has to
+    be encoded. The dict holds the columns of the table `latents` that are known before encoding, such as `crop_x`.
     """
 
     image_id: str

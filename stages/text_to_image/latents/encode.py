@@ -50,8 +50,9 @@ def encoded_row(model: Autoencoder, row: Row, crop: Crop) -> Row:
 
 
 def rejected_row(row: Row, reason: str) -> Row:
-    """Return the complete row of the table `latents` for a crop that could not be encoded. Its tensor is empty. `row`
-    holds the wanted columns. `reason` is a sentence for the column `rejected`.
+    """Return the complete row of the table `latents` for a crop that could not be encoded. `row` holds the columns that
+    are known before encoding, such as key and size. `reason` is a sentence for the column `rejected`. The result is a
+    copy of `row` with the other columns added. Its tensor is empty.
     """
     empty = {"shape": [], "dtype": "bfloat16", "mean": 0.0, "std": 0.0, "absmax": 0.0, "mask": None}
     return row | empty | {"rejected": reason, "tensor": np.zeros(0, np.uint16)}

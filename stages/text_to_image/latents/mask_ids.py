@@ -18,10 +18,11 @@ MAY_HIDE_ALPHA = ("PNG", "GIF", "WEBP")  # formats with transparent pixels even 
 
 
 def mask_ids(images: pa.Table, folder: Path, mask: Literal["none", "alpha", "file"]) -> dict[str, str]:
-    """Return a dict from image_id to mask_id, with every usable image of the table `images`. `folder` is the image
-    folder. `mask` says where masks come from. "none" means that no image has a mask. With "alpha", the mask_id is
-    "alpha" for images that may have transparent pixels. With "file", it is the sha256 of the mask file. An image
-    without a mask has the mask_id "".
+    """Return a dict from image_id to mask_id for all usable images, including reference images. A mask_id is a text
+    that identifies the mask of an image. It is "" if the image has no mask. `images` is the table `images`, and
+    `folder` is the image folder. `mask` is the setting [latents] `mask`. With "none", every mask_id is "". With
+    "alpha", the mask_id is "alpha" for images that may have transparent pixels. With "file", it is the sha256 of the
+    mask file.
 
     Raises ValueError if no image is usable or if a mask file cannot be read. Also raises ValueError if `mask` is "file"
     and no image has a mask file.

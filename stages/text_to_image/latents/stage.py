@@ -70,10 +70,12 @@ def wanted_latents(ctx: StageContext) -> pa.Table:
 
 
 def jittered(bucket: Row, number: int, share: float) -> Row:
-    """Return a copy of a row of the table `buckets` with a smaller crop, which lies inside the row's crop. The aspect ratio
-    and the trained size stay the same. Both sides shrink by the same random share, at most `share`. The share and the place
-    are drawn at random; they depend only on the image, the trained size and `number`, the number of the further crop, from
-    1.
+    """Return a copy of a row of the table `buckets` with a smaller crop (part of the image that is trained). `bucket`
+    is the row. Its crop contains the smaller crop. Both sides of the crop shrink by the same random fraction, from 0 to
+    `share`, such as 0.1. `number` counts the smaller crops of a row, from 1. The random values depend only on the
+    image, the trained size and `number`.
+
+    The aspect ratio stays the same. So does the trained size, to which the crop is resized.
     """
     name = f"jitter {bucket['image_id']} {bucket['width']}x{bucket['height']}"
     less, across, down = (draws.uniform(0, name, number, n) for n in range(3))

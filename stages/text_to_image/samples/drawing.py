@@ -87,18 +87,20 @@ def load_sampler(
     folder: Path | None = None,
     copies: Path | None = None,
 ) -> LatentSampler:
-    """Load a transformer with adapters, and return a sampler that draws images. `label` names it in errors.
-    `transformer` is the path of the weights. `family` is the model family. `read_negative()` returns the embedding of
-    the empty prompt. `adapters` has (file, strength) pairs. `precision` is "bfloat16" or "float32". `packed` says how
-    weights are quantised; None leaves them. `steps` and `guidance` are the denoising steps and the guidance scale; None
-    takes the family's. `live_bytes` limits the memory in bytes, unless None. `folder` receives weights that stay on
-    disk. `copies` holds converted copies, or is None.
+    """Load a transformer and return a sampler that draws images with it. `label` names the sampler in error messages,
+    such as "step 500". `transformer` is the path of the weights. `family` is the model family. `read_negative()`
+    returns the embedding of the empty prompt. `adapters` has pairs (file, strength). `precision` is "bfloat16" or
+    "float32". `packed` says how weights are quantised; None means not at all. `steps` is the number of denoising steps.
+    `guidance` is the guidance scale. If one of these two is None, the value of `family` is used. Raises ValueError if
+    an adapter does not fit.
+
+    While `live_bytes` bytes of memory are in use, MLX starts no further operation; None means no limit. `folder` is a
+    folder for weights of blocks that stay on disk (see `load_packed`). `copies` is a folder of converted copies, or
+    None. A converted copy is a file with the weights after casting and packing. If `copies` has a copy of this
+    transformer, the copy is read instead of `transformer`.
 
     The embedding has the shape (1, text tokens, features). `read_negative` is only called if a denoising step takes two
-    forward passes. The changes of all adapters are added. `folder` is for the weights of blocks that stay on disk (see
-    `load_packed`). A converted copy is a file with the weights after casting and packing. If `copies` has a copy of
-    this transformer, the copy is read instead of `transformer`. Raises ValueError if an adapter does not fit the
-    transformer.
+    forward passes. The changes of all adapters are added.
     """
     dtype = DTYPES[precision]
     model = None

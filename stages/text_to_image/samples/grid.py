@@ -49,10 +49,11 @@ def write_grid(ctx: StageContext, sources: list[SampleSource], wanted: list[dict
 
 
 def grid_content(path: Path) -> str:
-    """Return the sha256 of the table rows that the image file `path` shows. The file is a grid of previews, written by
-    `write_grid`. If the file is missing or cannot be read, return "".
+    """Return the hash that `write_grid` stored in a grid of previews. `path` is the PNG file of the grid. The hash is
+    the sha256 of the rows of the table `samples` that the grid shows, in hex digits. Return "" if the file is missing,
+    cannot be read or has no such hash.
 
-    The sha256 is the text chunk "content" of the PNG file.
+    The hash is the text chunk "content" of the PNG file.
     """
     try:
         with Image.open(path) as image:

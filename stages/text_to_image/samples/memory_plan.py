@@ -38,7 +38,9 @@ class DrawingMemory:
 
     @property
     def peak(self) -> int:
-        """The estimated peak memory of drawing previews, in bytes. All blocks in flight are counted."""
+        """The estimated peak memory of drawing previews, in bytes. It is `held` plus `block_work` for each block that
+        is in memory at the same time: one block on a CPU, and two on a GPU.
+        """
         return self.held + blocks_in_flight() * self.block_work
 
     @property

@@ -46,9 +46,10 @@ def read_reference(file: Path) -> Image.Image:
 def references_by_prompt(
     prompts: Iterable[str], usual: Sequence[str], special: Mapping[str, Sequence[str]], trigger: str
 ) -> dict[str, tuple[str, ...]]:
-    """Return the reference images of each preview prompt: prompt -> paths. `special` maps some prompts to the paths of
-    their references; {trigger} in a key stands for the word `trigger`. All other prompts have the references `usual`.
-    Raises ValueError if a key of `special` is no preview prompt.
+    """Return a dict from each preview prompt to the paths of its reference images, a tuple. `prompts` are the preview
+    prompts. `special` maps some of these prompts to paths. In its keys, {trigger} stands for the word `trigger`. All
+    other prompts get the paths `usual`. Paths are returned as they are given. Raises ValueError if a key of `special`
+    is not in `prompts`.
     """
     found = {prompt: tuple(usual) for prompt in prompts}
     for key, paths in special.items():

@@ -15,10 +15,11 @@ from stages.tuner.checkpoint import ADAPTER, EMA, Checkpoint
 
 @dataclass(frozen=True)
 class SampleSource:
-    """A source of previews: the base model, the adapter of a training checkpoint, or the file of the setting [samples]
-    `adapter`. `adapter_id` is the sha256 of the adapter's file, and "" for the base model. `step` is the training step.
-    `checkpoint` is the checkpoint, and `file` is the name of the adapter's file in it. `given` is the path of the file in
-    the setting. For the base and for such a file, `step` is 0 and `checkpoint` is None.
+    """A source of previews: the base model, alone or with an adapter. `adapter_id` is the sha256 of the adapter's file,
+    or "" for the base model alone. For an adapter from a training checkpoint, `checkpoint` is this checkpoint. `step`
+    is its training step, and `file` is the name of the adapter's file in it. For an adapter that the setting [samples]
+    `adapter` names, `given` is the path of its file. In all other cases, `checkpoint` and `given` are None, and `step`
+    is 0.
 
     A checkpoint may hold two adapter files: the adapter itself and the average of its weights over the steps.
     """
@@ -86,9 +87,10 @@ def given_adapter(ctx: StageContext) -> Path | None:
 
 
 def refuse_damaged(chosen: str | tuple[int, ...], damaged: Mapping[int, str], newest: int) -> None:
-    """Raise ValueError if a chosen checkpoint is damaged. `chosen` is the setting `samples.checkpoints`: "last", "all"
-    or a tuple of steps. `damaged` maps a damaged checkpoint's step to a text about the damage. `newest` is the step of
-    the newest undamaged checkpoint. If `chosen` is "last", damage of earlier steps is no error.
+    """Raise ValueError if a checkpoint that is to be used is damaged. `chosen` is the setting `samples.checkpoints`:
+    "last", "all" or a tuple of steps. `damaged` maps the step of each damaged checkpoint to a text about the damage.
+    `newest` is the step of the newest undamaged checkpoint, or 0. With "last", only a damaged checkpoint after `newest`
+    is an error. With "all", any damaged checkpoint is one. With a tuple, a damaged checkpoint of these steps is one.
     """
     for step, problem in sorted(damaged.items()):
         if step > newest if chosen == "last" else chosen == "all" or step in chosen:

@@ -105,8 +105,9 @@ def finish_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 @dataclass
 class StepProgress:
-    """A counter that reports every denoising step of a run as progress. `total` is the number of denoising steps of all
-    pending previews.
+    """A counter of denoising steps that shows the user the progress of the stage `samples`. `ctx` is the stage's
+    context, through which progress is reported. `total` is the number of denoising steps of all previews that have to
+    be drawn. `done` is the number of steps so far.
     """
 
     ctx: StageContext
