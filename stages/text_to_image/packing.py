@@ -21,8 +21,9 @@ STREAMED = "streamed"  # folder of a table with the weights of blocks that stay 
 
 
 class Packed(Protocol):
-    """The settings that say how many bits each weight of the transformer takes. `base_bits` applies to the blocks.
-    `base_bits_for` replaces it for chosen layers.
+    """The settings that say how the weights of the transformer are stored. `base_bits` is the number of bits per weight
+    of the blocks (layers). `base_bits_for` replaces this number for chosen linear layers of the blocks. `stream_blocks`
+    says whether the weights of the blocks stay on disk.
     """
 
     @property
@@ -86,12 +87,13 @@ def packing(architecture: Architecture, config: Packed) -> Callable[[str, mx.arr
 
 
 def weight_bits(name: str, architecture: Architecture, config: Packed) -> int:
-    """Return the bits per value of the transformer weight `name`: 16 (not packed), 8 or 4. `architecture` describes the
-    kind of transformer. `config` holds the settings: `base_bits` for all weights of blocks (layers), and
-    `base_bits_for` for chosen linear layers of blocks. Weights outside the blocks have a rule of their own.
+    """Return the bits per value of one weight of the transformer: 16 (not packed), 8 or 4. `name` is the name of the
+    weight, such as "transformer_blocks.0.attn.to_q.weight". `architecture` says which weights belong to blocks
+    (layers). `config.base_bits` is the number of bits for weights of blocks; None means 16. `config.base_bits_for` has
+    other numbers for chosen linear layers of blocks. Outside the blocks, a weight gets 16 bits unless
+    `architecture.packs_outside(name)` is True.
 
-    Outside the blocks, only weights for which `architecture.packs_outside(name)` is True are packed. They get
-    `base_bits`, but at least `architecture.outside_bits`. All others get 16.
+    In this case, it gets `base_bits`, but at least `architecture.outside_bits`.
     """
     bits = config.base_bits or 16
     if not architecture.in_block(name):

@@ -8,8 +8,9 @@ from stages.text_to_image.imaging.usable import usable_rows
 
 
 def select_images(condition: str, images: pa.Table, checks: pa.Table) -> set[str]:
-    """Return the image_ids of the usable images that meet `condition`, an SQL expression over the columns of the tables
-    `images` and `checks`. Raises ValueError if the condition is no valid SQL, reaches for a file, or is met by no image.
+    """Return the image_ids of the images that are not rejected and meet `condition`. `condition` is an SQL expression
+    such as "blur < 0.6". It may use the columns of `images` and `checks`, which are the tables of these names. Raises
+    ValueError if `condition` is no valid SQL, tries to read a file, or is met by no image that can be trained on.
     """
     import duckdb
 

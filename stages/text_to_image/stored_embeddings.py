@@ -73,8 +73,9 @@ class UnpackingReader:
 
 
 def embedding_reader(ctx: StageContext) -> TensorReader:
-    """Open the table `embeddings` and return a reader of its tensors. `ctx` is the context of the stage that reads. The
-    reader returns bfloat16 values as uint16, `(text rows, features)`, for both forms in which embeddings are stored.
+    """Return a reader of the embeddings in the table `embeddings`. `ctx` is the context of the stage that reads them.
+    The reader's method `read` returns an embedding as bfloat16 values in a uint16 array, `(text rows, features)`. If
+    the embeddings are stored with 8 bits per value, they are converted to bfloat16.
     """
     reader, dtypes = ctx.tensors(EMBEDDINGS), ctx.rows(EMBEDDINGS)["dtype"]
     packed = len(dtypes) > 0 and dtypes[0].as_py() == INT8

@@ -45,9 +45,10 @@ BEGIN: Settings = {
 
 
 def project_toml(options: Mapping[str, str]) -> str:
-    """Return the text of project.toml for a new project. `options` has the options of the command `latentmill init`. It
-    maps the name of an option to its value, such as "family" to "klein-base-4b". Raises ValueError if there is no such
-    family or preset. Raises ValueError if a file of concepts cannot be read.
+    """Return the text of project.toml for a new project. `options` maps the names of options of the command `latentmill
+    init` to their values. For example, "family" maps to "klein-base-4b". "images" maps to the image folder, or to a
+    JSON file in which OneTrainer lists folders of images. Raises ValueError if there is no such family or preset, or if
+    the JSON file cannot be read.
 
     The options are `images`, `family`, `weights`, `trigger` and `preset`.
     """

@@ -31,9 +31,11 @@ Row = dict[str, Any]
 
 
 class Scorer:
-    """An object that scores the pictures of a project. `encoder` computes the features of a picture. The scorer compares
-    a picture with the base model's previews, the training images and the references. References are real pictures of the
-    style. The scorer also compares the picture with its text.
+    """A scorer of the pictures of a project. `ctx` is the context of the stage `scores`: its input tables and settings.
+    `encoder` turns a picture into a feature vector. The method `score` returns the scores of one picture. `style` is
+    the picture's position between the base model's previews (0) and the training images (1). `real` is the same, with
+    references (real pictures of the style) in place of the training images. `agreement` compares the picture with its
+    text.
     """
 
     def __init__(self, ctx: StageContext, encoder: ImageEncoder) -> None:

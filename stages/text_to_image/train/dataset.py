@@ -79,7 +79,8 @@ class Crop:
 class Dataset:
     """The crops and captions of a training run. `crops` are trained on. `held` are held out, and only used for
     measurement. `empty` is the caption_id that replaces a dropped caption, or "" if none is dropped. `empty_class` is
-    its class caption, or "". `text_rows` maps each caption_id to the number of rows of its embedding.
+    the caption_id of the class word (such as "cat"). It is "" unless `empty` is the trigger word and class captions are
+    used. `text_rows` maps each caption_id to the number of rows of its embedding.
 
     The order of `crops` and `held` depends only on their content.
     """
@@ -99,9 +100,10 @@ class Dataset:
         return None if set(found) == {1.0} else found
 
     def pairs(self) -> list[tuple[str, str, str]]:
-        """Return a tuple (latent_id, image_id, caption_id) for every pair of crop and caption in the run. Held-out
-        crops and class captions are included. With caption dropout, further captions stand in for dropped ones: they
-        come last, and their latent_id and image_id are "".
+        """Return the pairs of crop and caption that the run may use, as tuples (latent_id, image_id, caption_id).
+        Held-out crops are included. So are class captions, which have the class word in place of the trigger word. The
+        list ends with ("", "", `empty`), for dropped captions. If `empty_class` is not "", ("", "", `empty_class`)
+        follows.
 
         These pairs are part of the run's recipe (the hash that identifies it), because its result depends on them.
         """
@@ -230,7 +232,9 @@ def _crop(row: Row, rate: float, texts: Texts, masked: bool) -> Crop:
 
 @dataclass(frozen=True)
 class Texts:
-    """The captions that a training run may use, each as its caption_id in the table `captions`.
+    """The captions that a training run may use, each as its caption_id in the table `captions`. `captions` has the
+    captions of each image, and `classes` their class captions. `empty` and `empty_class` are used in their place if a
+    caption is dropped. `weights` says how often each caption of an image is drawn.
 
     A class caption is a caption with the class word (such as "cat") in place of the trigger word. The dicts have an
     image's image_id (the sha256 of its file) as key.
@@ -272,8 +276,10 @@ def _texts(ctx: StageContext, data: DataConfig, dropout: bool, with_classes: boo
 
 
 def _dropped_caption(by_role: dict[str, list[Row]], data: DataConfig) -> str:
-    """Return the caption_id that replaces a dropped caption. `data.dropped` chooses between the empty caption and the trigger
-    word. `by_role` maps each role to its rows of the table `captions`. Raises ValueError if there is no row of the chosen role.
+    """Return the caption_id of the text that replaces a dropped caption. `by_role` maps a role to the rows of the table
+    `captions` that have this role. A role is the purpose of a caption, such as "caption" or "empty". `data.dropped` is
+    the role of the wanted text: "empty" for the empty caption, or "trigger" for the trigger word. Raises ValueError if
+    no row has this role.
     """
     if data.dropped in by_role:
         caption: str = by_role[data.dropped][0]["caption_id"]

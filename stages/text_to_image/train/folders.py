@@ -13,9 +13,10 @@ Row = Mapping[str, Any]
 
 
 def folder_rates(base: Sequence[float], images: Sequence[Row], regularisation: float) -> list[float]:
-    """Return how often each crop is drawn per epoch, on average. `base` holds the rate of each crop before folders are
-    considered. `images` holds the row of the table `images` for each crop. `regularisation` is the number of
-    regularisation images that are drawn for each image of the subject.
+    """Return how many times an epoch uses each crop on average, as a list of numbers. `base` holds this number for each
+    crop before the settings of its folder change it. `images` holds, for each crop, the row of its image in the table
+    `images`. The columns `repeats` and `weight` of the row are the settings of the folder. `regularisation` is the
+    number of regularisation images that are drawn for each image of the subject.
 
     The rate of a crop is multiplied by the `repeats` of its folder. Folders with a `weight` are drawn in proportion to
     their weights. For this, rates are raised. The folder with the largest sum of rates relative to its weight keeps its

@@ -38,10 +38,10 @@ ALONE = 768  # pixels: from this resolution, Metal computes one sample at a time
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The size of a batch of images. `samples` is the number of images. `width` and `height` are the size of each image
-    in pixels. `text_rows` is the number of rows of each text embedding. `pixels_per_token` is the side of an image
-    token in pixels. `held` is the largest validation batch, or None without validation. `shared` is True if a batch of
-    the run may mix image shapes.
+    """The size of a batch of images. `samples` is the number of images. `width` and `height` are the size of every
+    image, in pixels. `text_rows` is the number of rows of each text embedding. `pixels_per_token` is the side of an
+    image token in pixels. `held` is the `BatchShape` of the largest validation batch, or None without validation.
+    `shared` is True if some batch of the run may mix image shapes. The sizes are then still those of one shape.
 
     `references` are the sizes of the reference images of one sample. Each is a (height, width) in image tokens. The
     shapes of a mixed batch are computed separately.
@@ -198,9 +198,10 @@ class MemoryEstimator:
 
 
 def with_micro_batch(config: TrainConfig, batch: BatchShape) -> TrainConfig:
-    """Return the settings [train], with `micro_batch` set to 1 if training on this device needs that. It does on Metal,
-    if the images of `batch` have 768 px or more. `config` holds the present settings. If their `micro_batch` is set
-    already, it is kept. `batch` is the shape of the largest batch of the run.
+    """Return the settings [train] for training on this device. `config` holds the present settings. `micro_batch`, the
+    number of samples computed at once, is set to 1 under three conditions: it is None, the device is a GPU that uses
+    Metal, and the resolution of `batch` is at least 768 px. Otherwise, `config` is returned. `batch` is the largest
+    batch of the run.
 
     macOS ends a program that keeps the display waiting. One sample at a time gives the display more turns.
     """
@@ -242,10 +243,11 @@ def require_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int, begun
 
 
 def cheapest_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> Remedy:
-    """Return the cheapest change of settings with which training on `batch` fits into `limit` bytes. `estimator`
-    estimates the memory with the present settings. `batch` is the largest batch of the run. The result has the new
-    [train] settings (`settings`), the memory plan (`plan`) and the peak memory in bytes (`needs`). If no change
-    suffices, it has all changes that save memory.
+    """Return changes of the [train] settings with which training fits into `limit` bytes of memory. The changes are
+    made in a fixed order until training fits. Unnecessary ones are then undone. `estimator` estimates the memory with
+    the present settings. `batch` is the largest batch of the run. The result has the changes (`settings`), the memory
+    plan (`plan`) and the peak memory in bytes (`needs`). If all changes together do not suffice, `settings` has all of
+    them.
     """
     samples = max(batch.samples, batch.held.samples if batch.held else 0)
 

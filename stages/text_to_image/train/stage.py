@@ -38,14 +38,13 @@ def wanted_samples(ctx: StageContext) -> pa.Table:
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return a table of the data that decide the result of the run. There is one row for every crop (trained part of an
-    image) and caption that may be drawn together. Further rows name held-out crops and references, crops that are drawn
-    more or less often, weights of captions, and the initial adapter. `ctx` is the stage's context: its input tables and
-    settings. Raises ValueError if the file of the initial adapter is missing.
+    """Return a table of the data on which the result of the run depends. Its columns are `latent_id`, `image_id` and
+    `caption_id`. There is one row for every crop (trained part of an image) and caption that may be drawn together.
+    Further rows record other facts, such as which crops are held out and which file is the initial adapter. `ctx` is
+    the stage's context: its input tables and settings. Raises ValueError if the file of the initial adapter is missing.
 
-    The columns are `latent_id`, `image_id` and `caption_id`. A further row has an empty `latent_id`. Its `image_id` is
-    the id of the crop or the sha256 of the adapter. Its `caption_id` is "held out", "reference 1 LATENT_ID", "rate
-    0.5", "weights [3.0, 1.0]" or "initial".
+    A further row has an empty `latent_id`. Its `image_id` is the id of the crop or the sha256 of the adapter. Its
+    `caption_id` is "held out", "reference 1 LATENT_ID", "rate 0.5", "weights [3.0, 1.0]" or "initial".
     """
     data = load_dataset(ctx, ctx.config)
     facts = [("", crop.latent_id, f"rate {crop.rate!r}") for crop in data.crops if crop.rate != 1]

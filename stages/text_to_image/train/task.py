@@ -106,9 +106,10 @@ class ImageTask:
         }
 
     def warnings(self) -> Iterator[str]:
-        """Yield lines that warn the user before training, if there is a reason. One line says that the model family is
-        distilled (trained to sample in few steps). Another says that latents have an unusual mean or deviation. Another
-        says that embeddings have an unusual form. Usual is what the transformer was trained on.
+        """Yield lines that warn the user before training, one for each problem. The first problem is a model family
+        that is distilled (trained to sample in few steps). The second is latents with another mean or standard
+        deviation than those that the transformer was trained on. The third is embeddings that do not suit the
+        transformer, such as embeddings with padding at the wrong end.
         """
         if self.family.distilled:
             yield (f"{self.family.title}: train LoRAs on the base model and use them on this one; training on this one may fail")
@@ -130,9 +131,9 @@ class ImageTask:
 
     @property
     def expected_loss(self) -> ExpectedLoss | None:
-        """What is known about the loss before the first training step. The loss is compared with that of a model
-        without any knowledge of pictures. The value is None if the loss cannot be compared, or if the model has random
-        weights.
+        """The loss that the run should start with, as an `ExpectedLoss`. Its function `uninformed` gives the loss of a
+        model that knows nothing about pictures. Its pair `start` is the usual range of the first loss, as a multiple of
+        that loss. The value is None if the loss is not a mean squared error, or if the model has random weights.
         """
         return sound_start.expected_loss(self.config.loss, self.family)
 
