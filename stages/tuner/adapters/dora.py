@@ -56,11 +56,11 @@ def initial_magnitude(weight: quantize.Weight, outputs: int, inputs: int) -> mx.
 def rescale_rows(
     y: mx.array, magnitude_O: mx.array, weight: quantize.Weight, down_RI: mx.array, up_OR: mx.array, scale: float
 ) -> mx.array:
-    """Return the output of a Linear with a DoRA adapter, shape `(..., outputs)`. `y` is the output of the same Linear
-    with plain LoRA, in the same shape. `weight` is the frozen weight `W`, `(outputs, inputs)`, or a quantised weight.
-    `down_RI` is `A`, `(rank, inputs)`. `up_OR` is `B`, `(outputs, rank)`. The weight of the plain LoRA is `V = W +
-    scale B A`, with the number `scale`. Output n of `y` is multiplied by the n-th value of `magnitude_O`, `(outputs,)`,
-    and divided by the norm of row n of `V`.
+    """Convert the output of a Linear with plain LoRA into its output with DoRA, and return it, `(..., outputs)`. `y` is
+    the output with plain LoRA, in the same shape. Value n along its last axis is multiplied by `magnitude_O[n]` and
+    divided by the norm of row n of `W + scale B A`. `magnitude_O` has the shape `(outputs,)`. `weight` is the frozen
+    `W`, `(outputs, inputs)`, and may be quantised. `down_RI` is `A`, `(rank, inputs)`. `up_OR` is `B`, `(outputs,
+    rank)`. `scale` is a number.
 
     The norm is Euclidean. No gradient flows through the norm.
     """

@@ -67,11 +67,11 @@ def start_from_adapter(
     fresh: Mapping[str, mx.array],
     weights: Mapping[str, quantize.Weight] | None = None,
 ) -> Arrays:
-    """Return a new adapter that makes the same change as the adapter `source`. Both map keys such as
-    "<linear>.lora_A.weight" to arrays; the result's are float32. `scales` maps each Linear of `source` to the factor of
-    its change. `targets` are the Linears of the new adapter. `fresh` holds the arrays of an untrained adapter for
-    `targets`. `weights` maps the names of `targets` to frozen weights. They are only needed to turn a LoRA into a DoRA,
-    else None. Raises ValueError if `source` does not fit `targets`.
+    """Return the float32 arrays of a new adapter that makes the same change as the adapter `source`. `source`, `fresh`
+    and the result map keys such as "<linear>.lora_A.weight" to arrays. `scales` maps each Linear of `source` to the
+    factor of its change. `targets` are the Linears of the new adapter. `fresh` is an untrained adapter for `targets`.
+    `weights` maps the names of `targets` to frozen weights. It may be None unless a LoRA becomes a DoRA. Raises
+    ValueError if `source` does not fit `targets`.
 
     `fresh_adapter` makes `fresh`. Linears that `source` lacks get these arrays. If a target has a larger rank than
     `source`, the additional ranks are taken from these arrays. The change is the same up to rounding.
@@ -130,10 +130,10 @@ def _check_array(target: Target, suffix: str, shape: tuple[int, ...]) -> None:
 
 
 def _resized(target: Target, arrays: Arrays, scale: float, fresh: Arrays) -> Arrays:
-    """Return the arrays of one Linear's adapter, converted to the scale and rank that `target` asks for. `arrays` maps
-    suffixes, such as ".lora_A.weight", to the arrays, which belong to the scale `scale`. `fresh` maps the same suffixes
-    to the arrays of an untrained adapter for `target`. The result maps the suffixes to float32 arrays. It makes the
-    same change.
+    """Convert the adapter of one Linear to the scale and rank of `target`. The change of the weight stays the same.
+    `arrays` maps suffixes, such as ".lora_A.weight", to the adapter's arrays. `scale` is the factor of the change that
+    these arrays make. `fresh` maps the same suffixes to the arrays of an untrained adapter for `target`. Return a dict
+    from the suffixes to float32 arrays.
 
     If the rank of the new adapter is larger, additional rows or columns of `fresh` are appended. To keep the change the
     same, the arrays in `lora.ZERO_AT_START`, such as B of a LoRA, are multiplied by `scale / target.scale`.

@@ -73,10 +73,10 @@ def scaled(x: mx.array, scale: float) -> mx.array:
 
 
 def _dense_rows(weight: quantize.Weight, rows: slice, after: mx.array) -> mx.array:
-    """Return some rows of a weight as an array without quantisation. `rows` is the slice of the rows to return. A
-    quantised weight is unpacked only after the array `after` is computed.
+    """Return some rows of a weight as an array without quantisation. `weight` may be quantised. `rows` is the slice of
+    the rows to return. A quantised weight is unpacked only after the array `after` is computed.
 
-    So only one unpacked chunk is in memory at a time.
+    To keep only one unpacked chunk in memory at a time, pass the result of the previous chunk as `after`.
     """
     own = quantize.select_rows(weight, rows)
     return own if isinstance(own, mx.array) else quantize.unpack_after(own, after).dense()

@@ -78,15 +78,16 @@ def select_targets(
     factor: int | None = None,
     whole: Sequence[str] = (),
 ) -> list[Target]:
-    """Return a Target for each Linear whose name matches one of `patterns`, such as "attn.to_q" or "*". `linears` maps
-    names to (outputs, inputs). `rank` and `alpha` are those of the adapters; alpha None means the rank. `ranks` and
-    `alphas` map patterns to values that replace them, or are None. `variant` is "lora", "dora" or "lokr". If `rslora`
-    is True, the scale is alpha / sqrt(rank). `factor` bounds the first matrix of a LoKr; None is no bound. `whole` are
-    patterns of Linears to train in full instead.
+    """Return one `Target` for each Linear that is trained. `linears` maps the names of all Linears to (outputs,
+    inputs). A Linear gets an adapter if its name matches one of `patterns`, such as "attn.to_q" or "*". If its name
+    matches one of `whole`, its whole weight is trained instead. `rank` and `alpha` are those of the adapters; `alpha`
+    None means `alpha = rank`. `ranks` and `alphas` map patterns to other values for some Linears, or are None.
+    `variant` is "lora", "dora" or "lokr". Raises ValueError if a pattern matches nothing, a value is out of range, or
+    no target remains.
 
-    The result has the order of `linears`; the targets of `whole` come last. Raises ValueError if a pattern matches
-    nothing, a value is out of range, or no target remains. In `ranks` and `alphas`, the first matching pattern counts.
-    Rank 0 leaves a Linear out.
+    If `rslora` is True, the scale is `alpha / sqrt(rank)`, and `alpha` must be given. `factor` bounds both sides of a
+    LoKr's first matrix; None means no bound. The result has the order of `linears`; the targets of `whole` come last.
+    In `ranks` and `alphas`, the first matching pattern counts. Rank 0 leaves a Linear out.
     """
     trained_whole = _matching_linears(linears, whole, "full") if whole else {}
     rest = {name: shape for name, shape in linears.items() if name not in trained_whole}

@@ -87,11 +87,12 @@ def loss_and_grads(
     loss: Loss,
     plan: Plan = "whole",
 ) -> tuple[mx.array | Values, Arrays]:
-    """Return (losses, gradients of their mean) of a batch, the gradients by adapter name. `chain` is the model.
-    `adapters` maps names such as "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the
-    factor of the adapter's change. `inputs` are the keyword arguments of `chain.enter`. `loss(prediction)` returns one
-    loss per sample, or a dict of values per sample with the key "loss"; the result has the same form. `plan` says how
-    many of the last blocks keep their activations: "whole" (all), "blocks" (one) or a number.
+    """Compute the losses of a batch and the gradients of their mean. `chain` is the model. `adapters` maps names such
+    as "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the factor of the adapter's
+    change. `inputs` are the keyword arguments of `chain.enter`. `loss(prediction)` returns one loss per sample, or a
+    dict of values per sample with the key "loss". `plan` says how many of the last blocks keep their activations:
+    "whole" (all), "blocks" (one) or a number. Return (what `loss` returned, dict from the names in `adapters` to
+    gradients).
 
     All plans give the same gradients up to rounding. Raises ValueError if `plan` is anything else, if there are no
     adapters, or if an adapter belongs to no block.
