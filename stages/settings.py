@@ -31,17 +31,15 @@ def setting(
 ) -> Any:
     """Return a field for a config dataclass: a setting whose value changes the content of rows. `default` is its
     default value. `doc` names the unit and the reason for `default`. `bounds` is (smallest, largest) allowed number, or
-    None. `unrecorded` lists values that leave the field out of the recipe (the hash that names a table's folder).
-    `follows` names a setting whose value replaces None, or is "". `unless` names a field of the same section; if that
-    is set, this field stays None. `path` is True if the value is a path or a tuple of paths.
+    None. `follows` names a setting, such as "train.base_bits", whose value replaces None. `unless` names a field of the
+    same section. If that field is set, None is not replaced. `path` is True if the value is a path or a tuple of paths.
+    Raises TypeError if `default` is mutable.
 
-    The field is part of the recipe, so a different value starts a new table. Raises TypeError if `default` is mutable.
+    The field is part of the recipe (the hash that names a table's folder), so a different value starts a new table.
+    `unrecorded` lists values that are not part of the recipe. Use it for a field that is added later. With the value
+    that means "as before", existing tables then keep their names.
 
-    For a tuple or a mapping, `bounds` applies to each value. `follows` is a name such as "train.base_bits". `unless` is
-    the name of a field, or "".
-
-    Use `unrecorded` for a field that is added later. With the value that means "as before", existing tables then keep
-    their names.
+    For a tuple or a mapping, `bounds` applies to each value.
     """
     return _field(default, doc, "setting", bounds, unrecorded=unrecorded, follows=follows, unless=unless, path=path)
 

@@ -132,8 +132,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Input:
-    """A table that a work unit reads. `folder` is the table's folder on disk. `version` is the version of its rows to
-    read.
+    """A table that a work unit reads. `folder` is the table's folder on disk. `version` is the number of the table's
+    version in Lance. The rows are read as they were at this version, even if the table changes later.
     """
 
     folder: Path

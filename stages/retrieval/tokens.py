@@ -25,9 +25,10 @@ LONGEST = 4096  # tokens: the memory of attention grows with the square of the l
 
 @dataclass(frozen=True)
 class TokensConfig:
-    """The section [tokens] of project.toml: how texts become token ids. `query_tokens` and `document_tokens` limit the
-    tokens of a text. If `hard` is True, documents are also tokenised without the names of their functions. `batch_size`
-    is the number of texts per record batch.
+    """The section [tokens] of project.toml: how texts become token ids. `query_tokens` is the largest number of tokens
+    of a query. `document_tokens` is that of a document. Both count the end token. If `hard` is True, every document
+    that answers a query gets a second row: its text without the name of its function or class. `batch_size` is the
+    number of texts per record batch. Raises ValueError if a number is out of range.
     """
 
     query_tokens: int = setting(32, f"tokens of a query at most, end token included; at most {LONGEST}")

@@ -112,10 +112,10 @@ def choose_bucket(width: int, height: int, resolution: int, upscale: bool = Fals
 
 
 def _best_shape(width: int, height: int, i: np.ndarray, j: np.ndarray, area: float | None) -> tuple[int, int]:
-    """Return the shape with the smallest loss for an image of `width` x `height` pixels. A shape is (width, height) in
-    cells of 16 x 16 pixels. `i` and `j` hold the widths and heights of the shapes to choose from. The loss is the share
-    of the image that is cropped away, 0 to 1. If `area`, a number of cells, is not None, the share of `area` that the
-    shape does not use is added to the loss. Of shapes with equal loss, the largest is returned.
+    """Return the shape that suits an image of `width` x `height` pixels best. A shape is (width, height) in cells of 16
+    x 16 pixels. `i` and `j` hold the widths and the heights of the shapes to choose from. The best shape crops away the
+    smallest share of the image. If `area`, a number of cells, is not None, the share of `area` that a shape leaves
+    unused is added to this share. Of equal shapes, the largest is returned.
     """
     skew = (i * height) / (j * width)
     loss = 1 - np.minimum(skew, 1 / skew)
@@ -141,8 +141,9 @@ def _make_bucket(width: int, height: int, i: int, j: int) -> Bucket:
 @functools.cache
 def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the shapes from which an image's size is chosen, as two int64 arrays. The first array holds the widths and
-    the second the heights, in cells of 16 x 16 pixels. Only landscape and square shapes are returned, from the square
-    to the widest. `max_shapes` limits the number of shapes.
+    the second the heights, in cells of 16 x 16 pixels. `cells` sets the area: a shape has at most `cells` * `cells`
+    cells. The height is never larger than the width. The narrowest shape comes first. `max_shapes` limits the number of
+    shapes.
 
     A shape has at most `cells` * `cells` cells and an aspect ratio of at most 8. For `max_shapes`, a shape that is not
     square counts twice, as landscape and as portrait. All shapes have full area: the height or the width cannot grow by
@@ -163,8 +164,9 @@ def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 @functools.cache
 def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the shapes to which an image can be cropped, as two int64 arrays. The first array holds the widths and the
-    second the heights, in cells of 16 x 16 pixels. A shape has at most `cells` * `cells` cells. `max_shapes` limits the
-    number of shapes for each size from 1 to `cells`. Only landscape and square shapes are returned, each once.
+    second the heights, in cells of 16 x 16 pixels. The result joins the shapes of `_full_shapes(n, max_shapes)` for
+    each n from 1 to `cells`. So no shape has more than `cells` * `cells` cells, and the height is never larger than the
+    width. Each shape is returned once.
 
     For each `size` from 1 to `cells`, the result contains the shapes of `_full_shapes(size, max_shapes)`. These shapes
     have an area of at most `size` * `size` cells. For `max_shapes`, a shape that is not square counts twice, as

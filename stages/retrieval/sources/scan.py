@@ -86,15 +86,13 @@ def _ignored(name: str, layers: list[Layer]) -> bool:
 
 
 def _below(name: str, prefix: str) -> str:
-    """Return a file's path relative to the folder of a .gitignore file. `name` is the file's path relative to the
-    searched folder (the root). `prefix` is the place of the .gitignore file, seen from the root.
+    """Return a file's path relative to the folder of a .gitignore file. `name` is the file's path relative to the root,
+    which is the folder that is searched. `prefix` says where the .gitignore file lies. For the folder "a" in the root,
+    `prefix` is "a/", and "a/b.py" gives "b.py". For the root itself, `prefix` is "".
 
-    If the .gitignore file lies in the folder "a" of the root, `prefix` is "a/". The name "a/b.py" then becomes "b.py".
-    In the root itself, `prefix` is "".
-
-    If the .gitignore file lies above the root, `prefix` is "../", then the path from its folder to the root, with a
-    final slash. For a root with the name "src" just below the file's folder, `prefix` is "../src/". The name "a/b.py"
-    then becomes "src/a/b.py".
+    The .gitignore file may also lie above the root. Then `prefix` is "../", the path from the file's folder to the
+    root, and a slash. For a root "src" directly below the file's folder, `prefix` is "../src/", and "a/b.py" gives
+    "src/a/b.py".
     """
     return f"{prefix.removeprefix('../')}{name}" if prefix.startswith("../") else name.removeprefix(prefix)
 

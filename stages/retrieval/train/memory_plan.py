@@ -28,16 +28,18 @@ LOSS_WORK = 3  # copies of the similarities of all tokens of a batch while the l
 
 
 class MemoryEstimator:
-    """Estimate the memory that training a retriever needs with given settings. `estimate(samples)` returns the bytes
-    for a micro-batch size. `best(limit)` returns the micro-batch size and the memory plan for `limit` bytes of memory.
-    Only the shapes of the encoder's weights are used.
+    """Estimate the memory that training a retriever needs with given settings. `estimate(samples)` returns an estimate
+    for `samples` pairs computed at once (a micro-batch). `best(limit)` chooses how to train with `limit` bytes of
+    memory: the number of pairs at once, and the blocks that keep their activations. The estimates use only the shapes
+    of the encoder's weights.
     """
 
     def __init__(
         self, config: TrainConfig, architecture: RetrieverArchitecture, sizes: T5Config, longest: tuple[int, int]
     ) -> None:
-        """Prepare memory estimates for the settings [train] `config`. `architecture` and `sizes` describe the encoder.
-        `longest` is a pair: the tokens of the longest query and of the longest document. No weight is read.
+        """Prepare memory estimates. `config` holds the settings [train]. `architecture` holds the functions that build
+        the encoder. `sizes` holds the encoder's numbers, such as its layers. `longest` is a pair: the number of tokens
+        of the longest query, and that of the longest document. No weight is read.
         """
         self.config, self.architecture, self.sizes = config, architecture, sizes
         self.query, self.document = (-(-n // step) * step for n, step in zip(longest, (QUERY_STEP, DOCUMENT_STEP), strict=True))
@@ -80,9 +82,10 @@ class MemoryEstimator:
         return planner.estimate(self.meta_model, inputs, self.weights, self.targets, kept, optimizer_work=self.update, **more)
 
     def best(self, limit: int, begun: Any = None) -> Candidate:
-        """Return the micro-batch size and the memory plan for a run. The plan says which blocks keep their activations
-        until the backward pass. `limit` is the available memory in bytes. `begun` is the plan of the run to resume, or
-        None. The result may exceed `limit` if nothing fits.
+        """Choose how to compute the largest batch of a run, and return it as a `Candidate`: pairs computed at once,
+        memory plan and estimate. The memory plan says which blocks keep their activations until the backward pass.
+        `limit` is the available memory in bytes. `begun` is the plan of a resumed run, or None. With the setting
+        `memory` = "auto", `begun` is kept if it fits. If no choice fits, the result needs more than `limit`.
         """
         return best_candidate(self.config, self.config.batch_size // connect().size, self.estimate, limit, begun)
 
@@ -95,10 +98,11 @@ def choose(
     start: Checkpoint | None,
     say: Callable[[str], None],
 ) -> MemoryPlan:
-    """Return the memory plan of a training run and print it with `say`. `config` holds the settings [train].
-    `architecture` and `sizes` describe the encoder. `data` holds the pairs of query and document to train on. `start`
-    is the checkpoint to continue from, or None. Raises ValueError if no plan fits into memory. The message names
-    settings that would fit.
+    """Choose the memory plan of a training run, tell the user with `say`, and return it. The plan says how many pairs
+    are computed at once, and which blocks keep their activations. `config` holds the settings [train]. `architecture`
+    has the functions that build the encoder, and `sizes` its numbers, such as its layers. `data` holds the pairs.
+    `start` is the checkpoint to continue from, or None. If the plan needs too much memory, ValueError is raised. Its
+    message names settings that would fit.
     """
     limit = memory_budget(config.memory_gb)
 

@@ -24,7 +24,8 @@ Vectors = list[mx.array]  # of the queries (B, Q, E), and of the documents (B M,
 @dataclass(frozen=True)
 class Contrast:
     """The contrastive objective: it compares every query of a batch with every document of the batch. `loss` holds the
-    settings [train.loss]. `separable` is False because the loss of a pair depends on the other pairs of its batch.
+    settings [train.loss]. `separable` is False: the loss of a pair depends on the other pairs, so a batch cannot simply
+    be cut into micro-batches.
 
     A large batch is therefore computed in parts with GradCache, which gives the gradients of the whole batch.
     """
@@ -99,14 +100,15 @@ def _own_first(document_NKE: mx.array, pairs: int) -> mx.array:
 
 @functools.cache
 def training_loss(kind: str, mean: bool, symmetric: bool, top_k: int, with_margin: bool) -> Callable[..., dict[str, mx.array]]:
-    """Return the loss function for the given settings of [train.loss]. The function returns a dict of arrays with one
-    value per query: "loss", and statistics such as "rank". `kind` is "info_nce" (documents are scored by MaxSim) or
-    "xtr". If `mean` is True, MaxSim is the mean over the query tokens, otherwise the sum. If `symmetric` is True,
-    documents are also compared with all queries. `top_k` is the number of tokens that a query token retrieves with
-    "xtr". If `with_margin` is True, a margin loss is added.
+    """Return the loss function for settings of [train.loss]. `kind` names the score of a query with a document:
+    "info_nce" for MaxSim, "xtr" for the training score of XTR. For MaxSim, `mean` True takes the mean over the query
+    tokens, False the sum. `top_k` is the number of tokens that a query token retrieves for XTR. If `symmetric` is True,
+    each document is also compared with all queries. If `with_margin` is True, a margin loss is added.
 
-    The function takes the query and document vectors, the masks of `_arrays`, and the scalars `temperature`, `margin`
-    and `margin_weight`. Equal arguments return the same function object, so that it is compiled only once.
+    The function takes a list of two arrays: the vectors of the queries and those of the documents. It also takes the
+    masks of `_arrays`, and the scalars `temperature`, `margin` and `margin_weight`. It returns a dict of arrays with
+    one value per query: "loss", and the statistics of `late_interaction.in_batch_rows`. Equal arguments return the same
+    function object, so that it is compiled only once.
     """
 
     def loss(
@@ -132,13 +134,14 @@ def training_loss(kind: str, mean: bool, symmetric: bool, top_k: int, with_margi
 
 
 def ranking_loss(vectors: Vectors, query_real: mx.array, document_real: mx.array, same: mx.array) -> dict[str, mx.array]:
-    """Return the validation loss ("loss") and statistics of each query, as a dict from name to array. `vectors` is a
-    list: query vectors `(queries, tokens, width)`, then document vectors `(documents, tokens, width)`. `query_real` and
-    `document_real` are False for padding. `same`, of shape `(queries, documents)`, is True if the document is left out
-    of the query's ranking.
+    """Return the validation loss of each query, with statistics, as a dict from name to array. "loss" is 1 minus the
+    reciprocal rank of the query's own document. "rank" is one of the statistics. `vectors` is a list: query vectors
+    `(queries, tokens, width)`, then document vectors `(documents, tokens, width)`. `query_real` and `document_real`,
+    `(texts, tokens)`, are False for padding. `same`, `(queries, documents)`, is True if the document is left out of the
+    query's ranking.
 
-    The loss is 1 minus the reciprocal rank of the query's own document. Documents are ranked by MaxSim: the mean over
-    query tokens of the largest similarity. The statistics are those of `late_interaction.in_batch_rows`.
+    Documents are ranked by MaxSim: the mean over query tokens of the largest similarity. The statistics are those of
+    `late_interaction.in_batch_rows`.
     """
     scores_BN = late.maxsim(vectors[0], query_real, _own_first(vectors[1], len(vectors[0])), document_real)
     rows = late.in_batch_rows(scores_BN, same)

@@ -35,12 +35,14 @@ def wanted_samples(ctx: StageContext) -> pa.Table:
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return a table of the data that the run's result depends on. `ctx` is the stage's context: its input tables and
-    settings. The table has one row per training pair and per held-out pair. The columns are `use`, `query_id`,
-    `text_id`, `group` and `negatives`. Raises ValueError if the file [train] `initial` is missing.
+    """Return the data that the run's result depends on, as an Arrow table of texts. `ctx` is the stage's context: its
+    input tables and settings. The table has one row per pair. `use` is "train" or "held out". `query_id` and `text_id`
+    are the keys of query and document. `group` names the pair's duplicate group. `negatives` are the keys of the hard
+    negatives, with spaces between. Raises ValueError if the tables lack needed rows, or if there is no file [train]
+    `initial`.
 
-    `group` is the group of duplicates, and `negatives` are the hard negatives. One more row holds the sha256 of the
-    initial adapter, if [train] `initial` names one.
+    A duplicate group is the set of pairs that share a query or a document. If [train] `initial` names an adapter, one
+    more row has the `use` "initial". Its `query_id` is the sha256 of the adapter's file.
     """
     data = load_dataset(ctx, ctx.config)
     rows = [("train", p.query_id, p.text_id, p.group, " ".join(p.negatives)) for p in data.trained]

@@ -33,9 +33,9 @@ POOL_BATCHES = 4  # batches that a group has at least, so that its pairs meet in
 
 
 class PairTask:
-    """The task of training a retriever on pairs of a query and the document that answers it. It trains an adapter of
-    the encoder and the projection head. The training loop calls it for samples, batches, loss, model and columns. It
-    implements `stages.tuner.task.Task`.
+    """The task of training a retriever on pairs of a query and the document that answers it. The class implements
+    `stages.tuner.task.Task`, which the training loop calls. It draws and reads the pairs, loads the encoder and defines
+    the loss. It also supplies the columns of the table `train` that only a retriever has.
     """
 
     def __init__(self, ctx: StageContext, data: Dataset | None = None) -> None:
@@ -132,18 +132,18 @@ class PairTask:
 
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
         """Return the memory plan of the run: how it computes its steps within the available memory. `start` is the
-        checkpoint to continue from, or None for a new run. If `recorded` is True, the setting [train] `memory` is
-        replaced by "auto", so that the plan stored in `start` is kept if it fits. Raises ValueError if no plan fits
-        into memory.
+        checkpoint to continue from, or None for a new run. If `recorded` is False, the setting [train] `memory`
+        decides. If `recorded` is True, that setting is ignored: the plan stored in `start` is kept if it fits, else the
+        fastest plan is chosen. Raises ValueError if the plan does not fit into memory.
         """
         config = dataclasses.replace(self.config, memory="auto") if recorded else self.config
         return memory_plan.choose(config, self.family.architecture, self.sizes_of_model, self.data, start, self.ctx.say)
 
     def initial_adapter(self) -> InitialAdapter | None:
         """Read the adapter from which training starts: the file of the setting [train] `initial`. Return `(arrays,
-        scales)`, or None if the setting is empty. `arrays` maps keys of the adapter to float32 arrays. `scales` maps
-        the name of each Linear to the factor of its change. Raises ValueError if the adapter is incomplete or does not
-        fit the model.
+        scales)`, or None if the setting is empty. `arrays` maps names to float32 arrays. A name is that of a Linear,
+        followed by an ending. `scales` maps the name of each Linear to a number, by which the adapter's change of this
+        Linear is multiplied. Raises ValueError if the adapter is incomplete or does not fit the model.
         """
         if not self.config.initial:
             return None

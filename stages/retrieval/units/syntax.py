@@ -15,12 +15,9 @@ from stages.retrieval.units.unit import Unit
 @dataclass(frozen=True)
 class Grammar:
     """The tree-sitter grammar of a language, for finding functions and classes. `module` is its Python package.
-    `function` is the name of the package's function that returns the language. The other fields are sets of syntax node
-    types: `functions`, `classes`, `inside` and `comments`.
-
-    Nodes in `functions` are functions to find. Nodes in `classes` are classes to find if they have a body. Nodes in
-    `inside`, such as namespaces, are not found themselves. Their names become part of the qualified names inside them.
-    Nodes in `comments` are comments.
+    `function` is the name of the function in this package that returns the language. The other fields are sets of
+    syntax node types. `functions` are functions to find. `classes` are classes to find, if they have a body. `inside`,
+    such as namespaces, only give their names to the qualified names of what they contain. `comments` are comments.
     """
 
     module: str
