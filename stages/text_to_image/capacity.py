@@ -20,8 +20,8 @@ class Capacity:
     """What fits into memory for one model family and image size. `family` is the family's name. `side` is the width and
     height of the images in pixels. `bits` is the largest number of bits per weight with which every stage fits, or
     None. `plan` says which blocks keep their activations in training, such as "whole" (all). `peak` is the memory of
-    the largest stage in bytes. If `streamed` is True, it fits only if the blocks of the base model stay on disk
-    (setting `stream_blocks`).
+    the largest stage in bytes. If `streamed` is True, the blocks of the base model must stay on disk (setting
+    `stream_blocks`).
     """
 
     family: str

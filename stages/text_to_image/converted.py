@@ -39,13 +39,12 @@ def load_transformer(
     say: Callable[[str], None] = lambda line: None,
 ) -> Transformer:
     """Load a transformer and return it. `family` is its model family. `path` is the folder or file with its weights.
-    The weights are cast to `dtype`. `packed` says with how many bits they are packed (quantised). If it is None, they
-    are not packed. Raises ValueError if weights are missing, damaged or of another model.
+    The weights are cast to `dtype`. `packed` says with how many bits they are packed (quantised); None means not
+    packed. `folder` holds converted copies (the weights after casting and packing), or is None. A copy is read instead
+    of `path`, and written if missing. `say(line)` receives lines for the user. Raises ValueError if weights are
+    missing, damaged or of another model.
 
-    `folder` is for converted copies: files with the weights after casting and packing. If it has a copy of this
-    transformer, the copy is read instead of `path`. Otherwise a copy is written. If `folder` is None, there is no copy.
-
-    `say(line)` receives a line for the user if a copy is written, is damaged, or has no room on the disk.
+    The user is told if a copy is written, is damaged, or has no room on the disk.
     """
     architecture = family.architecture
     pack = packing(architecture, packed) if packed else None

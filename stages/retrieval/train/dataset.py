@@ -20,8 +20,8 @@ class Pair:
     """A query and its own document, with hard negatives (documents that search ranks high, but that do not answer the
     query). `query_id`, `text_id` (the own document) and `negatives` are keys of the table `tokens`. The hardest
     negative comes first. `length` is the number of tokens of the own document. `group` names the pair's duplicate
-    group: the pairs with the same query or the same document. Documents of the same group are never negatives of this
-    query.
+    group. Pairs with equal queries or equal documents are in one group. Documents of the same group are never negatives
+    of this query.
     """
 
     pair_id: str
@@ -43,8 +43,8 @@ class Pair:
 class Dataset:
     """The pairs of a run. `trained` are the training pairs, and `held` are the held-out pairs for validation. Both are
     sorted by `pair_id`. `counts` maps each `text_id` of the table `tokens` to the text's number of tokens. `groups`
-    maps the `text_id` of each pair's own document to the name of its duplicate group. A duplicate group is the set of
-    pairs that share a query or a document.
+    maps the `text_id` of each usable pair's own document to the name of its duplicate group. Pairs with equal queries
+    or equal documents are in one group.
     """
 
     trained: tuple[Pair, ...]

@@ -41,7 +41,7 @@ def snapshot(ctx: StageContext) -> pa.Table:
     negatives, with spaces between. Raises ValueError if the tables lack needed rows, or if there is no file [train]
     `initial`.
 
-    A duplicate group is the set of pairs that share a query or a document. If [train] `initial` names an adapter, one
+    Pairs with equal queries or equal documents are in one duplicate group. If [train] `initial` names an adapter, one
     more row has the `use` "initial". Its `query_id` is the sha256 of the adapter's file.
     """
     data = load_dataset(ctx, ctx.config)

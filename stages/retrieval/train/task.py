@@ -34,8 +34,8 @@ POOL_BATCHES = 4  # batches that a group has at least, so that its pairs meet in
 
 class PairTask:
     """The task of training a retriever on pairs of a query and the document that answers it. The class implements
-    `stages.tuner.task.Task`, which the training loop calls. It draws and reads the pairs, loads the encoder and defines
-    the loss. It also supplies the columns of the table `train` that only a retriever has.
+    `stages.tuner.task.Task`, which the training loop calls. The task draws and reads the pairs, loads the encoder and
+    defines the loss. It also supplies the columns of the table `train` that only a retriever has.
     """
 
     def __init__(self, ctx: StageContext, data: Dataset | None = None) -> None:

@@ -23,10 +23,10 @@ SIDECAR_BYTES = 1_000_000  # largest sidecar that is read; a caption has some hu
 @dataclass(frozen=True)
 class CaptionSources:
     """The places where captions of images are looked for. `sources` has some of "sidecar", "metadata" and "filename",
-    the preferred one first. A sidecar is a caption file beside the image, such as "a.txt" for "a.png". `extension` is
-    the sidecar's suffix, or several. `folder` is a separate folder of sidecars, or "". `caption_column` is the column
-    of captions in a metadata file, or "" for the usual ones. If `lines` is "many", every line of a sidecar is a
-    caption.
+    the preferred one first. A sidecar is a caption file for one image, such as "a.txt" for "a.png". `extension` is the
+    suffix of sidecars, or a tuple of several. `folder` is a separate folder of sidecars, or "". `caption_column` is the
+    metadata column with the captions, or "" for the usual ones. With `lines` "many", each line of a sidecar is a
+    caption; with "one", its whole text.
     """
 
     sources: tuple[str, ...]
@@ -124,8 +124,8 @@ def _sidecars(folder: Path, config: CaptionSources, project: Path) -> Lookup:
 def caption_places(path: str, folder: str) -> list[str]:
     """Return the places of an image's caption files, the preferred one first. A place is the path of a caption file
     without its suffix. For example, the place "captions/cat.png" stands for the files "captions/cat.png.txt" and
-    "captions/cat.txt". `path` is the image's path relative to the image folder. `folder` is the name of the image
-    folder.
+    "captions/cat.txt". `path` and the places are relative to the image folder. `folder` is the name of the image
+    folder. If this name is "images" or similar, one place is in the folder "captions" beside the image folder.
 
     The places of "a/images/cat.png" are "a/images/cat.png", "a/images/captions/cat.png", "a/captions/cat.png",
     "a/captions/images/cat.png" and "captions/a/images/cat.png".

@@ -11,11 +11,11 @@ from stages.tuner import draws
 
 
 def operate(captions: Iterable[Caption], config: CaptionsConfig, image_id: str) -> list[Caption]:
-    """Return the captions of one image after the changes that `config` asks for. Words are replaced. Parts between
-    commas are dropped or shuffled. If `config.shuffle` is n, each caption gives n captions, each in an order of its
-    own. If it is 0, no caption is shuffled. `image_id` is the image's key. The orders are drawn from it and from the
-    caption's position, so they are the same each time. With `config.weights`, each caption gets the weight of its
-    position, and its orders share the weight.
+    """Return the captions of one image after the changes that `config`, the settings [captions], asks for. `captions`
+    are the captions before the changes. `replace` replaces words. `drop` removes parts between commas. `shuffle` is 0
+    or a number n: each caption then gives n captions, each with its parts in a random order. `weights` sets the weight
+    of each caption by its position. Each of the n captions gets one n-th of this weight. `image_id` is the image's key.
+    Equal keys and positions give equal orders.
     """
     found = []
     for position, caption in enumerate(weighted(captions, config.weights)):

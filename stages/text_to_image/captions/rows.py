@@ -171,11 +171,11 @@ def _image_rows(image_id: str, texts: list[tuple[Filled, Caption]]) -> list[Row]
 
 
 def _class_rows(rows: list[Row], subjects: Mapping[str, Subject], config: CaptionsConfig) -> list[Row]:
-    """Return new rows for the table `captions`, with the role "class". They serve [train.preservation], a loss that
-    keeps the meaning of the class word. Of `rows`, those with the role "caption" or "trigger" whose text contains the
-    image's trigger are used. Each gives one row, with `config.class_word` in place of the trigger. `subjects` maps an
-    image_id to the facts about the image, such as its trigger. `config` has the settings [captions]. If texts of one
-    image become equal, only the first is returned.
+    """Return new rows for the table `captions`, with the role "class". They name the class instead of the trigger, such
+    as "photo of a cat" for "photo of ohwx". Each is made from a row of `rows` with the role "caption" or "trigger",
+    whose text contains the trigger. `config.class_word` replaces the trigger. `subjects` maps an image_id to the facts
+    about the image, such as its trigger. A row without an image uses `config.trigger`. If texts of one image become
+    equal, only the first is returned.
     """
     found: dict[tuple[str, str], Row] = {}
     for row in rows:

@@ -72,9 +72,10 @@ def write_sidecars(ctx: StageContext) -> str:
 def _write(
     folder: Path, changes: list[Change], before: Mapping[str, bytes | None], check: Callable[[], list[Change]]
 ) -> list[Change]:
-    """Write caption files, and restore those that are not good. Return the changes that stay. `changes` are the files to
-    write below `folder`. `before` maps a file's name to its old content, or None for a new file. `check()` is called after
-    the writing and returns the good changes. If an error occurs, all files are restored.
+    """Write caption files, and return the changes that were kept. `changes` are the files to write. Their names are
+    relative to `folder`. `check()` is called after all files are written, and returns the changes to keep. Every other
+    file gets its old content again. `before` maps a file's name to this content, or to None for a file that did not
+    exist. If an error occurs, all files get their old content.
     """
     good: list[Change] = []
     done: list[str] = []
@@ -142,9 +143,10 @@ def _texts(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> dict[st
 
 
 def _harmless(changes: list[Change], before: Mapping[str, tuple[str, str]], after: Mapping[str, tuple[str, str]]) -> list[Change]:
-    """Return those of `changes` (written caption files) that alter no training text. A file is harmless if every
-    caption in it has the same training text as before. `before` and `after` are the captions read before and after the
-    writing, in the form of `_texts`.
+    """Return those of `changes` (written caption files) that alter no training text. Files that hold a caption with
+    another training text than before are left out. `before` and `after` hold the captions as the stage reads them
+    before and after the writing. Both map a key such as `IMAGE_ID:0`, where 0 is the caption's position, to a pair
+    (training text, origin). The origin is usually the path of the caption file.
     """
     absent = (None, "")
     differing = {key for key in before.keys() | after.keys() if before.get(key, absent)[0] != after.get(key, absent)[0]}

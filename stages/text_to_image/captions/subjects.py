@@ -18,11 +18,14 @@ NO_TRIGGER = "its folder has no trigger"
 
 @dataclass(frozen=True)
 class Subject:
-    """The facts about a usable image that decide its training texts. `paths` are the paths of the image, its duplicates
-    and its references. For a/cat_out.png with a reference, a/cat.png is added. The caption is that of the first path
-    that has one. `trigger` is the word that its texts get, or "". `concept` is the subject that its folder is named
-    after, or "". `class_only` is True for a regularisation image: its texts get no trigger. `own_trigger` is True if
-    its folder has a trigger setting and the image is no regularisation image. `folder` is the path of its folder.
+    """The facts about a usable image that decide its training texts. `paths` are the paths for which a caption is
+    looked for, the preferred one first. `trigger` is the word that its texts get, or "". `concept` is the subject that
+    its folder is named after, or "". `class_only` is True for a regularisation image, whose texts get no trigger. If
+    its folder has a trigger setting, `own_trigger` is True, except for a regularisation image. `folder` is the path of
+    its folder.
+
+    `paths` are the paths of the image, of its duplicates and of its references. If the image a/cat_out.png has a
+    reference, a/cat.png is added, because a caption file may be named after both.
     """
 
     paths: tuple[str, ...]
@@ -41,12 +44,9 @@ class Subject:
 
     def fill(self, config: CaptionsConfig, caption: Caption) -> Filled:
         """Make the training text of one caption of this image, and return it as a `Filled`. `config.template` is the
-        template of the text. The caption, the trigger word and the class word are put into the template. The image's
-        folder may have a trigger setting, which changes the template.
-
-        There are three cases. Without a trigger setting, the template is used unchanged. With the setting "", the
-        template is used without {trigger}. With any other setting, {trigger} is needed: if the template lacks it,
-        "{trigger}, " is put before the template.
+        text into which the caption and the trigger word are put. If the image's folder has no trigger setting, the
+        template is used unchanged. If this setting is "", the template is used without {trigger}. If it is a word and
+        the template lacks {trigger}, "{trigger}, " is put before the template.
         """
         template = config.template
         if self.own_trigger and not self.trigger:

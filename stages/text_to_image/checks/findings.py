@@ -49,9 +49,10 @@ def picture_warnings(row: Row, config: ChecksConfig) -> dict[str, str]:
 
 
 def mark_near_duplicates(rows: Iterable[Row], least: float) -> list[Row]:
-    """Return rows of the table `checks` with the columns `duplicate_of` and `similarity` filled in, in the order given. Of
-    near-duplicates, the one with the longest shorter side is the original; of equal ones, that whose path sorts first.
-    `least` is the smallest similarity.
+    """Return rows of the table `checks` in the given order, with near-duplicates marked. `least` is the smallest
+    similarity of two near-duplicates, at most 1. The image with more pixels along its shorter side is the original. If
+    both have the same number, the path that sorts first decides. In the row of the other image, `duplicate_of` becomes
+    the original's image_id, and `similarity` a number. In all other rows, both are None.
     """
     rows = [row | {"duplicate_of": None, "similarity": None} for row in rows]
     ranked = sorted(range(len(rows)), key=lambda n: (-rows[n]["short_side"], rows[n]["path"]))

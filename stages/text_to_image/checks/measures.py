@@ -22,8 +22,9 @@ NOTHING: Row = {"blur": 0.0, "brightness": 0.5, "clipped": 0.0, "border": 0.0, "
 
 
 def measure(path: Path) -> Row:
-    """Decode the image file at `path` and return what was measured: `blur`, `brightness`, `clipped`, `border`, `hash` and
-    `thumbnail`, columns of the table `checks`. A file that cannot be decoded any more gives neutral values.
+    """Measure the image file at `path`, and return the values as a dict from column of the table `checks` to value. The
+    keys are those of `measure_picture`. If the file can no longer be decoded, the values are those of an image without
+    fault, such as a blur of 0.
     """
     try:
         image = open_image(path, at_least=LONGEST).convert("L")
@@ -33,8 +34,10 @@ def measure(path: Path) -> Row:
 
 
 def measure_picture(image: Image.Image) -> Row:
-    """Measure a picture and return `blur`, `brightness`, `clipped`, `border`, `hash` and `thumbnail`, columns of the table
-    `checks`. `image` is the picture in mode "L".
+    """Measure a picture, and return the values as a dict. `image` is the picture in mode "L"; this call makes it
+    smaller. `blur`, `brightness`, `clipped` (the share of black or white pixels) and `border` (the share that is
+    border) are 0 to 1. `hash` is a perceptual hash as 16 hex digits. `thumbnail` is the picture in 32 x 32 pixels as
+    bytes, one byte per pixel.
     """
     image.thumbnail((LONGEST, LONGEST), Image.Resampling.BOX)
     grey = np.asarray(image, np.float32)
@@ -74,9 +77,10 @@ def _blur_along(grey: np.ndarray) -> float:
 
 
 def exposure(grey: np.ndarray) -> tuple[float, float]:
-    """Return (brightness, clipped) of a picture: the mean brightness, 0 to 1, and the share of pixels that are black or white.
-    `grey` holds its brightness, float32 (height, width), 0 to 255. Only parts with detail count, so that a white ground is
-    not overexposed. A picture without such parts gives (mean brightness, 0).
+    """Return (brightness, clipped) of a picture. `brightness` is the mean brightness, 0 to 1. `clipped` is the share of
+    pixels that are black or white. `grey` holds the picture's brightness, float32 (height, width), 0 to 255. Only cells
+    of 16 x 16 pixels whose brightness varies are counted. So a plain white background does not count. If no cell
+    varies, the result is the mean brightness of the whole picture, and 0.
     """
     down, across = grey.shape[0] // CELL, grey.shape[1] // CELL
     if not (down and across):
@@ -102,8 +106,9 @@ def _border_along(grey: np.ndarray) -> float:
 
 
 def _even_lines(lines: np.ndarray) -> int:
-    """Count the lines of one colour at the start of `lines`, the rows of a picture. Return 0 if the line after them has the
-    same colour in many places, because they are then no border.
+    """Return the thickness of a border in pixels. `lines` holds the rows or columns of a picture, float32 (lines,
+    pixels), from one edge inwards. The border is made of the first lines whose pixels all have nearly one colour. It
+    must end sharply: in a line just after the border, most pixels must have another colour. Otherwise the result is 0.
     """
     colour = float(np.median(lines[0]))
     even = np.abs(lines - colour).max(axis=1) <= 3 * EVEN

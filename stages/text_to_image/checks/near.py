@@ -34,9 +34,10 @@ def perceptual_hashes(thumbnails: np.ndarray) -> np.ndarray:
 
 
 def near_pairs(thumbnails: np.ndarray, least: float) -> list[tuple[int, int, float]]:
-    """Return the pairs of near-duplicates as (i, j, similarity) with i < j. `thumbnails` are grey pictures (n, 32, 32), uint8.
-    The similarity is the largest correlation over small crops of either picture, mirrored or not, at most 1. `least` is the
-    smallest similarity of a near-duplicate.
+    """Return the near-duplicates among pictures, as a list of (i, j, similarity) with i < j. `thumbnails` are grey
+    pictures, uint8 (n, 32, 32), and i and j are indices into them. `similarity` is that of `similarities`, at most 1.
+    Picture i is also compared in mirrored form, and the larger value is used. `least` is the smallest similarity of a
+    near-duplicate.
     """
     hashes, mirrored = perceptual_hashes(thumbnails), perceptual_hashes(thumbnails[:, :, ::-1])
     found: dict[tuple[int, int], float] = {}
@@ -54,9 +55,10 @@ def near_pairs(thumbnails: np.ndarray, least: float) -> list[tuple[int, int, flo
 
 
 def similarities(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return the similarity of each pair of pictures, float32 (n,). `left` and `right` hold grey pictures (n, 32, 32);
-    picture i of `left` is compared with picture i of `right`. The similarity is the largest correlation between one picture
-    and a small crop of the other.
+    """Return the similarity of each pair of pictures, float32 (n,), -1 to 1. `left` and `right` hold grey pictures (n,
+    32, 32). Picture i of `left` is compared with picture i of `right`. One of the two is cropped by at most 5 % along
+    each side and stretched again. The similarity is the largest correlation that any such crop has with the other
+    picture.
     """
     best = np.full(len(left), -1.0, np.float32)
     whole = [_standardised(each.astype(np.float32)) for each in (left, right)]
@@ -69,8 +71,9 @@ def similarities(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def _candidates(first: np.ndarray, second: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield arrays of index pairs (i, j), i < j, of pictures that may be near-duplicates: the hashes `first[i]` and
-    `second[j]` differ in at most `CANDIDATE` bits.
+    """Yield the index pairs (i, j) of pictures that may be near-duplicates, with i < j, as int64 arrays `(pairs, 2)`.
+    `first` and `second` hold 64-bit hashes of the same pictures in the same order. `first` may have the hashes of the
+    mirrored pictures. A pair is a candidate if `first[i]` and `second[j]` differ in at most `CANDIDATE` bits.
     """
     for start in range(0, len(first), CHUNK):
         differ = np.bitwise_count(first[start : start + CHUNK, None] ^ second[None, :])
@@ -102,8 +105,10 @@ def _cosines() -> np.ndarray:
 
 @cache
 def _windows() -> tuple[np.ndarray, ...]:
-    """Return matrices (32, 32) that each cut a window out of a line of 32 pixels and stretch it to 32 pixels again. Each
-    window leaves out a share of the line, one of `CROPS`: at its start, at its end, or half of it at both ends.
+    """Return matrices that crop a line of 32 pixels. Each is float32 (32, 32). The product of a matrix and a line is a
+    part of the line, stretched to 32 pixels. `CROPS` holds the shares of the line that are left out. Each share has
+    three matrices. One leaves the share out at the start, and one at the end. The third leaves out half of the share at
+    each end. A share of 0 has one matrix.
     """
     found = {}
     for share in CROPS:

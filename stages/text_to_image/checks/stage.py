@@ -67,9 +67,9 @@ def opened_files(ctx: StageContext) -> Iterator[Path]:
 
 
 def finish_checks(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Compare all pictures and all captions, and yield the rows whose warnings changed as record batches. Tell the user
-    about the warnings. `ctx` is the stage's context: its tables and settings. Do nothing if the user stopped the run
-    before all pictures were measured.
+    """Compare all pictures and all captions, and tell the user about the warnings. Yield the rows of the table `checks`
+    that change, as record batches. `ctx` is the stage's context: its tables and settings. Do nothing if the user
+    stopped the run before all pictures were measured.
     """
     wanted = {row["image_id"]: row for row in wanted_checks(ctx).to_pylist()}
     rows = [row for row in ctx.stored.select(CHECKS.batch.names).to_pylist() if row["image_id"] in wanted]
@@ -94,10 +94,11 @@ def finish_checks(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _captions(ctx: StageContext, images: dict[str, Row]) -> tuple[list[Row], str]:
-    """Return (rows, trigger). `rows` are the captions of the images in `images`, as rows of the table `captions` in a
-    fixed order. Images for regularisation (of the class, without the trigger) are left out. `trigger` is the trigger
-    word. It is "" if there is none, or if the folder of an image sets a trigger of its own. `ctx` is the stage's
-    context, with its input tables. `images` maps an image_id to the image's row of the table `images`.
+    """Return (rows, trigger). `rows` are the captions of the images in `images`, as dicts: rows of the table
+    `captions`, sorted by path and position. Captions of regularisation images are left out, because these have no
+    trigger. `trigger` is the trigger word of all images. It is "" if there is none, or if the folder of an image has a
+    trigger setting. `ctx` is the stage's context: its input tables. `images` maps an image_id to the image's row of the
+    table `images`.
     """
     rows = ctx.rows(CAPTIONS).to_pylist()
     own = any(row["trigger"] is not None for row in images.values())

@@ -20,9 +20,10 @@ MOJIBAKE = re.compile(
 
 
 def text_warnings(rows: Sequence[Row], trigger: str, longest: int) -> Iterator[Warning]:
-    """Yield the warnings about captions as (image_id, name, sentence). `rows` are the rows of the table `captions` with the
-    role caption, of images that are not for regularisation. `trigger` is the trigger word, or "". `longest` is the largest
-    usual number of words.
+    """Yield warnings about captions, each as (image_id, name of the warning, sentence). A caption gets a warning if it
+    lacks the trigger, is too long, or has letters of a wrong encoding. It also gets one if it is nearly the caption of
+    another image. `rows` are rows of the table `captions` with the role "caption", without those of regularisation
+    images. `trigger` is the trigger word, or "". `longest` is the largest number of words without a warning.
     """
     for row in rows:
         text, count = row["text"], len(row["text"].split())
@@ -36,8 +37,10 @@ def text_warnings(rows: Sequence[Row], trigger: str, longest: int) -> Iterator[W
 
 
 def _equal(rows: Sequence[Row]) -> Iterator[Warning]:
-    """Yield a warning, (image_id, name, sentence), for every caption that equals that of an earlier image or differs
-    from it in one word. `rows` are rows of the table `captions`.
+    """Yield a warning for every caption that is nearly the caption of another image in an earlier row. The two have the
+    same words, or all words but one are the same. A warning is (image_id, name of the warning, sentence). `rows` are
+    rows of the table `captions`. Captions made by the template alone are left out. Captions of fewer than `SHORT` words
+    get no warning if one word differs.
     """
     whole: dict[tuple[str, ...], str] = {}
     nearly: dict[tuple[int, tuple[str, ...]], str] = {}
@@ -56,8 +59,10 @@ def _equal(rows: Sequence[Row]) -> Iterator[Warning]:
 
 
 def repeated_phrase(rows: Sequence[Row], trigger: str, share: float) -> str:
-    """Return a line about the phrase of five words that most captions share, or "" if fewer than `share` of them do. `rows` are
-    rows of the table `captions`. The trigger is left out of the captions, because it should be in all of them.
+    """Return a line for the user about the phrase of five words that occurs in the most captions. `rows` are rows of
+    the table `captions`. Equal captions count once. `share` (0 to 1) is the smallest share of the captions that must
+    have the phrase. If fewer captions have it, or fewer than `LEAST`, the result is "". `trigger` is the trigger word,
+    or "". The trigger is left out of the captions, because it should be in all of them.
     """
     texts = {row["text"].replace(trigger, " ") if trigger else row["text"] for row in rows}
     counts: Counter[str] = Counter()
@@ -73,8 +78,10 @@ def repeated_phrase(rows: Sequence[Row], trigger: str, share: float) -> str:
 
 
 def imbalance(images: Sequence[Row], most: float) -> str:
-    """Return a line about folders of very different size, or "". `images` are the usable rows of the table `images`. Folders
-    with repeats or weights count by their number of occurrences. `most` is the largest usual ratio.
+    """Return a line for the user about folders of very different size, or "". `images` are the usable rows of the table
+    `images`. The size of a folder is its number of images, each counted as often as its `repeats` say. Images with a
+    `weight` and regularisation images are left out. The line is returned if the largest folder has at least `most`
+    times the size of the smallest.
     """
     counts: dict[str, float] = {}
     for row in images:

@@ -41,8 +41,9 @@ class EncoderPlan:
 
     @property
     def live_bytes(self) -> int:
-        """The memory use in bytes at which MLX must wait before it starts more work. With layers in memory, the value is
-        below the estimated peak. This leaves room for the work that MLX has already started.
+        """The memory limit of MLX while texts are encoded, in bytes. If more is in use, MLX finishes running work
+        before it starts more. If all layers are in memory, the limit is below the estimated peak, to leave room for the
+        running work. If layers are read one at a time, the limit is above the peak.
         """
         return self.peak + (self.layer_work if self.by_layer else -self.layer_work) // 2
 

@@ -119,10 +119,11 @@ def pixel_count(file: BinaryIO) -> int:
 def open_image(
     file: Path | BinaryIO, background: str = "#ffffff", max_pixels: int = CEILING, at_least: int | None = None
 ) -> Image.Image:
-    """Return the first frame of an image file, upright, in mode "RGB" (8-bit sRGB). Transparent pixels are blended with
-    the colour `background`. If `at_least` is given, a JPEG file may be decoded at a half, a quarter or an eighth of its
-    size, with no side below `at_least` pixels, which is faster. Raises ImageError if the file cannot be decoded or has more
-    than `max_pixels` pixels. Raises ValueError if `background` is not a colour.
+    """Return the first frame of an image file, upright, in mode "RGB" (8-bit sRGB). `file` is a path or an open file.
+    Transparent pixels are blended with the colour `background`, such as "#ffffff". `at_least` allows a JPEG file to be
+    decoded at a reduced size, which is faster. No side is reduced below `at_least` pixels. None means full size. Raises
+    ImageError if the file cannot be decoded or has more than `max_pixels` pixels. Raises ValueError if `background` is
+    not a colour.
     """
     colour = parse_colour(background)
     with _decoded(file, max_pixels, at_least) as (image, _, _):
