@@ -15,7 +15,9 @@ from stages.tuner.ranks import launched_rank
 
 
 def following() -> bool:
-    """Return True if this process is a rank of data-parallel training other than rank 0. It computes, and writes nothing."""
+    """Return True if this process is one of several that train together, and is not the first of them (rank 0). Such a
+    process computes its share and writes nothing.
+    """
     return bool(launched_rank())
 
 

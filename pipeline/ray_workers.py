@@ -103,8 +103,9 @@ class Worker:
 
     @_group("work")
     def compute(self, pending: pa.Table, stored: pa.Table, files: Sequence[ShippedFile] = ()) -> Result:
-        """Compute a work unit and return its rows, its artifacts and its error, if any. `pending` and `stored` are the
-        rows of the unit. `files` are the files that were sent with it. If the user stops the run, the rows so far are
+        """Compute a work unit. Return its rows and artifacts, messages for the user, and the error that ended it, if
+        any. `pending` holds the rows to compute. `stored` holds the rows with the same keys that the stage's table has
+        already. `files` are the files that were sent with the unit. If the user stops the run, the rows so far are
         returned.
         """
         unit, result = dataclasses.replace(self.common, pending=pending, stored=stored), Result()
@@ -158,9 +159,9 @@ def device() -> str:
 
 def compute(project: Project, name: str, ctx: StageContext) -> Iterator[Item]:
     """Compute the pending rows of the stage `name` on the workers of a Ray cluster. `project` is the opened project
-    folder. `ctx` is the stage's context: its input tables and settings. Yield record batches of rows, and artifacts
-    (files that rows name), in the order in which they are finished. Raises ValueError if a worker cannot see the
-    project, if the cluster has no room for one, or if some rows end their worker again and again.
+    folder. `ctx` is the stage's context: its pending rows, input tables and settings. Yield record batches of rows, and
+    artifacts (files that rows name), in the order in which they are finished. Raises ValueError if the cluster has no
+    room for a worker, if a worker lacks something, such as a folder, or if the same rows crash worker after worker.
     """
     settings = project.config.project
     stage, inputs = project.stage(name), project.inputs(name)
@@ -243,7 +244,9 @@ def unit_files(ctx: StageContext, opens: Callable[[StageContext], Iterator[Path]
 
 
 def without_rows(unit: WorkUnit) -> WorkUnit:
-    """Return `unit` with empty tables. It holds what all units of a run share, and it is sent to each worker once."""
+    """Return a copy of the work unit `unit` whose tables `pending` and `stored` are empty. The copy holds what all
+    units of a run share, such as the settings. It is sent to each worker once.
+    """
     return dataclasses.replace(unit, pending=unit.pending.schema.empty_table(), stored=unit.stored.schema.empty_table())
 
 
@@ -268,10 +271,10 @@ def end_workers(workers: Sequence[Any], shipped: bool) -> None:
 
 
 def results(workers: list[Any], units: Iterator[WorkUnit], ctx: StageContext, files: Files = nothing) -> Iterator[Item]:
-    """Yield the rows and artifacts of all work units in `units`, unit by unit, as the workers in `workers` finish them.
-    `ctx` is the stage's context; it tells if the user asks to stop, and then no further unit begins. The function
-    `files(unit)` returns the files to send with a unit; by default none. If a unit ends with an error, its items so far
-    are yielded, and then the error is raised.
+    """Yield the record batches and artifacts of all work units in `units`, one unit after another, in the order in
+    which they are finished. `workers` are the handles of the workers. `ctx` is the stage's context. Once `ctx.stop()`
+    returns True, no further unit begins. The function `files(unit)` returns a list of the files to send with a unit; by
+    default it is empty. If a unit ends with an error, its results so far are yielded. Then the error is raised.
 
     A worker has at most two units at a time: it computes one, and one waits.
     """

@@ -22,10 +22,10 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Need:
-    """What one stage needs: rows, memory, disk and time. `wanted` is the number of rows of its table, or None if it is not
-    known yet. `missing` is the number of wanted rows that are not stored. `forecast` is the forecast of memory and disk, or
-    None. `seconds` is the time for the missing rows at the speed of the last run, or None. `overhead` is the disk space
-    that the table takes in addition to its tensors, in bytes.
+    """What one stage needs: rows, memory, disk and time. `wanted` is the number of rows that its table should have, or
+    None if it is not known yet. `missing` is how many of these rows are not stored, or None. `forecast` gives memory
+    and disk, or is None. `seconds` is the time for the missing rows at the speed of the last run, or None. `overhead`
+    is the disk space in bytes that the table takes besides its tensors.
 
     `forecast` is None if the stage needs little memory and disk. It is also None if the forecast failed; `note` then says
     why. `seconds` is None if no row is missing or no run was measured.
@@ -50,9 +50,10 @@ class Need:
 
 
 def outlook(project: Project, budget: int | None = None) -> Outlook:
-    """Return the information from which the stages of `project` forecast their needs. It holds the settings, the model
-    family, the memory budget, and functions that find weights and rows. `budget` is the memory that a stage may take,
-    in bytes. None means the budget of this machine.
+    """Return what the forecasts of a project's stages are computed from: the settings, the model family, the memory
+    budget and two functions. The functions return the path of a component's weights and the rows of a table. `project`
+    is the opened project folder. `budget` is the memory that a stage may take, in bytes. None means the budget of this
+    machine.
     """
     from stages.tuner.blockwise.device import memory_budget
 
@@ -124,10 +125,10 @@ def refusal(stage_name: str, peak: int, remedy: str, budget: int) -> str:
 
 
 def announcement(project: Project, name: str, rows: int) -> str:
-    """Return one line that tells the user what a stage needs to make `rows` rows. It gives the disk space, the peak
-    memory and the memory plan. `project` is the opened project folder. `name` is the name of the stage. The line is
-    empty if the stage has no forecast or the forecast fails. Raises ValueError if the stage does not fit into memory.
-    The message names the nearest settings that fit.
+    """Return one line that tells the user what a stage needs to make `rows` rows: disk space and peak memory. In words,
+    the line also says how the stage computes, such as "images of at most 512 x 512 px". `project` is the opened project
+    folder. `name` is the name of the stage. The line is "" if the stage has no forecast or the forecast fails. Raises
+    ValueError if the stage does not fit into memory. The message names settings that fit, if any.
 
     A stage with a `snapshot` is not refused here. It makes its own plan from its data.
     """
@@ -164,9 +165,10 @@ def seconds_for(project: Project, name: str, rows: int | None) -> float | None:
 
 
 def downloads(project: Project) -> dict[str, int]:
-    """Return the model components that are missing on this machine, as a dict from name to size in bytes. `project` is
-    the opened project folder. The sizes are computed from the shapes of the weights. A size is 0 if the shapes are
-    known only from the files. Raises ValueError if the setting `components` names a place where the component is not.
+    """Return the model components whose weights are missing on this machine. The result maps a name, such as
+    "transformer", to a size in bytes. `project` is the opened project folder. The sizes are computed from the shapes of
+    the weights. A size is 0 if the shapes are not known without the files. Raises ValueError if a path in the setting
+    `components` does not hold its component.
 
     The dict is empty if the pipeline uses no model. It is also empty if the model's weights are part of the checkout or
     are generated.

@@ -120,7 +120,10 @@ def _nested(sections: Mapping[str, type]) -> Iterable[tuple[str, type]]:
 
 
 def _repeated(sections: Mapping[str, type]) -> Iterable[tuple[str, type]]:
-    """Yield (dotted name, dataclass) for every setting in `sections` that is a list of sections, such as "images.folder"."""
+    """Yield (dotted name, dataclass) for every setting that is a list of sections. `sections` maps the name of a
+    section to its dataclass. For example, the section "images" has the setting `folder`, written as [[images.folder]]
+    in project.toml. Its dotted name is "images.folder", and the dataclass is that of one item of the list.
+    """
     for name, kind in sections.items():
         for key, hint in _hints(kind).items():
             items = [arg for each in _members(hint) if typing.get_origin(each) is tuple for arg in typing.get_args(each)]
@@ -129,8 +132,8 @@ def _repeated(sections: Mapping[str, type]) -> Iterable[tuple[str, type]]:
 
 @functools.cache
 def _hints(kind: type) -> Mapping[str, Any]:
-    """Return the types of the settings of the dataclass `kind`: name -> type. The result is kept, since the annotations are text
-    and evaluating them takes most of the time of opening a project.
+    """Return the types of the fields of the config dataclass `kind`, as a dict from name to type. The annotations are
+    text. Evaluating them takes most of the time of opening a project, so the result is cached.
     """
     return typing.get_type_hints(kind)
 
@@ -196,8 +199,9 @@ def _describe(hint: Any) -> str:
 
 
 def _example(hint: Any, value: Any) -> str:
-    """Return the end of an error message that suggests a list: ", such as [512]" for the `value` 512. If the setting,
-    of the annotated type `hint`, does not accept this list, return "".
+    """Return the end of an error message about a setting with the wrong value `value`. The text suggests a list: 512
+    gives ", such as [512]". `hint` is the annotated type of the setting. Return "" if this type does not accept the
+    list `[value]`.
     """
     try:
         return f", such as {[value]!r}" if _convert(hint, [value]) else ""

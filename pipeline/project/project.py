@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FixedTable:
-    """A table that a project uses for one stage, in place of the table of its present settings. `stage` is the name of
-    the stage. `table` is the table's folder. `recipe` records the settings and weights that the table was made with.
+    """A table that a project uses for one stage, whatever its present settings are. It may be that of a recorded training run.
+    `stage` is the name of the stage. `table` is the folder of the table. `recipe` is a dict of the settings and weights that made
+    the table.
     """
 
     stage: str
@@ -69,9 +70,9 @@ class Project:
             _ = self.family  # an unknown family is an error before anything is written
 
     def fix(self, table: FixedTable, config: configuration.Config) -> None:
-        """Use the given table for its stage from now on, in place of the table of the present settings. `table` holds
-        the stage's name and the table's folder. `config` replaces the settings of this project. Cached rows and recipes
-        are discarded.
+        """Use a given table for its stage from now on, and replace the settings of this project. `table` holds the stage's name
+        and the table's folder. `config` holds all new settings, usually those that made the table. Cached rows and recipes are
+        discarded.
         """
         self.config, self.fixed = config, table
         self.__dict__.pop("family", None)
@@ -261,9 +262,10 @@ class Project:
         return {read: Input(folder.folder, folder.manifest()["lance_version"]) for read, folder in folders.items()}
 
     def context(self, stage: Stage, **replaced: Any) -> StageContext:
-        """Return a `StageContext` for calling functions of `stage` outside a run. The functions can read the tables on
-        disk through it. Its tables `stored` and `pending` are empty. Its functions for writing files and reporting
-        progress do nothing. Any keyword arguments (`**replaced`) replace fields of the context.
+        """Return a `StageContext` for calling functions of `stage` while the stage does not run. The functions can read the
+        tables on disk through it. `stored` (the rows that exist) and `pending` (the rows to compute) are empty tables. Its
+        functions for writing files and reporting progress do nothing. Any keyword arguments (`**replaced`) replace fields of the
+        context.
         """
         empty = pa.table({f.name: pa.array([], f.type) for f in stage.writes.stored})
         nothing: Callable[..., Any] = lambda *arguments: None  # noqa: E731
@@ -286,9 +288,9 @@ class Project:
         return StageContext(**(fields | replaced))
 
     def _files(self, schema: TableSchema, stage: Stage) -> Path:
-        """Return the folder `artifacts` of a table, which holds the files that its rows name. `schema` describes the
-        table. `stage` is the stage that reads the table. If the table is an optional input of the stage, the folder may
-        not exist. If a required table is missing, NotBuilt is raised.
+        """Return the folder `artifacts` of a table that `stage` reads. It holds the files that the rows of the table name.
+        `schema` describes the table. If the table is an optional input of `stage` and was not built, the folder may not exist.
+        Raises NotBuilt if a required table was not built.
         """
         optional = schema in stage.optional
         return (self.folder(schema.name) if optional else self.built(schema, stage.name)).folder / "artifacts"

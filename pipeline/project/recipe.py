@@ -31,8 +31,9 @@ def significant_settings(config: Any) -> dict[str, Any]:
 
 def settings_of(config: Any, kinds: tuple[str, ...]) -> dict[str, Any]:
     """Return the settings of the given kinds as a dict from name to value. `config` is a config dataclass. `kinds`
-    lists kinds of settings: "setting", "selects" or "runtime". The kind of a field is the name of the function in
-    `stages.settings` that declared the field. A nested section becomes a nested dict.
+    lists kinds of settings. A "setting" changes the content of rows. A "selects" setting decides which rows a table
+    has. A "runtime" setting changes no row. The functions of these names in `stages.settings` declare the fields. A
+    nested section becomes a nested dict.
 
     A field declared with `unrecorded=(...)` is left out if its value is one of these values.
     """
@@ -52,12 +53,10 @@ def _plain(value: Any, kinds: tuple[str, ...]) -> Any:
 
 def recipe(stage: Stage, config: Any, weights: dict[str, Any], tensors: dict[str, str], rows: pa.Table | None) -> dict[str, Any]:
     """Return the recipe of a stage as plain JSON data. A recipe holds everything that decides what the stage computes.
-    `config` is the stage's config dataclass. `weights` holds the hash of each model component that is needed. `tensors`
-    holds the recipe id of each table from which tensors are read. `rows` holds the other data that every result depends
-    on.
-
-    `weights` maps a component's name, such as "transformer", to the result of `Project.weight_recipe`. `tensors` maps a
-    table's name to its recipe id. `rows` is the result of `stage.snapshot`, or None if the stage has no `snapshot`.
+    `config` is the stage's config dataclass. `weights` maps a component's name, such as "transformer", to the result of
+    `Project.weight_recipe`. `tensors` maps the name of each table whose tensors are read to its recipe id, 12 hex
+    digits. `rows` is the result of `stage.snapshot`: the rows on which the whole result depends. It is None if the
+    stage has no `snapshot`.
 
     The recipe ids of tensor tables are needed because a row's key says what a tensor was computed from, but not how.
     """
@@ -115,10 +114,10 @@ class FileHashes:
                 self.known |= stored
 
     def component(self, name: str, path: Path, patterns: Iterable[str] = ("*",), weights: bool = True) -> str:
-        """Return the sha256 over the weight and config files of a component, as hex digits. The hash is also stored
-        under `name`, for `last_known`. `path` is the component's only file or its folder. `patterns` are glob patterns
-        that choose files in the folder. With `weights` False, weight files in the folder do not count: those of a text
-        encoder may lie beside its tokenizer.
+        """Return the sha256 over the weight and config files of a model component, as hex digits. The hash is also
+        stored under `name`, for `last_known`. `path` is the component's only file or its folder. `patterns` are glob
+        patterns that choose files in the folder. If `weights` is False, weight files in the folder are left out. This
+        is for a tokenizer, since weights of the text encoder may lie in its folder.
         """
         found = [path] if path.is_file() else sorted({p for pattern in patterns for p in path.glob(pattern)})
         files = [path] if path.is_file() else [p for p in found if _decides(p) and (weights or p.suffix not in WEIGHTS)]
@@ -128,8 +127,9 @@ class FileHashes:
         return digest
 
     def last_known(self, name: str) -> str | None:
-        """Return the stored hash of a component: a sha256 in hex digits, or None if none is stored. `name` is the name of the
-        component, such as "transformer". The hash was computed when the component's files were last read. They may be gone.
+        """Return the stored hash of a component: a sha256 in hex digits, or None if none is stored. `name` is the text
+        that the method `component` was called with. The hash is that of the component's files when they were last read.
+        The files may be deleted by now.
         """
         found: str | None = self.known["components"].get(name)
         return found

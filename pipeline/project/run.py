@@ -41,14 +41,17 @@ class Run:
 
     @functools.cached_property
     def rows(self) -> pa.Table:
-        """Return all committed rows of the run as a table, one row per step, split and sample. The run need not be
-        finished.
+        """Return the rows that the run has written so far, as a table. There is one row per step, split and sample. The
+        split is "train" or "validation". The run need not be finished.
         """
         return self.table.committed().select(self.table.schema.stored.names)
 
     @functools.cached_property
     def steps(self) -> pa.Table:
-        """One row per training step, in order: `step`, `loss` (the mean of its samples), `lr`, `seconds`, `peak_bytes`."""
+        """Return a table with one row per training step, in order. Its columns are `step`, `loss` (the mean over the
+        step's samples), `lr` (the learning rate), `seconds` (the duration of the step) and `peak_bytes` (the peak
+        memory of MLX so far, in bytes).
+        """
         import pyarrow.compute as pc
 
         rows = self.rows.filter(pc.equal(self.rows["split"], "train"))
