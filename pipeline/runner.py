@@ -55,8 +55,10 @@ Computed = Iterator[pa.RecordBatch | Artifact]  # batches of the stage's table, 
 
 @dataclass
 class Outcome:
-    """A report of one run of a stage. `stage_name` is the name of the stage and of its table. The report counts the rows that
-    were written, removed, or left to compute. It also holds the duration in seconds and the peak memory in bytes.
+    """A report of one run of a stage. `stage_name` is the name of the stage and of its table. `written` and `removed`
+    count the rows that the run wrote and removed. `rows` counts the rows that the table should have. `seconds` is the
+    duration. `peak_rss` and `peak_mlx` are the peak memory of the process and of MLX, in bytes. If the stage chose to
+    end early, `left` counts the rows that are still to compute, and `reason` says why.
     """
 
     stage_name: str
@@ -144,9 +146,10 @@ def _begin(project: Project, stage: Stage, ctx: StageContext, run_name: str, not
 
 
 def _finish(stage: Stage, ctx: StageContext, writer: Writer, wanted: pa.Table) -> pa.Table:
-    """Commit through `writer` the rows that `stage.finish` yields at the end of a run. `ctx` is the stage's context,
-    with its stored rows. Return the table of rows that the stage should then have. It is `wanted`, or fewer rows if
-    training ended early.
+    """Commit the rows that `stage.finish` yields at the end of a run, and return the rows that the table should now
+    have. Rows are committed through `writer`. `ctx` is the stage's context. `wanted` is the table of rows that the
+    stage wanted at the start. It is returned if all its rows are stored. Otherwise the result of `stage.wants` is
+    returned, which has fewer rows if training ended early.
     """
     ctx.stored = writer.stored
     if stage.finish:
@@ -279,9 +282,8 @@ def peak_rss() -> int:
 
 def peak_mlx(meter: Meter | None = None) -> int:
     """Return the peak active memory of MLX in this process, in bytes. Return 0 if MLX was never imported. `meter` is
-    the `Meter` that measured this process, or None.
-
-    A meter resets MLX's own peak, so the largest value of both is returned.
+    the `Meter` that measured this process, or None. A meter resets the peak that MLX itself records. The larger of the
+    meter's peak and MLX's own is therefore returned.
     """
     core = sys.modules.get("mlx.core")
     return max(int(core.get_peak_memory()), meter.peak if meter else 0) if core else 0

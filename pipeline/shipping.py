@@ -37,8 +37,9 @@ class ShippedFile:
 
 
 class Packer:
-    """A reader of files that are to be sent to another machine. `put(bytes)` stores bytes and returns a reference to
-    them. A file is not read again if the previous call of `pack` packed it too and it has not changed.
+    """An object that reads files and stores their bytes, so that they can be sent to another machine. `put(bytes)`
+    stores bytes and returns a reference to them. The method `pack` remembers the files of its previous call. A
+    remembered file that has not changed is not read again.
     """
 
     def __init__(self, put: Put) -> None:
@@ -89,10 +90,10 @@ def files_below(path: Path) -> Iterator[Path]:
 
 
 def lasting_files(stage: Stage, resources: Mapping[str, Resource], inputs: Iterable[Path], ctx: StageContext) -> Iterator[Path]:
-    """Yield the paths of the files that every work unit of `stage` needs. A work unit is a part of the stage's work.
-    The files are those in the folders `inputs`, which hold input tables, and the weights. A stage may need further
-    folders. Their files are yielded only if the stage does not say which files it opens. `resources` are the pipeline's
-    resources by name. `ctx` gives their paths.
+    """Yield the paths of the files that every work unit of `stage` needs. A work unit is a part of the stage's rows.
+    The files are those in the folders `inputs`, which hold input tables, and the stage's weights. The stage may also
+    need other folders. Their files are included if `stage.opens` is None, because any unit may then open them.
+    `resources` are the pipeline's resources by name. `ctx.need(name)` returns the path of a resource.
     """
     for folder in inputs:
         yield from files_below(folder)

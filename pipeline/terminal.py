@@ -127,8 +127,8 @@ class Terminal:
 
 @contextmanager
 def hashing_of(command: str) -> Iterator[None]:
-    """Return a context manager that shows how much of a large file is hashed, while a command runs that shows no progress of its
-    own. `command` is the name of the command. The progress bar is shown while a large file is hashed, and not before.
+    """Return a context manager that shows how far the hashing of a large file is. It is for a command that shows no
+    progress of its own. `command` is the name of the command. Nothing is shown while no large file is hashed.
     """
     opened: list[Terminal] = []
     since = time.monotonic()  # of the last line, whatever the number of files

@@ -62,8 +62,8 @@ class Kept:
         return self.tables[key]
 
     def model(self, name: str, load: Callable[[], Any]) -> Any:
-        """Return the model called `name`. Only one model is in memory at a time. If it is another one, that one is
-        released, and `load()` is called to get the model.
+        """Return the model called `name`. Only one model is in memory at a time. If that is the model `name`, it is
+        returned. Otherwise it is released, and the result of `load()` is kept in its place and returned.
         """
         if self.name != name:
             self.name, self.value = "", None
@@ -132,8 +132,9 @@ class TemporaryArtifacts:
 
 
 def _context(unit: WorkUnit, stage: Stage, kept: Kept | None, files: TemporaryArtifacts) -> StageContext:
-    """Return the context in which `stage` computes a work unit. `kept` is what this process keeps between units, or
-    None. The stage writes its artifacts to `files`. Reports to the user go nowhere.
+    """Return the context in which `stage` computes the work unit `unit`, a part of its rows. `kept` is what this
+    process keeps between units, such as a model. None keeps nothing. `files` receives the artifacts that the stage
+    writes. The context's functions for reports to the user do nothing.
     """
     once = kept or Kept()
 

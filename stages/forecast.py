@@ -35,9 +35,9 @@ class Outlook:
 @dataclass(frozen=True)
 class Forecast:
     """The memory and disk space that a stage needs, computed from array shapes before the stage runs. `peak` is the
-    most memory that MLX and large arrays of the stage use, in bytes; 0 if it is little. `plan` says in words how the
-    stage computes. If `peak` exceeds the budget, `remedy` names settings that would fit. `remedy` is empty if no
-    settings are advised.
+    most memory that MLX and large arrays of the stage use, in bytes. It is 0 if they use little. `plan` says in words
+    how the stage computes. If `peak` exceeds the memory budget, `remedy` names settings that would fit. It is "" if
+    none are advised. `row_bytes` and `file_bytes` give the disk space in bytes.
 
     `row_bytes` is the mean size of a row's tensors or files on disk. `rows` is the number of rows, or None if the
     settings do not tell the number. `file_bytes` is the size of all other files that the stage writes.

@@ -45,8 +45,9 @@ def file_sha256(file: Path | BinaryIO) -> str:
 
 
 def _shown(file: BinaryIO, name: str, size: int, note: Callable[[str], None]) -> str:
-    """Return the sha256 of the open file `file` as 64 hex digits, and tell the user about it. `name` is the file's name, `size`
-    its bytes. `note` is that of `hashing_shown`.
+    """Return the sha256 of the open file `file` as 64 hex digits, and show the user how much is hashed. `name` is the
+    file's name in this message. `size` is the size of the file in bytes. `note(text)` shows a text in place of the one
+    before; "" removes it.
     """
     digest, part, shown = hashlib.sha256(), memoryview(bytearray(PART)), ""
     done = 0

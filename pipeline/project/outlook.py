@@ -125,9 +125,9 @@ def refusal(stage_name: str, peak: int, remedy: str, budget: int) -> str:
 
 
 def announcement(project: Project, name: str, rows: int) -> str:
-    """Return one line that tells the user what a stage needs to make `rows` rows: disk space and peak memory. In words,
-    the line also says how the stage computes, such as "images of at most 512 x 512 px". `project` is the opened project
-    folder. `name` is the name of the stage. The line is "" if the stage has no forecast or the forecast fails. Raises
+    """Return one line that tells the user what a stage needs to make `rows` rows: disk space and peak memory. The line
+    also says in words how the stage computes, such as "images of at most 512 x 512 px". `project` is the opened project
+    folder. `name` is the name of the stage. The line is "" if there is no forecast or the forecast fails. Raises
     ValueError if the stage does not fit into memory. The message names settings that fit, if any.
 
     A stage with a `snapshot` is not refused here. It makes its own plan from its data.

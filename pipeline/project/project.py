@@ -71,7 +71,7 @@ class Project:
 
     def fix(self, table: FixedTable, config: configuration.Config) -> None:
         """Use a given table for its stage from now on, and replace the settings of this project. `table` holds the stage's name
-        and the table's folder. `config` holds all new settings, usually those that made the table. Cached rows and recipes are
+        and the table's folder. `config` holds all new settings, usually those of the table. Cached rows and recipes are
         discarded.
         """
         self.config, self.fixed = config, table
@@ -263,9 +263,8 @@ class Project:
 
     def context(self, stage: Stage, **replaced: Any) -> StageContext:
         """Return a `StageContext` for calling functions of `stage` while the stage does not run. The functions can read the
-        tables on disk through it. `stored` (the rows that exist) and `pending` (the rows to compute) are empty tables. Its
-        functions for writing files and reporting progress do nothing. Any keyword arguments (`**replaced`) replace fields of the
-        context.
+        tables on disk through it. `stored` (rows that exist) and `pending` (rows to compute) are empty tables. Functions for
+        writing files and reporting progress do nothing. Any keyword arguments (`**replaced`) replace fields of the context.
         """
         empty = pa.table({f.name: pa.array([], f.type) for f in stage.writes.stored})
         nothing: Callable[..., Any] = lambda *arguments: None  # noqa: E731
@@ -288,9 +287,9 @@ class Project:
         return StageContext(**(fields | replaced))
 
     def _files(self, schema: TableSchema, stage: Stage) -> Path:
-        """Return the folder `artifacts` of a table that `stage` reads. It holds the files that the rows of the table name.
-        `schema` describes the table. If the table is an optional input of `stage` and was not built, the folder may not exist.
-        Raises NotBuilt if a required table was not built.
+        """Return the folder `artifacts` of a table that `stage` reads. It holds the files that the table's rows name. `schema`
+        describes the table. If an optional table was not built, the folder may not exist. Raises NotBuilt if a required table was
+        not built.
         """
         optional = schema in stage.optional
         return (self.folder(schema.name) if optional else self.built(schema, stage.name)).folder / "artifacts"

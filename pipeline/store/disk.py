@@ -34,8 +34,9 @@ def from_home(path: str | Path) -> Path:
 
 
 def common_folder(paths: str | tuple[str, ...], project: Path) -> Path:
-    """Return the full path of a folder. `paths` is its path, which starts at the folder `project` unless it is absolute. If
-    `paths` is a tuple of several paths, the result is the deepest folder that contains them all.
+    """Return the path of one folder. `paths` is its path as text, or a tuple of paths. For a tuple of several paths,
+    the result is the deepest folder that contains them all. A relative path starts at the folder `project`. A leading
+    `~` is the user's home folder.
     """
     given = [project / from_home(path) for path in ((paths,) if isinstance(paths, str) else paths)]
     return given[0] if len(given) == 1 else Path(os.path.commonpath([path.resolve() for path in given]))
@@ -239,8 +240,9 @@ def explain_disk_errors(table: str, folder: Path, saved: Callable[[], str], need
 
 
 def shell_path(folder: Path) -> str:
-    """Return a project's folder as text that a user can paste after `make PROJECT=`, quoted for the shell. The path is
-    relative if it is valid in the source checkout, where `make` runs. Otherwise it is absolute.
+    """Return the path of a project's folder, quoted for the shell, so that a user can paste it after `make PROJECT=`.
+    `make` runs in the source checkout. If the relative path `folder` names the same folder there, the result is
+    relative. Otherwise it is absolute.
     """
     usable = folder.is_absolute() or (CHECKOUT / folder).resolve() == folder.resolve()
     return shlex.quote(str(folder if usable else folder.resolve()))

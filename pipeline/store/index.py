@@ -84,8 +84,8 @@ class Index:
         return [version for version, path in sorted(self._manifests().items()) if self._is_committed(version, path)]
 
     def _is_committed(self, version: int, path: Path) -> bool:
-        """Return True if all files of the version `version` reached the disk. Its manifest, the file `path`, then has a
-        checksum. An earlier release wrote none: if no version has one, all count, except version 1 if no run has finished.
+        """Return True if the version `version` was written completely. Its manifest, the file `path`, then has a recorded
+        checksum. If no manifest has one (an earlier release), return True, except for version 1 before any run has finished.
         """
         checked = [name for name in self.checksums.known() if name.startswith(f"{self.path.name}/_versions/")]
         finished = (self.path.parent / "manifest.json").exists()

@@ -45,7 +45,9 @@ class Lock:
         return self
 
     def _take(self, handle: int) -> None:
-        """Lock the open file `handle`. Raises BlockingIOError if another process holds the lock at every attempt."""
+        """Lock the open file whose descriptor is `handle`. If another process holds the lock, try again after
+        `LOOK_SECONDS`. Raises BlockingIOError if all `self.attempts` attempts fail.
+        """
         for left in reversed(range(self.attempts)):
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,7 +109,10 @@ def _written_holder(path: Path) -> str:
 
 
 def _this_process() -> dict[str, str | int]:
-    """Return what a lock file records about this process: `pid`, `host`, `command` and `start` (the current time)."""
+    """Return what a lock file records about this process. `pid` is the process id, a number. `host` is the name of the
+    machine. `command` is the command line as text. `start` is the current time as text, such as "2025-01-31
+    12:00:00+01:00".
+    """
     program = Path(sys.argv[0] or "python")
     name = program.parent.name if program.name == "__main__.py" else program.name
     return {

@@ -22,9 +22,10 @@ MAPPED_SHARDS = 64  # shards kept open; macOS allows a process 256 open files
 
 @dataclass(frozen=True)
 class _Locators:
-    """The places of one tensor column's values in the shards (files with tensors). Each array has one entry per row.
-    `offset` and `nbytes` are in bytes. `dtype` is the NumPy dtype of the values. `shapes` holds the shapes of the
-    tensors. `checksum` is the xxh3 of the values. It is valid only where `checked` is True.
+    """The places of one tensor column's values in the shards (Arrow files with tensors). `dtype` is the NumPy dtype of
+    the values. Every other field is an array with one entry per row. `offset` is where the values start in the shard,
+    and `nbytes` is their length, both in bytes. `shapes` holds each tensor's shape as a list. `checksum` is the xxh3 of
+    the values. `checked` is False for a row without a checksum.
     """
 
     dtype: np.dtype

@@ -26,13 +26,13 @@ from schemas.table import TableSchema, TensorColumn
 
 
 def reconcile(rows: pa.Table, shards: Path, schema: TableSchema, problem: Callable[[Path], str]) -> pa.Table:
-    """Make the index of a table agree with its shards, and return the new index. An index has one row per stored row. A
-    shard is an Arrow file with rows and their tensors. `rows` is the present index, and `shards` is the folder of the
-    shards. `schema` describes the table. `problem(path)` returns what is wrong with a shard in words, or "".
+    """Return the index of a table, changed so that it agrees with the shards. The index has one row per stored row. A
+    shard is an Arrow file with rows and their tensors. Rows whose shard is missing or cut short are removed. Rows that
+    only a shard holds are added. `rows` is the present index, and `shards` is the folder of the shards. `schema`
+    describes the table. `problem(path)` returns what is wrong with a shard in words, or "".
 
-    A shard that is cut short is deleted. Rows whose shard is missing or deleted leave the index. If the index names no
-    row of a shard, the rows of that shard are added. Such a shard is skipped if `problem` finds something. A row is
-    also skipped if the index has a newer row with its key. If nothing differs, `rows` itself is returned.
+    A shard that is cut short is deleted. If `problem` finds something, the rows of that shard are not added. A row is
+    also not added if the index has a newer row with its key. If nothing differs, `rows` itself is returned.
     """
     ends = rows.select(["shard"]).append_column("end", tensor_ends(rows, schema))
     known = {row["shard"]: row["end_max"] for row in ends.group_by("shard").aggregate([("end", "max")]).to_pylist()}
@@ -118,12 +118,10 @@ def _all_tensor_bytes(path: Path, schema: TableSchema) -> int:
 
 
 def _newer_rows(rows: pa.Table, unknown: list[Path], schema: TableSchema) -> Iterator[pa.Table]:
-    """Yield the shard rows that the index lacks, as one table per shard. A shard is an Arrow file with rows and their
-    tensors. `rows` is the present index. `unknown` holds the paths of shards that the index does not name, sorted by
+    """Yield the rows of shards that are newer than the index, as one table per shard. A shard is an Arrow file with
+    rows and their tensors. A row is newer if the index lacks its key, or names only shards with smaller numbers for
+    this key. `rows` is the present index. `unknown` holds the paths of shards that the index does not name, sorted by
     shard number. `schema` describes the table. The column `live` of a yielded row is null.
-
-    A row is yielded if the index does not have its key. It is also yielded if its shard has a larger number than all
-    shards that the index names for this key.
     """
     key = schema.key[0]
     newest = {name: shard_number(shard) for name, shard in zip(rows[key].to_pylist(), rows["shard"].to_pylist(), strict=True)}

@@ -115,10 +115,10 @@ def rows_per_shard(rows: pa.Table, schema: TableSchema, shard_bytes: int) -> int
 
 
 def overhead_bytes(schema: TableSchema, rows: pa.Table, tensors: int) -> int:
-    """Return the disk space in bytes that a finished table takes in addition to its tensors. It is that of columns, the
-    index, and the framing of shards (Arrow files with tensors). `schema` describes the table. `rows` holds the rows of
-    the table with some or all of its columns. A column that `rows` lacks counts as empty text or as a number. `tensors`
-    is the size of all tensors together, in bytes.
+    """Return the disk space in bytes that a finished table takes besides its tensors. It is that of the other columns,
+    the index, and the parts of shards (Arrow files with tensors) that hold no values. `schema` describes the table.
+    `rows` holds the rows of the table. If `rows` lacks a column, its values are assumed to be short, such as 0 or an
+    empty text. `tensors` is the size of all tensors together, in bytes.
 
     The size of the shards is exact if all shards have equally many rows. The size of the index is an approximation.
     """

@@ -79,14 +79,13 @@ class TableFolder:
         return columns is None or columns == self.schema.recorded
 
     def manifest(self) -> dict[str, Any]:
-        """Return the manifest of the last finished run as a dict. The manifest describes the table that the run has
-        written. The main keys are `recipe`, `rows`, `dead`, `bytes`, `lance_version` and `facts`. Raises ValueError if
-        no run has finished, or if the file is damaged.
+        """Return the manifest of the last finished run: a dict that describes the table. `recipe` holds everything that
+        decides what the stage computes. `rows` and `dead` are the numbers of stored rows that readers see and do not
+        see. `bytes` is the size of the index, the shards and the artifacts. `lance_version` is the version of the index
+        that readers see. `facts` is about the run, such as its duration. Raises ValueError if no run has finished, or
+        if the file is damaged.
 
-        `recipe` holds everything that decides what the stage computes. `rows` is the number of rows that readers see.
-        `dead` is the number of stored rows that the last finished run did not want. Readers do not see these rows.
-        `bytes` is the size of the index, the shards and the artifacts, in bytes. `lance_version` is the version of the
-        index that readers see. `facts` holds facts about the run, such as its duration.
+        Readers do not see the rows that the last finished run did not want.
         """
         path = self.manifest_file
         try:
@@ -125,8 +124,9 @@ class TableFolder:
         return self.with_files(rows.filter(rows["live"]).select(self.schema.stored.names).cast(self.schema.stored))
 
     def with_files(self, rows: pa.Table, *, read: bool = False) -> pa.Table:
-        """Return the rows whose files exist and have the right size. The files of a row are its shard and its artifact. If
-        `read` is True, the artifacts are also compared with their checksums.
+        """Return those of the table's rows `rows` whose files exist and have the right size. The files of a row are its
+        shard (an Arrow file with tensors) and its artifact (a file that the row names). If `read` is True, the
+        artifacts are also compared with their checksums.
         """
         if self.schema.tensors and (damaged := damaged_shards(rows, self.shards, self.schema)):
             rows = rows.filter(pc.invert(pc.is_in(rows["shard"], pa.array(sorted(damaged), pa.string()))))
@@ -191,8 +191,8 @@ class TableFolder:
                 sync(self.folder)
 
     def manifest_is_valid(self, newest: int) -> bool:
-        """Return True if the row version that the manifest names can still be read. `newest` is the newest readable
-        version of the rows. A table without a manifest gives False.
+        """Return True if the manifest names a version of the index that can still be read. `newest` is the number of
+        the newest version that can be read. Return False if the table has no manifest.
         """
         version = self.manifest()["lance_version"] if self.exists else None
         if version is None or version > newest:
@@ -225,9 +225,10 @@ class TableFolder:
         return reclaimable_bytes(kept, self.shards, self.schema)
 
     def unnamed_files(self, rows: pa.Table, all_rows: pa.Table) -> list[Path]:
-        """Return the paths of the artifacts (files that belong to rows) that no row of `rows` names. A killed process or a
-        deleted row can leave such a file. Only the folders that hold artifacts of `all_rows` are searched, without the
-        folder `artifacts` itself. Return an empty list if the table has no artifacts.
+        """Return the paths of the artifacts that no row of `rows` names. An artifact is a file that belongs to a row. A
+        killed process or a deleted row can leave such a file. Only folders inside the folder `artifacts` are searched,
+        and only those with files of `all_rows`, the stored rows of the table. The list is empty if rows of this table
+        name no files.
         """
         if not self.schema.artifact:
             return []

@@ -284,9 +284,9 @@ class Writer:
             self.table.index.record_checksums()
 
     def remove(self, files: Iterable[str], keys: Collection[str]) -> None:
-        """Remove damaged files and rows, so that the next run of the stage writes them again. `files` are the damaged
-        files, as paths relative to the table's folder. These files are moved to the folder `damaged`, and their rows
-        are removed. `keys` are the keys of further rows to remove. For a table without tensors, `keys` must be empty.
+        """Remove damaged files and rows, so that the next run of the stage writes them again. `files` are paths of damaged files,
+        relative to the table's folder. Each file is moved to the folder `damaged`, and rows that name it are removed. `keys`
+        names further rows to remove, by the value of their first key column. It must be empty for a table without tensors.
 
         A row is also removed if its shard or artifact is missing or has another size.
         """

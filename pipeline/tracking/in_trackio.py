@@ -40,7 +40,9 @@ class Trackio:
 
 
 def open_run(run: TrackedRun) -> Trackio:
-    """Open the run in the project's folder tracking/trackio, or in TRACKIO_DIR."""
+    """Return the run `run` in trackio. Its data lies in the project's folder tracking/trackio, or in the folder that
+    the environment variable TRACKIO_DIR names.
+    """
     folder = os.environ.setdefault("TRACKIO_DIR", str(run.folder / "trackio"))
     return Trackio(run, f"TRACKIO_DIR={folder} trackio show --project {run.project}")
 

@@ -64,7 +64,9 @@ class Wandb:
 
 
 def open_run(run: TrackedRun) -> Wandb:
-    """Open the run: in the project's folder tracking/wandb, or as WANDB_MODE says."""
+    """Return the run `run` in Weights & Biases. By default, its data is only written to the project's folder
+    tracking/wandb. The environment variable WANDB_MODE can choose another mode, such as "online".
+    """
     mode = os.environ.get("WANDB_MODE", "offline")
     where = "online" if mode == "online" else f"wandb sync {run.folder / 'wandb'}/*{run.id} uploads it"
     return Wandb(run, mode, where)

@@ -14,9 +14,11 @@ ONCE = ("lr", "grad_norm")  # columns with one value per step
 
 
 def points(rows: pa.Table, after: int = -1) -> Iterator[tuple[int, Values]]:
-    """Yield (step, values) for the steps after `after`, in order. `rows` are rows of a training table. `train/loss` is
-    the mean loss of a step's samples, `validation/loss` that of the held-out samples. `train/lr` and `train/grad_norm`
-    are the step's. A measurement of held-out samples that is not complete is left out.
+    """Yield (step, values) for each step after the step `after`, in order. `rows` are rows of a training table.
+    `values` maps the name of a metric to a number. "train/loss" and "validation/loss" are the mean losses of the step's
+    training and held-out samples. "train/lr" is its learning rate, and "train/grad_norm" the norm of its gradient.
+    Metrics that were not measured at a step are left out. So is "validation/loss" if some held-out samples are still
+    missing.
     """
     rows = rows.filter(pc.greater(rows["step"], after))
     found: dict[int, Values] = {}

@@ -26,8 +26,9 @@ Computed = Iterator[Any]  # batches and artifacts of a stage
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run that a tracker shows. `project` is the project's name, `id` the recipe of the run, 12 hex digits.
-    `settings` has dotted keys. `folder` is where local trackers keep their files.
+    """A training run, as a tracker needs it. `project` is the name of the project. `id` is the recipe of the run, 12
+    hex digits. `settings` maps dotted keys, such as "train.lr", to values. `folder` is the folder "tracking" of the
+    project, in which local trackers keep their files.
     """
 
     project: str
@@ -37,7 +38,9 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A run in an experiment tracker. It is opened by `open_run(run)` of its module."""
+    """A run in an experiment tracker, such as MLflow. Each tracker has a module in `pipeline.tracking`, such as
+    `in_mlflow`. The function `open_run(run)` of that module returns this object.
+    """
 
     where: str  # for the user: how to look at it
 
@@ -62,9 +65,9 @@ def open_tracker(kind: str, run: TrackedRun) -> Tracker:
 
 
 def catch_up(tracker: Tracker, rows: pa.Table, last: int, *, unfinished: bool = False) -> int:
-    """Write the steps of a table that the tracker lacks, and return the last step that was written. `rows` are the rows of
-    the table. Steps up to `last` are not written again. If `unfinished` is True, the newest step is left for later, because
-    some of its rows may be missing.
+    """Write the steps of a training table to `tracker`, beginning after the step `last`. `rows` are the rows of the
+    table. If `unfinished` is True, the newest step is left for later, because some of its rows may be missing. Return
+    the last step that was written, or `last` if no step was written.
     """
     found = list(points(rows, last))
     for step, values in found[:-1] if unfinished else found:
@@ -74,8 +77,8 @@ def catch_up(tracker: Tracker, rows: pa.Table, last: int, *, unfinished: bool = 
 
 
 class Following:
-    """Copies the rows of a training stage to `tracker` while `writer` commits them. Call the object with the batches of the
-    stage; it yields them unchanged.
+    """Copies the metrics of a training stage to `tracker`. Call the object with the batches of the stage. It yields
+    them unchanged. After each batch, it copies the steps whose rows `writer` has committed.
     """
 
     def __init__(self, tracker: Tracker, writer: Writer) -> None:
@@ -104,10 +107,10 @@ class Following:
 
 @contextmanager
 def tracked(project: Project, stage: str, writer: Writer, say: Say) -> Iterator[Callable[[Computed], Computed]]:
-    """Copy the numbers of the training stage `stage` to an experiment tracker, during a `with` block. The block gets a
-    function that takes the stage's batches and yields them unchanged, while committed steps are copied. `project` is
-    the opened project folder. `writer` writes the stage's table. `say` is called with one line for the user. Raises
-    ValueError if the tracker's package is not installed.
+    """Copy the metrics of the training stage `stage` to an experiment tracker, during a `with` block. The block gets a
+    function. This function takes the stage's batches and yields them unchanged. After each batch, it copies the steps
+    that `writer` has committed. `project` is the opened project folder. `writer` writes the stage's table. `say` is
+    called with one line for the user. Raises ValueError if the tracker's package is not installed.
 
     The setting [train] `track` chooses the tracker; without one, nothing is copied. At the end, the tracker has every
     committed step, also after an error.

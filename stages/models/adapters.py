@@ -64,8 +64,9 @@ def _check(name: str, own: Arrays) -> None:
 
 
 def _required(own: Arrays) -> tuple[str, ...]:
-    """Return the endings of the keys that the adapter of one Linear must have, such as ".lora_A.weight". `own` maps the
-    endings that the adapter has to its arrays. These endings show whether the adapter is a LoRA or a LoKr.
+    """Return the endings of all arrays that the adapter of one Linear must have, such as (".lora_A.weight",
+    ".lora_B.weight") for a LoRA. `own` maps endings to the arrays that the adapter has, which may be incomplete. Its
+    endings show if the adapter is a LoRA or a LoKr.
     """
     if W2 in own:
         return W1, W2

@@ -54,8 +54,8 @@ class ModelFamily:
     @property
     def architecture(self) -> Any:
         """Return an object that holds the functions of the family's architecture. MLX is imported when this is first
-        read. The object has at least the function `write_random_weights(folder, family, seed)`. If the family has a
-        seed in `seeded`, this function writes a complete model with random weights into `folder`.
+        read. The object has at least the function `write_random_weights(folder, family, seed)`. If the family's field
+        `seeded` is not None, that function writes a complete model with random weights into `folder`.
         """
         module, _, attribute = self.code.partition(":")
         return getattr(import_module(module), attribute)

@@ -96,11 +96,10 @@ def _ranks(arrays: Arrays) -> dict[str, int | None]:
 
 
 def _scales(arrays: Arrays, metadata: dict[str, str]) -> Scales:
-    """Return a dict from the name of each Linear in `arrays` to the scale of its adapter. A scale in
-    `metadata["scales"]` is used as it is. Otherwise the scale is alpha / rank, with alpha from `metadata["alphas"]` or
-    `metadata["alpha"]`. Without an alpha or a rank, the scale is 1.
-
-    "scales" and "alphas" are JSON, from the name of a Linear to a number. "alpha" is one number for all Linears.
+    """Return a dict from the name of each Linear in `arrays` to the scale of its adapter. `metadata["scales"]` is JSON,
+    a dict from the name of a Linear to its scale. For other Linears, the scale is alpha / rank. `metadata["alphas"]` is
+    JSON, a dict from the name of a Linear to its alpha. `metadata["alpha"]` is the alpha of all others. Without an
+    alpha or a rank, the scale is 1. Keys of `arrays` are a Linear's name and an ending.
     """
     by_name, alphas = (json.loads(metadata.get(key, "{}")) for key in ("scales", "alphas"))
     common = metadata.get("alpha")
