@@ -55,10 +55,10 @@ Computed = Iterator[pa.RecordBatch | Artifact]  # batches of the stage's table, 
 
 @dataclass
 class Outcome:
-    """A report of one run of a stage. `stage_name` is the name of the stage and of its table. `written` and `removed`
-    count the rows that the run wrote and removed. `rows` counts the rows that the table should have. `seconds` is the
-    duration. `peak_rss` and `peak_mlx` are the peak memory of the process and of MLX, in bytes. If the stage chose to
-    end early, `left` counts the rows that are still to compute, and `reason` says why.
+    """A report of one run of a stage. `stage_name` is the name of the stage and of its table. `written` counts the rows
+    that the run wrote. `removed` counts the rows that are no longer wanted, and `rows` those that are wanted. `seconds`
+    is the duration. `peak_rss` and `peak_mlx` are the peak memory of the process and of MLX, in bytes. If the stage
+    chose to end early, `left` counts the rows that are still to compute, and `reason` says why.
     """
 
     stage_name: str

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class FixedTable:
     """A table that a project uses for one stage, whatever its present settings are. It may be that of a recorded training run.
-    `stage` is the name of the stage. `table` is the folder of the table. `recipe` is a dict of the settings and weights that made
-    the table.
+    `stage` is the name of the stage. `table` is the folder of the table. `recipe` is a dict of the settings and weights that the
+    table was made with.
     """
 
     stage: str
@@ -71,8 +71,8 @@ class Project:
 
     def fix(self, table: FixedTable, config: configuration.Config) -> None:
         """Use a given table for its stage from now on, and replace the settings of this project. `table` holds the stage's name
-        and the table's folder. `config` holds all new settings, usually those of the table. Cached rows and recipes are
-        discarded.
+        and the table's folder. `config` holds all new settings, usually those that the table was made with. Cached rows and
+        recipes are discarded.
         """
         self.config, self.fixed = config, table
         self.__dict__.pop("family", None)

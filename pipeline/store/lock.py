@@ -110,8 +110,8 @@ def _written_holder(path: Path) -> str:
 
 def _this_process() -> dict[str, str | int]:
     """Return what a lock file records about this process. `pid` is the process id, a number. `host` is the name of the
-    machine. `command` is the command line as text. `start` is the current time as text, such as "2025-01-31
-    12:00:00+01:00".
+    machine. `command` is the command line as text. `start` is the current time as text in ISO 8601 form, with a space
+    in place of the "T".
     """
     program = Path(sys.argv[0] or "python")
     name = program.parent.name if program.name == "__main__.py" else program.name
