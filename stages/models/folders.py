@@ -40,8 +40,9 @@ def locate(root: Path, component: str, family: ModelFamily) -> Path:
 
 
 def _variants(root: Path, names: Sequence[str]) -> list[Path]:
-    """Return the files in `root` that are called as one of `names`, with a precision before the suffix, sorted. An example is
-    "flux-2-klein-4b-fp8.safetensors" for "flux-2-klein-4b.safetensors".
+    """Return the files in `root` whose name is one of `names` with a precision inserted before the suffix. For example,
+    "flux-2-klein-4b-fp8.safetensors" is such a file for the name "flux-2-klein-4b.safetensors". The suffix may also be
+    ".gguf". The paths are sorted. The list is empty if `root` is not a folder.
     """
     stems = [re.escape(Path(name).stem) for name in names]
     if not stems or not root.is_dir():
@@ -51,8 +52,10 @@ def _variants(root: Path, names: Sequence[str]) -> list[Path]:
 
 
 def component_config(path: Path, default: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of the component at `path`, a folder or a file. They are the content of its config.json. If there is no
-    config.json, a copy of `default` is returned. `default` is the sizes in the family's record.
+    """Return the content of a component's config.json as a dict. It holds the sizes of the component. `path` is the
+    component's folder, or a weights file beside config.json. If there is no config.json, a copy of `default` is
+    returned. `default` is a dict of the same form, from the record of the model family. Raises ValueError if
+    config.json does not hold a JSON object.
     """
     return read_config(path) or dict(default)
 

@@ -30,8 +30,9 @@ DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class Kind:
-    """How a tensor is stored: in blocks of `values` numbers and `size` bytes. `unpack(raw)` returns the numbers as
-    float32, (blocks, values), from the bytes (blocks, size).
+    """A storage format of tensors in GGUF files. `name` is its name, such as "Q4_0". A tensor is stored in blocks. Each
+    block takes `size` bytes and holds `values` numbers. `unpack(raw)` takes blocks as a uint8 array (blocks, size). It
+    returns their numbers as an array (blocks, values).
     """
 
     name: str
@@ -42,7 +43,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies in the file. `shape` is its shape and `start` its first byte."""
+    """The place and form of a tensor in a GGUF file. `kind` is its storage format. `shape` is its shape. `start` is the
+    place of its first byte, counted in bytes from the start of the file.
+    """
 
     kind: Kind
     shape: tuple[int, ...]
@@ -50,14 +53,14 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """The number of bytes."""
+        """The number of bytes that the tensor takes in the file."""
         return math.prod(self.shape) // self.kind.values * self.kind.size
 
 
 def read_gguf(path: Path) -> dict[str, mx.array]:
-    """Return the tensors of the GGUF file `path` as a dict from name to float32 array. The packed bytes are read at
-    once; a tensor is unpacked when it is evaluated. Raises ValueError if the file is damaged or has a kind of
-    quantisation that is not read.
+    """Return the tensors of the GGUF file `path`, as a dict from name to array. All packed bytes are read during this
+    call. MLX unpacks a tensor to floating-point numbers when the tensor is first evaluated. Raises ValueError if the
+    file is damaged, or if a storage format is not supported.
     """
     entries = read_entries(path)
     data, found = np.memmap(path, np.uint8, "r"), {}
@@ -165,7 +168,11 @@ class _Header:
 
 
 def _header(file: BufferedReader, size: int) -> tuple[dict[str, Entry], int]:
-    """Return (entries by name, first byte of the data). `size` is the size of the file in bytes."""
+    """Read the header of a GGUF file, and return (entries, start). `entries` maps the name of each tensor to its
+    `Entry`. `start` is the place where the data of the tensors begins, in bytes from the start of the file. `file` is
+    the open file, at its start. `size` is its size in bytes. Raises ValueError if the version, the alignment or a
+    tensor is not supported. A damaged header raises various errors, such as IndexError.
+    """
     header = _Header(file, min(size, HEADER_BYTES))
     if header.take(4) != b"GGUF" or header.number("I") not in (2, 3):
         raise ValueError("it must be a GGUF file of version 2 or 3")
@@ -218,9 +225,9 @@ def _q4_1(raw: mx.array) -> mx.array:
 
 
 def _scales_of_8(raw: mx.array) -> tuple[mx.array, mx.array]:
-    """Return (scales, offsets) for unpacking blocks of 256 quantised values. A block has 8 groups of 32 values. Each
-    group has one scale and one offset. Both arrays have the shape (blocks, 8, 1). `raw` holds the bytes of the blocks,
-    one row per block.
+    """Return `(scales, offsets)` of blocks of 256 quantised values, each a float32 array (blocks, 8, 1). A block has 8
+    groups of 32 values. An unpacked number is the group's scale times the quantised value, minus the group's offset.
+    `raw` is a uint8 array with one block per row. Only the first 16 bytes of a block are used.
     """
     first, second, third = raw[:, 4:8], raw[:, 8:12], raw[:, 12:16]
     scales = mx.concatenate([first & 63, (third & 15) | ((first >> 6) << 4)], axis=-1).astype(mx.float32)

@@ -69,8 +69,10 @@ def _from_fp8(value: mx.array, dtype: str) -> mx.array:
 
 
 def _scaled(name: str, value: mx.array, arrays: Arrays, path: Path) -> mx.array:
-    """Return the weight `name` multiplied by its scale. The scale is one number for the whole tensor, or one for each row.
-    If `arrays` has no scale for the weight, `value` is returned unchanged. `path` is the component's path, for messages.
+    """Return a weight multiplied by its scale. `name` is the weight's name. `value` is the float32 weight without its
+    scale. `arrays` maps names to all tensors of the component, among them the scale. A scale is one number, or one for
+    each row of the weight. Without a scale, `value` is returned unchanged. `path` is the component's path, for
+    messages. Raises ValueError if the scale has another shape or dtype.
     """
     stem = name.removesuffix(".weight")
     found = [name for part in SCALES if (name := f"{stem}.{part}") in arrays]

@@ -70,13 +70,12 @@ class Transformer(Protocol):
         """
 
     def block(self, kind: str) -> Callable[..., Any]:
-        """Return the function that computes every block of one kind. `kind` is the attribute `kind` of a block. Call
-        the function as `function(weights, h, shared, linear)`. It returns the new hidden state, the output of the
-        block.
+        """Return the function that computes the blocks of one kind. `kind` is the attribute `kind` of a block. Call the
+        function as `function(weights, h, shared, linear)`. It returns the output of the block. `weights` is the
+        attribute `weights` of the block. `h` is the output of the previous block. `shared` is the second value that
+        `enter` returns. `linear(name, weight, x)` returns the output of one linear layer.
 
-        `weights` is the dict of the block's weights. `h` is the output of the previous block. For the first block, `h`
-        is the first value that `enter` returns. `shared` is the second value that `enter` returns. `linear(name,
-        weight, x)` must return the output of one linear layer. The result depends on the arguments alone.
+        For the first block, `h` is the first value that `enter` returns. The result depends on the arguments alone.
         """
 
     def linears(self) -> dict[str, tuple[int, int]]:

@@ -17,9 +17,9 @@ FOLDERS = {"encoder": "", "tokenizer": ""}  # all files lie beside each other, a
 @dataclass(frozen=True, kw_only=True)
 class RetrieverFamily(ModelFamily):
     """A family of retrievers as plain data. A retriever encodes every token of a text as a vector. `sizes` is the
-    content of config.json, for weights that the project generates and for forecasts before the weights are there. If
-    `lower_case` is True, texts are lower-cased before they are tokenised. If the weights have no projection head, one is
-    drawn from the random seed `head_seed`.
+    content of config.json. It is used to write random weights, and to forecast memory while there are no weights. If
+    `lower_case` is True, texts are lower-cased before they are tokenised. If the weights have no projection head (the
+    last linear layer), one is drawn with the random seed `head_seed`. If `head_seed` is None, such weights are refused.
 
     A drawn head must be trained before the retriever is of use. The weights lie in one folder, in the layout of
     transformers, with the head in 1_Dense or 2_Dense.

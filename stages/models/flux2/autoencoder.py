@@ -48,8 +48,8 @@ def unpatchify(z_BChw: mx.array) -> mx.array:
 
 
 class Autoencoder:
-    """FLUX.2's autoencoder. `encode` turns images into normalised latents. `decode` turns normalised latents into
-    images. Both compute in the dtype of the weights.
+    """FLUX.2's autoencoder. `encode` turns images into latents. `decode` turns latents into images. Latents are
+    normalised: each channel has about mean 0 and variance 1. Both methods compute in the dtype of the weights.
 
     Only a few strips of a convolution are computed at once, so that memory peaks at two or three activations of one level. At
     1024 px one activation of the top level takes half a GB in float32.
@@ -124,13 +124,14 @@ class Autoencoder:
         return mx.addmm(self.weights[f"{name}.bias"], x_BPC, self.weights[f"{name}.weight"].T)
 
     def _conv(self, name: str, x: Rows, *, pad: int = 1, norm: str = "", keep: bool = False, add: Rows | None = None) -> Rows:
-        """Return the convolution of the activation `x` with stride 1. `name` is the prefix of the convolution's weight
-        names. `pad` is the width of the border of zeros. If `norm` names a group normalisation, this normalisation and
-        a SiLU are applied to `x` first. `add` is an activation that is added to the result. `x` can be used again only
-        if `keep` is True.
+        """Return the convolution of the activation `x`, with bias and stride 1, as an activation. `name` is the prefix
+        of the convolution's weight names. `pad` is the width of the border of zeros. `norm` is the prefix of the weight
+        names of a group normalisation. This normalisation and a SiLU are applied to `x` first. An empty `norm` skips
+        both. `add` is an activation to add to the result, or None. The call frees `add`, and frees `x` unless `keep` is
+        True.
 
-        The convolution is computed in strips of rows. Strips of `x` are freed after their last use, unless `keep` is
-        True. Strips of `add` are always freed after their last use.
+        A freed activation cannot be used again. The convolution is computed in strips of rows. A strip of `x` or `add`
+        is freed after its last use.
         """
         weight, bias = self._kernel(name)
         H, outputs = x.height, weight.shape[0]
@@ -154,9 +155,10 @@ class Autoencoder:
         return Rows(strips)
 
     def _norm(self, name: str, x: Rows) -> tuple[mx.array, ...]:
-        """Return `(mean, scale, weight, bias)` of a group normalisation of the activation `x`, all float32. `name` is
-        the prefix of the names of its weights. `scale` is 1 / standard deviation. The mean and the scale are taken over
-        the positions of each group of channels.
+        """Return `(mean, scale, weight, bias)` of a group normalisation of the activation `x`, all float32. `mean` and
+        `scale` have the shape (batch, 1, 1, channels). They are taken over all values of each group of channels.
+        `scale` is 1 / standard deviation. `weight` and `bias` have the shape (channels,). `name` is the prefix of their
+        names.
         """
         mean_B11C, scale_B11C = group_statistics(x, self.config.norm_num_groups, NORM_EPS, self._queue.start)
         return mean_B11C, scale_B11C, *(self.weights[f"{name}.{part}"].astype(mx.float32) for part in ("weight", "bias"))
@@ -194,9 +196,9 @@ class Autoencoder:
         return self._resnet(f"{name}.resnets.1", x)
 
     def _downsample(self, name: str, x: Rows) -> Rows:
-        """Return the activation `x` with half the height and width. One row of zeros is added at the bottom and one
-        column at the right. Then a convolution with stride 2 is computed. `name` is the prefix of the convolution's
-        weight names. The strips of `x` are freed.
+        """Return the activation `x` with half the height and width, as an activation. One row of zeros is added at the
+        bottom and one column at the right. Then a convolution with stride 2 is computed. `name` is the prefix of the
+        convolution's weight names. The call frees `x`, which cannot be used again.
         """
         weight, bias = self._kernel(name)
         H, W = x.height // 2, x.width // 2

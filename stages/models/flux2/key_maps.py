@@ -74,9 +74,12 @@ def is_single_file(keys: Iterable[str]) -> bool:
 
 
 def transformer_to_diffusers(arrays: dict[str, mx.array], path: Path) -> dict[str, mx.array]:
-    """Rename the transformer's weights from the names of Black Forest Labs' single files to diffusers' names. `arrays` and the
-    result map names to weights. A fused q, k, v weight is split into three. Unknown names stay as they are. `path` is the file,
-    for the message. Raises ValueError if the file holds scales of weights that are not fp8.
+    """Rename the transformer's weights from the names in Black Forest Labs' single files to diffusers' names. Return
+    them as a dict by name. `arrays` maps the names in the file to weights. A fused q, k, v weight is split into three.
+    An unknown name only loses its prefix (see `strip_prefix`). `path` is the file, for the message. Raises ValueError
+    if `arrays` still contains a scale for quantised weights.
+
+    The function `read_tensors` has already multiplied fp8 weights by their scales, and removed these scales.
     """
     converted: dict[str, mx.array] = {}
     for found, value in arrays.items():

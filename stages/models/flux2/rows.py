@@ -100,16 +100,18 @@ class Rows:
 
 
 def strip_bytes() -> int:
-    """Return the largest allowed size of one strip in bytes, counted in float32. A strip is some consecutive rows of an
-    image. The size is larger on a GPU than on a CPU, unless products are computed exactly (`compute_exactly`).
+    """Return the largest allowed size of one strip, in bytes. A strip is some consecutive rows of an image. Each value
+    counts as 4 bytes, as in float32, whatever its dtype. The size is larger on a GPU than on a CPU. But on a GPU that
+    computes float32 products in full (`kernels.exact`), it is that of a CPU.
     """
     return GPU_STRIP_BYTES if kernels.compiles() and not kernels.exact() else STRIP_BYTES
 
 
 def strip_rows(height: int, width: int, inputs: int, outputs: int, kernel: int = 3) -> int:
-    """Return the number of output rows that a convolution computes at once, at least 1. It is limited by memory and by
-    the work of one kernel. `height` and `width` are those of the output. `inputs` and `outputs` are the numbers of
-    channels. `kernel` is the side of the convolution's kernel.
+    """Return how many output rows a convolution computes at once, at least 1. Two limits apply: the size of a strip
+    (`strip_bytes`), and the floating-point operations of one device kernel (`kernels.LIMIT`). `height` and `width` are
+    those of the output. `inputs` and `outputs` are the numbers of channels. `kernel` is the side of the convolution's
+    window, such as 3.
     """
     by_bytes = strip_bytes() // (ITEM * width * max(inputs, outputs))
     by_operations = kernels.LIMIT // kernels.product_flop(width, kernel * kernel * inputs, outputs)
@@ -126,10 +128,10 @@ def windows(height: int, rows: int) -> Iterator[tuple[int, int]]:
 
 
 def group_statistics(x: Rows, groups: int, eps: float, start: Callable[[mx.array], mx.array]) -> tuple[mx.array, mx.array]:
-    """Return (mean, scale) of a group normalisation. The scale is 1 / standard deviation. The channels of `x` form
-    `groups` groups of equal size. Mean and variance are taken over all rows, columns and channels of a group. Both
-    results are float32, `(batch, 1, 1, channels)`. All channels of a group have equal values. `eps` is added to the
-    variance. `start(array)` starts the computation of a lazy array and returns the array.
+    """Return (mean, scale) of a group normalisation of the activation `x`. The scale is 1 / standard deviation. Both
+    are float32, `(batch, 1, 1, channels)`. The channels of `x` form `groups` groups of equal size. Mean and variance
+    are taken over all rows, columns and channels of a group. So all channels of a group have equal values. `eps` is
+    added to the variance. `start(array)` starts the computation of a lazy array and returns the array.
 
     Sums go over columns first: one long sum of float32 values would lose digits.
     """

@@ -39,18 +39,19 @@ def draw(
     predict: Predict | None = None,
     references: Sequence[mx.array] = (),
 ) -> Iterator[mx.array]:
-    """Draw one image with `model`, and yield its latent after each of `steps` denoising steps. `text_1TJ` is the
-    prompt's embedding, (1, text rows, features). `height` and `width` are in pixels. `seed` sets the starting noise.
-    `guidance` says how closely the image follows the prompt, such as 4.0. `negative_1TJ` is the embedding of the empty
-    prompt, or None. `predict` is a function to call in place of `model`, or None. `references` are the latents of
-    reference images. Latents are arrays (1, channels, height / 16, width / 16), float32 if yielded.
+    """Draw one image with `model`, and yield its latent after each of `steps` denoising steps. A latent is a float32
+    array (1, channels, height / 16, width / 16). `text_1TJ` is the prompt's embedding, (1, text rows, features).
+    `height` and `width` are in pixels. `seed` sets the starting noise. `guidance` says how closely the image follows
+    the prompt, such as 4.0. `negative_1TJ` is the embedding of the empty prompt. If it is None, there is no
+    classifier-free guidance.
 
     The last latent is the finished image. Raises ValueError if `height` or `width` is not a positive multiple of 16, or
     if `steps` is less than 1.
 
     With `negative_1TJ`, `guidance` is the factor of classifier-free guidance. Without it, `guidance` is an input of the
-    model. `predict` gets the keyword arguments of `Flux2.enter`. References are clean latents, each of its own height
-    and width.
+    model. `predict` is called in place of `model`, unless it is None. It gets the keyword arguments of `Flux2.enter`,
+    and returns the velocity as the model does. `references` holds the clean latents of reference images, each of its
+    own height and width.
     """
     for name, pixels in (("width", width), ("height", height)):
         if pixels < PIXELS or pixels % PIXELS:
@@ -70,16 +71,16 @@ def velocity_function(
     predict: Predict | None = None,
     references: Sequence[mx.array] = (),
 ) -> Velocity:
-    """Return a function `velocity(x_1Chw, sigma)` that runs `model` on one prompt. `size` is the latent's `(height,
-    width)`. `text_1TJ` is the prompt's embedding, (1, text rows, features). `negative_1TJ` is the embedding of the
-    empty prompt, or None. `guidance` says how closely the image follows the prompt, such as 4.0. `predict` is a
-    function to call in place of `model`, or None. `references` are the clean latents of reference images. `x_1Chw` is a
-    noisy latent, (1, channels, height, width), and `sigma` its noise level, 0 to 1. The function returns a float32
-    array of that shape.
+    """Return a function `velocity(x_1Chw, sigma)` that runs `model` on one prompt. `x_1Chw` is a noisy latent, (1,
+    channels, height, width). `sigma` is its noise level, from 0 (clean) to 1 (noise). The function returns a float32
+    array in the shape of `x_1Chw`. `size` is the latent's `(height, width)`. `text_1TJ` is the prompt's embedding, (1,
+    text rows, features). `negative_1TJ` is the embedding of the empty prompt. If it is None, there is no
+    classifier-free guidance.
 
-    A noise level of 0 is clean and of 1 is noise. With `negative_1TJ`, `guidance` is the factor of classifier-free
-    guidance. Without it, `guidance` is an input of the model. `predict` gets the keyword arguments of `Flux2.enter`.
-    Both prompts are computed with the references.
+    With `negative_1TJ`, `guidance` is the factor of classifier-free guidance, such as 4.0. Without it, `guidance` is an
+    input of the model. `predict` is called in place of `model`, unless it is None. It gets the keyword arguments of
+    `Flux2.enter`, and returns the velocity as the model does. `references` holds the clean latents of reference images.
+    Both prompts are computed with them.
     """
     tokens = sum(math.prod(each) for each in (size, *(latent.shape[2:] for latent in references)))
     run = predict or model

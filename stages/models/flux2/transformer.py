@@ -77,14 +77,14 @@ class Flux2:
 
     @staticmethod
     def block(kind: str) -> Callable[..., mx.array]:
-        """Return the function that computes a block of this `kind`, "double" or "single". Call it as
-        `function(weights, h_BSD, shared, linear)`. It returns the output of the block, in the shape of `h_BSD`. `h_BSD`
-        is the output of the previous block, `(batch, text rows then image rows, hidden)`. `weights` is the attribute
-        `weights` of the block.
+        """Return the function that computes a block of the given `kind`, "double" or "single". Call it as
+        `function(weights, h_BSD, shared, linear)`. It returns the output of the block, in the shape of `h_BSD`.
+        `weights` is the attribute `weights` of the `Block`. `h_BSD` is the output of the previous block, `(batch, text
+        rows then image rows, hidden)`. `shared` is the dict that `enter` returned. `linear(name, weight, x)` computes
+        one Linear of the block. By default, it is `plain_linear`.
 
-        For the first block, `enter` returns `h_BSD`. It also returns `shared`, which is the same for all blocks.
-        `linear(name, weight, x)` computes one Linear of the block. The default is `plain_linear`. Pass another function
-        to apply an adapter.
+        For the first block, `h_BSD` is the other value that `enter` returned. Pass another `linear` to apply an
+        adapter.
         """
         return {"double": double_block, "single": single_block}[kind]
 
