@@ -69,7 +69,9 @@ def _without_variant(path: Path) -> str:
 
 
 def _plainest(candidates: list[Path]) -> Path:
-    """Return the path of `candidates` whose file name has the fewest dots. Of several, it is the first by name."""
+    """Return the path in `candidates` whose file name has the fewest dots. If several have equally few dots, the first
+    of them in alphabetical order is returned.
+    """
     return min(candidates, key=lambda p: (p.name.count("."), p.name))
 
 
@@ -176,8 +178,9 @@ def read_tensors(path: Path) -> Arrays:
 
 
 def _bytes_of(file: Path, header: Mapping[str, Mapping[str, Any]]) -> Arrays:
-    """Return the tensors of a file that MLX cannot open, as it has a dtype that MLX does not know. They are read at
-    once. Values of an unknown dtype are uint8. `header` is what `read_header` returns.
+    """Return all tensors of a safetensors file that has a dtype which MLX cannot read, as a dict from name to array. A
+    tensor with a dtype outside of `NUMPY`, such as fp8, becomes a uint8 array of its bytes. `file` is the path.
+    `header` is the result of `read_header(file)`. All data are read during this call.
     """
     data, found = np.memmap(file, np.uint8, "r"), {}
     start = 8 + int(data[:8].view("<u8")[0])
@@ -198,15 +201,15 @@ def load_component(
     ignore: Callable[[str], bool] | None = None,
     arrange: Callable[[str, mx.array], mx.array] | None = None,
 ) -> Arrays:
-    """Load a component's weights into memory, as a dict from name to array. `path` is a folder or a safetensors file.
-    `shapes` maps the expected names to shapes. Five changes are optional; None skips each. `convert(arrays)` returns
-    all tensors in the expected layout. `rename(name)` returns a tensor's new name, or None to leave it out.
-    `ignore(name)` returns True to leave it out. `dtype` is the dtype of the result, or a function from name to dtype.
-    `arrange(name, array)` returns the array that replaces a tensor.
+    """Load a component's weights into memory, as a dict from name to array. `path` is a folder or a weights file.
+    `shapes` maps the expected names to shapes. The other arguments are optional; None skips each. `convert(arrays)`
+    returns all tensors in the expected layout. `rename(name)` returns a tensor's new name, or None to leave the tensor
+    out. `ignore(new name)` returns True to leave the tensor out. `dtype` is the dtype to cast to, or a function from
+    name to dtype. `arrange(name, array)` returns the array that replaces a tensor.
 
     Raises ValueError if a file is damaged, or a tensor is missing, unknown, not finite or of another shape. The
-    functions are applied in this order. `ignore` gets the new name. After it, the shapes are checked and the tensors
-    are cast to `dtype`. Only floating-point tensors are cast. `arrange` comes last.
+    functions are applied in this order. After `ignore`, the shapes are checked and the tensors are cast to `dtype`.
+    Only floating-point tensors are cast. `arrange` comes last.
 
     Casting goes tensor by tensor, so that only one is in memory twice.
     """
@@ -223,13 +226,12 @@ def open_component(
     ignore: Callable[[str], bool] | None = None,
 ) -> Arrays:
     """Open the files of a component and return its tensors, as a dict from name to array. `path` is a folder or a
-    safetensors file. `shapes` maps the expected names to shapes. Three functions are optional, and None skips each.
-    `convert(arrays)` returns all tensors in the expected layout. `rename(name)` returns a tensor's new name, or None to
-    leave it out. `ignore(name)` returns True to leave it out. Raises ValueError if a file is damaged, or a tensor is
-    missing, unknown or of another shape.
+    weights file. `shapes` maps the expected names to shapes. Three functions are applied in this order; None skips
+    each. `convert(arrays)` returns all tensors in the expected layout. `rename(name)` returns a tensor's new name, or
+    None to leave the tensor out. `ignore(new name)` returns True to leave the tensor out. Raises ValueError if a file
+    is damaged, or a tensor is missing, unknown or of another shape.
 
-    The functions are applied in this order. `ignore` gets the new name. MLX reads an array from disk when the array is
-    first evaluated.
+    MLX reads an array from disk when the array is first evaluated.
     """
     arrays = read_tensors(path)
     if convert:

@@ -27,8 +27,9 @@ EPS = 1e-12  # the least norm that a vector is divided by, as in PyTorch's norma
 
 @dataclass(frozen=True)
 class Block:
-    """One block of the encoder, or its head. `kind` names the function that computes it. `name` is its full name, such as
-    "encoder.block.0". `weights` maps names within the block to arrays.
+    """One block of the encoder, or the projection head (the last linear layer). `kind` is "gated" or "relu" for a
+    block, after its feed-forward layer. It is "head" for the head. `name` is the full name, such as "encoder.block.0".
+    `weights` maps names within the block, such as "layer.0.layer_norm.weight", to arrays.
     """
 
     kind: str
@@ -37,9 +38,10 @@ class Block:
 
 
 class T5:
-    """The T5 encoder with a projection head. Call `model(ids, real)` to get token vectors. `ids` lists int32 arrays of
-    token ids, (texts, tokens). `real` lists boolean arrays of the same shapes, which are False for padding. The result
-    lists one float32 array per array of `ids`, (texts, tokens, width).
+    """The T5 encoder with a projection head (the last linear layer). Call `model(ids, real)` to get a vector for each
+    token. `ids` is a list of parts. A part is an int32 array of token ids, (texts, tokens). Parts may have different
+    shapes. `real` is a list with one boolean array per part, in the shape of the part. It is False for padding. The
+    result is a list with one float32 array (texts, tokens, width) per part.
 
     To compute the blocks one at a time, call `enter`. Then call the function `block(kind)` for each of `blocks`. Then
     call `leave`. The last block is the head.
@@ -69,15 +71,18 @@ class T5:
         return found
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Return the sizes of the Linears in all blocks: full name -> (outputs, inputs). The head is the last one."""
+        """Return the sizes of the Linears of all blocks and of the head. The result maps the full name of each Linear
+        to `(outputs, inputs)`. The last entry is the head's Linear, "head.linear".
+        """
         shapes = {name: shape for name, shape in self.config.shapes().items() if name not in (EMBEDDING, BIAS)}
         return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
 
     def enter(self, ids: Sequence[mx.array], real: Sequence[mx.array]) -> tuple[mx.array, Shared]:
-        """Return `(h_TD, shared)`. `h_TD` is the input of the first block, `(all tokens, width)`. `shared` is the data
-        that every block reads: attention masks with position biases, and padding masks. `ids` lists int32 arrays of
-        token ids, each `(texts, tokens)`. The arrays may have different shapes. `real` lists one boolean array for each
-        of them, of the same shape. It is False for padding.
+        """Start a forward pass, and return `(h_TD, shared)`. `h_TD` is the input of the first block, `(tokens of all
+        parts, width)`. `shared` holds what all blocks read: for each part, an attention mask with position biases, and
+        a padding mask. `ids` is a list of parts. A part is an int32 array of token ids, `(texts, tokens)`. Parts may
+        have different shapes. `real` is a list with one boolean array per part, in the shape of the part. It is False
+        for padding.
         """
         h_TD = mx.concatenate([self.embedding[part_BL.reshape(-1)] for part_BL in ids])
         return h_TD, [self._part(part_BL) for part_BL in real]
@@ -99,15 +104,15 @@ class T5:
         return self._buckets[length]
 
     def block(self, kind: str) -> Callable[..., mx.array]:
-        """Return the function that computes blocks of one kind. `kind` is "gated", "relu" or "head". Call the function
-        as `function(weights, h_TD, shared, linear)`. `weights` is the attribute `weights` of the `Block`. `h_TD` is the
-        input of the block, `(tokens, width)`. `shared` is the data that all blocks read. The method `enter` returns
-        `(h_TD, shared)` for the first block.
+        """Return the function that computes the blocks of one `kind`: "gated", "relu" or "head". Call it as
+        `function(weights, h_TD, shared, linear)`. It returns the output of the block, in the shape of `h_TD`. For
+        "head", the output is the token vectors, `(tokens, width of a vector)`. `weights` is the attribute `weights` of
+        the `Block`. `h_TD` is the input of the block, `(tokens, width)`. `shared` is the second result of `enter`.
+        `linear(name, weight, x)` computes one Linear. By default, it computes `x @ weight.T`.
 
-        The input of every later block is the output of the previous block. `h_TD` holds the tokens of all arrays that
-        were passed to `enter`. `linear(name, weight, x)` computes one Linear layer. By default, it computes `x @
-        weight.T`. The kinds "gated" and "relu" return an array of the shape of `h_TD`. The kind "head" returns the
-        token vectors, `(tokens, width of a token vector)`. They are not normalised yet.
+        The input of the first block is the first result of `enter`. The input of every later block is the output of the
+        previous block. `h_TD` holds the tokens of all arrays that were passed to `enter`. The token vectors are not
+        normalised yet.
         """
         eps, heads = self.config.layer_norm_epsilon, self.config.num_heads
         if kind == "head":
@@ -139,13 +144,13 @@ class T5:
     def __call__(
         self, ids: Sequence[mx.array], real: Sequence[mx.array], linear_for: Callable[[str], Linear] | None = None
     ) -> list[mx.array]:
-        """Return the vectors of all tokens: one float32 array `(texts, tokens, width)` per array of `ids`. `ids` lists
-        int32 arrays of token ids, `(texts, tokens)`. `real` lists boolean arrays of the same shapes, False for padding.
-        Vectors of real tokens have length 1. Vectors of padding are zero. `linear_for` applies an adapter; None means
-        no adapter.
+        """Return the vectors of all tokens: a list with one float32 array `(texts, tokens, width)` per part. `ids` is a
+        list of parts. A part is an int32 array of token ids, `(texts, tokens)`. `real` is a list with one boolean array
+        per part, in its shape, False for padding. Vectors of real tokens have length 1. Vectors of padding are zero.
+        `linear_for(block name)` returns a function that computes the Linears of a block, to apply an adapter. None
+        means no adapter.
 
-        `linear_for(block name)` returns the function `linear(name, weight, x)` that computes the Linears of this block.
-        `name` is the Linear's name within the block.
+        The function is called as `linear(name, weight, x)`. `name` is the Linear's name within the block.
         """
         h_TD, shared = self.enter(ids, real)
         for block in self.blocks:

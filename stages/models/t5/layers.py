@@ -202,8 +202,10 @@ def _attend_kept(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL
 
 
 def _pull(q: mx.array, k: mx.array, v: mx.array, p_bHLL: mx.array, y: mx.array, dy: mx.array) -> tuple[mx.array, ...]:
-    """Return the gradients of attention with respect to the queries, keys and values. `p_bHLL` holds the probabilities (the
-    result of softmax), `y` the attention's output, and `dy` the gradient with respect to that output.
+    """Return the gradients of an attention with respect to `q`, `k` and `v`, as a tuple in this order. `q`, `k` and `v`
+    are the queries, keys and values, (texts, heads, tokens, width). `p_bHLL` holds the probabilities (the result of
+    softmax), (texts, heads, tokens, tokens). `y` is the output of the attention. `dy` is the gradient with respect to
+    `y`. `y`, `dy` and the results have the shape of `q`.
     """
     pull_bHL1 = (dy.astype(mx.float32) * y).sum(-1, keepdims=True)
     ds_bHLL = (p_bHLL * (dy @ v.swapaxes(-1, -2) - pull_bHL1)).astype(q.dtype)

@@ -27,9 +27,10 @@ MODULES = (  # folder -> class of the module
 def write_model(
     folder: Path, config: T5Config, weights: Mapping[str, mx.array], settings: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a T5 encoder and its output layer as a folder for the library sentence-transformers. `weights` maps every
-    name in `config.shapes()` to an array. `settings` are further settings of the library's module `Transformer`, such
-    as "query_length". The tokenizer's files are not written. Raises ValueError if a weight is missing or of another
+    """Write a T5 encoder and its projection head (the last linear layer) into `folder`, in the form that the library
+    sentence-transformers reads. `config` holds the sizes. `weights` maps every name in `config.shapes()` to an array.
+    `settings` holds settings to add to those of the library's module `Transformer`, such as "query_length". If it is
+    None, none are added. The tokenizer's files are not written. Raises ValueError if a weight is missing or of another
     shape.
     """
     for name, shape in config.shapes().items():

@@ -18,8 +18,9 @@ STORAGES = {"FloatStorage": np.float32, "HalfStorage": np.float16}
 
 
 class _Storage:
-    """Find the NumPy dtype of a PyTorch storage class. `name` is the name of the class, such as "FloatStorage". The
-    attribute `dtype` holds the result. Raises KeyError if the class is not in `STORAGES`.
+    """The dtype of a PyTorch storage, the memory that holds the values of a tensor. `name` is the name of the storage's
+    class in PyTorch, such as "FloatStorage". The attribute `dtype` is the NumPy dtype of the values. Raises KeyError if
+    `name` is not a key of the dict `STORAGES`.
     """
 
     def __init__(self, name: str) -> None:
@@ -27,9 +28,10 @@ class _Storage:
 
 
 class _Reader(pickle.Unpickler):
-    """Unpickle a dict of PyTorch tensors without running other code. Only the classes and functions that such a dict
-    needs are allowed. `archive` is the zip file that PyTorch wrote, and `folder` is its top folder. Raises
-    `pickle.UnpicklingError` if the pickle refers to any other name.
+    """An unpickler for a file of PyTorch tensors that runs no code from the file. `archive` is the zip file that
+    PyTorch wrote. `folder` is the name of its top folder. The method `load` returns the dict in the file, with tensors
+    as NumPy arrays. It raises `pickle.UnpicklingError` if the file names a class or function that a dict of tensors
+    does not need.
     """
 
     def __init__(self, archive: zipfile.ZipFile, folder: str) -> None:

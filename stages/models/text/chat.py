@@ -15,9 +15,10 @@ SYSTEM_MESSAGE = (
 
 @dataclass(frozen=True)
 class Chat:
-    """The chat that a text encoder was trained on. `settings` are arguments of the chat template, such as `enable_thinking`.
-    `system` is the system message, or "" for none. `removed` is a token that is taken out of prompts, or "" for none.
-    `pads_left` is True if a short prompt is padded at its start. `pad` is the padding token that the tokenizer should name.
+    """The form of the chats on which a text encoder was trained. `settings` holds keyword arguments of the chat
+    template, such as {"enable_thinking": False}. `system` is the system message, or "" for none. `removed` is a token
+    that is removed from prompts, such as "[IMG]", or "" for none. If `pads_left` is True, a short prompt is padded at
+    its start, else at its end. `pad` is the usual padding token. An error message names it if the tokenizer has none.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)

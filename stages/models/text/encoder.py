@@ -31,9 +31,10 @@ DECODERS: Mapping[str, type[DecoderConfig]] = {"qwen3": Qwen3Config, "mistral3":
 
 @dataclass(frozen=True)
 class Embedding:
-    """The embedding of one text. `words` is its bfloat16 values as uint16 words, (tokens with padding, features).
-    `tokens` is the number of tokens without padding. `dropped` is the number of tokens that were cut off from a text
-    that is too long. `first` is the index of the first token that is not padding.
+    """The embedding of one text. `words` is a uint16 array (tokens with padding, features). Each uint16 holds the 16
+    bits of one value in bfloat16. `tokens` is the number of tokens without padding. Their rows are consecutive, and
+    `first` is the index of the first one. `dropped` is the number of tokens that were cut off because the text was too
+    long.
     """
 
     words: np.ndarray
@@ -63,9 +64,9 @@ class TextEncoder:
     ) -> None:
         """Load the text encoder from `weights`, a folder or a file, and its tokenizer from the folder `tokenizer`.
         `family` is the record of the model family. `precision` is the dtype to compute in, "bfloat16" or "float32".
-        `arrange(name, weight)` returns the weight to use for a layer, such as a packed (quantised) one; None keeps it.
-        If `by_layer` is True, no weight stays in memory. Raises ValueError if files are missing, damaged or of another
-        model.
+        `arrange(name, weight)` returns the object to use in place of a layer's weight, such as a packed (quantised)
+        weight. If `arrange` is None, no weight is replaced. If `by_layer` is True, weights are in memory only during a
+        call of `encode`. Raises ValueError if files are missing, damaged or of another model.
 
         With `by_layer`, every call of `encode` reads the layers one after another. ValueError is also raised if the
         tokenizer does not belong to the weights.
@@ -150,9 +151,9 @@ class TextEncoder:
 
 
 def rows(prompt: TokenizedPrompt) -> tuple[mx.array, mx.array]:
-    """Return `(ids, real)` for one prompt, as the decoder reads it. `ids` holds the token ids, shape (1, tokens).
-    `real` is a boolean array of the same shape, False for padding. Of several padding tokens at the start, only the
-    last is kept.
+    """Return `(ids, real)`, the arrays that the decoder reads for one prompt. `ids` is an int32 array of token ids, (1,
+    tokens). `real` is a boolean array of the same shape, False for padding. Padding at the start is shortened to one
+    token. Padding at the end is kept.
 
     The hidden states of all padding tokens at the start are equal, so one of them is enough. No real token attends to
     them, and they attend to no real token.
@@ -164,8 +165,9 @@ def rows(prompt: TokenizedPrompt) -> tuple[mx.array, mx.array]:
 
 
 def _embedding(prompt: TokenizedPrompt, words: np.ndarray) -> Embedding:
-    """Return the embedding of a prompt from the hidden states of its tokens. `words` holds one row of bfloat16 values, as
-    uint16, for each token that was computed. Rows of left padding were not computed; they are filled in here.
+    """Return the embedding of a prompt. `words` holds the hidden states of the tokens that were computed, as uint16,
+    (tokens, features). Each uint16 holds the 16 bits of one bfloat16 value. Of the padding at the start of a prompt,
+    only one token was computed. Its row is repeated here for the others.
     """
     padding = np.repeat(words[:1], prompt.ids.size - len(words), axis=0)
     return Embedding(np.concatenate([padding, words]), prompt.real, prompt.dropped, prompt.first)
@@ -180,7 +182,7 @@ def text_encoder_sizes(path: Path | None, family: Family) -> DecoderConfig:
 
 
 def as_words(values_TJ: mx.array) -> np.ndarray:
-    """Return the values of an array, rounded to bfloat16, as a NumPy array of uint16 words."""
+    """Round the values of an array to bfloat16, and return their bits as a uint16 NumPy array of the same shape."""
     return np.array(values_TJ.astype(mx.bfloat16).view(mx.uint16))
 
 

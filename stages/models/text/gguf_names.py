@@ -35,10 +35,11 @@ def is_gguf(keys: Iterable[str]) -> bool:
 
 
 def from_gguf(arrays: Mapping[str, mx.array], head_dim: int, interleaved: bool, path: Path) -> dict[str, mx.array]:
-    """Rename the weights of a text encoder from a GGUF file. Return them by the names of `DecoderConfig`. `arrays` maps
-    names in the file to weights. `head_dim` is the width of an attention head. Files of models of Llama's kind have the
-    rows of queries and keys in another order. For these, `interleaved` is True, and the order of the library
-    transformers is restored. `path` is the file, for messages. Raises ValueError if a name is not known.
+    """Return the weights of a text encoder from a GGUF file, as a dict by the names of `DecoderConfig`. `arrays` maps
+    the names in the file to weights. `head_dim` is the width of an attention head. `path` is the file, for messages.
+    For models of Llama's architecture, such as Mistral, GGUF files store the rows of queries and keys in another order.
+    If `interleaved` is True, these rows are put into the order of the library transformers. Raises ValueError if a name
+    is not known.
     """
     done: dict[str, mx.array] = {}
     for key, value in arrays.items():

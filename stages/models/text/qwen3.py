@@ -17,5 +17,7 @@ class Qwen3Config(DecoderConfig):
 
     @staticmethod
     def weight_name(key: str) -> str:
-        """Return the weight's name `key` without the prefix "model.", which names in a Qwen3 checkpoint have."""
+        """Return the name of a Qwen3 weight without its prefix "model.". `key` is the name in the file. For example,
+        "model.norm.weight" gives "norm.weight". A name without the prefix is returned unchanged.
+        """
         return key.removeprefix("model.")
