@@ -103,12 +103,14 @@ class Page:
 
 @dataclass(frozen=True)
 class Detail:
-    """The web page about one input, such as an image. The SQL query `sql` returns one row with `picture`, `width` and
-    `height`. The query `boxes` returns rectangles as rows of `label`, `x`, `y`, `width` and `height`. They are drawn
-    over the picture, in its pixels. The query `masks` returns grey pictures as rows of `label`, `columns` and `values`.
-    `values` has one byte per grey value, from 0 to 255, row by row. `columns` is the number of values in a row.
-    `draw_mask` names a function as "module:function". It takes `columns` and `values` and returns a WebP picture. In
-    all queries, `$text` is replaced by the input's key. An empty `boxes` or `masks` draws nothing.
+    """The web page about one input, such as an image. `sql`, `boxes` and `masks` are SQL queries in which `$text`
+    stands for the input's key. `sql` returns one row with the columns `picture`, `width` and `height`. `boxes` returns
+    rectangles to draw over the picture. Their columns are `label`, `x`, `y`, `width` and `height`, in pixels of the
+    picture. `masks` returns grey pictures with the columns `label`, `columns` and `values`. `draw_mask` names the
+    function that draws them, as "module:function". An empty `boxes` or `masks` draws nothing.
+
+    `values` has one byte per grey value, from 0 to 255, row by row. `columns` is the number of values in a row. The
+    function is called as `draw_mask(columns, values)`, and returns a WebP picture as bytes.
     """
 
     sql: str

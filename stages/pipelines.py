@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Folder:
     """A resource of a pipeline: a folder that the user names in project.toml. A stage that needs the resource gets the
-    folder's full path. `section` is a section of project.toml. `key` is the setting, or the property of the section's
-    config class, that holds the path.
+    folder's full path. `section` is the name of a section of project.toml. `key` is the name of the setting in this
+    section that holds the path. It may also be the name of a property of the section's config class that returns the
+    path.
 
     A relative path starts at the project's folder. The setting or property may also hold a tuple of several paths. The
     stage then gets the deepest folder that contains all of them.
@@ -77,8 +78,8 @@ class View:
 
 @dataclass(frozen=True)
 class Panel:
-    """A stored question about a project, for `latentmill panel NAME`. It has a `name` and a `title`. `sql` is the SELECT
-    statement that answers it.
+    """An SQL query that belongs to a pipeline. The command `latentmill panel NAME` runs it and shows its rows. `name`
+    is the NAME that the user gives. `title` says what the rows show. `sql` is the SELECT statement.
     """
 
     name: str
@@ -88,15 +89,14 @@ class Panel:
 
 @dataclass(frozen=True)
 class Chain:
-    """The functions and texts that the command `latentmill follow TEXT` needs for one pipeline. The command traces one
-    input, such as an image, through the tables. TEXT is looked up in `table`. `find(query, need, text)` returns the
-    best matching rows as a list of dicts. `describe` maps a table to a function that yields lines about the input.
+    """What the command `latentmill follow TEXT` needs to know about one pipeline. The command finds one input, such as
+    an image, and shows what each stage computed from it. `table` is the table with one row per input. `label` is its
+    column that names a row to the user. `text` says what TEXT may be. `find(query, need, text)` returns the rows of
+    `table` that match TEXT, as a list of dicts. `describe` maps a table to a function `(query, row)` that yields lines
+    about the input.
 
-    If `find` returns several rows, TEXT is ambiguous. `label` is the column of `table` that names a row to the user.
-    `text` tells the user what TEXT may be. A function in `describe` is called with `(query, row)`, where `row` is the
-    row that was found.
-
-    `query(sql, **values)` runs SQL and returns rows as dicts. `need(name)` returns a resource of the pipeline.
+    `query(sql, **values)` runs SQL and returns rows as dicts. `need(name)` returns a resource of the pipeline, such as
+    the path of a folder. If `find` returns several rows, TEXT is ambiguous. `row` is the row that was found.
     """
 
     table: str  # the table whose row is found
@@ -137,10 +137,10 @@ class Template:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline: its stages in order, and everything else that belongs to it. `stages` maps the name of each table to
-    the module that writes it. The module's `STAGE` is the stage. The other fields hold resources, commands, SQL views,
-    panels, pages and model families. Many fields name an object as "module" or "module:attribute". It is imported on
-    first use.
+    """A pipeline: its stages and everything else that belongs to it. `stages` maps each table to the name of the module
+    that writes it, in the order in which the stages run. The attribute `STAGE` of that module is the stage. The other
+    fields hold resources, commands, SQL views, panels, pages and model families. Many fields name an object by a text,
+    "module" or "module:attribute". The object is imported when it is first used.
     """
 
     name: str

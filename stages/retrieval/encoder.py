@@ -18,9 +18,10 @@ MULTIPLE = 16  # texts are padded to a multiple of so many tokens: a GPU compile
 
 
 class Encoder:
-    """An encoder of token ids with a projection head, with or without an adapter. `model` is the base encoder. `adapter`
-    holds the arrays of an adapter by name, and `scales` the scale of each Linear; both are empty for the base alone.
-    `tokenizer` is None if only token ids are encoded.
+    """An encoder of token ids with a projection head, with or without an adapter. `model` is the base encoder.
+    `adapter` maps names to the arrays of the adapter. `scales` maps the name of each Linear to the factor of the
+    adapter's change. Both are empty if there is no adapter. `tokenizer` turns texts into token ids; it is None if only
+    token ids are encoded. `query_tokens` is the largest number of tokens of a query.
     """
 
     def __init__(
@@ -58,8 +59,8 @@ class Encoder:
         return [found[row, : len(ids)] for row, ids in enumerate(many)]
 
     def query_ids(self, text: str) -> np.ndarray:
-        """Return the token ids of the query `text` as an int32 array. A longer query is cut to `query_tokens` ids. It
-        keeps its last id, the end token.
+        """Return the token ids of the query `text` as an int32 array. A query of more than `query_tokens` ids is cut to
+        this number. `query_tokens` is an argument of `Encoder`. The last id, the end token, is kept.
         """
         assert self.tokenizer is not None, "this encoder has no tokenizer"
         [ids] = self.tokenizer.encode([text])

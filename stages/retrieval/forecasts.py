@@ -82,8 +82,9 @@ def encoding_bytes(outlook: Outlook, precision: str, tokens: int) -> int:
 
 
 def forecast_tokens(outlook: Outlook) -> Forecast:
-    """Return the disk space per text of the stage `tokens`, as a `Forecast` in bytes. `outlook` holds the facts to
-    forecast from, such as settings and tables. Tokenising needs little memory.
+    """Return how much memory and disk space the stage `tokens` needs, as a `Forecast`. Its `row_bytes` is the mean disk
+    space of one text, in bytes. Its `peak` is 0, because tokenising needs little memory. `outlook` holds the facts to
+    forecast from, such as settings and tables.
     """
     together = np.concatenate(counts(outlook))
     known = outlook.rows(TOKENS) is not None
@@ -91,9 +92,10 @@ def forecast_tokens(outlook: Outlook) -> Forecast:
 
 
 def forecast_vectors(outlook: Outlook) -> Forecast:
-    """Return the peak memory and the disk space per text of the stage `vectors`, as a `Forecast` in bytes. `outlook` holds the
-    settings, the model family and the memory budget. If the memory exceeds the budget, the result also names settings that
-    would fit.
+    """Return how much memory and disk space the stage `vectors` needs, as a `Forecast`. Its `peak` is the largest
+    memory, in bytes. Its `row_bytes` is the mean disk space for the vectors of one text, in bytes. If `peak` exceeds
+    the memory budget, `remedy` names a setting that would fit, if there is one. `outlook` holds the facts to forecast
+    from: settings, tables, model family and memory budget.
     """
     config, (queries, documents) = outlook.sections["vectors"], counts(outlook)
     longest = int(max(queries.max(), documents.max()))

@@ -82,10 +82,10 @@ def wanted_negatives(ctx: StageContext) -> pa.Table:
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return a table of everything that can change any row of this stage. `ctx` is the stage's context: its input
-    tables and settings. The result has the text columns `key` and `value`. One row stands for each unit that may be a
-    negative: a function, method, class or window of lines. One row stands for each pair: a query and the unit that
-    answers it. The key is the id of the unit or pair. The value identifies its content.
+    """Return the data on which the rows of this stage depend, as a table of the text columns `key` and `value`. If the
+    table changes, all rows are computed anew. `ctx` is the stage's context: its input tables and settings. There is one
+    row per pair, and one per unit that may be a negative. `key` is the id of the pair or unit. `value` identifies its
+    content. A unit is a function, method, class or window of lines. A pair is a query and the unit that answers it.
 
     One more row identifies the adapter file, if the setting [negatives] `encoder` names one.
     """
@@ -143,9 +143,10 @@ def _is_trained(pair: Row) -> bool:
 
 
 def _groups(ctx: StageContext) -> dict[str, set[str]]:
-    """Return a dict from duplicate group to the set of unit ids of its pairs. `ctx` is the stage's context: its input
-    tables and settings. A duplicate group joins all pairs with the same query or document. A unit is a function,
-    method, class or window of lines. All units of a group count as answers to its queries.
+    """Return the units of each duplicate group, as a dict of sets of unit ids. A key is the value of the column
+    `duplicate_group`. A duplicate group joins all pairs with the same query or document. A pair is a query and the unit
+    that answers it. A unit is a function, method, class or window of lines. All units of a group count as answers to
+    each of its queries. `ctx` is the stage's context: its input tables and settings.
     """
     found: dict[str, set[str]] = {}
     for row in _pairs(ctx):
@@ -181,8 +182,9 @@ def find_negatives(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 @contextmanager
 def _lexical(units: dict[str, Row]) -> Iterator[Search]:
-    """Return a context manager for full-text search over the words of `units`. Its value takes a row of the table `pairs`, and
-    returns the BM25 score of every unit, as an array (units,).
+    """Return a context manager for full-text search. `units` maps unit ids to rows. The column `words` of these rows is
+    searched. The `with` statement gives a function `search(pair)`, where `pair` is a row of the table `pairs`. The
+    function returns the BM25 score of every unit for the query of `pair`, as an array (units,).
     """
     with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
         lexical.build(Path(folder), [row["words"] for row in units.values()])
@@ -250,15 +252,15 @@ def _rows(
 
 
 def choose(scores: np.ndarray, own: float, excluded: list[int], config: NegativesConfig) -> list[int]:
-    """Return the positions of the hard negatives of one query, at most `config.count`. A hard negative is a document
-    that scores high but does not answer the query. `scores` holds the score of every document by position. `own` is the
-    score of the query's own document. `excluded` holds positions that are never chosen: those of the query's own
-    document and of its duplicates.
+    """Return the positions of the hard negatives of one query, as a list of at most `config.count`. A hard negative is
+    a document that scores high but does not answer the query. `scores` is an array with the score of every document.
+    `own` is the score of the query's own document, its right answer. A document that scores more than
+    `config.max_ratio` times `own` is chosen last, because it may answer the query too. `excluded` holds positions that
+    are never chosen: those of the query's own document and of its duplicates.
 
-    A document that scores more than `config.max_ratio` times `own` may answer the query too. If `own` is 0, no document
-    counts as such. All documents below this bound come first, the highest score first. But the best `config.skip` of
-    them are moved to the end of this group, the lowest score first. The documents that may answer the query come last,
-    the lowest score first.
+    If `own` is 0, no document is moved to the end for its score. The other documents come first, the highest score
+    first. But the best `config.skip` of them are moved to the end of this group, the lowest score first. The documents
+    that may answer the query come last, the lowest score first.
     """
     order = np.lexsort((np.arange(len(scores)), -scores))
     allowed = order[~np.isin(order, excluded)]

@@ -68,10 +68,10 @@ def wanted_ranks(ctx: StageContext) -> pa.Table:
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return a table of everything that can change any row of this stage. `ctx` is the stage's context: its input
-    tables and settings. The result has the text columns `key` and `value`. There is one row per function or class of
-    the corpus, one per evaluation query, and one per encoder. The key is the id of the function or query, or the name
-    of the encoder. The value identifies the content.
+    """Return the data on which the rows of this stage depend, as a table of the text columns `key` and `value`. If the
+    table changes, all rows are computed anew. `ctx` is the stage's context: its input tables and settings. There is one
+    row per function or class of the corpus, one per evaluation query, and one per encoder. `key` is the id of the
+    function or query, or the name of the encoder. `value` identifies its content.
 
     The value is the id of the text, the state of the query, or the number of stored vectors.
     """
@@ -157,8 +157,8 @@ class Corpus:
         self.known: dict[str, np.ndarray] = {}
 
     def lexical(self, pair: Row) -> np.ndarray:
-        """Return the keyword score of every document for the query of `pair`, as an array (documents,). It is the same
-        for all encoders.
+        """Return the keyword score of every document for one query, as an array (documents,). `pair` is a row of the
+        table `pairs` with the query. The scores are kept, and further calls for the same pair return them.
         """
         if pair["pair_id"] not in self.known:
             self.known[pair["pair_id"]] = self.words.scores(pair["query"])

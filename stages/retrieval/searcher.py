@@ -47,9 +47,10 @@ class Answer:
 
 
 class Searcher:
-    """A searchable index of source code. `rows` are all rows of the table `index`. `artifacts` is the table's folder of
-    artifacts. `encoder` turns queries into vectors; with None, only lexical search works. `weight`, 0 to 1, is the
-    weight of semantic scores in hybrid search. Raises ValueError if a file of the index is missing.
+    """A searchable index of source code. `rows` are all rows of the table `index`. `artifacts` is the folder of the
+    files that belong to this table, such as the matrix of vectors. `encoder` turns queries into vectors; with None,
+    only lexical search works. `weight` is the share of the semantic scores in hybrid search, 0 to 1. Raises ValueError
+    if a file of the index is missing.
 
     If `resident` is True, vectors that fit into 1 GiB are read into memory. Many queries are then answered faster.
     """

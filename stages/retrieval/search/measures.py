@@ -13,12 +13,11 @@ RESAMPLES = 2000  # bootstrap samples of the queries
 
 
 def rank_of(scores: np.ndarray, own: int, excluded: np.ndarray | None = None) -> int:
-    """Return the rank of one document in the results of a query, counted from 1. `scores` holds the score of every
-    document. `own` is the index of the ranked document. `excluded` holds the indices of documents to leave out of the
-    count.
+    """Return the rank of one document in the results of a query, counted from 1. `scores` is an array with the score of
+    every document. `own` is the index of the ranked document. `excluded` is an array of indices of documents that are
+    not counted. If it is None, all documents are counted. A document with an equal score counts as better.
 
-    Documents with an equal score count as better. For `scores` = [3, 5, 3] and `own` = 0, the rank is 3. Scores that
-    differ by less than `TIE` are equal.
+    For `scores` = [3, 5, 3] and `own` = 0, the rank is 3. Scores that differ by less than `TIE` are equal.
     """
     better = scores >= scores[own] - TIE
     better[own] = False
@@ -76,8 +75,9 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 
 def bootstrap(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """Return the 95 % bootstrap interval (low, high) of the mean of `values`. `values` has one number per query. `seed`
-    fixes the random samples. To compare two systems, pass the difference of each query.
+    """Return the 95 % bootstrap interval (low, high) of the mean of `values`. `values` is an array with one number per
+    query. `seed` fixes the random samples. To compare two systems, subtract their numbers query by query and pass the
+    differences. If `values` is empty, the result is (0, 0).
     """
     if not len(values):
         return 0.0, 0.0
