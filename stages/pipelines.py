@@ -90,10 +90,10 @@ class Panel:
 @dataclass(frozen=True)
 class Chain:
     """What the command `latentmill follow TEXT` needs to know about one pipeline. The command finds one input, such as
-    an image, and shows what each stage computed from it. `table` is the table with one row per input. `label` is its
-    column that names a row to the user. `text` says what TEXT may be. `find(query, need, text)` returns the rows of
-    `table` that match TEXT, as a list of dicts. `describe` maps a table to a function `(query, row)` that yields lines
-    about the input.
+    an image, and shows what each stage computed from it. `table` has one row per input. `label` is its column that
+    names a row to the user. `text` says what TEXT may be. `find(query, need, text)` returns the rows of `table` that
+    match TEXT, as a list of dicts. `describe` maps a table to a function `(query, row)` that yields lines about the
+    input.
 
     `query(sql, **values)` runs SQL and returns rows as dicts. `need(name)` returns a resource of the pipeline, such as
     the path of a folder. If `find` returns several rows, TEXT is ambiguous. `row` is the row that was found.

@@ -227,9 +227,9 @@ def open_component(
 ) -> Arrays:
     """Open the files of a component and return its tensors, as a dict from name to array. `path` is a folder or a
     weights file. `shapes` maps the expected names to shapes. Three functions are applied in this order; None skips
-    each. `convert(arrays)` returns all tensors in the expected layout. `rename(name)` returns a tensor's new name, or
-    None to leave the tensor out. `ignore(new name)` returns True to leave the tensor out. Raises ValueError if a file
-    is damaged, or a tensor is missing, unknown or of another shape.
+    each. `convert(arrays)` returns all tensors in the expected layout. `rename(name)` returns the new name, or None to
+    leave a tensor out. `ignore(new name)` returns True to leave it out. Raises ValueError if a file is damaged, or a
+    tensor is missing, unknown or of another shape.
 
     MLX reads an array from disk when the array is first evaluated.
     """

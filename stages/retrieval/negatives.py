@@ -85,7 +85,7 @@ def snapshot(ctx: StageContext) -> pa.Table:
     """Return the data on which the rows of this stage depend, as a table of the text columns `key` and `value`. If the
     table changes, all rows are computed anew. `ctx` is the stage's context: its input tables and settings. There is one
     row per pair, and one per unit that may be a negative. `key` is the id of the pair or unit. `value` identifies its
-    content. A unit is a function, method, class or window of lines. A pair is a query and the unit that answers it.
+    content. A unit is a function, method, class or window of lines.
 
     One more row identifies the adapter file, if the setting [negatives] `encoder` names one.
     """
@@ -254,13 +254,13 @@ def _rows(
 def choose(scores: np.ndarray, own: float, excluded: list[int], config: NegativesConfig) -> list[int]:
     """Return the positions of the hard negatives of one query, as a list of at most `config.count`. A hard negative is
     a document that scores high but does not answer the query. `scores` is an array with the score of every document.
-    `own` is the score of the query's own document, its right answer. A document that scores more than
-    `config.max_ratio` times `own` is chosen last, because it may answer the query too. `excluded` holds positions that
-    are never chosen: those of the query's own document and of its duplicates.
+    `own` is the score of the query's own document, its right answer. `excluded` holds positions that are never chosen:
+    those of the query's own document and of its duplicates. `config` holds the settings [negatives].
 
-    If `own` is 0, no document is moved to the end for its score. The other documents come first, the highest score
-    first. But the best `config.skip` of them are moved to the end of this group, the lowest score first. The documents
-    that may answer the query come last, the lowest score first.
+    A document that scores more than `config.max_ratio` times `own` may answer the query too. If `own` is 0, no document
+    counts as such. All other documents come first, the highest score first. But the best `config.skip` of them are
+    moved to the end of this group, the lowest score first. The documents that may answer the query come last, the
+    lowest score first.
     """
     order = np.lexsort((np.arange(len(scores)), -scores))
     allowed = order[~np.isin(order, excluded)]

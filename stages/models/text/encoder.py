@@ -64,9 +64,9 @@ class TextEncoder:
     ) -> None:
         """Load the text encoder from `weights`, a folder or a file, and its tokenizer from the folder `tokenizer`.
         `family` is the record of the model family. `precision` is the dtype to compute in, "bfloat16" or "float32".
-        `arrange(name, weight)` returns the object to use in place of a layer's weight, such as a packed (quantised)
-        weight. If `arrange` is None, no weight is replaced. If `by_layer` is True, weights are in memory only during a
-        call of `encode`. Raises ValueError if files are missing, damaged or of another model.
+        `arrange(name, weight)` returns an object to use in place of a layer's weight, such as a packed (quantised) one.
+        None replaces no weight. If `by_layer` is True, weights are in memory only during a call of `encode`. Raises
+        ValueError if files are missing, damaged or of another model.
 
         With `by_layer`, every call of `encode` reads the layers one after another. ValueError is also raised if the
         tokenizer does not belong to the weights.
