@@ -42,8 +42,9 @@ def interruptible(say: Callable[[str], None] = lambda line: None) -> Iterator[th
 
 @contextmanager
 def _acknowledged(say: Callable[[str], None]) -> Iterator[None]:
-    """Call `say` with one line for the user at the first Ctrl-C or SIGTERM during a `with` block. The call comes at
-    once, from another thread. The block must run in the main thread. Python handlers must be set for both signals.
+    """Call `say` with one line for the user at the first Ctrl-C or SIGTERM during a `with` block. Another thread calls
+    `say`, so that the line comes while the main thread computes. The block must run in the main thread. The caller must
+    first set Python handlers for both signals.
 
     Python runs a handler only when the main thread returns from native code. This may take minutes. The number of the
     signal is therefore written to a pipe at once, and the other thread reads the pipe.

@@ -37,9 +37,10 @@ def visible_gpus(count: int) -> Sequence[str] | None:
 
 
 def rank_environments(count: int, hosts_file: Path, cuda: Sequence[str] | None) -> list[dict[str, str]]:
-    """Return the environment variables of `count` ranks on this machine, one dict for each rank. `cuda` lists the ids of
-    the GPUs, one for each rank; the ranks then talk over NCCL. If it is None, they talk over local sockets, and the list of
-    their addresses is written to `hosts_file`.
+    """Return the environment variables for a training run with `count` ranks on this machine. A rank is one of the
+    processes that train together. The result has one dict per rank: variable -> text. `cuda` lists the ids of the GPUs,
+    one per rank; the ranks then communicate over NCCL. If `cuda` is None, they communicate over local sockets. The list
+    of their addresses is then written as JSON to `hosts_file`.
     """
     if cuda is None:
         hosts_file.write_text(json.dumps([[f"{LOCALHOST}:{port}"] for port in free_ports(count)]))
@@ -58,9 +59,10 @@ def free_ports(count: int) -> list[int]:
 
 
 def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]], say: Callable[[str], None]) -> int:
-    """Run `command` once for each rank, with the variables of `environments` added, and wait for all of them. Rank 0 has
-    this terminal. Lines of the others on standard error are passed to `say` with the number of the rank. Returns the exit
-    code of the first rank that failed, or 0.
+    """Run `command` once for each rank, and wait for all of them. A rank is one of the processes that train together.
+    `environments` has one dict of environment variables per rank. Rank 0 uses the terminal of this process. The
+    standard output of the other ranks is discarded. `say` is called with each line of their standard error, after the
+    number of the rank. Return the exit code of the first rank that failed, or 0.
 
     If a rank fails, the others are killed soon afterwards. Whatever they wrote is complete, because files appear by rename.
     """

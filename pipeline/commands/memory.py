@@ -66,8 +66,8 @@ class Profile:
         return MemoryEstimator(self.train, architecture, architecture.transformer_config(None, self.family))
 
     def batch(self, side: int) -> BatchShape:
-        """Return the size of a whole batch of images of `side` x `side` pixels. The batch has [train] `batch_size`
-        images.
+        """Return the size of a batch of [train] `batch_size` images, as a `BatchShape`. Each image has `side` x `side`
+        pixels. The batch is that of a whole training step, which may be computed in parts.
         """
         pixels_per_token = self.family.architecture.pixels_per_token
         return BatchShape(self.train.batch_size, side, side, self.family.text_tokens, pixels_per_token)

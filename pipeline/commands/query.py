@@ -121,9 +121,10 @@ def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConne
 
 
 def answer(project: Project, sql: str, limits: Limits = USUAL) -> pa.Table:
-    """Run an SQL query over the tables of `project` and return the rows as an Arrow table. Raises ValueError if the SQL
-    is wrong, reaches for a file or exceeds `limits`. The message is one line. If a table or column is unknown, it lists the
-    names that exist. Raises NotBuilt if the query names a table that is not built.
+    """Run the SQL query `sql` over the tables of `project`, the opened project folder. Return the rows as an Arrow
+    table. `limits` holds the time and memory that the query may use. Raises ValueError if the SQL is wrong, uses a file
+    or exceeds `limits`. The message is one line. If a table or column is unknown, the message lists the names that
+    exist. Raises NotBuilt if the query names a table that is not built.
     """
     with _catalog_for(project, sql, limits) as catalog:
         result: Any = catalog.sql(sql)

@@ -113,7 +113,9 @@ def run_facts(project: Project, run: Run) -> dict[str, Any]:
 
 
 def _recent_loss(steps: pa.Table) -> float | None:
-    """Return the mean loss of the last `WINDOW` training steps, or None if none of them has a loss. `steps` is `Run.steps`."""
+    """Return the mean loss of the last `WINDOW` training steps, or None if none of them has a loss. `steps` has one row
+    per training step, in order, with the column `loss`.
+    """
     losses = [loss for loss in steps["loss"].to_pylist()[-WINDOW:] if loss is not None]
     return sum(losses) / len(losses) if losses else None
 
@@ -153,7 +155,9 @@ COLUMNS = {
 
 
 def runs_table(project: Project) -> pa.Table:
-    """Return the Arrow table `runs` of queries, with one row per training run of `project`, the newest first."""
+    """Return all training runs of `project`, the opened project folder, as an Arrow table. SQL queries can read this
+    table under the name `runs`. There is one row per run, the newest first.
+    """
     import pyarrow as pa
 
     schema = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in COLUMNS.items()])
@@ -190,9 +194,9 @@ def rows_of_runs(project: Project) -> dict[str, pa.Table]:
 
 
 def rows_of_results(project: Project) -> dict[str, pa.Table]:
-    """Return the tables of adapter results, as a dict from name to Arrow table. `project` is the opened project folder.
-    A result is a file that an adapter made, such as a preview. The results of the stage "samples" are in "all_samples".
-    The tables of `rows_of_commands` are included too.
+    """Return tables of files that were made with trained adapters. The result is a dict from the name of a table to an
+    Arrow table. For example, "all_samples" has the previews, which the stage "samples" draws. The tables of
+    `rows_of_commands`, such as "generated", are included too. `project` is the opened project folder.
 
     A table has the rows of all settings, unless the file of the row is missing. The first column, `recipe`, names the
     settings of the row. The second, `run_name`, names the training run of the adapter. It is null for the base model.

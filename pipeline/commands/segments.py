@@ -74,8 +74,9 @@ def segments(
 
 
 def since_best(scores: Mapping[int, float]) -> int:
-    """Return how many steps of `scores` come after the one with the best score. `scores` maps steps to scores, the higher the
-    better. Of equal scores, the earliest is the best.
+    """Return how many checkpoints come after the one with the best score. `scores` maps the training step of each
+    scored checkpoint to its score, the higher the better. Of equal scores, the earliest is the best. An empty dict
+    gives 0.
     """
     best = max(scores.values(), default=0.0)
     first = min((step for step, score in scores.items() if score == best), default=0)

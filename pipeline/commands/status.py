@@ -28,9 +28,10 @@ def command(more: bool, project: Project) -> None:
 
 @dataclass
 class TableState:
-    """The state of one table for the present settings of a project, and what the next run would do. `rows`, `missing`,
-    `surplus` and `dead` are numbers of rows. `nbytes` and `peak` are bytes of disk and of memory. `str(state)`
-    describes the state in one line.
+    """The state of one table for the present settings of a project, and what the next run would do. `rows` is the
+    number of rows that readers see. `missing` is how many wanted rows are not stored. `surplus` is how many of `rows`
+    are no longer wanted. `dead` is how many rows `latentmill clean` would delete. `nbytes` is the size of all files in
+    bytes. `peak` is the peak memory of the last run in bytes. `str(state)` describes the state in one line.
 
     `dead` rows are those that `latentmill clean` would delete. `surplus` rows are no longer wanted.
     """

@@ -92,7 +92,9 @@ def refused(headers: dict[str, str]) -> tuple[int, str] | None:
 
 
 def templates() -> Environment:
-    """Return the environment of the page's templates. Every value is escaped."""
+    """Return the Jinja environment that loads the HTML templates of the local web page. Values in a template are
+    escaped.
+    """
     made = Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     made.globals["addresses"] = addresses
     return made
@@ -140,7 +142,9 @@ class Answers:
         self.lock = threading.Lock()
 
     def render(self, template: str, **values: Any) -> HTMLResponse:
-        """Return an HTML response made from the file `template` and the `values` that it names."""
+        """Return an HTML response made from the file `template` in the folder of templates, such as "fragment.html".
+        `values` are the values of the names in the template.
+        """
         return HTMLResponse(self.environment.get_template(template).render(**values), headers={"Cache-Control": "no-store"})
 
     def shell(self, request: Request) -> Response:
@@ -156,8 +160,9 @@ class Answers:
         return self.render("shell.html", project=project, titles=titles, page=name, token=self.token, single=False)
 
     def fragment(self, request: Request) -> Response:
-        """Return the content of a page. The name of the page is the path parameter "page" of `request`. The parameters
-        of its address are what the user chose there. An unknown page or row gets status 404.
+        """Return the content of the page that the path parameter "page" of `request` names. The parameters of the
+        address are the user's choices, such as a search text. The page "one" shows one input of the project, such as an
+        image; the parameter "key" names it. An unknown page or key gets status 404.
         """
         name, chosen = request.path_params["page"], dict(request.query_params)
         with self.lock:

@@ -45,10 +45,10 @@ def overview(project: Project) -> Row:
 
 
 def block_data(catalog: Catalog, block: Block, chosen: Mapping[str, str], folder: Path) -> Row:
-    """Return the data that the HTML template needs to show one block of a page, as a dict. `catalog` is the open
-    database of the project. `block` is a chart, listing, sheet, cards or editor. `chosen` holds the user's choices
-    "filter", "order", "page" and "find" as texts. `folder` is the project's folder. If the SQL fails, the message is
-    the entry "error"; nothing is raised.
+    """Return the data that the HTML template needs to show one block of a page, as a dict. `block` describes the block:
+    a chart, a listing, a sheet, cards or an editor. Its SQL query selects the rows to show. `catalog` is the open
+    database of the project. `chosen` holds the user's choices "filter", "order", "page" and "find" as texts. `folder`
+    is the project's folder. If the query fails, nothing is raised; the entry "error" has the message.
 
     The entries "kind" and "title" are always there. A chart's data is JSON in the entry "chart". Other blocks add the
     entries of `listing_data`, `cards_data`, `sheet_data` or `editor_data`.
@@ -145,9 +145,8 @@ def cards_data(catalog: Catalog, block: Cards, chosen: Mapping[str, str]) -> Row
 def sheet_data(rows: list[Row]) -> Row:
     """Return the data of a sheet as a dict. A sheet is a grid of pictures at several training steps. Each dict in
     `rows` is one picture. `row` and `column` are the headings of its cell, `step` is its training step, and `picture`
-    is its name. In the result, "columns" lists the column headings, and "steps" lists all steps except 0.
-
-    "table" lists pairs (row heading, cells). Each cell is a list of pairs (step, picture).
+    is its name. In the result, "columns" lists the column headings. "table" lists pairs (row heading, cells). A cell is
+    a list of pairs (step, picture). "steps" lists the steps of all pictures, except 0.
     """
     columns = list(dict.fromkeys(row["column"] for row in rows))
     heads = list(dict.fromkeys(row["row"] for row in rows))

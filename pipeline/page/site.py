@@ -150,12 +150,12 @@ class Site:
             yield row["label"], f"data:image/webp;base64,{base64.b64encode(picture).decode()}"
 
     def file(self, name: str) -> Path:
-        """Return the path of a picture file of the project. `name` says which file: "RESOURCE/PATH" is a file in a
-        folder of the user. "TABLE/RECIPE/PATH" is a file that a stage wrote. Raises ValueError if there is no such
-        file, or if it lies outside that folder.
+        """Return the path of a picture file of the project. `name` says which file. A picture of the user is named
+        "RESOURCE/PATH", such as "image_folder/a.png". A picture that a stage wrote is named "TABLE/RECIPE/PATH". Raises
+        ValueError if there is no such file, or if PATH leads out of its folder.
 
-        RESOURCE is the name of a `Folder` resource of the pipeline, such as "image_folder". RECIPE is the name of a
-        folder of the table. PATH is relative to its folder `artifacts`.
+        RESOURCE is the name of a `Folder` resource of the pipeline: a folder of the user. RECIPE is the name of a
+        folder of the table. After RECIPE, PATH is relative to the folder `artifacts` in this folder.
         """
         source, _, rest = name.partition("/")
         if isinstance(self.project.pipeline.resources.get(source), Folder):
@@ -174,9 +174,10 @@ class Site:
         return path
 
     def picture(self, name: str, longest: int) -> bytes:
-        """Return a picture of the project as the bytes of a WebP image. `name` says which picture: "RESOURCE/PATH" is a
-        file in a folder of the user. "TABLE/RECIPE/PATH" is a file that a stage wrote. `longest` is the largest allowed
-        length of the longer side in pixels. Raises ValueError if there is no such picture.
+        """Return a picture of the project as the bytes of a WebP image. `name` says which picture. A picture of the
+        user is named "RESOURCE/PATH", such as "image_folder/a.png". A picture that a stage wrote is named
+        "TABLE/RECIPE/PATH". `longest` is the largest allowed length of the longer side in pixels. Raises ValueError if
+        there is no such picture.
         """
         path = self.file(name)
         return _thumbnail(self.project.pipeline.thumbnail, path, path.stat().st_mtime_ns, longest)
@@ -190,11 +191,10 @@ class Site:
         return Texts(self.catalog, editors[0], self.path)
 
     def edit(self, page: str, edits: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-        """Write the user's edits of texts on a page. `page` is the page's name. `edits` is a dict from a text's key to
-        one edit, such as {"before": "a cat", "text": "a red cat"}. "before" is the text that the user saw. "text" is
-        the new text, or None to undo earlier edits. An edit is not written if its text has changed since the user saw
-        it. Return the present texts of these edits, by key. Raises ValueError if the page has no texts to edit, or if
-        an edit is invalid.
+        """Write the user's edits of texts on the page called `page`. `edits` maps a text's key to an edit, such as
+        {"before": "a cat", "text": "a red cat"}. "before" is the text that the user saw. "text" is the new text, or
+        None to undo earlier edits. An edit is refused if its text has changed since the user saw it. Return the present
+        texts of refused edits, by key. Raises ValueError if the page has no texts to edit, or if an edit is invalid.
         """
         with texts_lock(self.path):
             texts = self.texts(page)

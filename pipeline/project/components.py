@@ -17,8 +17,9 @@ TOKENIZER_FILES = ("tokenizer.json", "merges.txt")
 
 def find(settings: ProjectConfig, project: Path, family: ModelFamily, name: str, *, fetch: bool) -> Path:
     """Return the path of the weights of one model component: a folder or a file. `settings` is the section [project].
-    `project` is the project's folder. `family` is the model family. `name` is the component, such as "transformer".
-    Missing weights are downloaded or generated if `fetch` is True. Raises ValueError if they cannot be found.
+    `project` is the project's folder. `family` is the model family. `name` is the component, such as "transformer". If
+    `fetch` is True, missing weights are downloaded or, for a family with random weights, generated. Raises NotFetched
+    if they are missing and `fetch` is False. Raises ValueError if they cannot be found or belong to another component.
     """
     from stages.models.folders import locate
 
@@ -47,9 +48,10 @@ def _holds(folder: Path, name: str) -> bool:
 
 
 def _check_kind(path: Path, name: str, family: ModelFamily, key: str) -> None:
-    """Raise ValueError if the weights at `path` are those of another component than `name`, by the names and shapes in
-    their headers. `family` is the model family. `key` is the setting that names `path`. Weights that are not recognised
-    pass, since loading them names each difference.
+    """Raise ValueError if the weights at `path` are those of another model component than `name`. The component is
+    recognised by the names and shapes of the tensors. `name` is a component such as "transformer". `family` is the
+    model family. `key` is the setting that names `path`, for the message. Nothing is raised if the weights are not
+    recognised. Loading them later reports each wrong tensor.
     """
     from stages.models import gguf
     from stages.models.weights import read_header, weight_files

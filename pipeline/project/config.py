@@ -20,12 +20,16 @@ Overrides = Mapping[str, Any] | Iterable[str]
 
 @dataclasses.dataclass(frozen=True)
 class ProjectConfig:
-    """The section [project] of project.toml. `family` is the model family. If empty, it is the pipeline's first.
-    `weights` is a folder or a hub id. If empty, it is the family's own. `components` maps the names of components that lie
-    elsewhere to a folder, a file or a hub id. `pipeline` is the name of the pipeline, or the
-    name of a module that defines one. Finished table rows are saved every `commit_seconds` seconds. `workers` says
-    where rows are computed, such as "local" or "ray". `worker_count`, `worker_inputs` and `unit_rows` are settings of
-    workers on a Ray cluster. Raises ValueError if a number is out of range.
+    """The settings of the section [project] in project.toml. `family` is the name of the model family; "" takes the
+    pipeline's first. `weights` is a folder or a hub id; "" takes the family's own. `components` maps components that
+    lie elsewhere to a folder, a file or a hub id. `pipeline` is the name of the pipeline, or of a module that defines
+    one. Finished rows are saved every `commit_seconds` seconds. `workers` says where rows are computed: "local", "ray"
+    or "ray://HOST:PORT". Raises ValueError if a setting is out of range.
+
+    The other settings are for workers on a Ray cluster. `worker_count` is the largest number of workers; 0 means as
+    many as the cluster has room for. `worker_inputs` says how workers read their input files. "shared" means at the
+    same path, "shipped" means that the files are sent to them. `unit_rows` is the number of rows that a worker computes
+    at a time.
     """
 
     family: str = selects("", "the model family; `latentmill families` lists them; empty: the pipeline's first")
@@ -70,7 +74,9 @@ class ProjectConfig:
                 raise ValueError(f"project.components must name any of {', '.join(names)}, got {name!r}{nearest(name, names)}")
 
     def place(self, component: str) -> str:
-        """Return the setting that says where the weights of `component` lie: a folder, a file, a hub id or ""."""
+        """Return the setting that says where the weights of `component` lie: a folder, a file or a hub id, as text.
+        `component` is a name such as "transformer". "" means that the model family's own weights are used.
+        """
         return (self.components or {}).get(component, self.weights)
 
     def divides(self, divisible: bool, rows: int) -> bool:

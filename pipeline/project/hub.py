@@ -168,16 +168,17 @@ def resolve_component(hub: str, family: ModelFamily, component: str, setting: st
 
 
 def _at_the_top(files: Iterable[str], component: str) -> list[str]:
-    """Return the files of a hub repository that a component needs if the repository holds it alone. `files` are the names of all
-    its files. `component` is a part such as "text_encoder". Weights in other formats than safetensors are left out.
+    """Return the files that a component needs in a hub repository which holds only this component. `files` are the
+    names of all files of the repository. `component` is a name such as "text_encoder". Only files at the top of the
+    repository are returned: texts such as config.json and, except for a tokenizer, weights in the format safetensors.
     """
     suffixes = TEXT_SUFFIXES if component == TOKENIZER else (*TEXT_SUFFIXES, ".safetensors")
     return [name for name in files if "/" not in name and name.endswith(suffixes)]
 
 
 def _cached(hub: str, patterns: list[str]) -> Path | None:
-    """Return the folder of the cached copy of a hub repository, which may lack files, or None if there is none. `hub` is its id,
-    "org/name". `patterns` choose the files that are asked for.
+    """Return the folder of the cached copy of a hub repository, or None if no copy exists. Files may be missing in it.
+    `hub` is the repository's id, "org/name". `patterns` are glob patterns that choose files, such as "vae/*".
     """
     from huggingface_hub import errors, snapshot_download
 
@@ -187,8 +188,10 @@ def _cached(hub: str, patterns: list[str]) -> Path | None:
 
 
 def _fetched(hub: str, patterns: list[str]) -> Path:
-    """Download the files of a hub repository that `patterns` choose, check their digests, and return the folder of the cached
-    copy. `hub` is its id, "org/name". Raises large_files.Refused, or an error of the hub client.
+    """Download files of a hub repository, check their digests, and return the folder of the cached copy. `hub` is the
+    repository's id, "org/name". `patterns` are glob patterns that choose the files. Raises large_files.Refused if
+    another process downloads from the repository. Raises large_files.Damaged if a digest is wrong. Errors of the hub
+    client are raised unchanged.
     """
     from huggingface_hub import constants, snapshot_download
 
@@ -265,9 +268,10 @@ def _manual_download(hub: str, family: ModelFamily) -> str:
 
 
 def _explain(hub: str, family: ModelFamily, error: Exception, manual: str, setting: str = "[project] weights") -> str:
-    """Return a one-line message that says what failed and what the user can do. `error` is an exception of the hub
-    client. `hub` ("org/name") is the repository whose download failed. `family` is the model family whose weights it
-    holds. `manual` is a sentence about a download on another machine. `setting` names the repository.
+    """Return a one-line message about a failed download: what failed and what the user can do. `hub` ("org/name") is
+    the repository. `family` is the model family whose weights it holds. `error` is the exception of the hub client.
+    `manual` is a sentence that tells the user how to download on another machine. `setting` is the name of the setting
+    that holds the repository's id, such as "[project] weights".
     """
     from huggingface_hub import constants, errors
 

@@ -26,7 +26,9 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Refused(ValueError):  # noqa: N818  (its message is for the user as it is)
-    """Raised if a large file cannot be fetched, except for errors of the hub client, which are raised as they are."""
+    """Raised if a large file cannot be downloaded because another process downloads, or because the file arrived
+    damaged. Errors of the hub client are raised unchanged, not as this class.
+    """
 
 
 class Damaged(Refused):
@@ -127,7 +129,9 @@ def _fetch(file: LargeFile, bar: Any) -> None:
     from huggingface_hub.file_download import http_get
 
     class Part:
-        """A stand-in for the hub client's progress bar of one file. It adds the client's reports to the bar of all files."""
+        """A stand-in for the progress bar that the hub client shows for each file. If the client reports arrived bytes,
+        they are added to `bar`, the bar of all files.
+        """
 
         def __init__(self, **_: Any) -> None:
             self.update = bar.update
