@@ -33,10 +33,10 @@ def array_shapes(outputs: int, inputs: int, rank: int, factor: int | None) -> di
     """Return the shapes of a LoKr adapter's arrays for one Linear, as a dict from suffix to shape. `outputs` and
     `inputs` are the numbers of rows and columns of the Linear's weight. ".lokr_w1" has the shape `(a, b)`, and
     ".lokr_w2" has the shape `(c, d)`, with `a * c = outputs` and `b * d = inputs`. `factor` is the largest allowed `a`
-    and `b`; None means no such limit. If `rank` is below `max(c, d) / 2`, two low-rank arrays replace ".lokr_w2":
-    ".lokr_w2_a" `(c, rank)` and ".lokr_w2_b" `(rank, d)`.
+    and `b`; None means no such limit. If `rank` is below `max(c, d) / 2`, two arrays of this rank replace ".lokr_w2".
 
-    `factorize` chooses `a`, `b`, `c` and `d`.
+    `factorize` chooses `a`, `b`, `c` and `d`. The two arrays are ".lokr_w2_a" with the shape `(c, rank)`, and
+    ".lokr_w2_b" with the shape `(rank, d)`.
     """
     (a, c), (b, d) = factorize(outputs, factor), factorize(inputs, factor)
     if rank < max(c, d) / 2:

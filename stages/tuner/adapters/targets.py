@@ -82,12 +82,12 @@ def select_targets(
     inputs). A Linear gets an adapter if its name matches one of `patterns`, such as "attn.to_q" or "*". If its name
     matches one of `whole`, its whole weight is trained instead. `rank` and `alpha` are those of the adapters; `alpha`
     None means `alpha = rank`. `ranks` and `alphas` map patterns to other values for some Linears, or are None.
-    `variant` is "lora", "dora" or "lokr". Raises ValueError if a pattern matches nothing, a value is out of range, or
-    no target remains.
+    `variant` is "lora", "dora" or "lokr".
 
     If `rslora` is True, the scale is `alpha / sqrt(rank)`, and `alpha` must be given. `factor` bounds both sides of a
     LoKr's first matrix; None means no bound. The result has the order of `linears`; the targets of `whole` come last.
-    In `ranks` and `alphas`, the first matching pattern counts. Rank 0 leaves a Linear out.
+    In `ranks` and `alphas`, the first matching pattern counts. Rank 0 leaves a Linear out. Raises ValueError if a
+    pattern matches nothing, a value is out of range, or no target remains.
     """
     trained_whole = _matching_linears(linears, whole, "full") if whole else {}
     rest = {name: shape for name, shape in linears.items() if name not in trained_whole}
