@@ -101,10 +101,11 @@ def save(
     facts: Mapping[str, Any],
     averaged: Arrays | None = None,
 ) -> Checkpoint:
-    """Write a checkpoint of `step` and return it. `write_artifact(name, write)` creates a file by calling `write(path)`.
-    `adapter` and `optimizer` (its state) are arrays by name. `rows` are the rows since the previous checkpoint. `metadata` goes
-    into the headers of adapter files. `facts` are further entries of `state.json`. `averaged` is the average of the adapter over
-    the steps, or None. Raises ValueError if a value is not finite.
+    """Write the checkpoint of training step `step` and return it. `write_artifact(name, write)` creates a file by calling
+    `write(path)`. `adapter` and `optimizer` (its state) map names to arrays. `rows` holds the rows of the run's table since the
+    previous checkpoint. `metadata` maps keys to texts for the headers of adapter files. `facts` are further entries of
+    `state.json`. `averaged` is the average of the adapter over the steps, as name -> array, or None. Raises ValueError if an
+    array has a value that is not finite.
     """
     inside = f"{FOLDER}/step-{step:06d}"
     header = {**metadata, "step": str(step)}
@@ -166,11 +167,13 @@ def published_step(artifacts: Path) -> int | None:
 
 
 def is_published(artifacts: Path, step: int, best: int | None = None) -> bool:
-    """Return True if the adapter files at the top of the folder `artifacts` are the result of training step `step`. If
-    `best` is given, `adapter_best.safetensors` must come from step `best`. Each file must name its step in its header.
-    It must also have the sha256 that the checkpoint of that step records.
+    """Return True if the adapter files at the top of the folder `artifacts` come from the right checkpoints.
+    `adapter.safetensors` must come from the checkpoint of training step `step`. If `best` is a step, `adapter_best.safetensors`
+    must come from the checkpoint of step `best`. If `best` is None, this file is not checked. The header of each file must name
+    the step. The sha256 of each file must be the one that the checkpoint records.
 
-    If that checkpoint no longer exists, only the header is checked.
+    If the checkpoint of step `step` has an averaged adapter, that file is checked too. If a checkpoint no longer exists, only
+    the header is checked.
     """
     recorded = {saved.step: saved.state["files"] for saved in find_checkpoints(artifacts)}
     expected = [(ADAPTER, step, ADAPTER)]

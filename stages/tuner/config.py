@@ -235,8 +235,8 @@ class TrainingConfig:
 
 
 def longest_first(patterns: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return `patterns` as a dict with the longest pattern first. Patterns of equal length are sorted by name. A caller
-    that takes the first matching pattern thus takes the longest one. If `patterns` is None, the result is an empty
-    dict.
+    """Return `patterns` as a dict with the longest pattern first. `patterns` maps patterns of Linear names, such as
+    "*.to_q", to values such as ranks. Patterns of equal length are in alphabetical order. If the caller takes the first
+    pattern that matches a name, it is the longest one. If `patterns` is None, the result is an empty dict.
     """
     return dict(sorted((patterns or {}).items(), key=lambda item: (-len(item[0]), item[0])))

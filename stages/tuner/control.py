@@ -48,8 +48,9 @@ class Control:
         self._take(STOP)
 
     def after_step(self) -> None:
-        """Count a finished training step, and look for requests of the user. If the run must end now, set `ending` to
-        True and call `ctx.pause(reason)`. Set `pausing` to True if the file `pause` exists, else to False.
+        """Count a finished training step, and check whether the run must end or pause. If it must end, set `ending` to
+        True. The reason is a request of the user or a limit in the settings. The call `ctx.pause(reason)` shows the
+        reason to the user, except after an interrupt. If the file `pause` exists, set `pausing` to True, else to False.
         """
         self.steps_done += 1
         self.pausing = self._pause_requested

@@ -28,9 +28,10 @@ def checks_update(step: int) -> bool:
 def check_health(
     say: Callable[[str], None], config: TrainingConfig, training: TrainingStep, step: int, skipped: int, result: StepResult
 ) -> None:
-    """Check the result of one training step, and warn the user with `say(text)`. `config` holds the settings [train].
-    `skipped` is the number of skipped steps in a row, this step included. A step is skipped if its loss or its gradient
-    is not finite. Raises ValueError, with a remedy, if training cannot go on.
+    """Check the result of training step `step`, and warn the user with `say(text)`. `config` holds the settings
+    [train]. `training` is the model with its adapter. `result` is the `StepResult` of the step. A step is skipped if
+    its loss or its gradient is not finite. `skipped` is the number of steps skipped in a row, up to and including this
+    one. Raises ValueError, with a remedy, if training cannot go on.
 
     Training cannot go on if the adapter or the optimizer's state became infinite. It cannot go on after 3 skipped steps
     in a row. It cannot go on if the adapter is unchanged after step 10. This last check is left out if the setting

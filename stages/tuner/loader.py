@@ -12,10 +12,13 @@ from stages.tuner.task import M, S, Task
 
 
 class Loader(Generic[S, M]):
-    """Load the data of training steps one step ahead, in a background thread. Iterate over `Loader(task, steps)` to get
-    (step, batches, seconds) for each step of the range `steps`. `batches` is a list of the step's batches of samples,
-    in host memory. `seconds` is how long the caller waited for them. With several `ranks` (processes) and a loss that
-    can be divided, a rank loads only its share of each batch.
+    """Load the samples of training steps one step ahead, in a background thread. Iterate over `Loader(task, steps)` to
+    get (step, batches, seconds) for each step in the range `steps`. `task` is the training task that supplies the
+    samples. `batches` is a list of the step's batches, in host memory. `seconds` is how long the caller waited for
+    them. `ranks` are the processes that train together, or None for this process alone.
+
+    With several ranks, each rank loads only its share of a batch. If the loss compares the samples of a batch with each
+    other, each rank loads the whole batch.
     """
 
     def __init__(self, task: Task[S, M], steps: range, ranks: Ranks | None = None) -> None:

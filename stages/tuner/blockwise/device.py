@@ -42,11 +42,11 @@ def device_bytes() -> int:
 
 
 def memory_budget(limit_gb: float | None = None) -> int:
-    """Return the bytes of memory that a stage may take. `limit_gb` is a limit in gigabytes (10^9 bytes), and it is
-    returned in bytes. If it is None, the result is 85 % of the device's memory.
+    """Return how many bytes of memory a stage may take. `limit_gb` is a limit from the settings, in gigabytes (10^9
+    bytes). The result is this limit in bytes. If `limit_gb` is None, the result is 85 % of `device_bytes()`.
 
-    On a Mac, the result is also at most the machine's memory less 6 GB. It is at most the memory that was free at the
-    first call of `free_bytes`. It is at least 1 GB there.
+    If `limit_gb` is None, three more rules hold on a Mac. The result is at most the machine's memory less 6 GB. It is
+    at most the memory that was free at the first call of `free_bytes`. It is at least 1 GB.
     """
     if limit_gb is not None:
         return int(limit_gb * GB)
@@ -80,10 +80,12 @@ def free_bytes() -> int | None:
 
 @contextmanager
 def live_memory_limit(limit: int | None) -> Iterator[None]:
-    """Return a context manager that sets the memory limit of MLX to `limit` bytes. At this limit, MLX waits for running
-    work before it starts more. MLX's cache of freed memory gets the same limit. On Metal, as much memory is wired,
-    which means that macOS does not page it to disk. If `limit` is None, no limit is changed. On exit, the previous
-    limits are restored, except that memory stays wired: to wire it again in every step would take time.
+    """Return a context manager that limits the memory of MLX to `limit` bytes. At this limit, MLX waits for running
+    operations before it starts more. MLX's cache of freed memory gets the same limit. On exit, the previous limits are
+    restored. If `limit` is None, nothing is changed.
+
+    On Metal, up to `limit` bytes are also wired: macOS does not page them to disk. They stay wired after the exit,
+    because wiring them again in every step would take time.
 
     MLX starts operations before earlier ones have finished. The limit bounds the memory of this work. Results do not
     change.
@@ -102,16 +104,16 @@ def live_memory_limit(limit: int | None) -> Iterator[None]:
 
 
 def blocks_in_flight() -> int:
-    """Return how many blocks of a model hold their arrays at the same time, if each block is handed to the device while
-    the previous one is computed. A GPU frees arrays only when a batch of operations ends, so the result is 2 there. A
+    """Return how many blocks of a model have arrays in memory at the same time. Each block is handed to the device
+    while the previous block is computed. A GPU frees arrays only when a batch of operations ends, so the result is 2. A
     CPU frees each array after its last use, so the result is 1.
     """
     return 1 if mx.default_device() == mx.cpu else IN_FLIGHT
 
 
 def gathers_large_command_buffers() -> bool:
-    """Return True if MLX runs on a CUDA GPU for which it submits operations in large batches. The operations of such a
-    batch read 400 or 1000 MB.
+    """Return True if MLX runs on a CUDA GPU and submits operations to this GPU in large batches. The operations of one
+    batch then read up to 400 or 1000 MB, depending on the GPU. The result is False on any other device.
     """
     if not mx.cuda.is_available() or mx.default_device() != mx.gpu:
         return False

@@ -18,8 +18,9 @@ class AdapterMismatch(ValueError):  # noqa: N818  (a mistake of the user, descri
 
 
 class BlockwiseForward:
-    """The forward pass of a model, with or without an adapter, computed block by block. Call the object with the
-    model's inputs, the keyword arguments that `chain.enter` takes. The call returns the model's prediction as an array.
+    """The forward pass of a model, with or without an adapter, computed block by block. Call the object to compute a
+    prediction. The arguments of the call are the model's inputs, as keyword arguments. They are those of the model's
+    method `enter`. The call returns the prediction as an array.
 
     The function of each kind of block is compiled once, where compilation is on. Each block is handed to the device
     before the next one is built. While `live_bytes` bytes or more are in use, MLX starts no further operation; None
@@ -29,10 +30,10 @@ class BlockwiseForward:
     def __init__(
         self, chain: Chain, adapters: Arrays | None = None, scales: Mapping[str, float] | None = None, dtype: Any = None
     ) -> None:
-        """Prepare the forward pass of the model `chain` with an adapter. `adapters` maps names such as
-        "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the factor of the adapter's
-        change. If both are None, there is no adapter. Matrices of the adapter are cast to `dtype`. If `dtype` is None,
-        they keep their dtype.
+        """Prepare the forward pass of a model with an adapter. `chain` is the model, a chain of blocks. `adapters` maps
+        names such as "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the factor that
+        multiplies the adapter's change of this Linear. Without an adapter, both are None. Matrices of the adapter are
+        cast to `dtype`. If `dtype` is None, they keep their dtype.
         """
         self.chain = chain
         self.compiled = compiled_functions(chain)

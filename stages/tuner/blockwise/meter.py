@@ -46,8 +46,9 @@ class Meter:
         self.rows.append({"step": self.step, "phase": name, "before": before, **sizes})
 
     def measure_each(self, items: Iterable[Item], name: str) -> Iterator[Item]:
-        """Yield each item of `items`, and record the memory used to produce it as a phase called `name`. After each
-        item, the attribute `step` grows by 1. Code that runs after the last item is recorded as the phase "end".
+        """Yield each item of `items`, and measure the memory that is used to produce it. The measurement is recorded as
+        a phase called `name`. After each item, the attribute `step` grows by 1. The end of `items` is measured too, as
+        the phase "end": an iterator may still run code there.
         """
         each = iter(items)
         while True:

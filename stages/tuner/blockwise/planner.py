@@ -31,8 +31,9 @@ FACTOR = 1.25  # a step's measured peak is within this factor of the estimate, e
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimate of the memory that training needs for its largest batch. Each field is the bytes for one purpose.
-    `peak(plan)` returns the peak of the whole run.
+    """An estimate of the memory that training needs for its largest batch. The comments beside the fields say what each
+    field means. Sizes are in bytes. `peak(plan)` returns the peak of the whole run, in bytes. `plan` says how many of
+    the last blocks keep their activations until the backward pass.
     """
 
     weights: int  # frozen weights
@@ -53,18 +54,21 @@ class Estimate:
 
     def peak(self, plan: Plan) -> int:
         """Return the estimated peak memory of training in bytes. It is the largest of backward pass, optimizer step and
-        validation. `plan` is "whole", "blocks" or a number. It says how many of the last blocks keep their activations until
-        the backward pass.
+        validation. `plan` says how many of the last blocks keep their activations until the backward pass: "whole"
+        (all), "blocks" (one) or a number.
         """
         backward = self._kept_activations(plan) + self.block_work + self.unpacked_work + self.stored_work(plan)
         validation = self.validation and self.validation + self.stored_work("blocks")
         return self.held + int(max(backward, self.optimizer_work, validation))
 
     def stored_work(self, plan: Plan) -> int:
-        """Return the largest memory, in bytes, of block weights that are read from disk. `plan` says how many of the
-        last blocks keep their activations: "whole" (all), "blocks" (one) or a number. The weights of these blocks are
-        in memory together. Those of one block before them are too, on a GPU those of two. Elsewhere, the weights of two
-        consecutive blocks are in memory on a CPU, and of three on a GPU. The result is the larger of both cases.
+        """Return how many bytes of block weights are in memory at most, if these weights are read from disk when they
+        are needed. `plan` says how many of the last blocks keep their activations: "whole" (all), "blocks" (one) or a
+        number. The result is 0 if no weights are read from disk.
+
+        The result is the larger of two cases. In the first case, all blocks that keep their activations are in memory.
+        The block before them is in memory too, and on a GPU the two blocks before them. In the second case, two
+        successive blocks are in memory, and on a GPU three.
         """
         ahead, head = blocks_in_flight(), self.blocks - kept_blocks(plan, self.blocks)
         together = [self.stored[n : n + ahead + 1] for n in range(len(self.stored))]
@@ -122,14 +126,15 @@ class Estimate:
 def estimate(
     chain: Chain, inputs: Mapping[str, Any], weights: int, targets: Sequence[Target], optimizer_state: int, **parts: Any
 ) -> Estimate:
-    """Return an estimate of the memory for training adapters on the largest batch. `chain` is the model. `inputs` are
-    the model's inputs for this batch, as keyword arguments of `chain.enter`. `weights` and `optimizer_state` are sizes
-    in bytes. `targets` are the Linears with an adapter.
+    """Return an `Estimate` of the memory for training an adapter on the largest batch. `chain` is the model, a chain of
+    blocks. `inputs` are the model's inputs for this batch, as keyword arguments of `chain.enter`. `weights` is the size
+    of the frozen weights in bytes. `optimizer_state` is the size of the optimizer's state in bytes. `targets` lists the
+    Linears that have an adapter.
 
     `parts` sets further fields of the `Estimate` in bytes, such as `scores`, the attention scores of a block. A field
     that is not given is 0. The fields in `parts` are `optimizer_work`, `scores`, `saved_scores`, `unpacked`,
-    `validation`, `saved_rate`, `scores_rate` and `stored`; comments in `Estimate` explain them. Nothing is computed. The
-    arrays in `chain` and `inputs` need not be computed either.
+    `validation`, `saved_rate`, `scores_rate` and `stored`; comments in `Estimate` explain them. Nothing is computed.
+    The arrays in `chain` and `inputs` need not be computed either.
     """
     h, shared = chain.enter(**inputs)
     by_kind = {block.kind: block for block in chain.blocks}
@@ -191,9 +196,12 @@ def weight_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -
 
 
 def stored_bytes(blocks: Iterable[Any], shapes: Mapping[str, tuple[tuple[int, ...], int]], itemsize: int) -> tuple[int, ...]:
-    """Return the size of each block's weight matrices in bytes. These weights can stay on disk until they are needed.
-    `shapes` maps the full name of a weight to (shape, bits). The bits are 8 or 4 for a packed (quantised) weight, and
-    16 for any other. `itemsize` is the bytes of one unpacked value.
+    """Return the size of each block's weight matrices in bytes, as a tuple with one number per block. Weights that are
+    no matrix are not counted. `blocks` are the blocks of the model. `shapes` maps the full name of a weight to (shape,
+    bits). The bits are 8 or 4 for a packed (quantised) weight, and 16 for any other. `itemsize` is the bytes of one
+    unpacked value.
+
+    These weights can stay on disk until they are needed.
     """
     matrices = ([shapes[f"{block.name}.{name}"] for name in block.weights] for block in blocks)
     return tuple(weight_bytes((each for each in block if len(each[0]) == 2), itemsize) for block in matrices)

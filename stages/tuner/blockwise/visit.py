@@ -22,8 +22,8 @@ class Visit:
 
     def __init__(self, blocks: Sequence[Any], order: Iterable[int], after: tuple[Any, ...] = ()) -> None:
         """Prepare the loop. `blocks` are all blocks of the model. `order` gives the indices of the blocks to visit.
-        `after` holds arrays whose computation was started just before. They are waited for before weights are read
-        ahead.
+        `after` holds arrays that MLX may still be computing when the loop begins. If weights are stored on disk, the
+        loop waits for these arrays before it reads the weights of the second block.
         """
         self.blocks, self.order = blocks, list(order)
         self.stored = any(isinstance(weight, StoredWeight) for n in self.order for weight in blocks[n].weights.values())

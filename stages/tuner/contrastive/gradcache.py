@@ -30,15 +30,16 @@ def loss_and_grads_in_parts(
     plan: Plan = "whole",
     ranks: Ranks | None = None,
 ) -> tuple[mx.array | Values, Arrays]:
-    """Compute a batch in parts to save memory, and return (losses, gradients of their mean by adapter array). `chain`
-    is the model. `adapters` maps names such as "<block>.<linear>.lora_A.weight" to arrays. `scales` maps
-    "<block>.<linear>" to the factor of the adapter's change. `parts` holds each part's keyword arguments for
-    `chain.enter`. `join` combines the list of all predictions into one. `loss` maps this to the losses. `plan` says how
-    many of the last blocks keep their activations: "whole", "blocks" (one) or a number. `ranks` are the processes that
-    share the work; None is this one alone.
+    """Return (losses, gradients) of a batch that is computed in parts. `chain` is the model. `adapters` maps names such
+    as "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the factor that multiplies the
+    adapter's change. `parts` holds the keyword arguments of `chain.enter` for each part. `join(predictions)` combines
+    the predictions of all parts into one. `loss(prediction)` computes the losses. `plan` says how many of the last
+    blocks keep their activations: "whole", "blocks" or a number. `ranks` are the processes that share the parts, or
+    None.
 
-    `loss` returns one loss per sample, or a dict of values per sample with the key "loss". The result equals that of
-    `loss_and_grads` for the whole batch, up to rounding.
+    `loss` returns one loss per sample, or a dict of values per sample with the key "loss". The gradients are those of
+    the mean loss, by the names in `adapters`. The result equals that of `loss_and_grads` for the whole batch, up to
+    rounding. The plan "whole" means all blocks, and "blocks" means one.
 
     Only one part at a time has activations in memory. With several `ranks` (processes), each process computes some of
     the parts. It returns the gradients of these parts only. The sum of the gradients over all ranks is the gradient of
@@ -98,9 +99,9 @@ def _loss_and_pulls(predictions: list[Tree], join: Join, loss: Loss) -> tuple[mx
 
 
 def _inner_product(prediction: Tree, **pulls: mx.array) -> mx.array:
-    """Return the inner product of `prediction` with constant arrays, as an array of shape `(1,)`. `prediction` is a
-    tree of arrays. `pulls` holds one constant array of the same shape for each array in the tree. The gradient with
-    respect to `prediction` then equals the constant arrays.
+    """Return a number whose gradient with respect to `prediction` is `pulls`. `prediction` is a tree of arrays. `pulls`
+    are keyword arguments, one array for each array in the tree and of the same shape. The number is the inner product
+    of `prediction` and `pulls`. It is returned as a float32 array of shape `(1,)`.
 
     A key of `pulls` is "pull_" and the path of an array in the tree. For the path "query", the key is "pull_query".
     """

@@ -66,11 +66,12 @@ def xtr_scores(
 ) -> mx.array:
     """Return the XTR training score of every query with every document, shape `(B, N)`. `query_BQE` holds B queries of
     Q token vectors. `document_NKE` holds N documents of K token vectors. `query_real_BQ` and `document_real_NK` are
-    False for padding. Each query token retrieves the `k` most similar document tokens of the batch.
+    False for padding. Each query token retrieves the `k` most similar document tokens of the batch. Only query tokens
+    that retrieved a token of a document count for this document. The score is the mean of their largest similarities
+    with the document.
 
-    For one document, each query token that retrieved a token of this document gives its largest similarity with the
-    document. The score is the mean of these similarities, or 0 if there are none. Ties with the last of the `k` tokens
-    are retrieved too. The choice of the retrieved tokens is constant for the gradient.
+    If no query token retrieved a token of the document, the score is 0. Ties with the last of the `k` tokens are
+    retrieved too. The choice of the retrieved tokens is constant for the gradient.
     """
     similarity_BQNK = token_similarities(query_BQE, document_NKE, document_real_NK)
     B, Q, N, K = similarity_BQNK.shape
@@ -126,9 +127,10 @@ def margin_loss(scores_BN: mx.array, margin: mx.array, same_BN: mx.array) -> mx.
 
 
 def in_batch_rows(scores_BN: mx.array, same_BN: mx.array) -> dict[str, mx.array]:
-    """Return statistics of each query in a batch, as a dict of arrays `(B,)`. `scores_BN` holds the score of each query
-    with each document. Document `b` is the positive of query `b`. The others are negatives, except pairs that are True
-    in `same_BN`.
+    """Return how well each query of a batch finds its document, as a dict from table column to array `(B,)`. The
+    columns are "rank", "score", "candidates", "hardest_id" and "hardest_score". `scores_BN` holds the score of each
+    query with each document. Document `b` is the positive of query `b`. The other documents are negatives, except pairs
+    that are True in `same_BN`.
 
     "rank" is the rank of the positive, counted from 1; a tie counts against the positive. "score" is the score of the
     positive. "candidates" is the number of documents compared, including the positive. "hardest_id" is the index of the

@@ -40,14 +40,13 @@ MODE_SCALES = (-1.0, 2 / (math.pi - 2))  # the paper's bounds; outside them the 
 @dataclass(frozen=True)
 class SigmaDistribution:
     """A distribution of noise levels, from 0 (clean image) to 1 (pure noise). A level is first drawn from the
-    distribution `base`, and is then shifted towards more noise. `base` is "uniform", "logit_normal", "mode", "cosmap",
-    "high_noise", "low_noise" or "both_ends". `shift` is "none", "static" or "resolution". Raises AssertionError if a
-    value is out of range.
+    distribution `base`, and is then shifted. `base` is "uniform", "logit_normal", "mode", "cosmap", "high_noise",
+    "low_noise" or "both_ends". `shift` is "none", "static" (the same shift for all images) or "resolution" (more noise
+    for larger images). Raises AssertionError if a value is out of range.
 
     With the base "logit_normal", the logit of a level has the mean `mean` and the standard deviation `std`. With the
     base "mode", a larger `scale` draws more levels near 0.5. `scale` must be above -1 and below 1.75. With the shift
-    "static", `factor` is the strength of the shift. The strength 1 changes nothing. With the shift "resolution", larger
-    images get more noise.
+    "static", `factor` is the strength of the shift. A strength above 1 gives more noise, and 1 changes nothing.
     """
 
     base: Base = "uniform"
@@ -114,9 +113,11 @@ class SigmaDistribution:
         return {"uniform": np.ones_like(s), "high_noise": high, "low_noise": low, "both_ends": (high + low) / 2}[self.base]
 
     def _inverse_mode(self, s: Floats) -> Floats:
-        """Return the uniform number `u`, 0 to 1, from which each noise level in `s` is made. The levels in `s` follow
-        the base distribution "mode", before the shift. Its formula is `u + scale (cos(pi u / 2)^2 - 1 + u)`. The result
-        has the shape of `s`. `u` is found by bisection, because the inverse has no closed form.
+        """Return the numbers `u`, from 0 to 1, that the base distribution "mode" turns into the noise levels `s`. `s`
+        is an array of noise levels before the shift. The result has the shape of `s`. "mode" computes a level as `u +
+        scale (cos(pi u / 2)^2 - 1 + u)`, where `scale` is the attribute of this name.
+
+        The inverse has no closed form, so it is found by bisection.
         """
         low, high = np.zeros_like(s), np.ones_like(s)
         for _ in range(53):
@@ -127,10 +128,10 @@ class SigmaDistribution:
 
 
 def stratified_uniform(seed: int, step: int, number: int, strata: int = 1) -> float:
-    """Return a random number `u`, `0 <= u < 1`, for one sample of a training step. `seed` is the integer seed of the
-    run. `step` counts from 1. `number` is the index of the sample in the step. Equal arguments give equal results.
-    `strata` is the number of steps over which the results are spread evenly. If it is 1, the results of different steps
-    are independent.
+    """Return a random number `u`, `0 <= u < 1`, for one sample of a training step. Equal arguments give equal results.
+    `seed` is the integer seed of the run. `step` counts from 1. `number` is the index of the sample in the step.
+    `strata` is a number of successive steps. The results of one `number` in these steps are spread evenly from 0 to 1.
+    If `strata` is 1, the results of different steps are independent.
 
     The range is divided into `strata` equal parts. For each `number`, steps 1 to `strata` give one result in each part,
     in random order. The same holds for each later group of `strata` steps. A short run thus covers all noise levels
