@@ -22,9 +22,10 @@ SHARD = pa.field("shard", pa.string(), nullable=False, metadata={"doc": "file un
 
 @dataclass(frozen=True)
 class TensorColumn:
-    """A column that holds one tensor per row of a table. `dtype` is the type of the tensor's values, a key of
-    `STORED_AS`. A stage yields the values as a flat list in the column `name`. `shape`, `offset`, `nbytes` and
-    `checksum` are the names of four more columns.
+    """The description of a tensor column. Such a column holds one tensor per row of a table. `name` is the name of the
+    column, and `doc` says what it holds. `dtype` is the type of the tensor's values, a key of `STORED_AS` such as
+    "bfloat16". A stage yields the values of a tensor as a flat list. The attributes `shape`, `offset`, `nbytes` and
+    `checksum` are the names of four more columns, which describe the tensor.
 
     The stage fills the column `shape`. The store writes the values into a shard (an Arrow file with tensors). It fills
     the columns `offset`, `nbytes` and `checksum`: the position in the shard, the size, and the xxh3 of the bytes.
@@ -54,8 +55,9 @@ class TensorColumn:
 
     @property
     def locator(self) -> tuple[pa.Field, pa.Field, pa.Field]:
-        """The three Arrow fields (int64) that the store fills. The first is the tensor's offset in the shard (an Arrow
-        file with tensors). The second is the tensor's size. Both are in bytes. The third is the tensor's checksum.
+        """The three Arrow fields that say where the tensor of a row is stored, all int64. The first is the tensor's
+        offset in the shard (an Arrow file with tensors), in bytes. The second is the tensor's size in bytes. The third
+        is the tensor's checksum. They are filled when the tensor is written to disk, not by the stage.
         """
         return (
             pa.field(self.offset, pa.int64(), nullable=False, metadata={"doc": f"where {self.name} starts in the shard, bytes"}),
@@ -73,11 +75,13 @@ class TensorColumn:
 
 
 def tensor(name: str = "tensor", dtype: str = "bfloat16", doc: str = "the values, 16-bit words") -> TensorColumn:
-    """Return the description of a tensor column called `name`. `dtype` is the dtype of its values, a key of `STORED_AS`
-    such as "bfloat16". `doc` says what the values are. Four more columns hold the tensor's shape, offset, size and
-    checksum. They are called NAME_shape, NAME_offset, NAME_nbytes and NAME_checksum. For the name "tensor" they are
-    called `shape`, `byte_offset`, `nbytes` and `checksum`. The table must declare the shape column itself, as a list of
-    int32. Raises AssertionError if `dtype` is unknown.
+    """Return the description of a tensor column. `name` is the name of the column. `dtype` is the type of the tensor's
+    values, a key of `STORED_AS` such as "bfloat16". `doc` says what the values are. For the name "x", four more columns
+    hold the tensor's shape, position, size and checksum: `x_shape`, `x_offset`, `x_nbytes` and `x_checksum`. Raises
+    AssertionError if `dtype` is unknown.
+
+    For the name "tensor", the four columns are called `shape`, `byte_offset`, `nbytes` and `checksum`. The caller must
+    add the shape column to the columns of the table, as a list of int32.
     """
     assert dtype in STORED_AS, f"{name}: dtype must be one of {', '.join(STORED_AS)}, got {dtype}"
     if name == "tensor":
@@ -89,9 +93,9 @@ def column(
     name: str, kind: pa.DataType, doc: str, *, null: bool = False, measured: bool = False, default: str = "", later: bool = False
 ) -> pa.Field:
     """Return the Arrow field of the column `name`. `kind` is the Arrow type. `doc` says what the column holds, and in
-    which unit. If `null` is True, nulls are allowed. `measured` marks clock times and memory, which differ between
-    equal runs. `default` is the text for rows without the column; "" means none. `later` marks a column that was added
-    to an existing table.
+    which unit. If `null` is True, nulls are allowed. If `measured` is True, the values differ between equal runs, as
+    clock times and memory do. `default` is a string that is filled into rows without the column; "" means no default.
+    If `later` is True, the column was added when tables without it already existed.
 
     `TableSchema.table` fills in `default`. Only columns of strings can have a default. If `default` is empty, every row
     must have the column. A column with `later` allows nulls, `TableSchema.table` fills in null, and the column is not
@@ -125,9 +129,9 @@ class TableSchema:
     artifact: str = ""
 
     def __post_init__(self) -> None:
-        """Raise AssertionError if a key column, the shape column of a tensor or the column `artifact` is missing. Also
-        raise it if two columns have the same name. Also raise it if a table with tensors does not have exactly one key
-        column.
+        """Raise AssertionError if the fields of the schema do not fit together. `columns` must contain every key column
+        and the shape column of every tensor. If `artifact` is not "", `columns` must contain the column of this name.
+        No two columns may have the same name. A table with tensors must have exactly one key column.
         """
         names = [field.name for field in (*self.batch, *self.locator)]
         needed = {*self.key, *(each.shape for each in self.tensors), *filter(None, [self.artifact])}
@@ -168,7 +172,10 @@ class TableSchema:
 
     @property
     def recorded(self) -> dict[str, str]:
-        """The columns and tensors that are part of a recipe: name -> Arrow type. Columns marked `later` are left out."""
+        """The Arrow type of each column and tensor, as a dict from name to text. The recipe of a table contains this
+        dict. A recipe records what decides the rows of a table, such as the settings. Columns marked `later` are left
+        out.
+        """
         return {f.name: str(f.type) for f in self.batch if not (f.metadata or {}).get(b"later")}
 
     @property

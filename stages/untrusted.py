@@ -48,8 +48,9 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def read_utf8(path: Path, most: int) -> str:
-    """Return the text of the regular file `path`, which is in UTF-8, without a byte order mark. `most` is the largest
-    allowed size in bytes. Raises ValueError if it cannot be read.
+    """Return the text of the regular file `path`, which must be in UTF-8. A byte order mark at the start of the file is
+    left out. `most` is the largest allowed size in bytes. Raises ValueError if the file cannot be read or is not in
+    UTF-8.
     """
     try:
         return read_bytes(path, most).decode("utf-8-sig")

@@ -88,8 +88,9 @@ def validation_of(task: Task[Any, Any]) -> Validation:
 
 
 def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPlan | None = None) -> TrainingStep:
-    """Load the model of `task`, and return its training step. `start` is the checkpoint to continue from, or None. `plan`
-    is the memory plan; with None, a step is one graph. Raises ValueError if the adapter [train] `initial` does not fit.
+    """Load the model of `task`, and return it as a `TrainingStep` with an adapter and an optimizer. `start` is the checkpoint to
+    continue from, or None. `plan` is the memory plan; with None, all blocks keep their activations. Raises ValueError if the
+    adapter [train] `initial` does not fit.
     """
     initial = None if start else task.initial_adapter()
     model = task.load_model()
@@ -230,8 +231,8 @@ class TrainingRun:
         return rows
 
     def first_measurement(self) -> list[Row]:
-        """Measure the held-out samples before the first step and return the rows. If a resumed run was interrupted during a
-        measurement, repeat that measurement. If there is nothing to measure, the list is empty.
+        """Measure the held-out samples before the first step of a new run. In a resumed run, repeat a measurement that was
+        interrupted. Return one row per sample, or an empty list if there is nothing to measure.
         """
         if not self.start.checkpoint:
             return self.measure({"step": 0, "lr": 0.0, "grad_norm": 0.0, "peak_bytes": self.peak})
@@ -241,9 +242,8 @@ class TrainingRun:
         return self.measure({name: trained[name] for name in ("step", "lr", "grad_norm", "peak_bytes")})
 
     def measure(self, shared: Row) -> list[Row]:
-        """If a measurement is due, measure the held-out samples and return one row per sample. If none is due or a stop
-        interrupts it, the list is empty. `shared` holds the columns `step`, `lr`, `grad_norm` and `peak_bytes` for all these
-        rows.
+        """Measure the held-out samples if a measurement is due. Return one row per sample, or an empty list if none is due or a
+        stop interrupts it. `shared` holds the columns `step`, `lr`, `grad_norm` and `peak_bytes`, equal in all these rows.
         """
         held_out, step = self.task.held_out, shared["step"]
         if held_out is None or not self.validation.is_due(step):
@@ -263,17 +263,17 @@ class TrainingRun:
         return rows
 
     def interrupted(self) -> bool:
-        """Return True if the user has asked the run to stop. All ranks get the answer of rank 0. It is called while
-        held-out losses are measured. The result is kept in `unmeasured`.
+        """Return True if the user has asked the run to stop. All ranks (processes) return the answer of rank 0. The answer is
+        also stored in `unmeasured`, because a stop leaves the present measurement unfinished.
         """
         self.unmeasured = self.ranks.agreed(self.control.stop_requested())
         return self.unmeasured
 
     def saves_after(self, step: int) -> bool:
-        """Return True if a checkpoint must be written after step `step`. One is due after every `checkpoint_every`
-        steps, after the last step, and after the step with the lowest validation loss. One is also due when the run
-        ends early, when it pauses, or when the user requests it. The request is a control file, which is deleted. One
-        is also due if the last checkpoint is too old; then `timed` is set to True.
+        """Return True if a checkpoint must be written after step `step`. This is so every `checkpoint_every` steps, after the
+        last step, and if the validation loss is the lowest so far. It is also so if the run ends early or pauses, or if the
+        user made the file `checkpoint`. That file is deleted. If only the age of the last checkpoint is a reason, the result is
+        True, and `timed` is set to True. Otherwise `timed` is False.
         """
         asked = self.control.wants_checkpoint()
         due = step % self.task.config.checkpoint_every == 0 or step >= self.validation.last_step

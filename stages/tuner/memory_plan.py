@@ -67,10 +67,11 @@ def best_candidate(
     limit: int,
     begun: Plan | None = None,
 ) -> Candidate:
-    """Choose how to compute the largest batch of a run, and return it as a `Candidate`. `config` holds the settings
-    [train]. `batch_size` is the number of samples of this batch. `estimate(samples)` returns the memory estimate for
-    that many samples computed at once. `limit` is the memory limit in bytes. `begun` is the plan of a resumed run, or
-    None. A plan says how many of the last blocks keep their activations. The result may need more than `limit`.
+    """Choose how many samples of the largest batch to compute at once, and with which plan. Return both as a
+    `Candidate`. A plan says how many of the last blocks keep their activations. `config` holds the settings [train].
+    `batch_size` is the number of samples of the batch. `estimate(samples)` returns the memory estimate for so many
+    samples. `limit` is the memory limit in bytes. `begun` is the plan of a resumed run, or None. If no choice fits, the
+    result needs more than `limit`.
 
     The settings `micro_batch` and `memory` of `config` decide. `micro_batch` is the number of samples computed at once.
     None means the whole batch. "auto" halves the batch until it fits with the plan "blocks". `memory` is the plan.
@@ -143,10 +144,12 @@ def saved_max_tokens(state: Any) -> int | None:
 
 
 def adjust_max_tokens(max_tokens: int, used: int, held: int, peak: int, limit: int) -> int:
-    """Return the most tokens per micro-batch for the next step, given the memory of the last step. If `peak` is above `limit`,
-    the result is half of `used`. If twice as many tokens surely fit, the result is at least twice `used`. Otherwise it is the
-    present value `max_tokens`. `used` is the number of tokens of the step's largest micro-batch. `held` is the bytes in use
-    between steps. `peak` and `limit` are bytes too.
+    """Return the largest size of a micro-batch (samples computed at once) for the next step, in tokens. `max_tokens` is this
+    size in the last step. `used` is the size of the last step's largest micro-batch, in tokens. `held` (memory in use between
+    steps), `peak` (largest use in the last step) and `limit` are in bytes. If `peak` is above `limit`, the result is half of
+    `used`. If twice `used` would fit, the result is at least that. Otherwise it is `max_tokens`.
+
+    Twice `used` fits if it needs at most 90 % of `limit`.
     """
     if peak > limit:
         return max(1, used // 2)
@@ -202,13 +205,14 @@ def cheaper_settings(config: TrainingConfig, samples: int) -> Iterator[dict[str,
 def cheapest_remedy(
     config: C, samples: int, candidate: Callable[[C], Candidate], limit: int, last: Mapping[str, Any] = MappingProxyType({})
 ) -> Remedy:
-    """Find changes to the settings that make the run fit into memory, and return them. `config` holds the present
-    settings. `limit` is the available memory in bytes. `samples` is the number of samples of the largest batch.
-    `candidate(settings)` returns the plan and the memory estimate of a run. `last` holds changes that are tried after
-    all others.
+    """Find changes to the settings with which a run fits into memory, and return them as a `Remedy`. `config` holds the
+    present settings [train]. `samples` is the number of samples of the largest batch. `candidate(settings)` returns the
+    plan and the memory estimate of a run with these settings. `limit` is the memory limit in bytes. `last` maps
+    settings to new values that are tried after all other changes. If all changes together do not suffice, the result
+    contains all of them.
 
     The changes from `cheaper_settings` are made one after another until the run fits. Then every change that proves
-    unnecessary is undone. If all changes together do not suffice, the result contains all of them.
+    unnecessary is undone.
     """
 
     def remedy_with(settings: dict[str, Any]) -> Remedy:

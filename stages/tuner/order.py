@@ -25,8 +25,9 @@ from stages.tuner import draws
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of training rows, or the part of a batch with one shape. `epoch` is the epoch of the batch, counted from 0. `rows`
-    are indices into the list of all training rows.
+    """A batch of training rows, or a part of it. A part holds the rows of the batch that have the same shape, such as
+    the same image size. `epoch` is the epoch of the batch, counted from 0. `rows` are indices into the list of all
+    training rows.
     """
 
     epoch: int
@@ -68,9 +69,10 @@ class Rates:
 
 
 def share_batches(shapes: Sequence[Hashable], batch_size: int) -> list[list[int]]:
-    """Divide rows into groups such that batches are drawn within a group. Return one sorted list of row indices per
-    group. `shapes` has the shape of each row. A shape with at least `batch_size` rows is a group of its own. The rows
-    of all other shapes form one common group.
+    """Divide training rows into groups. Each batch is later drawn from one group. Return one sorted list of row indices
+    per group. `shapes` has the shape of each row, such as its image size. `batch_size` is the number of rows in a
+    batch. If at least `batch_size` rows have the same shape, they form a group. All other rows form one common group,
+    whose batches may mix shapes.
 
     If the common group has fewer than `batch_size` rows, the rows of the smallest other groups are added until it has
     enough.
@@ -160,8 +162,8 @@ class Order:
         return [Batch(epoch, batches[n]) for n in draws.permutation(len(batches), self.seed, "batches", epoch)]
 
     def most(self, shape: Hashable) -> int:
-        """Return the largest number of rows of one shape in a batch. `shape` is this shape. At least one row with a
-        rate above 0 must have it.
+        """Return how many rows with the shape `shape` one batch can have at most. `shape` is one of the shapes given to
+        the constructor. At least one row of this shape must have a rate above 0.
         """
         group = next(rows for rows in self.groups if any(self.shapes[row] == shape for row in rows))
         if all(self.shapes[row] == shape for row in group):
@@ -175,9 +177,10 @@ class Order:
 
     @property
     def sharing(self) -> list[Hashable]:
-        """Return the shapes whose rows share batches with rows of different shapes, as a list. Usually, all rows of a
-        batch have one shape. A shape with fewer rows than a batch is rare. All rare shapes form one group, and a batch
-        of this group may mix their rows.
+        """Return the shapes whose rows share batches with rows of other shapes, as a list. A shape is, for example, an
+        image size. Usually, all rows of a batch have one shape. A shape with fewer rows than a batch cannot fill a
+        batch alone. The rows of all such shapes together form one group. A batch of this group may contain rows of
+        several shapes.
 
         If the group has fewer rows than a batch, the smallest of the remaining shapes are added to it. The list is
         empty if the group has fewer than two shapes.
@@ -192,8 +195,9 @@ class Order:
         return [Batch(batch.epoch, tuple(rows)) for rows in by_shape.values()]
 
     def _drawn_before(self, epoch: int) -> list[int]:
-        """Return how many rows all passes before `epoch` draw from each group. The result is a list with one number per
-        group of rows that share batches.
+        """Return how many rows of each group are drawn in all passes before pass `epoch`. A pass is one round over the
+        training rows, counted from 0. A group holds rows that share batches. The result is a list with one number per
+        group.
         """
         counts = self.rates.before(epoch)
         return [int(counts[rows].sum()) for rows in self.groups]
@@ -219,9 +223,10 @@ class Order:
         return rows
 
     def _open_batch(self, group: int, number: int) -> list[int] | None:
-        """Return the rows of the batch that is not yet full when pass `number` begins, as a list. A pass is one round
-        over the rows, counted from 0. `group` is the number of the group of rows that share batches. Return [] if no
-        batch is open. Return None if the rows are not known, because earlier passes must be computed first.
+        """Return the rows of the batch that is still unfinished when pass `number` begins, as a list. A pass is one
+        round over the rows, counted from 0. `group` is the number of a group of rows that share batches. If no batch is
+        unfinished, the result is []. If the rows are not known, the result is None. The caller must then compute
+        earlier passes first.
         """
         if self._drawn(number)[group] % self.batch_size == 0:
             return []
@@ -229,13 +234,12 @@ class Order:
         return open_batch if known == number else None
 
     def _arranged(self, group: int, number: int, open_batch: Sequence[int]) -> list[int]:
-        """Return the rows of one pass through a group of rows, in shuffled order. A pass is one round over the rows.
-        `group` is the number of the group. The rows of a group share batches. `number` is the number of the pass, from
-        0. `open_batch` holds the rows of the last batch of earlier passes, if this batch is not full. Otherwise, it is
-        empty. A row is an index into the list of all training rows.
+        """Return the rows of one pass through a group of rows, in shuffled order. A pass is one round over the rows,
+        and `number` is its number, from 0. The rows of a group share batches, and `group` is the number of the group.
+        `open_batch` holds the rows of an unfinished batch of earlier passes, or nothing. The first rows of the result
+        complete this batch. A row is an index into the list of all training rows.
 
-        The first rows of the result complete the open batch. As far as possible, they are rows that the batch does not
-        contain yet.
+        As far as possible, these first rows are rows that the unfinished batch does not contain yet.
         """
         counts = self.rates.within(number)[self.groups[group]]
         rows = np.repeat(self.groups[group], counts)

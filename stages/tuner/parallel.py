@@ -110,10 +110,12 @@ def merge_results(result: StepResult, task: Task[Any, Any], step: int, ranks: Ra
 def measure_together(
     held_out: HeldOut[Any], training: TrainingStep, ranks: Ranks, stopped: Callable[[], bool]
 ) -> Iterator[tuple[Any, dict[str, list[Any]]]]:
-    """Measure the held-out samples on all processes, and yield pairs (micro-batch, values) in order. `held_out` reads
-    them as micro-batches (samples computed at once). `training` is the model with its adapter. `ranks` are the
-    processes. `values` maps table columns to one value per sample. Every process yields all pairs. In each round, every
-    process measures one micro-batch. The iterator ends early if `stopped()` returns True before a round.
+    """Measure the held-out samples on all processes. Yield a pair (micro-batch, values) for each micro-batch (samples
+    computed at once), in order. `values` maps each table column to a list with one value per sample. `held_out` reads
+    the micro-batches from disk. `training` is the model with its adapter. `ranks` are the processes. Each process
+    measures a part of the micro-batches, but yields all pairs. If `stopped()` returns True, the iterator ends early.
+
+    In each round, every process measures one micro-batch. `stopped()` is called before each round.
     """
     coming: list[Any] = []
     batches = held_out.micro_batches()

@@ -90,9 +90,10 @@ def select_rows(weight: Weight, rows: slice) -> Weight:
 
 
 def row_chunks(weight: Weight, tokens: int = 1) -> list[slice]:
-    """Return slices of rows that together cover a weight, in order. Each chunk of a packed (quantised) weight has at most 256 MiB
-    when unpacked. On Metal, the product of a chunk with `tokens` rows stays below the limit of one kernel. If the weight is
-    small, the result is `[slice(None)]`, one slice of all rows.
+    """Divide the rows of a weight into chunks. Return them as slices, in order. `weight` is a matrix (outputs, inputs), packed
+    (quantised) or not. A chunk of a packed weight has at most 256 MiB when unpacked. `tokens` is the number of input rows that
+    the weight is multiplied with. On Metal, a chunk is so small that one kernel may compute its product with these input rows.
+    If all rows fit into one chunk, the result is `[slice(None)]`.
     """
     total, inputs = weight.shape
     most = kernels.most_outputs(tokens, inputs)

@@ -46,7 +46,9 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """True for the one process that decides, writes and talks."""
+        """True if this process is rank 0. Only rank 0 writes files and shows messages. It also decides for all ranks,
+        for example when to stop.
+        """
         return self.rank == 0
 
     def sum(self, arrays: dict[str, Any], share: float = 1.0) -> dict[str, Any]:
@@ -146,15 +148,17 @@ class Ranks:
         return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
     def owners(self, sizes: Sequence[int]) -> list[int]:
-        """Return the rank that computes each sample of a step. `sizes` has the number of samples of each batch. Every
-        batch is divided into equal runs of samples, one for each rank.
+        """Return the rank that computes each sample of a step, as one list over all batches. `sizes` has the number of
+        samples of each batch. Every batch is divided into equal parts, one for each rank, in order. For `sizes` = [4]
+        and two ranks, the result is [0, 0, 1, 1].
         """
         return [place * self.size // size for size in sizes for place in range(size)]
 
     def share(self, batches: Sequence[Sequence[T]], sizes: Sequence[int]) -> list[list[T]]:
-        """Return the samples of a training step that this rank computes, as lists. `batches` holds all samples of the
-        step, in order. A list in `batches` is a whole batch, or the part of a batch with one shape. `sizes` holds the
-        number of samples of each whole batch. Empty lists are left out of the result.
+        """Return the samples that this rank computes in one training step, as a list of lists. `batches` holds all
+        samples of the step, in order. A list in `batches` is a whole batch, or the part of a batch with one shape.
+        `sizes` holds the number of samples of each whole batch. Each list of the result holds this rank's samples from
+        one list of `batches`. A list without such samples is left out.
 
         For example, one batch of 4 samples has two shapes: `batches` = [["a", "b"], ["c", "d"]] and `sizes` = [4]. Of
         two ranks, rank 0 gets [["a", "b"]] and rank 1 gets [["c", "d"]].

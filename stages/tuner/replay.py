@@ -55,10 +55,10 @@ def replay_step(ctx: TrainingContext, task: Task[Any, Any], step: int) -> list[R
 
 
 def recorded_plan(task: Task[Any, Any], known: Checkpoint | None, start: Checkpoint | None) -> MemoryPlan:
-    """Return the memory plan for repeating steps of a run. A memory plan sets how many samples are computed at once,
-    and how many blocks are computed twice. `task` supplies data, model and settings. `known` is a checkpoint that
-    records the run's plan. If it is None, a new plan is made. `start` is the checkpoint from which training starts, or
-    None.
+    """Return the memory plan for computing steps of a run again. A memory plan sets how many samples are computed at
+    once, and how many blocks are computed twice. `task` supplies data, model and settings. `known` is a checkpoint of
+    the run. Its recorded plan is used again if it fits into memory. If `known` is None, a new plan is made. `start` is
+    the checkpoint from which the steps are repeated, or None for the beginning of the run.
 
     A checkpoint also records the most tokens that a micro-batch may have. If `start` is given, the returned plan has
     the limit that `start` records.

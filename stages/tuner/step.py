@@ -57,10 +57,10 @@ def choose_targets(linears: Mapping[str, tuple[int, int]], config: TrainingConfi
 def starting_adapter(
     model: Model, targets: Sequence[Target], config: TrainingConfig, start: InitialAdapter | None = None
 ) -> Arrays:
-    """Return the adapter that training starts from: float32 arrays by name. `model` holds the frozen weights. `targets` are the
-    Linears to adapt. `config` holds the settings [train]. `start` is a loaded adapter, (arrays by name, scale of each Linear),
-    whose change the result repeats. If it is None, the result changes nothing yet. Raises ValueError if `start` does not fit
-    `targets`.
+    """Return the adapter with which training starts, as float32 arrays by name. `model` holds the frozen weights. `targets` are
+    the Linears to adapt. `config` holds the settings [train]. `start` is a loaded adapter as a pair (arrays by name, scale of
+    each Linear). The result then changes the model as `start` does. If `start` is None, the result changes nothing yet. Raises
+    ValueError if `start` does not fit `targets`.
     """
     weights = target_weights(model.blocks, targets) if config.variant == "dora" else None
     fresh = fresh_adapter(targets, config.seed, weights)
@@ -96,12 +96,10 @@ class StepResult:
 
 
 class TrainingStep:
-    """A model, its adapter, and the state of the optimizer. Each call of `step` updates the adapter once. Four
-    attributes control memory and may be changed at any time: `plan`, `live_bytes`, `max_tokens` and `max_samples`.
-
-    `plan` says how many of the last blocks keep their activations until the backward pass: "whole" (all), "blocks"
-    (one) or a number. While `live_bytes` bytes or more are in use, MLX starts no further operation. `max_tokens` and
-    `max_samples` limit the size of a micro-batch (samples computed at once). None means no limit.
+    """A model, its adapter, and the state of the optimizer. Each call of `step` updates the adapter once. Four attributes
+    control memory and may be changed at any time. `plan` says how many of the last blocks keep their activations until the
+    backward pass: "whole" (all), "blocks" (one) or a number. While `live_bytes` bytes or more are in use, MLX starts no further
+    operation. `max_tokens` and `max_samples` limit the size of a micro-batch (samples computed at once). None means no limit.
     """
 
     def __init__(
@@ -205,9 +203,9 @@ class TrainingStep:
         return self.ranks.sum(gradients, 1 / self.ranks.size if self.objective.separable else 1.0)
 
     def _loss_and_grads(self, batch: MicroBatch, term: Term, adapter: Arrays) -> tuple[mx.array | Values, Arrays]:
-        """Return (losses, gradients) of one term of the loss for a micro-batch (samples computed at once). The
-        gradients are a dict by the names in `adapter`. Raises ValueError if [train] `micro_batch` is set, but the term
-        compares all samples and cannot be divided.
+        """Return (losses, gradients) of one loss term for one micro-batch (samples computed at once). `batch` is the
+        micro-batch, and `term` is the loss term. `adapter` maps names to the adapter's arrays, and the gradients have the same
+        names. Raises ValueError if [train] `micro_batch` or several ranks would divide a loss that cannot be divided.
 
         A term that compares samples and can be divided is computed in parts if the micro-batch is too large.
         """

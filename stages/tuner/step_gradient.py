@@ -17,9 +17,9 @@ Found = tuple[mx.array, Sequence[bool] | None, Sequence[str] | None]  # values, 
 
 @dataclass
 class StepGradient:
-    """The gradient of one optimizer step, with the losses of its samples. The gradient is the sum over the
-    micro-batches (samples computed at once). `grads` maps the name of an adapter array to its gradient. `terms` holds
-    one dict per micro-batch. All arrays are lazy: not evaluated yet.
+    """The gradient of one optimizer step, with the losses of its samples. `grads` maps the name of an adapter array to
+    its gradient, summed over the micro-batches (samples computed at once). `terms` holds one dict per micro-batch, with
+    the losses and other values by table column. All arrays are lazy: not evaluated yet.
 
     A dict in `terms` maps a table column to a tuple (values, flags, texts). `values` holds one number per sample.
     `flags` says which samples have a value, or is None if all have one. If `texts` is not None, a value is an index
@@ -73,8 +73,10 @@ class StepGradient:
 
 
 def plain_values(values: mx.array, applies: Sequence[bool] | None, texts: Sequence[str] | None) -> list[Any]:
-    """Return one Python value per sample. `applies` has one flag per sample. Where the flag is False, the value is
-    None. If `texts` is given, `values` are indices into it and the texts are returned. A negative index gives None.
+    """Return the values of one table column as a list, one Python value per sample. `values` is an array with one
+    number per sample. `applies` holds one flag per sample, or is None. Where the flag is False, the value is None.
+    `texts` is a list of texts, or None. If it is a list, each number is replaced by the text at this index. A negative
+    number is then replaced by None.
     """
     each: Any = values.tolist()
     if texts is not None:

@@ -51,8 +51,9 @@ class Validation:
         return self.config is not None and step % self.config.every == 0
 
     def discard_incomplete(self, step: int) -> bool:
-        """Return True if held-out losses must be measured after step `step`: they are due there, and some or all of them
-        are missing. Those that are there are discarded then, so that all are measured again.
+        """Return True if the held-out samples must be measured after step `step`. This is so if a measurement is due
+        there and is not complete. Losses of an incomplete measurement are discarded, so that all samples are measured
+        again. If the result is False, nothing is discarded.
         """
         if not self.is_due(step) or sum(row["step"] == step for row in self.rows) >= self.count:
             return False

@@ -18,9 +18,9 @@ class AdapterMismatch(ValueError):  # noqa: N818  (a mistake of the user, descri
 
 
 class BlockwiseForward:
-    """The forward pass of a model, with or without an adapter, computed block by block. Call the object to compute a
-    prediction. The arguments of the call are the model's inputs, as keyword arguments. They are those of the model's
-    method `enter`. The call returns the prediction as an array.
+    """The forward pass of a model, with or without an adapter, computed block by block. Call the object with the
+    model's inputs as keyword arguments. They are the same as for the model's method `enter`. The call returns the
+    model's prediction as an array.
 
     The function of each kind of block is compiled once, where compilation is on. Each block is handed to the device
     before the next one is built. While `live_bytes` bytes or more are in use, MLX starts no further operation; None

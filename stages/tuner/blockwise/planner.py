@@ -197,11 +197,11 @@ def weight_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -
 
 def stored_bytes(blocks: Iterable[Any], shapes: Mapping[str, tuple[tuple[int, ...], int]], itemsize: int) -> tuple[int, ...]:
     """Return the size of each block's weight matrices in bytes, as a tuple with one number per block. Weights that are
-    no matrix are not counted. `blocks` are the blocks of the model. `shapes` maps the full name of a weight to (shape,
+    not matrices are left out. `blocks` are the blocks of the model. `shapes` maps the full name of a weight to (shape,
     bits). The bits are 8 or 4 for a packed (quantised) weight, and 16 for any other. `itemsize` is the bytes of one
     unpacked value.
 
-    These weights can stay on disk until they are needed.
+    The weight matrices can stay on disk until they are needed.
     """
     matrices = ([shapes[f"{block.name}.{name}"] for name in block.weights] for block in blocks)
     return tuple(weight_bytes((each for each in block if len(each[0]) == 2), itemsize) for block in matrices)

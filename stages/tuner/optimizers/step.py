@@ -47,11 +47,11 @@ class OptimizerStep:
         """Take one training step. Return `(new params, new state, norm, updated)`. `params` holds the adapter's arrays
         as stacks: arrays of equal shape joined into one. `grads` maps the names of the single arrays to gradients.
         `state` is the optimizer's state. `lr` is the learning rate. `losses_finite` is a boolean scalar array: true if
-        all losses are finite. `reduce(gradients)` may combine the stacked gradients with those of other processes. By
-        default, it returns them unchanged.
+        all losses are finite. `reduce(gradients)` may combine the stacked gradients with those of other processes.
+        `norm` is the norm of the gradients. `updated` is false if no value was changed.
 
-        `norm` is the global norm of the gradients before clipping. `updated` is true if the losses and `norm` are
-        finite. If `updated` is false, params and state keep their values.
+        `norm` is the global norm before clipping, as a scalar array. `updated` is a boolean scalar array. It is true if
+        the losses and `norm` are finite. By default, `reduce` returns the gradients unchanged.
 
         The dicts `params.arrays`, `grads` and `state` must not be used after the call. Most of their entries are
         removed to save memory.
