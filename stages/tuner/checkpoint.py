@@ -103,9 +103,9 @@ def save(
 ) -> Checkpoint:
     """Write the checkpoint of training step `step` and return it. `write_artifact(name, write)` creates a file by calling
     `write(path)`. `adapter` and `optimizer` (its state) map names to arrays. `rows` holds the rows of the run's table since the
-    previous checkpoint. `metadata` maps keys to texts for the headers of adapter files. `facts` are further entries of
-    `state.json`. `averaged` is the average of the adapter over the steps, as name -> array, or None. Raises ValueError if an
-    array has a value that is not finite.
+    previous checkpoint. `metadata` maps keys to texts for the headers of adapter files. `facts` maps further keys of
+    `state.json` to values. `averaged` is the running average of the adapter, as name -> array, or None. Raises ValueError if a
+    value of an array is not finite.
     """
     inside = f"{FOLDER}/step-{step:06d}"
     header = {**metadata, "step": str(step)}
@@ -167,11 +167,11 @@ def published_step(artifacts: Path) -> int | None:
 
 
 def is_published(artifacts: Path, step: int, best: int | None = None) -> bool:
-    """Return True if the adapter files at the top of the folder `artifacts` come from the right checkpoints.
-    `adapter.safetensors` must come from the checkpoint of training step `step`. If `best` is a step, `adapter_best.safetensors`
-    must come from the checkpoint of step `best`. If `best` is None, this file is not checked. The header of each file must name
-    the step. The sha256 of each file must be the one that the checkpoint records.
+    """Return True if the adapter files at the top of the folder `artifacts` come from the right checkpoints. `step` is the
+    training step of the checkpoint for `adapter.safetensors`. `best` is the step of the checkpoint for
+    `adapter_best.safetensors`. If `best` is None, that file is not checked.
 
+    The header of each file must name the step. The size and the sha256 of each file must be those that the checkpoint records.
     If the checkpoint of step `step` has an averaged adapter, that file is checked too. If a checkpoint no longer exists, only
     the header is checked.
     """
@@ -258,9 +258,9 @@ def delete_incomplete(artifacts: Path, after: int) -> None:
 
 
 def prune(artifacts: Path, step: int, last: int) -> None:
-    """Delete the optimizer states of old checkpoints below the folder `artifacts`. Only checkpoints up to step `step`
-    are considered. `last` is how many of them keep their optimizer state, counted from the newest. The newest one
-    always keeps its state. Adapters are never deleted.
+    """Delete the optimizer states of old checkpoints. `artifacts` is the run's folder. Checkpoints after step `step` are left
+    alone. Of the others, the newest `last` checkpoints keep their optimizer state, but at least one. Adapters are never
+    deleted.
     """
     for saved in [saved for saved in find_checkpoints(artifacts) if saved.step <= step][max(last, 1) :]:
         (saved.folder / OPTIMIZER).unlink(missing_ok=True)

@@ -48,9 +48,10 @@ class Control:
         self._take(STOP)
 
     def after_step(self) -> None:
-        """Count a finished training step, and check whether the run must end or pause. If it must end, set `ending` to
-        True. The reason is a request of the user or a limit in the settings. The call `ctx.pause(reason)` shows the
-        reason to the user, except after an interrupt. If the file `pause` exists, set `pausing` to True, else to False.
+        """Count a finished training step, and set the attributes `ending` and `pausing`. `ending` becomes True if the user has
+        requested a stop, or if a limit in the settings is reached. `pausing` is True if the file `pause` exists.
+
+        If the run must end, `ctx.pause(reason)` shows the reason to the user. After an interrupt, no reason is shown.
         """
         self.steps_done += 1
         self.pausing = self._pause_requested
@@ -90,9 +91,10 @@ class Control:
         return self.ending
 
     def wait_while_paused(self) -> None:
-        """Wait until the user deletes the file `pause`, or until the run must end. While the run waits, a line tells the
-        user how to continue. If the method `after_step` did not find the file `pause` after the last step, the call returns
-        at once.
+        """If the run is paused, wait until the user deletes the file `pause` or the run must end. Otherwise, return at once.
+        One line tells the user how to continue.
+
+        The run is paused if the last call of `after_step` found the file `pause`. A run that must end is not paused.
         """
         if not self.pausing or self.ending:
             return

@@ -57,8 +57,9 @@ def check_health(
 
 
 def _check_size(say: Callable[[str], None], config: TrainingConfig, step: int, ratio: float) -> None:
-    """Call `say` with a line of warning if `ratio` is not within `RATIOS`. `ratio` is the length of an update divided
-    by the adapter's length. `config` holds the settings [train]. `step` is the training step of the update, from 1.
+    """Warn the user if an update of the adapter is too small or too large. `say(text)` shows the warning. `ratio` is the length
+    of the update divided by the adapter's length. It should be from 1e-7 to 0.1 (`RATIOS`). `config` holds the settings
+    [train]. `step` is the training step of the update, from 1.
 
     Prodigy begins with a very small rate and raises it by itself, so a small update is no fault in its first 100 steps.
     """

@@ -12,13 +12,13 @@ from stages.tuner.task import M, S, Task
 
 
 class Loader(Generic[S, M]):
-    """Load the samples of training steps one step ahead, in a background thread. Iterate over `Loader(task, steps)` to
-    get (step, batches, seconds) for each step in the range `steps`. `task` is the training task that supplies the
-    samples. `batches` is a list of the step's batches, in host memory. `seconds` is how long the caller waited for
-    them. `ranks` are the processes that train together, or None for this process alone.
+    """Load the samples of training steps one step ahead, in a background thread. Iterate over `Loader(task, steps, ranks)` to
+    get (step, batches, seconds) for each step. `task` is the training task that supplies the samples. `steps` is a range of
+    steps. `ranks` are the processes that train together, or None for this process alone. `batches` is a list of the step's
+    batches, in host memory. `seconds` is how long the caller waited for them.
 
-    With several ranks, each rank loads only its share of a batch. If the loss compares the samples of a batch with each
-    other, each rank loads the whole batch.
+    With several ranks, each rank loads only its share of a batch. If the loss compares the samples of a batch with each other,
+    each rank loads the whole batch.
     """
 
     def __init__(self, task: Task[S, M], steps: range, ranks: Ranks | None = None) -> None:
@@ -54,6 +54,8 @@ class Loader(Generic[S, M]):
         self.reader.prefetch([sample for samples in self.draw(step) for sample in samples])
 
     def draw(self, step: int) -> list[list[S]]:
-        """Return the samples of a step that this process computes, as one list per batch or part of a batch."""
+        """Return the samples of step `step` that this process computes, as a list of lists. Each list holds samples of one
+        batch that are read together.
+        """
         batches = self.task.draw(step)
         return self.ranks.share(batches, self.task.sizes(step)) if self.ranks else batches

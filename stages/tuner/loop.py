@@ -263,17 +263,17 @@ class TrainingRun:
         return rows
 
     def interrupted(self) -> bool:
-        """Return True if the user has asked the run to stop. All ranks (processes) return the answer of rank 0. The answer is
-        also stored in `unmeasured`, because a stop leaves the present measurement unfinished.
+        """Return True if the user has asked the run to stop. All ranks (processes) return the answer of rank 0. The attribute
+        `unmeasured` is set to the same answer.
         """
         self.unmeasured = self.ranks.agreed(self.control.stop_requested())
         return self.unmeasured
 
     def saves_after(self, step: int) -> bool:
-        """Return True if a checkpoint must be written after step `step`. This is so every `checkpoint_every` steps, after the
-        last step, and if the validation loss is the lowest so far. It is also so if the run ends early or pauses, or if the
-        user made the file `checkpoint`. That file is deleted. If only the age of the last checkpoint is a reason, the result is
-        True, and `timed` is set to True. Otherwise `timed` is False.
+        """Return True if a checkpoint must be written after step `step`. It is due every `checkpoint_every` steps, after the
+        last step, and after the lowest validation loss so far. It is due if the run ends early or pauses. It is due if the user
+        made the file `checkpoint`, which is deleted. It is also due if the last checkpoint is too old. The attribute `timed` is
+        set to True if this is the only reason, else to False.
         """
         asked = self.control.wants_checkpoint()
         due = step % self.task.config.checkpoint_every == 0 or step >= self.validation.last_step

@@ -67,16 +67,17 @@ def best_candidate(
     limit: int,
     begun: Plan | None = None,
 ) -> Candidate:
-    """Choose how many samples of the largest batch to compute at once, and with which plan. Return both as a
-    `Candidate`. A plan says how many of the last blocks keep their activations. `config` holds the settings [train].
-    `batch_size` is the number of samples of the batch. `estimate(samples)` returns the memory estimate for so many
-    samples. `limit` is the memory limit in bytes. `begun` is the plan of a resumed run, or None. If no choice fits, the
-    result needs more than `limit`.
+    """Choose how many samples of the largest batch to compute at once, and with which memory plan. Return both as a
+    `Candidate`. `config` holds the settings [train], which may fix both. `batch_size` is the number of samples of the batch.
+    `estimate(samples)` returns the memory estimate for so many samples. `limit` is the memory limit in bytes. `begun` is the
+    plan of a resumed run, or None. If no choice fits, the result needs more than `limit`.
 
-    The settings `micro_batch` and `memory` of `config` decide. `micro_batch` is the number of samples computed at once.
-    None means the whole batch. "auto" halves the batch until it fits with the plan "blocks". `memory` is the plan.
-    "auto" means the plan `begun` if it fits, otherwise the fastest plan that fits. If none fits, "auto" chooses what
-    needs least memory. Numbers and plans in the settings are always obeyed.
+    A memory plan says how many of the last blocks keep their activations: "whole" (all), "blocks" (one) or a number.
+
+    The settings `micro_batch` and `memory` of `config` decide. `micro_batch` is the number of samples computed at once. None
+    means the whole batch. "auto" halves the batch until it fits with the plan "blocks". `memory` is the plan. "auto" means the
+    plan `begun` if it fits, otherwise the fastest plan that fits. If none fits, "auto" chooses what needs least memory. Numbers
+    and plans in the settings are always obeyed.
     """
     samples = min(config.micro_batch, batch_size) if isinstance(config.micro_batch, int) else batch_size
     if config.micro_batch == "auto":
@@ -145,11 +146,11 @@ def saved_max_tokens(state: Any) -> int | None:
 
 def adjust_max_tokens(max_tokens: int, used: int, held: int, peak: int, limit: int) -> int:
     """Return the largest size of a micro-batch (samples computed at once) for the next step, in tokens. `max_tokens` is this
-    size in the last step. `used` is the size of the last step's largest micro-batch, in tokens. `held` (memory in use between
-    steps), `peak` (largest use in the last step) and `limit` are in bytes. If `peak` is above `limit`, the result is half of
-    `used`. If twice `used` would fit, the result is at least that. Otherwise it is `max_tokens`.
+    limit in the last step. `used` is the size of the last step's largest micro-batch, in tokens. `held` is the memory in use
+    between steps. `peak` is the largest use in the last step. `limit` is the memory that may be used. All three are in bytes.
 
-    Twice `used` fits if it needs at most 90 % of `limit`.
+    If `peak` is above `limit`, the result is half of `used`, but at least 1. If twice `used` needs at most 90 % of `limit`, the
+    result is the larger of `max_tokens` and twice `used`. Otherwise, the result is `max_tokens`.
     """
     if peak > limit:
         return max(1, used // 2)

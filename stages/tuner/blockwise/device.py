@@ -104,9 +104,10 @@ def live_memory_limit(limit: int | None) -> Iterator[None]:
 
 
 def blocks_in_flight() -> int:
-    """Return how many blocks of a model have arrays in memory at the same time. Each block is handed to the device
-    while the previous block is computed. A GPU frees arrays only when a batch of operations ends, so the result is 2. A
-    CPU frees each array after its last use, so the result is 1.
+    """Return how many blocks of a model have arrays in memory at the same time: 2 on a GPU, 1 on a CPU.
+
+    Each block is handed to the device while the previous block is computed. A GPU frees arrays only when a batch of operations
+    ends. A CPU frees each array after its last use.
     """
     return 1 if mx.default_device() == mx.cpu else IN_FLIGHT
 

@@ -22,12 +22,13 @@ LEAST_TIMES = 5  # measurements of a phase that are needed to find a leak
 
 @dataclass
 class Meter:
-    """A meter that records the memory that MLX uses in each phase of a program. Measure with `phase` or `measure_each`.
-    Each measured phase appends a dict to `rows`. Its keys are "step", "phase", and the bytes "before", "active", "peak"
-    and "cache". Set the attribute `step` before each step.
+    """A record of the memory that MLX uses in each phase of a program. `phase(name)` measures a `with` block.
+    `measure_each(items, name)` measures each item of an iteration. Each measurement appends a dict to `rows`. Its keys are
+    "step", "phase", "before", "active", "peak" and "cache". The last four are in bytes. The value of "step" is the attribute
+    `step`, which the caller may set.
 
-    "before" and "active" are the memory in use before and after the phase. "peak" is the largest memory in use during
-    the phase. "cache" is the size of MLX's cache after the phase.
+    "before" and "active" are the memory in use before and after the phase. "peak" is the largest memory in use during the
+    phase. "cache" is the size of MLX's cache after the phase.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -35,9 +36,10 @@ class Meter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Return a context manager that measures the memory of the code inside its `with` block. At the end of the
-        block, one dict is appended to `Meter.rows`. `name` is the name of the phase in this dict. At the start of the
-        block, MLX's own peak is reset. The peak over all phases is `Meter.peak`.
+        """Return a context manager that measures the memory of the code in its `with` block. At the end of the block, one dict
+        is appended to `Meter.rows`. `name` is the name of the phase in this dict.
+
+        At the start of the block, MLX's own peak is reset. The peak over all phases is `Meter.peak`.
         """
         mx.reset_peak_memory()
         before = mx.get_active_memory()
@@ -73,12 +75,12 @@ class Meter:
         return any(count >= LEAST_TIMES for count in Counter(row["phase"] for row in self.rows).values())
 
     def leaks(self, least: int = LEAK_BYTES) -> dict[str, int]:
-        """Return the phases that leak memory, as phase -> bytes per execution. A phase leaks if it leaves at least `least` bytes
-        in use each time. It must be measured at least 5 times. The first and the last time are not counted.
+        """Return the phases that leak memory, as a dict from phase to bytes per execution. A phase leaks if each execution
+        leaves at least `least` bytes in use, on average. A phase that was measured fewer than 5 times is left out.
 
-        The first time may fill caches, and what the last leaves may still be freed. The other times are divided into thirds. In
-        each third, at least `least` bytes per time must remain; a cache that grows once is thus no leak. The result is the slope
-        of a line fitted to the sums.
+        The first and the last execution are not counted: the first may fill caches, and what the last leaves may still be
+        freed. The others are divided into thirds. In each third, the average must be at least `least` bytes. A cache that grows
+        once is thus no leak. The result is the slope of a line fitted to the sums.
         """
         leaking = {}
         for name, left in self._left().items():

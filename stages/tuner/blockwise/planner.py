@@ -98,8 +98,8 @@ class Estimate:
 
     @property
     def block_work(self) -> float:
-        """The bytes in use while the largest block is computed and differentiated. The weights of blocks and their kept
-        inputs are not counted.
+        """The bytes in use while the largest block is computed and differentiated. Weights are not counted. The block inputs
+        that are kept for the backward pass are not counted either.
         """
         return max(BLOCK_WORK * traffic + own for traffic, own in self._per_block()) + self.scores_rate * self.scores
 
@@ -166,10 +166,11 @@ def _trace_linears(chain: Chain, block: Any, h: Tree, shared: Tree) -> dict[str,
 
 
 def _saved_per_token(target: Target) -> int:
-    """Return how many values per token the adapter of `target` keeps for its gradient. `target` is a Linear with its
-    adapter. The input and the output of the Linear are not counted. A LoRA keeps `rank` values. A DoRA also keeps one
-    value per output. A LoKr keeps the intermediate products with its matrices. A Linear that is trained in full keeps
-    nothing more.
+    """Return how many values per token the adapter of `target` keeps for its gradient. `target` is a Linear with its adapter.
+    The input and the output of the Linear are not counted.
+
+    A LoRA keeps `rank` values. A DoRA also keeps one value per output. A LoKr keeps the intermediate products with its
+    matrices. A Linear that is trained in full keeps nothing more.
     """
     shapes = target.shapes
     if full.DIFF in shapes:

@@ -21,9 +21,10 @@ class Visit:
     """
 
     def __init__(self, blocks: Sequence[Any], order: Iterable[int], after: tuple[Any, ...] = ()) -> None:
-        """Prepare the loop. `blocks` are all blocks of the model. `order` gives the indices of the blocks to visit.
-        `after` holds arrays that MLX may still be computing when the loop begins. If weights are stored on disk, the
-        loop waits for these arrays before it reads the weights of the second block.
+        """Prepare the loop. `blocks` are all blocks of the model. `order` gives the indices of the blocks to visit. `after`
+        holds arrays that MLX may still be computing when the loop begins.
+
+        If weights are stored on disk, the loop waits for the arrays in `after` before it reads the weights of the second block.
         """
         self.blocks, self.order = blocks, list(order)
         self.stored = any(isinstance(weight, StoredWeight) for n in self.order for weight in blocks[n].weights.values())
@@ -40,9 +41,11 @@ class Visit:
         self.weights = {}
 
     def dispatch(self, *results: Any) -> None:
-        """Start computing `results`, the arrays of the present block. Do not wait for them. If weights are stored on
-        disk, wait for the results of the previous block. The weights of that block are then freed. Then start reading
-        the weights of the next block.
+        """Start computing the arrays `results` of the present block, and do not wait for them. If weights are stored on disk,
+        also start reading the weights of the next block.
+
+        Before it reads them, the call waits for the results of the previous block. The weights of the previous block are then
+        freed.
         """
         dispatch(*results)
         if not self.stored:

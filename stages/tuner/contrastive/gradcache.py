@@ -30,20 +30,18 @@ def loss_and_grads_in_parts(
     plan: Plan = "whole",
     ranks: Ranks | None = None,
 ) -> tuple[mx.array | Values, Arrays]:
-    """Return (losses, gradients) of a batch that is computed in parts. `chain` is the model. `adapters` maps names such
-    as "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the factor that multiplies the
-    adapter's change. `parts` holds the keyword arguments of `chain.enter` for each part. `join(predictions)` combines
-    the predictions of all parts into one. `loss(prediction)` computes the losses. `plan` says how many of the last
-    blocks keep their activations: "whole", "blocks" or a number. `ranks` are the processes that share the parts, or
-    None.
+    """Compute a batch in parts, and return (losses, gradients). `chain` is the model. `adapters` maps names to the adapter's
+    arrays. `scales` maps "<block>.<linear>" to the factor that multiplies the adapter's change. `parts` holds the keyword
+    arguments of `chain.enter` for each part. `join(predictions)` combines the predictions of all parts into one.
+    `loss(prediction)` returns one loss per sample. `plan` says how many of the last blocks keep their activations: "whole"
+    (all), "blocks" (one) or a number. `ranks` are the processes that share the parts, or None.
 
-    `loss` returns one loss per sample, or a dict of values per sample with the key "loss". The gradients are those of
-    the mean loss, by the names in `adapters`. The result equals that of `loss_and_grads` for the whole batch, up to
-    rounding. The plan "whole" means all blocks, and "blocks" means one.
+    The losses are what `loss` returns. Instead of one loss per sample, this may be a dict of values per sample with the key
+    "loss". The gradients are those of the mean loss, by the names in `adapters`. Such a name is
+    "<block>.<linear>.lora_A.weight". The result equals that of `loss_and_grads` for the whole batch, up to rounding.
 
-    Only one part at a time has activations in memory. With several `ranks` (processes), each process computes some of
-    the parts. It returns the gradients of these parts only. The sum of the gradients over all ranks is the gradient of
-    the batch.
+    Only one part at a time has activations in memory. With several `ranks` (processes), each process computes some of the
+    parts. It returns the gradients of these parts only. The sum of the gradients over all ranks is the gradient of the batch.
     """
     ranks = ranks or Ranks()
     own = ranks.part(len(parts))
@@ -69,8 +67,8 @@ def _computed(prediction: Tree) -> Tree:
 
 
 def _gathered(predictions: list[Tree], ranks: Ranks) -> list[Tree]:
-    """Return the predictions of all parts of a batch, in order. The batch is divided into parts, and each rank has
-    computed some of them. `predictions` holds the predictions that this rank has computed.
+    """Return the predictions of all parts of a batch, in order. `predictions` holds those of the parts that this rank (process)
+    has computed. `ranks` are the processes that share the parts.
     """
     if ranks.size == 1:
         return predictions
@@ -99,11 +97,11 @@ def _loss_and_pulls(predictions: list[Tree], join: Join, loss: Loss) -> tuple[mx
 
 
 def _inner_product(prediction: Tree, **pulls: mx.array) -> mx.array:
-    """Return a number whose gradient with respect to `prediction` is `pulls`. `prediction` is a tree of arrays. `pulls`
-    are keyword arguments, one array for each array in the tree and of the same shape. The number is the inner product
-    of `prediction` and `pulls`. It is returned as a float32 array of shape `(1,)`.
+    """Return the inner product of `prediction` and `pulls` as a float32 array of shape `(1,)`. `prediction` is a tree of
+    arrays. `pulls` are keyword arguments, one array for each array in the tree and of the same shape.
 
-    A key of `pulls` is "pull_" and the path of an array in the tree. For the path "query", the key is "pull_query".
+    The gradient of the result with respect to `prediction` is `pulls`. A key of `pulls` is "pull_" and the path of an array in
+    the tree. For the path "query", the key is "pull_query".
     """
     found = dict(tree_flatten(prediction))
     return mx.stack([(value.astype(mx.float32) * pulls[f"pull_{name}"]).sum() for name, value in found.items()]).sum()[None]

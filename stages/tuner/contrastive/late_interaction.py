@@ -64,14 +64,13 @@ def _lengths(real_BQ: mx.array) -> mx.array:
 def xtr_scores(
     query_BQE: mx.array, query_real_BQ: mx.array, document_NKE: mx.array, document_real_NK: mx.array, k: int
 ) -> mx.array:
-    """Return the XTR training score of every query with every document, shape `(B, N)`. `query_BQE` holds B queries of
-    Q token vectors. `document_NKE` holds N documents of K token vectors. `query_real_BQ` and `document_real_NK` are
-    False for padding. Each query token retrieves the `k` most similar document tokens of the batch. Only query tokens
-    that retrieved a token of a document count for this document. The score is the mean of their largest similarities
-    with the document.
+    """Return the XTR training score of every query with every document, shape `(B, N)`. `query_BQE` holds B queries of Q token
+    vectors. `document_NKE` holds N documents of K token vectors. `query_real_BQ` and `document_real_NK` are False for padding.
+    Each query token selects the `k` most similar document tokens of the batch. If a query token selects tokens of a document,
+    its largest similarity with this document counts. The score of the document is the mean of the similarities that count.
 
-    If no query token retrieved a token of the document, the score is 0. Ties with the last of the `k` tokens are
-    retrieved too. The choice of the retrieved tokens is constant for the gradient.
+    If no query token selects a token of the document, the score is 0. Ties with the last of the `k` tokens are selected too.
+    The choice of the selected tokens is constant for the gradient.
     """
     similarity_BQNK = token_similarities(query_BQE, document_NKE, document_real_NK)
     B, Q, N, K = similarity_BQNK.shape
@@ -95,10 +94,10 @@ def same_group(groups: Sequence[int], document_groups: Sequence[int]) -> mx.arra
 
 
 def info_nce(scores_BN: mx.array, temperature: mx.array, same_BN: mx.array, symmetric: bool = False) -> mx.array:
-    """Return the InfoNCE loss of each query, shape `(B,)`. It is the cross-entropy of the softmax over the documents.
-    Document `b` is the positive of query `b`. The scores are divided by `temperature`. Pairs that are True in `same_BN`
-    are left out. If `symmetric` is true, the cross-entropy is also computed for document `b` over the queries. The
-    result is then the mean of the two.
+    """Return the InfoNCE loss of each query, shape `(B,)`. `scores_BN` holds the score of each query with each document.
+    Document `b` is the positive of query `b`. The scores are divided by `temperature`. Pairs that are True in `same_BN` are
+    left out. If `symmetric` is false, the loss is the cross-entropy of choosing document `b` for query `b`. If it is true, this
+    is averaged with the cross-entropy of choosing query `b` for document `b`.
     """
     logits_BN = mx.where(same_BN, HIDDEN, scores_BN / temperature)
     B = len(logits_BN)
@@ -127,13 +126,12 @@ def margin_loss(scores_BN: mx.array, margin: mx.array, same_BN: mx.array) -> mx.
 
 
 def in_batch_rows(scores_BN: mx.array, same_BN: mx.array) -> dict[str, mx.array]:
-    """Return how well each query of a batch finds its document, as a dict from table column to array `(B,)`. The
-    columns are "rank", "score", "candidates", "hardest_id" and "hardest_score". `scores_BN` holds the score of each
-    query with each document. Document `b` is the positive of query `b`. The other documents are negatives, except pairs
-    that are True in `same_BN`.
+    """Return how well each query of a batch finds its document, as a dict from table column to array `(B,)`. `scores_BN` holds
+    the score of each query with each document. Document `b` is the positive of query `b`. The other documents are negatives,
+    except pairs that are True in `same_BN`.
 
-    "rank" is the rank of the positive, counted from 1; a tie counts against the positive. "score" is the score of the
-    positive. "candidates" is the number of documents compared, including the positive. "hardest_id" is the index of the
+    The column "rank" is the rank of the positive, counted from 1; a tie counts against the positive. "score" is the score of
+    the positive. "candidates" is the number of documents compared, including the positive. "hardest_id" is the index of the
     negative with the highest score, or -1 if there is none. "hardest_score" is the score of this negative, or NaN.
     """
     scores_BN = mx.stop_gradient(scores_BN)

@@ -39,14 +39,15 @@ MODE_SCALES = (-1.0, 2 / (math.pi - 2))  # the paper's bounds; outside them the 
 
 @dataclass(frozen=True)
 class SigmaDistribution:
-    """A distribution of noise levels, from 0 (clean image) to 1 (pure noise). A level is first drawn from the
-    distribution `base`, and is then shifted. `base` is "uniform", "logit_normal", "mode", "cosmap", "high_noise",
-    "low_noise" or "both_ends". `shift` is "none", "static" (the same shift for all images) or "resolution" (more noise
-    for larger images). Raises AssertionError if a value is out of range.
+    """A distribution of noise levels, from 0 (clean image) to 1 (pure noise). A level is first drawn from the distribution
+    `base`, such as "uniform". It is then shifted. `shift` is "none", "static" (the same shift for all images) or "resolution"
+    (more noise for larger images). Raises AssertionError if a value is out of range.
 
-    With the base "logit_normal", the logit of a level has the mean `mean` and the standard deviation `std`. With the
-    base "mode", a larger `scale` draws more levels near 0.5. `scale` must be above -1 and below 1.75. With the shift
-    "static", `factor` is the strength of the shift. A strength above 1 gives more noise, and 1 changes nothing.
+    `base` is "uniform", "logit_normal", "mode", "cosmap", "high_noise", "low_noise" or "both_ends".
+
+    With the base "logit_normal", the logit of a level has the mean `mean` and the standard deviation `std`. With the base
+    "mode", a larger `scale` draws more levels near 0.5. `scale` must be above -1 and below 1.75. With the shift "static",
+    `factor` is the strength of the shift. A strength above 1 gives more noise, and 1 changes nothing.
     """
 
     base: Base = "uniform"
@@ -128,14 +129,13 @@ class SigmaDistribution:
 
 
 def stratified_uniform(seed: int, step: int, number: int, strata: int = 1) -> float:
-    """Return a random number `u`, `0 <= u < 1`, for one sample of a training step. Equal arguments give equal results.
-    `seed` is the integer seed of the run. `step` counts from 1. `number` is the index of the sample in the step.
-    `strata` is a number of successive steps. The results of one `number` in these steps are spread evenly from 0 to 1.
-    If `strata` is 1, the results of different steps are independent.
+    """Return a random number `u`, `0 <= u < 1`, for one sample of a training step. `seed` is the integer seed of the run.
+    `step` counts from 1. `number` is the index of the sample in the step. `strata` is a number of steps. Over so many steps,
+    the results for one `number` cover the range from 0 to 1 evenly. If `strata` is 1, the results of different steps are
+    independent. Equal arguments give equal results.
 
-    The range is divided into `strata` equal parts. For each `number`, steps 1 to `strata` give one result in each part,
-    in random order. The same holds for each later group of `strata` steps. A short run thus covers all noise levels
-    evenly.
+    The range is divided into `strata` equal parts. For each `number`, steps 1 to `strata` give one result in each part, in
+    random order. The same holds for each later group of `strata` steps. A short run thus covers all noise levels evenly.
     """
     assert strata >= 1, strata
     inside = draws.uniform(seed, "sigma", step, number)
