@@ -18,8 +18,8 @@ TOKENIZER_FILES = ("tokenizer.json", "merges.txt")
 def find(settings: ProjectConfig, project: Path, family: ModelFamily, name: str, *, fetch: bool) -> Path:
     """Return the path of the weights of one model component: a folder or a file. `settings` is the section [project].
     `project` is the project's folder. `family` is the model family. `name` is the component, such as "transformer". If
-    `fetch` is True, missing weights are downloaded or, for a family with random weights, generated. Raises NotFetched
-    if they are missing and `fetch` is False. Raises ValueError if they cannot be found or belong to another component.
+    `fetch` is True, missing weights are downloaded, or generated if the family has random weights. If `fetch` is False,
+    missing weights raise NotFetched. Raises ValueError if the weights cannot be found or belong to another component.
     """
     from stages.models.folders import locate
 

@@ -80,9 +80,10 @@ class ProjectConfig:
         return (self.components or {}).get(component, self.weights)
 
     def divides(self, divisible: bool, rows: int) -> bool:
-        """Return True if workers on a Ray cluster compute the pending rows of a stage. If False, this process computes
-        them. `divisible` is True if the stage's work can be divided. `rows` is the number of rows. More than
-        `unit_rows` are needed for workers.
+        """Return True if workers on a Ray cluster compute the rows of a stage, and False if this process does. `rows`
+        is the number of rows to compute. `divisible` is True if they may be divided among several processes. If the
+        setting `workers` is "local", the result is False. Otherwise, it is True if `divisible` is True and `rows` is
+        larger than the setting `unit_rows`.
         """
         return self.workers != "local" and divisible and rows > self.unit_rows
 

@@ -53,8 +53,9 @@ def places(home: Path | None = None) -> list[Path]:
 
 
 def search(place: Path, families: Mapping[str, Family]) -> Iterator[Found]:
-    """Search the folder `place` and the folders below it for parts of models. Yield each part that a model family can
-    use, such as a transformer. `families` maps names to the model families. Interrupted downloads are yielded too.
+    """Search the folder `place` and the folders below it for model components, such as a transformer. Yield each
+    component that a model family can use. `families` maps names to the model families. Interrupted downloads are
+    yielded too.
 
     A damaged file is yielded if it has the name of a file of a family. Its `missing` then says what is wrong. Other
     damaged files are left out.
@@ -89,8 +90,8 @@ def _files(place: Path) -> list[Path]:
 
 
 def _component(paths: Sequence[Path], families: Mapping[str, Family]) -> Found | None:
-    """Return the part of a model that lies in the files `paths`, such as a transformer. Return None if no family in
-    `families` can use it. `paths` is one file or the parts of one file.
+    """Return the model component, such as a transformer, that is stored in the files `paths`. Return None if no family
+    in `families` can use it. `paths` is one file, or all shards of a file that was divided.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     values: Counter[str] = Counter()
@@ -132,8 +133,9 @@ def _tensors(path: Path) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
 
 
 def _lacking(paths: Sequence[Path]) -> str:
-    """Return a text such as "1 of 4 shards" if shards are missing. A shard is one file of a weight file that was
-    divided. Return "" if no shard is missing, or if `paths` has no shards.
+    """Return a text such as "1 of 4 shards" if shards are missing. A large weight file is often stored as several
+    files, its shards. `paths` are the files that were found. Return "" if no shard is missing, or if `paths` has no
+    shards.
     """
     shards = [shard for path in paths if (shard := SHARD.fullmatch(path.name))]
     return (
@@ -152,8 +154,8 @@ def _interrupted(place: Path, families: Mapping[str, Family]) -> Iterator[Found]
 
 
 def complete_roots(found: Iterable[Found], families: Mapping[str, Family]) -> Iterator[tuple[str, Path]]:
-    """Yield (family name, folder) for every folder that holds all parts of a model family. The user may set [project]
-    weights to such a folder. `found` are the parts of models on this machine. `families` maps names to the model
+    """Yield (family name, folder) for every folder that holds all components of a model family. Such a folder can be
+    the setting `weights` of a project. `found` are the components on this machine. `families` maps names to the model
     families.
     """
     from stages.models.folders import locate

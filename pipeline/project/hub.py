@@ -134,11 +134,11 @@ def _downloaded(hub: str, components: list[str], family: ModelFamily, fetch: boo
 
 
 def resolve_component(hub: str, family: ModelFamily, component: str, setting: str, *, fetch: bool) -> Path:
-    """Return the folder with one model component of a hub repository, downloaded if needed. `hub` is the repository's id,
-    "org/name". The repository either holds a whole model in the layout of diffusers or this component alone, as the
-    repositories of single text encoders do. `family` is the model family, `component` a part such as "text_encoder".
-    `setting` is the setting that names the repository. Raises NotFetched if files are missing in the cache and `fetch` is
-    False. Raises ValueError if the repository has no such component, or if the download fails.
+    """Return the folder of one model component of a hub repository, downloaded if needed. `hub` is the repository's id,
+    "org/name". The repository holds a whole model in the layout of diffusers, or only the component. `family` is the
+    model family. `component` is a name such as "text_encoder". `setting` is the setting that names the repository, for
+    messages. Raises NotFetched if files are missing in the cache and `fetch` is False. Raises ValueError if the
+    repository has no such component, or if the download fails.
     """
     from huggingface_hub import HfApi, errors
 
@@ -170,7 +170,8 @@ def resolve_component(hub: str, family: ModelFamily, component: str, setting: st
 def _at_the_top(files: Iterable[str], component: str) -> list[str]:
     """Return the files that a component needs in a hub repository which holds only this component. `files` are the
     names of all files of the repository. `component` is a name such as "text_encoder". Only files at the top of the
-    repository are returned: texts such as config.json and, except for a tokenizer, weights in the format safetensors.
+    repository are returned: texts such as config.json, and weights in the format safetensors. For a tokenizer, only the
+    texts are returned.
     """
     suffixes = TEXT_SUFFIXES if component == TOKENIZER else (*TEXT_SUFFIXES, ".safetensors")
     return [name for name in files if "/" not in name and name.endswith(suffixes)]
@@ -211,9 +212,9 @@ def _blobs(cache: Path, hub: str) -> set[Path]:
 
 
 def _check_digests(copy: Path, before: set[Path]) -> None:
-    """Check the sha256 of the files that were just downloaded from the hub. If a file differs from what the hub says,
-    remove the file and raise ValueError. `copy` is the model's folder in the hub cache. `before` has the files that existed
-    before the download; they are not read again.
+    """Check the sha256 of the files that were just downloaded from the hub. `copy` is the model's folder in the hub
+    cache. `before` has the files that existed before the download; they are not read again. Raises ValueError if a file
+    has another sha256 than the hub says. The file is then removed.
 
     The hub client compares sizes only. It names a large file by its sha256.
     """
@@ -229,18 +230,18 @@ def _check_digests(copy: Path, before: set[Path]) -> None:
 
 
 def _incomplete(copy: Path, components: list[str], family: ModelFamily) -> list[str]:
-    """Return the components that are not completely downloaded. `copy` is the model's folder in the hub cache.
-    `components` are the names to check, such as "transformer". `family` is the model family, which names the subfolder
-    of each component. A component that has a subfolder is returned as this subfolder and a slash, such as "vae/". A
-    component without a subfolder is returned by its name.
+    """Return which of `components` are not completely downloaded. `copy` is the model's folder in the hub cache.
+    `components` are names such as "transformer". `family` is the model family, which names the subfolder of each
+    component. If a component has a subfolder, the subfolder is returned, such as "vae/". If it has none, the
+    component's name is returned.
     """
     folders = {component: family.folders[component] for component in components}
     return [f"{name}/" if name else each for each, name in folders.items() if not _is_complete(copy / name, each)]
 
 
 def _is_complete(folder: Path, component: str) -> bool:
-    """Return True if all files of a component's `folder` in the hub cache are downloaded. The hub client gives a file its final
-    name only when all its bytes have arrived, so only names are checked.
+    """Return True if all files of a component are downloaded. `folder` is the component's folder in the hub cache.
+    `component` is its name, such as "transformer". The weights themselves are not read.
     """
     if component == TOKENIZER:
         return any((folder / name).is_file() for name in ("tokenizer.json", "merges.txt"))

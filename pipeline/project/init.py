@@ -60,8 +60,9 @@ def new_project(folder: Path, options: Mapping[str, str], pipeline: str = config
 
 
 def relative(path: Path, folder: Path) -> str:
-    """Return `path` as text for a setting in project.toml. `folder` is the folder of the project. The text is a
-    relative path if `path` lies in `folder` or in its parent, at any depth. Otherwise, it is an absolute path.
+    """Return `path` as text for a setting in project.toml. `folder` is the folder of the project. If `path` is the
+    parent of `folder` or lies below this parent, the text is a relative path such as "../images". Otherwise, the text
+    is an absolute path.
 
     For the project `pets/cats`, the folder `pets/images` becomes "../images". A folder outside `pets` becomes an absolute
     path. With a relative path, the project and the files can be moved together.

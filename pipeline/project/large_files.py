@@ -26,8 +26,8 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Refused(ValueError):  # noqa: N818  (its message is for the user as it is)
-    """Raised if a large file cannot be downloaded because another process downloads, or because the file arrived
-    damaged. Errors of the hub client are raised unchanged, not as this class.
+    """Raised if another process is downloading from the same repository, or if a downloaded file is damaged. A damaged
+    file raises the subclass `Damaged`.
     """
 
 
@@ -129,8 +129,8 @@ def _fetch(file: LargeFile, bar: Any) -> None:
     from huggingface_hub.file_download import http_get
 
     class Part:
-        """A stand-in for the progress bar that the hub client shows for each file. If the client reports arrived bytes,
-        they are added to `bar`, the bar of all files.
+        """A progress bar for the hub client that shows no bar of its own. It adds the arrived bytes to `bar`, the bar
+        of all files.
         """
 
         def __init__(self, **_: Any) -> None:
