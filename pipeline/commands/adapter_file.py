@@ -86,11 +86,11 @@ def write_adapter(
 def write_arrays(
     adapter: Adapter, family: Family, target: Path, style: str, *, dtype: str, about: dict[str, str], say: Say = silent
 ) -> Path:
-    """Write an adapter as the safetensors file `target` for other programs, and return `target`. `adapter` is a pair of
-    dicts. The first maps names such as "proj_out.lora_A.weight" to arrays, the second maps each Linear to the factor of
-    its change. `family` is the model family. `style` is the naming of tensors: "diffusers" or "comfyui". `dtype` of the
-    matrices is "float32", "bfloat16" or "float16". `about` has texts for the file's metadata, with keys such as
-    "project". `say` is called with each line for the user.
+    """Write an adapter as the safetensors file `target` for other programs, and return `target`. `adapter` is (arrays,
+    scales). `arrays` maps names such as "proj_out.lora_A.weight" to arrays. `scales` maps each Linear's name to the
+    number that multiplies its change. `family` is the model family. `style` names the tensors as "diffusers" or
+    "comfyui" does. `dtype` of the matrices is "float32", "bfloat16" or "float16". `about` has texts for the file's
+    metadata, with keys such as "project". `say` is called with each line for the user.
 
     Raises ValueError if `target` exists and is no earlier export, or if a value is too large for `dtype`. An earlier
     export of the same project, style and family is replaced.
@@ -118,9 +118,9 @@ def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:
 
 
 def _check_replaced(target: Path, metadata: dict[str, str], say: Say) -> None:
-    """Check that writing `target` replaces no file except an earlier export. An earlier export has the same project,
-    style and model family. If `target` is one, `say` is called with a line that names the replaced step. `metadata` is
-    the metadata of the new file. Raises ValueError if `target` exists and is any other file.
+    """Raise ValueError if `target` exists and is not an earlier export of the same project, style and model family. If
+    `target` is such an export, it may be replaced. `say` is then called with a line that tells from which training step
+    the old file was. `metadata` is the metadata of the new file.
     """
     from stages.models.weights import read_file
 

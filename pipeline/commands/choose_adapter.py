@@ -35,8 +35,8 @@ def find_adapter(project: Project, text: str, step: int | None = None) -> Path:
 
 def project_of_run(project: Project, run: str) -> Project:
     """Open the folder of `project` again and return it as a new `Project` that uses a recorded training run. The new
-    `Project` has the settings and the table of that run. `run` is the name of the run or the beginning of its recipe
-    (12 hex digits). Raises ValueError if not exactly one run matches.
+    `Project` has the settings and the table of that run. `run` is the name of the run, or its recipe (12 hex digits),
+    or the beginning of its recipe. Raises ValueError if not exactly one run matches.
     """
     from pipeline.project import runs
     from pipeline.project.project import Project

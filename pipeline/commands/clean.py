@@ -58,10 +58,10 @@ def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
 
 
 def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Delete the temporary files of killed commands, and damaged files that were replaced. `project` is the opened
-    project folder. If `dry_run` is True, nothing is deleted. Yield `(line for the user, bytes freed)` for each
-    deletion, or each one that would happen. Temporary files that a running command has locked are kept. Raises
-    ValueError if a table to clean is being written.
+    """Delete temporary files of killed commands, and damaged files that were replaced. Yield `(line for the user,
+    bytes)` for each deletion. `project` is the opened project folder. If `dry_run` is True, nothing is deleted, and the
+    pairs tell what would be deleted. Temporary files that a running command has locked are kept. Raises ValueError if a
+    table to clean is being written.
     """
     tables = project.path / "tables"
     for folder in (project.path, project.path / "exports", project.path / "weights", tables, *tables.glob("[!.]*/")):
@@ -83,12 +83,12 @@ def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int
 
 
 def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Delete the unused rows and tables of the stage `name`. `project` is the opened project folder. If `delete` is
-    False, these rows and tables are kept. If `dry_run` is True, they are kept too, but reported as if they were
-    deleted. Yield `(line for the user, bytes freed)` for each deletion. Tables of other settings that are kept have one
-    pair, with the reason and 0 bytes.
+    """Delete the unused rows and tables of the stage `name`. Yield `(line for the user, bytes freed)` for each
+    deletion. `project` is the opened project folder. If `delete` is False, nothing is deleted. If `dry_run` is True,
+    nothing is deleted either, and the pairs tell what would be deleted.
 
-    For unused tables that are kept, one pair has a line with the reason, and 0 bytes.
+    If the tables of other settings are kept, one pair gives the reason and 0 bytes. One such pair is also all that is
+    yielded if the table of the present settings cannot be determined.
     """
     try:
         current = project.current(name)
@@ -106,10 +106,10 @@ def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> It
 
 
 def _clean_others(name: str, current: TableFolder, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Delete the tables of the stage `name` that were built with other settings. `current` is the stage's table for the
-    present settings. If `delete` is False or `current` is not built, the tables are kept. If `dry_run` is True, they
-    are kept too, but reported as if they were deleted. Yield `(line for the user, bytes freed)` for each deleted table.
-    If the tables are kept for one of the first two reasons, one pair has the reason and 0 bytes.
+    """Delete the tables of the stage `name` that were built with other settings. Yield `(line for the user, bytes
+    freed)` for each table. `current` is the stage's table for the present settings. If `delete` is False or `current`
+    is not built, the tables are kept. One pair then has the reason and 0 bytes. If `dry_run` is True, nothing is
+    deleted, and the pairs tell what would be deleted.
     """
     from pipeline.store.catalog import link_table
 
@@ -160,9 +160,9 @@ def _delete_table(folder: Path) -> None:
 
 
 def _collect(table: TableFolder, recipe: dict[str, object]) -> int:
-    """Delete the rows of `table` that its last finished run no longer needed, and return the number of bytes freed.
-    `recipe` holds the settings, code version and weights that the rows depend on. Raises ValueError if another process
-    is writing the table.
+    """Delete the rows of `table` that its last finished run did not want, and return the number of bytes freed.
+    `recipe` is the table's recipe: a dict of what decides its rows, such as settings and the hashes of weights. Raises
+    ValueError if another process is writing the table.
     """
     from pipeline.store.writer import Writer
 

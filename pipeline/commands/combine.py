@@ -91,10 +91,11 @@ Make = Callable[[], tuple["Adapter", str]]  # computes (arrays, scales) and a li
 
 
 def merge(project: Project, chosen: Sequence[tuple[str, float]], rank: int | None = None) -> tuple[Recipe, Make]:
-    """Plan a LoRA that is the sum of several adapters, and return (recipe, make). `recipe` is a dict that says what the
-    LoRA is made from. `make()` computes the LoRA. It returns the LoRA and a line of text about the error. `project` is
-    the opened project folder. `chosen` holds pairs (adapter, strength), such as ("best", 1.0). `rank` is the largest
-    rank of a Linear in the result. None adds the ranks, so that nothing is lost.
+    """Plan a LoRA that is the sum of several adapters, and return (recipe, make). `recipe` is a dict that says how and
+    from which files the LoRA is made. `make()` computes the LoRA. It returns ((arrays, scales), text): the LoRA as two
+    dicts, and a line about the error. `project` is the opened project folder. `chosen` holds pairs (adapter, strength),
+    such as ("best", 1.0). `rank` is the largest rank of a Linear in the result. None adds the ranks, so that nothing is
+    lost.
 
     An adapter is "last", "best" or "average", one of these with "@RUN", or the path of a file. RUN is the name or the
     recipe of a run. Raises ValueError if an adapter does not exist or `rank` is out of range.
@@ -114,10 +115,10 @@ def merge(project: Project, chosen: Sequence[tuple[str, float]], rank: int | Non
 
 
 def resize(project: Project, adapter: str, rank: int) -> tuple[Recipe, Make]:
-    """Plan a LoRA of a lower rank and return (recipe, make). `recipe` is a dict that says what the LoRA is made from.
-    `make()` computes the LoRA. It returns the LoRA and a line of text about the error. `project` is the opened project
-    folder. `adapter` is "last", "best" or "average", one of these with "@RUN", or the path of a file. `rank` is the
-    largest rank of a Linear in the result.
+    """Plan a LoRA of a lower rank and return (recipe, make). `recipe` is a dict that says how and from which file the
+    LoRA is made. `make()` computes the LoRA. It returns ((arrays, scales), text): the LoRA as two dicts, and a line
+    about the error. `project` is the opened project folder. `adapter` is "last", "best" or "average", one of these with
+    "@RUN", or the path of a file. `rank` is the largest rank of a Linear in the result.
 
     RUN is the name or the recipe of a run. Raises ValueError if the adapter does not exist or `rank` is out of range.
     `make()` raises ValueError unless `rank` is below the largest rank in the adapter.
@@ -139,9 +140,9 @@ def resize(project: Project, adapter: str, rank: int) -> tuple[Recipe, Make]:
 
 def extract(project: Project, tuned: Path, rank: int) -> tuple[Recipe, Make]:
     """Plan a LoRA from the difference between a fine-tuned transformer and the base model of `project`, the opened
-    project folder. Return (recipe, make). `recipe` is a dict that says what the LoRA is made from. `make()` returns the
-    LoRA and a line of text about the error. `tuned` is a folder in the diffusers layout or a single file. `rank` is the
-    largest rank of a Linear in the result.
+    project folder. Return (recipe, make). `recipe` is a dict that says how and from which files the LoRA is made.
+    `make()` computes the LoRA. It returns ((arrays, scales), text): the LoRA as two dicts, and a line about the error.
+    `tuned` is a folder in the diffusers layout or a single file. `rank` is the largest rank of a Linear in the result.
 
     Raises ValueError if there are no weights at `tuned`, or `rank` is out of range. `make()` raises ValueError if
     nothing differs.
@@ -166,11 +167,11 @@ def extract(project: Project, tuned: Path, rank: int) -> tuple[Recipe, Make]:
 
 
 def difference(base: Path, tuned: Path, family: Family, rank: int) -> tuple[Cut, int]:
-    """Compute a LoRA from the difference between two transformers. Return (cut, others). `cut` is the LoRA with its
-    errors. It holds the changes of the Linears' matrices. `others` is the number of other tensors that changed, such as
-    biases. `base` and `tuned` are the transformers: folders in the diffusers layout or single files. `family` is their
-    model family. `rank` is the largest rank of a Linear in the LoRA. Raises ValueError if the weights are not those of
-    one architecture.
+    """Compute a LoRA that approximates the difference between two transformers. Return (cut, others). `cut` holds the
+    LoRA's arrays, and how much of each Linear's change they miss. `others` is the number of changed tensors that the
+    LoRA cannot hold, such as biases. `base` and `tuned` are the transformers: folders in the diffusers layout or single
+    files. `family` is their model family. `rank` is the largest rank of a Linear in the LoRA. Raises ValueError if the
+    weights are not those of one architecture.
 
     The base is in memory as a whole, the tuned transformer one weight at a time.
     """
@@ -203,8 +204,8 @@ def difference(base: Path, tuned: Path, family: Family, rank: int) -> tuple[Cut,
 
 def read(family: Family, file: Path) -> Adapter:
     """Read the adapter file `file` and return (arrays, scales). `arrays` maps names such as "proj_out.lora_A.weight" to
-    arrays. `scales` maps the name of each Linear to the factor of its change. `family` is the model family of the
-    adapter. Raises ValueError if a value is not finite.
+    arrays. `scales` maps the name of each Linear to the number that multiplies its change. `family` is the model family
+    of the adapter. Raises ValueError if a value is not finite.
     """
     from stages.models.adapters import first_not_finite
 

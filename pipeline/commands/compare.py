@@ -70,10 +70,10 @@ def best_command(run: str | None, by: str | None, project: Project) -> None:
 
 
 def compare(project: Project, runs: Sequence[Run], out: Path | None = None) -> Iterator[str]:
-    """Compare the training runs `runs` of `project`, the opened project folder. Yield lines of text: facts such as the
-    number of steps, settings that differ, losses over the steps, and held-out losses. If the pipeline can draw results
-    of the runs side by side, they are written to the file `out`. None makes a file in the project's folder exports/. In
-    this case, the last line names the file, or says that no results have equal prompts and seeds.
+    """Compare the training runs `runs` of `project`, the opened project folder, and yield lines of text. The lines show
+    facts such as the number of steps, settings that differ, losses over the steps, and held-out losses. Some pipelines
+    also draw results of the runs side by side, into the image file `out`. None means a file in the project's folder
+    exports/. For these pipelines, the last line names the file, or says that no results have equal prompts and seeds.
     """
     facts = [run_facts(project, run) for run in runs]
     heads = [run.label for run in runs]

@@ -110,10 +110,11 @@ def explanations(groups: Groups) -> Iterator[str]:
 
 
 def comparisons(name: str, base: list[Row], adapter: list[Row]) -> Iterator[str]:
-    """Compare an adapter with the base model, and yield one line of text per score. A line gives a value and its 95 %
-    bootstrap interval. For "style" and "real", the value is the AUC of the adapter's scores against the base's. For
-    "agreement", it is the difference of the means. `name` is the adapter's heading. `base` and `adapter` are rows of
-    the table `scores`, one per picture. Only prompts that both have drawn are compared.
+    """Compare the scores of an adapter with those of the base model, and yield one line of text per score. A line gives
+    a value and its 95 % bootstrap interval. For "style" and "real", the value is the AUC: the probability that the
+    adapter's score is higher than the base's. For "agreement", it is the adapter's mean less the base's mean. `name` is
+    the adapter's heading. `base` and `adapter` are rows of the table `scores`, one per picture. Only prompts that both
+    have drawn are compared.
 
     A score has no line if a compared prompt lacks it for the base or for the adapter.
     """
@@ -155,9 +156,9 @@ def mean_difference(base: np.ndarray, adapter: np.ndarray) -> float:
 
 
 def bootstrap_interval(pairs: Pairs, measure: Callable[[np.ndarray, np.ndarray], float]) -> tuple[float, float, float]:
-    """Return (value, low, high): a measure over all prompts and its 95 % bootstrap interval. `pairs` has one pair of
-    arrays per prompt: scores of the base model, scores of the adapter. The scores of all prompts are concatenated into
-    two arrays, `base` and `adapter`. `measure(base, adapter)` computes the value from these arrays.
+    """Return (value, low, high): a value computed from the scores of all prompts, and its 95 % bootstrap interval.
+    `pairs` has one pair of arrays per prompt: scores of the base model, scores of the adapter. `measure(base, adapter)`
+    computes the value as a float. Its arguments are arrays of the scores of all prompts.
 
     Prompts are resampled, not pictures, because the pictures of one prompt depend on each other. The random seed is 0.
     """

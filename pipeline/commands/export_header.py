@@ -61,9 +61,11 @@ def _common_fields(about: dict[str, str], ranks: dict[str, int], variant: str) -
 
 def _peft_config(ranks: dict[str, int], variant: str) -> dict[str, Any]:
     """Return the settings of an exported adapter, as a dict that diffusers reads. Its keys are settings of PEFT's
-    LoraConfig after the prefix "transformer.", such as "transformer.r". `ranks` maps each Linear to its rank. `variant`
-    is "lora" or "dora". Each alpha equals the rank, so that PEFT scales the LoRA by 1. The trained scale is already
-    multiplied into the arrays of the file.
+    LoraConfig after the prefix "transformer.", such as "transformer.r". `ranks` maps each Linear's name to its rank.
+    `variant` is "lora" or "dora".
+
+    Each alpha equals the rank: PEFT then scales the LoRA by 1. The trained scale is already multiplied into the arrays
+    of the file.
     """
     common = _most_common(ranks)
     other = {"^" + re.escape(name): rank for name, rank in ranks.items() if rank != common}

@@ -37,10 +37,10 @@ def command(found: bool, folders: tuple[Path, ...]) -> None:
 
 
 def found_lines(folders: Sequence[Path] = ()) -> Iterator[str]:
-    """Yield lines that tell the user which weights were found on this machine. `folders` are searched. If it is empty,
-    the usual folders are searched, such as the hub's cache. The first item yielded is a table of components, such as a
-    text encoder. The second gives their total size. Each further line names a folder that has all weights of a model
-    family. The last line shows how a project uses a single component. If nothing is found, one line says so.
+    """Yield texts that tell the user which weights were found on this machine. `folders` are searched. If there are
+    none, the usual folders are searched, such as the hub's cache. The first text is a table of the found components,
+    such as text encoders. The second is their total size. Then comes one line for each folder with all weights of a
+    model family. The last line may show how a project uses a single component. If nothing is found, one line says so.
     """
     from pipeline.project.found import complete_roots, places, search
     from stages.models.family import Family

@@ -54,10 +54,10 @@ class Adapter:
         references: Sequence[Path] = (),
     ) -> Image:
         """Draw one image and return it as a PIL image. `prompt` should contain the trigger word. `seed` chooses the
-        noise. `width` and `height` are in pixels, and `steps` counts denoising steps. `guidance` says how strongly the
-        prompt is followed. If one of these four is None, [samples] in project.toml gives its value. `strength` scales
-        the adapter: 1 is as trained, 0 is the base model. `others` has pairs (adapter or its file, strength) of further
-        adapters. `references` are image files that the model sees while it draws.
+        noise. `width` and `height` are in pixels. `steps` counts denoising steps. `guidance` says how strongly the
+        prompt is followed. For `width`, `height`, `steps` and `guidance`, None means the value in [samples] of
+        project.toml. `strength` scales the adapter: 1 is as trained, 0 is the base model. `others` has pairs (adapter
+        or its file, strength) of further adapters. `references` are image files that the model sees while it draws.
 
         References are for adapters that were trained to edit images. `prompt` is used unchanged. The changes of all
         adapters are added. Raises ValueError if `width` or `height` is not a multiple of 16, or a value is out of the
@@ -133,9 +133,9 @@ def encode(project: Project, texts: Sequence[str]) -> list[mx.array]:
 
 def encode_files(project: Project, files: Sequence[Path]) -> list[mx.array]:
     """Return the latents of reference images, one float32 array per file of the list `files`. Each has the shape `(1,
-    channels, height / 16, width / 16)`. `height` and `width` are the size in pixels at which the image is encoded. It
-    has at most 1024 x 1024 pixels, and both sides are multiples of 16. `project` is the opened project folder, which
-    has the autoencoder. Raises ValueError if a file is no usable image.
+    channels, height / 16, width / 16)`. An image of more than 1024 x 1024 pixels is first reduced to this area. Then
+    its sides are cut to multiples of 16 pixels. `height` and `width` are those of the result. `project` is the opened
+    project folder, which has the autoencoder. Raises ValueError if a file is no usable image.
 
     The autoencoder is loaded for this call and freed afterwards.
     """

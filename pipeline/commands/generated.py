@@ -90,9 +90,9 @@ def command(
 class Wish:
     """A request for pictures. Every prompt in `prompts` is drawn with every seed in `seeds`. `adapters` has pairs
     (adapter, strength), such as ("best", 1.0). A strength of 1 is as trained. The changes of several adapters are
-    added. `step` is the training step of a checkpoint; None takes the end of the run. `given` is a dict with settings
-    that replace those of the section [samples], or None. `references` are image files that the model sees while it
-    draws.
+    added. `step` is the training step of a checkpoint; None takes the end of the run. `given` replaces settings of the
+    section [samples], such as {"width": 768}; None replaces none. `references` are image files that the model sees
+    while it draws.
 
     An adapter is "last", "best", "average", one of these with "@RUN", "none" or the path of a file. With "best", `step`
     must be None. The keys of `given` are "width" and "height" in pixels, "steps" and "guidance". A setting that is
@@ -199,10 +199,10 @@ def wanted_rows(project: Project, wish: Wish) -> tuple[list[dict[str, Any]], lis
 
 
 def _facts(adapters: Sequence[tuple[Path, float]]) -> dict[str, Any]:
-    """Return what the table `generated` says about adapters, as a dict with the keys "adapter_id", "step" and
-    "strength". `adapters` has pairs (file, strength). Without adapters, the values are "", 0 and 0.0. With one adapter,
-    "adapter_id" is the sha256 of its file. With several, "adapter_id" joins all strengths and sha256 values, "step" is
-    that of the first adapter, and "strength" is 1.0.
+    """Return what the table `generated` says about adapters: a dict with "adapter_id", "step" and "strength".
+    `adapters` has pairs (file, strength). If it is empty, the values are "", 0 and 0.0. With one adapter, "adapter_id"
+    is the sha256 of its file, and "step" is the training step. With several, "adapter_id" joins their strengths and
+    sha256 values, as in "1*3f...+0.5*9c...". "step" is that of the first adapter, and "strength" is 1.0.
     """
     from stages.hashing import file_sha256
     from stages.models.weights import read_file

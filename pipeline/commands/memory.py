@@ -66,8 +66,8 @@ class Profile:
         return MemoryEstimator(self.train, architecture, architecture.transformer_config(None, self.family))
 
     def batch(self, side: int) -> BatchShape:
-        """Return the size of a batch of [train] `batch_size` images, as a `BatchShape`. Each image has `side` x `side`
-        pixels. The batch is that of a whole training step, which may be computed in parts.
+        """Return the size of the batch of one training step, as a `BatchShape`. It has `[train] batch_size` images of
+        `side` x `side` pixels.
         """
         pixels_per_token = self.family.architecture.pixels_per_token
         return BatchShape(self.train.batch_size, side, side, self.family.text_tokens, pixels_per_token)
@@ -237,9 +237,8 @@ def _curves(meter: Meter, phases: list[str], column: str, scale: float) -> list[
 
 def advice(profile: Profile) -> Iterator[str]:
     """Yield lines about the memory for training on one image at a time. `profile` holds the model, the settings and the
-    memory limit. The first lines give the memory for each image size in `SIDES` (pixels), one line for each
-    quantisation in `BITS` (bits per weight). Then each image size has one line with the [train] settings that would
-    fit.
+    memory limit. First come a heading and one line each for base weights of 16, 8 and 4 bits. These lines give the
+    memory for several image sizes. Then comes a line for each image size with the [train] settings that would fit.
 
     If no settings fit, the line says so.
     """

@@ -257,8 +257,9 @@ def export_parquet(project: Project, out: Path) -> list[Path]:
 
 def _tables(project: Project) -> pa.Table:
     """Return the Arrow table `tables` of the catalog, with one row per table of the project. Its columns are `stage`,
-    `built`, `recipe`, `rows`, `dead`, `bytes`, `folder` and `doc`. `recipe` is the hash that names the folder. `dead`
-    counts the rows that no setting wants any more. `doc` describes what a row is.
+    `built`, `recipe`, `rows`, `dead`, `bytes`, `folder` and `doc`. `recipe` is a hash of what decides the rows, such as
+    the settings; it is null if the table is not built. `dead` counts the rows that the last finished run did not want.
+    `doc` says what a row is.
     """
     import pyarrow as pa
 

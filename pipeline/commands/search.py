@@ -165,8 +165,9 @@ def unit_texts(project: Project) -> dict[str, str]:
 
 
 def as_line(query: str, mode: str, answers: list[Answer], explained: Iterable[Any]) -> str:
-    """Return the answers to one query as a JSON object on one line. `mode` is the search mode. `explained` holds one
-    item per answer: the token matches of `Session.explain`, or None to leave them out.
+    """Return the answers to one query as a JSON object on one line. `mode` is the search mode. `explained` has one item
+    for each of `answers`. An item is the list of token matches of `Session.explain`. If the item is None, the answer's
+    object has no entry "matches".
     """
     found = []
     for answer, matches in zip(answers, explained, strict=True):
@@ -181,8 +182,8 @@ def as_line(query: str, mode: str, answers: list[Answer], explained: Iterable[An
 
 def as_text(answers: list[Answer], explained: Iterable[Any]) -> list[str]:
     """Return the answers to one query as lines of text for the terminal. A line shows score, file and line number, and
-    signature. `explained` holds one item per answer: the token matches of `Session.explain`, or None to leave them out.
-    Each match becomes a further line.
+    signature. `explained` has one item for each of `answers`. An item is the list of token matches of
+    `Session.explain`; each match becomes a further line. If the item is None, there are no such lines.
     """
     lines = []
     for answer, matches in zip(answers, explained, strict=True):

@@ -28,12 +28,11 @@ def command(more: bool, project: Project) -> None:
 
 @dataclass
 class TableState:
-    """The state of one table for the present settings of a project, and what the next run would do. `rows` is the
-    number of rows that readers see. `missing` is how many wanted rows are not stored. `surplus` is how many of `rows`
-    are no longer wanted. `dead` is how many rows `latentmill clean` would delete. `nbytes` is the size of all files in
-    bytes. `peak` is the peak memory of the last run in bytes. `str(state)` describes the state in one line.
-
-    `dead` rows are those that `latentmill clean` would delete. `surplus` rows are no longer wanted.
+    """The state of one table for the present settings of a project, and what the next run would do. A row is wanted if
+    the next run would keep or compute it. `rows` counts the rows that readers see; `surplus` of these are no longer
+    wanted. `missing` counts wanted rows that are not stored; None if unknown. `dead` counts rows that
+    `latentmill clean` would delete. `nbytes` is the size of all files in bytes. `peak` is the peak memory of the last
+    run in bytes. `str(state)` describes the state in one line.
     """
 
     stage_name: str
@@ -69,8 +68,7 @@ def states(project: Project) -> list[TableState]:
 def state(project: Project, stage_name: str) -> TableState:
     """Return the state of the table that the stage `stage_name` writes. `project` is the opened project folder. If the
     state cannot be determined, the field `note` tells why. No weights are loaded and nothing is written. The field
-    `stale_inputs` is left empty, because it depends on the state of other tables. The function `states` fills in this
-    field.
+    `stale_inputs` stays empty; the function `states` fills it in.
     """
     from pipeline.errors import NotBuilt
     from pipeline.project.hub import NotFetched

@@ -135,8 +135,8 @@ def _damaged_results(project: Project, table: TableFolder, known: set[str], affe
 
 def _damaged_weights(project: Project) -> Iterator[Finding]:
     """Yield a `Finding` for each damaged weight file of `project`. Only files with a recorded sha256 are compared. A
-    file is damaged if its sha256 has changed but its size, modification time and inode have not. A replaced file is not
-    reported.
+    file is damaged if its sha256 has changed. If its size, modification time or inode has changed too, the file was
+    replaced and is not reported.
     """
     from stages.hashing import file_sha256
 
