@@ -50,10 +50,10 @@ def run_with_restart(
     say: Callable[[str], None],
     start_again: Callable[[], NoReturn],
 ) -> Result:
-    """Call `run` and return its result. If macOS ends the work of `run` on the GPU, call `start_again`. This happens
-    only if `run` has saved a new checkpoint, and only once per command. Otherwise, the error of `run` is raised.
-    `artifacts()` returns the folder in which `run` saves its checkpoints, or None if there is none. `say` is called with
-    one line for the user before `start_again`.
+    """Call `run` and return its result. An error of `run` is raised. But if macOS stopped its GPU work and `run` has
+    saved a new checkpoint, `start_again()` is called instead. This happens only once per command. `artifacts()` returns
+    the folder in which `run` saves its checkpoints, or None if there is none. `say` is called with one line for the
+    user before `start_again`.
 
     `start_again` must replace the process, because the GPU context of the old process is broken.
     """

@@ -41,7 +41,7 @@ class Commands(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """Return (name, command, rest) for the command line `args`, a list of words. `name` is its first word,
         `command` is the command of that name, and `rest` has the remaining words. An unknown name ends with a usage
-        error that suggests the nearest name. `ctx` is click's context of this call; `args` is stored in its `meta`.
+        error that suggests the nearest name. `ctx` is click's context of this call.
         """
         from pipeline.project.parse import nearest
 

@@ -38,9 +38,9 @@ def visible_gpus(count: int) -> Sequence[str] | None:
 
 def rank_environments(count: int, hosts_file: Path, cuda: Sequence[str] | None) -> list[dict[str, str]]:
     """Return the environment variables for a training run with `count` ranks on this machine. A rank is one of the
-    processes that train together. The result has one dict per rank: variable -> text. `cuda` lists the ids of the GPUs,
-    one per rank; the ranks then communicate over NCCL. If `cuda` is None, they communicate over local sockets. The list
-    of their addresses is then written as JSON to `hosts_file`.
+    processes that train together. The result has one dict per rank: variable -> text. If `cuda` is a list of GPU ids,
+    one per rank, the ranks use NCCL. If `cuda` is None, they use local sockets. Only in this case, `hosts_file` is
+    written, with the sockets' addresses as JSON.
     """
     if cuda is None:
         hosts_file.write_text(json.dumps([[f"{LOCALHOST}:{port}"] for port in free_ports(count)]))
@@ -98,9 +98,10 @@ def _pass_on(lines: IO[str], rank: int, say: Callable[[str], None]) -> None:
 
 
 def _wait(processes: Sequence[subprocess.Popen[str]], say: Callable[[str], None]) -> int:
-    """Wait until all ranks (training processes) have ended, and return the exit code of the rank that failed first, or 0. A
-    rank that was ended by a signal counts as the first, because the others fail when they lose their connection to it.
-    Ranks that still run `GRACE_SECONDS` after a failure are left running. `say` receives lines for the user.
+    """Wait until all ranks (training processes) have ended. Return the exit code of a rank that failed, or 0. If a
+    signal ended a rank, the code is that of this rank: 128 plus the signal's number. Otherwise, it is that of the
+    failed rank with the lowest number. `say` is called with one line for the user if a signal ended a rank. Ranks that
+    still run `GRACE_SECONDS` after a failure are left running.
     """
     deadline = float("inf")
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:

@@ -54,8 +54,9 @@ def with_project(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def open_project(path: str, overrides: tuple[str, ...] = (), run: str = "") -> Project:
     """Open the project in the folder `path` and return it. `overrides` are texts such as "train.steps=500" that replace
-    settings. `run` chooses a recorded training run, by its name or the beginning of its recipe (12 hex digits). Its
-    settings are then used. Raises ValueError if there is no such project or run, or if a setting is wrong.
+    settings. `run` chooses a recorded training run by its name, its recipe (12 hex digits) or the beginning of its
+    recipe. The settings of that run are then used. Raises ValueError if there is no such project or run, or if a
+    setting is wrong.
 
     If there are no overrides, those in the environment variable `LATENTMILL_SET` are used. The message of the error is
     one line.

@@ -132,8 +132,10 @@ def make_app(site: Site, token: str = "") -> Starlette:
 
 
 class Answers:
-    """The answers to requests about `site`. An edit must send `token`. Starlette calls each method in a thread of its own,
-    so that a slow query or edit does not delay the other requests. One thread at a time uses the tables.
+    """The functions that answer the requests of the web page of `site`. A request that edits must contain `token` in
+    its headers.
+
+    Starlette calls each method in a thread of its own. One thread at a time uses the tables.
     """
 
     def __init__(self, site: Site, token: str) -> None:
