@@ -43,10 +43,10 @@ class Packed(Protocol):
 
 
 def load_packed(path: Path, family: Family, dtype: Any, config: Packed, folder: Path | None = None) -> Transformer:
-    """Load the transformer of `family` from `path`, a folder or a file. Each weight is cast to `dtype` and packed
-    (quantised) right after it is read. `config` says how. If `config.stream_blocks` is true, the weight matrices of the
-    blocks do not stay in memory. They are written into a new folder inside `folder`. The new folder is deleted with the
-    transformer. Raises ValueError if `config.stream_blocks` is true and `folder` is None.
+    """Load the transformer of `family` and return it. `path` is the folder or file with its weights. Each weight is
+    cast to `dtype` and packed (quantised) as `config` says. If `config.stream_blocks` is true, the weight matrices of
+    the blocks (layers) stay on disk. They are written into a new folder inside `folder`. The new folder is deleted with
+    the transformer. Raises ValueError if `config.stream_blocks` is true and `folder` is None.
     """
     if config.stream_blocks and folder is None:
         raise ValueError("stream_blocks must be false here: there is no folder for the weights of the blocks")
@@ -59,10 +59,13 @@ def load_packed(path: Path, family: Family, dtype: Any, config: Packed, folder: 
 
 
 def arranged(architecture: Architecture, config: Packed, stored: WeightFolder | None) -> Callable[[str, mx.array], Any] | None:
-    """Return a function that prepares a weight after it is read, or None if weights stay as they are. Call it as
-    `function(name, weight)`. It packs (quantises) the weight as `config` says, and returns it. `architecture` describes
-    the kind of transformer. `stored` is a folder on disk for weights of blocks (layers), or None. If it is given, the
-    function writes each matrix of a block there. It then returns a `StoredWeight`, which can read the matrix again.
+    """Return a function that prepares a weight after it is read, or None if no weight is changed. The function takes
+    the weight's name and the weight. It returns the weight, packed (quantised) if `config` says so. `architecture`
+    describes the kind of transformer. `stored` is a folder on disk for the weights of blocks (layers). If it is None,
+    all weights stay in memory.
+
+    If `stored` is given, the function writes each matrix of a block there. It then returns a `StoredWeight`, which can
+    read the matrix again.
     """
     pack = packing(architecture, config)
     if stored is None:
@@ -89,11 +92,11 @@ def packing(architecture: Architecture, config: Packed) -> Callable[[str, mx.arr
 def weight_bits(name: str, architecture: Architecture, config: Packed) -> int:
     """Return the bits per value of one weight of the transformer: 16 (not packed), 8 or 4. `name` is the name of the
     weight, such as "transformer_blocks.0.attn.to_q.weight". `architecture` says which weights belong to blocks
-    (layers). `config.base_bits` is the number of bits for weights of blocks; None means 16. `config.base_bits_for` has
-    other numbers for chosen linear layers of blocks. Outside the blocks, a weight gets 16 bits unless
-    `architecture.packs_outside(name)` is True.
+    (layers). `config.base_bits` is the number of bits in blocks; None means 16. `config.base_bits_for` maps name
+    patterns to other numbers for some linear layers of blocks. If several patterns match, the longest counts.
 
-    In this case, it gets `base_bits`, but at least `architecture.outside_bits`.
+    Outside the blocks, a weight gets 16 bits. If `architecture.packs_outside(name)` is True, it gets `base_bits`
+    instead, but at least `architecture.outside_bits`.
     """
     bits = config.base_bits or 16
     if not architecture.in_block(name):

@@ -25,9 +25,9 @@ TOLERANCE = 0.01  # relative difference of the aspect ratios that is allowed: th
 
 
 def mask_candidates(path: str) -> Iterator[str]:
-    """Yield the paths at which the mask of the image at `path` may lie, the preferred one first. For example,
-    "a/cat.jpg" gives "a/cat.mask", "a/masks/cat" and "masks/a/cat". The suffix of the mask's image format is not part
-    of them: "a/cat.mask" stands for "a/cat.mask.png" and others.
+    """Yield the paths at which the mask of an image may lie, without the suffix of the mask's format. The preferred
+    path comes first. `path` is the path of the image. For example, "a/cat.jpg" gives "a/cat.mask", "a/masks/cat" and
+    "masks/a/cat". A mask at "a/cat.mask" is a file such as "a/cat.mask.png".
     """
     image = PurePosixPath(path)
     yield str(image.with_name(f"{image.stem}.mask"))

@@ -20,14 +20,14 @@ Pair = tuple[str | None, int]  # path of the image that a reference belongs to, 
 
 
 def pair_references(paths: Iterable[str], folders: Sequence[str] | None) -> dict[str, Pair]:
-    """Find the reference images among the files `paths`, by their names alone. A reference is a picture that an edit
-    starts from. The result maps each reference's path to (image, number). `image` is the path of the picture after the
-    edit. It is None if no image has a matching name. `number` counts the references of one image from 1. `paths` are
-    relative to the image folder.
+    """Find the reference images among the files `paths`, by their names alone. A reference image is a picture that an
+    edit starts from. `paths` are relative to the image folder. `folders` names the folders of reference images; None
+    means the usual names. Return a dict from the path of each reference image to (image, number). `image` is the path
+    of the picture after the edit, or None if no picture has a matching name. `number` counts the reference images of
+    one picture from 1.
 
-    `folders` are the names of the folders that hold references, in the order in which references are numbered. If it is None,
-    `FOLDERS` and the endings of names in `ENDINGS` are used. Such a folder then counts only if one of its files has the name of
-    an image.
+    The order of `folders` is the order of the numbers. If `folders` is None, `FOLDERS` and the endings of names in
+    `ENDINGS` are used. Such a folder then counts only if one of its files has the name of an image.
     """
     paths = sorted(paths)
     names = FOLDERS if folders is None else tuple(folders)
@@ -58,10 +58,13 @@ def _folder_of(path: str, names: Sequence[str]) -> tuple[Parts, str, Parts] | No
 
 
 def _places(images: Sequence[str]) -> dict[tuple[Parts, Parts], str]:
-    """Return a dict to look up the image of a reference. `images` are the paths of images. A key is (folders above,
-    path below), as `_folder_of` returns them for a reference. The value is the path of an image. For example, the keys
-    of train/cat.png include (("train",), ("cat",)) and ((), ("cat",)). The first key finds it for the reference
-    train/control/cat.png, and the second for control/cat.png.
+    """Return a dict in which the image of a reference can be looked up. `images` are the paths of images. A value is
+    the path of an image. A key is (folders above, path below), two of the three values that `_folder_of` returns for a
+    reference. For example, train/control/cat.png is a reference of train/cat.png. Its key is (("train",), ("cat",)).
+
+    An image has several keys. The key ((), ("cat",)) also gives train/cat.png, for the reference control/cat.png.
+    Images in a folder beside the references, such as train/target/cat.png, have the key (("train",), ("cat",)) too. If
+    train/cat.png exists, it is the value.
     """
     found: dict[tuple[Parts, Parts], str] = {}
     for path in reversed(images):
@@ -100,9 +103,12 @@ def without_ending(path: str) -> list[str]:
 
 def _numbered(found: Mapping[str, str | None], places: Mapping[str, int]) -> dict[str, Pair]:
     """Number the references of each image, from 1. Return a dict from the path of each reference to (path of its image,
-    number). `found` maps the path of a reference to the path of its image, or to None if no image is known. The
-    references with None are numbered together. `places` maps the path of a reference to the index of its folder in the
-    list of folders of references. A lower index gives a lower number. References that are not in `places` come first.
+    number). `found` maps the path of each reference to the path of its image, or to None if no image is known. `places`
+    maps the path of a reference to the index of its folder of references. References with a lower index get lower
+    numbers. A reference that is not in `places` lies in no such folder.
+
+    References without a folder come first. References of one folder are numbered by path. The references with None are
+    numbered together.
     """
     counts: dict[str | None, int] = {}
     numbers: dict[str, Pair] = {}

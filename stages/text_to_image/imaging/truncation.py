@@ -32,8 +32,8 @@ def is_truncated(file: BinaryIO) -> bool:
 
 
 def peek(file: BinaryIO, offset: int, count: int) -> bytes:
-    """Return up to `count` bytes of an open file from the position `offset`. The file position is then set to the start
-    of the file. If the file cannot be read, return `b""` and leave the file position undefined.
+    """Return up to `count` bytes of the open file `file`, from byte `offset` on. If the file cannot be read, return
+    `b""`. The file position is then undefined. Otherwise it is set to the start of the file.
     """
     try:
         file.seek(offset)
@@ -45,9 +45,11 @@ def peek(file: BinaryIO, offset: int, count: int) -> bytes:
 
 
 def avif_size(file: BinaryIO) -> tuple[int, int] | None:
-    """Return (width, height) in pixels of an open AVIF file, read from its header. Of several images in the file, the
-    largest counts. The size is that before any rotation. Return None if the file is not AVIF, or if no size is found. The
-    file position is set to the start of the file.
+    """Return (width, height) in pixels of an open AVIF file, or None if `file` is not AVIF or no size is found. Only
+    the header is read. If the file has several images, the size is that of the largest. The file position is set to the
+    start of the file.
+
+    The size is not changed by a rotation that the file asks for.
     """
     head = peek(file, 0, HEADER)
     if head[4:8] != b"ftyp" or b"avif" not in head[8:64]:
@@ -58,7 +60,9 @@ def avif_size(file: BinaryIO) -> tuple[int, int] | None:
 
 
 def _lacks(marker: bytes) -> Callable[[BinaryIO, int], bool]:
-    """Return a function (file, size) that returns True if `marker` is not among the last 64 bytes of the file."""
+    """Return a function that tells whether the end of a file lacks the bytes `marker`. The function takes an open file
+    and its size in bytes. It returns True if `marker` is not among the last 64 bytes.
+    """
     return lambda file, size: marker not in peek(file, max(0, size - TAIL), TAIL)
 
 

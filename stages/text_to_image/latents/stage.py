@@ -45,13 +45,14 @@ def latent_id(row: Row) -> str:
 
 
 def wanted_latents(ctx: StageContext) -> pa.Table:
-    """Return the key columns and the crop of every row that the table `latents` should have. A crop is the part of an
-    image that is trained. There is one row per accepted crop of the table `buckets`. With [latents] `jitter`, each crop
-    has further rows for smaller parts of it. With [latents] `flip`, each row has a second one for its mirror image.
-    `ctx` is the stage's context: its input tables and settings.
+    """Return a table with one row for each latent that the table `latents` should have. `ctx` is the stage's context:
+    its input tables and settings. The columns are `WANTED`: the key `latent_id`, the image, its crop (the part that is
+    trained) and its mask. There is one row per accepted row of the table `buckets`. Raises ValueError if no image is
+    usable, or if mask files are needed but missing or unreadable.
 
-    Crops with equal keys share one row. Crops of unusable images are left out. Raises ValueError if no image is usable,
-    or if mask files are needed but missing or unreadable.
+    With [latents] `jitter`, there are further rows for smaller crops. Images of edit training have none. With [latents]
+    `flip`, each crop has a second row for its mirror image. Crops with equal keys share one row. Crops of unusable
+    images are left out.
     """
     masks = mask_ids(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config.mask)
     edited = with_references(ctx.rows(IMAGES))
@@ -95,10 +96,10 @@ def with_references(images: pa.Table) -> set[str]:
 
 
 def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Encode the pending crops and yield their rows as record batches of [latents] `batch_size` rows. A crop is pending
-    if it has no stored row. `ctx` is the stage's context: its tables and settings. An image that cannot be decoded
-    gives rejected rows. Raises ValueError, after the last batch, if image files have changed since the table `images`
-    was written.
+    """Encode the crops (parts of images) that have no row in the table `latents` yet. Yield their rows as record
+    batches of at most [latents] `batch_size` rows. `ctx` is the stage's context: its tables and settings. If an image
+    cannot be decoded, its rows say why in the column `rejected`. Raises ValueError, after the last batch, if image
+    files have changed since the table `images` was written.
     """
     if not ctx.pending.num_rows:
         return
@@ -153,10 +154,10 @@ def live_bytes(ctx: StageContext) -> int:
 
 
 def _encoded_rows(ctx: StageContext, model: Any, changed: list[str]) -> Generator[Row]:
-    """Yield one complete row of the table `latents` per pending crop (part of an image). `ctx` is the stage's context:
-    its tables and settings. `model` is the autoencoder. The rows of one image come together, so that each image is
-    decoded once. If an image file has changed since the table `images` was written, it gives no rows. Its name is then
-    appended to `changed`.
+    """Encode the pending crops (parts of images without a stored latent), and yield one complete row of the table
+    `latents` per crop. `ctx` is the stage's context: its tables and settings. `model` is the autoencoder. `changed` is
+    a list that this function extends. If an image or mask file has changed since the table `images` was written, its
+    image gives no rows. The image's file name is then appended to `changed`.
     """
     from stages.text_to_image.latents.encode import encoded_row, rejected_row
 

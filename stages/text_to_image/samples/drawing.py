@@ -20,12 +20,13 @@ DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
 
 @dataclass(frozen=True)
 class LatentSampler:
-    """Draw images with a diffusion transformer at fixed settings. The method `draw` returns the latent of one image.
-    `label` names the sampler in error messages, such as "step 500". `predict` computes the velocity with `model` and
-    its adapter, if there is one. `steps` is the number of denoising steps. `guidance` is the guidance scale.
+    """A sampler that draws images with a diffusion transformer. The method `draw` returns the latent of one image.
+    `label` names the sampler in error messages, such as "step 500". `family` is the model family. `model` is the
+    transformer. `predict` is the forward pass of `model` with its adapters, block by block. `steps` is the number of
+    denoising steps. `guidance` is the guidance scale. `negative` is the embedding of the empty prompt, (1, text tokens,
+    features), or None.
 
-    `negative` is the embedding of the empty prompt, (1, text tokens, features). If `negative` is None, each step takes
-    one forward pass instead of two.
+    If `negative` is None, each step takes one forward pass instead of two.
     """
 
     label: str
@@ -87,11 +88,11 @@ def load_sampler(
     folder: Path | None = None,
     copies: Path | None = None,
 ) -> LatentSampler:
-    """Load a transformer and return a sampler that draws images with it. `label` names the sampler in error messages,
-    such as "step 500". `transformer` is the path of the weights. `family` is the model family. `read_negative()`
-    returns the embedding of the empty prompt. `adapters` has pairs (file, strength). `steps` is the number of denoising
-    steps. `guidance` is the guidance scale. If one of these two is None, the value of `family` is used. Raises
-    ValueError if an adapter does not fit the transformer.
+    """Load a transformer and return a sampler that draws images with it. `label` is its name in error messages.
+    `transformer` is the folder or file of the weights. `family` is the model family. `read_negative()` returns the
+    embedding of the empty prompt. `adapters` lists (file, strength). `steps` is the number of denoising steps, and
+    `guidance` is the guidance scale. For each of these, None means the value of `family`. Raises ValueError if an
+    adapter does not fit the transformer. The other arguments are described below.
 
     `precision` is the dtype of the weights, "bfloat16" or "float32". `packed` says how weights are quantised; None
     means not at all. While `live_bytes` bytes of memory are in use, MLX starts no further operation; None means no

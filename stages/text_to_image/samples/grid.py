@@ -27,10 +27,10 @@ PAPER, INK, BLANK = (255, 255, 255), (30, 30, 30), (225, 225, 225)
 
 
 def write_grid(ctx: StageContext, sources: list[SampleSource], wanted: list[dict[str, Any]], paths: Sequence[str | None]) -> None:
-    """Write the file `grid.png`, a table of previews with one column per source and one row per prompt and seed. `ctx`
-    is the stage's context: its tables and settings. `sources` are the base model and the adapters whose previews are
-    shown. `wanted` holds the wanted rows of the table `samples`. `paths[i]` is the preview of `wanted[i]`, relative to
-    the artifacts folder (the stage's files), or None if it does not exist yet. A missing preview becomes a grey field.
+    """Write `grid.png`: a table of previews with one column per source and one row per prompt and seed. `ctx` is the
+    stage's context: its tables and settings. `sources` are the models that draw, the base or an adapter. `wanted` holds
+    the rows of the table `samples` that should exist, as dicts. `paths[i]` is the preview of `wanted[i]`, relative to
+    the folder `ctx.artifacts`. It is None if the preview does not exist yet. A missing preview becomes a grey field.
 
     Only the first `samples.grid` prompts are shown. Nothing is written if there is no row to show. The file also stays
     as it is if no row is pending and it already shows the same rows.

@@ -26,10 +26,9 @@ PNG = 1.5  # bytes per pixel of a preview on disk, about
 
 @dataclass(frozen=True)
 class DrawingMemory:
-    """The estimated memory of drawing previews, in bytes. `held` is the memory of the weights and the adapter. It stays
-    in use all the time. `block_work` is the largest additional memory while one block is computed. `on_disk` is the
-    size of the weights that stay on disk. It is 0 without the setting `stream_blocks`. These weights are not part of
-    `held`.
+    """The estimated memory of drawing previews, in bytes. `held` is the size of the weights and the adapter in memory,
+    all the time. `block_work` is the most additional memory for computing one block (layer). `on_disk` is the size of
+    the weights that stay on disk. These are not counted in `held`. `on_disk` is 0 without the setting `stream_blocks`.
     """
 
     held: int
@@ -111,9 +110,9 @@ def stage_drawing(config: SamplesConfig, outlook: Outlook) -> DrawingMemory:
 
 
 def stage_peak(config: SamplesConfig, outlook: Outlook) -> tuple[int, str]:
-    """Return (bytes, place): the estimated peak memory of the stage `samples`, and where it occurs. The stage draws
-    preview images. The place is "drawing" or "decoding". `config` has the settings [samples]. `outlook` holds the model
-    family, the paths of its weights and the settings of all stages.
+    """Return (bytes, work): the estimated peak memory of the stage `samples`, and the work that needs it. The work is
+    "drawing" (the transformer) or "decoding" (the autoencoder). `config` has the settings [samples]. `outlook` holds
+    the model family, the paths of its weights and the settings of all stages.
     """
     weights, family = outlook.weights("autoencoder"), outlook.family
     decoding = sum(family.architecture.autoencoder_bytes(weights, family, config.height, config.width, 4, False))

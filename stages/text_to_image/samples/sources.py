@@ -15,13 +15,13 @@ from stages.tuner.checkpoint import ADAPTER, EMA, Checkpoint
 
 @dataclass(frozen=True)
 class SampleSource:
-    """A source of previews: the base model, alone or with an adapter. `adapter_id` is the sha256 of the adapter's file,
-    or "" for the base model alone. For an adapter from a training checkpoint, `checkpoint` is this checkpoint. `step`
-    is its training step, and `file` is the name of the adapter's file in it. For an adapter that the setting [samples]
-    `adapter` names, `given` is the path of its file. In all other cases, `checkpoint` and `given` are None, and `step`
-    is 0.
+    """A model that draws previews: the base model, alone or with an adapter. `adapter_id` is the sha256 of the
+    adapter's file, or "". `step` is the training step of the adapter, or 0. `checkpoint` is the training checkpoint
+    that holds the adapter, or None. `file` is the name of the adapter's file in this checkpoint. `given` is the path of
+    the file that the setting [samples] `adapter` names, or None.
 
-    A checkpoint may hold two adapter files: the adapter itself and the average of its weights over the steps.
+    At most one of `checkpoint` and `given` is set. For the base model alone, both are None. A checkpoint may hold two
+    adapter files: the adapter itself and the average of its weights over the steps.
     """
 
     adapter_id: str = ""
@@ -89,8 +89,8 @@ def given_adapter(ctx: StageContext) -> Path | None:
 def refuse_damaged(chosen: str | tuple[int, ...], damaged: Mapping[int, str], newest: int) -> None:
     """Raise ValueError if a checkpoint that is to be used is damaged. `chosen` is the setting `samples.checkpoints`:
     "last", "all" or a tuple of steps. `damaged` maps the step of each damaged checkpoint to a text about the damage.
-    `newest` is the step of the newest undamaged checkpoint, or 0. With "last", only a damaged checkpoint after `newest`
-    is an error. With "all", any damaged checkpoint is one. With a tuple, a damaged checkpoint of these steps is one.
+    `newest` is the step of the newest undamaged checkpoint, or 0. If `chosen` is "last", only checkpoints after
+    `newest` are checked. If it is "all", all are checked. If it is a tuple, the checkpoints of these steps are checked.
     """
     for step, problem in sorted(damaged.items()):
         if step > newest if chosen == "last" else chosen == "all" or step in chosen:

@@ -213,10 +213,10 @@ def sampler_for(ctx: StageContext, source: SampleSource, references: Sequence[mx
 
 
 def decode_latents(ctx: StageContext, source: SampleSource, rows: list[Row], latents: dict[str, Path]) -> Iterator[Row]:
-    """Decode latents (images before decoding) of `source`, the base or an adapter, and write each image as a PNG file
-    of the stage. Yield the finished rows, as dicts. `ctx` is the stage's context: its settings and its folder of files.
-    `rows` are rows of the table `samples`. `latents` maps a row's `file_name` to the path of its latent. Rows without a
-    latent are skipped. If the user asks to stop, end early.
+    """Decode the latents of previews, and write each image as a PNG file of the stage. A latent is an image before it
+    is decoded. Yield the complete row of each image, as a dict. `ctx` is the stage's context: its settings and its
+    folder of files. `source` is the model that drew them. `rows` are rows of the table `samples`. `latents` maps a
+    row's `file_name` to the path of its latent. Rows without a latent are skipped. If the user asks to stop, end early.
 
     The autoencoder is released at the end.
     """
@@ -281,9 +281,9 @@ def read_embedding(ctx: StageContext, caption_id: str) -> mx.array:
 
 
 def opened_files(ctx: StageContext) -> Iterator[Path]:
-    """Yield the paths of the files that drawing opens: the reference images that the setting [samples] `references`
-    names, and the adapter file that [samples] `adapter` names. A reference image is a picture that an edit starts from.
-    `ctx` is the stage's context, which holds the settings.
+    """Yield the paths of the files that the stage `samples` opens. First come the reference images that the setting
+    [samples] `references` names. An edit starts from its reference images. Then comes the adapter file that [samples]
+    `adapter` names, if it is set. `ctx` is the stage's context, which holds the settings.
     """
     yield from (ctx.root / name for name in ctx.config.references)
     if given := given_adapter(ctx):
