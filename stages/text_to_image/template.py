@@ -74,10 +74,10 @@ def _images(images: str) -> str:
 
 
 def preset_settings(name: str, trigger: str) -> Settings:
-    """Return the settings that a new project.toml has, as a dict from section to its settings. Each setting maps to a
-    pair (value, remark). `name` is the name of a preset, whose settings replace the usual ones; "" returns the usual
-    ones. `trigger` is the trigger word. If it is "", settings that need one are left out. Raises ValueError if there is
-    no such preset.
+    """Return the settings that a new project.toml has. The result is a dict from section to a dict from setting to
+    (value, remark). The remark is the text of a comment in the file. `name` is the name of a preset, whose settings
+    replace the usual ones. If `name` is "", the usual ones are returned. `trigger` is the trigger word, or "". Without
+    a trigger word, settings that need one are left out. Raises ValueError if there is no such preset.
     """
     if name and name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, 1)

@@ -13,11 +13,11 @@ MIN_SIGNAL = 0.1  # share of the squared distance between two means that must be
 
 @dataclass(frozen=True)
 class GroupMean:
-    """The mean feature vector of a group of images, with an estimate of its true length. `value` is the mean over the
-    images of the group, shape `(features,)`. `squared_length` estimates the squared length of the mean that infinitely
-    many such images would have. The squared length of `value` would be too large on average, because of sampling noise.
+    """The mean feature vector of a group of images. `value` is the mean over the images, shape `(features,)`.
+    `squared_length` is an estimate of the squared length that the mean of very many such images would have.
 
-    The estimate is unbiased for two or more images. For one image it is the squared length of `value`.
+    This estimate is unbiased for two or more images. The squared length of `value` itself is too large on average. For
+    one image, `squared_length` is the squared length of `value`.
     """
 
     value: np.ndarray
@@ -47,9 +47,10 @@ class FeatureGroup:
 
 
 def axis_position(feature_D: np.ndarray, start: GroupMean | None, end: GroupMean | None) -> float | None:
-    """Return the position of an image on the axis between two groups of images. The mean of `start` is at 0, the mean of
-    `end` at 1. `feature_D` holds the features of the image, (features,). If a group is None, the result is None. If the
-    distance between the means is hardly more than sampling noise, the result is also None.
+    """Return the position of an image on the axis between two groups of images, as a number. `feature_D` holds the
+    features of the image, (features,). `start` is the mean of the group at position 0. `end` is the mean of the group
+    at position 1. Either may be None, for a group without images. The result is then None. It is also None if the
+    distance between the means is too small compared with sampling noise.
     """
     if start is None or end is None:
         return None

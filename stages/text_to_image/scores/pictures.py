@@ -73,9 +73,11 @@ def trigger_word(ctx: StageContext) -> str:
 
 
 def candidate_texts(ctx: StageContext) -> list[str]:
-    """Return the distinct texts of all previews and references, sorted, with the trigger word removed. Previews are
-    drawn pictures, and references are real pictures of the style. A picture's own text is ranked among these texts.
-    `ctx` is the stage's context: its input tables and settings.
+    """Return the texts of all previews and references, sorted, each once. A preview is a drawn picture. A reference is
+    a real picture of the style. The trigger word is removed from the texts, and empty texts are left out. `ctx` is the
+    stage's context: its input tables and settings.
+
+    The score `agreement_rank` is the rank of a picture's own text among these texts.
     """
     trigger = trigger_word(ctx)
     texts = [row["prompt"] for row in [*preview_rows(ctx), *reference_rows(ctx)]]

@@ -32,10 +32,11 @@ Row = dict[str, Any]
 
 class Scorer:
     """A scorer of the pictures of a project. `ctx` is the context of the stage `scores`: its input tables and settings.
-    `encoder` turns a picture into a feature vector. The method `score` returns the scores of one picture. `style` is
-    the picture's position between the base model's previews (0) and the training images (1). `real` is the same, with
-    references (real pictures of the style) in place of the training images. `agreement` compares the picture with its
-    text.
+    `encoder` turns a picture into a feature vector. The method `score` returns the scores of one picture.
+
+    The score `style` is the picture's position between the base model's previews (0) and the training images (1). The
+    score `real` has the references (real pictures of the style) at 1 instead. The score `agreement` compares the
+    picture with its text.
     """
 
     def __init__(self, ctx: StageContext, encoder: ImageEncoder) -> None:
@@ -75,10 +76,10 @@ class Scorer:
         return arrays
 
     def _load_agreement(self) -> tuple[AgreementMap, np.ndarray] | None:
-        """Return (agreement map, embeddings), or None if the agreement cannot be computed. The reasons are that no map
-        is set, that there are no texts, or that a text has no embedding. The agreement map maps image features to
-        sentence embeddings. The embeddings are those of `self.texts`, shape `(texts, 384)`. Raises ValueError if the
-        map is missing or was fitted to other encoders.
+        """Return (agreement map, embeddings), or None if the agreement cannot be computed. The agreement map is a
+        linear map from image features to sentence embeddings. The embeddings are those of the texts in `self.texts`,
+        shape `(texts, 384)`. The result is None if no map is set, if there are no texts, or if a text has no embedding.
+        Raises ValueError if the map is missing or was fitted to other encoders.
         """
         if not self.ctx.config.map or not self.texts:
             return None
@@ -110,9 +111,10 @@ class Scorer:
     def _agreement(self, row: Row, feature_D: np.ndarray) -> dict[str, float | int | None]:
         """Return how well a picture agrees with its text, as the columns `agreement` and `agreement_rank`. `row` is the
         picture's row of the table `scores`. `feature_D` holds its features, shape `(features,)`. `agreement` is a
-        cosine, from -1 to 1. `agreement_rank` is the rank of the picture's own text among all texts of the project, and
-        1 is best. Both values are None if there is no agreement map, if a sentence embedding is missing, or if the
-        picture has no text.
+        cosine, from -1 to 1. `agreement_rank` is the rank of the picture's own text among the texts in `self.texts`,
+        and 1 is best. Both values are None if they cannot be computed.
+
+        This is so if the picture has no text, if there is no agreement map, or if a text has no sentence embedding.
         """
         text = without_trigger(row["prompt"], self.trigger)
         if self.agreement is None or not text:
@@ -123,9 +125,8 @@ class Scorer:
         return {"agreement": float(own), "agreement_rank": 1 + int((cosines_N > own).sum())}
 
     def missing_inputs(self) -> Iterator[str]:
-        """Yield one line of text for each input that is missing. The inputs are previews of the base model, references
-        (real pictures of the style), the agreement map and sentence embeddings. Each line names the scores that are
-        therefore not measured.
+        """Yield one line of text for each missing input of the scores. An example of an input is the agreement map.
+        Each line tells the user which scores are not measured without the input.
         """
         if not self.base.names:
             yield "no previews of the base, so style and real are not measured; set base = true in [samples]"

@@ -17,9 +17,9 @@ from stages.tuner.diffusion.weighting import WeightName
 @dataclass(frozen=True)
 class NoiseConfig:
     """The settings [train.noise]: how the noise levels of samples are drawn. A noise level (sigma) is a number from 0
-    (clean) to 1 (pure noise). First, a level is drawn from the distribution `base`. Then the formula that `shift` names
-    changes the level. Among `strata` successive steps, the draws are spread evenly over the distribution; with 1, each
-    draw is independent. Raises ValueError if a setting is out of range.
+    (clean) to 1 (pure noise). `base` is the distribution of a level. `shift` names a formula that then changes the
+    level. `strata` is a number of successive steps whose levels are spread evenly over the distribution. With 1, each
+    level is drawn independently. Raises ValueError if a setting is out of range.
 
     `mean` and `std` belong to the base "logit_normal". `scale` belongs to the base "mode"; with another base, it raises
     ValueError. With the shift "resolution", larger images get levels nearer to 1. `shift_factor` is the strength of the

@@ -77,12 +77,14 @@ class Crop:
 
 @dataclass(frozen=True)
 class Dataset:
-    """The crops and captions of a training run. `crops` are trained on. `held` are held out, and only used for
-    measurement. `empty` is the caption_id that replaces a dropped caption, or "" if none is dropped. `empty_class` is
-    the caption_id of the class word (such as "cat"). It is "" unless `empty` is the trigger word and class captions are
-    used. `text_rows` maps each caption_id to the number of rows of its embedding.
+    """The crops (parts of images) and captions of a training run. `crops` are trained on. `held` are only used for
+    measurement. `empty` is the caption_id of the text that replaces a dropped caption. It is "" if no caption is
+    dropped. `text_rows` maps each caption_id to the number of rows of its embedding. `empty_class` is the caption_id of
+    the class word, such as "cat", or "".
 
-    The order of `crops` and `held` depends only on their content.
+    `empty_class` is "" unless two things hold: `empty` is the trigger word, and class captions are used. A class
+    caption has the class word in place of the trigger word. The order of `crops` and `held` depends only on their
+    content.
     """
 
     crops: tuple[Crop, ...]
@@ -100,12 +102,12 @@ class Dataset:
         return None if set(found) == {1.0} else found
 
     def pairs(self) -> list[tuple[str, str, str]]:
-        """Return the pairs of crop and caption that the run may use, as tuples (latent_id, image_id, caption_id).
-        Held-out crops are included. So are class captions, which have the class word in place of the trigger word. The
-        list ends with ("", "", `empty`), for dropped captions. If `empty_class` is not "", ("", "", `empty_class`)
-        follows.
+        """Return the crops and captions that the run may train on or measure together. The result is a list of tuples
+        (latent_id, image_id, caption_id), with a crop and one of its captions each. Held-out crops and class captions
+        are included. A class caption has the class word in place of the trigger word.
 
-        These pairs are part of the run's recipe (the hash that identifies it), because its result depends on them.
+        The list ends with ("", "", `empty`), for dropped captions. If `empty_class` is not "", ("", "", `empty_class`)
+        follows. These pairs are part of the run's recipe (the hash that identifies it).
         """
         crops = [*self.crops, *self.held]
         pairs = [(crop.latent_id, crop.image_id, caption) for crop in crops for caption in crop.captions]
@@ -172,10 +174,12 @@ def _held_images(
 
 
 def _latents(ctx: StageContext, paths: Container[str], texts: Texts) -> list[Row]:
-    """Return the rows of the table `latents` that can be trained on, sorted by `latent_id`. Each row is a dict that
-    also has the `resolution` of its bucket (trained size), and `further`: True for a further crop ([latents] `jitter`).
-    `ctx` is the stage's context, with its input tables. `paths` contains the image_ids to use. Images without a caption
-    in `texts` are left out. Raises ValueError if a crop has no latent, or if no row remains.
+    """Return the rows of the table `latents` that can be trained on, as dicts sorted by `latent_id`. `ctx` is the
+    stage's context, with its input tables. `paths` contains the image_ids to use. `texts` holds the captions of each
+    image. Images without a caption are left out. Each dict has two more keys: `resolution`, that of the row's bucket
+    (trained size), and `further`. Raises ValueError if a crop has no latent, or if no row remains.
+
+    `further` is True if the row's crop is a smaller one than that of the bucket, from [latents] `jitter`.
     """
     buckets = [row for row in ctx.rows(BUCKETS).to_pylist() if row["rejected"] is None]
     places = {place(row) for row in buckets if row["image_id"] in paths}

@@ -13,14 +13,13 @@ Row = Mapping[str, Any]
 
 
 def folder_rates(base: Sequence[float], images: Sequence[Row], regularisation: float) -> list[float]:
-    """Return how many times an epoch uses each crop on average, as a list of numbers. `base` holds this number for each
-    crop before the settings of its folder change it. `images` holds, for each crop, the row of its image in the table
-    `images`. The columns `repeats` and `weight` of the row are the settings of the folder. `regularisation` is the
-    number of regularisation images that are drawn for each image of the subject.
+    """Return the rate of each crop: how many times an epoch uses it on average, as a list of numbers. `base` holds the
+    rates without the settings of folders. `images` holds, for each crop, the row of its image in the table `images`.
+    The columns `repeats` and `weight` of the row are the settings of its folder. A rate is multiplied by `repeats`.
+    Rates of folders with a `weight` are also raised. `regularisation` is the number of regularisation images per image
+    of the subject.
 
-    The rate of a crop is multiplied by the `repeats` of its folder. Folders with a `weight` are drawn in proportion to
-    their weights. For this, rates are raised. The folder with the largest sum of rates relative to its weight keeps its
-    rates.
+    Rates are raised until folders are drawn in proportion to their weights (see `_balance`).
     """
     found = [rate * (1.0 if row["repeats"] is None else row["repeats"]) for rate, row in zip(base, images, strict=True)]
     for use in {row["use"] for row in images}:
@@ -35,9 +34,9 @@ def folder_rates(base: Sequence[float], images: Sequence[Row], regularisation: f
 
 
 def _balance(rates: list[float], crops: Sequence[tuple[int, str, float]]) -> None:
-    """Raise rates until folders are drawn in proportion to their weights. `rates` is changed in place. Each of `crops`
-    is (index into `rates`, folder, weight of the folder). The sum of a folder's rates becomes proportional to the
-    folder's weight.
+    """Raise the rates of crops so that each folder is drawn in proportion to its weight. `rates` holds the rate of
+    every crop, and is changed in place. `crops` has (index into `rates`, folder, weight of the folder) for each crop to
+    change. The sum of the rates of a folder then is a common factor times its weight.
 
     For example, two folders have the weight 1 and the sums 10 and 5. The rates of the second folder are doubled. The
     rates of the first folder stay the same.

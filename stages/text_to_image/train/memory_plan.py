@@ -40,11 +40,11 @@ ALONE = 768  # pixels: from this resolution, Metal computes one sample at a time
 class BatchShape:
     """The size of a batch of images. `samples` is the number of images. `width` and `height` are the size of every
     image, in pixels. `text_rows` is the number of rows of each text embedding. `pixels_per_token` is the side of an
-    image token in pixels. `held` is the `BatchShape` of the largest validation batch, or None without validation.
-    `shared` is True if some batch of the run may mix image shapes. The sizes are then still those of one shape.
+    image token in pixels. `references` are the sizes of a sample's reference images, as (height, width) in tokens.
+    `held` is the `BatchShape` of the largest validation batch, or None. `shared` is True if a batch of the run may mix
+    image shapes.
 
-    `references` are the sizes of the reference images of one sample. Each is a (height, width) in image tokens. The
-    shapes of a mixed batch are computed separately.
+    A mixed batch is computed shape by shape. Then the sizes here are those of one shape.
     """
 
     samples: int
@@ -63,16 +63,18 @@ class BatchShape:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of one sample. They are the tokens of the image, the tokens of its reference images, and
-        the rows of its text.
+        """The number of tokens of one sample: the tokens of its image and of its reference images, and the rows of its
+        text embedding.
         """
         return sum(math.prod(grid) for grid in (self.grid, *self.references)) + self.text_rows
 
     @property
     def resolution(self) -> int:
         """The resolution of the largest image in the batch, in pixels: the side of a square with as many image tokens,
-        rounded up to a multiple of `pixels_per_token`. For example, with 16 pixels per token, an image of 1024 x 256 has
-        the resolution 512. Reference images count too, and so do the images of the validation batch `held`.
+        rounded up to a multiple of `pixels_per_token`. For example, with 16 pixels per token, an image of 1024 x 256
+        has the resolution 512.
+
+        Reference images and the images of the validation batch `held` count too.
         """
         most = max(math.prod(grid) for grid in (self.grid, *self.references))
         own = self.pixels_per_token * (math.isqrt(most - 1) + 1)
@@ -198,10 +200,10 @@ class MemoryEstimator:
 
 
 def with_micro_batch(config: TrainConfig, batch: BatchShape) -> TrainConfig:
-    """Return the settings [train] for training on this device. `config` holds the present settings. `micro_batch`, the
-    number of samples computed at once, is set to 1 under three conditions: it is None, the device is a GPU that uses
-    Metal, and the resolution of `batch` is at least 768 px. Otherwise, `config` is returned. `batch` is the largest
-    batch of the run.
+    """Return the settings [train] `config`, with `micro_batch` chosen for this device. `micro_batch` is the number of
+    samples computed at once. `batch` is the largest batch of the run. `micro_batch` becomes 1 if it is None, the device
+    is a GPU that uses Metal, and `batch` has a resolution of at least 768 px. Otherwise, `config` is returned
+    unchanged.
 
     macOS ends a program that keeps the display waiting. One sample at a time gives the display more turns.
     """
@@ -243,11 +245,12 @@ def require_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int, begun
 
 
 def cheapest_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> Remedy:
-    """Return changes of the [train] settings with which training fits into `limit` bytes of memory. The changes are
-    made in a fixed order until training fits. Unnecessary ones are then undone. `estimator` estimates the memory with
-    the present settings. `batch` is the largest batch of the run. The result has the changes (`settings`), the memory
-    plan (`plan`) and the peak memory in bytes (`needs`). If all changes together do not suffice, `settings` has all of
-    them.
+    """Find changes to the settings [train] with which a run fits into memory, and return them as a `Remedy`.
+    `estimator` estimates the memory with the present settings. `batch` is the largest batch of the run. `limit` is the
+    memory limit in bytes. The result has the changes (`settings`), the memory plan (`plan`) and the peak memory in
+    bytes (`needs`). If all changes together do not suffice, `settings` has all of them.
+
+    Changes are made one by one until the run fits. Those that prove unnecessary are then undone.
     """
     samples = max(batch.samples, batch.held.samples if batch.held else 0)
 
@@ -259,10 +262,10 @@ def cheapest_fit(estimator: MemoryEstimator, batch: BatchShape, limit: int) -> R
 
 
 def refusal(estimator: MemoryEstimator, batch: BatchShape, candidate: Candidate, limit: int) -> str:
-    """Return the one-line error message for a run that needs more memory than `limit` bytes. `estimator` estimates the
-    memory with the present settings. The message gives the memory of `candidate`, the best way that was found to
-    compute `batch`, the largest batch. It also names settings that would fit. A lower resolution is proposed only if no
-    other settings suffice.
+    """Return the one-line error message for a run that needs more than `limit` bytes of memory. `estimator` estimates
+    the memory with the present settings. `batch` is the largest batch of the run. `candidate` is the best way found to
+    compute it, with its memory. The message gives this memory, and settings that would fit. A lower resolution is
+    proposed only if other settings do not suffice.
     """
     advice, needs = lower_resolution(estimator, batch, limit)
     would = f"{advice} would need {needs / GB:.3g} GB" if advice else "no setting would need less"

@@ -26,11 +26,13 @@ def load_transformer(
     copies: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Transformer:
-    """Return the transformer of `family`, read from the folder `path`. Its weights are packed (quantised) as `config`,
-    the settings [train], says. If the setting `stream_blocks` is on, the weights of the blocks (layers) stay in files
-    in `folder`, which must be given. If it is off, the packed weights are also written to the folder `copies`, from
-    where the next run reads them. If `copies` is None, nothing is written. `say(line)` receives messages about this
-    copy; by default, it does nothing.
+    """Return the transformer of `family`, read from the folder `path`. Its weights are packed (quantised) as the
+    settings [train] `config` say. `folder` is needed if the setting `stream_blocks` is on. The weights of the blocks
+    (layers) then stay in files there. `copies` is a folder for a copy of the packed weights. If it is None, no copy is
+    written. `say(line)` receives messages about the copy.
+
+    If `stream_blocks` is on, `copies` is not used. Otherwise, a copy that is already in `copies` is read instead of
+    `path`. By default, `say` does nothing.
     """
     dtype = getattr(mx, config.precision)
     if copies is not None and not config.stream_blocks:

@@ -43,10 +43,12 @@ class FlowMatching:
     separable: bool = True
 
     def terms(self, model: Transformer, batch: MicroBatch) -> Iterator[Term]:
-        """Yield the loss terms of a micro-batch. A term holds the inputs of `model` and the function that computes the
-        loss. The first term is the loss of the predicted velocity. The second is the preservation loss: how far the
-        adapter changes the prediction for class captions. It is left out if no sample has a class caption, or if
-        [train.preservation] is not set.
+        """Yield one or two loss terms of `batch`, a micro-batch. A term holds the inputs of `model` and the function
+        that computes the loss. The first is the loss of the predicted velocity. The second is the preservation loss:
+        how far the adapter changes the prediction for class captions. A class caption has the class word in place of
+        the trigger word.
+
+        The second term is left out if no sample has a class caption, or if [train.preservation] is not set.
         """
         x_BLC, target_BLC = self.mix(batch)
         yield Term(self.inputs(batch, x_BLC, batch.ctx_BTJ), velocity_loss(batch, target_BLC, self.loss))

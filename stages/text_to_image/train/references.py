@@ -66,8 +66,8 @@ PLACE = ("image_id", "width", "height", "crop_x", "crop_y", "crop_w", "crop_h") 
 
 
 def size(row: Row) -> tuple[Any, ...]:
-    """Return (image_id, width, height) of a row of the table `buckets` or `latents`. Width and height are the trained size
-    in pixels. A further crop of an image ([latents] `jitter`) gives the same values as the image's bucket of this size.
+    """Return (image_id, width, height) of a row of the table `buckets` or `latents`. Width and height are the trained
+    size in pixels. A crop that is smaller because of [latents] `jitter` has the same trained size as its bucket.
     """
     return row["image_id"], row["width"], row["height"]
 

@@ -36,10 +36,9 @@ class Sample:
 @dataclass(frozen=True)
 class TrainingSampler:
     """A sampler that draws the samples of every training step from the dataset `data`. `seed` makes the draws
-    repeatable. `order` gives the crops of each batch. A crop is the part of an image that is trained. `noise` is the
-    distribution of noise levels. `caption_dropout` is the probability that a caption is left out. The caption
-    `data.empty` is then used instead. `strata` is the number of successive steps that together cover the noise levels
-    evenly.
+    repeatable. `order` gives the crops (parts of images) of each batch. `noise` is the distribution of noise levels.
+    `caption_dropout` is the probability that a sample gets the caption `data.empty`. `strata` is the number of
+    successive steps that together cover the noise levels evenly.
 
     With `strata` = 1, every noise level is drawn independently. A class caption has the class word in place of the
     trigger word. Class captions are used in every `classes_every`-th step. If `classes_every` is 0, they are never

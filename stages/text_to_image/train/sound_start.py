@@ -69,10 +69,12 @@ def check_embeddings(embeddings: Iterable[tuple[np.ndarray, int]], family: Famil
 
 
 def expected_loss(config: LossConfig, family: Family) -> ExpectedLoss | None:
-    """Return the loss that a training run should start with, as an `ExpectedLoss`. Its function `uninformed` gives the
-    loss of a model that knows nothing about pictures. Its pair `start` is the usual range of the first loss, as a
-    multiple of that loss. `config` holds the settings [train.loss]. `family` is the model family. The result is None if
-    the loss is not a mean squared error. It is also None for a family with random weights.
+    """Return the loss that a training run should start with, as an `ExpectedLoss`. `config` holds the settings
+    [train.loss]. `family` is the model family. The result is None if the loss is not a mean squared error. It is also
+    None for a family with random weights.
+
+    The result's function `uninformed` gives the loss of a model that knows nothing about pictures. Its pair `start` is
+    the usual range of the run's first loss divided by the value of `uninformed`.
     """
     if config.kind != "mse" or family.seeded is not None:
         return None

@@ -106,19 +106,19 @@ class ImageTask:
         }
 
     def warnings(self) -> Iterator[str]:
-        """Yield lines that warn the user before training, one for each problem. The first problem is a model family
-        that is distilled (trained to sample in few steps). The second is latents with another mean or standard
-        deviation than those that the transformer was trained on. The third is embeddings that do not suit the
-        transformer, such as embeddings with padding at the wrong end.
+        """Yield lines that warn the user before training, one for each problem. There are three kinds of problem. The
+        model family is distilled (trained to sample in few steps). The latents have another mean or standard deviation
+        than those the transformer was trained on. The embeddings do not suit the transformer, such as with padding at
+        the wrong end.
         """
         if self.family.distilled:
             yield (f"{self.family.title}: train LoRAs on the base model and use them on this one; training on this one may fail")
         yield from self._input_warnings()
 
     def _input_warnings(self) -> Iterator[str]:
-        """Yield warnings for the user about the inputs of the training, one line each. There is one if the latents have
-        another mean or deviation than those that the transformer was trained on, and one if the embeddings have another
-        form. Only the first latents and embeddings are checked.
+        """Yield lines that warn the user about the latents and the embeddings, one line each. Latents should have the
+        mean and standard deviation of those the transformer was trained on. Embeddings should have their padding at the
+        right end, and come from the right hidden states. Only the first latents and embeddings are checked.
         """
         crops, latents, embeddings = self.data.crops, self.ctx.tensors(LATENTS), embedding_reader(self.ctx)
         yield from sound_start.check_latents(latents.read(crop.latent_id) for crop in crops[: sound_start.CROPS])
@@ -131,9 +131,8 @@ class ImageTask:
 
     @property
     def expected_loss(self) -> ExpectedLoss | None:
-        """The loss that the run should start with, as an `ExpectedLoss`. Its function `uninformed` gives the loss of a
-        model that knows nothing about pictures. Its pair `start` is the usual range of the first loss, as a multiple of
-        that loss. The value is None if the loss is not a mean squared error, or if the model has random weights.
+        """The loss that the run should start with, as an `ExpectedLoss`. The value is None if the loss is not a mean
+        squared error, or if the model has random weights.
         """
         return sound_start.expected_loss(self.config.loss, self.family)
 
@@ -163,8 +162,8 @@ class ImageTask:
         setting [train] `memory` decides the plan. If `recorded` is True, the setting counts as "auto". Raises
         ValueError if no allowed plan fits into memory.
 
-        With "auto", the plan stored in `start` is kept if it fits into memory. Otherwise the fastest plan that fits is
-        chosen.
+        With "auto", the plan stored in `start` is used if it fits into memory. If it does not, the fastest plan that
+        fits is chosen.
         """
         config = dataclasses.replace(self.config, memory="auto") if recorded else self.config
         return memory_plan.choose(config, self.family, self.ctx.need("transformer"), self.sampler, start, self.ctx.say)

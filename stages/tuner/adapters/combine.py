@@ -40,9 +40,9 @@ class Cut:
 
     @property
     def error(self) -> float:
-        """The relative error of the whole adapter, from 0 to 1. It is the ratio of two Frobenius norms over all
-        Linears. The first is the norm of the part of the change that the LoRA leaves out. The second is the norm of the
-        whole change. If nothing changed, the error is 0.
+        """The relative error of the whole adapter, from 0 to 1: the norm of what the LoRA leaves out of the change,
+        divided by the norm of the change. The norm is the Frobenius norm over all Linears. If nothing changed, the
+        error is 0.
         """
         lost, whole = (sum(pair[side] for pair in self.errors.values()) for side in (0, 1))
         return math.sqrt(lost / whole) if whole else 0.0

@@ -48,10 +48,12 @@ class Stacks:
 
 
 def group_by_shape(arrays: Mapping[str, mx.array]) -> Groups:
-    """Return which arrays are stored together in one stack. Matrices of one shape share stacks of at most 2^23 values
-    each. A larger matrix has a stack of its own, and so has any array that is not a matrix. The result maps the name of
-    each stack to the names of its arrays. These names are sorted, and the first one is the name of the stack. The
-    result depends only on the names and shapes in `arrays`.
+    """Return which arrays are stored together in one stack. `arrays` maps names to arrays. The result maps the name of
+    each stack to the names of its arrays, sorted. The first of these is also the name of the stack. All matrices of a
+    stack have one shape. An array that is not a matrix has a stack of its own.
+
+    Matrices of one shape share a stack as long as it has at most 2^23 values. A larger matrix has a stack of its own.
+    The result depends only on names and shapes.
     """
     groups: Groups = {}
     latest: dict[tuple[int, ...], str] = {}

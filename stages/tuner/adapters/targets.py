@@ -79,15 +79,15 @@ def select_targets(
     whole: Sequence[str] = (),
 ) -> list[Target]:
     """Return one `Target` for each Linear that is trained. `linears` maps the names of all Linears to (outputs,
-    inputs). A Linear gets an adapter if its name matches one of `patterns`, such as "attn.to_q" or "*". If its name
-    matches one of `whole`, its whole weight is trained instead. `rank` and `alpha` are those of the adapters; `alpha`
-    None means `alpha = rank`. `ranks` and `alphas` map patterns to other values for some Linears, or are None.
-    `variant` is "lora", "dora" or "lokr".
+    inputs). A Linear gets an adapter if its name matches one of `patterns`, such as "attn.to_q" or "*". `rank` and
+    `alpha` belong to all adapters, and `alpha` None means `alpha = rank`. `ranks` and `alphas` map patterns to other
+    values, or are None. `variant` is "lora", "dora" or "lokr". Raises ValueError if a pattern matches nothing, a value
+    is out of range, or no target remains.
 
-    If `rslora` is True, the scale is `alpha / sqrt(rank)`, and `alpha` must be given. `factor` bounds both sides of a
-    LoKr's first matrix; None means no bound. The result has the order of `linears`; the targets of `whole` come last.
-    In `ranks` and `alphas`, the first matching pattern counts. Rank 0 leaves a Linear out. Raises ValueError if a
-    pattern matches nothing, a value is out of range, or no target remains.
+    A Linear that matches one of `whole` has its whole weight trained instead. If `rslora` is True, the scale is `alpha
+    / sqrt(rank)`, and `alpha` must be given. `factor` bounds both sides of a LoKr's first matrix; None means no bound.
+    The result has the order of `linears`; the targets of `whole` come last. In `ranks` and `alphas`, the first matching
+    pattern counts. Rank 0 leaves a Linear out.
     """
     trained_whole = _matching_linears(linears, whole, "full") if whole else {}
     rest = {name: shape for name, shape in linears.items() if name not in trained_whole}
@@ -162,9 +162,9 @@ def target_scales(targets: Iterable[Target]) -> dict[str, float]:
 
 
 def adapter_metadata(targets: Iterable[Target]) -> dict[str, str]:
-    """Return the metadata for the header of an adapter file, as a dict of strings. "variant", "rank" and "alpha" are
-    those of the first target. A reader computes the scale of each Linear as this alpha divided by the rank of the
-    Linear. If this gives a wrong scale for any target, "scales" is added. It is a JSON object from the name of each
+    """Return the metadata for the header of an adapter file, as a dict of strings. The keys "variant", "rank" and
+    "alpha" are those of the first of `targets`. From them, a reader computes the scale of a Linear as "alpha" divided
+    by its rank. If this is wrong for any target, the key "scales" is added. It is a JSON object from the name of each
     Linear to its scale.
 
     A LoKr with a full-rank matrix `w2` and a Linear that is trained in full always have scale 1. They are not checked.
