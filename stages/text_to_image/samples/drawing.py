@@ -88,11 +88,11 @@ def load_sampler(
     folder: Path | None = None,
     copies: Path | None = None,
 ) -> LatentSampler:
-    """Load a transformer and return a sampler that draws images with it. `label` is its name in error messages.
+    """Load a transformer and return a sampler that draws images with it. `label` names the sampler in error messages.
     `transformer` is the folder or file of the weights. `family` is the model family. `read_negative()` returns the
     embedding of the empty prompt. `adapters` lists (file, strength). `steps` is the number of denoising steps, and
-    `guidance` is the guidance scale. For each of these, None means the value of `family`. Raises ValueError if an
-    adapter does not fit the transformer. The other arguments are described below.
+    `guidance` is the guidance scale. If one of these two is None, the value of `family` is used. Raises ValueError if
+    an adapter does not fit the transformer. The other arguments are described below.
 
     `precision` is the dtype of the weights, "bfloat16" or "float32". `packed` says how weights are quantised; None
     means not at all. While `live_bytes` bytes of memory are in use, MLX starts no further operation; None means no

@@ -214,9 +214,9 @@ def sampler_for(ctx: StageContext, source: SampleSource, references: Sequence[mx
 
 def decode_latents(ctx: StageContext, source: SampleSource, rows: list[Row], latents: dict[str, Path]) -> Iterator[Row]:
     """Decode the latents of previews, and write each image as a PNG file of the stage. A latent is an image before it
-    is decoded. Yield the complete row of each image, as a dict. `ctx` is the stage's context: its settings and its
-    folder of files. `source` is the model that drew them. `rows` are rows of the table `samples`. `latents` maps a
-    row's `file_name` to the path of its latent. Rows without a latent are skipped. If the user asks to stop, end early.
+    is decoded. Yield the complete row of each image. `ctx` is the stage's context: its settings and its folder of
+    files. `source` is the model that drew the latents. `rows` are rows of the table `samples`. `latents` maps a row's
+    `file_name` to the path of its latent. Rows without a latent are skipped. If the user asks to stop, end early.
 
     The autoencoder is released at the end.
     """
@@ -281,8 +281,8 @@ def read_embedding(ctx: StageContext, caption_id: str) -> mx.array:
 
 
 def opened_files(ctx: StageContext) -> Iterator[Path]:
-    """Yield the paths of the files that the stage `samples` opens. First come the reference images that the setting
-    [samples] `references` names. An edit starts from its reference images. Then comes the adapter file that [samples]
+    """Yield the paths of files of the user that the stage `samples` opens. First come the reference images that the
+    setting [samples] `references` names. An edit starts from its reference images. Then comes the adapter file that
     `adapter` names, if it is set. `ctx` is the stage's context, which holds the settings.
     """
     yield from (ctx.root / name for name in ctx.config.references)

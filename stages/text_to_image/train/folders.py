@@ -16,8 +16,8 @@ def folder_rates(base: Sequence[float], images: Sequence[Row], regularisation: f
     """Return the rate of each crop: how many times an epoch uses it on average, as a list of numbers. `base` holds the
     rates without the settings of folders. `images` holds, for each crop, the row of its image in the table `images`.
     The columns `repeats` and `weight` of the row are the settings of its folder. A rate is multiplied by `repeats`.
-    Rates of folders with a `weight` are also raised. `regularisation` is the number of regularisation images per image
-    of the subject.
+    Rates of folders with a `weight` may also be raised. `regularisation` is the number of regularisation images per
+    image of the subject.
 
     Rates are raised until folders are drawn in proportion to their weights (see `_balance`).
     """
@@ -36,7 +36,7 @@ def folder_rates(base: Sequence[float], images: Sequence[Row], regularisation: f
 def _balance(rates: list[float], crops: Sequence[tuple[int, str, float]]) -> None:
     """Raise the rates of crops so that each folder is drawn in proportion to its weight. `rates` holds the rate of
     every crop, and is changed in place. `crops` has (index into `rates`, folder, weight of the folder) for each crop to
-    change. The sum of the rates of a folder then is a common factor times its weight.
+    change. The sum of the rates of a folder is then a common factor times its weight.
 
     For example, two folders have the weight 1 and the sums 10 and 5. The rates of the second folder are doubled. The
     rates of the first folder stay the same.

@@ -106,10 +106,10 @@ class ImageTask:
         }
 
     def warnings(self) -> Iterator[str]:
-        """Yield lines that warn the user before training, one for each problem. There are three kinds of problem. The
-        model family is distilled (trained to sample in few steps). The latents have another mean or standard deviation
-        than those the transformer was trained on. The embeddings do not suit the transformer, such as with padding at
-        the wrong end.
+        """Yield lines that warn the user before training, one for each problem. First, the model family may be
+        distilled (trained to sample in few steps). Second, the latents may have another mean or standard deviation than
+        those the transformer was trained on. Third, the embeddings may not suit the transformer, such as with padding
+        at the wrong end.
         """
         if self.family.distilled:
             yield (f"{self.family.title}: train LoRAs on the base model and use them on this one; training on this one may fail")

@@ -84,10 +84,10 @@ def select_targets(
     values, or are None. `variant` is "lora", "dora" or "lokr". Raises ValueError if a pattern matches nothing, a value
     is out of range, or no target remains.
 
-    A Linear that matches one of `whole` has its whole weight trained instead. If `rslora` is True, the scale is `alpha
-    / sqrt(rank)`, and `alpha` must be given. `factor` bounds both sides of a LoKr's first matrix; None means no bound.
-    The result has the order of `linears`; the targets of `whole` come last. In `ranks` and `alphas`, the first matching
-    pattern counts. Rank 0 leaves a Linear out.
+    A Linear that matches one of `whole` has its whole weight trained instead. If `rslora` is True, `alpha` must be
+    given, and the scale is `alpha / sqrt(rank)`. `factor` bounds both sides of a LoKr's first matrix; None means no
+    bound. The result has the order of `linears`; the targets of `whole` come last. In `ranks` and `alphas`, the first
+    matching pattern counts. Rank 0 leaves a Linear out.
     """
     trained_whole = _matching_linears(linears, whole, "full") if whole else {}
     rest = {name: shape for name, shape in linears.items() if name not in trained_whole}
