@@ -29,15 +29,15 @@ def setting(
     unless: str = "",
     path: bool = False,
 ) -> Any:
-    """Return a field for a config dataclass: a setting whose value changes the content of rows. `default` is its
-    default value. `doc` names the unit and the reason for `default`. `bounds` is (smallest, largest) allowed number, or
-    None. `follows` names a setting, such as "train.base_bits", whose value replaces None. `unless` names a field of the
-    same section. If that field is set, None is not replaced. `path` is True if the value is a path or a tuple of paths.
-    Raises TypeError if `default` is mutable.
+    """Return a field for a config dataclass: a setting whose value changes the content of rows. `doc` explains the
+    setting. `bounds` is (smallest, largest) allowed number, or None. `follows` names another setting, such as
+    "train.base_bits". If the field is None, the value of that setting is used. `unless` names a field of the same
+    section. If that field is set, None stays None. `unrecorded` lists values that do not start a new table. `path` is
+    True if the value is a path or a tuple of paths. Raises TypeError if `default`, the default value, is mutable.
 
-    The field is part of the recipe (the hash that names a table's folder), so a different value starts a new table.
-    `unrecorded` lists values that are not part of the recipe. Use it for a field that is added later. With the value
-    that means "as before", existing tables then keep their names.
+    The field is part of the recipe (the hash that names a table's folder). A different value starts a new table. Values
+    in `unrecorded` are not part of the recipe. Use it for a field that is added later. With the value that means "as
+    before", existing tables then keep their names.
 
     For a tuple or a mapping, `bounds` applies to each value.
     """
@@ -45,21 +45,21 @@ def setting(
 
 
 def selects(default: Any, doc: str, *, bounds: Limits | None = None, follows: str = "", path: bool = False) -> Any:
-    """Return a field for a config dataclass: a setting that decides which rows a table has. `default` is its default
-    value. `doc` names the unit and the reason for `default`. `bounds` is (smallest, largest) allowed number, or None.
-    `follows` names a setting whose value replaces None, such as "captions.sources", or is "". `path` is True if the
-    value is a path or a tuple of paths. Raises TypeError if `default` is mutable.
+    """Return a field for a config dataclass: a setting that decides which rows a table has. `doc` explains the setting.
+    `bounds` is (smallest, largest) allowed number, or None. `follows` names another setting, such as
+    "captions.sources", or is "". If the field is None, the value of that setting is used. `path` is True if the value
+    is a path or a tuple of paths. Raises TypeError if `default`, the default value, is mutable.
 
-    The value does not change the content of a row. It is therefore not part of the recipe: the hash that names a
-    table's folder. For a tuple or a mapping, `bounds` applies to each value.
+    The value does not change the content of a row. It is not part of the recipe: the hash that names a table's folder.
+    For a tuple or a mapping, `bounds` applies to each value.
     """
     return _field(default, doc, "selects", bounds, follows=follows, path=path)
 
 
 def runtime(default: Any, doc: str, *, bounds: Limits | None = None) -> Any:
     """Return a field for a config dataclass: a setting whose value changes no row, such as a batch size. `default` is
-    its default value. `doc` names the unit and the reason for `default`. `bounds` is (smallest, largest) allowed
-    number, or None. Raises TypeError if `default` is mutable.
+    its default value. `doc` explains the setting. `bounds` is (smallest, largest) allowed number, or None. Raises
+    TypeError if `default` is mutable.
 
     The field is not part of the recipe (the hash that names a table's folder). For a tuple or a mapping, `bounds`
     applies to each value.

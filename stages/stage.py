@@ -161,8 +161,8 @@ class WorkUnit:
 
 @dataclass(frozen=True)
 class Artifact:
-    """A file that a work unit has written, on its way to the runner. `name` is its path below the table's artifacts
-    folder. `content` holds its bytes.
+    """A file that a stage has made, to be stored beside the stage's table. `name` is its path below the table's
+    artifacts folder. `content` holds its bytes.
     """
 
     name: str

@@ -43,9 +43,9 @@ def vector_id(encoder: str, text_id: str) -> str:
 
 
 def document(module: str, qualified_name: str, rest: str) -> str:
-    """Return the text that the encoder reads for a piece of code: a function, class or window of lines. The text is
-    `module`, a space, and `qualified_name`, directly followed by `rest`. `rest` is the code after the name, without the
-    docstring. Space at both ends is removed.
+    """Return the text that the encoder reads for a piece of code, such as "json.decoder JSONDecoder.decode(self, s):
+    ...". `module` is the name of the module. `qualified_name` is that of the function or class. `rest` is the code
+    after the name, without the docstring.
     """
     return f"{module} {qualified_name}{rest}".strip()
 

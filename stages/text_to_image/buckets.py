@@ -86,15 +86,16 @@ class Bucket:
 
 
 def choose_bucket(width: int, height: int, resolution: int, upscale: bool = False, max_shapes: int = 256) -> Bucket | None:
-    """Return the size and the crop at which to train an image of `width` x `height` pixels. The area of the size is at
-    most `resolution` x `resolution` pixels. The image is enlarged only if `upscale` is True. `max_shapes` limits the
-    number of shapes (width and height) to choose from, portrait and landscape counted separately. Returns None if
-    `upscale` is False and a side is shorter than 16 pixels.
+    """Return the size and the crop at which to train an image of `width` x `height` pixels, as a `Bucket`. The area of
+    the size is at most `resolution` x `resolution` pixels. If `upscale` is False, the image is never enlarged.
+    `max_shapes` limits the number of shapes (width and height) to choose from. Returns None if `upscale` is False and a
+    side is shorter than 16 pixels.
 
-    First, the shapes of full area are tried: those that cannot grow within the area. The one that crops least is
-    chosen. If that shape would enlarge the image and `upscale` is False, the shape is chosen among all smaller ones
-    that fit into the image. Then the sum of two shares is smallest: the share cropped away and the share of pixels
-    given up.
+    First, the shapes of full area are tried: those that cannot grow within the area. There are at most `max_shapes` of
+    them, portrait and landscape together. The one that crops least is chosen.
+
+    If that shape would enlarge the image and `upscale` is False, the shape is chosen among all smaller ones that fit
+    into the image. Then the sum of two shares is smallest: the share cropped away and the share of pixels given up.
     """
     if width < height:
         turned = choose_bucket(height, width, resolution, upscale, max_shapes)
@@ -113,9 +114,10 @@ def choose_bucket(width: int, height: int, resolution: int, upscale: bool = Fals
 
 def _best_shape(width: int, height: int, i: np.ndarray, j: np.ndarray, area: float | None) -> tuple[int, int]:
     """Return the shape that suits an image of `width` x `height` pixels best. A shape is (width, height) in cells of 16
-    x 16 pixels. `i` and `j` hold the widths and the heights of the shapes to choose from. The best shape crops away the
-    smallest share of the image. If `area`, a number of cells, is not None, the share of `area` that a shape leaves
-    unused is added to this share. Of equal shapes, the largest is returned.
+    x 16 pixels. `i` and `j` hold the widths and the heights of the shapes to choose from. `area` is a number of cells,
+    or None. If it is None, the best shape crops away the smallest share of the image. Otherwise, the best shape has the
+    smallest sum of two shares: the share of the image cropped away, and the share of `area` left unused. Of equally
+    good shapes, the largest is returned.
     """
     skew = (i * height) / (j * width)
     loss = 1 - np.minimum(skew, 1 / skew)
@@ -164,13 +166,11 @@ def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 @functools.cache
 def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the shapes to which an image can be cropped, as two int64 arrays. The first array holds the widths and the
-    second the heights, in cells of 16 x 16 pixels. The result joins the shapes of `_full_shapes(n, max_shapes)` for
-    each n from 1 to `cells`. So no shape has more than `cells` * `cells` cells, and the height is never larger than the
-    width. Each shape is returned once.
+    second the heights, in cells of 16 x 16 pixels. A shape has at most `cells` * `cells` cells. Its height is never
+    larger than its width. `max_shapes` limits the number of shapes per area.
 
-    For each `size` from 1 to `cells`, the result contains the shapes of `_full_shapes(size, max_shapes)`. These shapes
-    have an area of at most `size` * `size` cells. For `max_shapes`, a shape that is not square counts twice, as
-    landscape and as portrait.
+    The result joins the shapes of `_full_shapes(n, max_shapes)` for each n from 1 to `cells`. Each shape is returned
+    once.
     """
     sizes = [np.stack(_full_shapes(size, max_shapes)) for size in range(1, cells + 1)]
     found = np.unique(np.concatenate(sizes, axis=1), axis=1)

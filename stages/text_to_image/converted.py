@@ -106,8 +106,9 @@ def _digest_file(file: Path) -> Path:
 
 
 def _digest(file: Path) -> str:
-    """Return a digest of a file's bytes, as 64 hex digits. It is the sha256 of the sha256 digests of its parts. Several
-    threads compute them, as one thread takes longer than reading the file.
+    """Return a digest of the bytes of `file`, as 64 hex digits.
+
+    It is the sha256 of the sha256 digests of the file's parts. Several threads compute them.
     """
 
     def part(start: int) -> bytes:

@@ -144,10 +144,12 @@ def describe_training(query: Query, image: Row) -> Iterator[str]:
 
 def _describe_draws(query: Query, image: Row, drawn: Row) -> Iterator[str]:
     """Yield lines that say how training has used an image: the number of draws, the steps and the loss. `query` runs
-    SQL on the tables. `image` is a row of the table `images`. `drawn` holds statistics. `times` is the number of draws,
-    and `dropped` counts those without the caption. `steps` is the list of steps; `last` is the run's last step. Three
-    mean losses follow: `loss` of this image, `level` of all images at the same noise levels, and `every` of all
-    samples.
+    SQL on the tables. `image` is a row of the table `images`. `drawn` is a dict with statistics of the image, such as
+    `times`, the number of draws.
+
+    In `drawn`, `dropped` is the number of draws without the caption. `steps` is the list of steps. `last` is the run's
+    last step. `loss`, `level` and `every` are mean losses: of this image, of all images at the same noise levels, and
+    of all samples.
     """
     steps = drawn["steps"]
     named = ", ".join(map(str, steps[:STEPS_NAMED])) + (f", ... {steps[-1]}" if len(steps) > STEPS_NAMED else "")

@@ -99,8 +99,8 @@ def _below(name: str, prefix: str) -> str:
 
 def _layers_above(folder: Path) -> list[Layer]:
     """Return the rules of the .gitignore files above `folder`, the outermost first. Only files within the same git
-    repository are read. Each entry of the list is a pair (prefix, patterns). The prefix is "../", then the path from
-    the .gitignore file's folder to `folder`, with a final slash.
+    repository are read. Each entry of the list is a pair (prefix, patterns). `patterns` are the rules of one file.
+    `prefix` leads from its folder to `folder`: for "repo/.gitignore" and the folder "repo/a/b", it is "../a/b/".
 
     Return [] if `folder` is the top folder of a repository, or is in no repository. Return [] too if the rules ignore
     `folder` itself. The user named `folder` as a source, and this takes precedence over the rules.

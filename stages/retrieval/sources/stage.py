@@ -101,8 +101,9 @@ def finish_sources(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def mark_duplicates(rows: list[Row]) -> list[Row]:
-    """Return rows of the table `sources` with duplicates marked, in the order given. Of several files with the same bytes, the
-    one whose path sorts first is used. Rows that are skipped for another reason are returned unchanged.
+    """Return the given rows of the table `sources` with duplicates marked, in the same order. Of several files with the
+    same bytes, only the one whose path sorts first is used. The others get "duplicate" in the column `skipped`. A row
+    with another reason in `skipped` is returned unchanged.
     """
     first: dict[str, str] = {}
     for row in (row for row in rows if row["skipped"] in (None, "duplicate")):

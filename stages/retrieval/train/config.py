@@ -52,11 +52,8 @@ class ValidationConfig(tuner.ValidationConfig):
 
 @dataclass(frozen=True)
 class TrainConfig(TrainingConfig):
-    """The settings [train] of a retriever, which learns from pairs of a query and a document. The settings that every
-    kind of training has are in the base class `TrainingConfig`. Some of them have other defaults here. `full` names the
-    Linears whose own weights are trained, without an adapter. `hard_negatives` is the number of misleading documents
-    per pair. `loss` and `validation` hold subsections; `validation` is None without one. Raises ValueError if a setting
-    is out of range.
+    """The settings [train] of a retriever, which learns from pairs of a query and a document. Some are inherited from
+    `TrainingConfig`. Each field is described where it is declared. Raises ValueError if a setting is out of range.
     """
 
     steps: int = selects(500, "optimizer steps in all; raise it later and the run goes on from where it ended")

@@ -42,9 +42,9 @@ class Pair:
 @dataclass(frozen=True)
 class Dataset:
     """The pairs of a run. `trained` are the training pairs, and `held` are the held-out pairs for validation. Both are
-    sorted by `pair_id`. `counts` maps each `text_id` of the table `tokens` to the text's number of tokens. `groups`
-    maps the `text_id` of each usable pair's own document to the name of its duplicate group. Pairs with equal queries
-    or equal documents are in one group.
+    sorted by `pair_id`. `counts` maps the `text_id` of each text to its number of tokens. `groups` maps the `text_id`
+    of a document to the name of its duplicate group. It has only documents that answer a query. Two pairs are in one
+    group if their queries or their documents are equal.
     """
 
     trained: tuple[Pair, ...]
@@ -65,8 +65,8 @@ class Dataset:
 def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
     """Read the tables, and return the training pairs and validation pairs of a run as a `Dataset`. A pair is a query
     and its right answer. `ctx` is the stage's context: its input tables and settings. `config` holds the settings
-    [train]. Raises ValueError if there are too few pairs, a text has no token ids, or the required hard negatives do
-    not exist.
+    [train]. Raises ValueError if there are too few pairs, or if a text has no token ids. Raises it too if hard
+    negatives are asked for, but the table `negatives` is empty.
 
     At least as many training pairs are needed as a batch has. If validation is on, it needs at least 2 pairs.
     """

@@ -66,8 +66,8 @@ class MemoryEstimator:
 
     def estimate(self, samples: int) -> Estimate:
         """Return an estimate of the memory that training needs for its largest batch. `samples` is the number of pairs
-        that are computed at once. Each field of the `Estimate` is the bytes for one purpose. Its method `peak(plan)`
-        returns the peak of the run in bytes.
+        that are computed at once. The method `peak(plan)` of the result returns the peak in bytes. `plan` says how many
+        blocks keep their activations: "whole" (all), "blocks" (one) or a number.
         """
         c, documents = self.config, 1 + self.config.hard_negatives
         inputs = zero_inputs(samples, documents, self.query, self.document)
@@ -82,10 +82,13 @@ class MemoryEstimator:
         return planner.estimate(self.meta_model, inputs, self.weights, self.targets, kept, optimizer_work=self.update, **more)
 
     def best(self, limit: int, begun: Any = None) -> Candidate:
-        """Choose how to compute the largest batch of a run, and return it as a `Candidate`: pairs computed at once,
-        memory plan and estimate. The memory plan says which blocks keep their activations until the backward pass.
-        `limit` is the available memory in bytes. `begun` is the plan of a resumed run, or None. With the setting
-        `memory` = "auto", `begun` is kept if it fits. If no choice fits, the result needs more than `limit`.
+        """Choose how to compute the largest batch of a run within `limit` bytes of memory. Return a `Candidate`: the
+        number of pairs computed at once, the memory plan and the estimate. The plan says how many blocks keep their
+        activations. `begun` is the plan of a resumed run, or None. If no choice fits, the result needs more than
+        `limit`.
+
+        If the setting `memory` names a plan, this plan is chosen. If it is "auto", `begun` is chosen if it fits, else
+        the fastest plan that fits.
         """
         return best_candidate(self.config, self.config.batch_size // connect().size, self.estimate, limit, begun)
 

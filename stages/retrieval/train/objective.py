@@ -24,8 +24,8 @@ Vectors = list[mx.array]  # of the queries (B, Q, E), and of the documents (B M,
 @dataclass(frozen=True)
 class Contrast:
     """The contrastive objective: it compares every query of a batch with every document of the batch. `loss` holds the
-    settings [train.loss]. `separable` is False: the loss of a pair depends on the other pairs, so a batch cannot simply
-    be cut into micro-batches.
+    settings [train.loss]. `separable` is False. This tells the training step that the loss of a pair depends on the
+    other pairs of its batch.
 
     A large batch is therefore computed in parts with GradCache, which gives the gradients of the whole batch.
     """
@@ -100,10 +100,11 @@ def _own_first(document_NKE: mx.array, pairs: int) -> mx.array:
 
 @functools.cache
 def training_loss(kind: str, mean: bool, symmetric: bool, top_k: int, with_margin: bool) -> Callable[..., dict[str, mx.array]]:
-    """Return the loss function for settings of [train.loss]. `kind` names the score of a query with a document:
-    "info_nce" for MaxSim, "xtr" for the training score of XTR. For MaxSim, `mean` True takes the mean over the query
-    tokens, False the sum. `top_k` is the number of tokens that a query token retrieves for XTR. If `symmetric` is True,
-    each document is also compared with all queries. If `with_margin` is True, a margin loss is added.
+    """Return a loss function for settings of [train.loss]. It takes the vectors of queries and documents, and returns
+    the loss of each query. `kind` names the score of a query with a document: "info_nce" for MaxSim, "xtr" for the
+    training score of XTR. If `mean` is True, MaxSim is the mean over the query tokens, otherwise the sum. `top_k` is
+    the number of tokens that a query token retrieves for XTR. If `symmetric` is True, each document is also compared
+    with all queries. If `with_margin` is True, a margin loss is added.
 
     The function takes a list of two arrays: the vectors of the queries and those of the documents. It also takes the
     masks of `_arrays`, and the scalars `temperature`, `margin` and `margin_weight`. It returns a dict of arrays with
@@ -134,8 +135,8 @@ def training_loss(kind: str, mean: bool, symmetric: bool, top_k: int, with_margi
 
 
 def ranking_loss(vectors: Vectors, query_real: mx.array, document_real: mx.array, same: mx.array) -> dict[str, mx.array]:
-    """Return the validation loss of each query, with statistics, as a dict from name to array. "loss" is 1 minus the
-    reciprocal rank of the query's own document. "rank" is one of the statistics. `vectors` is a list: query vectors
+    """Return the validation loss of each query, as a dict from name to array `(queries,)`. "loss" is 1 minus the
+    reciprocal rank of the query's own document. "rank" is this rank, from 1. `vectors` is a list: query vectors
     `(queries, tokens, width)`, then document vectors `(documents, tokens, width)`. `query_real` and `document_real`,
     `(texts, tokens)`, are False for padding. `same`, `(queries, documents)`, is True if the document is left out of the
     query's ranking.

@@ -29,10 +29,11 @@ class Sample:
 
 @dataclass
 class PairBatch:
-    """A batch of pairs, each with a query and `M` documents. `query_BQ` and `document_BMK` are int32 token ids, padded
-    with 0. `query_real_BQ` and `document_real_BMK` are boolean masks, False for padding. `B` counts pairs, `Q` and `K`
-    count tokens. Document 0 is the pair's own document, and the others are hard negatives (misleading documents). A
-    missing document is padding only.
+    """A batch of pairs, each with a query and `M` documents. The letters after a field's name are its shape: `B` pairs,
+    `M` documents, `Q` tokens of a query and `K` of a document. `query_BQ` and `document_BMK` are int32 token ids,
+    padded with 0. `query_real_BQ` and `document_real_BMK` are boolean masks, False for padding. Document 0 is the
+    pair's own document. The others are hard negatives (misleading documents). If a pair has fewer of them, the rest is
+    padding.
 
     `groups_B` and `document_groups_BM` hold the numbers of the duplicate groups of the queries and documents.
     `texts_BM` holds the keys of the documents. Keys are "" where a document is missing.
@@ -99,8 +100,8 @@ class PairReader:
 
     def _group(self, text: str, numbers: dict[str, int]) -> int:
         """Return the number of a document's duplicate group within a batch, from 0. `text` is the document's key in the
-        table `tokens`. `numbers` maps the name of each group seen so far to its number. A new group gets the next
-        number and is added to `numbers`. A document that is no pair's own document forms a group alone.
+        table `tokens`. `numbers` maps the name of each group seen so far to its number. A new group is added to it with
+        the next number. A document that answers no query is a group of its own.
         """
         name = self.data.groups.get(text, f"text {text}")
         return numbers.setdefault(name, len(numbers))

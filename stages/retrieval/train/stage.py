@@ -26,9 +26,10 @@ from stages.tuner.rows import wanted_rows
 
 
 def wanted_samples(ctx: StageContext) -> pa.Table:
-    """Return a table with one row for each pair that the run trains on or measures. `ctx` is the stage's context: its
-    input tables and settings. `step` is the training step. `split` is "train" or "validation". `sample` is the position
-    of the pair in the step, from 0.
+    """Return the keys of all rows that the run must produce, as an Arrow table. `ctx` is the stage's context: its input
+    tables and settings. A row stands for the use of one pair at one step. The column `step` is the training step.
+    `split` is "train", or "validation" for the measurement of a held-out pair. `sample` is the position of the pair in
+    the step, from 0.
     """
     task = PairTask(ctx)
     return wanted_rows(task, loop.last_step(task, ctx.stored))

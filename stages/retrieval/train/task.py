@@ -77,8 +77,7 @@ class PairTask:
     @functools.cached_property
     def metadata(self) -> Mapping[str, str]:
         """The task's entries for the header of an adapter file, as a dict of strings. "family" is the name of the model
-        family. "linears" is a JSON list of the names of all trained Linears. A reader compares the file with this list
-        to find missing Linears.
+        family. "linears" is a JSON list of the names of all trained Linears.
         """
         names = [target.name for target in choose_targets(self.linears, self.config)]
         return {"family": self.family.name, "linears": json.dumps(names)}
@@ -133,17 +132,17 @@ class PairTask:
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
         """Return the memory plan of the run: how it computes its steps within the available memory. `start` is the
         checkpoint to continue from, or None for a new run. If `recorded` is False, the setting [train] `memory`
-        decides. If `recorded` is True, that setting is ignored: the plan stored in `start` is kept if it fits, else the
-        fastest plan is chosen. Raises ValueError if the plan does not fit into memory.
+        decides. If `recorded` is True, this setting counts as "auto". With "auto", the plan in `start` is kept if it
+        fits. If it does not fit, the fastest plan that fits is chosen. Raises ValueError if no plan fits into memory.
         """
         config = dataclasses.replace(self.config, memory="auto") if recorded else self.config
         return memory_plan.choose(config, self.family.architecture, self.sizes_of_model, self.data, start, self.ctx.say)
 
     def initial_adapter(self) -> InitialAdapter | None:
         """Read the adapter from which training starts: the file of the setting [train] `initial`. Return `(arrays,
-        scales)`, or None if the setting is empty. `arrays` maps names to float32 arrays. A name is that of a Linear,
-        followed by an ending. `scales` maps the name of each Linear to a number, by which the adapter's change of this
-        Linear is multiplied. Raises ValueError if the adapter is incomplete or does not fit the model.
+        scales)`, or None if the setting is empty. `arrays` maps the names of the adapter's arrays to the arrays,
+        float32. `scales` maps the name of each Linear to the number that multiplies the adapter's change of this
+        Linear. Raises ValueError if the adapter is incomplete or does not fit the model.
         """
         if not self.config.initial:
             return None

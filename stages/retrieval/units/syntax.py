@@ -15,9 +15,9 @@ from stages.retrieval.units.unit import Unit
 @dataclass(frozen=True)
 class Grammar:
     """The tree-sitter grammar of a language, for finding functions and classes. `module` is its Python package.
-    `function` is the name of the function in this package that returns the language. The other fields are sets of
-    syntax node types. `functions` are functions to find. `classes` are classes to find, if they have a body. `inside`,
-    such as namespaces, only give their names to the qualified names of what they contain. `comments` are comments.
+    `function` is the name of the function in this package that returns the language. The other fields are sets of names
+    of syntax nodes. `functions` and `classes` name the nodes to find. `comments` names the nodes of comments. `inside`
+    names nodes such as namespaces. They are not found themselves, but a qualified name contains their names.
     """
 
     module: str

@@ -46,10 +46,10 @@ Lookup = Callable[[str], list[Caption]]  # an image's path, relative to the imag
 
 def make_lookups(folder: Path, paths: list[str], config: CaptionSources, project: Path) -> tuple[list[Lookup], list[str]]:
     """Return (lookups, notes). A lookup is a function that takes an image's path and returns the list of its captions.
-    The first finds captions inside tars and tables. The others are one per entry of `config.sources`, in this order.
-    The notes are texts for the user. `folder` is the image folder. `paths` are the paths of all images, relative to
-    `folder`. `config` says where captions are looked for. A relative path in `config.folder` starts at `project`, the
-    project's folder.
+    The first lookup finds captions inside files of many images, such as tars. Then follows one lookup per entry of
+    `config.sources`. `notes` are lines for the user. `folder` is the image folder. `paths` are the paths of all images,
+    relative to it. `config` says where captions are looked for. A relative path in `config.folder` starts at `project`,
+    the project's folder.
 
     Raises ValueError if a metadata file is malformed, or if `config.folder` does not exist.
     """
@@ -122,10 +122,11 @@ def _sidecars(folder: Path, config: CaptionSources, project: Path) -> Lookup:
 
 
 def caption_places(path: str, folder: str) -> list[str]:
-    """Return the places of an image's caption files, the preferred one first. A place is the path of a caption file
-    without its suffix. For example, the place "captions/cat.png" stands for the files "captions/cat.png.txt" and
-    "captions/cat.txt". `path` and the places are relative to the image folder. `folder` is the name of the image
-    folder. If this name is "images" or similar, one place is in the folder "captions" beside the image folder.
+    """Return the places where the caption file of an image may lie, the preferred one first. A place is a path without
+    the suffix of the caption file. The place "captions/cat.png" stands for the files "captions/cat.png.txt" and
+    "captions/cat.txt". `path` is the image. `path` and the places are relative to the image folder. `folder` is the
+    name of the image folder. If it is a name such as "images", the folder "captions" beside the image folder is
+    searched too.
 
     The places of "a/images/cat.png" are "a/images/cat.png", "a/images/captions/cat.png", "a/captions/cat.png",
     "a/captions/images/cat.png" and "captions/a/images/cat.png".
@@ -141,9 +142,9 @@ def caption_places(path: str, folder: str) -> list[str]:
 
 
 def caption_file(path: str, paths: list[str], folder: Path, config: CaptionSources, project: Path) -> str:
-    """Return the path of a new caption file for an image. For the image "a.png" it is "a.txt". If another image would
-    share "a.txt", it is "a.png.txt". `path` is the image, and `paths` are all images. All these paths are relative to
-    `folder`, the image folder. A relative path in `config.folder`, the setting of a separate folder, starts at
+    """Return the path of a new caption file for an image. For the image "a.png" it is "a.txt". If there is also an
+    image such as "a.jpg", it is "a.png.txt". `path` is the image, and `paths` are all images. All paths are relative to
+    `folder`, the image folder. `config.folder` is a separate folder for caption files, or "". A relative one starts at
     `project`. The result is "" if `config.sources` lacks "sidecar", or if the image is inside another file.
     """
     if "sidecar" not in config.sources or packed.split(folder / path):

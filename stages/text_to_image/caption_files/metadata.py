@@ -57,10 +57,10 @@ def read_metadata(folder: Path, paths: Iterable[str], column: str = "") -> tuple
 
 
 def _metadata_files(folder: Path, paths: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield (path, read) for every caption file, such as metadata.jsonl, of an image folder. The path is relative to
-    `folder`, the image folder. `read` is a function that takes the full path of the file and yields (place, row). A
-    place is a text such as "line 3". `paths` are the images, relative to `folder`. Caption files are looked for in the
-    folders of the images, and in all folders above them up to `folder`.
+    """Yield (path, read) for every file with captions, such as metadata.jsonl. `path` is relative to `folder`, the
+    image folder. `read` is a function. It takes the full path of the file and yields (place, row) for each entry.
+    `place` is a text such as "line 3", and `row` is a dict. `paths` are the images, relative to `folder`. Their folders
+    are searched, and all folders above them up to `folder`.
     """
     parents = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
     for parent in sorted(parents):

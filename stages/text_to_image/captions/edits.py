@@ -62,8 +62,8 @@ def write_edits(project: Path, edits: Mapping[str, str | None]) -> None:
 
 def apply_edits(rows: Iterable[Mapping[str, Any]], edits: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return the rows of the table `captions` with the user's edits, as a list of dicts. `edits` maps
-    "IMAGE_ID:POSITION" to the new text of a caption. If several texts of an image in the same role become equal, only
-    the first is kept.
+    "IMAGE_ID:POSITION" to the new text of a caption. Only rows with the role "caption" are edited. If two rows of an
+    image then have the same role and text, only the first is returned.
     """
     import hashlib
 

@@ -11,11 +11,12 @@ from stages.tuner import draws
 
 
 def operate(captions: Iterable[Caption], config: CaptionsConfig, image_id: str) -> list[Caption]:
-    """Return the captions of one image after the changes that `config`, the settings [captions], asks for. `captions`
-    are the captions before the changes. `replace` replaces words. `drop` removes parts between commas. `shuffle` is 0
-    or a number n: each caption then gives n captions, each with its parts in a random order. `weights` sets the weight
-    of each caption by its position. Each of the n captions gets one n-th of this weight. `image_id` is the image's key.
-    Equal keys and positions give equal orders.
+    """Return the captions of one image after the changes that the settings [captions] ask for. `captions` are the
+    captions before the changes. `config` holds the settings: `replace` replaces words, and `drop` removes parts between
+    commas. If `shuffle` is a number n above 0, each caption becomes n captions, each with its parts in a random order.
+    `weights` sets the weight of each caption. `image_id` is the image's key.
+
+    The n captions share the weight of the caption that they are made from. Equal keys and positions give equal orders.
     """
     found = []
     for position, caption in enumerate(weighted(captions, config.weights)):

@@ -72,10 +72,10 @@ def write_sidecars(ctx: StageContext) -> str:
 def _write(
     folder: Path, changes: list[Change], before: Mapping[str, bytes | None], check: Callable[[], list[Change]]
 ) -> list[Change]:
-    """Write caption files, and return the changes that were kept. `changes` are the files to write. Their names are
-    relative to `folder`. `check()` is called after all files are written, and returns the changes to keep. Every other
-    file gets its old content again. `before` maps a file's name to this content, or to None for a file that did not
-    exist. If an error occurs, all files get their old content.
+    """Write caption files, and return those of `changes` that were kept. `changes` are the files to write. Their names
+    are relative to `folder`. After all files are written, `check()` is called without arguments and returns the changes
+    to keep. All other files are restored. `before` maps the name of each file to its old content. None means that the
+    file did not exist. If an error occurs, all files are restored.
     """
     good: list[Change] = []
     done: list[str] = []
@@ -127,10 +127,10 @@ def undo_sidecars(ctx: StageContext) -> str:
 
 
 def _texts(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return the captions that the stage reads if the project has the edits `edits`. Both are dicts with keys such as
-    `IMAGE_ID:0`, where 0 is the caption's position. A value of `edits` is the edited text. A value of the result is the
-    pair (training text, origin). The origin is usually the path of the caption file. `ctx` is the stage's context: its
-    input tables and settings. `folder` is the image folder.
+    """Read all captions with the edits `edits`, and return them as a dict. Its keys have the form `IMAGE_ID:0`, where 0
+    is the caption's position. Its values are pairs (training text, origin). The origin is usually the path of the
+    caption file. `edits` has keys of the same form; its values are the edited texts. `ctx` is the context of the stage
+    `captions`. `folder` is the image folder.
     """
     rows, _ = caption_rows(ctx.rows(IMAGES), folder, ctx.config, edits, ctx.root, described_captions(ctx))
     found = {}
@@ -143,10 +143,10 @@ def _texts(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> dict[st
 
 
 def _harmless(changes: list[Change], before: Mapping[str, tuple[str, str]], after: Mapping[str, tuple[str, str]]) -> list[Change]:
-    """Return those of `changes` (written caption files) that alter no training text. Files that hold a caption with
-    another training text than before are left out. `before` and `after` hold the captions as the stage reads them
-    before and after the writing. Both map a key such as `IMAGE_ID:0`, where 0 is the caption's position, to a pair
-    (training text, origin). The origin is usually the path of the caption file.
+    """Return those of `changes` (caption files that were written) that have altered no training text. `before` holds
+    all captions as they were read before the writing, and `after` as they are read now. Both map a key such as
+    `IMAGE_ID:0`, where 0 is the caption's position, to a pair (training text, origin). The origin is usually the path
+    of the caption file.
     """
     absent = (None, "")
     differing = {key for key in before.keys() | after.keys() if before.get(key, absent)[0] != after.get(key, absent)[0]}

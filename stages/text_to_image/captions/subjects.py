@@ -20,9 +20,9 @@ NO_TRIGGER = "its folder has no trigger"
 class Subject:
     """The facts about a usable image that decide its training texts. `paths` are the paths for which a caption is
     looked for, the preferred one first. `trigger` is the word that its texts get, or "". `concept` is the subject that
-    its folder is named after, or "". `class_only` is True for a regularisation image, whose texts get no trigger. If
-    its folder has a trigger setting, `own_trigger` is True, except for a regularisation image. `folder` is the path of
-    its folder.
+    its folder is named after, or "". `class_only` is True for a regularisation image, whose texts get no trigger.
+    `own_trigger` is True if `trigger` is a setting of the folder. It is False for a regularisation image. `folder` is
+    the path of the folder.
 
     `paths` are the paths of the image, of its duplicates and of its references. If the image a/cat_out.png has a
     reference, a/cat.png is added, because a caption file may be named after both.
@@ -43,10 +43,12 @@ class Subject:
         return [Caption(self.concept, "folder", self.folder)] if self.concept else []
 
     def fill(self, config: CaptionsConfig, caption: Caption) -> Filled:
-        """Make the training text of one caption of this image, and return it as a `Filled`. `config.template` is the
-        text into which the caption and the trigger word are put. If the image's folder has no trigger setting, the
-        template is used unchanged. If this setting is "", the template is used without {trigger}. If it is a word and
-        the template lacks {trigger}, "{trigger}, " is put before the template.
+        """Return the training text of one caption of this image, as a `Filled`. `caption` is the caption. `config` has
+        the settings [captions]. Its `template` is the text into which the caption and the trigger word are put, such as
+        "{trigger}, {caption}".
+
+        A folder of images can have a trigger setting of its own. If this setting is "", the template is used without
+        {trigger}. If it is a word and the template lacks {trigger}, "{trigger}, " is put before the template.
         """
         template = config.template
         if self.own_trigger and not self.trigger:

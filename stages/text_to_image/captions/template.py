@@ -14,9 +14,9 @@ CLASS_ONLY = "a regularisation image has no trigger"
 
 @dataclass(frozen=True)
 class Filled:
-    """A training text and the template that made it. `text` is the training text. `template` is the template that was
-    used, or None if none was used. `reason` says why the trigger was handled in a special way, such as "the caption has
-    the trigger". If the template of the settings was filled in as usual, `reason` is None.
+    """A training text and the template that made it. `text` is the training text. `template` is the template, or None
+    if the text was made without one. `reason` says what was special about the trigger, such as "the caption has the
+    trigger". It is None if nothing was.
     """
 
     text: str
@@ -25,10 +25,12 @@ class Filled:
 
 
 def fill(template: str, caption: str, trigger: str, class_only: bool = False, class_word: str = "") -> Filled:
-    """Make the training text of one caption. `template` is the setting [captions] `template`. `trigger` is the image's
-    trigger, or "". If the caption has the trigger already, the template's part with {trigger} is left out. In the
-    caption, "[trigger]" is replaced by the trigger. If `class_only` is True, the text gets no trigger, and "[trigger]"
-    is replaced by `class_word`.
+    """Return the training text of one caption, as a `Filled`. `template` is a text such as "{trigger}, {caption}".
+    `trigger` is the image's trigger word, or "". It also replaces "[trigger]" in the caption. If the caption then has
+    the trigger, the part of the template with {trigger} is left out. `class_only` is True for a regularisation image.
+    Its text gets no trigger, and `class_word` replaces "[trigger]".
+
+    If `class_only` is True and the template lacks {caption}, `class_word` replaces {trigger} in the template.
     """
     if class_only and "{caption}" not in template and class_word:
         return Filled(fill_template(template, "", class_word), template, CLASS_ONLY)

@@ -50,9 +50,9 @@ def picture_warnings(row: Row, config: ChecksConfig) -> dict[str, str]:
 
 def mark_near_duplicates(rows: Iterable[Row], least: float) -> list[Row]:
     """Return rows of the table `checks` in the given order, with near-duplicates marked. `least` is the smallest
-    similarity of two near-duplicates, at most 1. The image with more pixels along its shorter side is the original. If
-    both have the same number, the path that sorts first decides. In the row of the other image, `duplicate_of` becomes
-    the original's image_id, and `similarity` a number. In all other rows, both are None.
+    similarity of two near-duplicates, at most 1. The one whose shorter side has more pixels is the original. If both
+    have the same number, it is the one whose path sorts first. The row of the other gets the original's image_id in
+    `duplicate_of`, and their similarity in `similarity`. In all other rows, both columns are None.
     """
     rows = [row | {"duplicate_of": None, "similarity": None} for row in rows]
     ranked = sorted(range(len(rows)), key=lambda n: (-rows[n]["short_side"], rows[n]["path"]))

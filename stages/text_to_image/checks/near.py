@@ -56,9 +56,11 @@ def near_pairs(thumbnails: np.ndarray, least: float) -> list[tuple[int, int, flo
 
 def similarities(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Return the similarity of each pair of pictures, float32 (n,), -1 to 1. `left` and `right` hold grey pictures (n,
-    32, 32). Picture i of `left` is compared with picture i of `right`. One of the two is cropped by at most 5 % along
-    each side and stretched again. The similarity is the largest correlation that any such crop has with the other
-    picture.
+    32, 32). Picture i of `left` is compared with picture i of `right`. A small crop of one picture still counts as
+    similar.
+
+    Each picture of a pair is cropped in several ways by at most 5 % of a side and stretched again. The similarity is
+    the largest correlation of such a crop with the other picture.
     """
     best = np.full(len(left), -1.0, np.float32)
     whole = [_standardised(each.astype(np.float32)) for each in (left, right)]
@@ -106,9 +108,10 @@ def _cosines() -> np.ndarray:
 @cache
 def _windows() -> tuple[np.ndarray, ...]:
     """Return matrices that crop a line of 32 pixels. Each is float32 (32, 32). The product of a matrix and a line is a
-    part of the line, stretched to 32 pixels. `CROPS` holds the shares of the line that are left out. Each share has
-    three matrices. One leaves the share out at the start, and one at the end. The third leaves out half of the share at
-    each end. A share of 0 has one matrix.
+    part of the line, stretched to 32 pixels.
+
+    `CROPS` holds the shares of the line that are left out. Each share has three matrices. They leave the share out at
+    the start, at the end, or half of it at each end. A share of 0 has one matrix.
     """
     found = {}
     for share in CROPS:

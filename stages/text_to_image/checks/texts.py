@@ -37,10 +37,10 @@ def text_warnings(rows: Sequence[Row], trigger: str, longest: int) -> Iterator[W
 
 
 def _equal(rows: Sequence[Row]) -> Iterator[Warning]:
-    """Yield a warning for every caption that is nearly the caption of another image in an earlier row. The two have the
-    same words, or all words but one are the same. A warning is (image_id, name of the warning, sentence). `rows` are
-    rows of the table `captions`. Captions made by the template alone are left out. Captions of fewer than `SHORT` words
-    get no warning if one word differs.
+    """Yield a warning for every caption that is nearly the caption of another image in an earlier row. A warning is
+    (image_id, name of the warning, sentence). `rows` are rows of the table `captions`. Captions that have the same
+    words get a warning. So do captions that differ in one word, if they have at least `SHORT` words. Captions made by
+    the template alone are left out.
     """
     whole: dict[tuple[str, ...], str] = {}
     nearly: dict[tuple[int, tuple[str, ...]], str] = {}
@@ -59,10 +59,10 @@ def _equal(rows: Sequence[Row]) -> Iterator[Warning]:
 
 
 def repeated_phrase(rows: Sequence[Row], trigger: str, share: float) -> str:
-    """Return a line for the user about the phrase of five words that occurs in the most captions. `rows` are rows of
-    the table `captions`. Equal captions count once. `share` (0 to 1) is the smallest share of the captions that must
-    have the phrase. If fewer captions have it, or fewer than `LEAST`, the result is "". `trigger` is the trigger word,
-    or "". The trigger is left out of the captions, because it should be in all of them.
+    """Return a line for the user about the phrase of five words that occurs in the most captions, or "". `rows` are
+    rows of the table `captions`. Equal captions count once. `share` (0 to 1) is the share of the captions that must
+    have the phrase. If fewer than this share or fewer than `LEAST` captions have it, the result is "". `trigger` is the
+    trigger word, or "". It is not counted as a word.
     """
     texts = {row["text"].replace(trigger, " ") if trigger else row["text"] for row in rows}
     counts: Counter[str] = Counter()

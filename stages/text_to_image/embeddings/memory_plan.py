@@ -42,8 +42,10 @@ class EncoderPlan:
     @property
     def live_bytes(self) -> int:
         """The memory limit of MLX while texts are encoded, in bytes. If more is in use, MLX finishes running work
-        before it starts more. If all layers are in memory, the limit is below the estimated peak, to leave room for the
-        running work. If layers are read one at a time, the limit is above the peak.
+        before it starts more.
+
+        If all layers are in memory, the limit is `peak` minus half of `layer_work`. If layers are read one at a time,
+        it is `peak` plus half of `layer_work`.
         """
         return self.peak + (self.layer_work if self.by_layer else -self.layer_work) // 2
 
@@ -79,11 +81,12 @@ def estimate(config: EmbeddingsConfig, family: Family, weights: Path | None, by_
 
 
 def layer_values(sizes: Any, tokens: int) -> int:
-    """Return how many values the arrays of one decoder layer have at the same time. The number is for one text of
-    `tokens` tokens. `sizes` holds the sizes of the decoder. On a GPU, all arrays of the layer exist until the layer is
-    done. On a CPU, each array is freed after its last use.
+    """Return how many values the arrays of one decoder layer hold at the same time, for one text of `tokens` tokens.
+    `sizes` holds the sizes of the decoder, such as `hidden_size`. The result depends on the device: it is larger on a
+    GPU than on a CPU.
 
-    The attention scores count twice, because the scores and their softmax are separate arrays.
+    On a GPU, all arrays of the layer exist until the layer is done. On a CPU, each array is freed after its last use.
+    The attention scores count twice: the scores and their softmax are separate arrays.
     """
     scores = 2 * sizes.num_attention_heads * tokens * tokens
     if mx.default_device() == mx.cpu:

@@ -214,9 +214,8 @@ def _register_heif() -> bool:
 
 
 def _image_error(error: Exception, file: BinaryIO) -> ImageError:
-    """Convert an exception that a decoder raised into an ImageError. `error` is the exception. `file` is the open image
-    file. It is checked for truncation. The text of the result holds no path and no memory address, so that equal files
-    give equal rows.
+    """Return an ImageError for an exception that a decoder raised. `error` is the exception. `file` is the open image
+    file, which is checked for truncation. The text of the result has no path and no memory address.
     """
     if isinstance(error, RangeError):
         return ImageError("range", str(error))
@@ -237,7 +236,9 @@ def _image_error(error: Exception, file: BinaryIO) -> ImageError:
 
 def _orientation(image: Image.Image) -> int:
     """Return the EXIF orientation of an image, 1 (upright) to 8. A missing or broken value gives 1. Call it after
-    `image.load()`, because Pillow turns some formats upright itself while loading.
+    `image.load()`.
+
+    Pillow turns images of some formats upright while it loads them.
     """
     try:
         value = image.getexif().get(ORIENTATION, 1)
