@@ -30,10 +30,10 @@ def setting(
     path: bool = False,
 ) -> Any:
     """Return a field for a config dataclass: a setting whose value changes the content of rows. `doc` explains the
-    setting. `bounds` is (smallest, largest) allowed number, or None. `follows` names another setting, such as
-    "train.base_bits". If the field is None, the value of that setting is used. `unless` names a field of the same
-    section. If that field is set, None stays None. `unrecorded` lists values that do not start a new table. `path` is
-    True if the value is a path or a tuple of paths. Raises TypeError if `default`, the default value, is mutable.
+    setting. `bounds` is (smallest, largest) allowed number, or None. `follows` names a setting, such as
+    "train.base_bits", whose value replaces None. If `unless`, a field of the same section, is set, None is not
+    replaced. `unrecorded` lists values that do not start a new table. `path` is True if the value is a path or a tuple
+    of paths. Raises TypeError if `default` is mutable.
 
     The field is part of the recipe (the hash that names a table's folder). A different value starts a new table. Values
     in `unrecorded` are not part of the recipe. Use it for a field that is added later. With the value that means "as

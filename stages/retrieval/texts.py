@@ -44,8 +44,8 @@ def vector_id(encoder: str, text_id: str) -> str:
 
 def document(module: str, qualified_name: str, rest: str) -> str:
     """Return the text that the encoder reads for a piece of code, such as "json.decoder JSONDecoder.decode(self, s):
-    ...". `module` is the name of the module. `qualified_name` is that of the function or class. `rest` is the code
-    after the name, without the docstring.
+    ...". `module` is the name of the module. `qualified_name` is that of the function or class, or a text such as
+    "lines 1 to 20". `rest` is the code after the name, without the docstring.
     """
     return f"{module} {qualified_name}{rest}".strip()
 

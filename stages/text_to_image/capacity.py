@@ -20,8 +20,7 @@ class Capacity:
     """What fits into memory for one model family and image size. `family` is the family's name. `side` is the width and
     height of the images in pixels. `bits` is the largest number of bits per weight with which every stage fits. `plan`
     says which blocks keep their activations in training, such as "whole" (all). `peak` is the memory of the largest
-    stage in bytes. If `streamed` is True, the blocks of the base model must stay on disk. If nothing fits, `bits` is
-    None, `plan` is "" and `peak` is 0.
+    stage in bytes. `streamed` is True if the model's blocks must stay on disk. If nothing fits, `bits` is None.
     """
 
     family: str

@@ -87,8 +87,8 @@ class MemoryEstimator:
         activations. `begun` is the plan of a resumed run, or None. If no choice fits, the result needs more than
         `limit`.
 
-        If the setting `memory` names a plan, this plan is chosen. If it is "auto", `begun` is chosen if it fits, else
-        the fastest plan that fits.
+        If the setting `memory` is a plan, this plan is chosen. If it is "auto", `begun` is chosen if it fits. If
+        `begun` does not fit, the fastest plan that fits is chosen.
         """
         return best_candidate(self.config, self.config.batch_size // connect().size, self.estimate, limit, begun)
 

@@ -133,7 +133,8 @@ class PairTask:
         """Return the memory plan of the run: how it computes its steps within the available memory. `start` is the
         checkpoint to continue from, or None for a new run. If `recorded` is False, the setting [train] `memory`
         decides. If `recorded` is True, this setting counts as "auto". With "auto", the plan in `start` is kept if it
-        fits. If it does not fit, the fastest plan that fits is chosen. Raises ValueError if no plan fits into memory.
+        fits. If it does not fit, the fastest plan that fits is chosen. Raises ValueError if the plan does not fit into
+        memory.
         """
         config = dataclasses.replace(self.config, memory="auto") if recorded else self.config
         return memory_plan.choose(config, self.family.architecture, self.sizes_of_model, self.data, start, self.ctx.say)

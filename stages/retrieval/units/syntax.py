@@ -17,7 +17,10 @@ class Grammar:
     """The tree-sitter grammar of a language, for finding functions and classes. `module` is its Python package.
     `function` is the name of the function in this package that returns the language. The other fields are sets of names
     of syntax nodes. `functions` and `classes` name the nodes to find. `comments` names the nodes of comments. `inside`
-    names nodes such as namespaces. They are not found themselves, but a qualified name contains their names.
+    names nodes such as namespaces, which are not found themselves. The name of a namespace begins the qualified names
+    of the functions in it.
+
+    A class without a body is not found.
     """
 
     module: str

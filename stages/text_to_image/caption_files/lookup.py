@@ -125,8 +125,7 @@ def caption_places(path: str, folder: str) -> list[str]:
     """Return the places where the caption file of an image may lie, the preferred one first. A place is a path without
     the suffix of the caption file. The place "captions/cat.png" stands for the files "captions/cat.png.txt" and
     "captions/cat.txt". `path` is the image. `path` and the places are relative to the image folder. `folder` is the
-    name of the image folder. If it is a name such as "images", the folder "captions" beside the image folder is
-    searched too.
+    name of the image folder. If it is a name such as "images", one place lies in the folder "captions" beside it.
 
     The places of "a/images/cat.png" are "a/images/cat.png", "a/images/captions/cat.png", "a/captions/cat.png",
     "a/captions/images/cat.png" and "captions/a/images/cat.png".

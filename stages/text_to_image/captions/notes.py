@@ -15,8 +15,9 @@ KNOWN = "metadata.jsonl, metadata.csv, captions.json, captions.jsonl, captions.c
 
 def describe_sources(captions: list[Caption], config: CaptionsConfig) -> list[str]:
     """Return a list with one line for the user, such as "24 captions: 20 from .txt, 4 from captions.json". The line
-    counts `captions` by the kind of file that they are from. `config` holds the settings [captions]. The list is empty
-    if all these files have the first suffix in `config.extensions`, or if no caption is from a file.
+    counts `captions` by the kind of file that they are from. Captions from settings, templates and file names are not
+    counted. `config` holds the settings [captions]. The list is empty if no caption is counted, or if all are from
+    files with the first suffix in `config.extensions`.
     """
     counts = Counter(_kind(each) for each in captions if each.source not in ("config", "template", "filename"))
     if not counts or set(counts) == {config.extensions[0]}:
@@ -62,7 +63,7 @@ def other_captions(folder: Path, paths: list[str], config: CaptionsConfig, notes
     """Return the end of an error message about missing captions, or "". It tells the user where the captions may be,
     such as in text files that belong to no image. `folder` is the image folder. `paths` are all images, relative to
     `folder`. `config` holds the settings [captions], such as the suffixes of caption files. `notes` are messages about
-    captions whose image does not exist. If there are any, the result only repeats the first one.
+    captions whose image does not exist. If there are any, the result gives the first one.
     """
     if notes:
         return f"; {notes[0]}; names must be relative to the folder of the file"

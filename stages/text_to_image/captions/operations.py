@@ -16,7 +16,8 @@ def operate(captions: Iterable[Caption], config: CaptionsConfig, image_id: str) 
     commas. If `shuffle` is a number n above 0, each caption becomes n captions, each with its parts in a random order.
     `weights` sets the weight of each caption. `image_id` is the image's key.
 
-    The n captions share the weight of the caption that they are made from. Equal keys and positions give equal orders.
+    The first `keep` parts of a caption stay in place. The n captions share the weight of the caption that they are made
+    from. Equal keys and positions give equal orders.
     """
     found = []
     for position, caption in enumerate(weighted(captions, config.weights)):

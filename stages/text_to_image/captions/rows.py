@@ -139,8 +139,8 @@ def _check_foreign(found: Mapping[str, list[Caption]], subjects: Mapping[str, Su
 def _check_trigger(texts: list[str], subjects: Mapping[str, Subject], config: CaptionsConfig) -> list[str]:
     """Check that training texts contain the trigger, and return a list of notes for the user. `texts` are the training
     texts. The list has one note if only some of them contain the trigger, else none. `subjects` maps an image_id to the
-    facts about the image. `config` has the settings [captions], such as the trigger. If the images of a folder have
-    another trigger, nothing is checked. Raises ValueError if no text contains the trigger.
+    facts about the image. `config` has the settings [captions], such as the trigger. Nothing is checked if no trigger
+    is set, or if images have another trigger. Raises ValueError if no text contains the trigger.
     """
     own = any(each.trigger != config.trigger for each in subjects.values() if not each.class_only)
     if not config.trigger or not texts or own:
@@ -172,10 +172,10 @@ def _image_rows(image_id: str, texts: list[tuple[Filled, Caption]]) -> list[Row]
 
 def _class_rows(rows: list[Row], subjects: Mapping[str, Subject], config: CaptionsConfig) -> list[Row]:
     """Return new rows for the table `captions`, with the role "class". They name the class instead of the trigger, such
-    as "photo of a cat" for "photo of ohwx". Each is made from a row of `rows` whose text contains the trigger, and
-    whose role is "caption" or "trigger". `config.class_word` replaces the trigger. `subjects` maps an image_id to the
-    facts about the image, such as its trigger. If the image_id of a row is empty, the trigger is `config.trigger`.
-    Equal texts of one image are returned once.
+    as "photo of a cat" for "photo of ohwx". Each is made from a row of `rows` with the role "caption" or "trigger", if
+    its text contains the trigger. `config.class_word` replaces the trigger. `subjects` maps an image_id to the facts
+    about the image, such as its trigger. A row with an empty image_id has the trigger `config.trigger`. Equal texts of
+    one image are returned once.
     """
     found: dict[tuple[str, str], Row] = {}
     for row in rows:

@@ -30,7 +30,8 @@ def fill(template: str, caption: str, trigger: str, class_only: bool = False, cl
     the trigger, the part of the template with {trigger} is left out. `class_only` is True for a regularisation image.
     Its text gets no trigger, and `class_word` replaces "[trigger]".
 
-    If `class_only` is True and the template lacks {caption}, `class_word` replaces {trigger} in the template.
+    If `class_only` is True, the template lacks {caption} and `class_word` is not empty, `class_word` replaces {trigger}
+    in the template.
     """
     if class_only and "{caption}" not in template and class_word:
         return Filled(fill_template(template, "", class_word), template, CLASS_ONLY)

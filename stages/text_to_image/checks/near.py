@@ -56,7 +56,7 @@ def near_pairs(thumbnails: np.ndarray, least: float) -> list[tuple[int, int, flo
 
 def similarities(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Return the similarity of each pair of pictures, float32 (n,), -1 to 1. `left` and `right` hold grey pictures (n,
-    32, 32). Picture i of `left` is compared with picture i of `right`. A small crop of one picture still counts as
+    32, 32). Picture i of `left` is compared with picture i of `right`. A picture and a slightly cropped copy of it are
     similar.
 
     Each picture of a pair is cropped in several ways by at most 5 % of a side and stretched again. The similarity is

@@ -96,8 +96,8 @@ def finish_checks(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 def _captions(ctx: StageContext, images: dict[str, Row]) -> tuple[list[Row], str]:
     """Return (rows, trigger) for the images in `images`, which maps an image_id to a row of the table `images`. `rows`
     are the captions of these images, as dicts: rows of the table `captions`, sorted by path and position. Captions of
-    regularisation images are left out. `trigger` is the trigger word of all images, or "" if there is none. If a folder
-    has a trigger setting, it is "" too. `ctx` is the stage's context: its input tables.
+    regularisation images are left out. `trigger` is the trigger word of all images, or "" if there is none. It is ""
+    too if a folder has a trigger setting. `ctx` is the stage's context: its input tables.
     """
     rows = ctx.rows(CAPTIONS).to_pylist()
     own = any(row["trigger"] is not None for row in images.values())
