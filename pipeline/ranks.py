@@ -22,9 +22,9 @@ def following() -> bool:
 
 
 def follow(project: Project, stage: Stage) -> None:
-    """Compute this process's share of a training run that several processes divide. `project` is the opened project
-    folder. `stage` is the stage that trains. Another process, rank 0, leads the run. Nothing is written, and nothing is
-    said. Raises ValueError if `stage` does not train.
+    """Take part in a training run as one of several processes, and compute this process's share. `project` is the
+    opened project folder. `stage` is the stage that trains. Another process, rank 0, writes the results and reports to
+    the user. Raises ValueError if `stage` does not train.
 
     Ctrl-C reaches every rank of a terminal. Rank 0 decides what becomes of it.
     """

@@ -123,10 +123,10 @@ def room(nodes: Sequence[Mapping[str, Any]], needs: Mapping[str, float]) -> int:
 
 
 def worker_count(name: str, wanted: int, units: int, needs: Mapping[str, float], say: Callable[[str], None]) -> int:
-    """Return how many workers to start. `name` is the name of the stage. `wanted` is the largest number that the user
-    allows, or 0 for no limit. `units` is the number of work units, and no more workers are started. `needs` maps a
-    resource to the amount that each worker takes, such as {"CPU": 1}. `say` is called with one line if the cluster has
-    room for fewer than `wanted`. Raises ValueError if no machine of the cluster has room for a worker.
+    """Return how many workers to start on the Ray cluster, at most one per work unit. `name` is the name of the stage.
+    `wanted` is the user's limit, or 0 for none. `units` is the number of work units. `needs` maps a resource to the
+    amount that each worker takes, such as {"CPU": 1}. If fewer than `wanted` workers fit, `say` is called with a line
+    of text. Raises ValueError if no worker fits.
     """
     nodes = ray.nodes()
     most = room(nodes, needs)

@@ -158,10 +158,10 @@ def device() -> str:
 
 
 def compute(project: Project, name: str, ctx: StageContext) -> Iterator[Item]:
-    """Compute the pending rows of the stage `name` on the workers of a Ray cluster. `project` is the opened project
-    folder. `ctx` is the stage's context: its pending rows, input tables and settings. Yield record batches of rows, and
-    artifacts (files that rows name), in the order in which they are finished. Raises ValueError if the cluster has no
-    room for a worker, if a worker lacks something, such as a folder, or if the same rows crash worker after worker.
+    """Compute the pending rows of the stage `name` on workers of a Ray cluster. `project` is the opened project folder.
+    `ctx` is the stage's context, with the pending rows. Yield record batches of rows, and artifacts (files that rows
+    name). They come in the order in which they are finished. Raises ValueError if the workers cannot start or lack
+    something, such as a folder. Raises it too if the same rows crash several workers.
     """
     settings = project.config.project
     stage, inputs = project.stage(name), project.inputs(name)
@@ -207,9 +207,10 @@ def has_model(project: Project, name: str) -> bool:
 
 
 def hosts_of(workers: Sequence[Any], paths: list[Path], least: int | None, ctx: StageContext) -> list[Host] | None:
-    """Let every worker in `workers` check its machine, and return one `Host` per worker with what it found. `paths`
-    must exist on the machine. `least` is the memory in bytes that the model needs at least, or None without a model.
-    `ctx` is the stage's context. Return None if the user asks to stop. Raises ValueError if a worker cannot start.
+    """Let every worker in `workers` check its machine, and return one `Host` per worker with what it found. `paths` are
+    files and folders that must exist there. `least` is the memory in bytes that the model needs at least, or None
+    without a model. `ctx` is the stage's context. If `ctx.stop()` returns True, return None. Raises ValueError if a
+    worker cannot start.
     """
     try:
         return answers([worker.check.remote(version(), paths, least) for worker in workers], ctx.stop, ctx.say)
@@ -235,9 +236,10 @@ def nothing(unit: WorkUnit) -> list[ShippedFile]:
 
 
 def unit_files(ctx: StageContext, opens: Callable[[StageContext], Iterator[Path]] | None) -> Files:
-    """Return a function that packs files, so that they can be sent to a worker. It takes a work unit and returns the
-    packed files that the unit needs. The function `opens(ctx)` yields the paths of these files. If `opens` is None, no
-    file is packed.
+    """Return a function `files(unit)` that returns the packed files of the work unit `unit`, as a list. Packed files
+    can be sent to a worker. `opens(context)` yields the paths of the files that the context's pending rows need. It is
+    called with a copy of `ctx`, the stage's context, that has the unit's pending rows. If `opens` is None, the list is
+    empty.
     """
     packer = Packer(ray.put)
     return lambda unit: packer.pack(opens(dataclasses.replace(ctx, pending=unit.pending))) if opens else []
@@ -271,10 +273,10 @@ def end_workers(workers: Sequence[Any], shipped: bool) -> None:
 
 
 def results(workers: list[Any], units: Iterator[WorkUnit], ctx: StageContext, files: Files = nothing) -> Iterator[Item]:
-    """Yield the record batches and artifacts of all work units in `units`, one unit after another, in the order in
-    which they are finished. `workers` are the handles of the workers. `ctx` is the stage's context. Once `ctx.stop()`
-    returns True, no further unit begins. The function `files(unit)` returns a list of the files to send with a unit; by
-    default it is empty. If a unit ends with an error, its results so far are yielded. Then the error is raised.
+    """Compute the work units `units` on `workers`, and yield their record batches and artifacts. The unit that is
+    finished first comes first. `ctx` is the stage's context. Once `ctx.stop()` returns True, no further unit begins.
+    `files(unit)` returns a list of files to send with the unit; by default none are sent. If a unit ends with an error,
+    its results so far are yielded. Then the error is raised.
 
     A worker has at most two units at a time: it computes one, and one waits.
     """

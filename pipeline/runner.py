@@ -55,10 +55,10 @@ Computed = Iterator[pa.RecordBatch | Artifact]  # batches of the stage's table, 
 
 @dataclass
 class Outcome:
-    """A report of one run of a stage. `stage_name` is the name of the stage and of its table. `written` counts the rows
-    that the run wrote. `removed` counts the rows that are no longer wanted, and `rows` those that are wanted. `seconds`
-    is the duration. `peak_rss` and `peak_mlx` are the peak memory of the process and of MLX, in bytes. If the stage
-    chose to end early, `left` counts the rows that are still to compute, and `reason` says why.
+    """A report of one run of a stage. `stage_name` is the name of the stage and of its table. Four fields count rows.
+    `written`: those that the run wrote. `removed`: those that are no longer wanted. `rows`: those that are wanted.
+    `left`: those still to compute, if the stage chose to end early. `reason` then says why. `seconds` is the duration.
+    `peak_rss` and `peak_mlx` are the peak memory of the process and of MLX, in bytes.
     """
 
     stage_name: str
@@ -146,10 +146,10 @@ def _begin(project: Project, stage: Stage, ctx: StageContext, run_name: str, not
 
 
 def _finish(stage: Stage, ctx: StageContext, writer: Writer, wanted: pa.Table) -> pa.Table:
-    """Commit the rows that `stage.finish` yields at the end of a run, and return the rows that the table should now
-    have. Rows are committed through `writer`. `ctx` is the stage's context. `wanted` is the table of rows that the
-    stage wanted at the start. It is returned if all its rows are stored. Otherwise the result of `stage.wants` is
-    returned, which has fewer rows if training ended early.
+    """End a run: commit the rows that `stage.finish` yields, if the stage has this function. `ctx` is the stage's
+    context. Rows are committed through `writer`. `wanted` holds the rows that the stage wanted at the start. Return the
+    rows that are wanted now. If all rows of `wanted` are stored, this is `wanted`. Otherwise it is the result of
+    `stage.wants(ctx)`.
     """
     ctx.stored = writer.stored
     if stage.finish:
@@ -282,8 +282,9 @@ def peak_rss() -> int:
 
 def peak_mlx(meter: Meter | None = None) -> int:
     """Return the peak active memory of MLX in this process, in bytes. Return 0 if MLX was never imported. `meter` is
-    the `Meter` that measured this process, or None. A meter resets the peak that MLX itself records. The larger of the
-    meter's peak and MLX's own is therefore returned.
+    the `Meter` that measured this process, or None.
+
+    A meter resets the peak that MLX records. The result is the larger of the meter's peak and that of MLX.
     """
     core = sys.modules.get("mlx.core")
     return max(int(core.get_peak_memory()), meter.peak if meter else 0) if core else 0

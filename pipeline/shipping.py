@@ -90,10 +90,10 @@ def files_below(path: Path) -> Iterator[Path]:
 
 
 def lasting_files(stage: Stage, resources: Mapping[str, Resource], inputs: Iterable[Path], ctx: StageContext) -> Iterator[Path]:
-    """Yield the paths of the files that every work unit of `stage` needs. A work unit is a part of the stage's rows.
-    The files are those in the folders `inputs`, which hold input tables, and the stage's weights. The stage may also
-    need other folders. Their files are included if `stage.opens` is None, because any unit may then open them.
-    `resources` are the pipeline's resources by name. `ctx.need(name)` returns the path of a resource.
+    """Yield the paths of the files that every work unit (some rows) of `stage` needs. These are the files in the
+    folders `inputs`, which hold input tables, and the stage's weights. If `stage.opens` is None, the files in the other
+    folders that the stage needs are added. `resources` maps the name of each resource to its declaration.
+    `ctx.need(name)` returns the path of a resource.
     """
     for folder in inputs:
         yield from files_below(folder)

@@ -41,8 +41,8 @@ class Need:
 
     @property
     def disk(self) -> int | None:
-        """The disk space in bytes that the stage's finished table takes, with its files. It is None if the stage has no
-        forecast, or if the forecast is 0 bytes. It is also None if the number of rows is unknown and no files are forecast.
+        """The disk space in bytes that the stage's finished table takes, with its files. If the number of rows is unknown, only
+        the files are forecast. None means 0 bytes or an unknown size.
         """
         if self.forecast is None or (self.wanted is None and not self.forecast.file_bytes):
             return None
@@ -50,10 +50,11 @@ class Need:
 
 
 def outlook(project: Project, budget: int | None = None) -> Outlook:
-    """Return what the forecasts of a project's stages are computed from: the settings, the model family, the memory
-    budget and two functions. The functions return the path of a component's weights and the rows of a table. `project`
-    is the opened project folder. `budget` is the memory that a stage may take, in bytes. None means the budget of this
-    machine.
+    """Return the facts from which the needs of a project's stages are forecast. `project` is the opened project folder.
+    `budget` is the memory in bytes that a stage may take. If it is None, the budget of this machine is used.
+
+    The facts are the settings, the model family and the memory budget. Two functions belong to them: one returns the
+    path of a component's weights, the other the rows of a table.
     """
     from stages.tuner.blockwise.device import memory_budget
 
@@ -125,9 +126,9 @@ def refusal(stage_name: str, peak: int, remedy: str, budget: int) -> str:
 
 
 def announcement(project: Project, name: str, rows: int) -> str:
-    """Return one line that tells the user what a stage needs to make `rows` rows: disk space and peak memory. The line
-    also says in words how the stage computes, such as "images of at most 512 x 512 px". `project` is the opened project
-    folder. `name` is the name of the stage. The line is "" if there is no forecast or the forecast fails. Raises
+    """Return one line that tells the user the disk space and the peak memory that a stage needs. `project` is the
+    opened project folder. `name` is the name of the stage, and `rows` is the number of rows to make. The line also says
+    how the stage computes, such as "images of at most 512 x 512 px". If nothing is forecast, return "". Raises
     ValueError if the stage does not fit into memory. The message names settings that fit, if any.
 
     A stage with a `snapshot` is not refused here. It makes its own plan from its data.

@@ -120,9 +120,9 @@ def _nested(sections: Mapping[str, type]) -> Iterable[tuple[str, type]]:
 
 
 def _repeated(sections: Mapping[str, type]) -> Iterable[tuple[str, type]]:
-    """Yield (dotted name, dataclass) for every setting that is a list of sections. `sections` maps the name of a
-    section to its dataclass. For example, the section "images" has the setting `folder`, written as [[images.folder]]
-    in project.toml. Its dotted name is "images.folder", and the dataclass is that of one item of the list.
+    """Yield (dotted name, dataclass) for every setting that is a list of sections. An example is the setting that
+    project.toml writes as [[images.folder]]. Its dotted name is "images.folder". The dataclass is that of one item of
+    the list. `sections` maps the name of a section, such as "images", to its dataclass.
     """
     for name, kind in sections.items():
         for key, hint in _hints(kind).items():
@@ -199,9 +199,9 @@ def _describe(hint: Any) -> str:
 
 
 def _example(hint: Any, value: Any) -> str:
-    """Return the end of an error message about a setting with the wrong value `value`. The text suggests a list: 512
-    gives ", such as [512]". `hint` is the annotated type of the setting. Return "" if this type does not accept the
-    list `[value]`.
+    """Return the end of an error message for a user who wrote a value instead of a list. `value` is what the user
+    wrote. `hint` is the annotated type of the setting. For the value 512, the text is ", such as [512]". If the type
+    does not accept the list `[value]`, the text is "".
     """
     try:
         return f", such as {[value]!r}" if _convert(hint, [value]) else ""

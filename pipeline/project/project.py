@@ -70,9 +70,8 @@ class Project:
             _ = self.family  # an unknown family is an error before anything is written
 
     def fix(self, table: FixedTable, config: configuration.Config) -> None:
-        """Use a given table for its stage from now on, and replace the settings of this project. `table` holds the stage's name
-        and the table's folder. `config` holds all new settings, usually those that the table was made with. Cached rows and
-        recipes are discarded.
+        """Use the table `table` for its stage from now on, and give this project the settings `config`. `table` names the stage
+        and the table's folder. `config` holds the settings of all sections, usually those that the table was made with.
         """
         self.config, self.fixed = config, table
         self.__dict__.pop("family", None)
@@ -80,8 +79,8 @@ class Project:
         self._rows.clear()
 
     def refresh(self) -> None:
-        """Discard cached rows and recipes if they may be out of date. This is the case if a stage has finished a run
-        since the project was opened or since the previous call, in this process or another.
+        """Discard what is cached about the tables if a stage has finished a run in the meantime. That may be a run of this
+        process or of another one. Only runs since the previous call count, or since the project was opened.
         """
         found = self._manifests()
         if found != self._seen:
@@ -139,9 +138,10 @@ class Project:
     # Resources
 
     def resource(self, name: str) -> Any:
-        """Return a resource: an input that stages of the pipeline request by `name`. For a folder or for model weights,
-        the result is a path. For the model family, it is the family's record. Missing weights are downloaded or generated.
-        Raises KeyError if the pipeline declares no such resource, ValueError if weights cannot be found.
+        """Return what a stage gets if it needs the resource `name`. If the resource is a folder, return its path. If it is the
+        weights of a model component, return their path. Missing weights are downloaded or generated. If it is the model family,
+        return the family's record. Raises KeyError if the pipeline has no resource of this name, ValueError if weights cannot
+        be found.
         """
         found = self.pipeline.resources[name]
         if isinstance(found, Folder):
@@ -158,12 +158,12 @@ class Project:
         return components.find(self.config.project, self.path, self.family, name, fetch=fetch)
 
     def weight_recipe(self, name: str) -> dict[str, Any]:
-        """Return a dict that identifies the weights of one model component, for use in a recipe. `name` is the component,
-        such as "transformer". "sha256" is the hash of its files. The other entries are fields of the model family's record
-        that change what the weights mean. Raises ValueError if the weights cannot be found.
+        """Return a dict that identifies the weights of the model component `name`, such as "transformer". "sha256" is the hash
+        of the component's files, in hex digits. The other keys are names of fields of the model family's record. Raises
+        ValueError if the weights cannot be found.
 
-        The fields are those that `Weights.fields` lists. Weights that were never on this machine are downloaded if the
-        project allows it. For deleted weights the remembered hash is used.
+        The fields are those that `Weights.fields` lists. Weights that were never on this machine are downloaded if the project
+        allows it. For deleted weights the remembered hash is used.
         """
         self.family.require(name)  # before gigabytes are downloaded for nothing
         label = f"{self.family.name} {self.config.project.place(name)} {name}"
@@ -262,9 +262,9 @@ class Project:
         return {read: Input(folder.folder, folder.manifest()["lance_version"]) for read, folder in folders.items()}
 
     def context(self, stage: Stage, **replaced: Any) -> StageContext:
-        """Return a `StageContext` for calling functions of `stage` while the stage does not run. The functions can read the
-        tables on disk through it. `stored` (rows that exist) and `pending` (rows to compute) are empty tables. Functions for
-        writing files and reporting progress do nothing. Any keyword arguments (`**replaced`) replace fields of the context.
+        """Return a context for calling a function of `stage`, such as `stage.wants`, outside a run. The function can read the
+        project's tables through it. By default, `stored` (rows that exist) and `pending` (rows to compute) are empty tables.
+        Writing files and reporting progress do nothing. Keyword arguments (`**replaced`) replace fields of the context.
         """
         empty = pa.table({f.name: pa.array([], f.type) for f in stage.writes.stored})
         nothing: Callable[..., Any] = lambda *arguments: None  # noqa: E731
@@ -309,9 +309,9 @@ class Project:
         return ShardReader(self.built(schema, reader).folder, self._read(schema, reader), schema)
 
     def _intact(self, schema: TableSchema, name: str) -> bool:
-        """Return True if an artifact of a table exists and agrees with its checksum, if it has one. An artifact is a
-        file that a row of the table names. `schema` describes the table. The table for the present settings is checked.
-        `name` is the file's path below the table's folder `artifacts`.
+        """Return True if an artifact (a file that a row of a table names) is intact. `schema` describes the table. `name` is
+        the file's path below the table's folder `artifacts`. The file is intact if it agrees with its recorded checksum. If it
+        has none, it only has to exist.
         """
         return not self.current(schema.name).checksums.damage(f"artifacts/{name}")
 

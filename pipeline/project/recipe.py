@@ -23,17 +23,17 @@ WEIGHT_SUFFIXES = (*WEIGHTS, ".json", ".jinja", ".txt", ".model")  # files of a 
 
 def significant_settings(config: Any) -> dict[str, Any]:
     """Return the settings of `config` that change the content of a row, as a dict from name to value. `config` is a
-    config dataclass. A nested section becomes a nested dict. Only fields declared with `stages.settings.setting` are
-    returned. A field declared with `unrecorded=(...)` is left out if its value is one of these values.
+    config dataclass. A nested section becomes a nested dict.
+
+    A field declared with `unrecorded=(...)` is left out if its value is one of these values.
     """
     return settings_of(config, ("setting",))
 
 
 def settings_of(config: Any, kinds: tuple[str, ...]) -> dict[str, Any]:
-    """Return the settings of the given kinds as a dict from name to value. `config` is a config dataclass. `kinds`
-    lists kinds of settings. A "setting" changes the content of rows. A "selects" setting decides which rows a table
-    has. A "runtime" setting changes no row. The functions of these names in `stages.settings` declare the fields. A
-    nested section becomes a nested dict.
+    """Return the settings of `config` that are of one of the `kinds`, as a dict from name to value. `config` is a
+    config dataclass. A nested section becomes a nested dict. There are three kinds. A "setting" changes the content of
+    rows. A "selects" setting decides which rows a table has. A "runtime" setting changes no row.
 
     A field declared with `unrecorded=(...)` is left out if its value is one of these values.
     """
@@ -52,11 +52,11 @@ def _plain(value: Any, kinds: tuple[str, ...]) -> Any:
 
 
 def recipe(stage: Stage, config: Any, weights: dict[str, Any], tensors: dict[str, str], rows: pa.Table | None) -> dict[str, Any]:
-    """Return the recipe of a stage as plain JSON data. A recipe holds everything that decides what the stage computes.
-    `config` is the stage's config dataclass. `weights` maps a component's name, such as "transformer", to the result of
-    `Project.weight_recipe`. `tensors` maps the name of each table whose tensors are read to its recipe id, 12 hex
-    digits. `rows` is the result of `stage.snapshot`: the rows on which the whole result depends. It is None if the
-    stage has no `snapshot`.
+    """Return the recipe of `stage` as plain JSON data. A recipe records what decides the stage's result. `config` is
+    the stage's config dataclass. `weights` maps a component's name, such as "transformer", to the result of
+    `Project.weight_recipe`. `tensors` maps the name of each table whose tensors the stage reads to its recipe id, the
+    12 hex digits that name its folder. `rows` is the result of `stage.snapshot`, or None if the stage has no such
+    function.
 
     The recipe ids of tensor tables are needed because a row's key says what a tensor was computed from, but not how.
     """
@@ -114,10 +114,12 @@ class FileHashes:
                 self.known |= stored
 
     def component(self, name: str, path: Path, patterns: Iterable[str] = ("*",), weights: bool = True) -> str:
-        """Return the sha256 over the weight and config files of a model component, as hex digits. The hash is also
-        stored under `name`, for `last_known`. `path` is the component's only file or its folder. `patterns` are glob
-        patterns that choose files in the folder. If `weights` is False, weight files in the folder are left out. This
-        is for a tokenizer, since weights of the text encoder may lie in its folder.
+        """Return the sha256 of a model component's weight and config files together, as hex digits. `path` is the
+        component's only file or its folder. `patterns` are glob patterns that choose files in the folder. If `weights`
+        is False, weight files in the folder are left out. The hash is also stored under `name`, and `last_known(name)`
+        returns it later.
+
+        A tokenizer is hashed without weight files, since weights of the text encoder may lie in its folder.
         """
         found = [path] if path.is_file() else sorted({p for pattern in patterns for p in path.glob(pattern)})
         files = [path] if path.is_file() else [p for p in found if _decides(p) and (weights or p.suffix not in WEIGHTS)]

@@ -154,9 +154,9 @@ def check_name(project: Project, name: str, recipe: str) -> None:
 
 
 def present_settings(project: Project, stage: str) -> dict[str, Any]:
-    """Return the present settings that the rows of `stage` depend on. The result maps each section to a dict from key
-    to value, as plain JSON data. The sections are `project`, the stages before `stage`, and `stage` itself. Settings
-    that change no row are left out.
+    """Return the present settings that decide the rows of the stage `stage`. The result maps the name of a section to a
+    dict from key to value, as plain JSON data. It has the section "project", and one section for `stage` and for each
+    stage before it. Settings that change no row are left out.
     """
     names = [*project.pipeline.upstream(stage), stage]
     sections = {"project": project.config.project, **{name: project.config.sections[name] for name in names}}
@@ -198,8 +198,8 @@ def choose(project: Project, text: str, overrides: Overrides = ()) -> None:
 
 def news(project: Project, stage: str) -> Iterator[str]:
     """Yield messages for the user before the training stage `stage` begins a new run. `project` is the opened project
-    folder. There is a message if an earlier run had the same settings but other training data. It says that the new run
-    starts at step 0. If the run with the present settings exists already, nothing is yielded.
+    folder. If an earlier run differs only in its training data, a message says that the new run starts at step 0. If
+    the run with the present settings has begun already, nothing is yielded.
 
     A second message follows if the earlier run has a final adapter and recorded steps. It estimates the training time,
     and shows how to start from the earlier adapter.
@@ -230,9 +230,9 @@ def _without_data(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_resumable(project: Project, stage: str) -> None:
-    """Raise ValueError if the recorded run that the user chose for `project` can no longer be continued. This happens
-    if its training data or its weights have changed since it began. Nothing is checked if the chosen run belongs to
-    another stage than `stage`, or if no run was chosen.
+    """Raise ValueError if the run that the user chose for `project` cannot be continued. Its training data or its
+    weights have then changed since it began. `stage` is the stage that is about to run. If the chosen run is not of
+    this stage, or if no run was chosen, nothing is checked.
     """
     run = project.fixed
     if run is None or run.stage != stage:
