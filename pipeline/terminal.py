@@ -95,9 +95,9 @@ class Terminal:
         self.console.print(f"{self.stage_name}: {line}", markup=False)
 
     def note(self, text: str) -> None:
-        """Show `text` below the progress bar, in place of the previous text. `text` holds facts such as the loss. If
-        standard error is no terminal, each later line of progress ends with `text`. Before the first progress, `text` is a
-        line of its own, at most every `QUIET_SECONDS` seconds.
+        """Show `text`, facts such as the loss, below the progress bar, in place of the previous text. If standard error is no
+        terminal, `text` is put at the end of each later line of progress. Before the first call of `progress`, `text` is shown
+        as a line of its own, at most every `QUIET_SECONDS` seconds.
         """
         self.facts = text
         if self.bar:
@@ -107,8 +107,8 @@ class Terminal:
             self.say(text)
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """Show that `done` of `total` units are finished. `unit` is the name of the units, such as "images". The
-        singular is also accepted.
+        """Show that `done` of `total` units are finished. `unit` is the name of the units, singular or plural, such as
+        "images".
         """
         unit = unit.removesuffix("s")
         if self.bar and self.task is not None:

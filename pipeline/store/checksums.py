@@ -104,18 +104,20 @@ class Checksums:
             self._rewrite({name: records for name, records in self.known().items() if name not in gone})
 
     def compact(self) -> None:
-        """Rewrite the checksum file without the records of deleted files, if it has become long. It is long if it has
-        more than 2 n + 64 lines. n is the number of records of files that exist.
+        """Remove the records of deleted files from the checksum file, if it has become long. To do so, the file is
+        rewritten.
+
+        It is long if it has more than 2 n + 64 lines. n is the number of records of files that exist.
         """
         there = {name: records for name, records in self.known().items() if (self.folder / name).exists()}
         if self._lines > 2 * sum(map(len, there.values())) + SLACK:
             self._rewrite(there)
 
     def damage(self, name: str, *, fresh: bool = False) -> str:
-        """Compare the size and the content of a file with its recorded checksums. Return what is wrong in words, such
-        as "is missing". Return "" if nothing is wrong, or if the file exists and has no record. `name` is the path
-        relative to the table's folder. Content that this process has read is not read again while the file is
-        unchanged. If `fresh` is True, it is read in any case. Raises OSError if the file cannot be read.
+        """Compare a file with its recorded size and checksum, and return what is wrong in words, such as "is missing".
+        Return "" if nothing is wrong. A file without a record only has to exist. `name` is the file's path relative to
+        the table's folder. If `fresh` is True, the content is always read. Otherwise, a checksum that this process
+        computed is used while the file is unchanged. Raises OSError if the file cannot be read.
         """
         records = self.known().get(name)
         if problem := self.resized(name):

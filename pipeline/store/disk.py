@@ -204,9 +204,8 @@ def first_line(error: BaseException) -> str:
 
 
 def error_number(error: BaseException) -> int | None:
-    """Return the errno of an exception, such as 28 for a full disk, or None if it has none. For an exception of Lance, the
-    number is read from the message ("os error 28"). MLX gives no number; if it could not write a file, the result is that
-    of a full disk.
+    """Return the errno of an exception, such as 28 for a full disk, or None if it has none. If `error` is no system error, the
+    number is read from its message ("os error 28"). If MLX could not write a file, the number is that of a full disk.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
@@ -240,9 +239,11 @@ def explain_disk_errors(table: str, folder: Path, saved: Callable[[], str], need
 
 
 def shell_path(folder: Path) -> str:
-    """Return the path of a project's folder, quoted for the shell, so that a user can paste it after `make PROJECT=`.
-    `make` runs in the source checkout. If the relative path `folder` names the same folder there, the result is
-    relative. Otherwise it is absolute.
+    """Return the path of the project folder `folder`, quoted for the shell. A user can paste it after `make PROJECT=`
+    in the source checkout.
+
+    An absolute path stays as it is. A relative path stays if it leads to the same folder from the source checkout.
+    Otherwise the absolute path is returned.
     """
     usable = folder.is_absolute() or (CHECKOUT / folder).resolve() == folder.resolve()
     return shlex.quote(str(folder if usable else folder.resolve()))

@@ -84,8 +84,9 @@ class Index:
         return [version for version, path in sorted(self._manifests().items()) if self._is_committed(version, path)]
 
     def _is_committed(self, version: int, path: Path) -> bool:
-        """Return True if the version `version` was written completely. Its manifest, the file `path`, then has a recorded
-        checksum. If no manifest has one (an earlier release), return True, except for version 1 before any run has finished.
+        """Return True if the version `version` was written completely. `path` is its manifest. The version is complete if a
+        checksum of `path` is recorded. If no manifest has a checksum, version 1 is complete once a run has finished, and later
+        ones always are.
         """
         checked = [name for name in self.checksums.known() if name.startswith(f"{self.path.name}/_versions/")]
         finished = (self.path.parent / "manifest.json").exists()
@@ -113,9 +114,8 @@ class Index:
 
     @contextmanager
     def _damage_errors(self, version: int) -> Iterator[None]:
-        """Turn an error in the `with` block into a DamageError if it means damaged or lost files. It means damage if it
-        has no system error number, or the number ENOENT. Other errors pass unchanged. `version` is the version of the
-        dataset that the message names.
+        """Turn an error in the `with` block into a DamageError if the error means damaged or lost files. Other errors pass
+        unchanged. `version` is the version of the dataset that the message names.
 
         If the block raises, its output on standard error is discarded.
         """
@@ -156,8 +156,8 @@ class Index:
         return self.schema.empty_table()
 
     def recover(self) -> tuple[int, pa.Table]:
-        """Delete all versions that are newer than the newest readable committed one. Return the number of that version and
-        its rows. If no version can be read, delete the dataset and return 0 and an empty table.
+        """Delete the newest version until the newest one is complete and can be read. Return (number of this version, its
+        rows). If there is no such version, delete the dataset and return (0, an empty table).
         """
         for version, path in sorted(self._manifests().items(), reverse=True):
             if self._is_committed(version, path):

@@ -118,10 +118,10 @@ def _all_tensor_bytes(path: Path, schema: TableSchema) -> int:
 
 
 def _newer_rows(rows: pa.Table, unknown: list[Path], schema: TableSchema) -> Iterator[pa.Table]:
-    """Yield the rows of shards that are newer than the index, as one table per shard. A shard is an Arrow file with
-    rows and their tensors. A row is newer if the index lacks its key, or names only shards with smaller numbers for
-    this key. `rows` is the present index. `unknown` holds the paths of shards that the index does not name, sorted by
-    shard number. `schema` describes the table. The column `live` of a yielded row is null.
+    """Yield the rows that shards hold and the index lacks, as one table per shard. A shard is an Arrow file with rows
+    and tensors. If the index has a row with the same key in a shard of the same or a larger number, a row is left out.
+    `rows` is the index. `unknown` lists the paths of shards that the index does not name, by shard number. `schema`
+    describes the table. A yielded table has the columns of `schema.stored`, and `live` with nulls.
     """
     key = schema.key[0]
     newest = {name: shard_number(shard) for name, shard in zip(rows[key].to_pylist(), rows["shard"].to_pylist(), strict=True)}
@@ -181,9 +181,9 @@ def row_checksums(rows: pa.Table, shards: Path, tensor: TensorColumn) -> Iterato
 
 
 def _with_index_checksums(rows: pa.Table, indexed: pa.Table, schema: TableSchema) -> pa.Table:
-    """Return `rows` with their checksums from the index. `rows` is a table of rows from one shard. `indexed` is a table
-    of index rows, and it must have the key of every row in `rows`. The result has the columns of `schema.batch`, then
-    one checksum column per tensor column.
+    """Return `rows` with the checksums that the index has for them. `rows` are rows of one shard, with their tensors.
+    `indexed` are rows of the index; every key in `rows` must occur there. `schema` describes the table. The result has
+    the columns of `schema.batch`, then one checksum column for each tensor column.
 
     Checksums in the shard are not used, because shards of an earlier release have none.
     """

@@ -115,12 +115,12 @@ def rows_per_shard(rows: pa.Table, schema: TableSchema, shard_bytes: int) -> int
 
 
 def overhead_bytes(schema: TableSchema, rows: pa.Table, tensors: int) -> int:
-    """Return the disk space in bytes that a finished table takes besides its tensors. It is that of the other columns,
-    the index, and the parts of shards (Arrow files with tensors) that hold no values. `schema` describes the table.
-    `rows` holds the rows of the table. If `rows` lacks a column, its values are assumed to be short, such as 0 or an
-    empty text. `tensors` is the size of all tensors together, in bytes.
+    """Estimate the disk space in bytes that a finished table takes besides its tensors. `schema` describes the table.
+    `rows` holds the table's rows, and may lack columns. Values of a missing column are assumed to be short, such as 0
+    or "". `tensors` is the size of all tensors together, in bytes. The result is 0 if there are no rows.
 
-    The size of the shards is exact if all shards have equally many rows. The size of the index is an approximation.
+    The other columns, the index and the headers of shards (Arrow files with tensors) are counted. The size of the
+    shards is exact if all shards have equally many rows. The size of the index is an approximation.
     """
     if not rows.num_rows:
         return 0
@@ -135,8 +135,9 @@ def overhead_bytes(schema: TableSchema, rows: pa.Table, tensors: int) -> int:
 
 
 def _without_tensors(schema: TableSchema, rows: pa.Table) -> pa.Table:
-    """Return `rows` with the columns of a shard file (`schema.shard`). Tensors are empty. Columns that `rows` lacks are null,
-    or empty texts, zeros and lists of two numbers where null is not allowed.
+    """Return `rows` with the columns of a shard file (`schema.shard`), where every tensor is empty. `rows` has no tensors, and
+    may lack other columns. A missing column is filled with null if it may be null. Otherwise its values are "", 0 or [0, 0].
+    Checksums are 0.
     """
     tensors = {tensor.name for tensor in schema.tensors}
     columns = []

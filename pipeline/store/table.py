@@ -79,11 +79,10 @@ class TableFolder:
         return columns is None or columns == self.schema.recorded
 
     def manifest(self) -> dict[str, Any]:
-        """Return the manifest of the last finished run: a dict that describes the table. `recipe` holds everything that
-        decides what the stage computes. `rows` and `dead` are the numbers of stored rows that readers see and do not
-        see. `bytes` is the size of the index, the shards and the artifacts. `lance_version` is the version of the index
-        that readers see. `facts` is about the run, such as its duration. Raises ValueError if no run has finished, or
-        if the file is damaged.
+        """Return the manifest of the last finished run: a dict that describes the table. `recipe` holds what decides
+        the stage's result. `rows` is the number of rows that readers see. `dead` is the number of stored rows that they
+        do not see. `bytes` is the size of the index, shards and artifacts. `lance_version` is the version of the index
+        that readers see. `facts` describes the run. Raises ValueError if no run has finished or the file is damaged.
 
         Readers do not see the rows that the last finished run did not want.
         """
@@ -191,8 +190,8 @@ class TableFolder:
                 sync(self.folder)
 
     def manifest_is_valid(self, newest: int) -> bool:
-        """Return True if the manifest names a version of the index that can still be read. `newest` is the number of
-        the newest version that can be read. Return False if the table has no manifest.
+        """Return True if the index version that the manifest names can be read. `newest` is the number of the newest
+        version that can be read. If the table has no readable manifest, return False.
         """
         version = self.manifest()["lance_version"] if self.exists else None
         if version is None or version > newest:
@@ -225,10 +224,9 @@ class TableFolder:
         return reclaimable_bytes(kept, self.shards, self.schema)
 
     def unnamed_files(self, rows: pa.Table, all_rows: pa.Table) -> list[Path]:
-        """Return the paths of the artifacts that no row of `rows` names. An artifact is a file that belongs to a row. A
-        killed process or a deleted row can leave such a file. Only folders inside the folder `artifacts` are searched,
-        and only those with files of `all_rows`, the stored rows of the table. The list is empty if rows of this table
-        name no files.
+        """Return the sorted paths of files and folders below the folder `artifacts` that no row of `rows` names.
+        `all_rows` are the stored rows of the table. Only subfolders that hold files of these rows are searched. If rows
+        of this table name no files, the list is empty.
         """
         if not self.schema.artifact:
             return []

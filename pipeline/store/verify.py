@@ -84,10 +84,10 @@ def _examine_shards(table: TableFolder, rows: pa.Table) -> Iterator[Damage]:
 
 
 def _examine_artifacts(table: TableFolder, rows: pa.Table) -> Iterator[Damage]:
-    """Yield a `Damage` for each artifact that is missing or differs from its checksum. An artifact is a file that rows
-    of the table name. `rows` holds the rows of the index. `keys` of a `Damage` lists the rows that name the file, one
-    text per row. Such a text joins the parts of the row's key with spaces. Each part is cut to 16 characters. Files
-    that no row names are examined too.
+    """Yield a `Damage` for each artifact that is missing or differs from its checksum. An artifact is a file in the
+    table's folder `artifacts`, or a file that a row names. `rows` holds the rows of the index. `keys` of a `Damage` has
+    one text for each row that names the file, such as "cat 512". This text joins the values of the row's key columns,
+    each cut to 16 characters.
     """
     named: dict[str, list[str]] = {}
     if table.schema.artifact:

@@ -143,14 +143,14 @@ class Writer:
         return path
 
     def finish(self, wanted: pa.Table | None, facts: dict[str, Any]) -> dict[str, Any]:
-        """Publish the table, so that readers see the wanted rows, and return the manifest. `wanted` has the values that
-        some columns of a wanted row must have. For example, if its only column is `step`, with the values 1 and 2, all
-        rows of steps 1 and 2 are wanted. If `wanted` is None, every row is wanted. `facts` are added to the facts in
-        the manifest; one of the same name is replaced.
+        """Publish the table, so that readers see its wanted rows, and return the manifest. If `wanted` is None, every row is
+        wanted. Otherwise, a row is wanted if some row of `wanted` has the same values. For example, a column `step` with the
+        values 1 and 2 makes all rows of steps 1 and 2 wanted. `facts` are added to the facts in the manifest. A fact of the
+        same name is replaced.
 
-        If `wanted` has several columns, a wanted row agrees with one row of `wanted` in all of them. Rows that are not
-        wanted are deleted, except in tables with tensors and in tables with `schema.retains_dead_rows`, which hide
-        them. The manifest is not rewritten if nothing has changed.
+        If `wanted` has several columns, a wanted row agrees with one row of `wanted` in all of them. Rows that are not wanted
+        are deleted, except in tables with tensors and in tables with `schema.retains_dead_rows`, which hide them. The manifest
+        is not rewritten if nothing has changed.
         """
         self.flush()
         rows = newest_per_key(self._rows, self.schema.key)
@@ -284,9 +284,9 @@ class Writer:
             self.table.index.record_checksums()
 
     def remove(self, files: Iterable[str], keys: Collection[str]) -> None:
-        """Remove damaged files and rows, so that the next run of the stage writes them again. `files` are paths of damaged files,
-        relative to the table's folder. Each file is moved to the folder `damaged`, and rows that name it are removed. `keys`
-        names further rows to remove, by the value of their first key column. It must be empty for a table without tensors.
+        """Remove damaged files and rows, so that the next run of the stage writes them again. `files` are paths relative to the
+        table's folder. These files are moved to the folder `damaged`. The rows that need them are removed. `keys` are values of
+        the first key column (text). Rows with these values are removed too. For a table without tensors, `keys` must be empty.
 
         A row is also removed if its shard or artifact is missing or has another size.
         """

@@ -95,7 +95,7 @@ class Following:
             self.last = catch_up(self.tracker, self.writer.stored, self.last, unfinished=unfinished)
 
     def __call__(self, batches: Computed) -> Computed:
-        """Yield the items of `batches` unchanged. Rows are written to the tracker once they are committed."""
+        """Yield the items of `batches` unchanged. After each one, write newly committed steps to the tracker."""
         try:
             for each in batches:
                 yield each
