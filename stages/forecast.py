@@ -34,13 +34,10 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The memory and disk space that a stage needs, computed from array shapes before the stage runs. `peak` is the
-    most memory that MLX and large arrays of the stage use, in bytes. It is 0 if they use little. `plan` says in words
-    how the stage computes. If `peak` exceeds the memory budget, `remedy` names settings that would fit. It is "" if
-    none are advised. `row_bytes` and `file_bytes` give the disk space in bytes.
-
-    `row_bytes` is the mean size of a row's tensors or files on disk. `rows` is the number of rows, or None if the
-    settings do not tell the number. `file_bytes` is the size of all other files that the stage writes.
+    """The memory and disk space that a stage needs, computed before the stage runs. Sizes are in bytes. `peak` is the
+    peak memory of MLX and large arrays, or 0 if small. `row_bytes` is the mean disk space of a row's tensors or files.
+    `rows` is the number of rows, or None. `file_bytes` is the disk space of all other files. `plan` says in words how
+    the stage computes. `remedy` names settings that would fit if `peak` exceeds the memory budget, or is "".
     """
 
     peak: int

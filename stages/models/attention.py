@@ -50,9 +50,9 @@ def attention(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float
 
 
 def kept(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float) -> mx.array:
-    """Return softmax(scale q k^T) v, and keep the result of softmax in memory. The backward pass then does not compute
-    it again. `q_BHLK` has the shape `(batch, heads, query rows, width)`. Keys and values have the shape `(batch, heads,
-    key rows, width)`. The result has the shape of `q_BHLK`.
+    """Return softmax(scale q k^T) v, and keep the result of softmax in memory for the gradient. `q_BHLK` has the shape
+    `(batch, heads, query rows, width)`. Keys and values have the shape `(batch, heads, key rows, width)`. The result
+    has the shape of `q_BHLK`.
 
     This is faster where softmax takes longer than the matrix products. MLX's products of many matrices copy a strided
     input each time. So each input is copied here, once.

@@ -54,8 +54,9 @@ class ModelFamily:
     @property
     def architecture(self) -> Any:
         """Return an object that holds the functions of the family's architecture. MLX is imported when this is first
-        read. The object has at least the function `write_random_weights(folder, family, seed)`. If the family's field
-        `seeded` is not None, that function writes a complete model with random weights into `folder`.
+        read. The object has at least the function `write_random_weights(folder, family, seed)`, which writes a complete
+        model with random weights into `folder`. `family` is the family's record. `seed` is a number that decides the
+        weights.
         """
         module, _, attribute = self.code.partition(":")
         return getattr(import_module(module), attribute)

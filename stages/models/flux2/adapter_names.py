@@ -59,10 +59,10 @@ def parse_key(key: str) -> tuple[str, str]:
 
 
 def _dotted(key: str, flat: str, known: dict[str, str]) -> str:
-    """Return the name of a Linear with dots. `flat` is the name with underscores. For example,
+    """Return the name of a Linear with dots, made from its name `flat` with underscores. For example,
     "transformer_blocks_3_attn_to_q" gives "transformer_blocks.3.attn.to_q". `known` maps names with underscores to
-    names with dots. Its names have "{}" in place of the block's number, such as "transformer_blocks_{}_attn_to_q".
-    Raises ValueError if `known` lacks the name. The message contains `key`, the whole key of the adapter file.
+    names with dots. In both, "{}" stands for the block's number. Raises ValueError if `known` lacks the name. `key` is
+    the whole key of the adapter file, for the message.
     """
     block = re.search(r"_(\d+)_", flat)
     pattern = re.sub(r"_(\d+)_", "_{}_", flat, count=1)

@@ -96,10 +96,12 @@ def _ranks(arrays: Arrays) -> dict[str, int | None]:
 
 
 def _scales(arrays: Arrays, metadata: dict[str, str]) -> Scales:
-    """Return a dict from the name of each Linear in `arrays` to the scale of its adapter. `metadata["scales"]` is JSON,
-    a dict from the name of a Linear to its scale. For other Linears, the scale is alpha / rank. `metadata["alphas"]` is
-    JSON, a dict from the name of a Linear to its alpha. `metadata["alpha"]` is the alpha of all others. Without an
-    alpha or a rank, the scale is 1. Keys of `arrays` are a Linear's name and an ending.
+    """Return the scale of the adapter of each Linear in `arrays`, as a dict from the Linear's name. Keys of `arrays`
+    are a Linear's name and an ending. `metadata` is that of the adapter file. The scale in the metadata is used, if
+    there is one. Otherwise it is alpha / rank. Without an alpha or a rank, it is 1.
+
+    `metadata["scales"]` and `metadata["alphas"]` are JSON: dicts from a Linear's name to its scale or alpha.
+    `metadata["alpha"]` is the alpha of all other Linears.
     """
     by_name, alphas = (json.loads(metadata.get(key, "{}")) for key in ("scales", "alphas"))
     common = metadata.get("alpha")

@@ -44,9 +44,9 @@ def to_comfyui(arrays: Arrays, scales: Scales) -> Arrays:
 
 def _fuse(fused: str, arrays: Arrays, scales: Scales) -> Arrays:
     """Return the adapter (LoRA or DoRA) of one Linear of Black Forest Labs' code, as a dict from ComfyUI's keys to
-    arrays. `fused` is the name of this Linear. `arrays` holds the diffusers adapters, with keys such as
-    "proj_out.lora_A.weight". `scales` maps each diffusers Linear to the scale of its update. Raises ValueError if
-    adapters cannot be joined.
+    arrays. `fused` is the name of this Linear. `arrays` holds adapters with diffusers' names in the keys, such as
+    "proj_out.lora_A.weight". `scales` maps each Linear in diffusers to the scale of its update. Raises ValueError if
+    the adapters of several Linears cannot be joined.
 
     The Linear may combine several Linears of diffusers, such as q, k and v. Their adapters are then joined into one.
     The scales are multiplied into the result.
@@ -82,10 +82,10 @@ def _to_lycoris(arrays: Arrays, scales: Scales) -> Arrays:
 
 
 def _scaled(arrays: Arrays, scales: Scales, name: str) -> Arrays:
-    """Return the arrays of the Linear `name`, with its scale multiplied into one of them. The result maps an ending,
+    """Return the arrays of the Linear `name`, one of them multiplied by the Linear's scale. The result maps an ending,
     such as ".lora_A.weight", to an array. `arrays` maps full keys, such as "proj_out.lora_A.weight", to arrays.
-    `scales` maps each Linear to its scale. The scale goes into the first factor of a LoKr, and into the matrix B of a
-    LoRA or DoRA.
+    `scales` maps the name of each Linear to its scale. In a LoKr, the first factor is multiplied. In a LoRA or DoRA,
+    the matrix B is multiplied.
     """
     own = of_linear(arrays, name)
     target = W1 if W1 in own else B
