@@ -125,8 +125,9 @@ class _Header:
         return self.take(self.number("Q")).decode()
 
     def skip(self, kind: int, depth: int = 0) -> None:
-        """Skip the value of a setting. `kind` is the number of its type in the file, such as 8 for text. `depth` is the
-        number of lists that contain the value.
+        """Skip the value of a setting in the header. A setting is a key with a value. `kind` is the file's number for
+        the type of the value, such as 8 for text. `depth` is the number of lists that contain the value: 0 if it is
+        outside of lists.
         """
         if kind == STRING:
             self.take(self.number("Q"))
@@ -141,8 +142,9 @@ class _Header:
             self.take(SIZES[kind])
 
     def alignment(self, settings: int) -> int:
-        """Read the next settings and return the alignment of the data in bytes. `settings` is the number of settings.
-        One of them may state the alignment. Otherwise, it is 32.
+        """Read all settings of the header, and return the alignment of the data in bytes. A setting is a key with a
+        value. `settings` is the number of settings. If no setting states the alignment, the result is 32. Raises
+        ValueError if the alignment is less than 1 or more than 1,048,576.
         """
         found = ALIGNMENT
         for _ in range(settings):

@@ -35,10 +35,11 @@ def is_packed(dtypes: Mapping[str, str]) -> bool:
 
 
 def unpack(arrays: Arrays, dtypes: Mapping[str, str], config: Mapping[str, Any], path: Path) -> Arrays:
-    """Return the tensors of a component unpacked, without their scales. `arrays` maps names to arrays; fp8 ones are
-    uint8. `dtypes` maps the names to dtypes as safetensors spells them. `config` is the content of the component's
-    config.json. It gives bits and group size of MLX's quantised layers. `path` is the component's path, for messages.
-    Raises ValueError for a kind of quantisation that is not read, and for scales of a wrong shape.
+    """Return the tensors of a component, with quantised ones unpacked to floating-point numbers. Scales are left out.
+    `arrays` maps names to arrays; fp8 ones are uint8. `dtypes` maps names to dtypes as safetensors spells them.
+    `config` is the content of config.json, which states the bits and group size of layers that MLX has quantised.
+    `path` is the component's path, for messages. Raises ValueError if a quantisation is not supported or a scale has a
+    wrong shape.
     """
     if foreign := next((name for name in arrays if OTHER.search(name)), ""):
         raise ValueError(f"{path} is quantised in a way that is not read ({foreign}): fetch the bfloat16 or the fp8 weights")
@@ -109,9 +110,9 @@ def _dequantized(stem: str, arrays: Arrays, config: Mapping[str, Any], path: Pat
 
 
 def _settings(stem: str, config: Mapping[str, Any], path: Path) -> tuple[int, int]:
-    """Return (group size, bits) of a layer that MLX has quantised, as config.json states them. `stem` is the layer's name.
-    If `config` does not state the bits, they are 0, and must be found from the shapes. `path` is the component's path, for
-    messages.
+    """Return (group size, bits) of a layer that MLX has quantised. `stem` is the layer's name. `config` is the content
+    of config.json. If it does not state the group size, the group size is `GROUP`. If it does not state the bits, they
+    are 0. `path` is the component's path, for messages. Raises ValueError if a setting is not supported.
     """
     found = config.get("quantization", {})
     own = found.get(stem) if isinstance(found, Mapping) else None

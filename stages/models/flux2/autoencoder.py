@@ -124,14 +124,13 @@ class Autoencoder:
         return mx.addmm(self.weights[f"{name}.bias"], x_BPC, self.weights[f"{name}.weight"].T)
 
     def _conv(self, name: str, x: Rows, *, pad: int = 1, norm: str = "", keep: bool = False, add: Rows | None = None) -> Rows:
-        """Return the convolution of the activation `x`, with bias and stride 1, as an activation. `name` is the prefix
-        of the convolution's weight names. `pad` is the width of the border of zeros. `norm` is the prefix of the weight
-        names of a group normalisation. This normalisation and a SiLU are applied to `x` first. An empty `norm` skips
-        both. `add` is an activation to add to the result, or None. The call frees `add`, and frees `x` unless `keep` is
-        True.
+        """Compute a convolution with bias and stride 1, and return the resulting activation. `name` is the prefix of
+        the names of its weight and bias. `x` is the input. `pad` is the number of zeros added at each edge. `norm` is
+        the prefix of a group normalisation's weight names. If it is not empty, this normalisation and a SiLU are
+        applied to `x` first. `add` is an activation to add to the result, or None. `add` cannot be used after the call.
+        `x` can be used only if `keep` is True.
 
-        A freed activation cannot be used again. The convolution is computed in strips of rows. A strip of `x` or `add`
-        is freed after its last use.
+        The convolution is computed in strips of rows. A strip of `x` or `add` is freed after its last use.
         """
         weight, bias = self._kernel(name)
         H, outputs = x.height, weight.shape[0]
@@ -252,9 +251,8 @@ def finished(y_BRWC: mx.array, bias_C: mx.array, add_BRWC: mx.array | None = Non
 
 
 def query_rows(positions: int, channels: int) -> int:
-    """Return how many queries the autoencoder's attention computes in one kernel. `positions` is the number of keys in
-    the whole batch. `channels` is the number of values in a query. The result is the largest number up to `QUERIES` for
-    which a kernel stays within `kernels.LIMIT` floating-point operations. If even one query exceeds this limit, the
-    result is 1.
+    """Return how many queries the autoencoder's attention computes at once, from 1 to `QUERIES`. Together they take at
+    most `kernels.LIMIT` floating-point operations. If one query alone takes more, the result is 1. `positions` is the
+    number of keys of all images in the batch together. `channels` is the width of a query.
     """
     return min(QUERIES, max(1, int(kernels.LIMIT // (2 * kernels.product_flop(1, channels, positions)))))

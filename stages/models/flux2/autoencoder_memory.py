@@ -40,10 +40,9 @@ def autoencoder_bytes(
 
 
 def encoding(config: AutoencoderConfig, height: int, width: int) -> Iterator[tuple[float, float]]:
-    """Yield the memory of each large step of the encoder as pairs `(held, temporary)`. Both are numbers of array
-    values, not bytes. `config` holds the sizes of the autoencoder. `height` and `width` are those of the image, in
-    pixels. `held` values are in memory during the whole step. `temporary` is the largest number of additional values
-    during the step.
+    """Yield `(held, temporary)` for each large step of the encoder. `held` is the number of array values that are in
+    memory during the whole step. `temporary` is the peak number of additional values. Both count values, not bytes.
+    `config` holds the sizes of the autoencoder. `height` and `width` are those of the image, in pixels.
     """
     channels, inputs = config.block_out_channels, config.block_out_channels[0]
     yield 0, conv_work(height, width, config.in_channels, inputs)
@@ -58,10 +57,9 @@ def encoding(config: AutoencoderConfig, height: int, width: int) -> Iterator[tup
 
 
 def decoding(config: AutoencoderConfig, height: int, width: int) -> Iterator[tuple[float, float]]:
-    """Yield the memory of each large step of the decoder as pairs `(held, temporary)`. Both are numbers of array
-    values, not bytes. `config` holds the sizes of the autoencoder. `height` and `width` are those of the image, in
-    pixels. `held` values are in memory during the whole step. `temporary` is the largest number of additional values
-    during the step.
+    """Yield `(held, temporary)` for each large step of the decoder. `held` is the number of array values that are in
+    memory during the whole step. `temporary` is the peak number of additional values. Both count values, not bytes.
+    `config` holds the sizes of the autoencoder. `height` and `width` are those of the image, in pixels.
     """
     channels = config.decoder_channels[::-1]
     inputs, last = channels[0], len(channels) - 1
@@ -76,20 +74,20 @@ def decoding(config: AutoencoderConfig, height: int, width: int) -> Iterator[tup
 
 
 def resnet(H: int, W: int, inputs: int, outputs: int) -> Iterator[tuple[float, float]]:
-    """Yield `(held, temporary)` for each of the two convolutions of a residual block. Both are numbers of array values,
-    not bytes. `held` counts the values in memory during the whole convolution. `temporary` counts the additional values
-    at any moment of it. `H` and `W` are the height and width of the block's input. `inputs` and `outputs` are numbers
-    of channels.
+    """Yield `(held, temporary)` for each of the two convolutions of a residual block. `held` is the number of array
+    values that are in memory during the whole convolution. `temporary` is the peak number of additional values. Both
+    count values, not bytes. `H` and `W` are the height and width of the block's input. `inputs` and `outputs` are
+    numbers of channels.
     """
     yield H * W * (inputs + outputs), conv_work(H, W, inputs, outputs)
     yield H * W * 2 * outputs, conv_work(H, W, outputs, outputs)
 
 
 def middle(config: AutoencoderConfig, H: int, W: int, channels: int) -> Iterator[tuple[float, float]]:
-    """Yield the memory of each step of the autoencoder's middle block as pairs `(held, temporary)`. Both are numbers of
-    array values, not bytes. `config` holds the sizes of the autoencoder. `H`, `W` and `channels` are the height, width
-    and channels of the block's input. `held` values are in memory during the whole step. `temporary` is the largest
-    number of additional values during the step.
+    """Yield `(held, temporary)` for each step of the autoencoder's middle block. `held` is the number of array values
+    that are in memory during the whole step. `temporary` is the peak number of additional values. Both count values,
+    not bytes. `config` holds the sizes of the autoencoder. `H`, `W` and `channels` are the height, width and channels
+    of the block's input.
     """
     yield from resnet(H, W, channels, channels)
     if config.mid_block_add_attention:
@@ -97,9 +95,9 @@ def middle(config: AutoencoderConfig, H: int, W: int, channels: int) -> Iterator
 
 
 def conv_work(H: int, W: int, inputs: int, outputs: int) -> float:
-    """Return how many temporary values a convolution needs in memory. Only one strip of output rows is counted, because
-    the strips are computed one after another. `H` and `W` are the height and width of the whole output. `inputs` and
-    `outputs` are numbers of channels.
+    """Return how many additional array values a convolution needs in memory while it is computed. It is computed in
+    strips, one after another. A strip is some consecutive rows of the output. The result is the need of one strip. `H`
+    and `W` are the height and width of the whole output. `inputs` and `outputs` are numbers of channels.
     """
     strip = min(strip_rows(H, W, inputs, outputs), H) * W
     if mx.default_device() == mx.cpu:

@@ -41,8 +41,8 @@ class Flux2Config:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Flux2Config:
-        """Build the sizes from the content of a transformer's config.json. Unknown keys are ignored. Raises ValueError if a key
-        is missing, or if sizes contradict each other.
+        """Return the sizes of a transformer. `config` is the content of its config.json. Unknown keys are ignored.
+        Raises ValueError if a key is missing or a value is not supported.
         """
         missing = [f.name for f in fields(cls) if f.name not in config]
         if missing:

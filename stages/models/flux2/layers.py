@@ -146,11 +146,11 @@ def _rotated_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array
 
 def _rotate_pairs(x_BSHK: mx.array, cos: mx.array, sin: mx.array, quarter: list[list[int]]) -> mx.array:
     """Return `cos * x_BSHK + sin * turned`, in the dtype of `x_BSHK`. `turned` is `x_BSHK` with every pair of
-    neighbouring features rotated by 90 degrees. The 2 x 2 matrix `quarter` gives the direction. For example, [[0, 1],
-    [-1, 0]] turns a pair (a, b) into (-b, a).
+    neighbouring features multiplied by `quarter`. `quarter` is a 2 x 2 matrix that turns a pair by 90 degrees. For
+    example, [[0, 1], [-1, 0]] turns (a, b) into (-b, a). `x_BSHK` and the result are `(batch, rows, heads, head
+    width)`. `cos` and `sin` are `(rows, 1, head width)`.
 
-    `x_BSHK` and the result are `(batch, rows, heads, head width)`. `cos` and `sin` are `(rows, 1, head width)`. The
-    turn is a product with a matrix of zeros and ones: exact, and much faster than splitting and joining the pairs.
+    The turn is a product with a matrix of zeros and ones: exact, and much faster than splitting and joining the pairs.
     """
     quarter_KK = mx.array(np.kron(np.eye(x_BSHK.shape[-1] // 2), quarter), x_BSHK.dtype)
     return (x_BSHK * cos + kernels.product(x_BSHK, quarter_KK) * sin).astype(x_BSHK.dtype)

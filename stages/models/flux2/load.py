@@ -26,11 +26,11 @@ def transformer_config(path: Path | None, family: Family) -> Flux2Config:
 
 
 def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[[str, mx.array], Any] | None = None) -> Flux2:
-    """Load the FLUX.2 transformer and return it. `path` is a folder in the diffusers layout, or a single weights file.
-    `family` is the record of the model family. It gives the sizes if there is no config.json. Each weight is cast to
-    `dtype`; None keeps the stored dtype. Then `arrange(name, weight)` returns the weight to use, for example a packed
-    (quantised) one. None keeps every weight. Raises ValueError if a weight is missing, unknown, damaged or of another
-    shape.
+    """Load the FLUX.2 transformer at `path` and return it. `path` is a folder in the diffusers layout, or a single
+    weights file. `family` is the record of the model family. If there is no config.json, `family` gives the sizes.
+    `dtype` is the dtype to cast weights to; None keeps the stored dtype. `arrange(name, weight)` returns an object to
+    use in place of a cast weight, such as a packed (quantised) one. If it is None, none is replaced. Raises ValueError
+    if a weight is missing, unknown, damaged or of another shape.
 
     The config.json is read from the folder, or from beside the file. Only one weight at a time is in memory before
     `arrange`.
@@ -49,11 +49,10 @@ def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[
 
 
 def load_autoencoder(path: Path, family: Family, dtype: Any = None) -> autoencoder.Autoencoder:
-    """Load FLUX.2's autoencoder and return it. `path` is a folder in the diffusers layout, or a single weights file.
-    The sizes come from a config.json in that folder or beside that file. Without one, they come from `family`. The
-    widths of the decoder then come from the weights file, because FLUX.2's small decoder is narrower. Weights are cast
-    to `dtype`. None keeps the stored dtype. The mean and variance of the latents are always loaded as float32. Raises
-    ValueError if a weight is missing, unknown, damaged or of another shape.
+    """Load FLUX.2's autoencoder at `path` and return it. `path` is a folder in the diffusers layout, or a single
+    weights file. `family` is the record of the model family. `autoencoder_config(path, family)` gives the sizes.
+    Weights are cast to `dtype`. If `dtype` is None, they are not cast. The mean and variance of the latents are always
+    loaded as float32. Raises ValueError if a weight is missing, unknown, damaged or of another shape.
     """
     config = autoencoder_config(path, family)
     arrays = weights.load_component(
@@ -68,10 +67,10 @@ def load_autoencoder(path: Path, family: Family, dtype: Any = None) -> autoencod
 
 
 def autoencoder_config(path: Path | None, family: Family) -> AutoencoderConfig:
-    """Return the sizes of the autoencoder at `path`. `path` is a folder or a single weights file. The sizes come from a
-    config.json in that folder or beside that file. Without one, they come from `family`. The widths of the decoder then
-    come from the weights file. If `path` is None, all sizes come from `family`. Raises ValueError if the config is not
-    that of FLUX.2's autoencoder.
+    """Return the sizes of the autoencoder at `path`, a folder or a single weights file. If there is a config.json in
+    that folder or beside that file, it gives the sizes. If there is none, `family`, the record of the model family,
+    gives them. The widths of the decoder are then read from the weights. If `path` is None, `family` gives all sizes.
+    Raises ValueError if the config is not that of FLUX.2's autoencoder.
     """
     if path is None or read_config(path):
         return AutoencoderConfig.from_dict(component_config(path, family.autoencoder) if path else family.autoencoder)

@@ -105,9 +105,9 @@ def _write_component(folder: Path, stem: str, config: Mapping[str, Any], shapes:
 
 
 def weight(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return a random float32 array that depends only on the arguments. `name` is a folder, a dot and the name of a
-    weight, such as "transformer.proj_out.weight". It also decides the mean and the standard deviation. `shape` is the
-    shape of the result. Another `seed`, an integer, gives other values.
+    """Return random float32 values for a weight. `name` is the name of a component, a dot and the name of the weight,
+    such as "transformer.proj_out.weight". `shape` is the shape of the result. `seed` is an integer. The mean and the
+    standard deviation depend on `name` and `shape`. Equal arguments give equal values.
     """
     if name.endswith("running_var"):
         return LATENT_VARIANCE + _uniform(name, shape, seed, BIAS)

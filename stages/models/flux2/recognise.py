@@ -38,9 +38,9 @@ def recognise(shapes: Shapes, family: Family) -> str:
 
 
 def _rows(shapes: Shapes, endings: tuple[str, ...]) -> int:
-    """Return the number of rows of the first weight with a certain name. The name is one of `endings`, or ends with a
-    dot and one of them. Weights of a vision tower are skipped. Return 0 if no weight has such a name. `shapes` maps
-    names to shapes.
+    """Return the number of rows of one weight: the first number of its shape. `shapes` maps the names of weights to
+    their shapes. The weight is the first whose name is one of `endings`, or ends with a dot and one of them. Weights of
+    a vision tower are skipped. If there is no such weight, the result is 0.
     """
     for name, shape in shapes.items():
         if name.endswith(endings) and "vision" not in name and shape:

@@ -100,9 +100,9 @@ class Rows:
 
 
 def strip_bytes() -> int:
-    """Return the largest allowed size of one strip, in bytes. A strip is some consecutive rows of an image. Each value
-    counts as 4 bytes, as in float32, whatever its dtype. The size is larger on a GPU than on a CPU. But on a GPU that
-    computes float32 products in full (`kernels.exact`), it is that of a CPU.
+    """Return the largest allowed size of one strip, in bytes. A strip is some consecutive rows of an image. A value
+    counts as 4 bytes, whatever its dtype. On a CPU, the size is `STRIP_BYTES`. On a GPU, it is `GPU_STRIP_BYTES`, which
+    is larger. If `kernels.exact()` is True, it is `STRIP_BYTES` on a GPU too.
     """
     return GPU_STRIP_BYTES if kernels.compiles() and not kernels.exact() else STRIP_BYTES
 
@@ -129,9 +129,10 @@ def windows(height: int, rows: int) -> Iterator[tuple[int, int]]:
 
 def group_statistics(x: Rows, groups: int, eps: float, start: Callable[[mx.array], mx.array]) -> tuple[mx.array, mx.array]:
     """Return (mean, scale) of a group normalisation of the activation `x`. The scale is 1 / standard deviation. Both
-    are float32, `(batch, 1, 1, channels)`. The channels of `x` form `groups` groups of equal size. Mean and variance
-    are taken over all rows, columns and channels of a group. So all channels of a group have equal values. `eps` is
-    added to the variance. `start(array)` starts the computation of a lazy array and returns the array.
+    are float32 arrays `(batch, 1, 1, channels)`. `groups` is the number of groups. Each group has equally many
+    neighbouring channels. The mean and variance of a group are taken over all its values in an image. All channels of
+    the group get the same result. `eps` is added to the variance. `start(array)` starts the computation of a lazy
+    array, and returns this array.
 
     Sums go over columns first: one long sum of float32 values would lose digits.
     """

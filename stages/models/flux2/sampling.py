@@ -39,11 +39,11 @@ def draw(
     predict: Predict | None = None,
     references: Sequence[mx.array] = (),
 ) -> Iterator[mx.array]:
-    """Draw one image with `model`, and yield its latent after each of `steps` denoising steps. A latent is a float32
-    array (1, channels, height / 16, width / 16). `text_1TJ` is the prompt's embedding, (1, text rows, features).
-    `height` and `width` are in pixels. `seed` sets the starting noise. `guidance` says how closely the image follows
-    the prompt, such as 4.0. `negative_1TJ` is the embedding of the empty prompt. If it is None, there is no
-    classifier-free guidance.
+    """Draw one image with `model`, and yield its latent after each denoising step. A latent is a float32 array (1,
+    channels, height / 16, width / 16). `text_1TJ` is the prompt's embedding, (1, text rows, features). `height` and
+    `width` are in pixels. `seed` sets the starting noise. `steps` is the number of steps. `guidance` says how closely
+    the image follows the prompt, such as 4.0. `negative_1TJ` is the embedding of the empty prompt, or None. `predict`
+    is a function to call in place of `model`, or None. `references` holds latents of reference images.
 
     The last latent is the finished image. Raises ValueError if `height` or `width` is not a positive multiple of 16, or
     if `steps` is less than 1.
@@ -72,10 +72,10 @@ def velocity_function(
     references: Sequence[mx.array] = (),
 ) -> Velocity:
     """Return a function `velocity(x_1Chw, sigma)` that runs `model` on one prompt. `x_1Chw` is a noisy latent, (1,
-    channels, height, width). `sigma` is its noise level, from 0 (clean) to 1 (noise). The function returns a float32
-    array in the shape of `x_1Chw`. `size` is the latent's `(height, width)`. `text_1TJ` is the prompt's embedding, (1,
-    text rows, features). `negative_1TJ` is the embedding of the empty prompt. If it is None, there is no
-    classifier-free guidance.
+    channels, height, width). `sigma` is its noise level, from 0 (clean) to 1. The function returns a float32 array in
+    the shape of `x_1Chw`. `size` is the latent's `(height, width)`. `text_1TJ` is the prompt's embedding, (1, text
+    rows, features). `negative_1TJ` is that of the empty prompt, or None. `guidance` is a number such as 4.0. `predict`
+    is a function to call in place of `model`, or None. `references` holds latents of reference images.
 
     With `negative_1TJ`, `guidance` is the factor of classifier-free guidance, such as 4.0. Without it, `guidance` is an
     input of the model. `predict` is called in place of `model`, unless it is None. It gets the keyword arguments of

@@ -43,10 +43,10 @@ class Flux2:
     """
 
     def __init__(self, config: Flux2Config, weights: Mapping[str, Any]) -> None:
-        """Build the transformer from its sizes and weights. `config` holds the sizes. `weights` maps every name in
-        `config.shapes()` to an array or a packed (quantised) weight. A packed weight of a block may be any object, if
-        the block's `linear` function accepts it. Any other packed weight must have a method `dense()`, which returns
-        the array. "x_embedder.weight" must be an array.
+        """Build the transformer. `config` holds its sizes. `weights` maps every name in `config.shapes()` to an array
+        or a packed (quantised) weight. Outside the blocks, a packed weight must have a method `dense()` that returns
+        the array. Within a block, a packed weight may be any object that the block's `linear` function accepts.
+        "x_embedder.weight" must be an array.
         """
         self.config = config
         self.top: dict[str, Any] = {}
@@ -99,16 +99,16 @@ class Flux2:
         references_BRC: mx.array | None = None,
         references_ids_R4: np.ndarray | None = None,
     ) -> tuple[mx.array, Shared]:
-        """Return `(h_BSD, shared)`: the input of the first block, and a dict of arrays that all blocks use. `x_BLC`
-        holds noisy latents (batch, image tokens, channels). `ctx_BTJ` holds text embeddings (batch, text rows,
-        features). `x_ids_L4` and `ctx_ids_T4` hold their positions, four integers per row. `timesteps_B` holds the
-        noise levels, from 0 (clean) to 1. `guidance_B` holds the guidance of each sample, or None. `references_BRC`
-        holds clean latents of reference images, and `references_ids_R4` their positions; both are None without
-        references. `h_BSD` is (batch, text rows then image rows, hidden).
+        """Return `(h_BSD, shared)`: the input of the first block, and a dict of arrays that all blocks use. `h_BSD` is
+        (batch, text rows then image rows, hidden). `x_BLC` holds noisy latents, (batch, image tokens, channels).
+        `x_ids_L4` holds the positions of the tokens, four integers each. `ctx_BTJ` holds text embeddings, (batch, text
+        rows, features). `ctx_ids_T4` holds the positions of their rows. `timesteps_B` holds noise levels, from 0
+        (clean) to 1. `guidance_B` holds guidance values, such as 4.0, or is None. `references_BRC` and
+        `references_ids_R4` hold latents and positions of reference images, or are None.
 
         A model without a guidance input ignores `guidance_B`. Raises ValueError if a model with a guidance input gets
-        None. An example of a guidance is 4.0. `references_BRC` has the shape (batch, reference tokens, channels). In
-        `h_BSD`, the rows of references come after the image rows. `leave` drops them.
+        None. `references_BRC` has the shape (batch, reference tokens, channels). In `h_BSD`, the rows of references
+        come after the image rows. `leave` drops them.
         """
         temb_BD = self._embed("timestep", timesteps_B)
         if self.config.guidance_embeds:
@@ -155,17 +155,16 @@ class Flux2:
         linear_for: Callable[[str], Linear] | None = None,
     ) -> mx.array:
         """Return the predicted velocity (noise minus clean latent), in the shape of `x_BLC`. `x_BLC` holds noisy
-        latents (batch, image tokens, channels). `ctx_BTJ` holds text embeddings (batch, text rows, features).
-        `x_ids_L4` and `ctx_ids_T4` hold their positions, four integers per row. `timesteps_B` holds the noise levels,
-        from 0 (clean) to 1. `guidance_B` holds the guidance of each sample, or None. `references_BRC` holds clean
-        latents of reference images, and `references_ids_R4` their positions; both are None without references.
-        `linear_for(block name)` returns the block's `linear` function; None means no adapter.
+        latents, (batch, image tokens, channels). `x_ids_L4` holds the positions of the tokens, four integers each.
+        `ctx_BTJ` holds text embeddings, (batch, text rows, features). `ctx_ids_T4` holds the positions of their rows.
+        `timesteps_B` holds noise levels, from 0 (clean) to 1. `guidance_B` holds guidance values, or is None.
+        `references_BRC` and `references_ids_R4` hold latents and positions of reference images, or are None.
+        `linear_for` applies an adapter, or is None.
 
         A model without a guidance input ignores `guidance_B`. Raises ValueError if a model with a guidance input gets
         None.
 
-        To run the model with an adapter, pass `linear_for`. It takes a block's name and returns the function
-        `linear(name, weight, x)` of that block.
+        `linear_for(block name)` returns a function `linear(name, weight, x)`, which computes one Linear of that block.
         """
         h_BSD, shared = self.enter(
             x_BLC, x_ids_L4, ctx_BTJ, ctx_ids_T4, timesteps_B, guidance_B, references_BRC, references_ids_R4
