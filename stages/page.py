@@ -48,13 +48,12 @@ class Cards:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table of pictures with a slider that chooses a training step. `sql` returns one row per picture, with the
-    columns `row`, `column`, `step`, `picture` and `text`. `row` and `column` are the headings of the picture's cell. A
-    cell has one picture per step and shows one of them.
+    """A table of pictures on a web page, with a slider that chooses a training step. `sql` returns one row per picture,
+    with the columns `row`, `column`, `step`, `picture` and `text`. `row` and `column` are the headings of the table's
+    row and column for the picture. Each cell shows the newest picture that is not later than the chosen step.
 
-    The picture shown is the newest one that is not later than the chosen step. With pictures of the steps 100 and 200,
-    the slider at 150 shows the picture of step 100. If all pictures are later, as with the slider at 50, the first
-    picture is shown.
+    With pictures of the steps 100 and 200, the slider at 150 shows the picture of step 100. If all pictures are later,
+    as with the slider at 50, the first picture is shown.
     """
 
     title: str
@@ -105,12 +104,12 @@ class Page:
 class Detail:
     """The web page about one input, such as an image. `sql`, `boxes` and `masks` are SQL queries in which `$text`
     stands for the input's key. `sql` returns one row with the columns `picture`, `width` and `height`. `boxes` returns
-    rectangles to draw over the picture. Their columns are `label`, `x`, `y`, `width` and `height`, in pixels of the
-    picture. `masks` returns grey pictures with the columns `label`, `columns` and `values`. `draw_mask` names the
-    function that draws them, as "module:function". An empty `boxes` or `masks` draws nothing.
+    rectangles to draw over the picture: `label`, `x`, `y`, `width` and `height`, in pixels. `masks` returns grey
+    pictures: `label`, `columns` (the width in pixels) and `values` (one byte per pixel). `draw_mask` names a function
+    that turns a mask into a WebP picture. `boxes` and `masks` may be "" for none.
 
-    `values` has one byte per grey value, from 0 to 255, row by row. `columns` is the number of values in a row. The
-    function is called as `draw_mask(columns, values)`, and returns a WebP picture as bytes.
+    `values` are from 0 to 255, row by row. `draw_mask` has the form "module:function". The function is called as
+    `draw_mask(columns, values)`, and returns the picture as bytes.
     """
 
     sql: str

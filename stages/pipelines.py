@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Folder:
     """A resource of a pipeline: a folder that the user names in project.toml. A stage that needs the resource gets the
-    folder's full path. `section` is the name of a section of project.toml. `key` is the name of the setting in this
-    section that holds the path. It may also be the name of a property of the section's config class that returns the
-    path.
+    folder's full path. `section` is a section of project.toml, such as "images". `key` is the setting in this section
+    that holds the path. `key` may also be a property of the section's config class that returns the path.
 
     A relative path starts at the project's folder. The setting or property may also hold a tuple of several paths. The
     stage then gets the deepest folder that contains all of them.
@@ -90,10 +89,10 @@ class Panel:
 @dataclass(frozen=True)
 class Chain:
     """What the command `latentmill follow TEXT` needs to know about one pipeline. The command finds one input, such as
-    an image, and shows what each stage computed from it. `table` has one row per input. `label` is its column that
-    names a row to the user. `text` says what TEXT may be. `find(query, need, text)` returns the rows of `table` that
-    match TEXT, as a list of dicts. `describe` maps a table to a function `(query, row)` that yields lines about the
-    input.
+    an image, and shows what each stage computed from it. `table` has one row per input. `label` is the column with the
+    input's name for the user. `text` describes to the user what TEXT may be. `find(query, need, text)` returns the rows
+    of `table` that match TEXT, as dicts. `describe` maps the name of a table to a function `(query, row)`. This
+    function yields lines of text about the input.
 
     `query(sql, **values)` runs SQL and returns rows as dicts. `need(name)` returns a resource of the pipeline, such as
     the path of a folder. If `find` returns several rows, TEXT is ambiguous. `row` is the row that was found.

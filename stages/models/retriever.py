@@ -16,13 +16,14 @@ FOLDERS = {"encoder": "", "tokenizer": ""}  # all files lie beside each other, a
 
 @dataclass(frozen=True, kw_only=True)
 class RetrieverFamily(ModelFamily):
-    """A family of retrievers as plain data. A retriever encodes every token of a text as a vector. `sizes` is the
-    content of config.json. It is used to write random weights, and to forecast memory while there are no weights. If
-    `lower_case` is True, texts are lower-cased before they are tokenised. If the weights have no projection head (the
-    last linear layer), one is drawn with the random seed `head_seed`. If `head_seed` is None, such weights are refused.
+    """A family of retrievers. A retriever encodes every token of a text as a vector. `sizes` is the content of
+    config.json. If `lower_case` is True, texts are lower-cased before they are tokenised. `head_seed` is for weights
+    without a projection head (the last linear layer). If it is a number, a head is drawn with this random seed. If it
+    is None, weights without a head are an error.
 
-    A drawn head must be trained before the retriever is of use. The weights lie in one folder, in the layout of
-    transformers, with the head in 1_Dense or 2_Dense.
+    The sizes are used to write random weights, and to forecast memory while there are no weights. A drawn head must be
+    trained before the retriever is of use. The weights lie in one folder, in the layout of transformers, with the head
+    in 1_Dense or 2_Dense.
     """
 
     folders: ClassVar[Mapping[str, str]] = FOLDERS

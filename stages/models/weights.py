@@ -178,9 +178,9 @@ def read_tensors(path: Path) -> Arrays:
 
 
 def _bytes_of(file: Path, header: Mapping[str, Mapping[str, Any]]) -> Arrays:
-    """Return all tensors of a safetensors file that has a dtype which MLX cannot read, as a dict from name to array. A
-    tensor with a dtype outside of `NUMPY`, such as fp8, becomes a uint8 array of its bytes. `file` is the path.
-    `header` is the result of `read_header(file)`. All data are read during this call.
+    """Return all tensors of a safetensors file, as a dict from name to array. The file may contain dtypes that MLX
+    cannot read. A tensor with a dtype outside of `NUMPY`, such as fp8, becomes a uint8 array of its bytes. `file` is
+    the path. `header` is the result of `read_header(file)`. All data are read during this call.
     """
     data, found = np.memmap(file, np.uint8, "r"), {}
     start = 8 + int(data[:8].view("<u8")[0])
@@ -202,14 +202,14 @@ def load_component(
     arrange: Callable[[str, mx.array], mx.array] | None = None,
 ) -> Arrays:
     """Load a component's weights into memory, as a dict from name to array. `path` is a folder or a weights file.
-    `shapes` maps the expected names to shapes. The other arguments are optional; None skips each. `convert(arrays)`
-    returns all tensors in the expected layout. `rename(name)` returns a tensor's new name, or None to leave the tensor
-    out. `ignore(new name)` returns True to leave the tensor out. `dtype` is the dtype to cast to, or a function from
-    name to dtype. `arrange(name, array)` returns the array that replaces a tensor.
+    `shapes` maps the expected names to shapes. The other arguments are optional and may be None. `convert(arrays)`
+    returns all tensors in the expected layout, as a dict by name. `rename(name)` returns a tensor's new name, or None
+    to leave the tensor out. `ignore(name)` returns True to leave a tensor out. `dtype` is the dtype to cast to, or a
+    function from name to dtype. `arrange(name, array)` returns the array that replaces a tensor.
 
-    Raises ValueError if a file is damaged, or a tensor is missing, unknown, not finite or of another shape. The
-    functions are applied in this order. After `ignore`, the shapes are checked and the tensors are cast to `dtype`.
-    Only floating-point tensors are cast. `arrange` comes last.
+    Raises ValueError if a file is damaged, or a tensor is missing, unknown, not finite or of another shape. `convert`,
+    `rename`, `ignore`, `dtype` and `arrange` are applied in this order. All after `rename` get the new name. The shapes
+    are checked before the cast. Only floating-point tensors are cast.
 
     Casting goes tensor by tensor, so that only one is in memory twice.
     """
@@ -226,12 +226,13 @@ def open_component(
     ignore: Callable[[str], bool] | None = None,
 ) -> Arrays:
     """Open the files of a component and return its tensors, as a dict from name to array. `path` is a folder or a
-    weights file. `shapes` maps the expected names to shapes. Three functions are applied in this order; None skips
-    each. `convert(arrays)` returns all tensors in the expected layout. `rename(name)` returns the new name, or None to
-    leave a tensor out. `ignore(new name)` returns True to leave it out. Raises ValueError if a file is damaged, or a
-    tensor is missing, unknown or of another shape.
+    weights file. `shapes` maps the expected names to shapes. The other arguments are optional and may be None.
+    `convert(arrays)` returns all tensors in the expected layout, as a dict by name. `rename(name)` returns a tensor's
+    new name, or None to leave the tensor out. `ignore(name)` returns True to leave a tensor out. Raises ValueError if a
+    file is damaged, or a tensor is missing, unknown or of another shape.
 
-    MLX reads an array from disk when the array is first evaluated.
+    The functions are applied in this order, and `ignore` gets the new name. MLX reads an array from disk when the array
+    is first evaluated.
     """
     arrays = read_tensors(path)
     if convert:

@@ -19,11 +19,11 @@ Arrays = dict[str, mx.array]
 
 
 def read_adapter(path: Path, linears: Mapping[str, tuple[int, int]], strength: float = 1.0) -> tuple[Arrays, dict[str, float]]:
-    """Read the adapter file `path`, and return `(arrays, scales)`. `arrays` maps names to the adapter's arrays in float32.
-    `scales` maps the name of each Linear to the factor of its update. `linears` maps the names of the model's Linears to
-    `(outputs, inputs)`. `strength` multiplies the scales: 1 is the whole change. Raises ValueError if an array is missing
-    or not finite, if a Linear of the adapter does not exist in the model or has another shape, or if `strength` is not 1
-    for a DoRA.
+    """Read the adapter file `path`, and return `(arrays, scales)`. `arrays` maps names to the adapter's arrays, in
+    float32. `scales` maps the name of each Linear to the factor of the adapter's change. `linears` maps the names of
+    the model's Linears to `(outputs, inputs)`. All scales are multiplied by `strength`; 1 is the whole change. Raises
+    ValueError if the file is damaged or does not fit the model. Raises it too if `strength` is not 1 and the adapter
+    uses DoRA.
     """
     arrays, metadata = read_file(path)
     arrays = {name: value.astype(mx.float32) for name, value in arrays.items()}
@@ -43,10 +43,11 @@ def read_adapter(path: Path, linears: Mapping[str, tuple[int, int]], strength: f
 
 
 def _scales(metadata: Mapping[str, str], arrays: Arrays, linears: list[str]) -> dict[str, float]:
-    """Return the scale of each Linear in `linears`: the factor that multiplies the adapter's update. `metadata` is the
-    header of the adapter file. `arrays` maps names such as "<linear>.lora_A.weight" to the adapter's arrays. The scale
-    is taken from the header's entry "scales". Without that entry, it is alpha divided by the rank, or 1 for a Linear
-    without a rank. Raises ValueError if the header has neither "scales" nor "alpha".
+    """Return a dict from each name in `linears` to its scale. A scale is the factor of the adapter's change to a
+    Linear. `metadata` is the header of the adapter file. `arrays` maps names such as "<linear>.lora_A.weight" to the
+    adapter's arrays. If the header has "scales", they are returned. If it has not, a scale is "alpha" of the header
+    divided by the rank of the Linear. A Linear without a rank has the scale 1. Raises ValueError if the header has
+    neither "scales" nor "alpha".
     """
     if "scales" in metadata:
         listed = json.loads(metadata["scales"])

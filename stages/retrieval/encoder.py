@@ -59,8 +59,8 @@ class Encoder:
         return [found[row, : len(ids)] for row, ids in enumerate(many)]
 
     def query_ids(self, text: str) -> np.ndarray:
-        """Return the token ids of the query `text` as an int32 array. A query of more than `query_tokens` ids is cut to
-        this number. `query_tokens` is an argument of `Encoder`. The last id, the end token, is kept.
+        """Return the token ids of the query `text` as an int32 array. If there are more than `query_tokens` ids (see
+        `Encoder`), ids before the end token are removed. The end token is always the last id.
         """
         assert self.tokenizer is not None, "this encoder has no tokenizer"
         [ids] = self.tokenizer.encode([text])

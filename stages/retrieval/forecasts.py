@@ -24,9 +24,9 @@ INDEX_BYTES, WORDS = 20_000, 0.85  # of the full-text index: bytes in all, and p
 
 
 def counts(outlook: Outlook) -> tuple[np.ndarray, np.ndarray]:
-    """Return two integer arrays: the number of tokens of each query, and of each document. They are read from the table
-    `tokens`. If it is not built, each array holds one number: the largest that the section [tokens] allows. `outlook` holds
-    the settings and the tables.
+    """Return two integer arrays: the token counts of all queries, and those of all documents. They are read from the
+    table `tokens`. If the table is not built or has no such text, the array holds a single number. It is the largest
+    count that the section [tokens] allows. `outlook` holds the settings and the tables.
     """
     config, rows = outlook.sections["tokens"], outlook.rows(TOKENS)
     if rows is None:
@@ -93,9 +93,9 @@ def forecast_tokens(outlook: Outlook) -> Forecast:
 
 def forecast_vectors(outlook: Outlook) -> Forecast:
     """Return how much memory and disk space the stage `vectors` needs, as a `Forecast`. Its `peak` is the largest
-    memory, in bytes. Its `row_bytes` is the mean disk space for the vectors of one text, in bytes. If `peak` exceeds
-    the memory budget, `remedy` names a setting that would fit, if there is one. `outlook` holds the facts to forecast
-    from: settings, tables, model family and memory budget.
+    memory, in bytes. Its `row_bytes` is the mean disk space for the vectors of one text, in bytes. If float32 is chosen
+    and only bfloat16 fits the memory budget, its `remedy` advises bfloat16. `outlook` holds the facts to forecast from:
+    settings, tables, model family and memory budget.
     """
     config, (queries, documents) = outlook.sections["vectors"], counts(outlook)
     longest = int(max(queries.max(), documents.max()))
@@ -112,9 +112,9 @@ def forecast_vectors(outlook: Outlook) -> Forecast:
 
 
 def forecast_negatives(outlook: Outlook) -> Forecast | None:
-    """Return the peak memory of the stage `negatives` as a `Forecast` in bytes, or None if no encoder ranks the
-    documents. `outlook` holds the facts to forecast from, such as settings and tables. The vectors of all documents are
-    in memory together.
+    """Return how much memory the stage `negatives` needs, as a `Forecast` with `peak` in bytes. It counts the encoding
+    of one document and the vectors of all documents. If the setting [negatives] `encoder` is empty, no encoder is used
+    and the result is None. `outlook` holds the facts to forecast from, such as settings and tables.
     """
     config, (_, documents) = outlook.sections["negatives"], counts(outlook)
     if not config.encoder:
@@ -143,9 +143,9 @@ def forecast_index(outlook: Outlook) -> Forecast | None:
 
 
 def forecast_ranks(outlook: Outlook) -> Forecast | None:
-    """Return the peak memory of the stage `ranks` as a `Forecast` in bytes, or None if the tables are not built.
-    `outlook` holds the facts to forecast from, such as settings and tables. The scores of all held-out queries for all
-    documents are in memory, once for words and once for vectors.
+    """Return how much memory the stage `ranks` needs, as a `Forecast` with `peak` in bytes. It counts two scores for
+    every evaluation query and document: that of the keyword search and that of the semantic search. If the tables are
+    not built, the result is None. `outlook` holds the facts to forecast from, such as settings and tables.
     """
     units, held = outlook.rows(UNITS), _held_out(outlook)
     if units is None or held is None:

@@ -63,10 +63,11 @@ class NegativesConfig:
 
 
 def wanted_negatives(ctx: StageContext) -> pa.Table:
-    """Return a table with one row `(pair_id, position)` for every hard negative that should exist. A hard negative is a
-    document that ranks high for a query but does not answer it. Each training pair gets `ctx.config.count` rows, with
-    positions from 0. It gets fewer if there are too few documents outside its duplicate group (pairs with the same
-    query or document).
+    """Return the keys of all hard negatives that should exist, as an Arrow table with the columns `pair_id` and
+    `position`. A hard negative is a document that ranks high for a query but does not answer it. `ctx` is the stage's
+    context: its input tables and settings. Each training pair gets `ctx.config.count` rows, with positions from 0. If
+    too few documents are outside of the pair's duplicate group, the pair gets fewer. Such a group joins all pairs with
+    the same query or document.
     """
     units = _units(ctx)
     pairs = [row for row in _pairs(ctx) if _is_trained(row)]

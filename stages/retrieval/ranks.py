@@ -129,9 +129,9 @@ def rank_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 class Corpus:
-    """The documents of a search evaluation, with methods that score and rank them. `mode` is "plain" or "hard". In
-    "hard", each document that answers a query has its function's name removed. `folder` must be empty; the full-text
-    index is written there.
+    """The documents of a search evaluation, with methods that score and rank them. `ctx` is the stage's context: its
+    input tables and settings. `mode` is "plain" or "hard". In "hard", a document that answers a query does not contain
+    the name of its function or class. `folder` is an empty folder, where the full-text index is written.
     """
 
     def __init__(self, ctx: StageContext, mode: str, folder: Path) -> None:
@@ -190,10 +190,10 @@ class Corpus:
         return np.array(self.tensors.read(row["vector_id"]).view(np.float16), np.float32)
 
     def best_weight(self, encoder: str, pairs: list[Row]) -> float | None:
-        """Return the best weight of the semantic scores in hybrid search, one of `fusion.WEIGHTS`, from 0 to 1.
-        `encoder` is the name of the encoder. `pairs` are rows of the table `pairs`: queries and their right answers.
-        The best weight gives these answers the highest MRR@10 (the mean of 1 / rank, 0 beyond rank 10). Return None if
-        `pairs` is empty, or if a document has no vector in the mode "hard".
+        """Return the best weight of the semantic scores in hybrid search, from 0 to 1. `encoder` is the name of the
+        encoder. `pairs` are rows of the table `pairs`: queries and their right answers. Each weight in `fusion.WEIGHTS`
+        is tried. The best one gives the highest MRR@10: the mean of 1 / rank of the right answer, 0 beyond rank 10. If
+        `pairs` is empty, the result is None. In the mode "hard", it is also None if a document has no vector.
 
         On a tie, the smallest weight is returned. In the mode "plain", a missing vector raises ValueError.
         """

@@ -120,10 +120,11 @@ class Searcher:
         return fusion.hybrid(semantic, lexical, self.weight)
 
     def explain(self, answer: Answer, query_tokens: list[str], document_tokens: list[str]) -> list[tuple[str, str, float]]:
-        """Return one tuple `(query_token, document_token, product)` per token of the last query. `document_token` is
-        the best match in the document of `answer`. `product` is the dot product of the two vectors. `query_tokens` and
-        `document_tokens` hold the text of every token, in the order of the vectors. Call `search` in the mode
-        "semantic" or "hybrid" first, because its query is the one that is explained.
+        """Return one tuple `(query_token, document_token, product)` per token of the last query. The last query is that
+        of the last `search` in the mode "semantic" or "hybrid". `answer` is one of its answers. `document_token` is the
+        token of the answer that matches `query_token` best. `product` is the dot product of the vectors of the two
+        tokens. `query_tokens` and `document_tokens` hold the texts of all tokens of the query and the answer, in the
+        order of their vectors.
         """
         document = self.matrix.document(answer.place)
         best, products = matches(self.query_vectors, document)

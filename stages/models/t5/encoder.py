@@ -48,10 +48,9 @@ class T5:
     """
 
     def __init__(self, config: T5Config, weights: Mapping[str, Any]) -> None:
-        """Build the encoder from its sizes and weights. `weights` maps every name in `config.shapes()` to an array. The
-        matrix of a Linear layer may also be a different object, such as a packed (quantised) weight. The default
-        function `plain_linear` cannot compute with such an object. `linear_for` of `__call__` must then give a function
-        that can.
+        """Build the encoder. `config` holds its sizes. `weights` maps every name in `config.shapes()` to an array. The
+        matrix of a Linear may also be another object, such as a packed (quantised) weight. In that case, every call of
+        the encoder needs an argument `linear_for` whose functions can compute with this object.
         """
         self.config = config
         self.embedding, self.bias = weights[EMBEDDING], weights[BIAS]

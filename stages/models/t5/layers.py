@@ -24,9 +24,10 @@ STEEP, CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715  # gelu(x) = x sigmoid(STEEP
 
 
 def buckets(length: int, count: int, furthest: int) -> np.ndarray:
-    """Return the bucket of every relative position, int32 (length, length). Row i, column j is the bucket of the key at j for
-    the query at i. Half of the `count` buckets are for keys after the query. The nearest positions have a bucket each; farther
-    ones share buckets that grow logarithmically, up to the distance `furthest`.
+    """Return the buckets of relative positions, an int32 array (length, length). Row i, column j is the bucket of the
+    key at j for the query at i. A bucket is a number below `count`. The upper half of the buckets is for keys after the
+    query. Each small distance has its own bucket. Larger distances share buckets, and the range of a bucket grows with
+    the distance. All distances from `furthest` on share one bucket.
 
     The logarithm is computed in float64 on the host. In float32, a device may round a power to the wrong bucket.
     """

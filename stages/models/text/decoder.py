@@ -122,10 +122,10 @@ class DecoderConfig:
 
 
 def unneeded_beyond(layers: int, total: int) -> Callable[[str], bool]:
-    """Return a function that tells which weights of a decoder are not needed. The model is run for its first `layers`
-    of `total` layers. The function takes a weight's name that starts with "layers.", "norm." and the like, and returns
-    a bool. The weights of later layers and of the output head are not needed. The final norm is needed only if `layers`
-    equals `total`.
+    """Return a function `unneeded(name)` that returns True if a decoder does not need a weight. The decoder has `total`
+    layers, but only the first `layers` are run. `name` is the weight's name without the prefix of its file, such as
+    "layers.0.mlp.up_proj.weight". Weights of later layers and of the output head are not needed. The final norm is
+    needed only if `layers` equals `total`.
     """
 
     def unneeded(key: str) -> bool:

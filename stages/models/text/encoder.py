@@ -151,9 +151,9 @@ class TextEncoder:
 
 
 def rows(prompt: TokenizedPrompt) -> tuple[mx.array, mx.array]:
-    """Return `(ids, real)`, the arrays that the decoder reads for one prompt. `ids` is an int32 array of token ids, (1,
-    tokens). `real` is a boolean array of the same shape, False for padding. Padding at the start is shortened to one
-    token. Padding at the end is kept.
+    """Return `(ids, real)` for `prompt`: its token ids, and which of them are not padding. `ids` is an int32 array (1,
+    tokens). `real` is a boolean array of the same shape, False for padding. If the padding is at the start, only one
+    token of it is returned. If it is at the end, all of it is returned.
 
     The hidden states of all padding tokens at the start are equal, so one of them is enough. No real token attends to
     them, and they attend to no real token.
@@ -165,9 +165,9 @@ def rows(prompt: TokenizedPrompt) -> tuple[mx.array, mx.array]:
 
 
 def _embedding(prompt: TokenizedPrompt, words: np.ndarray) -> Embedding:
-    """Return the embedding of a prompt. `words` holds the hidden states of the tokens that were computed, as uint16,
-    (tokens, features). Each uint16 holds the 16 bits of one bfloat16 value. Of the padding at the start of a prompt,
-    only one token was computed. Its row is repeated here for the others.
+    """Return the embedding of `prompt`, with one row for each token. `words` holds the computed rows as a uint16 array
+    (rows, features). Each uint16 holds the 16 bits of one bfloat16 value. If `prompt` has padding at the start, `words`
+    has one row for all of it. This row is repeated.
     """
     padding = np.repeat(words[:1], prompt.ids.size - len(words), axis=0)
     return Embedding(np.concatenate([padding, words]), prompt.real, prompt.dropped, prompt.first)

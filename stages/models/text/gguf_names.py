@@ -35,11 +35,10 @@ def is_gguf(keys: Iterable[str]) -> bool:
 
 
 def from_gguf(arrays: Mapping[str, mx.array], head_dim: int, interleaved: bool, path: Path) -> dict[str, mx.array]:
-    """Return the weights of a text encoder from a GGUF file, as a dict by the names of `DecoderConfig`. `arrays` maps
-    the names in the file to weights. `head_dim` is the width of an attention head. `path` is the file, for messages.
-    For models of Llama's architecture, such as Mistral, GGUF files store the rows of queries and keys in another order.
-    If `interleaved` is True, these rows are put into the order of the library transformers. Raises ValueError if a name
-    is not known.
+    """Return the weights of a text encoder under the names of `DecoderConfig`, as a dict by name. `arrays` maps names
+    in a GGUF file to weights. `head_dim` is the width of an attention head. If `interleaved` is True, the rows of
+    queries and keys are put into the order of the library transformers. This is needed for models of Llama's
+    architecture, such as Mistral. `path` is the file, for messages. Raises ValueError if a name is not known.
     """
     done: dict[str, mx.array] = {}
     for key, value in arrays.items():

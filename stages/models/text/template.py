@@ -52,9 +52,10 @@ def _of_a_loop(node: Any) -> bool:
 
 
 def within(seconds: float, function: Callable[[], Result], what: str) -> Result:
-    """Call `function` in a thread and return its result. `seconds` is the longest time to wait. `what` names the call
-    in error messages. Raises ValueError if the call takes longer or fails. If it takes longer, its thread is told to
-    exit. Native code in the thread still runs to its end.
+    """Call `function` without arguments in a thread, and return its result. `seconds` is the longest time to wait.
+    `what` names the call in error messages. Raises ValueError if `function` raises an error or takes longer.
+
+    If `function` takes longer, its thread is told to exit. Native code in the thread still runs to its end.
     """
     results: list[Result] = []
     errors: list[BaseException] = []

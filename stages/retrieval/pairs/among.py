@@ -13,9 +13,9 @@ GRAM = 3  # words of a gram, by which documents are compared
 
 
 def groups(keys: Iterable[Sequence[Hashable]]) -> list[int]:
-    """Return the group of each item as a list of integers, one per item. Items with a common key are in one group, and
-    so are all items that a chain of common keys connects. The group's number is the index of its first item. `keys`
-    holds the keys of each item.
+    """Return the group number of each item, as a list. `keys` yields the keys of each item, as a sequence. Items with a
+    common key are in one group. If item A shares a key with B, and B shares one with C, all three are in one group. The
+    number of a group is the index of its first item.
     """
     parent: list[int] = []
     first: dict[Hashable, int] = {}

@@ -128,10 +128,10 @@ def pair_row(unit: Row, config: PairsConfig) -> Row:
 
 
 def finish_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Compare all pairs with each other, and yield the changed rows as record batches. `ctx` is the stage's context:
-    its tables and settings. A duplicate is rejected. So is a training pair that is too similar to a validation or test
-    pair. The number of pairs in each split is reported to the user. If a pair still has no row, because the user
-    stopped the run, nothing is done.
+    """Compare all pairs with each other, and yield the changed rows of the table `pairs` as record batches. `ctx` is
+    the stage's context: its tables and settings. Duplicates are rejected. Training pairs that are too similar to a
+    validation or test pair are rejected too. The user is told the number of pairs in each split. If some pairs have no
+    row yet, nothing is done.
     """
     units = _units(ctx)
     stored = {row["unit_id"]: row for row in ctx.stored.select(PAIRS.batch.names).to_pylist()}
@@ -146,9 +146,10 @@ def finish_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def mark_duplicates(rows: list[Row], units: dict[str, Row]) -> list[Row]:
-    """Return copies of `rows` in the same order, with duplicate groups and duplicates marked. `rows` are rows of the
-    table `pairs`. `units` maps unit_ids to rows of the table `units`. In each group of duplicates, the first pair that
-    no other rule has rejected is used. The others get "duplicate" in the column `rejected`.
+    """Mark the duplicates among pairs, and return copies of `rows` in the same order. `rows` are rows of the table
+    `pairs`. `units` maps unit_ids to rows of the table `units`. Pairs with the same query or body form a group. Of the
+    pairs in a group that no other rule has rejected, the first is used. The others get "duplicate" in the column
+    `rejected`. The column `duplicate_group` is the `pair_id` of the group's first pair.
 
     Two pairs belong to the same group if their queries have the same words, or if their bodies have the same text apart
     from whitespace. Pairs that are linked through other pairs belong to the same group too.

@@ -45,9 +45,9 @@ class LexicalIndex:
             raise ValueError(f"{folder} has {rows} documents, not {count}; delete it and run make index")
 
     def scores(self, query: str, without: str = "") -> np.ndarray:
-        """Return the BM25 score of every document for a query, as float32 of shape `(documents,)`. Only the best
-        `FOUND` documents have a score; the others have 0. The query is plain text, without operators. The words of
-        `without` are removed from the query.
+        """Return the BM25 score of every document for a query, as float32 of shape `(documents,)`. `query` is plain
+        text, without operators. The words of the text `without` are removed from the query. Only the best `FOUND`
+        documents get a score. All others get 0.
         """
         from lancedb.query import MatchQuery
 

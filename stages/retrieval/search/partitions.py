@@ -18,9 +18,9 @@ TABLE = "vectors"
 
 
 def build(folder: Path, vectors: Iterator[np.ndarray], width: int, tokens: int) -> None:
-    """Build a multivector search index of documents and write it into the new folder `folder`. `vectors` yields one
-    array per document, in order. It has the shape (vectors of the document, `width`). `tokens` is the number of vectors
-    of all documents together. It determines the number of partitions of the index.
+    """Build a search index of the token vectors of documents, and write it into the new folder `folder`. `vectors`
+    yields one array per document, (tokens of the document, `width`). `tokens` is the number of tokens of all documents
+    together. It determines the number of partitions of the index.
     """
     import lancedb
     from lancedb.index import IvfFlat
