@@ -177,13 +177,12 @@ class Order:
 
     @property
     def sharing(self) -> list[Hashable]:
-        """Return the shapes whose rows share batches with rows of other shapes, as a list. A shape is, for example, an
-        image size. Usually, all rows of a batch have one shape. A shape with fewer rows than a batch cannot fill a
-        batch alone. The rows of all such shapes together form one group. A batch of this group may contain rows of
-        several shapes.
+        """Return the shapes whose rows share batches with rows of other shapes, as a list. A shape is, for example, an image
+        size. The list may be empty.
 
-        If the group has fewer rows than a batch, the smallest of the remaining shapes are added to it. The list is
-        empty if the group has fewer than two shapes.
+        Shapes with fewer rows than a batch form one group, and a batch of this group may contain rows of several shapes. If the
+        group has fewer rows than a batch, the smallest of the remaining shapes are added to it. The list is empty if the group
+        has fewer than two shapes.
         """
         shapes = [list(dict.fromkeys(self.shapes[row] for row in rows)) for rows in self.groups]
         return [shape for found in shapes if len(found) > 1 for shape in found]
@@ -223,10 +222,9 @@ class Order:
         return rows
 
     def _open_batch(self, group: int, number: int) -> list[int] | None:
-        """Return the rows of the batch that is still unfinished when pass `number` begins, as a list. A pass is one
-        round over the rows, counted from 0. `group` is the number of a group of rows that share batches. If no batch is
-        unfinished, the result is []. If the rows are not known, the result is None. The caller must then compute
-        earlier passes first.
+        """Return the rows of the batch that earlier passes have left unfinished, as a list. A pass is one round over the rows.
+        `number` is the pass that begins, counted from 0. `group` is the number of a group of rows that share batches. If no
+        batch is unfinished, the result is []. If earlier passes must be computed first, the result is None.
         """
         if self._drawn(number)[group] % self.batch_size == 0:
             return []
@@ -234,10 +232,10 @@ class Order:
         return open_batch if known == number else None
 
     def _arranged(self, group: int, number: int, open_batch: Sequence[int]) -> list[int]:
-        """Return the rows of one pass through a group of rows, in shuffled order. A pass is one round over the rows,
-        and `number` is its number, from 0. The rows of a group share batches, and `group` is the number of the group.
-        `open_batch` holds the rows of an unfinished batch of earlier passes, or nothing. The first rows of the result
-        complete this batch. A row is an index into the list of all training rows.
+        """Return the rows of one pass (a round over the rows of a group) in shuffled order. A row is an index into the list of
+        all training rows. `group` is the number of a group of rows that share batches. `number` is the number of the pass, from
+        0. `open_batch` holds the rows of a batch that earlier passes have left unfinished, or nothing. The first rows of the
+        result complete this batch.
 
         As far as possible, these first rows are rows that the unfinished batch does not contain yet.
         """

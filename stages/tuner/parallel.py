@@ -19,10 +19,11 @@ from stages.tuner.task import HeldOut, MicroBatch, Task, TrainingContext
 
 
 def check_ranks(ctx: TrainingContext, config: TrainingConfig, ranks: Ranks) -> None:
-    """Raise ValueError, in every rank, if the processes of `ranks` cannot train together. `ctx` is the run's context:
-    it holds a hash of settings, tables and weights. `config` holds the settings [train]. The number of ranks must
-    divide the batch size. If [train] `data_parallel` is set, it must be the number of ranks. All ranks must have the
-    same settings, tables and weights.
+    """Raise ValueError, in every rank (process), if the ranks cannot train together. `ctx` is the run's context. `config` holds
+    the settings [train]. `ranks` are the processes.
+
+    The number of ranks must divide the batch size. If [train] `data_parallel` is set, it must be the number of ranks. All ranks
+    must have the same settings, tables and weights.
     """
     if config.data_parallel not in (None, ranks.size):
         raise ValueError(
@@ -41,9 +42,9 @@ def check_ranks(ctx: TrainingContext, config: TrainingConfig, ranks: Ranks) -> N
 
 
 def announce_ranks(say: Callable[[str], None], ranks: Ranks, start: Checkpoint | None) -> None:
-    """Tell the user how many ranks train together. If the run was begun with another number of ranks, tell both numbers
-    instead. `start` is the checkpoint to continue from, or None. `say` receives the line of text. A run that always had
-    a single rank gives no line.
+    """Tell the user how many ranks (processes) train together. `say(text)` shows one line. `ranks` are the processes. `start`
+    is the checkpoint to continue from, or None. If the run began with another number of ranks, the line names both numbers. If
+    a run always had a single rank, nothing is shown.
     """
     begun = start.state.get("ranks", 1) if start else ranks.size
     if begun != ranks.size:

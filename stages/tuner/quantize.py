@@ -60,8 +60,8 @@ def pack(weight: mx.array, bits: int) -> QuantizedWeight:
 
 
 def pack_if_possible(weight: mx.array, bits: int) -> Weight:
-    """Return the weight packed (quantised) to `bits` bits, 8 or 4, if possible. If `bits` is 16, the weight is returned
-    unchanged. It is also unchanged unless it is a matrix (outputs, inputs) with `inputs` a multiple of 64.
+    """Return a weight packed (quantised) to `bits` bits, or unchanged. `bits` is 8 or 4, or 16 for no packing. Only a matrix
+    (outputs, inputs) with `inputs` a multiple of 64 is packed. Any other weight is returned unchanged.
 
     If the weights are packed one after another while they are loaded, memory peaks at the packed size plus one weight.
     """
@@ -90,10 +90,12 @@ def select_rows(weight: Weight, rows: slice) -> Weight:
 
 
 def row_chunks(weight: Weight, tokens: int = 1) -> list[slice]:
-    """Divide the rows of a weight into chunks. Return them as slices, in order. `weight` is a matrix (outputs, inputs), packed
-    (quantised) or not. A chunk of a packed weight has at most 256 MiB when unpacked. `tokens` is the number of input rows that
-    the weight is multiplied with. On Metal, a chunk is so small that one kernel may compute its product with these input rows.
-    If all rows fit into one chunk, the result is `[slice(None)]`.
+    """Divide the rows (outputs) of a weight into chunks. Return the chunks as slices, in order. `weight` is a matrix (outputs,
+    inputs), packed (quantised) or not. `tokens` is the number of input rows that the weight is multiplied with. If all rows fit
+    into one chunk, the result is `[slice(None)]`.
+
+    A chunk of a packed weight has at most 256 MiB when unpacked. On Metal, one kernel must also be able to compute the product
+    of a chunk with `tokens` input rows.
     """
     total, inputs = weight.shape
     most = kernels.most_outputs(tokens, inputs)

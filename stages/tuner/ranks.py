@@ -52,10 +52,12 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, arrays: dict[str, Any], share: float = 1.0) -> dict[str, Any]:
-        """Return the sums of arrays over all ranks (processes), as a dict of float32 arrays by name. `arrays` holds
-        this rank's arrays by name. The dict is emptied. Each array is multiplied by `share` before it is added. If
-        `share` is one over `size`, the result is the mean. All ranks get the same bits. With one rank, `share` is
-        ignored and `arrays` is returned unchanged.
+        """Return the sums of arrays over all ranks (processes), as a dict of float32 arrays by name. `arrays` holds this rank's
+        arrays by name. Each array is multiplied by `share` before it is added. If `share` is one over the number of ranks, the
+        result is the mean.
+
+        The dict `arrays` is emptied. All ranks get the same bits. With one rank, `share` is ignored and `arrays` is returned
+        unchanged.
         """
         import mlx.core as mx
 
@@ -118,12 +120,12 @@ class Ranks:
         return [pickle.loads(content) for content in self._sent(pickle.dumps(value), self.rank, self.size)]
 
     def _sent(self, content: bytes, place: int, places: int) -> list[bytes]:
-        """Exchange byte strings between all ranks and return them as a list. The list has `places` entries and is the
-        same on every rank. This rank puts `content` at the index `place`. If several ranks use one index, all but one
-        of them must pass b"" as `content`.
+        """Exchange byte strings between all ranks (processes). Return a list of `places` byte strings, which is the same on
+        every rank. This rank puts `content` at the index `place` of the list. Several ranks may use one index if all but one of
+        them pass b"".
 
-        For example, rank 0 sends a string to all ranks with `place` = 0 and `places` = 1. The other ranks pass b"" with
-        the same `place` and `places`.
+        For example, rank 0 sends a string to all ranks with `place` = 0 and `places` = 1. The other ranks pass b"" with the
+        same `place` and `places`.
         """
         import mlx.core as mx
         import numpy as np
@@ -155,13 +157,13 @@ class Ranks:
         return [place * self.size // size for size in sizes for place in range(size)]
 
     def share(self, batches: Sequence[Sequence[T]], sizes: Sequence[int]) -> list[list[T]]:
-        """Return the samples that this rank computes in one training step, as a list of lists. `batches` holds all
-        samples of the step, in order. A list in `batches` is a whole batch, or the part of a batch with one shape.
-        `sizes` holds the number of samples of each whole batch. Each list of the result holds this rank's samples from
-        one list of `batches`. A list without such samples is left out.
+        """Return the samples that this rank computes in one training step, as a list of lists. `batches` holds all samples of
+        the step, in order. Each of its lists is a batch or a part of a batch. `sizes` holds the number of samples of each whole
+        batch. The result has the lists of `batches` with only this rank's samples in them. Lists that become empty are left
+        out.
 
-        For example, one batch of 4 samples has two shapes: `batches` = [["a", "b"], ["c", "d"]] and `sizes` = [4]. Of
-        two ranks, rank 0 gets [["a", "b"]] and rank 1 gets [["c", "d"]].
+        For example, one batch of 4 samples has two shapes: `batches` = [["a", "b"], ["c", "d"]] and `sizes` = [4]. Of two
+        ranks, rank 0 gets [["a", "b"]] and rank 1 gets [["c", "d"]].
         """
         owners = iter(self.owners(sizes))
         shares = [[sample for sample in batch if next(owners) == self.rank] for batch in batches]

@@ -55,13 +55,12 @@ def replay_step(ctx: TrainingContext, task: Task[Any, Any], step: int) -> list[R
 
 
 def recorded_plan(task: Task[Any, Any], known: Checkpoint | None, start: Checkpoint | None) -> MemoryPlan:
-    """Return the memory plan for computing steps of a run again. A memory plan sets how many samples are computed at
-    once, and how many blocks are computed twice. `task` supplies data, model and settings. `known` is a checkpoint of
-    the run. Its recorded plan is used again if it fits into memory. If `known` is None, a new plan is made. `start` is
-    the checkpoint from which the steps are repeated, or None for the beginning of the run.
+    """Return the memory plan for computing steps of a run again. `task` supplies data, model and settings. `known` is a
+    checkpoint of the run. Its recorded plan is used again if it fits into memory. If `known` is None, a new plan is made.
+    `start` is the checkpoint from which the steps are repeated, or None for the beginning of the run.
 
-    A checkpoint also records the most tokens that a micro-batch may have. If `start` is given, the returned plan has
-    the limit that `start` records.
+    A memory plan sets how many blocks are computed twice, and the most tokens that a micro-batch (samples computed at once) may
+    have. A checkpoint records both. If `start` is given, the returned plan has the limit of tokens that `start` records.
     """
     plan = task.memory_plan(known, recorded=known is not None)
     return replace(plan, max_tokens=saved_max_tokens(start.state)) if start else plan

@@ -72,13 +72,12 @@ def _held_rows(checkpoints: list[Checkpoint]) -> dict[Key, Row]:
 
 
 def _usable(saved: Checkpoint, last: int, lost: list[Key]) -> bool:
-    """Return True if a run can resume from the checkpoint `saved`. The checkpoint's files must be intact, and the rows
-    up to its step must exist. `last` is the run's last step. `lost` holds the keys (step, split, sample) of rows up to
-    that step that are in no file any more.
+    """Return True if a run can resume from the checkpoint `saved`. Its files must be intact, and no row that it needs may be
+    lost. `last` is the run's last step. `lost` holds the keys (step, split, sample) of rows up to the checkpoint's step that
+    are in no file any more.
 
-    Rows of the measurement at the checkpoint's step may be lost, because this measurement is repeated. Any other lost
-    row makes the checkpoint unusable. If the checkpoint is at the last step and no row is lost, the optimizer's state
-    is not needed.
+    Rows of the measurement at the checkpoint's step may be lost, because this measurement is repeated. Any other lost row makes
+    the checkpoint unusable. If the checkpoint is at the last step and no row is lost, the optimizer's state is not needed.
     """
     if any((step, split) != (saved.step, VALIDATION) for step, split, _ in lost):
         return False

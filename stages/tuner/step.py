@@ -58,9 +58,9 @@ def starting_adapter(
     model: Model, targets: Sequence[Target], config: TrainingConfig, start: InitialAdapter | None = None
 ) -> Arrays:
     """Return the adapter with which training starts, as float32 arrays by name. `model` holds the frozen weights. `targets` are
-    the Linears to adapt. `config` holds the settings [train]. `start` is a loaded adapter as a pair (arrays by name, scale of
-    each Linear). The result then changes the model as `start` does. If `start` is None, the result changes nothing yet. Raises
-    ValueError if `start` does not fit `targets`.
+    the Linears to adapt. `config` holds the settings [train]. If `start` is None, the adapter does not change the model yet. If
+    `start` is a pair (arrays by name, scale of each Linear), it changes the model as these arrays do. Raises ValueError if
+    `start` does not fit `targets`.
     """
     weights = target_weights(model.blocks, targets) if config.variant == "dora" else None
     fresh = fresh_adapter(targets, config.seed, weights)
@@ -174,13 +174,13 @@ class TrainingStep:
         )
 
     def gradient(self, batches: Sequence[MicroBatch], meter: Meter | None = None) -> StepGradient:
-        """Return the gradient of the mean loss over all samples of `batches`. Nothing is updated. The arrays of the
-        result are lazy: they may not be computed yet. `meter`, if given, records the memory of each phase. All arrays
-        are then computed on return.
+        """Return the gradient of the mean loss over all samples of `batches`, together with the losses. Nothing is updated. If
+        `meter` is None, the arrays may not be computed yet. If it is a `Meter`, the arrays are computed, and it records the
+        memory of each phase.
 
-        The batches are divided into micro-batches (samples computed at once). Their size changes the gradient only by
-        rounding. With several ranks (processes) and a loss that can be divided, `batches` is this rank's share of the step,
-        and the gradient of the step is the mean over all ranks. For other losses, it is the sum over all ranks.
+        The batches are divided into micro-batches (samples computed at once). Their size changes the gradient only by rounding.
+        With several ranks (processes) and a loss that can be divided, `batches` is this rank's share of the step, and the
+        gradient of the step is the mean over all ranks. For other losses, it is the sum over all ranks.
         """
         count = sum(len(batch.samples) for batch in batches)
         adapter = cast_adapter(self.masters, self.model.dtype, self.config)

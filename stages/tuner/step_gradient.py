@@ -73,10 +73,10 @@ class StepGradient:
 
 
 def plain_values(values: mx.array, applies: Sequence[bool] | None, texts: Sequence[str] | None) -> list[Any]:
-    """Return the values of one table column as a list, one Python value per sample. `values` is an array with one
-    number per sample. `applies` holds one flag per sample, or is None. Where the flag is False, the value is None.
-    `texts` is a list of texts, or None. If it is a list, each number is replaced by the text at this index. A negative
-    number is then replaced by None.
+    """Return the values of one table column as a list, one Python value per sample. `values` is an array with one number per
+    sample. If `texts` is a list, each number is replaced by the text at this index, and a negative number by None. If `texts`
+    is None, the numbers stay. If `applies[n]` is False, the value of sample n is None. If `applies` is None, every sample has
+    its value.
     """
     each: Any = values.tolist()
     if texts is not None:

@@ -33,8 +33,10 @@ class StoredWeight:
     shape: tuple[int, int]
 
     def read(self) -> Weight:
-        """Return the weight. It is packed (quantised) if it was stored packed. The file is read later, when MLX first
-        computes with the weight. Every call returns new arrays. Their memory is therefore freed after their last use.
+        """Return the weight as arrays. It is packed (quantised) if it was stored packed. The file is read later, when MLX first
+        computes with the weight.
+
+        Every call returns new arrays. Their memory is freed after their last use.
         """
         arrays: Any = mx.load(str(self.file))
         return arrays[WHOLE] if WHOLE in arrays else QuantizedWeight(**arrays)
@@ -46,8 +48,9 @@ class WeightFolder:
     """
 
     def __init__(self, parent: Path) -> None:
-        """Create an empty folder inside the folder `parent`. Old folders there are deleted if a process of this machine
-        made them and has ended. Every object has a folder of its own.
+        """Create an empty folder inside the folder `parent`. Every object has a folder of its own.
+
+        Folders in `parent` that ended processes of this machine have left there are deleted.
         """
         for folder in parent.glob(f"{platform.node()}-*") if parent.is_dir() else ():
             if not _is_running(folder.name.rpartition("-")[2]):

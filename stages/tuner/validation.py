@@ -51,9 +51,8 @@ class Validation:
         return self.config is not None and step % self.config.every == 0
 
     def discard_incomplete(self, step: int) -> bool:
-        """Return True if the held-out samples must be measured after step `step`. This is so if a measurement is due
-        there and is not complete. Losses of an incomplete measurement are discarded, so that all samples are measured
-        again. If the result is False, nothing is discarded.
+        """Return True if the held-out samples must be measured after step `step`. This is so if a measurement is due there and
+        any of its losses are missing. Its other losses are then discarded. If the result is False, nothing is discarded.
         """
         if not self.is_due(step) or sum(row["step"] == step for row in self.rows) >= self.count:
             return False

@@ -45,12 +45,12 @@ class Adafactor:
     weight_decay: float = 0.0
 
     def init(self, params: Params) -> Arrays:
-        """Return the optimizer's state before the first step, as a dict of zero arrays. `params` maps names to arrays.
-        "step" is the number of updates, int32. A matrix has two entries, "<name>.row" and "<name>.column". A vector or
-        scalar has one, "<name>.v". If `beta1` is set, each array also has "<name>.m".
+        """Return the optimizer's state before the first step, as a dict from key to array of zeros. `params` maps names to
+        arrays. A matrix has the keys "<name>.row" and "<name>.column". A vector or scalar has the key "<name>.v". If `beta1` is
+        not 0, every array also has the key "<name>.m". The key "step" has the number of updates, int32.
 
-        "row", "column" and "v" are second moments, that is, means of squared gradients. "m" is the first moment, a mean
-        of updates.
+        "row", "column" and "v" are second moments, that is, means of squared gradients. "m" is the first moment, a mean of
+        updates.
         """
         state = {"step": mx.zeros((), mx.int32)}
         for name, value in params.items():
@@ -88,10 +88,9 @@ class Adafactor:
         return new_params, new_state
 
     def _normalized(self, name: str, grad: mx.array, state: Arrays, old: mx.array, new: mx.array) -> tuple[mx.array, Arrays]:
-        """Divide a gradient by the root of its second moment. Return (normalised gradient, new second moments). `grad`
-        is the gradient of the array `name`. `state` is the optimizer's state before the step. A new moment is `old`
-        times the stored moment, plus `new` times the squared gradient. The moments are a dict with keys as in `state`,
-        such as "<name>.row".
+        """Divide the gradient `grad` of the array `name` by the root of its mean square. Return (normalised gradient, new
+        means). `state` is the optimizer's state before the step, with the old means of squares. A new mean is `old` times the
+        old mean, plus `new` times the squared gradient. The new means are a dict with keys as in `state`, such as "<name>.row".
         """
         square = mx.square(grad) + self.eps
         if grad.ndim < 2:

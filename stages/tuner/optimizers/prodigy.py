@@ -19,13 +19,14 @@ from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 @dataclass(frozen=True)
 class Prodigy:
-    """The Prodigy optimizer: AdamW with the learning rate `lr * d`. The factor `d` is estimated during training, starts
-    at `d0` and never falls. Use Prodigy if no learning rate is known. Keep `lr` at 1, and steer with `d_coef` (0.5 is
-    slower, 2 is faster). `growth_rate` is the largest factor by which `d` grows in one step after its first rise. The
-    state takes four times the memory of the trained arrays.
+    """The Prodigy optimizer: AdamW with the learning rate `lr * d`. The factor `d` is estimated during training. It starts at
+    `d0` and never falls. Use Prodigy if no good learning rate is known. Keep `lr` at 1, and steer with `d_coef` (0.5 is slower,
+    2 is faster). `growth_rate` is the largest factor by which `d` grows in one step. The state takes four times the memory of
+    the trained arrays.
 
-    `safeguard_warmup` keeps a warm-up from inflating d, and `bias_correction` is Adam's. Both are on, as in trainers of diffusion
-    models; in the authors' code they are off. A `growth_rate` of 1.02 acts as a warm-up.
+    The first rise of `d` may be larger than `growth_rate`. A `growth_rate` of 1.02 acts as a warm-up. `safeguard_warmup` keeps
+    a warm-up from inflating d, and `bias_correction` is Adam's. Both are on, as in trainers of diffusion models; in the
+    authors' code they are off.
     """
 
     usual_lr: ClassVar[float] = 1.0
@@ -43,10 +44,12 @@ class Prodigy:
     weight_decay: float = 0.0
 
     def init(self, params: Params) -> Arrays:
-        """Return the state before the first step, as a dict from key to array. `params` maps the names of the trained
-        arrays to their start values. Each name has the keys "<name>.start" (the start value), "<name>.m" and "<name>.v"
-        (the moments) and "<name>.s" (a running sum). "d" and "d_max" are the estimate of the learning rate, at first
-        `d0`. "numerator" is another running sum. "step" is the number of updates. Moments, sums and "step" are 0.
+        """Return the state before the first step, as a dict from key to array. `params` maps the names of the trained arrays to
+        their start values. Each array has the keys "<name>.start", "<name>.m", "<name>.v" and "<name>.s". The other keys are
+        "d", "d_max", "numerator" and "step".
+
+        "start" is the start value. "m" and "v" are the moments. "s" and "numerator" are running sums. "d" and "d_max" are the
+        estimate of the learning rate, at first `d0`. "step" is the number of updates. Moments, sums and "step" are 0.
         """
         state = {"step": mx.zeros((), mx.int32), "numerator": mx.zeros((), mx.float32)}
         state["d"] = state["d_max"] = mx.array(self.d0, mx.float32)
@@ -79,10 +82,11 @@ class Prodigy:
         return new_params, new_state
 
     def _estimate(self, params: Params, grads: Params, state: Arrays, rate: mx.array, apply: Flag) -> Arrays:
-        """Return the new estimate `d` of the learning rate and its running sums, as entries of the new state. The keys
-        are "d", "d_max" (the largest estimate), "numerator" and "<name>.s". `params`, `grads` and `state` are the
-        arguments of `update`. `rate` is the learning rate of this step, already multiplied by the old `d`. If `apply`
-        is false, the entries are unchanged.
+        """Estimate the factor `d` of the learning rate anew. Return the changed entries of the optimizer's state as a dict.
+        `params`, `grads` and `state` are the arguments of `update`. `rate` is the learning rate of this step, already
+        multiplied by the old `d`. If `apply` is false, the entries have their old values.
+
+        The keys of the result are "d", "d_max" (the largest estimate), and the running sums "numerator" and "<name>.s".
         """
         d = state["d"]
         decay = mx.where(apply, math.sqrt(self.beta2) if self.beta3 is None else self.beta3, 1.0)

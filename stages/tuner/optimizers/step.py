@@ -44,17 +44,17 @@ class OptimizerStep:
         losses_finite: mx.array,
         reduce: Callable[[Arrays], Arrays] = lambda gradients: gradients,
     ) -> tuple[Stacks, Arrays, mx.array, mx.array]:
-        """Take one training step. Return `(new params, new state, norm, updated)`. `params` holds the adapter's arrays
-        as stacks: arrays of equal shape joined into one. `grads` maps the names of the single arrays to gradients.
-        `state` is the optimizer's state. `lr` is the learning rate. `losses_finite` is a boolean scalar array: true if
-        all losses are finite. `reduce(gradients)` may combine the stacked gradients with those of other processes.
-        `norm` is the norm of the gradients. `updated` is false if no value was changed.
+        """Take one training step. Return `(new params, new state, norm, updated)`. `params` holds the adapter's arrays as
+        stacks: arrays of equal shape joined into one. `grads` maps the names of the single arrays to gradients. `state` is the
+        optimizer's state. `lr` is the learning rate. `losses_finite` is a boolean scalar array: true if all losses are finite.
+        `reduce(gradients)` gets the gradients of all stacks by name and returns those to use.
 
-        `norm` is the global norm before clipping, as a scalar array. `updated` is a boolean scalar array. It is true if
-        the losses and `norm` are finite. By default, `reduce` returns the gradients unchanged.
+        `norm` is the global norm of the gradients before clipping, as a scalar array. `updated` is a boolean scalar array. It
+        is true if the losses and `norm` are finite. If it is false, no value was changed. By default, `reduce` returns the
+        gradients unchanged. It can also combine them with those of other processes.
 
-        The dicts `params.arrays`, `grads` and `state` must not be used after the call. Most of their entries are
-        removed to save memory.
+        The dicts `params.arrays`, `grads` and `state` must not be used after the call. Most of their entries are removed to
+        save memory.
 
         The results are scheduled on the device but may not be computed yet.
         """
@@ -88,15 +88,15 @@ class OptimizerStep:
         owners: Mapping[str, str | None],
         numbers: tuple[float, mx.array, mx.array],
     ) -> tuple[Arrays, Arrays]:
-        """Update some stacks of an adapter and return `(new arrays, new state)`. A stack joins arrays of equal shape
-        into one array. `names` are the stacks to update. `params` and `gradients` map names of stacks to arrays.
-        `state` is the optimizer's state. `owners` maps each key of `state` to the stack that it belongs to, or to None
-        if all stacks share it. `numbers` is `(learning rate, clip factor, apply)`. If `apply` is 0, no value changes.
+        """Update some stacks of an adapter by one step and return `(new arrays, new state)`. A stack joins arrays of equal
+        shape into one array. `names` are the stacks to update. `params` and `gradients` map names of stacks to arrays. `state`
+        is the optimizer's state. `owners` maps each key of `state` to the name of its stack. It maps a key that all stacks
+        share to None. `numbers` is `(learning rate, clip factor, apply)`. If `apply` is 0, no value changes.
 
         For example, the key "<stack>.m" belongs to "<stack>". The key "step" is shared.
 
-        To save memory, the entries of the updated stacks are removed from `params`, `gradients` and `state`. Shared
-        entries stay in `state`.
+        To save memory, the entries of the updated stacks are removed from `params`, `gradients` and `state`. Shared entries
+        stay in `state`.
         """
         lr, factor, apply = numbers
         own_state = {
@@ -140,9 +140,9 @@ class OptimizerStep:
 
 
 def _owner(key: str, groups: stacks.Groups) -> str | None:
-    """Return the name of the stack to which an entry of the optimizer's state belongs. `key` is the key of the entry.
-    For "<stack>.m.scale", the result is "<stack>". `groups` has the names of all stacks as keys. Return None if all
-    stacks share the entry.
+    """Return the name of the stack to which an entry of the optimizer's state belongs. A stack joins arrays of equal shape.
+    `key` is the entry's key. For "<stack>.m.scale", the result is "<stack>". For an entry that all stacks share, such as
+    "step", the result is None. `groups` is a dict whose keys are the names of all stacks.
     """
     name = key.removeprefix(ema.PREFIX)
     while name and name not in groups:
