@@ -56,8 +56,8 @@ class Ranks:
         arrays by name. Each array is multiplied by `share` before it is added. If `share` is one over the number of ranks, the
         result is the mean.
 
-        The dict `arrays` is emptied. All ranks get the same bits. With one rank, `share` is ignored and `arrays` is returned
-        unchanged.
+        With several ranks, the dict `arrays` is emptied, and all ranks get the same bits. With one rank, `share` is ignored and
+        `arrays` is returned unchanged.
         """
         import mlx.core as mx
 

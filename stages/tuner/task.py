@@ -234,9 +234,9 @@ class Task(Protocol[S, M]):
 
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
         """Return the plan that fits the run into memory. The plan says how many of the last blocks keep their activations, and
-        how many tokens a micro-batch may have. `start` is the checkpoint to continue from, or None for a new run. If `recorded`
-        is False, the setting [train] `memory` decides. If `recorded` is True, this setting counts as "auto". Raises ValueError
-        if no plan fits into memory.
+        how many tokens a micro-batch may have. `start` is a checkpoint of the run, or None for a new run. If `recorded` is
+        False, the setting [train] `memory` decides. If `recorded` is True, this setting counts as "auto". Raises ValueError if
+        no plan fits into memory.
 
         With "auto", the plan recorded in `start` is kept if it fits. The message of the error names settings that would fit.
         """

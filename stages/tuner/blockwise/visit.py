@@ -44,8 +44,8 @@ class Visit:
         """Start computing the arrays `results` of the present block, and do not wait for them. If weights are stored on disk,
         also start reading the weights of the next block.
 
-        Before it reads them, the call waits for the results of the previous block. The weights of the previous block are then
-        freed.
+        Before this reading starts, the call waits for the results of the previous block. The weights of the previous block are
+        then freed.
         """
         dispatch(*results)
         if not self.stored:

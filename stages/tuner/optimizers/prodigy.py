@@ -21,10 +21,10 @@ from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 class Prodigy:
     """The Prodigy optimizer: AdamW with the learning rate `lr * d`. The factor `d` is estimated during training. It starts at
     `d0` and never falls. Use Prodigy if no good learning rate is known. Keep `lr` at 1, and steer with `d_coef` (0.5 is slower,
-    2 is faster). `growth_rate` is the largest factor by which `d` grows in one step. The state takes four times the memory of
-    the trained arrays.
+    2 is faster). After the first growth of `d`, `growth_rate` is the largest factor by which `d` grows in one step. The state
+    takes four times the memory of the trained arrays.
 
-    The first rise of `d` may be larger than `growth_rate`. A `growth_rate` of 1.02 acts as a warm-up. `safeguard_warmup` keeps
+    A `growth_rate` of 1.02 acts as a warm-up. `safeguard_warmup` keeps
     a warm-up from inflating d, and `bias_correction` is Adam's. Both are on, as in trainers of diffusion models; in the
     authors' code they are off.
     """
