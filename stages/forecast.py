@@ -37,7 +37,7 @@ class Forecast:
     """The memory and disk space that a stage needs, computed before the stage runs. Sizes are in bytes. `peak` is the
     peak memory of MLX and large arrays, or 0 if small. `row_bytes` is the mean disk space of a row's tensors or files.
     `rows` is the number of rows, or None. `file_bytes` is the disk space of all other files. `plan` says in words how
-    the stage computes. `remedy` names settings that would fit if `peak` exceeds the memory budget, or is "".
+    the stage computes. If `peak` is too large, `remedy` names settings that would fit, or is "".
     """
 
     peak: int

@@ -131,7 +131,8 @@ def announcement(project: Project, name: str, rows: int) -> str:
     how the stage computes, such as "images of at most 512 x 512 px". If nothing is forecast, return "". Raises
     ValueError if the stage does not fit into memory. The message names settings that fit, if any.
 
-    A stage with a `snapshot` is not refused here. It makes its own plan from its data.
+    Two stages are not refused here. A stage with a `snapshot` makes its own plan from its data. A stage that is divided
+    among workers uses their memory.
     """
     seen = outlook(project)
     try:
