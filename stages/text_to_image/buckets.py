@@ -114,9 +114,9 @@ def choose_bucket(width: int, height: int, resolution: int, upscale: bool = Fals
 
 def _best_shape(width: int, height: int, i: np.ndarray, j: np.ndarray, area: float | None) -> tuple[int, int]:
     """Return the shape that suits an image of `width` x `height` pixels best. A shape is (width, height) in cells of 16
-    x 16 pixels. `i` and `j` hold the widths and the heights of the shapes to choose from. `area` is a number of cells,
-    or None. If it is None, the best shape crops away the smallest share of the image. Otherwise, the share of `area`
-    left unused is added to this share, and the sum is smallest. Of equally good shapes, the largest is returned.
+    x 16 pixels. `i` and `j` hold the widths and the heights of the shapes to choose from. The best shape crops away the
+    smallest share of the image. If `area`, a number of cells, is given, the share of `area` left unused counts too: the
+    sum of both shares is smallest. Of equally good shapes, the largest is returned.
     """
     skew = (i * height) / (j * width)
     loss = 1 - np.minimum(skew, 1 / skew)

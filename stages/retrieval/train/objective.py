@@ -101,10 +101,10 @@ def _own_first(document_NKE: mx.array, pairs: int) -> mx.array:
 @functools.cache
 def training_loss(kind: str, mean: bool, symmetric: bool, top_k: int, with_margin: bool) -> Callable[..., dict[str, mx.array]]:
     """Return a loss function, which takes the vectors of queries and documents and returns the loss of each query.
-    `kind` is the score of a query with a document: "info_nce" for MaxSim, "xtr" for the training score of XTR. If
-    `mean` is True, MaxSim is the mean over the query tokens, otherwise the sum. `top_k` is the number of tokens that a
-    query token retrieves for XTR. If `symmetric` is True, each document is also compared with all queries. If
-    `with_margin` is True, a margin loss is added.
+    `kind` is the score of a query with a document: "info_nce" (MaxSim) or "xtr". If `mean` is True, MaxSim is the mean
+    over the query tokens, otherwise the sum. `top_k` is the number of tokens that a query token retrieves for "xtr". If
+    `symmetric` is True, each document is also compared with all queries. If `with_margin` is True, a margin loss is
+    added.
 
     The function takes a list of two arrays: the vectors of the queries and those of the documents. It also takes the
     masks of `_arrays`, and the scalars `temperature`, `margin` and `margin_weight`. It returns a dict of arrays with

@@ -25,7 +25,8 @@ class Subject:
     the path of the folder.
 
     `paths` are the paths of the image, of its duplicates and of its references. If the image a/cat_out.png has a
-    reference, a/cat.png is added, because a caption file may be named after both.
+    reference, a/cat.png is added, because a caption file may be named after both. If the folder of a regularisation
+    image names no subject, its `concept` is `config.class_word`.
     """
 
     paths: tuple[str, ...]

@@ -76,8 +76,8 @@ def _rule(parent: PurePosixPath, folders: Sequence[Root], read_names: bool) -> R
 def _named(above: tuple[str, ...], parts: tuple[str, ...]) -> Row:
     """Return the columns of the table `images` that kohya's folder names set, as a dict. `parts` are the names of
     nested folders, the outermost first. The name "10_cat" sets 10 repeats and the concept "cat". A name such as "reg"
-    marks regularisation images. `folder` is the path of the folder that set them. `above` are the names of the folders
-    above `parts`, with which this path begins. If no name sets a column, the dict is empty.
+    marks regularisation images. The column `folder` is the path of the folder with the name. `above` are the names of
+    the folders above `parts`, with which this path begins. If no name sets a column, the dict is empty.
 
     If two names set the same column, the inner one counts.
     """
