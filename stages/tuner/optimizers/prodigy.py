@@ -24,9 +24,8 @@ class Prodigy:
     2 is faster). After the first growth of `d`, `growth_rate` is the largest factor by which `d` grows in one step. The state
     takes four times the memory of the trained arrays.
 
-    A `growth_rate` of 1.02 acts as a warm-up. `safeguard_warmup` keeps
-    a warm-up from inflating d, and `bias_correction` is Adam's. Both are on, as in trainers of diffusion models; in the
-    authors' code they are off.
+    A `growth_rate` of 1.02 acts as a warm-up. `safeguard_warmup` keeps a warm-up from inflating d, and `bias_correction` is
+    Adam's. Both are on, as in trainers of diffusion models; in the authors' code they are off.
     """
 
     usual_lr: ClassVar[float] = 1.0
