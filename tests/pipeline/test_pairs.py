@@ -105,6 +105,17 @@ def test_another_reference_is_another_run_and_other_previews(paired: Path, tmp_p
     assert row["reference_id"] in said
 
 
+def test_a_worker_is_sent_the_references_of_all_previews_and_those_of_single_prompts(tmp_path, tiny_weights):
+    folder = projects.make(tmp_path / "p", tiny_weights, images=3)
+    of_all = "samples.references=['images/picture0.png']"
+    of_one = 'samples.prompt_references={"a red thing" = ["images/picture2.png"]}'
+    project = Project(folder, (of_all, of_one))
+    stage = project.stage("samples")
+    assert stage.opens is not None
+    opened = {path.resolve() for path in stage.opens(project.context(stage))}
+    assert opened == {(folder / "images" / name).resolve() for name in ("picture0.png", "picture2.png")}
+
+
 @pytest.mark.parametrize(
     ("setting", "said"),
     [

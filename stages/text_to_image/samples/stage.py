@@ -282,10 +282,11 @@ def read_embedding(ctx: StageContext, caption_id: str) -> mx.array:
 
 def opened_files(ctx: StageContext) -> Iterator[Path]:
     """Yield the paths of files of the user that the stage `samples` opens. First come the reference images that the
-    setting [samples] `references` names. An edit starts from its reference images. Then comes the adapter file that
-    `adapter` names, if it is set. `ctx` is the stage's context, which holds the settings.
+    settings [samples] `references` and `prompt_references` name. An edit starts from its reference images. Then comes
+    the adapter file that `adapter` names, if it is set. `ctx` is the stage's context, which holds the settings.
     """
-    yield from (ctx.root / name for name in ctx.config.references)
+    of_prompts = (ctx.config.prompt_references or {}).values()
+    yield from (ctx.root / name for names in (ctx.config.references, *of_prompts) for name in names)
     if given := given_adapter(ctx):
         yield given
 
