@@ -105,11 +105,12 @@ class Detail:
     """The web page about one input, such as an image. `sql`, `boxes` and `masks` are SQL queries in which `$text`
     stands for the input's key. `sql` returns one row with the columns `picture`, `width` and `height`. `boxes` returns
     rectangles to draw over the picture: `label`, `x`, `y`, `width` and `height`, in pixels. `masks` returns grey
-    pictures: `label`, `columns` (the width in pixels) and `values` (one byte per pixel). `draw_mask` names a function
-    that turns a mask into a WebP picture. `boxes` and `masks` may be "" for none.
+    pictures: `label`, `columns` and `values`. `draw_mask` names a function that draws such a picture. `boxes` and
+    `masks` may be "" for none.
 
-    `values` are from 0 to 255, row by row. `draw_mask` has the form "module:function". The function is called as
-    `draw_mask(columns, values)`, and returns the picture as bytes.
+    `values` has one byte per pixel, from 0 to 255, row by row. `columns` is the number of pixels in a row. `draw_mask`
+    has the form "module:function". The function is called as `draw_mask(columns, values)`, and returns a WebP picture
+    as bytes.
     """
 
     sql: str

@@ -90,9 +90,9 @@ class Panel:
 class Chain:
     """What the command `latentmill follow TEXT` needs to know about one pipeline. The command finds one input, such as
     an image, and shows what each stage computed from it. `table` has one row per input. `label` is the column with the
-    input's name for the user. `text` describes to the user what TEXT may be. `find(query, need, text)` returns the rows
-    of `table` that match TEXT, as dicts. `describe` maps the name of a table to a function `(query, row)`. This
-    function yields lines of text about the input.
+    input's name. `text` tells the user what TEXT may be. `find(query, need, text)` returns the rows of `table` that
+    match TEXT, as dicts. `describe` maps the name of a table to a function `(query, row)` that yields lines about the
+    input.
 
     `query(sql, **values)` runs SQL and returns rows as dicts. `need(name)` returns a resource of the pipeline, such as
     the path of a folder. If `find` returns several rows, TEXT is ambiguous. `row` is the row that was found.

@@ -43,10 +43,9 @@ def reading(what: str, note: Callable[[str], None]) -> Iterator[None]:
 
 def evaluate_each(arrays: Arrays, dtype: Any, arrange: Callable[[str, mx.array], mx.array] | None) -> Arrays:
     """Read the tensors of a model one by one, and return them as a dict from name to array. `arrays` maps names to
-    tensors that are not read yet. It is empty after the call. `dtype` is the dtype of floating-point tensors in the
-    result, or a function from name to dtype. If it is None, no tensor is cast. `arrange(name, array)` returns an array
-    to use in place of a tensor. If it is None, no tensor is replaced. Raises ValueError if a tensor contains infinity
-    or NaN.
+    tensors that are not read yet. It is empty after the call. `dtype` is the dtype to cast floating-point tensors to,
+    or a function from name to dtype, or None for no cast. `arrange(name, array)` returns an array to use in place of a
+    tensor; None replaces no tensor. Raises ValueError if a tensor contains infinity or NaN.
 
     A tensor is taken out of `arrays` before it is cast, so that its memory is freed afterwards. Within the context
     manager `reading`, the user sees how much is read.

@@ -202,14 +202,15 @@ def load_component(
     arrange: Callable[[str, mx.array], mx.array] | None = None,
 ) -> Arrays:
     """Load a component's weights into memory, as a dict from name to array. `path` is a folder or a weights file.
-    `shapes` maps the expected names to shapes. The other arguments are optional and may be None. `convert(arrays)`
-    returns all tensors in the expected layout, as a dict by name. `rename(name)` returns a tensor's new name, or None
-    to leave the tensor out. `ignore(name)` returns True to leave a tensor out. `dtype` is the dtype to cast to, or a
-    function from name to dtype. `arrange(name, array)` returns the array that replaces a tensor.
+    `shapes` maps the expected names to shapes. The other arguments may be None. `convert(arrays)` returns all tensors
+    in the expected layout. `rename(name)` returns a tensor's new name, or None to leave the tensor out. `ignore(name)`
+    returns True to leave a tensor out. `dtype` is the dtype to cast to, or a function from name to dtype.
+    `arrange(name, array)` returns the array that replaces a tensor.
 
     Raises ValueError if a file is damaged, or a tensor is missing, unknown, not finite or of another shape. `convert`,
-    `rename`, `ignore`, `dtype` and `arrange` are applied in this order. All after `rename` get the new name. The shapes
-    are checked before the cast. Only floating-point tensors are cast.
+    `rename`, `ignore`, `dtype` and `arrange` are applied in this order. All after `rename` get the new name. `convert`
+    takes and returns a dict from name to tensor. The shapes are checked before the cast. Only floating-point tensors
+    are cast.
 
     Casting goes tensor by tensor, so that only one is in memory twice.
     """
@@ -226,13 +227,13 @@ def open_component(
     ignore: Callable[[str], bool] | None = None,
 ) -> Arrays:
     """Open the files of a component and return its tensors, as a dict from name to array. `path` is a folder or a
-    weights file. `shapes` maps the expected names to shapes. The other arguments are optional and may be None.
-    `convert(arrays)` returns all tensors in the expected layout, as a dict by name. `rename(name)` returns a tensor's
-    new name, or None to leave the tensor out. `ignore(name)` returns True to leave a tensor out. Raises ValueError if a
-    file is damaged, or a tensor is missing, unknown or of another shape.
+    weights file. `shapes` maps the expected names to shapes. The other arguments may be None. `convert(arrays)` returns
+    all tensors in the expected layout. `rename(name)` returns a tensor's new name, or None to leave the tensor out.
+    `ignore(name)` returns True to leave a tensor out. Raises ValueError if a file is damaged, or a tensor is missing,
+    unknown or of another shape.
 
-    The functions are applied in this order, and `ignore` gets the new name. MLX reads an array from disk when the array
-    is first evaluated.
+    The functions are applied in this order, and `ignore` gets the new name. `convert` takes and returns a dict from
+    name to tensor. MLX reads an array from disk when the array is first evaluated.
     """
     arrays = read_tensors(path)
     if convert:

@@ -60,7 +60,7 @@ class Encoder:
 
     def query_ids(self, text: str) -> np.ndarray:
         """Return the token ids of the query `text` as an int32 array. If there are more than `query_tokens` ids (see
-        `Encoder`), ids before the end token are removed. The end token is always the last id.
+        `Encoder`), the array is cut to this number. The last id, the end token, is kept, and ids before it are removed.
         """
         assert self.tokenizer is not None, "this encoder has no tokenizer"
         [ids] = self.tokenizer.encode([text])

@@ -127,10 +127,10 @@ class Autoencoder:
         """Compute a convolution with bias and stride 1, and return the resulting activation. `name` is the prefix of
         the names of its weight and bias. `x` is the input. `pad` is the number of zeros added at each edge. `norm` is
         the prefix of a group normalisation's weight names. If it is not empty, this normalisation and a SiLU are
-        applied to `x` first. `add` is an activation to add to the result, or None. `add` cannot be used after the call.
-        `x` can be used only if `keep` is True.
+        applied to `x` first. `add` is an activation to add to the result, or None.
 
-        The convolution is computed in strips of rows. A strip of `x` or `add` is freed after its last use.
+        `add` cannot be used after the call. `x` can be used only if `keep` is True. The convolution is computed in
+        strips of rows. A strip of `x` or `add` is freed after its last use.
         """
         weight, bias = self._kernel(name)
         H, outputs = x.height, weight.shape[0]

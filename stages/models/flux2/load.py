@@ -27,13 +27,13 @@ def transformer_config(path: Path | None, family: Family) -> Flux2Config:
 
 def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[[str, mx.array], Any] | None = None) -> Flux2:
     """Load the FLUX.2 transformer at `path` and return it. `path` is a folder in the diffusers layout, or a single
-    weights file. `family` is the record of the model family. If there is no config.json, `family` gives the sizes.
-    `dtype` is the dtype to cast weights to; None keeps the stored dtype. `arrange(name, weight)` returns an object to
-    use in place of a cast weight, such as a packed (quantised) one. If it is None, none is replaced. Raises ValueError
-    if a weight is missing, unknown, damaged or of another shape.
+    weights file. `family` is the record of the model family. `dtype` is the dtype to cast weights to; None keeps the
+    stored dtype. `arrange(name, weight)` returns an object to use in place of a cast weight, such as a packed
+    (quantised) one; None replaces no weight. Raises ValueError if a weight is missing, unknown, damaged or of another
+    shape.
 
-    The config.json is read from the folder, or from beside the file. Only one weight at a time is in memory before
-    `arrange`.
+    The sizes are read from the config.json in the folder, or beside the file. If there is none, `family` gives the
+    sizes. Only one weight at a time is in memory before `arrange`.
     """
     config = transformer_config(path, family)
     foreign = key_maps.is_single_file(weights.read_keys(path))

@@ -40,18 +40,17 @@ def draw(
     references: Sequence[mx.array] = (),
 ) -> Iterator[mx.array]:
     """Draw one image with `model`, and yield its latent after each denoising step. A latent is a float32 array (1,
-    channels, height / 16, width / 16). `text_1TJ` is the prompt's embedding, (1, text rows, features). `height` and
-    `width` are in pixels. `seed` sets the starting noise. `steps` is the number of steps. `guidance` says how closely
-    the image follows the prompt, such as 4.0. `negative_1TJ` is the embedding of the empty prompt, or None. `predict`
-    is a function to call in place of `model`, or None. `references` holds latents of reference images.
+    channels, height / 16, width / 16). `text_1TJ` is the prompt's embedding, (1, text rows, features). `negative_1TJ`
+    is that of the empty prompt, or None. `height` and `width` are in pixels. `seed` sets the starting noise. `steps` is
+    the number of steps. `guidance` is a number such as 4.0. `predict` is a function to call in place of `model`, or
+    None. `references` holds latents of reference images.
 
     The last latent is the finished image. Raises ValueError if `height` or `width` is not a positive multiple of 16, or
     if `steps` is less than 1.
 
-    With `negative_1TJ`, `guidance` is the factor of classifier-free guidance. Without it, `guidance` is an input of the
-    model. `predict` is called in place of `model`, unless it is None. It gets the keyword arguments of `Flux2.enter`,
-    and returns the velocity as the model does. `references` holds the clean latents of reference images, each of its
-    own height and width.
+    The image follows the prompt more closely with a larger `guidance`. With `negative_1TJ`, `guidance` is the factor of
+    classifier-free guidance. Without it, `guidance` is an input of the model. `predict` gets the keyword arguments of
+    `Flux2.enter`, and returns the velocity as the model does. References may have different heights and widths.
     """
     for name, pixels in (("width", width), ("height", height)):
         if pixels < PIXELS or pixels % PIXELS:
@@ -72,15 +71,14 @@ def velocity_function(
     references: Sequence[mx.array] = (),
 ) -> Velocity:
     """Return a function `velocity(x_1Chw, sigma)` that runs `model` on one prompt. `x_1Chw` is a noisy latent, (1,
-    channels, height, width). `sigma` is its noise level, from 0 (clean) to 1. The function returns a float32 array in
-    the shape of `x_1Chw`. `size` is the latent's `(height, width)`. `text_1TJ` is the prompt's embedding, (1, text
-    rows, features). `negative_1TJ` is that of the empty prompt, or None. `guidance` is a number such as 4.0. `predict`
-    is a function to call in place of `model`, or None. `references` holds latents of reference images.
+    channels, height, width). `sigma` is its noise level, from 0 (clean) to 1. The result is float32 in the shape of
+    `x_1Chw`. `size` is the latent's `(height, width)`. `text_1TJ` is the prompt's embedding, (1, text rows, features).
+    `negative_1TJ` is that of the empty prompt, or None. `guidance` is a number such as 4.0. `predict` is a function to
+    call in place of `model`, or None. `references` holds latents of reference images.
 
-    With `negative_1TJ`, `guidance` is the factor of classifier-free guidance, such as 4.0. Without it, `guidance` is an
-    input of the model. `predict` is called in place of `model`, unless it is None. It gets the keyword arguments of
-    `Flux2.enter`, and returns the velocity as the model does. `references` holds the clean latents of reference images.
-    Both prompts are computed with them.
+    With `negative_1TJ`, `guidance` is the factor of classifier-free guidance. Without it, `guidance` is an input of the
+    model. `predict` gets the keyword arguments of `Flux2.enter`, and returns the velocity as the model does. Both
+    prompts are computed with the references.
     """
     tokens = sum(math.prod(each) for each in (size, *(latent.shape[2:] for latent in references)))
     run = predict or model
