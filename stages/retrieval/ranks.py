@@ -130,8 +130,8 @@ def rank_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 class Corpus:
     """The documents of a search evaluation, with methods that score and rank them. `ctx` is the stage's context: its
-    input tables and settings. `mode` is "plain" or "hard". In "hard", the name of the function or class is removed from
-    each document that answers a query. `folder` is an empty folder, where the full-text index is written.
+    input tables and settings. `mode` is "plain" or "hard". In "hard", the name of the function or class is replaced by
+    "f" in each document that answers a query. `folder` is an empty folder, where the full-text index is written.
     """
 
     def __init__(self, ctx: StageContext, mode: str, folder: Path) -> None:
