@@ -47,6 +47,17 @@ class Machine:
     budget: int
 
 
+def peak_rss() -> int:
+    """Return the peak resident memory of this process so far, in bytes.
+
+    On Linux, `getrusage` would give the memory of the parent process if that was larger when it started this process.
+    """
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+
+
 def examine(folder: Path = Path()) -> Machine:
     """Return the hardware and software facts of this machine. `folder` lies on the disk whose free space is reported."""
     import stages

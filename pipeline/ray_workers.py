@@ -11,10 +11,8 @@ import dataclasses
 import importlib.metadata
 import itertools
 import os
-import resource
 import shutil
 import socket
-import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +23,7 @@ from typing import Any, TypeAlias, TypeVar
 import pyarrow as pa
 import ray
 
+from pipeline.machine import peak_rss
 from pipeline.project.outlook import forecast, outlook
 from pipeline.project.project import Project
 from pipeline.ray_cluster import Host, actor_options, answers, check_hosts, connected, worker_count, worker_needs
@@ -114,8 +113,7 @@ class Worker:
                 result.items.append(item)
         except ERRORS as error:
             result.error = error
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        result.peak = peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+        result.peak = peak_rss()
         return result
 
     def _placed(self, unit: WorkUnit, files: Sequence[ShippedFile]) -> WorkUnit:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import platform
-import resource
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ import pyarrow.compute as pc
 from pipeline import ranks, workers
 from pipeline.errors import Stopped
 from pipeline.interrupts import interruptible
+from pipeline.machine import peak_rss
 from pipeline.project import runs
 from pipeline.project.outlook import announcement
 from pipeline.project.project import Project
@@ -272,12 +272,6 @@ def facts_of(outcome: Outcome) -> dict[str, Any]:
         },
         "versions": software(),
     }
-
-
-def peak_rss() -> int:
-    """Return the peak resident memory of this process so far, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
 def peak_mlx(meter: Meter | None = None) -> int:

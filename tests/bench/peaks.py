@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from pipeline.machine import peak_rss
 from stages.text_to_image import converted
 
 Row = dict[str, Any]
@@ -72,11 +73,8 @@ def evaluate(model: Any) -> None:
 
 
 def process_peak() -> float:
-    """Return the largest memory that this process has taken so far, in GB, as Linux counts it. `getrusage` would include
-    the memory of the parent process.
-    """
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return round(next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024 / 1e9, 2)
+    """Return the largest memory that this process has taken so far, in GB."""
+    return round(peak_rss() / 1e9, 2)
 
 
 class OwnMemory:
