@@ -168,9 +168,9 @@ class Writer:
             return self._publish(facts)
 
     def collect(self) -> int:
-        """Delete the rows that the last finished run did not want, and the files that no other row names. Also rewrite
-        shards (Arrow files with tensors) that are mostly unused. Return how many bytes were freed. Rows of an unfinished
-        run are kept. If no run has finished yet, nothing is deleted.
+        """Delete the rows that the last finished run did not want, and the files that no remaining row refers to.
+        Also rewrite shards (Arrow files with tensors) that are mostly unused. Return how many bytes were freed. Rows of
+        an unfinished run are kept. If no run has finished yet, nothing is deleted.
         """
         self.flush()
         if not self.table.exists:

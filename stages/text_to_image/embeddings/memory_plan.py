@@ -36,7 +36,7 @@ class EncoderPlan:
 
     @property
     def peak(self) -> int:
-        """The estimated peak memory in bytes."""
+        """The estimated peak memory of encoding texts, in bytes."""
         return self.held + self.work
 
     @property

@@ -177,9 +177,10 @@ def _latents(ctx: StageContext, paths: Container[str], texts: Texts) -> list[Row
     """Return the rows of the table `latents` that can be trained on, as dicts sorted by `latent_id`. `ctx` is the
     stage's context, with its input tables. `paths` contains the image_ids to use. `texts` holds the captions of each
     image. Images without a caption are left out. Each dict has two more keys: `resolution`, that of the row's bucket
-    (trained size), and `further`. Raises ValueError if a crop has no latent, or if no row remains.
+    (trained size), and `further`, which is True for an additional smaller crop. Raises ValueError if a crop has no
+    latent, or if no row remains.
 
-    `further` is True if the row's crop is a smaller one than that of the bucket, from [latents] `jitter`.
+    The setting [latents] `jitter` makes the smaller crops.
     """
     buckets = [row for row in ctx.rows(BUCKETS).to_pylist() if row["rejected"] is None]
     places = {place(row) for row in buckets if row["image_id"] in paths}

@@ -26,7 +26,7 @@ NEGLIGIBLE = 1e-6  # singular values below this share of a Linear's largest are 
 class Cut:
     """A LoRA of limited rank that approximates a given change of weights. `arrays` maps "<linear><suffix>", such as
     "proj_out.lora_A.weight", to a float32 array. `errors` maps the name of each Linear to (lost, whole). `whole` is the
-    squared Frobenius norm of the given change. `lost` is that of the part of the change that the LoRA leaves out. The
+    squared Frobenius norm of the given change. `lost` is the squared norm of the part that the LoRA leaves out. The
     scale of each Linear, which multiplies the LoRA's change, is 1.
     """
 
