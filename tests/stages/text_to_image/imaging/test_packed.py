@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 SIZE = (96, 80)
 LARGE = (320, 240)  # as pixels, 400 of these take 90 MB
-VARIES = 20  # megabytes by which the peaks of two equal processes may differ
+VARIES = 45  # megabytes by which the peaks of two equal processes may differ: threads allocate more or less at once
 KINDS = ("tar", "parquet", "arrow")
 
 
