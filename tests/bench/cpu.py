@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 
 import click
 
+from pipeline.machine import peak_rss
 from tests.bench.environment import describe
 
 FAMILY, FOLDER = "micro", "data/micro/transformer"
@@ -161,7 +161,7 @@ def serve(side: str, shape: Shape) -> None:
         began, cpu = time.perf_counter(), time.process_time()
         step()
         row = {"s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
-        row["peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux counts in KiB
+        row["peak_gb"] = peak_rss() / 1e9
         click.echo(json.dumps(row))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import click
 import numpy as np
 
 import stages  # noqa: F401  (before mlx.core)
+from pipeline.machine import peak_rss
 from tests.bench.environment import describe
 from tests.bench.retriever_cases import DIMENSIONS, LIMIT_S, SIZES, TARGETS, TORCH_PLANS, RetrieverCase, comparison
 from tests.bench.retriever_page import page
@@ -101,8 +101,7 @@ def run(case: RetrieverCase) -> dict[str, Any]:
 
         gpu, measured = mx.default_device() == mx.gpu, measure_mlx(case)
     if not gpu:  # PyTorch does not count its memory there
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux counts in KiB
-        measured |= {"peak_gb": peak, "threads": int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))}
+        measured |= {"peak_gb": peak_rss() / 1e9, "threads": int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))}
     return asdict(case) | measured | {"samples_per_s": case.batch / measured["s"]} | describe(case.backend)
 
 

@@ -22,7 +22,7 @@ def follow_text(project: FakeProject, what: str) -> str:
 
 def test_the_lines_go_through_every_table(project: FakeProject) -> None:
     text = follow_text(project, "a.jpg")
-    for stage_name in ("images", "captions", "buckets", "latents", "train", "samples"):  # embeddings are told with their captions
+    for stage_name in ("images", "captions", "buckets", "latents", "train", "samples"):  # embeddings: in the lines of captions
         assert any(line.startswith(stage_name) for line in text.splitlines()), stage_name
     part = next(project.folder("latents").shards.glob("*.arrow")).name
     for fact in (
