@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import functools
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+SET_THREADS = "MKL_Set_Num_Threads", "openblas_set_num_threads"  # functions of MKL and of OpenBLAS that take one int
 
 
 def candidates() -> Iterator[str]:
@@ -24,10 +27,35 @@ def candidates() -> Iterator[str]:
     yield "libopenblas.so.0"
 
 
+def threads() -> int:
+    """Return how many threads this process may compute with. It is the environment variable `OMP_NUM_THREADS`, or the number of
+    CPU cores that the process may use.
+    """
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdecimal() and int(asked):
+        return int(asked)
+    return len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else os.cpu_count() or 1
+
+
+def set_threads(count: int) -> None:
+    """Let the products of the loaded BLAS library use `count` threads from now on. Nothing happens if `load` found no library,
+    or if the library has no function for it.
+    """
+    library = load()
+    if not library:
+        return
+    opened = ctypes.CDLL(library)
+    for name in SET_THREADS:
+        if hasattr(opened, name):
+            getattr(opened, name)(count)
+            return
+
+
+@functools.cache
 def load() -> str:
     """Load a BLAS library into this process and return its name. The libraries of `candidates` are tried in order, and
     the first one that loads is used. Return "" if none loads, or if the system is not Linux. Call this function before
-    `mlx.core` is imported.
+    `mlx.core` is imported. Later calls load nothing and return the same name.
     """
     if not sys.platform.startswith("linux"):
         return ""

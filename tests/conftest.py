@@ -21,7 +21,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the processes that tests start need not compile the code again
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of one product wait for each other, which takes long on a busy machine
+os.environ["OMP_NUM_THREADS"] = "1"  # other numbers round differently, and threads wait for each other on a busy machine
 
 import stages  # noqa: F401  (before mlx.core)
 

@@ -78,7 +78,7 @@ latentmill run latents --project cats --set project.workers=ray --set project.un
 `project.workers = "ray"` uses the cluster of this machine, and starts one that ends with the command if there is none;
 `"ray://first.local:10001"` is a cluster elsewhere; it may ask for the token that `ray get-auth-token` prints there, which this
 machine needs in `~/.ray/auth_token`. A unit is `unit_rows` rows. Two units are under way for each worker. If a worker dies,
-Ray starts it again with its unit. The tables equal those of a local run bit for bit if the number of BLAS threads
+Ray starts it again with its unit. The tables equal those of a local run bit for bit if the number of threads
 (`OMP_NUM_THREADS`) is the same.
 
 A worker is an actor that loads the weights once. It takes one CPU, and a whole GPU (or a Mac's `metal`) if its stage has a

@@ -27,7 +27,7 @@ from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.memory_plan import BatchShape, MemoryEstimator, cheapest_fit, require_fit
 from stages.text_to_image.train.profile import profile_settings, random_batch, random_training
 from stages.text_to_image.train.reader import MicroBatch
-from stages.tuner.blockwise.device import limit_command_buffers, memory_budget
+from stages.tuner.blockwise.device import configure_scheduler, memory_budget
 from stages.tuner.blockwise.meter import LEAK_BYTES, LEAST_TIMES, Meter
 from stages.tuner.memory_plan import live_bytes_limit
 from stages.tuner.quantize import BITS
@@ -165,7 +165,7 @@ def report(profile: Profile, folder: Path) -> Iterator[str]:
     image size and number of steps. The measured rows and a plot are written into `folder`. Without matplotlib, the plot
     is left out. Raises ValueError if the run does not fit into memory. The message names settings that would fit.
     """
-    limit_command_buffers()  # as training does, before anything asks MLX for an array
+    configure_scheduler()  # as training does, before anything asks MLX for an array
     c, batch = profile.train, profile.batch(profile.pixels)
     plan = require_fit(profile.estimator, batch, profile.limit)
     training = random_training(profile.family, c)

@@ -19,6 +19,7 @@ import mlx.core as mx
 
 from stages import kernels
 from stages.models.elementwise import slow_exp, softmax
+from stages.own_gradient import OwnGradient
 
 FUSED_ROWS = 128  # the fused gradient needs a multiple of this many query rows
 METAL_WIDTHS = (64, 72, 80, 96, 128)  # head widths of the fused forward kernel on Metal
@@ -63,13 +64,13 @@ def kept(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float) -> 
     return y_BHLK
 
 
-@mx.custom_function
+@OwnGradient
 def _kept(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array) -> tuple[mx.array, mx.array]:
     p_BHLS = softmax(q_BHLK @ k_BHSK.swapaxes(-1, -2))
     return p_BHLS @ v_BHSK, p_BHLS
 
 
-@_kept.vjp  # type: ignore[untyped-decorator, unused-ignore]
+@_kept.vjp
 def _kept_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array, mx.array]:
     (q_BHLK, k_BHSK, v_BHSK), (y_BHLK, p_BHLS) = primals, outputs
     dy_BHLK = mx.contiguous(cotangents[0])
@@ -91,12 +92,12 @@ def one_layout(y_BHLK: mx.array) -> mx.array:
     return y_BLHK.swapaxes(1, 2)
 
 
-@mx.custom_function
+@OwnGradient
 def _dense_gradient(x: mx.array) -> mx.array:
     return x
 
 
-@_dense_gradient.vjp  # type: ignore[untyped-decorator, unused-ignore]
+@_dense_gradient.vjp
 def _dense_gradient_vjp(_: mx.array, dx: mx.array, __: mx.array) -> mx.array:
     return mx.contiguous(dx)
 
@@ -187,7 +188,7 @@ def chunked(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, 
     C = rows or chunk_rows(q_BHLK, k_BHSK)
     starts = range(0, L, C)
 
-    @mx.custom_function
+    @OwnGradient
     def forward(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array) -> mx.array:
         parts: list[mx.array] = []
         for start in starts:
@@ -211,8 +212,7 @@ def chunked(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float, 
             dq_parts.append(scale * (ds_BHCS @ k_BHSK))
         return mx.concatenate(dq_parts, axis=2), dk_BHSK.astype(k_BHSK.dtype), dv_BHSK.astype(v_BHSK.dtype)
 
-    made: Any = forward(q_BHLK, k_BHSK, v_BHSK)
-    y_BHLK: mx.array = made
+    y_BHLK: mx.array = forward(q_BHLK, k_BHSK, v_BHSK)
     return y_BHLK
 
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from stages.tuner import checkpoint
 from stages.tuner.adapters.targets import adapter_metadata
-from stages.tuner.blockwise.device import limit_command_buffers
+from stages.tuner.blockwise.device import configure_scheduler
 from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.control import Control
 from stages.tuner.health import check_health, checks_update
@@ -153,7 +153,7 @@ class TrainingRun:
         and `training`.
         """
         warn(self.ctx.say, self.task)
-        limit_command_buffers()  # must come before the first MLX array
+        configure_scheduler()  # must come before the first MLX array
         self.plan = self.task.memory_plan(self.start.checkpoint)
         self.training = load_training(self.task, self.start.checkpoint if self.ranks.leads else None, self.plan)
         self.training.ranks = self.ranks

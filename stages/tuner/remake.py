@@ -12,7 +12,7 @@ from typing import Any
 from stages.hashing import file_sha256
 from stages.tuner import checkpoint
 from stages.tuner.adapters.targets import adapter_metadata
-from stages.tuner.blockwise.device import limit_command_buffers
+from stages.tuner.blockwise.device import configure_scheduler
 from stages.tuner.checkpoint import ADAPTER, Checkpoint
 from stages.tuner.loader import Loader
 from stages.tuner.loop import load_training
@@ -51,7 +51,7 @@ def _train_to(ctx: TrainingContext, task: Task[Any, Any], step: int, write: chec
     """
     checkpoints = checkpoint.find_checkpoints(ctx.artifacts)
     start = checkpoint_before(checkpoints, step)
-    limit_command_buffers()  # before the first MLX operation
+    configure_scheduler()  # before the first MLX operation
     plan = recorded_plan(task, start or (checkpoints[-1] if checkpoints else None), start)
     training, schedule = load_training(task, start, plan), task.config.learning_rate()
     skipped = start.state["skipped"] if start else 0

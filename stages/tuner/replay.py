@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stages.tuner.blockwise.device import limit_command_buffers
+from stages.tuner.blockwise.device import configure_scheduler
 from stages.tuner.checkpoint import ADAPTER, OPTIMIZER, Checkpoint, find_checkpoints
 from stages.tuner.loader import Loader
 from stages.tuner.loop import load_training
@@ -39,7 +39,7 @@ def replay_step(ctx: TrainingContext, task: Task[Any, Any], step: int) -> list[R
     if not 1 <= step <= task.config.steps:
         raise ValueError(f"replay: the step must be 1 to {task.config.steps}, got {step}")
     start = checkpoint_before(checkpoints, step)
-    limit_command_buffers()  # before the first MLX operation
+    configure_scheduler()  # before the first MLX operation
     known = start or (checkpoints[-1] if checkpoints else None)
     plan = recorded_plan(task, known, start)
     training, schedule = load_training(task, start, plan), task.config.learning_rate()

@@ -16,7 +16,9 @@ from stages.tuner.adapters import lora
 from stages.tuner.adapters.initial import fresh_adapter, start_from_adapter, target_weights
 from stages.tuner.adapters.stacks import Stacks
 from stages.tuner.adapters.targets import Target, matches_pattern, select_targets, similar_names, target_scales
-from stages.tuner.blockwise.backprop import Arrays, Plan, Values, loss_and_grads, predict
+from stages.tuner.blockwise.backprop import Plan, Values, loss_and_grads, predict
+from stages.tuner.blockwise.chain import Arrays
+from stages.tuner.blockwise.cores import on_cores
 from stages.tuner.blockwise.device import dispatch, live_memory_limit
 from stages.tuner.blockwise.meter import Meter
 from stages.tuner.blockwise.visit import Visit
@@ -286,12 +288,13 @@ def predict_base(model: Model, inputs: Mapping[str, Any]) -> mx.array:
     """Return the prediction of `model` without an adapter. `inputs` are the keyword arguments of `model.enter`, the
     first part of the model. The returned array may not be computed yet.
     """
-    h, shared = model.enter(**inputs)
-    visit = Visit(model.blocks, range(len(model.blocks)))
+    chain = on_cores(model, inputs)
+    h, shared = chain.enter(**inputs)
+    visit = Visit(chain.blocks, range(len(chain.blocks)))
     for n in visit:
-        h = model.block(model.blocks[n].kind)(visit.weights, h, shared, lora.adapted_linear({}, {}))
+        h = chain.block(chain.blocks[n].kind)(visit.weights, h, shared, lora.adapted_linear({}, {}))
         visit.dispatch(h)
-    prediction: mx.array = model.leave(h, shared)
+    prediction: mx.array = chain.leave(h, shared)
     dispatch(prediction)  # else its graph would become part of the gradient's
     return prediction
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from stages.tuner.blockwise.backprop import Arrays, Values, main_losses
+from stages.tuner.blockwise.backprop import Values, main_losses
+from stages.tuner.blockwise.chain import Arrays
 from stages.tuner.blockwise.device import dispatch
 from stages.tuner.task import Term
 

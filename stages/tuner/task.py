@@ -14,7 +14,8 @@ from typing import Any, Protocol, Self, TypeVar
 import mlx.core as mx
 import pyarrow as pa
 
-from stages.tuner.blockwise.backprop import Arrays, Chain, Loss
+from stages.tuner.blockwise.backprop import Loss
+from stages.tuner.blockwise.chain import Arrays, Chain
 from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.config import TrainingConfig
 from stages.tuner.memory_plan import MemoryPlan

@@ -102,6 +102,9 @@ def compare(shape: Shape, threads: int, steps: int) -> dict[str, Any]:
 def mlx_step(shape: Shape) -> Callable[[], Any]:
     """Build the trainer's step for `micro` and return the function that takes it."""
     import stages  # noqa: F401  (a fast BLAS, before MLX)
+    from stages.tuner.blockwise.device import configure_scheduler
+
+    configure_scheduler()  # as in training, before MLX's first operation
     from stages.text_to_image.families import family
     from stages.text_to_image.train.memory_plan import BatchShape
     from stages.text_to_image.train.profile import profile_settings, random_batch, random_training

@@ -40,9 +40,9 @@ def time_calls(call: Callable[[], Any], count: int) -> dict[str, float]:
 
 def measure_mlx(case: RetrieverCase) -> dict[str, float]:
     """Return time and peak memory of a case in MLX, by the trainer's own step."""
-    from stages.tuner.blockwise.device import limit_command_buffers
+    from stages.tuner.blockwise.device import configure_scheduler
 
-    limit_command_buffers()  # as in training, before the first MLX array
+    configure_scheduler()  # as in training, before the first MLX array
     import mlx.core as mx
 
     from stages.models.t5.config import T5Config

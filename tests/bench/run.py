@@ -56,14 +56,14 @@ def measure_training(case: Case) -> dict[str, Any]:
     from stages.text_to_image.families import family
     from stages.text_to_image.train.memory_plan import BatchShape, MemoryEstimator
     from stages.text_to_image.train.profile import profile_settings, random_batch, random_training
-    from stages.tuner.blockwise.device import limit_command_buffers, memory_budget
+    from stages.tuner.blockwise.device import configure_scheduler, memory_budget
     from stages.tuner.blockwise.meter import Meter
     from stages.tuner.memory_plan import live_bytes_limit
     from stages.tuner.ranks import connect
     from tests.bench.plain import random_plain_training
 
     if case.memory_limited:
-        limit_command_buffers()  # before MLX's first operation
+        configure_scheduler()  # before MLX's first operation
     ranks = connect()
     record = family(case.family)
     config = profile_settings(case.optimizer, base_bits=case.bits, rank=case.rank, stream_blocks=case.stream)
@@ -133,11 +133,11 @@ def measure_drawing(case: Case) -> dict[str, Any]:
     from stages.text_to_image.samples.config import SamplesConfig
     from stages.text_to_image.samples.memory_plan import drawing_memory
     from stages.text_to_image.train.profile import profile_settings, random_transformer
-    from stages.tuner.blockwise.device import limit_command_buffers
+    from stages.tuner.blockwise.device import configure_scheduler
     from stages.tuner.blockwise.forward import model_forward
 
     if case.memory_limited:
-        limit_command_buffers()  # before MLX's first operation
+        configure_scheduler()  # before MLX's first operation
     record, config = family(case.family), profile_settings(base_bits=case.bits, stream_blocks=case.stream)
     packed = SamplesConfig(base_bits=case.bits, stream_blocks=case.stream)  # type: ignore[arg-type]
     memory = drawing_memory(record, None, packed, config.precision, (case.width, case.height), 1)

@@ -16,6 +16,7 @@ from stages import kernels
 from stages.models.attention import attention
 from stages.models.elementwise import sigmoid, silu, slow_exp
 from stages.models.flux2.config import EPS
+from stages.own_gradient import OwnGradient
 
 
 def modulation(y_BN: mx.array, hidden: int, rows: int) -> list[mx.array]:
@@ -68,12 +69,12 @@ def silu_times(gate: mx.array, up: mx.array) -> mx.array:
     return y
 
 
-@mx.custom_function
+@OwnGradient
 def _silu_times(gate: mx.array, up: mx.array) -> mx.array:
     return silu(gate) * up
 
 
-@_silu_times.vjp  # type: ignore[untyped-decorator, unused-ignore]
+@_silu_times.vjp
 def _silu_times_vjp(primals: Any, dy: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
     # The dependencies on dy, and of one gradient on the other, keep the compiler from reusing the sigmoid of the forward
     # pass, which it would have to keep until here.
@@ -84,13 +85,13 @@ def _silu_times_vjp(primals: Any, dy: mx.array, _: mx.array) -> tuple[mx.array, 
     return dgate, silu(again) * dy
 
 
-@mx.custom_function
+@OwnGradient
 def _silu_times_stored(gate: mx.array, up: mx.array) -> tuple[mx.array, mx.array]:
     share = sigmoid(gate)
     return gate * share * up, share
 
 
-@_silu_times_stored.vjp  # type: ignore[untyped-decorator, unused-ignore]
+@_silu_times_stored.vjp
 def _silu_times_stored_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
     (gate, up), (dy, _), share = primals, cotangents, outputs[1]
     dup = dy * (gate * share)
@@ -103,17 +104,16 @@ def rms_norm_heads(x_BSHK: mx.array, weight_K: mx.array) -> mx.array:
 
     MLX's own gradient of the weight would be a sum over all rows.
     """
-    made: Any = _rms_norm_heads(x_BSHK, weight_K)
-    y_BSHK: mx.array = made
+    y_BSHK: mx.array = _rms_norm_heads(x_BSHK, weight_K)
     return y_BSHK
 
 
-@mx.custom_function
+@OwnGradient
 def _rms_norm_heads(x_BSHK: mx.array, weight_K: mx.array) -> mx.array:
     return mx.fast.rms_norm(x_BSHK, weight_K, EPS)
 
 
-@_rms_norm_heads.vjp  # type: ignore[untyped-decorator, unused-ignore]
+@_rms_norm_heads.vjp
 def _rms_norm_heads_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
     x_BSHK, weight_K = primals
     back = mx.vjp(lambda x: mx.fast.rms_norm(x, None, EPS), [x_BSHK], [dy_BSHK * weight_K])[1]
@@ -127,17 +127,16 @@ def rotate(x_BSHK: mx.array, rope: Sequence[mx.array]) -> mx.array:
 
     A positive angle rotates the first feature towards the second. The rotation is computed in float32.
     """
-    made: Any = _rotated(x_BSHK, *rope)
-    y_BSHK: mx.array = made
+    y_BSHK: mx.array = _rotated(x_BSHK, *rope)
     return y_BSHK
 
 
-@mx.custom_function
+@OwnGradient
 def _rotated(x_BSHK: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
     return _rotate_pairs(x_BSHK, cos, sin, [[0, 1], [-1, 0]])
 
 
-@_rotated.vjp  # type: ignore[untyped-decorator, unused-ignore]
+@_rotated.vjp
 def _rotated_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     # Both features of a pair have one sine, so that the gradient is the same product with the inverse quarter turn.
     _, cos, sin = primals

@@ -16,6 +16,7 @@ import numpy as np
 from stages.kernels import compiles, most_items, product_flop, slices
 from stages.models.attention import FUSED_ROWS, after, fused_forward, fused_gradient, one_layout
 from stages.models.elementwise import sigmoid, slow_exp, softmax
+from stages.own_gradient import OwnGradient
 
 HIDDEN = -1e9  # added to the scores of padding
 # Bytes of a chunk's scores on a CPU: about what its cache holds. Scores of 8 MB take a third more time.
@@ -47,7 +48,7 @@ def rms_norm(x: mx.array, weight_D: mx.array, eps: float) -> mx.array:
     width)`, and `weight_D` has the shape `(width,)`. The weight is treated as a constant, so its gradient is zero.
     """
 
-    @mx.custom_function
+    @OwnGradient
     def forward(x: mx.array) -> mx.array:
         return mx.fast.rms_norm(x, weight_D, eps)
 
@@ -55,8 +56,7 @@ def rms_norm(x: mx.array, weight_D: mx.array, eps: float) -> mx.array:
     def backward(x: mx.array, dy: mx.array, _: mx.array) -> mx.array:
         return mx.vjp(lambda x: mx.fast.rms_norm(x, None, eps), [x], [dy * weight_D])[1][0]
 
-    made: Any = forward(x)
-    y: mx.array = made
+    y: mx.array = forward(x)
     return y
 
 
@@ -69,13 +69,13 @@ def gelu_times(gate: mx.array, up: mx.array) -> mx.array:
     return y
 
 
-@mx.custom_function
+@OwnGradient
 def _gelu_times_kept(gate: mx.array, up: mx.array) -> tuple[mx.array, mx.array]:
     wide, share = _wide_and_share(gate)
     return wide * share * up, share
 
 
-@_gelu_times_kept.vjp  # type: ignore[untyped-decorator, unused-ignore]
+@_gelu_times_kept.vjp
 def _gelu_times_kept_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
     (gate, up), (_, share), dy = primals, outputs, cotangents[0]
     return dy * up * _slope(gate, share), dy * (gate * share)
@@ -88,13 +88,13 @@ def _slope(wide: mx.array, share: mx.array) -> mx.array:
     return share + (share - share * share) * (wide * (STEEP + 3 * STEEP * CUBIC * (wide * wide)))
 
 
-@mx.custom_function
+@OwnGradient
 def _gelu_times(gate: mx.array, up: mx.array) -> mx.array:
     wide, share = _wide_and_share(gate)
     return (wide * share * up.astype(mx.float32)).astype(up.dtype)
 
 
-@_gelu_times.vjp  # type: ignore[untyped-decorator, unused-ignore]
+@_gelu_times.vjp
 def _gelu_times_vjp(primals: Any, dy: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
     # Each dependency keeps the compiler from reusing, and so keeping, float32 values of an earlier product: every product
     # is then one kernel that reads and writes half precision. Without a compiler, each value is computed once.
@@ -138,7 +138,7 @@ def attend(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL: mx.a
     def probabilities(q_bHLK: mx.array, k_bHLK: mx.array, part: slice) -> mx.array:
         return softmax(q_bHLK @ k_bHLK.swapaxes(-1, -2) + mask_BHLL[part])
 
-    @mx.custom_function
+    @OwnGradient
     def forward(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array) -> mx.array:
         done: list[mx.array] = []
         if fused_forward(q_BHLK):
@@ -160,8 +160,7 @@ def attend(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL: mx.a
             done.append(_pull(q, k, v, probabilities(q, k, part), y, dy))
         return [mx.concatenate(list(each)) for each in zip(*done, strict=True)]
 
-    made: Any = forward(q_BHLK, k_BHLK, v_BHLK)
-    y_BHLK: mx.array = made
+    y_BHLK: mx.array = forward(q_BHLK, k_BHLK, v_BHLK)
     return y_BHLK
 
 
@@ -176,7 +175,7 @@ def _attend_kept(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL
     B, H, L, _ = q_BHLK.shape
     parts = slices(B, max(1, CHUNK_BYTES // (4 * H * L * L)))
 
-    @mx.custom_function
+    @OwnGradient
     def forward(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array) -> list[mx.array]:
         done: list[mx.array] = []
         kept: list[mx.array] = []

@@ -31,7 +31,7 @@ from stages.text_to_image.samples.references import encode_references, read_refe
 from stages.text_to_image.samples.sources import SampleSource, given_adapter, sample_sources
 from stages.text_to_image.stored_embeddings import embedding_reader
 from stages.tuner import checkpoint
-from stages.tuner.blockwise.device import limit_command_buffers, live_memory_limit
+from stages.tuner.blockwise.device import configure_scheduler, live_memory_limit
 
 LATENTS = "latents"  # artifacts folder of latents that were drawn but not decoded, so that a stopped run draws nothing twice
 ID_DIGITS = 16  # hex digits of an id in a file's name
@@ -71,7 +71,7 @@ def draw_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     an image before it is decoded. Then all images are decoded. So the transformer and the autoencoder are never in
     memory together.
     """
-    limit_command_buffers()  # must come before the first MLX array
+    configure_scheduler()  # must come before the first MLX array
     pending = ctx.pending.to_pylist()
     undrawn = [row for row in pending if not is_drawn(ctx, row)]
     progress = StepProgress(ctx, len(undrawn) * (ctx.config.steps or ctx.need("family").sampling_steps))

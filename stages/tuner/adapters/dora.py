@@ -18,6 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from stages.own_gradient import OwnGradient
 from stages.tuner import quantize
 
 MAGNITUDE = ".lora_magnitude_vector"  # (outputs,) float32; PEFT's name
@@ -70,7 +71,7 @@ def rescale_rows(
     return rescaled
 
 
-@mx.custom_function
+@OwnGradient
 def _add_gain(y: mx.array, gain_O: mx.array) -> mx.array:
     """Return `y + gain_O * y`, in the dtype of `y`. `y` has the shape `(..., outputs)`. `gain_O` has the shape
     `(outputs,)`. Each output channel is thus multiplied by 1 plus its gain.
@@ -80,7 +81,7 @@ def _add_gain(y: mx.array, gain_O: mx.array) -> mx.array:
     return y + gain_O.astype(y.dtype) * y
 
 
-@_add_gain.vjp  # type: ignore[untyped-decorator, unused-ignore]
+@_add_gain.vjp
 def _add_gain_vjp(primals: Any, dz: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
     """Return the pair of gradients of `_add_gain` with respect to its inputs `y` and `gain_O`. `primals` is `(y,
     gain_O)`. `dz` is the gradient of the loss with respect to the output. The third argument, the output itself, is not

@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from stages import kernels
+from stages.own_gradient import OwnGradient
 from stages.tuner import quantize
 
 Pair = tuple[mx.array, mx.array]  # A (rank, inputs) and B (outputs, rank), in the dtype of x
@@ -34,7 +35,7 @@ def product(x: mx.array, weight: quantize.Weight, pair: Pair | None = None, scal
     def project_down(x: mx.array, down: mx.array) -> mx.array:
         return scaled(kernels.linear(x, down), scale)
 
-    @mx.custom_function
+    @OwnGradient
     def forward(x: mx.array, *pair: mx.array) -> mx.array:
         low = project_down(x, pair[0]) if pair else None
         ys: list[mx.array] = []
@@ -62,8 +63,7 @@ def product(x: mx.array, weight: quantize.Weight, pair: Pair | None = None, scal
         by_up = kernels.product(_flat(dy).T, _flat(project_down(x, down)))
         return kernels.product(dlow, down, dx), by_down, by_up
 
-    result: Any = forward(x, *(pair or ()))
-    y: mx.array = result
+    y: mx.array = forward(x, *(pair or ()))
     return y
 
 

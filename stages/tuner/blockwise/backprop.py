@@ -14,69 +14,21 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 from stages.tuner.adapters import lora
+from stages.tuner.blockwise.chain import Arrays, Chain, Tree
+from stages.tuner.blockwise.cores import on_cores
 from stages.tuner.blockwise.device import compiles, dispatch
 from stages.tuner.blockwise.visit import Visit
 from stages.tuner.stored import read_all
 
-Tree = Any  # an array, or tuples, lists and dicts of arrays
-Arrays = dict[str, mx.array]
-Linear = Callable[[str, Any, mx.array], mx.array]  # (name within the block, weight, x) -> y, with the adapter added
-BlockFunction = Callable[[Mapping[str, Any], Tree, Tree, Linear], Tree]  # (weights, h, shared, linear) -> h
 Values = dict[str, mx.array]  # one value per sample each: "loss", and any others that are only reported
 Loss = Callable[[Any], mx.array | Values]  # prediction -> one loss per sample, alone or with other values
 Plan = str | int  # "whole", "blocks", or how many of the last blocks keep their activations
-
-
-class Block(Protocol):
-    """One block of a model, such as a transformer block. `name` is the prefix of its adapters' names. `kind` names the function
-    that computes the block. Blocks of one kind share this function. `weights` maps names within the block to weights.
-    """
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def weights(self) -> Mapping[str, Any]: ...
-
-
-class Chain(Protocol):
-    """A model as a sequence of blocks, for training with little memory. Each block maps its input `h` to the input of
-    the next block. All blocks also read the same value `shared`, such as tables of rotary position embeddings. No
-    gradient is computed for `shared`. Both `h` and `shared` may be arrays nested in tuples, lists and dicts.
-    """
-
-    @property
-    def blocks(self) -> Sequence[Block]:
-        """The blocks, in the order of the forward pass."""
-
-    @property
-    def enter(self) -> Callable[..., tuple[Tree, Tree]]:
-        """The function that starts the forward pass. It takes the model's inputs as keyword arguments and returns (h,
-        shared). h is the input of the first block. `shared` is read by all blocks.
-        """
-
-    def block(self, kind: str) -> BlockFunction:
-        """Return the function that computes blocks of this `kind`. Its arguments are `(weights, h, shared, linear)`,
-        and it returns the output of a block. `weights` maps names within the block to weights. `h` is the input of the
-        block. `shared` is the value that all blocks read. The function calls `linear(name, weight, x)` for each of its
-        Linears. This call returns the output of the Linear, including its adapter. The output of the function must
-        depend only on its arguments.
-        """
-
-    @property
-    def leave(self) -> Callable[[Tree, Tree], Tree]:
-        """The function that ends the forward pass. It takes (h, shared) and returns the model's prediction. h is the output of
-        the last block.
-        """
 
 
 def loss_and_grads(
@@ -101,6 +53,7 @@ def loss_and_grads(
     is compiled. Its arrays become arguments of the graph. An array captured by a closure would be frozen into the
     graph.
     """
+    chain = on_cores(chain, inputs)
     backprop = BlockwiseBackprop(chain, adapters, scales)
     head = len(chain.blocks) - kept_blocks(plan, len(chain.blocks))
     h, shared = chain.enter(**inputs)
@@ -137,6 +90,7 @@ def predict(chain: Chain, adapters: Arrays, scales: Mapping[str, float], inputs:
     `inputs` are the keyword arguments of `chain.enter`. The function does not wait for the device: the prediction may
     still be in computation.
     """
+    chain = on_cores(chain, inputs)
     blocks = BlockwiseBackprop(chain, adapters, scales)
     h, shared = chain.enter(**inputs)
     visit = Visit(chain.blocks, range(len(chain.blocks)))

@@ -16,6 +16,7 @@ import mlx.core as mx
 from stages.kernels import compiles as compiles
 from stages.kernels import dispatch as dispatch
 from stages.kernels import limited
+from stages.tuner.blockwise.cores import cores
 
 GB = 1e9
 HEADROOM = 0.15  # share of the device's memory left for the system, MLX's cache and copies
@@ -24,6 +25,8 @@ LEAST = 1_000_000_000  # bytes: the budget never falls below
 FREE_PAGES = r"^Pages (?:free|inactive|speculative|purgeable):\s+(\d+)"  # lines of `vm_stat`
 BUFFER_VARIABLE = "MLX_MAX_MB_PER_BUFFER"  # MLX: MB that operations read before MLX submits them to the device
 BUFFER_MB = "200"
+WIDTH_VARIABLE = "MLX_BFS_MAX_WIDTH"  # MLX: how many branches of a graph are followed in turn; more are computed depth first
+WIDTH = "100000"  # more than any graph has
 EXACT = {"MLX_ENABLE_TF32": "0", "MLX_CONV_WINOGRAD": "0"}  # MLX: float32 products in full, convolutions without Winograd
 LARGE_BUFFERS = ((8, 0), (9, 0), (10, 0), (12, 0))  # CUDA compute capabilities for which MLX's own limit is 400 or 1000 MB
 
@@ -122,18 +125,21 @@ def gathers_large_command_buffers() -> bool:
     return (info.get("compute_capability_major"), info.get("compute_capability_minor")) in LARGE_BUFFERS
 
 
-def limit_command_buffers() -> None:
-    """Make MLX submit operations to some CUDA GPUs in smaller batches, to lower peak memory. The operations of one
-    batch then read about 200 MB. Call it before the first MLX operation of the process. It affects only the GPUs for
-    which `gathers_large_command_buffers` returns True.
+def configure_scheduler() -> None:
+    """Set how MLX orders operations on this device, for less memory and time. Call it before the first MLX operation of the
+    process. It sets environment variables, unless the user has set them. MLX reads each of them only once.
 
-    It sets the environment variable `MLX_MAX_MB_PER_BUFFER`, unless the user has set it. MLX reads this variable only
-    once.
+    On the GPUs for which `gathers_large_command_buffers` returns True, the variable is `MLX_MAX_MB_PER_BUFFER`. MLX then
+    submits operations in smaller batches, each reading about 200 MB. All arrays of a batch are alive until it is done.
+    data/bench.md compares the peaks.
 
-    All arrays of a command buffer are alive until it is done. data/bench.md compares the peaks.
+    On a CPU with several cores, the variable is `MLX_BFS_MAX_WIDTH`. MLX then takes operations from all parts of a graph in
+    turn. By default, it computes a graph with many results depth first, and cores wait for each other.
     """
     if gathers_large_command_buffers():
         os.environ.setdefault(BUFFER_VARIABLE, BUFFER_MB)
+    if mx.default_device() == mx.cpu and len(cores().streams) > 1:
+        os.environ.setdefault(WIDTH_VARIABLE, WIDTH)
 
 
 def compute_exactly() -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import mlx.core as mx
 
 from stages.tuner.adapters import lora
-from stages.tuner.blockwise.backprop import Arrays, Chain, Tree, compiled_functions, forward_function
+from stages.tuner.blockwise.backprop import compiled_functions, forward_function
+from stages.tuner.blockwise.chain import Arrays, Chain, Tree
+from stages.tuner.blockwise.cores import on_cores
 from stages.tuner.blockwise.device import dispatch, live_memory_limit
 from stages.tuner.blockwise.visit import Visit
 
@@ -36,7 +38,6 @@ class BlockwiseForward:
         cast to `dtype`. If `dtype` is None, they keep their dtype.
         """
         self.chain = chain
-        self.compiled = compiled_functions(chain)
         arrays = {name: cast_matrix(array, dtype) for name, array in (adapters or {}).items()}
         mx.eval(arrays)
         names = [block.name for block in chain.blocks]
@@ -49,23 +50,18 @@ class BlockwiseForward:
         keyword arguments as for `chain.enter`. The call waits until the device has computed the result.
         """
         with live_memory_limit(self.live_bytes):
-            h, shared = self.chain.enter(**inputs)
+            chain = on_cores(self.chain, inputs)
+            compiled = compiled_functions(chain)
+            h, shared = chain.enter(**inputs)
             dispatch(h, shared)
-            visit = Visit(self.chain.blocks, range(len(self.chain.blocks)))
+            visit = Visit(chain.blocks, range(len(chain.blocks)))
             for n in visit:
-                h = self.block(n, visit.weights, h, shared)
+                run: Callable[..., Tree] = compiled(forward_function, chain.blocks[n].kind)
+                h = run(self.adapters[n], visit.weights, h, shared, self.scales[n])
                 visit.dispatch(h)
-            prediction: mx.array = self.chain.leave(h, shared)
+            prediction: mx.array = chain.leave(h, shared)
             mx.eval(prediction)
         return prediction
-
-    def block(self, n: int, weights: Tree, h: Tree, shared: Tree) -> Tree:
-        """Return the output of one block of the model. `n` is the index of the block, from 0. `weights` holds the
-        block's weights by name. `h` is the input of the block. `shared` is the data that all blocks read, such as
-        tables of rotary position embeddings. `chain.enter` returns `(h, shared)` for the first block.
-        """
-        run: Callable[..., Tree] = self.compiled(forward_function, self.chain.blocks[n].kind)
-        return run(self.adapters[n], weights, h, shared, self.scales[n])
 
 
 def cast_matrix(array: mx.array, dtype: Any) -> mx.array:

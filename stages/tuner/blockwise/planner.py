@@ -16,7 +16,8 @@ import mlx.core as mx
 
 from stages.tuner.adapters import dora, full, lokr
 from stages.tuner.adapters.targets import Target
-from stages.tuner.blockwise.backprop import Chain, Plan, Tree, kept_blocks
+from stages.tuner.blockwise.backprop import Plan, kept_blocks
+from stages.tuner.blockwise.chain import Chain, Tree
 from stages.tuner.blockwise.device import blocks_in_flight
 from stages.tuner.quantize import CHUNK, GROUP, is_packable
 

@@ -14,7 +14,8 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
-from stages.tuner.blockwise.backprop import Arrays, Chain, Loss, Plan, Tree, Values, loss_and_grads, main_losses, predict
+from stages.tuner.blockwise.backprop import Loss, Plan, Values, loss_and_grads, main_losses, predict
+from stages.tuner.blockwise.chain import Arrays, Chain, Tree
 from stages.tuner.ranks import Ranks
 
 Join = Callable[[list[Tree]], Tree]  # predictions of all parts, in order -> the prediction of the whole batch

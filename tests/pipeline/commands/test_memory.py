@@ -111,7 +111,7 @@ def test_the_profile_limits_command_buffers_as_training_does_before_it_asks_for_
         asked.append("estimated")
         raise ValueError("far enough")
 
-    monkeypatch.setattr(memory, "limit_command_buffers", lambda: asked.append("decided"))
+    monkeypatch.setattr(memory, "configure_scheduler", lambda: asked.append("decided"))
     monkeypatch.setattr(memory, "require_fit", require_fit)
     with pytest.raises(ValueError, match="far enough"):
         next(memory.report(TINY, tmp_path))

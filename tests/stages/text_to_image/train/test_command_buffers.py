@@ -26,14 +26,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.delenv(compute_device.BUFFER_VARIABLE)
     monkeypatch.setattr(compute_device, "gathers_large_command_buffers", lambda: True)
     asked: list[str] = []
-    real = compute_device.limit_command_buffers
+    real = compute_device.configure_scheduler
 
     def watched(name: str, function: Any, *given: Any, **named: Any) -> Any:
         asked.append(name)
         return function(*given, **named)
 
     for module in (loop, tuner_replay):
-        monkeypatch.setattr(module, "limit_command_buffers", lambda: [asked.append("decided"), real()][1])
+        monkeypatch.setattr(module, "configure_scheduler", lambda: [asked.append("decided"), real()][1])
     for library in (mx, mx.random, mx.fast):
         for name, function in list(vars(library).items()):
             if type(function).__name__ == "nb_func" and name not in ASKS:

@@ -8,8 +8,8 @@ from stages.tuner.blockwise.device import (
     BUFFER_VARIABLE,
     EXACT,
     compute_exactly,
+    configure_scheduler,
     device_bytes,
-    limit_command_buffers,
     live_memory_limit,
     memory_budget,
 )
@@ -69,14 +69,14 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch, info: dict, device=mx.gpu, c
 
 def test_command_buffers_are_limited_on_a_cuda_device_with_large_ones(monkeypatch):
     pretend_device(monkeypatch, H200)
-    limit_command_buffers()
+    configure_scheduler()
     assert os.environ.get(BUFFER_VARIABLE) == "200"
 
 
 def test_a_users_own_limit_of_command_buffers_stays(monkeypatch):
     pretend_device(monkeypatch, H200)
     monkeypatch.setenv(BUFFER_VARIABLE, "1000")
-    limit_command_buffers()
+    configure_scheduler()
     assert os.environ[BUFFER_VARIABLE] == "1000"
 
 
@@ -87,5 +87,5 @@ def test_a_users_own_limit_of_command_buffers_stays(monkeypatch):
 )
 def test_command_buffers_of_other_devices_are_left_alone(where, monkeypatch):
     pretend_device(monkeypatch, *where)
-    limit_command_buffers()
+    configure_scheduler()
     assert BUFFER_VARIABLE not in os.environ

@@ -1,0 +1,45 @@
+"""Operations with a gradient of their own. MLX computes the gradient on the stream of the operation.
+
+A stream is a queue of operations. On a CPU, each stream has a thread. MLX builds the gradient of its own operations on their
+streams. It builds the gradient of an `mx.custom_function` on the stream that is the default when the gradient is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import mlx.core as mx
+
+Gradient = TypeVar("Gradient", bound=Callable[..., Any])
+
+
+class OwnGradient:
+    """A function of arrays with a gradient of its own. Use it like `mx.custom_function`: the class decorates the function,
+    and its method `vjp` decorates the gradient. The gradient is computed on the stream on which the function was called.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.gradient: Callable[..., Any] | None = None
+
+    def vjp(self, gradient: Gradient) -> Gradient:
+        """Set the gradient of the function, and return `gradient`. It is called as `gradient(primals, cotangents, outputs)`.
+        `primals` are the arguments of the function. `cotangents` are the gradients with respect to its `outputs`. It returns
+        the gradients with respect to `primals`, in their order.
+        """
+        self.gradient = gradient
+        return gradient
+
+    def __call__(self, *arguments: mx.array) -> Any:
+        """Return what the function returns for `arguments`."""
+        stream, gradient = mx.default_stream(mx.default_device()), self.gradient
+        assert gradient, "an operation with its own gradient must define it"
+        traced: Any = mx.custom_function(self.function)
+
+        def backward(*found: Any) -> Any:
+            with mx.stream(stream):
+                return gradient(*found)
+
+        traced.vjp(backward)
+        return traced(*arguments)
