@@ -10,33 +10,32 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 from stages import blas
-
-if TYPE_CHECKING:
-    from stages.tuner.blockwise.chain import BlockFunction, Chain, Linear, Tree
+from stages.tuner.blockwise.chain import BlockFunction, Chain, Linear, Tree
 
 
 @dataclass
 class Cores:
     """The CPU cores that this process may use. `streams` has one MLX stream per core. A stream is a queue of operations with a
-    thread. `parts` is the number of streams in use.
+    thread of its own. Each Python thread that uses a stream gets its own queue. `parts` is the number of streams in use.
     """
 
-    streams: Sequence[mx.Stream]
+    streams: Sequence[mx.ThreadLocalStream]
     parts: int = 1
 
-    def share(self, parts: int) -> Sequence[mx.Stream]:
+    def share(self, parts: int) -> Sequence[mx.ThreadLocalStream]:
         """Return `parts` streams, and give the products of each of them an equal share of the cores.
 
         If the share changes, the call waits for running operations. The rounding of a product depends on its number of threads.
         """
         if parts != self.parts:
-            for stream in (mx.default_stream(mx.cpu), *self.streams):
+            mx.synchronize(mx.cpu)
+            for stream in self.streams:
                 mx.synchronize(stream)
             blas.set_threads(max(1, len(self.streams) // parts))
             self.parts = parts
@@ -48,7 +47,7 @@ def cores() -> Cores:
     """Return the CPU cores that this process may use. Their number is the environment variable `OMP_NUM_THREADS`, or that of
     the machine. It is read at the first call.
     """
-    return Cores([mx.new_stream(mx.cpu) for _ in range(blas.threads())])
+    return Cores([mx.new_thread_local_stream(mx.cpu) for _ in range(blas.threads())])
 
 
 def on_cores(chain: Chain, inputs: Mapping[str, Any]) -> Chain:
@@ -70,7 +69,7 @@ class DividedChain:
     is that of the whole batch.
     """
 
-    def __init__(self, chain: Chain, streams: Sequence[mx.Stream]) -> None:
+    def __init__(self, chain: Chain, streams: Sequence[mx.ThreadLocalStream]) -> None:
         self.chain, self.streams, self.blocks = chain, streams, chain.blocks
 
     def enter(self, **inputs: Any) -> tuple[Tree, Tree]:

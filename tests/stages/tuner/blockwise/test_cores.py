@@ -1,5 +1,6 @@
 import ctypes
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import numpy as np
@@ -24,7 +25,7 @@ def use_cores(monkeypatch):
     """A function that lets this process use so many cores. It returns the numbers of BLAS threads that were set."""
 
     def use(count: int) -> list[int]:
-        found, asked = Cores([mx.new_stream(mx.cpu) for _ in range(count)]), list[int]()
+        found, asked = Cores([mx.new_thread_local_stream(mx.cpu) for _ in range(count)]), list[int]()
         monkeypatch.setattr(cores_file, "cores", lambda: found)
         monkeypatch.setattr(device, "cores", lambda: found)
         monkeypatch.setattr(blas, "set_threads", asked.append)
@@ -68,6 +69,15 @@ def test_a_prediction_of_several_cores_has_the_samples_in_order(use_cores):
         BlockwiseForward(model, adapters, scales)(**batch(SAMPLES)),
     ):
         assert mx.allclose(found_BLC, alone_BLC, rtol=1e-5, atol=1e-6)
+
+
+def test_a_thread_of_the_program_computes_on_several_cores_too(use_cores):
+    model = tiny()
+    use_cores(2)
+    forward = BlockwiseForward(model)
+    alone_BLC = np.array(forward(**batch(SAMPLES)))
+    with ThreadPoolExecutor(1) as pool:
+        assert np.array_equal(pool.submit(lambda: np.array(forward(**batch(SAMPLES)))).result(), alone_BLC)
 
 
 def test_several_texts_of_queries_and_documents_are_divided_alike(use_cores):
