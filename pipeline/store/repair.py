@@ -118,10 +118,11 @@ def _all_tensor_bytes(path: Path, schema: TableSchema) -> int:
 
 
 def _newer_rows(rows: pa.Table, unknown: list[Path], schema: TableSchema) -> Iterator[pa.Table]:
-    """Yield the rows that shards hold and the index lacks, as one table per shard. A shard is an Arrow file with rows
-    and tensors. If the index has a row with the same key in a shard of the same or a larger number, a row is left out.
-    `rows` is the index. `unknown` lists the paths of shards that the index does not name, by shard number. `schema`
-    describes the table. A yielded table has the columns of `schema.stored`, and `live` with nulls.
+    """Yield the rows of shards that are newer than the rows of the index, as one table per shard. A shard is an Arrow
+    file with rows and tensors. A larger shard number means newer rows. A row of a shard is new if the index has no row
+    with its key, or only one from a shard with a smaller number. `rows` is the index. `unknown` lists the paths of
+    shards that the index does not name, sorted by number. `schema` describes the table. A yielded table has the columns
+    of `schema.stored`, and a column `live` with nulls.
     """
     key = schema.key[0]
     newest = {name: shard_number(shard) for name, shard in zip(rows[key].to_pylist(), rows["shard"].to_pylist(), strict=True)}

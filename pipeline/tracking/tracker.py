@@ -77,8 +77,9 @@ def catch_up(tracker: Tracker, rows: pa.Table, last: int, *, unfinished: bool = 
 
 
 class Following:
-    """Copies the metrics of a training stage to `tracker`. Call the object with the batches of the stage. It yields
-    them unchanged. After each batch, it copies the steps whose rows `writer` has committed.
+    """Copies the metrics of a training stage to `tracker`. Call the object with an iterator over the record batches of
+    the stage. It yields each batch unchanged, so that `writer` can store it. After that, it sends the metrics of all
+    newly stored training steps to `tracker`.
     """
 
     def __init__(self, tracker: Tracker, writer: Writer) -> None:

@@ -105,8 +105,10 @@ def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPl
 
 
 class TrainingRun:
-    """One run of the training loop, from the point `start` to the last step. `start` holds a checkpoint (or none, at step 0)
-    and the rows that are not stored yet. `ranks` are the processes that train together. Call `go` to run the loop.
+    """One run of the training loop. It begins at `start`: a checkpoint, or step 0 if there is none, together with the
+    rows of earlier steps that the table does not hold yet. It ends after the last step. `ctx` is the run's context,
+    `task` supplies data, model and loss, and `control` stops or pauses the run. `ranks` are the processes that train
+    together. Call `go` to run the loop.
     """
 
     def __init__(

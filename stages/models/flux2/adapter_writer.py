@@ -43,10 +43,10 @@ def to_comfyui(arrays: Arrays, scales: Scales) -> Arrays:
 
 
 def _fuse(fused: str, arrays: Arrays, scales: Scales) -> Arrays:
-    """Return the adapter (LoRA or DoRA) of one Linear of Black Forest Labs' code, as a dict from ComfyUI's keys to
-    arrays. `fused` is the name of this Linear. `arrays` holds adapters with diffusers' names in the keys, such as
-    "proj_out.lora_A.weight". `scales` maps each Linear in diffusers to the scale of its update. Raises ValueError if
-    the adapters of several Linears cannot be joined.
+    """Return the adapter (LoRA or DoRA) of one Linear as a dict from ComfyUI's keys to arrays. `fused` is the name of
+    the Linear in the code of Black Forest Labs, which joins several Linears of diffusers, such as q, k and v, into one.
+    `arrays` holds the adapters of diffusers' Linears by keys such as "proj_out.lora_A.weight". `scales` maps each of
+    diffusers' Linears to the scale of its update. Raises ValueError if the adapters cannot be joined.
 
     The Linear may combine several Linears of diffusers, such as q, k and v. Their adapters are then joined into one.
     The scales are multiplied into the result.

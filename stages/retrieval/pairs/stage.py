@@ -169,10 +169,10 @@ def mark_duplicates(rows: list[Row], units: dict[str, Row]) -> list[Row]:
 
 
 def mark_leaks(rows: list[Row], units: dict[str, Row], limit: float) -> list[Row]:
-    """Return copies of `rows` in the same order, with leaks from the training split rejected. `rows` are rows of the
-    table `pairs`. A training pair is a leak if its body is too similar to the body of a validation or test pair.
-    `limit` is the largest similarity that is allowed, 0 to 1. The similarity is the Jaccard index of the word trigrams.
-    `units` maps unit_ids to rows of the table `units`.
+    """Return copies of `rows`, in the same order. Training rows that leak held-out data are marked as rejected: their
+    column `rejected` says why. `rows` are rows of the table `pairs`. A training row leaks if its function is more
+    similar to the function of a validation or test row than `limit`. The similarity is the Jaccard index of the word
+    trigrams, 0 to 1. `units` maps the id of a function to its row in the table `units`.
     """
     used = [row for row in rows if row["rejected"] is None]
     held_out = [units[row["unit_id"]] for row in used if row["split"] != "train"]

@@ -39,8 +39,8 @@ def snapshot(ctx: StageContext) -> pa.Table:
     """Return the data that the run's result depends on, as an Arrow table of texts. `ctx` is the stage's context: its
     input tables and settings. The table has one row per pair. `use` is "train" or "held out". `query_id` and `text_id`
     are the keys of query and document. `group` names the pair's duplicate group. `negatives` are the keys of the hard
-    negatives, with spaces between. Raises ValueError if the tables lack needed rows, or if there is no file [train]
-    `initial`.
+    negatives, separated by spaces. Raises ValueError if the tables lack needed rows, or if the adapter file that
+    [train] `initial` names does not exist.
 
     Pairs with equal queries or equal documents are in one duplicate group. If [train] `initial` names an adapter, one
     more row has the `use` "initial". Its `query_id` is the sha256 of the adapter's file.

@@ -141,10 +141,11 @@ def caption_places(path: str, folder: str) -> list[str]:
 
 
 def caption_file(path: str, paths: list[str], folder: Path, config: CaptionSources, project: Path) -> str:
-    """Return the path of a new caption file for an image. For the image "a.png" it is "a.txt". If there is also an
-    image such as "a.jpg", it is "a.png.txt". `path` is the image, and `paths` are all images. All paths are relative to
-    `folder`, the image folder. `config.folder` is a separate folder for caption files, or "". A relative one starts at
-    `project`. The result is "" if `config.sources` lacks "sidecar", or if the image is inside another file.
+    """Return the path of a new caption file for the image `path`: "a.txt" for "a.png", or "a.png.txt" if another image
+    has the same name without its extension, such as "a.jpg". `paths` are all images. All paths are relative to the
+    image folder `folder`. If `config.folder` names a separate folder for captions, the file lies there; a relative name
+    is relative to the folder `project`. The result is "" if `config.sources` lacks "sidecar", or if the image lies in
+    an archive.
     """
     if "sidecar" not in config.sources or packed.split(folder / path):
         return ""

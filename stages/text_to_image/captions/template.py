@@ -60,7 +60,9 @@ def trigger_in(text: str, trigger: str) -> bool:
 
 
 def replace_foreign(text: str, word: str) -> str:
-    """Return `text` with `word` in place of every "[trigger]", in any case of letters."""
+    """Return `text` with every "[trigger]" replaced by `word`. Other trainers write "[trigger]" for the trigger word.
+    Upper and lower case do not matter.
+    """
     return re.sub(re.escape(FOREIGN), lambda match: word, text, flags=re.IGNORECASE)
 
 

@@ -149,9 +149,9 @@ def load_encoder(family: Family, weights: Path, tokenizer: Path, config: Embeddi
 
 
 def forecast(outlook: Outlook) -> Forecast:
-    """Return the peak memory and the disk space per text of the stage `embeddings`, as a `Forecast` in bytes. It is
-    computed from array shapes alone. `outlook` holds the settings, the model family and the memory budget. If the
-    memory exceeds the budget, the result also names settings that would fit.
+    """Return an estimate of what the stage `embeddings` needs, as a `Forecast` in bytes: its peak memory, and the disk
+    space of one text. It is computed from array shapes alone. `outlook` holds the settings, the model family and the
+    memory budget. If the memory exceeds the budget, the result also names settings that would fit.
     """
     config, family, weights = outlook.sections["embeddings"], outlook.family, outlook.weights("text_encoder")
     plan = estimate(config, family, weights, config.memory == "layers")

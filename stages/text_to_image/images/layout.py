@@ -140,9 +140,9 @@ def _describe_folders(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _describe_references(found: list[Row], rows: list[Row]) -> Iterator[str]:
-    """Yield lines about reference images, for the user. A reference is a picture that an edit starts from. The lines
-    say how many references there are. They name one that belongs to no image. `found` are the rows of the table
-    `images` for references. `rows` are all rows of the table.
+    """Yield lines for the user about reference images. A reference is an image that an edit starts from. The lines say
+    how many references there are, and name a reference whose image is missing. `found` are the rows of the table
+    `images` that are references. `rows` are all rows of the table.
     """
     if not found:
         return

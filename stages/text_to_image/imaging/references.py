@@ -58,9 +58,9 @@ def _folder_of(path: str, names: Sequence[str]) -> tuple[Parts, str, Parts] | No
 
 
 def _places(images: Sequence[str]) -> dict[tuple[Parts, Parts], str]:
-    """Return a dict in which the image of a reference can be looked up. `images` are the paths of images. A value is
-    the path of an image. A key is (folders above, path below), two of the three values that `_folder_of` returns for a
-    reference. For example, train/control/cat.png is a reference of train/cat.png. Its key is (("train",), ("cat",)).
+    """Return a dict that finds the image to which a reference belongs. `images` are the paths of all images. A key has
+    two parts: the folders above the folder of references, and the path below it. A value is the path of an image. For
+    example, train/control/cat.png is a reference of train/cat.png. Its key is (("train",), ("cat",)).
 
     An image has several keys. The key ((), ("cat",)) also gives train/cat.png, for the reference control/cat.png.
     Images in a folder beside the references, such as train/target/cat.png, have the key (("train",), ("cat",)) too. If

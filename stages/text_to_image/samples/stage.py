@@ -281,9 +281,9 @@ def read_embedding(ctx: StageContext, caption_id: str) -> mx.array:
 
 
 def opened_files(ctx: StageContext) -> Iterator[Path]:
-    """Yield the paths of files of the user that the stage `samples` opens. First come the reference images that the
-    settings [samples] `references` and `prompt_references` name. An edit starts from its reference images. Then comes
-    the adapter file that `adapter` names, if it is set. `ctx` is the stage's context, which holds the settings.
+    """Yield the paths of the user's files that the stage `samples` reads, in this order: the reference images of the
+    settings [samples] `references` and `prompt_references`, then the adapter file of the setting `adapter`, if it is
+    set. A reference is an image that an edit starts from. `ctx` is the stage's context, which holds the settings.
     """
     of_prompts = (ctx.config.prompt_references or {}).values()
     yield from (ctx.root / name for names in (ctx.config.references, *of_prompts) for name in names)

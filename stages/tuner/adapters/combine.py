@@ -54,8 +54,8 @@ class Cut:
         return max(relative.items(), key=lambda item: item[1])
 
     def __or__(self, other: Cut) -> Cut:
-        """Return a LoRA with the Linears of this LoRA and of `other`. If a Linear is in both, its arrays and errors are
-        those of `other`.
+        """Return a LoRA with the Linears of this LoRA and of the LoRA `other`. For a Linear that is in both, the arrays
+        and the approximation error of `other` are used.
         """
         return Cut(self.arrays | other.arrays, {**self.errors, **other.errors})
 

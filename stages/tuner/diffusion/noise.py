@@ -114,9 +114,10 @@ class SigmaDistribution:
         return {"uniform": np.ones_like(s), "high_noise": high, "low_noise": low, "both_ends": (high + low) / 2}[self.base]
 
     def _inverse_mode(self, s: Floats) -> Floats:
-        """Return the numbers `u`, from 0 to 1, that the base distribution "mode" turns into the noise levels `s`. `s`
-        is an array of noise levels before the shift. The result has the shape of `s`. "mode" computes a level as `u +
-        scale (cos(pi u / 2)^2 - 1 + u)`, where `scale` is the attribute of this name.
+        """Return the uniform numbers `u` from which the base distribution "mode" computes the noise levels `s`. It
+        computes `s = u + scale (cos(pi u / 2)^2 - 1 + u)`, where `scale` is the attribute of this name, and this
+        function solves for `u`. `s` is an array of noise levels before the shift. The result has the shape of `s` and
+        values from 0 to 1.
 
         The inverse has no closed form, so it is found by bisection.
         """
