@@ -106,9 +106,12 @@ class Project(project.Project):
         return states(self)
 
     def verify(self, *, repair: bool = False) -> list[Finding]:
-        """Check all files of the project, and return the damage that was found, as a list of `Finding`. If `repair` is
-        True, damaged rows and files are first removed, and those of the current settings are computed again. The list
-        then holds only the damage that remains.
+        """Check all files of the project, and return a list with one `Finding` for each damaged file. If `repair` is
+        True, damaged rows and files are first removed. Then the removed rows and files of tables with the current
+        settings are made again. In this case, the list holds only the damage that remains.
+
+        Tables of other settings get their rows back in the next run with those settings. Damaged weights are not
+        repaired.
         """
         from pipeline.commands.verify import find_damage, repair_project
 

@@ -59,12 +59,13 @@ def free_ports(count: int) -> list[int]:
 
 
 def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]], say: Callable[[str], None]) -> int:
-    """Run `command` once for each rank, and wait for all of them. A rank is one of the processes that train together.
-    `environments` has one dict of environment variables per rank. Rank 0 uses the terminal of this process. The
-    standard output of the other ranks is discarded. `say` is called with each line of their standard error, after the
-    number of the rank. Return the exit code of the first rank that failed, or 0.
+    """Run `command` once for each rank, and wait for all of them. Return 0 if all ranks succeed, else the exit code of
+    a rank that failed. A rank is one of the processes that train together. `environments` has one dict of environment
+    variables per rank. Rank 0 uses the terminal of this process. The standard output of the other ranks is discarded.
+    Each line of their standard error is passed to `say`, with the rank in front: "rank 1: out of memory".
 
-    If a rank fails, the others are killed soon afterwards. Whatever they wrote is complete, because files appear by rename.
+    If a rank fails, the others have `GRACE_SECONDS` to end by themselves. Then they are killed. Whatever they wrote is
+    complete, because files appear by rename. If a signal ended a rank, `say` is also called with one line about this.
     """
     processes: list[subprocess.Popen[str]] = []
     readers = []
@@ -98,10 +99,13 @@ def _pass_on(lines: IO[str], rank: int, say: Callable[[str], None]) -> None:
 
 
 def _wait(processes: Sequence[subprocess.Popen[str]], say: Callable[[str], None]) -> int:
-    """Wait until all ranks (training processes) have ended. Return the exit code of a rank that failed, or 0. If a
-    signal ended a rank, the code is that of this rank: 128 plus the signal's number. Otherwise, it is that of the
-    failed rank with the lowest number. `say` is called with one line for the user if a signal ended a rank. Ranks that
-    still run `GRACE_SECONDS` after a failure are left running.
+    """Wait until all ranks (training processes) have ended, but after a failure for at most `GRACE_SECONDS`. Return 0
+    if no rank failed, else the exit code of a rank that failed. `processes` holds the ranks in the order of their
+    numbers. `say` is called with one line for the user if a signal ended a rank.
+
+    If a signal ended a rank, the result is 128 plus the number of the signal, such as 137 for signal 9. If ranks failed
+    only in other ways, the result is the exit code of the one with the lowest number. Ranks that still run at the end
+    are not ended by this function.
     """
     deadline = float("inf")
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:

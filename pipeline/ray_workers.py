@@ -102,10 +102,10 @@ class Worker:
 
     @_group("work")
     def compute(self, pending: pa.Table, stored: pa.Table, files: Sequence[ShippedFile] = ()) -> Result:
-        """Compute a work unit. Return its rows and artifacts, messages for the user, and the error that ended it, if
-        any. `pending` holds the rows to compute. `stored` holds the rows with the same keys that the stage's table has
-        already. `files` are the files that were sent with the unit. If the user stops the run, the rows so far are
-        returned.
+        """Compute a work unit and return a `Result`: the rows and artifacts of the unit, messages for the user, and the
+        error that ended the unit, if any. A work unit is some rows of a table. `pending` holds the rows to compute.
+        `stored` holds the table's old rows with the same keys as rows of `pending`, if there are any. `files` are the
+        files that were sent with the unit. If the user stops the run, the result holds the rows computed so far.
         """
         unit, result = dataclasses.replace(self.common, pending=pending, stored=stored), Result()
         try:
@@ -234,10 +234,12 @@ def nothing(unit: WorkUnit) -> list[ShippedFile]:
 
 
 def unit_files(ctx: StageContext, opens: Callable[[StageContext], Iterator[Path]] | None) -> Files:
-    """Return a function `files(unit)` that returns the packed files of the work unit `unit`, as a list. Packed files
-    can be sent to a worker. `opens(context)` yields the paths of the files that the context's pending rows need. It is
-    called with a copy of `ctx`, the stage's context, that has the unit's pending rows. If `opens` is None, the list is
-    empty.
+    """Return a function `files(unit)`. It packs the input files of the work unit `unit` (some rows of a table) and
+    returns them as a list of `ShippedFile`, ready to be sent to a worker. `ctx` is the context of the stage. `opens` is
+    the stage's own function that yields the paths of the files that pending rows need. If `opens` is None, the list is
+    always empty.
+
+    `opens` takes a context. For each unit, it is called with a copy of `ctx` whose pending rows are those of the unit.
     """
     packer = Packer(ray.put)
     return lambda unit: packer.pack(opens(dataclasses.replace(ctx, pending=unit.pending))) if opens else []

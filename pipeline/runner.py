@@ -146,10 +146,13 @@ def _begin(project: Project, stage: Stage, ctx: StageContext, run_name: str, not
 
 
 def _finish(stage: Stage, ctx: StageContext, writer: Writer, wanted: pa.Table) -> pa.Table:
-    """End a run: commit the rows that `stage.finish` yields, if the stage has this function. `ctx` is the stage's
-    context. Rows are committed through `writer`. `wanted` holds the rows that the stage wanted at the start. Return the
-    rows that are wanted now. If all rows of `wanted` are stored, this is `wanted`. Otherwise it is the result of
-    `stage.wants(ctx)`.
+    """End a run of `stage`, and return the rows that the stage's table should now have. If the stage has a function
+    `finish`, the rows that it yields are committed first. `ctx` is the stage's context. `writer` commits the rows.
+    `wanted` holds the rows that the table should have, as decided at the start of the run.
+
+    If all rows of `wanted` are stored, `wanted` is returned. If some are missing, the stage is asked again, and the
+    result of `stage.wants(ctx)` is returned. For example, a training run that early stopping has ended needs fewer rows
+    than at its start.
     """
     ctx.stored = writer.stored
     if stage.finish:

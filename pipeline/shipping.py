@@ -90,10 +90,14 @@ def files_below(path: Path) -> Iterator[Path]:
 
 
 def lasting_files(stage: Stage, resources: Mapping[str, Resource], inputs: Iterable[Path], ctx: StageContext) -> Iterator[Path]:
-    """Yield the paths of the files that every work unit (some rows) of `stage` needs. These are the files in the
-    folders `inputs`, which hold input tables, and the stage's weights. If `stage.opens` is None, the files in the other
-    folders that the stage needs are added. `resources` maps the name of each resource to its declaration.
-    `ctx.need(name)` returns the path of a resource.
+    """Yield the paths of the files that every work unit of the stage `stage` needs. A work unit is a number of rows
+    that one worker computes. `resources` maps the name of each resource, such as a folder or weights, to its
+    declaration. `inputs` are the folders of the input tables. `ctx` is the stage's context, and `ctx.need(name)`
+    returns the path of a resource. All files in `inputs` and all weights that the stage needs are yielded.
+
+    A stage may also need other folders, such as the folder of the images. `stage.opens` is a function that tells which
+    of their files a work unit opens, so that only these files are sent with the unit. If `stage.opens` is None, this is
+    not known, and all files in these folders are yielded here.
     """
     for folder in inputs:
         yield from files_below(folder)
@@ -134,7 +138,9 @@ class Mirror:
             self.present[file.path] = stamp
 
     def remove_others(self, files: Iterable[ShippedFile]) -> None:
-        """Remove the copies of all files except `files`."""
+        """Delete the copies in this folder that are not copies of `files`. `files` describes the files on the other
+        machine whose copies are kept.
+        """
         for path in self.present.keys() - {file.path for file in files}:
             self.place(path).unlink(missing_ok=True)
             del self.present[path]
@@ -153,8 +159,10 @@ class Mirror:
         return dataclasses.replace(unit, inputs=inputs, needs=needs, config=config, artifacts=artifacts, root=root)
 
     def settings(self, config: Any) -> Any:
-        """Return a copy of the config dataclass `config` with paths of this machine. Settings that are declared as paths
-        (`path=True`) change, also in dataclasses within `config`. Relative paths and other texts stay.
+        """Return a copy of the config dataclass `config` in which absolute paths are replaced by the paths of the
+        copies on this machine. For example, "/data/cats" becomes "<folder>/data/cats". Here, <folder> is the attribute
+        `folder`. Only texts in settings that are declared with `path=True` are replaced. Settings of dataclasses within
+        `config` are replaced in this way too. Relative paths and all other settings are unchanged.
         """
         changed = {}
         for field in dataclasses.fields(config):

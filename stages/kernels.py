@@ -64,8 +64,9 @@ def most_outputs(rows: int, inputs: int, multiple: int = 128) -> int | None:
 
 
 def most_items(flop: float) -> int | None:
-    """Return how many items one GPU kernel may compute so that it takes at most `LIMIT` floating-point operations, but at
-    least 1. One item takes `flop` operations. The result is None if kernels have no limit on the default device.
+    """Return how many items one GPU kernel may compute. This is the largest number of items that take at most `LIMIT`
+    floating-point operations together. `flop` is the number of floating-point operations that one item takes. If `flop`
+    is above `LIMIT`, the result is 1. If kernels have no limit on the default device, the result is None.
     """
     return max(1, int(LIMIT // flop)) if limited() else None
 

@@ -32,7 +32,12 @@ class OwnGradient:
         return gradient
 
     def __call__(self, *arguments: mx.array) -> Any:
-        """Return what the function returns for `arguments`."""
+        """Call the decorated function and return its result. `arguments` are the arrays that are passed to the
+        function. The gradient of this call is later computed by the function that `vjp` decorated. Raises
+        AssertionError if `vjp` was not used.
+
+        The gradient is computed on the stream (queue of operations) that is the default stream during this call.
+        """
         stream, gradient = mx.default_stream(mx.default_device()), self.gradient
         assert gradient, "an operation with its own gradient must define it"
         traced: Any = mx.custom_function(self.function)

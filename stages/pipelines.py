@@ -88,14 +88,13 @@ class Panel:
 
 @dataclass(frozen=True)
 class Chain:
-    """What the command `latentmill follow TEXT` needs to know about one pipeline. The command finds one input, such as
-    an image, and shows what each stage computed from it. `table` has one row per input. `label` is the column with the
-    input's name. `text` tells the user what TEXT may be. `find(query, need, text)` returns the rows of `table` that
-    match TEXT, as dicts. `describe` maps the name of a table to a function `(query, row)` that yields lines about the
-    input.
+    """Describes how the command `latentmill follow TEXT` traces one input, such as an image, through the chain of a
+    pipeline's stages. `table` has one row per input. `label` is its column with the input's name. `text` says what TEXT
+    may be. `find(query, need, TEXT)` returns the rows of `table` that match TEXT, as dicts. `query(sql, **values)` runs
+    SQL and returns dicts. `need(name)` returns a resource of the pipeline, such as a folder's path. `describe` maps a
+    table's name to a function `(query, row)` that yields lines about the input.
 
-    `query(sql, **values)` runs SQL and returns rows as dicts. `need(name)` returns a resource of the pipeline, such as
-    the path of a folder. If `find` returns several rows, TEXT is ambiguous. `row` is the row that was found.
+    If `find` returns several rows, TEXT is ambiguous. `row` is the one row that `find` returned.
     """
 
     table: str  # the table whose row is found

@@ -29,17 +29,19 @@ def setting(
     unless: str = "",
     path: bool = False,
 ) -> Any:
-    """Return a field for a config dataclass: a setting whose value changes the content of rows. `doc` explains the
-    setting. `bounds` is (smallest, largest) allowed number, or None. `follows` names a setting, such as
-    "train.base_bits", whose value replaces None. If `unless`, a field of the same section, is set, None is not
-    replaced. `unrecorded` lists values that do not start a new table. `path` is True if the value is a path or a tuple
-    of paths. Raises TypeError if `default` is mutable.
+    """Return a field for a config dataclass: a setting whose value changes the content of rows. `default` is its
+    default value. `doc` explains it. `bounds` is (smallest, largest) allowed number, or None. `unrecorded` lists values
+    that are left out of the recipe (the record whose hash names a table's folder). If the value is None, the setting
+    named by `follows`, such as "train.base_bits", gives the value. If the field named by `unless` is set, `follows` has
+    no effect. `path` is True for a path or a tuple of paths.
 
-    The field is part of the recipe (the hash that names a table's folder). A different value starts a new table. Values
-    in `unrecorded` are not part of the recipe. Use it for a field that is added later. With the value that means "as
-    before", existing tables then keep their names.
+    `follows` and `unless` are "" if they are not used. `unless` names a field of the same dataclass.
 
-    For a tuple or a mapping, `bounds` applies to each value.
+    The field is part of the recipe, so a different value starts a new table. With a value in `unrecorded`, the recipe
+    is that of a project without the field. Use `unrecorded` for a field that is added later. With the value that means
+    "as before", existing tables then keep their names.
+
+    For a tuple or a mapping, `bounds` applies to each value. Raises TypeError if `default` is mutable.
     """
     return _field(default, doc, "setting", bounds, unrecorded=unrecorded, follows=follows, unless=unless, path=path)
 

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="List what would be deleted, and delete nothing.")
 @with_project
 def command(runs: bool, dry_run: bool, project: Project) -> None:
-    """Delete rows and tables that the present settings do not use. A table of other settings is deleted only if the
-    table of the present settings is built. Results such as trained adapters are kept, unless --runs is given. With
-    --dry-run, the command lists what it would delete, and deletes nothing.
+    """Delete rows and tables of the project that its present settings do not use. A stage has a separate table for each
+    choice of settings. Its tables for other settings are deleted only if a run of the stage with the present settings
+    has finished. Results such as trained adapters are kept, unless --runs is given. With --dry-run, the command lists
+    what it would delete, and deletes nothing.
     """
     for line in clean(project, runs=runs, dry_run=dry_run):
         click.echo(line)
@@ -84,11 +85,12 @@ def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int
 
 def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
     """Delete the unused rows and tables of the stage `name`. Yield `(line for the user, bytes freed)` for each
-    deletion. `project` is the opened project folder. If `delete` is False, nothing is deleted. If `dry_run` is True,
-    nothing is deleted either, and the pairs tell what would be deleted.
+    deletion. `project` is the opened project folder. If `delete` is False, the rows and tables are kept. The result is
+    then at most one pair: a line that says why tables are kept, and 0 as the number of bytes. If `dry_run` is True,
+    nothing is deleted either, but the pairs tell what would be deleted and how many bytes this would free.
 
-    If the tables of other settings are kept, one pair gives the reason and 0 bytes. One such pair is also all that is
-    yielded if the table of the present settings cannot be determined.
+    If `delete` is True, tables of other settings are still kept in two cases: the table of the present settings is not
+    built yet, or it cannot be determined. Then the only pair also has the reason and 0 bytes.
     """
     try:
         current = project.current(name)
@@ -108,8 +110,10 @@ def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> It
 def _clean_others(name: str, current: TableFolder, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
     """Delete the tables of the stage `name` that were built with other settings. Yield `(line for the user, bytes
     freed)` for each table. `current` is the stage's table for the present settings. If `delete` is False or `current`
-    is not built, the tables are kept. One pair then has the reason and 0 bytes. If `dry_run` is True, nothing is
-    deleted, and the pairs tell what would be deleted.
+    is not built, the tables are kept. In this case, the only pair has a line that says why they are kept, and 0 as the
+    number of bytes. If `dry_run` is True, nothing is deleted, and the pairs tell what would be deleted.
+
+    If the stage has no tables of other settings, nothing is yielded.
     """
     from pipeline.store.catalog import link_table
 

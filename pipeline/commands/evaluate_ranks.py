@@ -68,9 +68,10 @@ def group_rows(rows: list[Row]) -> Groups:
 
 
 def report(mode: str, encoders: dict[str, list[Row]]) -> Iterator[str]:
-    """Yield the lines of the report on one mode of the evaluation. `mode` is "plain", or "hard" if the documents that
-    answer a query lack the names of their functions. `encoders` maps each encoder to its rows of the table `ranks` in
-    this mode. An encoder is "base" (without an adapter), or the sha256 of an adapter.
+    """Yield the lines of the report on one mode of the evaluation. `mode` is "plain" or "hard". In the mode "plain",
+    the searched documents are complete. A document is the text of a piece of code, such as a function. In the mode
+    "hard", every document that answers a query lacks the name of its function or class. `encoders` maps each encoder to
+    its rows of the table `ranks` in this mode. An encoder is "base" (without an adapter), or the sha256 of an adapter.
     """
     first = next(iter(encoders.values()))
     name = "plain" if mode == "plain" else "hard: every unit's own name is removed"

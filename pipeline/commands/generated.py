@@ -90,9 +90,9 @@ def command(
 class Wish:
     """A request for pictures. Every prompt in `prompts` is drawn with every seed in `seeds`. `adapters` has pairs
     (adapter, strength), such as ("best", 1.0). A strength of 1 is as trained. The changes of several adapters are
-    added. `step` is the training step of a checkpoint; None takes the end of the run. `given` replaces settings of the
-    section [samples], such as {"width": 768}; None replaces none. `references` are image files that the model sees
-    while it draws.
+    added. `step` is the training step of a checkpoint; None means the end of the run. `given` holds settings that
+    replace those of the section [samples], such as {"width": 768}; None replaces no setting. `references` are image
+    files that the model sees while it draws.
 
     An adapter is "last", "best", "average", one of these with "@RUN", "none" or the path of a file. With "best", `step`
     must be None. The keys of `given` are "width" and "height" in pixels, "steps" and "guidance". A setting that is
@@ -217,9 +217,10 @@ def _facts(adapters: Sequence[tuple[Path, float]]) -> dict[str, Any]:
 
 
 def _weights(project: Project) -> dict[str, Any]:
-    """Return a dict that identifies the models with which pictures of `project`, the opened project folder, are drawn.
-    "weights" maps each component to the sha256 of its files. "settings" holds the precision settings of the
-    transformer. "text_precision" is the precision of the text encoder.
+    """Return a dict that identifies the models that draw the pictures. `project` is the opened project folder. The key
+    "weights" holds a dict from the name of each component, such as "transformer", to the sha256 of its files. The key
+    "settings" holds the precision settings of the transformer. The key "text_precision" holds the precision of the text
+    encoder.
 
     A row and this dict together determine the picture.
     """

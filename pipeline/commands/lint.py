@@ -21,10 +21,10 @@ STAGE = "checks"
 @click.option("--format", "style", type=click.Choice(STYLES), default="table", show_default=True, help="Format of the answer.")
 @with_project
 def command(style: str, project: Project) -> None:
-    """Look for mistakes in the images and captions. They are near-duplicates, blur, bad exposure, borders, small or very
-    long pictures, equal captions, captions without the trigger. The table `checks` is brought up to date first. Each
-    row that is printed is an image with warnings. A warning excludes no image; `[buckets] where` does. --format prints
-    the rows as a table, as CSV or as JSON.
+    """Look for mistakes in the images and captions. They are near-duplicates, blur, bad exposure, borders, small or
+    very long pictures, equal captions, captions without the trigger. The table `checks` is brought up to date first.
+    Each row that is printed is an image with warnings. Images with warnings are still used. To exclude images, set the
+    condition `where` in the section [buckets]. --format prints the rows as a table, as CSV or as JSON.
     """
     from pipeline import runner
 

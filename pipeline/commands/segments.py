@@ -35,8 +35,10 @@ def command(every: int, patience: int | None, path: str, overrides: tuple[str, .
 
 
 def run_stage(stage: str, *arguments: str) -> int:
-    """Run the command `latentmill run` for `stage` as a subprocess, and return its exit code. Any further positional
-    arguments (`*arguments`) are added to the command line. The subprocess uses the same terminal.
+    """Run the command `latentmill run` for the stage named `stage` as a subprocess, and return its exit code. After
+    `stage`, the call may have any number of further strings (`*arguments`). They are added to the end of the command
+    line. For example, `run_stage("train", "--project", "cats")` runs `latentmill run train --project cats`. The
+    subprocess uses the same terminal.
     """
     return subprocess.run([sys.executable, "-m", "pipeline", "run", stage, *arguments], check=False).returncode
 

@@ -164,13 +164,14 @@ def repair_project(
     say: Callable[[str], None] = lambda line: None,
     progress: ProgressCallback | bool = False,
 ) -> None:
-    """Remove damaged rows and files, and compute those of the present settings again. `project` is the opened project
-    folder. `found` lists the damage, one `Finding` per file. `say` is called with one line for each recomputed table;
-    by default nothing happens. `progress` is True to show progress, False (the default) to show none, or a function
-    called with (stage, done, total, unit).
+    """Remove the damaged rows and files of a project, and compute them again. `project` is the opened project folder.
+    `found` lists the damage, one `Finding` per file. `say` is called with one line of text for each table that is
+    computed again; by default the line is ignored. `progress` is True to show progress, False (the default) to show
+    none, or a function called with (stage, done, total, unit).
 
-    Damaged weights stay as they are. Tables of other settings only lose their damaged rows and files. Such a table gets
-    its rows back in the next run with those settings.
+    A stage has one table folder for each combination of settings. Only tables of the present settings are computed
+    again. Tables of other settings only lose their damaged rows and files. Such a table gets its rows back in the next
+    run with those settings. Damaged weights stay as they are.
     """
     from pipeline import runner
     from pipeline.store.table import TableFolder

@@ -144,8 +144,9 @@ class Answers:
         self.lock = threading.Lock()
 
     def render(self, template: str, **values: Any) -> HTMLResponse:
-        """Return an HTML response made from the file `template` in the folder of templates, such as "fragment.html".
-        `values` are the values of the names in the template.
+        """Return an HTML response made from a template. `template` is the name of a file in the folder of templates,
+        such as "fragment.html". Further keyword arguments (`**values`) set the variables of the template. For example,
+        `page="one"` gives the variable `page` the value "one".
         """
         return HTMLResponse(self.environment.get_template(template).render(**values), headers={"Cache-Control": "no-store"})
 

@@ -226,10 +226,11 @@ class Site:
             return edits
 
     def write_files(self, page: str, undo: bool) -> str:
-        """Write all edits of a page into the user's files, and update the table of the page's texts. `page` is the page's
-        name. If `undo` is True, restore instead the files that the last call changed. Return a sentence that says what was
-        done. If the table cannot be updated, the sentence also says why. Raises ValueError if the page's edits have no
-        files, or if there is nothing to do.
+        """Write the texts that the user edited on the page called `page` into the user's files, such as caption files.
+        If `undo` is True, restore instead the files that the last call changed. Then update the table of the page's
+        texts. Return a sentence that says what was done. If the table cannot be updated, the sentence also says why.
+        Raises ValueError if the page has no texts to edit, if edits of its texts cannot be written into files, or if
+        there is nothing to do.
         """
         from pipeline import runner
         from pipeline.terminal import Quiet

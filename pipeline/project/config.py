@@ -74,8 +74,10 @@ class ProjectConfig:
                 raise ValueError(f"project.components must name any of {', '.join(names)}, got {name!r}{nearest(name, names)}")
 
     def place(self, component: str) -> str:
-        """Return the setting that says where the weights of `component` lie: a folder, a file or a hub id, as text.
-        `component` is a name such as "transformer". "" means that the model family's own weights are used.
+        """Return the setting that says where the weights of a model component lie. `component` is the component's name,
+        such as "transformer". The result is the component's entry in the setting `components`. Without an entry, the
+        result is the setting `weights`. The returned text is a folder, a file or a hub id. If the returned text is "",
+        the model family's own weights are used.
         """
         return (self.components or {}).get(component, self.weights)
 

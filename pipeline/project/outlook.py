@@ -41,8 +41,12 @@ class Need:
 
     @property
     def disk(self) -> int | None:
-        """The disk space in bytes that the stage's finished table takes, with its files. If the number of rows is unknown, only
-        the files are forecast. None means 0 bytes or an unknown size.
+        """The disk space in bytes that the stage's finished table takes, including its files. The value is None if the
+        disk space is 0 or not known.
+
+        The disk space of the rows is known only if their number, `wanted`, is known. If `wanted` is None, the value
+        counts `forecast.file_bytes` and `overhead`, but no rows. If `wanted` is None and `forecast.file_bytes` is 0,
+        the value is None. It is also None if `forecast` is None.
         """
         if self.forecast is None or (self.wanted is None and not self.forecast.file_bytes):
             return None

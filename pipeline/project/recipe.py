@@ -129,9 +129,10 @@ class FileHashes:
         return digest
 
     def last_known(self, name: str) -> str | None:
-        """Return the stored hash of a component: a sha256 in hex digits, or None if none is stored. `name` is the text
-        that the method `component` was called with. The hash is that of the component's files when they were last read.
-        The files may be deleted by now.
+        """Return the stored hash of a model component: a sha256 in hex digits, or None if none is stored. `name` is the
+        argument `name` of the earlier call of `component`, the method that stored the hash.
+
+        The hash is that of the component's files when they were last read. The files may be deleted by now.
         """
         found: str | None = self.known["components"].get(name)
         return found

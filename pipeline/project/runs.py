@@ -230,9 +230,10 @@ def _without_data(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_resumable(project: Project, stage: str) -> None:
-    """Raise ValueError if the run that the user chose for `project` cannot be continued. Its training data or its
-    weights have then changed since it began. `stage` is the stage that is about to run. If the chosen run is not of
-    this stage, or if no run was chosen, nothing is checked.
+    """Raise ValueError if the training run that the user chose for `project` cannot be continued. A run cannot be
+    continued if something that decides its result has changed since the run began, such as the training data or the
+    weights. `stage` is the name of the stage that is about to run. If the chosen run is not of this stage, or if no run
+    was chosen, nothing is checked.
     """
     run = project.fixed
     if run is None or run.stage != stage:

@@ -84,9 +84,9 @@ class Index:
         return [version for version, path in sorted(self._manifests().items()) if self._is_committed(version, path)]
 
     def _is_committed(self, version: int, path: Path) -> bool:
-        """Return True if the version `version` was written completely. `path` is its manifest. The version is complete if a
-        checksum of `path` is recorded. If no manifest has a checksum, version 1 is complete once a run has finished, and later
-        ones always are.
+        """Return True if the version `version` was written completely. `path` is the version's manifest file. If checksums of
+        manifests are recorded, a version is complete if the checksum of its manifest is recorded. If none is recorded, every
+        version from 2 on is complete, and version 1 is complete if a run has finished.
         """
         checked = [name for name in self.checksums.known() if name.startswith(f"{self.path.name}/_versions/")]
         finished = (self.path.parent / "manifest.json").exists()
@@ -156,8 +156,8 @@ class Index:
         return self.schema.empty_table()
 
     def recover(self) -> tuple[int, pa.Table]:
-        """Delete the newest version until the newest one is complete and can be read. Return (number of this version, its
-        rows). If there is no such version, delete the dataset and return (0, an empty table).
+        """Find the newest version that is complete and can be read, and delete all newer versions. Return (number of the found
+        version, its rows). If no version is found, delete the dataset and return (0, an empty table).
         """
         for version, path in sorted(self._manifests().items(), reverse=True):
             if self._is_committed(version, path):

@@ -135,9 +135,12 @@ def overhead_bytes(schema: TableSchema, rows: pa.Table, tensors: int) -> int:
 
 
 def _without_tensors(schema: TableSchema, rows: pa.Table) -> pa.Table:
-    """Return `rows` with the columns of a shard file (`schema.shard`), where every tensor is empty. `rows` has no tensors, and
-    may lack other columns. A missing column is filled with null if it may be null. Otherwise its values are "", 0 or [0, 0].
-    Checksums are 0.
+    """Return `rows` with all columns of a shard (an Arrow file with tensors), to estimate the size of such a file.
+    `schema` describes the table. `rows` has no tensor columns, and may lack other columns. In the result, every tensor
+    is an empty list. Any other missing column is filled with null if nulls are allowed, else with "", 0 or `[0, 0]`.
+    Missing checksums are 0, although they may be null.
+
+    Checksums are not null in new files. Any other missing column of 64-bit integers is also filled with 0.
     """
     tensors = {tensor.name for tensor in schema.tensors}
     columns = []

@@ -190,8 +190,11 @@ class TableFolder:
                 sync(self.folder)
 
     def manifest_is_valid(self, newest: int) -> bool:
-        """Return True if the index version that the manifest names can be read. `newest` is the number of the newest
-        version that can be read. If the table has no readable manifest, return False.
+        """Return True if the table has a readable manifest and the index version that the manifest names can be read.
+        The index holds the table's rows, and every commit makes a new version of the index. `newest` is the number of
+        the newest version that can be read. If the manifest names a version above `newest`, the result is False.
+
+        The version `newest` counts as readable without another look. An older version is read to find out.
         """
         version = self.manifest()["lance_version"] if self.exists else None
         if version is None or version > newest:
@@ -224,9 +227,13 @@ class TableFolder:
         return reclaimable_bytes(kept, self.shards, self.schema)
 
     def unnamed_files(self, rows: pa.Table, all_rows: pa.Table) -> list[Path]:
-        """Return the sorted paths of files and folders below the folder `artifacts` that no row of `rows` names.
-        `all_rows` are the stored rows of the table. Only subfolders that hold files of these rows are searched. If rows
-        of this table name no files, the list is empty.
+        """Return the sorted paths of files below the folder `artifacts` that no row of `rows` names. `all_rows` holds
+        all stored rows of the table, including rows that `rows` lacks. A subfolder of `artifacts` is searched only if a
+        row of `all_rows` names a file in it. If the table has no column for artifacts (files that rows name), the list
+        is empty.
+
+        Subfolders such as those of checkpoints, whose files no row names, are thus left out. A folder inside a searched
+        folder is listed like a file. Names that begin with a dot are skipped.
         """
         if not self.schema.artifact:
             return []

@@ -84,10 +84,13 @@ def _examine_shards(table: TableFolder, rows: pa.Table) -> Iterator[Damage]:
 
 
 def _examine_artifacts(table: TableFolder, rows: pa.Table) -> Iterator[Damage]:
-    """Yield a `Damage` for each artifact that is missing or differs from its checksum. An artifact is a file in the
-    table's folder `artifacts`, or a file that a row names. `rows` holds the rows of the index. `keys` of a `Damage` has
-    one text for each row that names the file, such as "cat 512". This text joins the values of the row's key columns,
-    each cut to 16 characters.
+    """Yield a `Damage` for each artifact of a table that is missing or differs from its checksum. An artifact is a file
+    in the subfolder `artifacts` of `table`, the table's folder. `rows` holds the rows of the table's index. A row can
+    name an artifact. The field `keys` of a `Damage` tells which rows name the damaged file, with one text per row, such
+    as "cat 512".
+
+    The text joins the values of the row's key columns, each cut to 16 characters. A file that only a row names, but
+    that does not exist, counts as missing.
     """
     named: dict[str, list[str]] = {}
     if table.schema.artifact:

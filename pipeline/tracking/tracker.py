@@ -77,9 +77,14 @@ def catch_up(tracker: Tracker, rows: pa.Table, last: int, *, unfinished: bool = 
 
 
 class Following:
-    """Copies the metrics of a training stage to `tracker`. Call the object with an iterator over the record batches of
-    the stage. It yields each batch unchanged, so that `writer` can store it. After that, it sends the metrics of all
-    newly stored training steps to `tracker`.
+    """Copies the metrics of a training stage to `tracker` while the stage runs. `tracker` is a run in an experiment
+    tracker, such as MLflow. `writer` stores the rows of the stage. Call the `Following` object with an iterator over
+    the batches of the stage. The call returns an iterator that yields each batch unchanged. The caller passes each
+    batch to `writer`. When the caller asks for the next batch, the metrics of newly stored training steps are first
+    sent to `tracker`.
+
+    The newest step waits until a newer step is stored or `update(unfinished=False)` is called, because some of its rows
+    may be missing.
     """
 
     def __init__(self, tracker: Tracker, writer: Writer) -> None:
@@ -108,10 +113,11 @@ class Following:
 
 @contextmanager
 def tracked(project: Project, stage: str, writer: Writer, say: Say) -> Iterator[Callable[[Computed], Computed]]:
-    """Copy the metrics of the training stage `stage` to an experiment tracker, during a `with` block. The block gets a
-    function. This function takes the stage's batches and yields them unchanged. After each batch, it copies the steps
-    that `writer` has committed. `project` is the opened project folder. `writer` writes the stage's table. `say` is
-    called with one line for the user. Raises ValueError if the tracker's package is not installed.
+    """Copy the metrics of a training stage to an experiment tracker during a `with` block. `project` is the opened
+    project folder. `stage` is the name of the stage. `writer` writes the stage's table. `say(line)` shows a line to the
+    user. The block gets a function `follow`, as in `with tracked(...) as follow`. Store the batches that
+    `follow(batches)` yields: they are the stage's `batches`, unchanged. While they are read, newly stored training
+    steps are copied to the tracker. Raises ValueError if the tracker's package is not installed.
 
     The setting [train] `track` chooses the tracker; without one, nothing is copied. At the end, the tracker has every
     committed step, also after an error.

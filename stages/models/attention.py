@@ -80,12 +80,13 @@ def _kept_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx
 
 
 def one_layout(y_BHLK: mx.array) -> mx.array:
-    """Return `y_BHLK` unchanged, and fix the memory layout of its gradient. `y_BHLK` is `(batch, heads, query rows,
-    width)`. In the backward pass, its gradient is copied to contiguous memory, in the order batch, query rows, heads,
-    width.
+    """Return the values of `y_BHLK`, unchanged. `y_BHLK` is the result of attention, `(batch, heads, query rows,
+    width)`. The function only matters in the backward pass. There, the gradient of the result is copied to memory in
+    one fixed order: by batch, then query row, then head, then width. The values and the shape of the gradient stay as
+    they are.
 
-    MLX 0.32 caches cuDNN's graph of the gradient by the shapes and strides of q, k and v alone. A later gradient in another
-    layout, such as a view of a wider array, would be read in the layout of the first one, beyond its end.
+    MLX 0.32 caches cuDNN's graph of the gradient by the shapes and strides of q, k and v alone. A later gradient in
+    another layout, such as a view of a wider array, would be read in the layout of the first one, beyond its end.
     """
     found: Any = _dense_gradient(y_BHLK.swapaxes(1, 2))
     y_BLHK: mx.array = found
@@ -139,9 +140,12 @@ def keeps_scores(dtype: mx.Dtype, width: int) -> bool:
 
 
 def divided(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float) -> mx.array:
-    """Return softmax(scale q k^T) v with MLX's own attention and gradient, a few query rows at a time. On Metal, each
-    kernel then stays below the limit of one kernel. Queries and the result have the shape (batch, heads, query rows,
-    width). Keys and values have the shape (batch, heads, key rows, width).
+    """Return softmax(scale q k^T) v, computed for a few query rows at a time with MLX's own attention and gradient. The
+    queries `q_BHLK` and the result have the shape (batch, heads, query rows, width). The keys `k_BHSK` and the values
+    `v_BHSK` have the shape (batch, heads, key rows, width). `scale` is a number that multiplies the scores.
+
+    On Metal, one kernel may take at most `kernels.LIMIT` floating-point operations. The number of query rows is chosen
+    so that each kernel keeps to this limit, but is at least 1. On other devices, all query rows are computed at once.
     """
     B, H, L, K = q_BHLK.shape
     some = kernels.slices(L, kernels.most_items(2 * B * H * kernels.product_flop(1, K, k_BHSK.shape[2])))

@@ -84,11 +84,14 @@ def wanted_negatives(ctx: StageContext) -> pa.Table:
 
 def snapshot(ctx: StageContext) -> pa.Table:
     """Return the data on which the rows of this stage depend, as a table of the text columns `key` and `value`. If the
-    table changes, all rows are computed anew. `ctx` is the stage's context: its input tables and settings. There is one
-    row per pair, and one per unit that may be a negative. `key` is the id of the pair or unit. `value` identifies its
-    content. A unit is a function, method, class or window of lines.
+    table changes, all rows are computed anew. `ctx` is the stage's context: its input tables and settings. The table
+    has a row for each unit (a piece of code that a search can find) and each pair (a query and the unit that answers
+    it). `key` is the id of the unit or pair. `value` identifies its content.
 
-    One more row identifies the adapter file, if the setting [negatives] `encoder` names one.
+    Units that answer queries of the splits "valid" and "test" have no row, because they are never used as hard
+    negatives. The value of a unit is the sha256 of its words. The value of a pair has the id of its unit, its duplicate
+    group, and whether the pair is trained with. One more row identifies the adapter file, if the setting [negatives]
+    `encoder` names one.
     """
     units = {unit_id: _digest(row["words"]) for unit_id, row in _units(ctx).items()}
     pairs = {row["pair_id"]: f"{row['unit_id']} {row['duplicate_group']} {_is_trained(row)}" for row in _pairs(ctx)}
@@ -144,10 +147,13 @@ def _is_trained(pair: Row) -> bool:
 
 
 def _groups(ctx: StageContext) -> dict[str, set[str]]:
-    """Return the units of each duplicate group, as a dict of sets of unit ids. A key is the value of the column
-    `duplicate_group`. A duplicate group joins all pairs with the same query or document. A pair is a query and the unit
-    that answers it. A unit is a function, method, class or window of lines. All units of a group count as answers to
-    each of its queries. `ctx` is the stage's context: its input tables and settings.
+    """Return the units of each duplicate group, as a dict from the group's name to a set of unit ids. `ctx` is the
+    stage's context: its input tables and settings. A unit is a piece of code that answers a query, such as a function.
+    Units with the same query or the same code are in one group. For example, if the units "u1" and "u2" answer the same
+    query, the set of their group is {"u1", "u2"}.
+
+    The groups are those in the column `duplicate_group` of the table `pairs`. All units of a group count as answers to
+    each query of the group.
     """
     found: dict[str, set[str]] = {}
     for row in _pairs(ctx):

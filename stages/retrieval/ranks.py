@@ -165,9 +165,13 @@ class Corpus:
         return self.known[pair["pair_id"]]
 
     def semantic(self, encoder: str, pairs: list[Row]) -> np.ndarray | None:
-        """Return the semantic score of every document for each query of `pairs`, as float32 of shape `(queries,
-        documents)`. `encoder` is the name of the encoder that made the vectors. If a document has no vector, a corpus
-        of mode "plain" raises ValueError, and a corpus of mode "hard" returns None.
+        """Return the semantic score of every document for each query, as float32 of shape `(queries, documents)`.
+        `encoder` is the name of the encoder that made the vectors. `pairs` are rows of the table `pairs`, which contain
+        the queries. If a document has no vectors, ValueError is raised. The exception is a corpus that was made with
+        `mode` "hard", where names of functions are removed from documents. In this mode, the result is None.
+
+        Documents without these names have vectors only if the setting [tokens] `hard` is True. If all documents have
+        vectors and a query has none, ValueError is raised in both modes.
         """
         rows = [self.vectors.get((encoder, unit["text_id"])) for unit in self.units]
         if any(row is None for row in rows):
@@ -193,9 +197,10 @@ class Corpus:
         """Return the best weight of the semantic scores in hybrid search, from 0 to 1. `encoder` is the name of the
         encoder. `pairs` are rows of the table `pairs`: queries and their right answers. Each weight in `fusion.WEIGHTS`
         is tried. The best one gives the highest MRR@10: the mean of 1 / rank of the right answer, 0 beyond rank 10. If
-        `pairs` is empty, the result is None. In the mode "hard", it is also None if a document has no vector.
+        no weight can be chosen, the result is None.
 
-        On a tie, the smallest weight is returned. In the mode "plain", a missing vector raises ValueError.
+        No weight can be chosen if `pairs` is empty, or if a document has no vectors in a corpus that was made with
+        `mode` "hard". Other missing vectors raise ValueError. On a tie, the smallest weight is returned.
         """
         semantic = self.semantic(encoder, pairs) if pairs else None
         if semantic is None:

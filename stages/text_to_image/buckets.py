@@ -114,9 +114,13 @@ def choose_bucket(width: int, height: int, resolution: int, upscale: bool = Fals
 
 def _best_shape(width: int, height: int, i: np.ndarray, j: np.ndarray, area: float | None) -> tuple[int, int]:
     """Return the shape that suits an image of `width` x `height` pixels best. A shape is (width, height) in cells of 16
-    x 16 pixels. `i` and `j` hold the widths and the heights of the shapes to choose from. The best shape crops away the
-    smallest share of the image. If `area`, a number of cells, is given, the share of `area` left unused counts too: the
-    sum of both shares is smallest. Of equally good shapes, the largest is returned.
+    x 16 pixels. `i` and `j` hold the widths and the heights of the shapes to choose from. If `area` is None, the shape
+    that crops away the smallest share of the image is best. If `area` is a number of cells, the best shape has the
+    smallest sum of two shares: the share of the image that is cropped away, and the share of `area` that is left
+    unused.
+
+    For example, a shape that crops away 10% of the image and has 80% of the cells of `area` has the sum 0.1 + 0.2 =
+    0.3. Of equally good shapes, the largest is returned.
     """
     skew = (i * height) / (j * width)
     loss = 1 - np.minimum(skew, 1 / skew)
@@ -165,11 +169,12 @@ def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 @functools.cache
 def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the shapes to which an image can be cropped, as two int64 arrays. The first array holds the widths and the
-    second the heights, in cells of 16 x 16 pixels. A shape has at most `cells` * `cells` cells. Its height is never
-    larger than its width. `max_shapes` limits the number of shapes per area.
+    second the heights, in cells of 16 x 16 pixels. A shape's height is never larger than its width. Shapes are made for
+    several areas: n x n cells for each n from 1 to `cells`. A shape has at most as many cells as its area. `max_shapes`
+    limits the number of shapes of each area.
 
     The result joins the shapes of `_full_shapes(n, max_shapes)` for each n from 1 to `cells`. Each shape is returned
-    once.
+    once. For `max_shapes`, a shape that is not square counts twice, as landscape and as portrait.
     """
     sizes = [np.stack(_full_shapes(size, max_shapes)) for size in range(1, cells + 1)]
     found = np.unique(np.concatenate(sizes, axis=1), axis=1)

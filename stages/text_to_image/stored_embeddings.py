@@ -40,8 +40,10 @@ def pack(words_TJ: np.ndarray, states: int) -> np.ndarray:
 
 
 def unpack(stored_TP: np.ndarray, states: int) -> np.ndarray:
-    """Return the embedding that `pack` compressed, as bfloat16 values in uint16, `(rows, features)`. `stored_TP` is the
-    result of `pack`. `states` is the number of hidden states in a row. Values are rounded to the nearest bfloat16.
+    """Return the embedding that `pack` compressed, as a uint16 array `(rows, features)`. Each uint16 holds the 16 bits
+    of one value in bfloat16. `stored_TP` is the result of `pack`. `states` is the number that was given to `pack`:
+    every row of the embedding consists of so many hidden states, one after another. Values are rounded to the nearest
+    bfloat16.
     """
     stored = np.ascontiguousarray(stored_TP)
     rows, at = len(stored), SCALE_WORDS * states

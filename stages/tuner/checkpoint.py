@@ -53,9 +53,9 @@ class Checkpoint:
     state: Mapping[str, Any]
 
     def intact(self, *names: str) -> bool:
-        """Return True if the files `names` of the checkpoint are undamaged. An example of a name is
-        "adapter.safetensors". The size and the sha256 of each file are compared with its record in `state.json`. A file
-        without a record counts as damaged.
+        """Return True if the given files of the checkpoint are undamaged. Each argument in `*names` is the name of one file,
+        such as "adapter.safetensors". The size and the sha256 of each file are compared with the file's record in `state.json`.
+        A file without a record counts as damaged.
         """
         return all(self._intact(name) for name in names)
 
@@ -258,9 +258,9 @@ def delete_incomplete(artifacts: Path, after: int) -> None:
 
 
 def prune(artifacts: Path, step: int, last: int) -> None:
-    """Delete the optimizer states of old checkpoints. `artifacts` is the run's folder. Checkpoints after step `step` are left
-    alone. Of the others, the newest `last` checkpoints keep their optimizer state, but at least one. Adapters are never
-    deleted.
+    """Delete the optimizer states of old checkpoints. `artifacts` is the run's folder. Only checkpoints up to and including
+    step `step` are considered. The newest `last` of these checkpoints keep their optimizer states, and the optimizer states of
+    the older ones are deleted. If `last` is 0, the newest one still keeps its optimizer state. Adapters are never deleted.
     """
     for saved in [saved for saved in find_checkpoints(artifacts) if saved.step <= step][max(last, 1) :]:
         (saved.folder / OPTIMIZER).unlink(missing_ok=True)

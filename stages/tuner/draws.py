@@ -35,15 +35,16 @@ def uniform(seed: int, purpose: str, *counters: int) -> float:
 def normal(shape: tuple[int, ...], seed: int, purpose: str, *counters: int) -> np.ndarray:
     """Return a float32 array of the shape `shape` with random numbers from the standard normal distribution. The
     numbers depend only on the arguments. `seed` is an integer. `purpose` names the use of the numbers, such as "noise".
-    Any further positional arguments (`*counters`) are integers, such as the step and the sample.
+    After `purpose`, the call may have any number of integers (`*counters`), such as the step and the sample in
+    `normal((4, 8), 7, "noise", step, sample)`.
     """
     return generator(seed, purpose, *counters).standard_normal(shape, dtype=np.float32)
 
 
 def permutation(count: int, seed: int, purpose: str, *counters: int) -> list[int]:
-    """Return a list of the numbers from 0 to `count - 1` in random order. `count` is how many there are. The order
-    depends only on the arguments. `seed` is an integer. `purpose` names the use of the order, such as "batches". Any
-    further positional arguments (`*counters`) are integers, such as the epoch.
+    """Return a list of the integers from 0 to `count - 1` in random order. The order depends only on the arguments.
+    `seed` is an integer. `purpose` names the use of the order, such as "batches". After `purpose`, the call may have
+    any number of integers (`*counters`), such as the epoch in `permutation(100, 7, "batches", epoch)`.
     """
     order: list[int] = generator(seed, purpose, *counters).permutation(count).tolist()
     return order

@@ -54,8 +54,9 @@ class Loader(Generic[S, M]):
         self.reader.prefetch([sample for samples in self.draw(step) for sample in samples])
 
     def draw(self, step: int) -> list[list[S]]:
-        """Return the samples of step `step` that this process computes, as a list of lists. Each list holds samples of one
-        batch that are read together.
+        """Return the samples of training step `step` that this process computes, as a list of lists. Each inner list is
+        read as one micro-batch. It holds the samples of a whole batch or of a part of a batch. Samples that other
+        processes compute are left out.
         """
         batches = self.task.draw(step)
         return self.ranks.share(batches, self.task.sizes(step)) if self.ranks else batches

@@ -105,10 +105,12 @@ def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPl
 
 
 class TrainingRun:
-    """One run of the training loop. It begins at `start`: a checkpoint, or step 0 if there is none, together with the
-    rows of earlier steps that the table does not hold yet. It ends after the last step. `ctx` is the run's context,
-    `task` supplies data, model and loss, and `control` stops or pauses the run. `ranks` are the processes that train
-    together. Call `go` to run the loop.
+    """One run of the training loop. Call `go` to run it. `ctx` is the run's context, `task` supplies data, model and
+    loss, and `control` stops or pauses the run. `start` is the point at which the run begins: a checkpoint, or step 0
+    if there is no checkpoint. `ranks` are the processes that train together. None means that this process trains alone.
+
+    The run ends after its last step, unless `control` or early stopping ends it before. Some rows of steps up to
+    `start` may be missing in the run's table. `start.recovered` holds these rows, which were read from checkpoints.
     """
 
     def __init__(
@@ -265,8 +267,10 @@ class TrainingRun:
         return rows
 
     def interrupted(self) -> bool:
-        """Return True if the user has asked the run to stop. All ranks (processes) return the answer of rank 0. The attribute
-        `unmeasured` is set to the same answer.
+        """Return True if the run must end early, such as after Ctrl-C. The measurement of held-out samples calls this
+        method, and breaks off if the result is True. All ranks (processes that train together) return the answer of
+        rank 0. The answer is also stored in the attribute `unmeasured`. This attribute is True if a measurement that is
+        due was not completed.
         """
         self.unmeasured = self.ranks.agreed(self.control.stop_requested())
         return self.unmeasured

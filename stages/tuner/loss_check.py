@@ -35,9 +35,13 @@ class Mean:
 
 
 class LossCheck:
-    """Checks on the losses of a training run. Call `after` once per step. `expected` describes the loss that a run
-    should start with. If it is None, nothing is checked. `say(text)` shows a warning to the user. `past` has the rows
-    of earlier steps. They are counted, but cause no warning.
+    """Checks on the losses of a training run. Call `after` once per step. `say(text)` shows a warning to the user.
+    `expected` describes the loss that a run should start with. If `expected` is None, nothing is checked. `past` has
+    the rows of the table of losses for earlier steps, if a run is resumed. The losses in `past` are part of the means
+    that are checked, but no warning is shown for them.
+
+    Creating a `LossCheck` raises ValueError if the losses in `past` have collapsed. A collapsed loss means that the
+    model has forgotten what it knew before the training.
 
     A loss is divided by the loss that a model without any knowledge has for this sample. So losses of different noise
     levels can be averaged, and 1 means that the model knows nothing.

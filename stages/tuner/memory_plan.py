@@ -27,13 +27,14 @@ AHEAD = 0.5  # share of one block's working memory that work started ahead may u
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a run computes its steps within the memory that it may take. `plan` says how many of the last blocks keep their
-    activations until the backward pass: "whole" (all blocks), "blocks" (one block) or a number. `max_tokens` is the largest
-    number of tokens in a micro-batch (samples computed at once), or None for no limit.
+    """How a run computes its steps within the memory that it may take. `plan` says how many of the last blocks keep
+    their activations until the backward pass: "whole" for all blocks, "blocks" for only the last block, or a number.
+    `max_tokens` and `max_samples` limit the tokens and the samples of a micro-batch (samples computed at once). None
+    means no limit. `limit` is the memory that training may take, in bytes. While `live_bytes` bytes or more are in use,
+    MLX starts no further operation.
 
-    Blocks that keep no activations are computed twice. `limit` is the memory that training may take, in bytes. While
-    `live_bytes` bytes or more are in use, MLX starts no further operation. `max_samples` is the largest number of samples
-    in a micro-batch, or None for no limit.
+    Blocks that keep no activations are computed twice. "blocks" means that the backward pass computes them again block
+    by block. The last block needs no second computation, because the backward pass begins with it.
     """
 
     plan: Plan
@@ -118,12 +119,14 @@ def live_bytes_limit(estimate: Estimate, plan: Plan, limit: int) -> int:
 def plan_run(
     config: TrainingConfig, candidate: Candidate, tokens: int, limit: int, start: Checkpoint | None, say: Callable[[str], None]
 ) -> MemoryPlan:
-    """Return the `MemoryPlan` of a run, and print it with `say`, which takes one line. `config` holds the settings
-    [train]. `candidate` is the chosen number of samples in a micro-batch (samples computed at once) and the chosen
-    plan. `tokens` is the number of tokens of one sample of the largest batch. `limit` is the memory that training may
-    take, in bytes. `start` is the checkpoint to continue from, or None for a new run.
+    """Return the `MemoryPlan` of a run: the plan of `candidate`, with limits for micro-batches (samples computed at
+    once) and for memory. `config` holds the settings [train]. `candidate` is the chosen way to compute the largest
+    batch. `tokens` is the number of tokens per sample in that batch. `limit` is the memory that training may take, in
+    bytes. `start` is the checkpoint to continue from, or None for a new run. `say` is called with each line for the
+    user.
 
-    A continued run keeps its micro-batch size. If its plan changes, the user is told.
+    The user is told the plan and its estimated peak memory. If `micro_batch` is "auto", a continued run keeps the
+    largest micro-batch size of its checkpoint. If the plan of a continued run changes, the user is told.
     """
     state = start.state if start else {}
     begun, plan = state.get("plan"), candidate.plan

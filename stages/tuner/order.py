@@ -162,8 +162,10 @@ class Order:
         return [Batch(epoch, batches[n]) for n in draws.permutation(len(batches), self.seed, "batches", epoch)]
 
     def most(self, shape: Hashable) -> int:
-        """Return how many rows with the shape `shape` one batch can have at most. `shape` is one of the shapes given to
-        the constructor. At least one row of this shape must have a rate above 0.
+        """Return an upper bound of the number of rows in one batch that have the shape `shape`. If a row occurs twice
+        in a batch, it counts twice. `shape` is one of the shapes given to the constructor. At least one row of this
+        shape must have a rate above 0. The rate of a row is how often the row occurs per epoch on average, the argument
+        `rates` of the constructor.
         """
         group = next(rows for rows in self.groups if any(self.shapes[row] == shape for row in rows))
         if all(self.shapes[row] == shape for row in group):
@@ -177,12 +179,13 @@ class Order:
 
     @property
     def sharing(self) -> list[Hashable]:
-        """Return the shapes whose rows share batches with rows of other shapes, as a list. A shape is, for example, an image
-        size. The list may be empty.
+        """The shapes that are mixed with other shapes in a batch, as a list. A shape is, for example, an image size.
+        Shapes with fewer rows than a batch are mixed. With 10, 3 and 2 rows of three shapes and batches of 4 rows, the
+        list has the second and the third shape. The list may be empty.
 
-        Shapes with fewer rows than a batch form one group, and a batch of this group may contain rows of several shapes. If the
-        group has fewer rows than a batch, the smallest of the remaining shapes are added to it. The list is empty if the group
-        has fewer than two shapes.
+        Shapes with fewer rows than a batch form one group, and a batch of this group may contain rows of several
+        shapes. If the group has fewer rows than a batch, the smallest of the remaining shapes are added to it. The list
+        is empty if the group has fewer than two shapes. Rows with rate 0 are never drawn, and do not count.
         """
         shapes = [list(dict.fromkeys(self.shapes[row] for row in rows)) for rows in self.groups]
         return [shape for found in shapes if len(found) > 1 for shape in found]
@@ -222,9 +225,14 @@ class Order:
         return rows
 
     def _open_batch(self, group: int, number: int) -> list[int] | None:
-        """Return the rows of the batch that earlier passes have left unfinished, as a list. A pass is one round over the rows.
-        `number` is the pass that begins, counted from 0. `group` is the number of a group of rows that share batches. If no
-        batch is unfinished, the result is []. If earlier passes must be computed first, the result is None.
+        """Return the rows of the batch that is only partly filled when a pass begins, as a list. A pass is one round
+        over the rows of a group. Rows of a group share batches. `group` is the number of the group, and `number` is the
+        number of the pass, both from 0. If all earlier batches are full, the result is []. If the rows are not known,
+        the result is None. The caller must then compute earlier passes.
+
+        For example, a group has 6 rows, and a batch has 4. Pass 0 fills one batch and puts 2 rows into the next. When
+        pass 1 begins, these 2 rows are the result. They are known if pass 0 was the last pass of this group that was
+        computed.
         """
         if self._drawn(number)[group] % self.batch_size == 0:
             return []
@@ -232,12 +240,12 @@ class Order:
         return open_batch if known == number else None
 
     def _arranged(self, group: int, number: int, open_batch: Sequence[int]) -> list[int]:
-        """Return the rows of one pass (a round over the rows of a group) in shuffled order. A row is an index into the list of
-        all training rows. `group` is the number of a group of rows that share batches. `number` is the number of the pass, from
-        0. `open_batch` holds the rows of a batch that earlier passes have left unfinished, or nothing. The first rows of the
-        result complete this batch.
+        """Return the rows of one pass in shuffled order, as indices into the list of all training rows. A pass is one
+        round over the rows of a group. Rows of a group share batches. `group` is the number of the group, and `number`
+        is the number of the pass, both from 0. `open_batch` holds the rows of the batch that is only partly filled when
+        the pass begins, and may be empty. This batch is filled up with the first rows of the result.
 
-        As far as possible, these first rows are rows that the unfinished batch does not contain yet.
+        As far as possible, these first rows are rows that `open_batch` does not contain.
         """
         counts = self.rates.within(number)[self.groups[group]]
         rows = np.repeat(self.groups[group], counts)

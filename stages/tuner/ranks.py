@@ -120,12 +120,13 @@ class Ranks:
         return [pickle.loads(content) for content in self._sent(pickle.dumps(value), self.rank, self.size)]
 
     def _sent(self, content: bytes, place: int, places: int) -> list[bytes]:
-        """Exchange byte strings between all ranks (processes). Return a list of `places` byte strings, which is the same on
-        every rank. This rank puts `content` at the index `place` of the list. Several ranks may use one index if all but one of
-        them pass b"".
+        """Send byte strings between all ranks (processes), and return them as a list. The list is equal on every rank.
+        `content` is what this rank sends. `place` is the index of `content` in the list. `places` is the length of the list.
+        All ranks must pass equal `places`.
 
-        For example, rank 0 sends a string to all ranks with `place` = 0 and `places` = 1. The other ranks pass b"" with the
-        same `place` and `places`.
+        Usually each rank has an index of its own. If several ranks pass one index, only one of them may send bytes. The others
+        must pass b"". For example, rank 0 sends a string to all ranks with `place` = 0 and `places` = 1. The other ranks pass
+        b"" with the same `place` and `places`.
         """
         import mlx.core as mx
         import numpy as np
@@ -157,10 +158,10 @@ class Ranks:
         return [place * self.size // size for size in sizes for place in range(size)]
 
     def share(self, batches: Sequence[Sequence[T]], sizes: Sequence[int]) -> list[list[T]]:
-        """Return the samples that this rank computes in one training step, as a list of lists. `batches` holds all samples of
-        the step, in order. Each of its lists is a batch or a part of a batch. `sizes` holds the number of samples of each whole
-        batch. The result has the lists of `batches` with only this rank's samples in them. Lists that become empty are left
-        out.
+        """Return the samples that this rank (process) computes in one training step, as a list of lists. `batches` holds all
+        samples of the step, in order. A batch is one list, or several lists if its samples differ in shape. `sizes` has one
+        number per batch: the number of samples in all lists of the batch. The result has the lists of `batches` with only this
+        rank's samples in them. Lists that become empty are left out.
 
         For example, one batch of 4 samples has two shapes: `batches` = [["a", "b"], ["c", "d"]] and `sizes` = [4]. Of two
         ranks, rank 0 gets [["a", "b"]] and rank 1 gets [["c", "d"]].

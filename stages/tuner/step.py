@@ -206,10 +206,12 @@ class TrainingStep:
 
     def _loss_and_grads(self, batch: MicroBatch, term: Term, adapter: Arrays) -> tuple[mx.array | Values, Arrays]:
         """Return (losses, gradients) of one loss term for one micro-batch (samples computed at once). `batch` is the
-        micro-batch, and `term` is the loss term. `adapter` maps names to the adapter's arrays, and the gradients have the same
-        names. Raises ValueError if [train] `micro_batch` or several ranks would divide a loss that cannot be divided.
+        micro-batch, and `term` is the loss term. `adapter` maps names to the adapter's arrays, and the gradients have
+        the same names. Some losses compare all samples of a batch, and have no rule for computing them in parts
+        (`term.division` is None). For these losses, ValueError is raised if [train] `micro_batch` is set, or if there
+        are several ranks (processes).
 
-        A term that compares samples and can be divided is computed in parts if the micro-batch is too large.
+        A term that compares samples and has a `division` is computed in parts if the micro-batch is too large.
         """
         whole = self.objective.separable or term.division is None
         if whole and self.ranks.size > 1 and not self.objective.separable:

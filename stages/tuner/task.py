@@ -61,10 +61,12 @@ class Model(Chain, Protocol):
 
 @dataclass(frozen=True)
 class Division:
-    """A way to compute a large loss term in parts. Only one part at a time keeps its activations in memory.
-    `parts(samples)` divides the batch into parts of at most `samples` samples. It returns the keyword arguments of
-    `model.enter` for each part. `join(predictions)` takes the predictions of all parts and returns the prediction of
-    the whole batch.
+    """Two functions with which one loss term of a batch is computed in parts. `parts(samples)` divides the batch into parts of
+    at most `samples` samples. It returns one dict per part: the keyword arguments of the model's method `enter` for this part.
+    The model then makes one prediction per part. `join(predictions)` takes these predictions as a list and returns the
+    prediction of the whole batch. The loss is computed from the joined prediction.
+
+    Only one part at a time keeps its activations in memory.
     """
 
     parts: Callable[[int], Sequence[Mapping[str, Any]]]
@@ -99,12 +101,14 @@ class Term:
 
 @dataclass(frozen=True)
 class ExpectedLoss:
-    """The loss that a training run should start with. `uninformed` is a function that takes a row of the table of
-    losses. It returns the loss that a model without any knowledge would have for this sample, or None if the row does
-    not tell. `nobody` describes such a model in messages.
+    """The loss that a training run should start with, compared with the loss of an uninformed model, which knows nothing.
+    `uninformed(row)` returns the loss of the uninformed model for one row of the table of losses, or None if the row does not
+    tell. `nobody` names the uninformed model in messages, such as "a model that knows nothing about pictures". `start` is the
+    expected range of the ratio of the two losses. `source` says where this range is from. `remedy` says what to check if the
+    ratio is outside.
 
-    `start` is the smallest and the largest mean of the untrained model's loss divided by `uninformed`. `source` says where
-    these two numbers are from. `remedy` says what to look at if the mean is outside.
+    A row of the table belongs to one sample. For each of the first samples, the loss of the run is divided by that of the
+    uninformed model. The ratio is the mean of the results. `start` is the pair (smallest, largest).
     """
 
     uninformed: Callable[[Row], float | None]
@@ -236,10 +240,11 @@ class Task(Protocol[S, M]):
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
         """Return the plan that fits the run into memory. The plan says how many of the last blocks keep their activations, and
         how many tokens a micro-batch may have. `start` is a checkpoint of the run, or None for a new run. If `recorded` is
-        False, the setting [train] `memory` decides. If `recorded` is True, this setting counts as "auto". Raises ValueError if
-        no plan fits into memory.
+        False, the setting [train] `memory` decides. If `recorded` is True, the setting is ignored, and the plan recorded in
+        `start` is used if it fits. Raises ValueError if the chosen plan does not fit into memory.
 
-        With "auto", the plan recorded in `start` is kept if it fits. The message of the error names settings that would fit.
+        If `recorded` is True and the recorded plan does not fit, the fastest plan that fits is chosen. The setting `memory` =
+        "auto" has the same effect as `recorded` = True. The message of the error names settings that would fit.
         """
 
     def initial_adapter(self) -> InitialAdapter | None:
@@ -304,6 +309,6 @@ class TrainingContext(Protocol):
 
     @property
     def pause(self) -> Callable[[str], None]:
-        """A function that tells the user why the run ends before its last step, given the reason as a text. It only
-        reports: the loop calls it and then ends the run.
+        """The function `pause(reason)`. It tells the user why the run ends before its last step. `reason` is the text to show.
+        In spite of its name, the function only reports. The training loop calls the function and then ends the run.
         """

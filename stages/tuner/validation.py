@@ -51,8 +51,10 @@ class Validation:
         return self.config is not None and step % self.config.every == 0
 
     def discard_incomplete(self, step: int) -> bool:
-        """Return True if the held-out samples must be measured after step `step`. This is so if a measurement is due there and
-        any of its losses are missing. Its other losses are then discarded. If the result is False, nothing is discarded.
+        """Discard the losses of step `step` if its measurement is incomplete, and return True. A measurement of
+        held-out samples is incomplete if it is due after this step and some or all of its losses are missing. The
+        caller must then measure again. If no measurement is due or none of its losses is missing, nothing is discarded
+        and the result is False.
         """
         if not self.is_due(step) or sum(row["step"] == step for row in self.rows) >= self.count:
             return False

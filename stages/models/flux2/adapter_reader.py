@@ -75,9 +75,12 @@ def _as_vector(key: str, magnitude: mx.array) -> mx.array:
 
 
 def _multiply_w1(arrays: Arrays) -> Arrays:
-    """Return `arrays` with one array ".lokr_w1" for each Linear with a LoKr adapter. Some files store this matrix as
-    two factors. The matrix product of ".lokr_w1_a" and ".lokr_w1_b" then replaces these two arrays. Keys are the name
-    of a Linear and an ending, such as "proj_out.lokr_w1".
+    """Return a copy of `arrays` in which the first factor of every LoKr is one matrix. A LoKr is an adapter whose
+    update is the Kronecker product of two factors. Some files store the first factor as two matrices, whose keys end in
+    ".lokr_w1_a" and ".lokr_w1_b". Their matrix product replaces these two arrays. Its key ends in ".lokr_w1". All other
+    arrays stay as they are. A key of `arrays` is the name of a Linear and an ending, such as "proj_out.lokr_w1".
+
+    If one of the two matrices is missing, the other is left out.
     """
     pairs = [key.removesuffix(W1_A) for key in arrays if key.endswith(W1_A) and key.removesuffix(W1_A) + W1_B in arrays]
     products = {name + W1: arrays[name + W1_A] @ arrays[name + W1_B] for name in pairs}

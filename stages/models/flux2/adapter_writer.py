@@ -43,13 +43,13 @@ def to_comfyui(arrays: Arrays, scales: Scales) -> Arrays:
 
 
 def _fuse(fused: str, arrays: Arrays, scales: Scales) -> Arrays:
-    """Return the adapter (LoRA or DoRA) of one Linear as a dict from ComfyUI's keys to arrays. `fused` is the name of
-    the Linear in the code of Black Forest Labs, which joins several Linears of diffusers, such as q, k and v, into one.
-    `arrays` holds the adapters of diffusers' Linears by keys such as "proj_out.lora_A.weight". `scales` maps each of
-    diffusers' Linears to the scale of its update. Raises ValueError if the adapters cannot be joined.
+    """Return the LoRA or DoRA of one Linear as a dict from ComfyUI's keys to arrays. `fused` is the Linear's name in
+    Black Forest Labs' code, the reference code of FLUX.2. `arrays` holds the adapters by diffusers' keys, such as
+    "proj_out.lora_A.weight". `scales` maps the name of each Linear in diffusers to the scale of its update. Raises
+    ValueError if adapters cannot be joined into one.
 
-    The Linear may combine several Linears of diffusers, such as q, k and v. Their adapters are then joined into one.
-    The scales are multiplied into the result.
+    Adapters are joined if the Linear `fused` combines several Linears of diffusers, such as q, k and v. A key of the
+    result is "diffusion_model.", `fused` and an ending. The scales are multiplied into the result.
     """
     parts = names.diffusers_names(fused)
     scaled = {part: _scaled(arrays, scales, part) for part in parts if part + B in arrays}
@@ -109,9 +109,12 @@ def _dora_scale(fused: str, magnitudes: list[mx.array | None]) -> mx.array:
 
 
 def block_diagonal(blocks: list[mx.array | None]) -> mx.array:
-    """Place the matrices `blocks` on the diagonal of one matrix of zeros and return it. Each matrix is (outputs, rank).
-    The result is (all outputs, all ranks). None stands for a Linear without an adapter, and its rows are zeros. Raises
-    ValueError if the matrices have different numbers of outputs.
+    """Return one matrix that has the matrices `blocks` on its diagonal and zeros elsewhere. Each matrix has the shape
+    `(outputs, rank)`. The number of outputs is the same for all. None stands for a Linear without an adapter, and adds
+    as many rows of zeros. For example, matrices of shape `(4, 2)` and `(4, 3)` with None between them give the shape
+    `(12, 5)`. Raises ValueError if the numbers of outputs differ.
+
+    If there are several blocks and all are None, ValueError is raised too.
     """
     present = [b for b in blocks if b is not None]
     ranks, outputs = [b.shape[1] for b in present], {b.shape[0] for b in present}

@@ -125,12 +125,13 @@ class Autoencoder:
 
     def _conv(self, name: str, x: Rows, *, pad: int = 1, norm: str = "", keep: bool = False, add: Rows | None = None) -> Rows:
         """Compute a convolution with bias and stride 1, and return the resulting activation. `name` is the prefix of
-        the names of its weight and bias. `x` is the input. `pad` is the number of zeros added at each edge. `norm` is
-        the prefix of a group normalisation's weight names. If it is not empty, this normalisation and a SiLU are
-        applied to `x` first. `add` is an activation to add to the result, or None.
+        the names of the convolution's weight and bias. `x` is the input activation. `pad` is the number of zeros added
+        at each edge. If `norm` is not empty, a group normalisation and a SiLU are applied to `x` first. `norm` is the
+        prefix of the normalisation's weight names. If `keep` is False, `x` cannot be used after the call. `add` is an
+        activation to add to the result, or None. `add` cannot be used after the call.
 
-        `add` cannot be used after the call. `x` can be used only if `keep` is True. The convolution is computed in
-        strips of rows. A strip of `x` or `add` is freed after its last use.
+        The convolution is computed in strips of rows. Strips of `add` are freed meanwhile. Strips of `x` are freed too,
+        unless `keep` is True.
         """
         weight, bias = self._kernel(name)
         H, outputs = x.height, weight.shape[0]
@@ -195,9 +196,9 @@ class Autoencoder:
         return self._resnet(f"{name}.resnets.1", x)
 
     def _downsample(self, name: str, x: Rows) -> Rows:
-        """Return the activation `x` with half the height and width, as an activation. One row of zeros is added at the
-        bottom and one column at the right. Then a convolution with stride 2 is computed. `name` is the prefix of the
-        convolution's weight names. The call frees `x`, which cannot be used again.
+        """Halve the height and width of the activation `x`, and return the result. `name` is the prefix of the names of
+        a convolution's weight and bias. One row of zeros is added at the bottom of `x`, and one column of zeros at the
+        right. Then this convolution is computed with stride 2. The call frees `x`, which cannot be used again.
         """
         weight, bias = self._kernel(name)
         H, W = x.height // 2, x.width // 2

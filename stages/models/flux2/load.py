@@ -67,10 +67,12 @@ def load_autoencoder(path: Path, family: Family, dtype: Any = None) -> autoencod
 
 
 def autoencoder_config(path: Path | None, family: Family) -> AutoencoderConfig:
-    """Return the sizes of the autoencoder at `path`, a folder or a single weights file. If there is a config.json in
-    that folder or beside that file, it gives the sizes. If there is none, `family`, the record of the model family,
-    gives them. The widths of the decoder are then read from the weights. If `path` is None, `family` gives all sizes.
-    Raises ValueError if the config is not that of FLUX.2's autoencoder.
+    """Return the sizes of FLUX.2's autoencoder. `path` is its folder, its single weights file, or None. A config.json
+    in the folder or beside the file gives all sizes. Without a config.json, the weights give the widths of the decoder,
+    and `family`, the record of the model family, gives all other sizes. If `path` is None, all sizes come from
+    `family`. Raises ValueError if the config is not that of FLUX.2's autoencoder.
+
+    If the weights lack the width of a level of the decoder, all sizes come from `family`.
     """
     if path is None or read_config(path):
         return AutoencoderConfig.from_dict(component_config(path, family.autoencoder) if path else family.autoencoder)

@@ -45,7 +45,9 @@ class StripQueue:
         return x
 
     def clear(self) -> None:
-        """Empty the queue, so that it does not keep the memory of its strips."""
+        """Remove all strips from the queue, so that the queue does not keep them in memory. A strip is an array of some
+        consecutive rows of an image.
+        """
         self.started.clear()
 
 
@@ -68,8 +70,10 @@ class Rows:
         return self.starts[-1]
 
     def take(self, first: int, last: int) -> mx.array:
-        """Return the rows from index `first` up to, but not including, `last`, as one array `(batch, rows, width,
-        channels)`. Rows outside of the activation are left out. Raises AssertionError if one of the rows was freed.
+        """Return some rows of the activation as one array `(batch, rows, width, channels)`. The rows are those from
+        index `first` up to, but not including, `last`. Indices of rows that do not exist are ignored: `take(-1, 3)`
+        returns the rows 0, 1 and 2. Raises AssertionError if `free_before` has freed a strip that holds one of the
+        rows.
         """
         first, last = max(first, 0), min(last, self.height)
         parts = []

@@ -156,15 +156,18 @@ class Flux2:
     ) -> mx.array:
         """Return the predicted velocity (noise minus clean latent), in the shape of `x_BLC`. `x_BLC` holds noisy
         latents, (batch, image tokens, channels). `x_ids_L4` holds the positions of the tokens, four integers each.
-        `ctx_BTJ` holds text embeddings, (batch, text rows, features). `ctx_ids_T4` holds the positions of their rows.
-        `timesteps_B` holds noise levels, from 0 (clean) to 1. `guidance_B` holds guidance values, or is None.
+        `ctx_BTJ` holds text embeddings, (batch, text rows, features). `ctx_ids_T4` holds the positions of the text
+        rows. `timesteps_B` holds noise levels, from 0 (clean) to 1. `guidance_B` holds guidance values, or is None.
         `references_BRC` and `references_ids_R4` hold latents and positions of reference images, or are None.
-        `linear_for` applies an adapter, or is None.
+        `linear_for` takes a block's name and returns the function that computes the Linears of this block. None means
+        `plain_linear`.
 
         A model without a guidance input ignores `guidance_B`. Raises ValueError if a model with a guidance input gets
         None.
 
-        `linear_for(block name)` returns a function `linear(name, weight, x)`, which computes one Linear of that block.
+        To apply an adapter, pass `linear_for`. For example, `linear_for("transformer_blocks.0")` returns a function
+        `linear(name, weight, x)`. The function `linear` returns the output of the Linear `name`, such as "attn.to_q",
+        for the input `x`.
         """
         h_BSD, shared = self.enter(
             x_BLC, x_ids_L4, ctx_BTJ, ctx_ids_T4, timesteps_B, guidance_B, references_BRC, references_ids_R4

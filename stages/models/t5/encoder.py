@@ -27,9 +27,10 @@ EPS = 1e-12  # the least norm that a vector is divided by, as in PyTorch's norma
 
 @dataclass(frozen=True)
 class Block:
-    """One block of the encoder, or the projection head (the last linear layer). `kind` is "gated" or "relu" for a
-    block, after its feed-forward layer. It is "head" for the head. `name` is the full name, such as "encoder.block.0".
-    `weights` maps names within the block, such as "layer.0.layer_norm.weight", to arrays.
+    """One block of the encoder, or the projection head (the last linear layer). `kind` says how it is computed. "gated"
+    is an encoder block with a gated feed-forward layer. "relu" is an encoder block whose feed-forward layer uses ReLU.
+    "head" is the projection head. `name` is the full name, such as "encoder.block.0". `weights` maps names within the
+    block, such as "layer.0.layer_norm.weight", to arrays.
     """
 
     kind: str
@@ -128,9 +129,12 @@ class T5:
         return layer
 
     def leave(self, h_TE: mx.array, shared: Shared) -> list[mx.array]:
-        """Return one float32 array of token vectors for each part, `(texts, tokens, width)`. A part is one of the
-        arrays of token ids that were passed to `enter`. Vectors of real tokens have length 1. Vectors of padding are
-        zero. `h_TE` is the head's output for the tokens of all parts. `shared` is the second result of `enter`.
+        """Return the token vectors of several batches of texts, called parts: a list with one float32 array `(texts,
+        tokens, width)` per part. The parts are the arrays of token ids that were passed to `enter`, the first step of a
+        forward pass. `h_TE` is the output of the head for all parts, `(tokens of all parts, width)`. The tokens of one
+        part follow those of the part before. `shared` is the second result of `enter`.
+
+        Vectors of real tokens have length 1. Vectors of padding are zero.
         """
         wide_TE = h_TE.astype(mx.float32)
         unit_TE = wide_TE / mx.maximum(mx.sqrt(mx.maximum((wide_TE * wide_TE).sum(-1, keepdims=True), EPS**2)), EPS)
@@ -143,13 +147,14 @@ class T5:
     def __call__(
         self, ids: Sequence[mx.array], real: Sequence[mx.array], linear_for: Callable[[str], Linear] | None = None
     ) -> list[mx.array]:
-        """Return the vectors of all tokens: a list with one float32 array `(texts, tokens, width)` per part. `ids` is a
-        list of parts. A part is an int32 array of token ids, `(texts, tokens)`. `real` is a list with one boolean array
-        per part, in its shape, False for padding. Vectors of real tokens have length 1. Vectors of padding are zero.
-        `linear_for(block name)` returns a function that computes the Linears of a block, to apply an adapter. None
-        means no adapter.
+        """Return one vector for each token of several batches of texts, called parts. `ids` is a list with one int32
+        array of token ids, `(texts, tokens)`, per part. `real` is a list with one boolean array `(texts, tokens)` per
+        part. It is True for real tokens and False for padding. The result is a list with one float32 array `(texts,
+        tokens, width)` per part. `linear_for(block name)` returns a function that computes the Linears of a block, to
+        apply an adapter. None means no adapter.
 
-        The function is called as `linear(name, weight, x)`. `name` is the Linear's name within the block.
+        Vectors of real tokens have length 1. Vectors of padding are zero. The function that `linear_for` returns is
+        called as `linear(name, weight, x)`. `name` is the Linear's name within the block.
         """
         h_TD, shared = self.enter(ids, real)
         for block in self.blocks:
@@ -164,8 +169,10 @@ def plain_linear(name: str, weight: Any, x: mx.array) -> mx.array:
 
 
 def _split(x_TD: mx.array, shared: Shared) -> list[mx.array]:
-    """Return the rows of `x_TD` as one array for each part. A part is one of the arrays of token ids that were passed
-    to `enter`. `x_TD` holds the tokens of all parts, one part after another. `shared` is the second result of `enter`.
+    """Split the rows of `x_TD` by part, and return a list with one array `(tokens of the part, width)` per part. A part
+    is one batch of texts. The encoder computes several parts together. `x_TD` has one row per token, `(tokens of all
+    parts, width)`. The tokens of one part follow those of the part before. `shared` is a list with one dict per part.
+    The entry "real_BL" of a dict has the shape `(texts, tokens)`, and so gives the number of rows of the part.
     """
     ends: list[int] = np.cumsum([part["real_BL"].size for part in shared]).tolist()
     return list(mx.split(x_TD, ends[:-1])) if len(ends) > 1 else [x_TD]

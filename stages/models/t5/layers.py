@@ -110,8 +110,11 @@ def _gelu_times_vjp(primals: Any, dy: mx.array, _: mx.array) -> tuple[mx.array, 
 
 
 def _wide_and_share(gate: mx.array) -> tuple[mx.array, mx.array]:
-    """Return two arrays for the activation function GELU: `gate` in float32, and `(1 + tanh) / 2`. GELU is the product
-    of both. The second lies between 0 and 1.
+    """Return two arrays whose product is GELU(`gate`), the result of an activation function. The first array is `gate`
+    as float32. The second array is the share of each value that GELU lets through, from 0 to 1. Both have the shape of
+    `gate`.
+
+    GELU has its tanh form. For a value x, the share is (1 + tanh(z)) / 2 with z = sqrt(2 / pi) (x + 0.044715 x^3).
     """
     wide = gate.astype(mx.float32)
     return wide, sigmoid(wide * (STEEP + STEEP * CUBIC * (wide * wide)))

@@ -182,9 +182,10 @@ class Decoder:
         return mx.concatenate([states[k] for k in layers], axis=-1)
 
     def state(self, k: int, h_BTD: mx.array) -> mx.array:
-        """Return the hidden state of a batch of texts after `k` layers. `h_BTD` is the output of the `k`-th layer,
-        (batch, tokens, hidden size). If the model has more than `k` layers, the result is `h_BTD`. After the last
-        layer, the result is `h_BTD` normalised.
+        """Return the hidden state of a batch of texts after the first `k` layers, an array (batch, tokens, hidden
+        size). `h_BTD` is the output of layer number `k`, counted from 1, as `layer` returned it. `h_BTD` has the shape
+        of the result. If layer `k` is the model's last, the result is `h_BTD` normalised by the model's final norm. For
+        any other layer, the result is `h_BTD` unchanged.
         """
         return h_BTD if k < self.config.num_hidden_layers else self._norm("norm", h_BTD)
 

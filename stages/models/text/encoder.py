@@ -44,7 +44,9 @@ class Embedding:
 
     @property
     def real(self) -> np.ndarray:
-        """The values without padding, as uint16 words, (tokens, features)."""
+        """The embedding without padding, a uint16 array (tokens, features). Each uint16 holds the 16 bits of one value
+        in bfloat16.
+        """
         return self.words[self.first : self.first + self.tokens]
 
 

@@ -41,8 +41,11 @@ def check_template(template: Any, folder: Path) -> None:
 
 
 def _of_a_loop(node: Any) -> bool:
-    """Return True if `node`, an operation in a chat template, uses the index of a loop, such as `loop.index0 % 2`. The
-    result of such an operation is a number.
+    """Return True if `node` is the remainder of a loop's counter, such as `loop.index0 % 2`. `node` is an operation in
+    the syntax tree of a chat template.
+
+    A template may use such a remainder, because a number cannot fill the memory. With a text on the left, `%` inserts
+    values into the text, which can make a text of any length.
     """
     from jinja2 import nodes
 

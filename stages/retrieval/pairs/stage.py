@@ -102,9 +102,12 @@ def judge_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def pair_row(unit: Row, config: PairsConfig) -> Row:
-    """Return the new row of the table `pairs` for one unit with a docstring, as a dict. `unit` is its row of the table
-    `units`. `config` holds the settings [pairs]. The column `rejected` holds the reason if the pair is not used, else
-    None. Other pairs are not looked at.
+    """Return the new row of the table `pairs` for one unit with a docstring, as a dict. A unit is a function, class or
+    window of lines. `unit` is its row of the table `units`. `config` holds the settings [pairs]. If the pair is not
+    used, the column `rejected` holds the reason, such as "short_query". Otherwise it holds None.
+
+    The pair is judged by itself. Pairs that are rejected because of another pair, such as duplicates, are found later
+    by `finish_pairs`.
     """
     place = unit["package"] if config.split == "module" else f"{unit['path']} {unit['qualified_name']}"
     found = reason_against(

@@ -83,8 +83,12 @@ class TokenMatrix:
 
 
 def write_matrix(file: Path, vectors: Iterator[np.ndarray], tokens: int, width: int) -> None:
-    """Write the vectors of all documents into one file, float16, without holding them in memory together. `vectors` yields one
-    array (tokens, width) per document. `tokens` is their number in all.
+    """Write the vectors of all documents into `file` as one float16 matrix of shape `(tokens, width)`, in NumPy's .npy
+    format. `vectors` yields one array per document, with one vector per token of the document. `tokens` is the number
+    of tokens of all documents together. `width` is the number of values in a vector. Raises AssertionError if `vectors`
+    yields another number of tokens.
+
+    The documents are written one after another, and are never in memory together.
     """
     with file.open("wb") as opened:
         header = {"descr": np.lib.format.dtype_to_descr(np.dtype(np.float16)), "fortran_order": False, "shape": (tokens, width)}

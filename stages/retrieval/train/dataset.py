@@ -41,10 +41,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class Dataset:
-    """The pairs of a run. `trained` are the training pairs, and `held` are the held-out pairs for validation. Both are
-    sorted by `pair_id`. `counts` maps the `text_id` of each text to its number of tokens. `groups` maps the `text_id`
-    of a document to the name of its duplicate group. It has only documents that answer a query. Two pairs are in one
-    group if their queries or their documents are equal.
+    """The pairs of a run. A pair is a query and the document that answers the query. `trained` are the training pairs,
+    and `held` are the held-out pairs for validation. Both are sorted by `pair_id`. `counts` maps the `text_id` of each
+    text, query or document, to its number of tokens. `groups` maps the `text_id` of a pair's document to the name of
+    the pair's duplicate group. Pairs with equal queries or equal documents are in one duplicate group.
+
+    Documents that answer no query are not in `groups`.
     """
 
     trained: tuple[Pair, ...]

@@ -130,11 +130,14 @@ class PairTask:
         return line + (f"; {len(self.data.held)} pairs are held out" if self.data.held else "")
 
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
-        """Return the memory plan of the run: how it computes its steps within the available memory. `start` is the
-        checkpoint to continue from, or None for a new run. If `recorded` is False, the setting [train] `memory`
-        decides. If `recorded` is True, this setting counts as "auto". With "auto", the plan in `start` is kept if it
-        fits. If it does not fit, the fastest plan that fits is chosen. Raises ValueError if the plan does not fit into
-        memory.
+        """Choose the memory plan of the run and return it. A memory plan says how many pairs are computed at once, and
+        how many blocks (layers) keep their activations. `start` is the checkpoint to continue from, or None for a new
+        run. If `recorded` is False, the setting [train] `memory` decides. If `recorded` is True, the plan that `start`
+        has recorded is preferred, whatever the setting says. Raises ValueError if no allowed plan fits into memory.
+
+        `recorded` is True if steps of an earlier run are computed again. The setting then counts as "auto". With
+        "auto", the plan in `start` is kept if it fits. If it does not fit, or if there is none, the fastest plan that
+        fits is chosen.
         """
         config = dataclasses.replace(self.config, memory="auto") if recorded else self.config
         return memory_plan.choose(config, self.family.architecture, self.sizes_of_model, self.data, start, self.ctx.say)

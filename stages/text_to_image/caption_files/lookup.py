@@ -122,13 +122,15 @@ def _sidecars(folder: Path, config: CaptionSources, project: Path) -> Lookup:
 
 
 def caption_places(path: str, folder: str) -> list[str]:
-    """Return the places where the caption file of an image may lie, the preferred one first. A place is a path without
-    the suffix of the caption file. The place "captions/cat.png" stands for the files "captions/cat.png.txt" and
-    "captions/cat.txt". `path` is the image. `path` and the places are relative to the image folder. `folder` is the
-    name of the image folder. If it is a name such as "images", one place lies in the folder "captions" beside it.
+    """Return the places where the caption file of an image may lie, the preferred one first. `path` is the path of the
+    image. `folder` is the name of the image folder. `path` and the places are relative to this folder. A place is a
+    path with the file name of the image. To name a caption file, a suffix such as .txt is added to the place or
+    replaces .png. For example, the place "captions/cat.png" stands for the caption files "captions/cat.png.txt" and
+    "captions/cat.txt".
 
     The places of "a/images/cat.png" are "a/images/cat.png", "a/images/captions/cat.png", "a/captions/cat.png",
-    "a/captions/images/cat.png" and "captions/a/images/cat.png".
+    "a/captions/images/cat.png" and "captions/a/images/cat.png". If `folder` is "images" or another name in `PICTURES`,
+    there is one more place: "../captions/a/images/cat.png", in the folder "captions" beside the image folder.
     """
     image = PurePosixPath(path)
     places = [path]

@@ -137,10 +137,13 @@ def _check_foreign(found: Mapping[str, list[Caption]], subjects: Mapping[str, Su
 
 
 def _check_trigger(texts: list[str], subjects: Mapping[str, Subject], config: CaptionsConfig) -> list[str]:
-    """Check that training texts contain the trigger, and return a list of notes for the user. `texts` are the training
-    texts. The list has one note if only some of them contain the trigger, else none. `subjects` maps an image_id to the
-    facts about the image. `config` has the settings [captions], such as the trigger. Nothing is checked if no trigger
-    is set, or if images have another trigger. Raises ValueError if no text contains the trigger.
+    """Check that training texts contain the trigger, a word such as "ohwx". Return a list of notes for the user.
+    `texts` are the training texts. The list has one note if only some texts contain the trigger, else none. `subjects`
+    maps an image_id to the facts about the image, such as its own trigger. `config` has the settings [captions]. The
+    setting `config.trigger` is the trigger that is looked for. Raises ValueError if no text contains the trigger.
+
+    Nothing is checked if `texts` is empty, if `config.trigger` is empty, or if at least one image has a trigger that
+    differs from `config.trigger`. Regularisation images do not count, because their texts get no trigger.
     """
     own = any(each.trigger != config.trigger for each in subjects.values() if not each.class_only)
     if not config.trigger or not texts or own:

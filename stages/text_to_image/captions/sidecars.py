@@ -93,12 +93,13 @@ def _write(
 
 
 def undo_sidecars(ctx: StageContext) -> str:
-    """Undo the last writing of edited captions into caption files. The files get their old content. The captions become
-    edits of the project again. Return a sentence for the user. `ctx` is the context of the stage `captions`. Raises
+    """Undo the last writing of edited captions into caption files. The files get their old content. The edited texts
+    are stored in the project again, in the file captions.edits.jsonl. There they replace the captions that the stage
+    reads from the files. Return a sentence for the user. `ctx` is the context of the stage `captions`. Raises
     ValueError if there is nothing to undo.
 
-    A file that was changed since then stays as it is and is named. A caption that was edited again since then keeps the
-    newer edit.
+    A file that was changed after the writing stays as it is. The sentence counts these files and names the first ones.
+    A caption that was edited again after the writing keeps the newer edit. The next call undoes the writing before.
     """
     folder, lines = ctx.need("image_folder"), _read(ctx.root)
     undone = {line["undone"] for line in lines if "undone" in line}
@@ -143,10 +144,13 @@ def _texts(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> dict[st
 
 
 def _harmless(changes: list[Change], before: Mapping[str, tuple[str, str]], after: Mapping[str, tuple[str, str]]) -> list[Change]:
-    """Return those of `changes` (caption files that were written) that have altered no training text. `before` holds
-    all captions as they were read before the writing, and `after` as they are read now. Both map a key such as
-    `IMAGE_ID:0`, where 0 is the caption's position, to a pair (training text, origin). The origin is usually the path
-    of the caption file.
+    """Return the changes that left all training texts as they were. A change is a caption file that was written.
+    `changes` are the changes to check. `before` holds all captions as they were read before the writing, and `after` as
+    they are read now. Both map a key such as `IMAGE_ID:0`, where 0 is the caption's position, to a pair (training text,
+    origin). The origin is usually the path of the caption file.
+
+    Captions whose training text differs between `before` and `after` decide. A change is left out if it wrote such a
+    caption, or if its file is the origin of such a caption in `before` or `after`.
     """
     absent = (None, "")
     differing = {key for key in before.keys() | after.keys() if before.get(key, absent)[0] != after.get(key, absent)[0]}

@@ -44,7 +44,8 @@ def _rows(ctx: StageContext) -> tuple[list[dict[str, Any]], list[str]]:
 
 def write_captions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     """Yield the pending rows of the table `captions` as record batches. A row is pending if it is new or has changed.
-    `wanted_captions` has already computed its columns. `ctx` is the stage's context, which holds the pending rows.
+    `ctx` is the stage's context, which holds the pending rows. Nothing is computed here: `wanted_captions` has already
+    filled in all columns of these rows.
     """
     yield from ctx.pending.select(CAPTIONS.batch.names).to_batches(max_chunksize=BATCH)
 

@@ -38,8 +38,11 @@ class Subject:
 
     @property
     def named(self) -> list[Caption]:
-        """The captions of this image if it has no caption of its own. The list contains one caption, the subject
-        `concept`, such as "cat" for the folder "10_cat". The list is empty if `concept` is "".
+        """The substitute for a missing caption of this image: a list with one `Caption`. The text of this `Caption` is
+        `concept`, the subject that the image's folder is named after, such as "cat" for the folder "10_cat". If
+        `concept` is "", the list is empty.
+
+        If the folder of a regularisation image names no subject, `concept` is the setting `class_word`.
         """
         return [Caption(self.concept, "folder", self.folder)] if self.concept else []
 

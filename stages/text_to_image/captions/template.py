@@ -26,12 +26,14 @@ class Filled:
 
 def fill(template: str, caption: str, trigger: str, class_only: bool = False, class_word: str = "") -> Filled:
     """Return the training text of one caption, as a `Filled`. `template` is a text such as "{trigger}, {caption}".
-    `trigger` is the image's trigger word, or "". It also replaces "[trigger]" in the caption. If the caption then has
-    the trigger, the part of the template with {trigger} is left out. `class_only` is True for a regularisation image.
-    Its text gets no trigger, and `class_word` replaces "[trigger]".
+    `caption` replaces {caption}. `trigger`, the image's trigger word or "", replaces {trigger}. If the caption already
+    has the trigger word, the part of the template with {trigger} is left out: "a photo of ohwx" does not become "ohwx,
+    a photo of ohwx". `class_only` is True for a regularisation image, whose text gets no trigger word. `class_word`
+    replaces "[trigger]" in the caption of such an image.
 
-    If `class_only` is True, the template lacks {caption} and `class_word` is not empty, `class_word` replaces {trigger}
-    in the template.
+    Other programs write "[trigger]" for the trigger word. In the caption of any other image, `trigger` replaces
+    "[trigger]" before the caption is searched for the trigger word. If `class_only` is True, the template lacks
+    {caption} and `class_word` is not empty, `class_word` replaces {trigger} in the template.
     """
     if class_only and "{caption}" not in template and class_word:
         return Filled(fill_template(template, "", class_word), template, CLASS_ONLY)

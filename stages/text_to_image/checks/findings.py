@@ -49,10 +49,14 @@ def picture_warnings(row: Row, config: ChecksConfig) -> dict[str, str]:
 
 
 def mark_near_duplicates(rows: Iterable[Row], least: float) -> list[Row]:
-    """Return rows of the table `checks` in the given order, with near-duplicates marked. `least` is the smallest
-    similarity of two near-duplicates, at most 1. The one whose shorter side has more pixels is the original. If both
-    have the same number, it is the one whose path sorts first. The row of the other gets the original's image_id in
-    `duplicate_of`, and their similarity in `similarity`. In all other rows, both columns are None.
+    """Return copies of `rows` in the given order, with near-duplicates marked. `rows` are rows of the table `checks`,
+    one per picture. `least` is the smallest similarity of two near-duplicates, at most 1. Of two near-duplicates, the
+    picture with more pixels on its shorter side is the original. The other picture is the duplicate. The row of the
+    duplicate gets the original's image_id in `duplicate_of`, and the similarity of the two pictures in `similarity`. In
+    all other rows, both columns are None.
+
+    If the shorter sides have the same number of pixels, the picture whose path sorts first is the original. A duplicate
+    is never the original of another picture.
     """
     rows = [row | {"duplicate_of": None, "similarity": None} for row in rows]
     ranked = sorted(range(len(rows)), key=lambda n: (-rows[n]["short_side"], rows[n]["path"]))

@@ -93,9 +93,13 @@ def exposure(grey: np.ndarray) -> tuple[float, float]:
 
 
 def border(grey: np.ndarray) -> float:
-    """Return the share of a picture that is a border of one colour, such as a letterbox. `grey` holds the picture's
-    brightness, float32 (height, width). A border lies at two opposite sides, and nearly all pixels next to it have another
-    colour. The plain background of a drawing is therefore no border.
+    """Return the share of a picture that is a border, from 0 (no border) to 1. `grey` holds the picture's brightness,
+    float32 (height, width), 0 to 255. A border is two plain bars at opposite sides, such as the black bars of a
+    letterbox. Each bar must end sharply: most pixels just beyond the bar must have another colour.
+
+    The plain background of a drawing is no border. Where the drawing begins, most pixels still have the colour of the
+    background. The bars at top and bottom are measured separately from those at left and right, and the larger share is
+    returned.
     """
     return round(max(_border_along(grey), _border_along(grey.T)), 4)
 

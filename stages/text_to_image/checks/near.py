@@ -35,9 +35,11 @@ def perceptual_hashes(thumbnails: np.ndarray) -> np.ndarray:
 
 def near_pairs(thumbnails: np.ndarray, least: float) -> list[tuple[int, int, float]]:
     """Return the near-duplicates among pictures, as a list of (i, j, similarity) with i < j. `thumbnails` are grey
-    pictures, uint8 (n, 32, 32), and i and j are indices into them. `similarity` is that of `similarities`, at most 1.
-    Picture i is also compared in mirrored form, and the larger value is used. `least` is the smallest similarity of a
-    near-duplicate.
+    pictures, uint8 (n, 32, 32). i and j are the indices of two pictures in `thumbnails`. Their similarity is a
+    correlation of their pixels, at most 1 (see `similarities`). `least` is the smallest similarity of a near-duplicate.
+
+    Picture j is compared with picture i and with the mirror image of picture i. The larger of the two similarities is
+    returned.
     """
     hashes, mirrored = perceptual_hashes(thumbnails), perceptual_hashes(thumbnails[:, :, ::-1])
     found: dict[tuple[int, int], float] = {}
@@ -74,8 +76,9 @@ def similarities(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 def _candidates(first: np.ndarray, second: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the index pairs (i, j) of pictures that may be near-duplicates, with i < j, as int64 arrays `(pairs, 2)`.
-    `first` and `second` hold 64-bit hashes of the same pictures in the same order. `first` may have the hashes of the
-    mirrored pictures. A pair is a candidate if `first[i]` and `second[j]` differ in at most `CANDIDATE` bits.
+    `second` holds one 64-bit hash per picture. `first` holds one hash per picture in the order of `second`: either the
+    hashes in `second`, or hashes of the mirrored pictures. A pair (i, j) is yielded if `first[i]` and `second[j]`
+    differ in at most `CANDIDATE` bits.
     """
     for start in range(0, len(first), CHUNK):
         differ = np.bitwise_count(first[start : start + CHUNK, None] ^ second[None, :])

@@ -95,9 +95,13 @@ def finish_checks(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 def _captions(ctx: StageContext, images: dict[str, Row]) -> tuple[list[Row], str]:
     """Return (rows, trigger) for the images in `images`, which maps an image_id to a row of the table `images`. `rows`
-    are the captions of these images, as dicts: rows of the table `captions`, sorted by path and position. Captions of
-    regularisation images are left out. `trigger` is the trigger word of all images, or "" if there is none. It is ""
-    too if a folder has a trigger setting. `ctx` is the stage's context: its input tables.
+    are the captions of these images, as dicts: rows of the table `captions`, sorted by path and position. `trigger` is
+    the trigger word that all captions should contain. It is "" if the settings have no trigger word. It is also "" if a
+    folder of images has a trigger setting of its own, because then no single word belongs in all captions. `ctx` is the
+    stage's context: its input tables.
+
+    Captions of regularisation images are left out. These images are trained without the trigger word. A folder's
+    setting also counts if it is the empty text.
     """
     rows = ctx.rows(CAPTIONS).to_pylist()
     own = any(row["trigger"] is not None for row in images.values())

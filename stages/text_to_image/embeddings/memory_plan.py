@@ -99,9 +99,12 @@ def layer_values(sizes: Any, tokens: int) -> int:
 
 
 def unpacked_layer(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> list[int]:
-    """Return the unpacked size of each packed (quantised) weight in a layer, as a list of bytes. `shapes` holds one
-    pair `(shape, bits)` per weight of the layer. `itemsize` is the number of bytes of one unpacked value. Weights that
-    are not packed are left out.
+    """Return the unpacked sizes of the packed (quantised) weights of a layer, in bytes. The result is a list with one
+    number per packed weight. `shapes` holds one pair `(shape, bits)` per weight of the layer. `shape` is the shape of
+    the unpacked weight. `bits` is the number of bits to which weights are packed; 16 means no packing. `itemsize` is
+    the number of bytes of one unpacked value. Weights that are not packed are left out.
+
+    With `bits` below 16, only matrices (outputs, inputs) with `inputs` a multiple of 64 are packed.
     """
     return [shape[0] * shape[1] * itemsize for shape, bits in shapes if bits < 16 and quantize.is_packable(shape)]
 

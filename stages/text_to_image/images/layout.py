@@ -29,10 +29,11 @@ USE = "regularisation"
 
 
 def rules(paths: Iterable[str], folders: Sequence[Root], read_names: bool) -> dict[str, Row]:
-    """Return the columns that an image's folder decides, such as `repeats` and `trigger`, for every image. The result
-    maps an image's path to a dict of the columns `RULES` of the table `images`. `paths` are relative to the image
-    folder. `folders` are the folders that were searched. If `read_names` is False, names such as "10_cat" set no
-    column.
+    """Return the settings that each image gets from its folder, as a dict from the image's path to a dict of settings.
+    The settings are the columns of the table `images` that `RULES` lists, such as `repeats` and `trigger`. A setting
+    that the folder does not give is None. `paths` are the images' paths relative to the image folder. `folders` are the
+    folders that were searched, with the settings of their entries [[images.folder]]. If `read_names` is True, folder
+    names give settings too: "10_cat" gives 10 repeats.
     """
     paths = list(paths)
     names = {str(PurePosixPath(path).parent) for path in paths}
@@ -41,9 +42,14 @@ def rules(paths: Iterable[str], folders: Sequence[Root], read_names: bool) -> di
 
 
 def reference_rules(paths: Iterable[str], folders: Sequence[str] | None) -> dict[str, Row]:
-    """Find the reference images among the files `paths`. A reference is a picture that an edit starts from. Return a
-    dict from the path of each reference to its columns `RULES` of the table `images`, such as `reference_of`. `paths`
-    are relative to the image folder. `folders` are the names of folders of references. None stands for the usual names.
+    """Find the reference images among the files `paths`. A reference image is a picture that an edit starts from.
+    Return a dict from the path of each reference image to its values in the table `images`, such as {"reference_of":
+    "cat.png"}. The keys of these values are the columns in `RULES`; a column that does not matter is None. `paths` are
+    relative to the image folder. `folders` are the names of folders that hold reference images. If `folders` is None,
+    the usual names such as "control" are used.
+
+    The column `reference_of` is the path of the image after the edit, or None if there is none. `reference` is the
+    number of the reference image, and `folder` is its folder. `use` is "reference".
     """
     pairs = references.pair_references(paths, folders)
     return {
@@ -74,12 +80,13 @@ def _rule(parent: PurePosixPath, folders: Sequence[Root], read_names: bool) -> R
 
 
 def _named(above: tuple[str, ...], parts: tuple[str, ...]) -> Row:
-    """Return the columns of the table `images` that kohya's folder names set, as a dict. `parts` are the names of
-    nested folders, the outermost first. The name "10_cat" sets 10 repeats and the concept "cat". A name such as "reg"
-    marks regularisation images. The column `folder` is the path of the folder with the name. `above` are the names of
-    the folders above `parts`, with which this path begins. If no name sets a column, the dict is empty.
+    """Return what the names of folders say about the images inside, as a dict from a column of the table `images` to
+    its value. `above` and `parts` are the names of nested folders, the outermost first. The folders in `parts` lie
+    inside those in `above`. Only names in `parts` are read. For example, `above` = ("data",) and `parts` = ("10_cat",)
+    give {"folder": "data/10_cat", "repeats": 10.0, "concept": "cat"}. The name "reg" instead of "10_cat" gives
+    {"folder": "data/reg", "use": "regularisation"}. Other names give nothing.
 
-    If two names set the same column, the inner one counts.
+    The form of the names comes from kohya's trainers. If two names give the same column, the inner one counts.
     """
     found: Row = {}
     for number, part in enumerate(parts, 1):
@@ -92,8 +99,10 @@ def _named(above: tuple[str, ...], parts: tuple[str, ...]) -> Row:
 
 
 def check_rules(found: Mapping[str, Row], folder: Path) -> None:
-    """Raise ValueError if no image is left to train on: all are regularisation images, or all have 0 repeats. `found` maps
-    the path of each image to its columns `RULES`. `folder` is the image folder.
+    """Raise ValueError if no image is left to train on. An image is trained on if its `use` is None and its `repeats`
+    is not 0. `use` is set for regularisation images and for reference images. `found` maps the path of each image to a
+    dict with its columns of the table `images`, as `rules` returns it. Only the columns `use`, `repeats` and `folder`
+    are read. `folder` is the image folder, for the message.
     """
     remedy = 'or set images.layout = "plain" if the names of the folders mean nothing'
     trained = [rule for rule in found.values() if rule["use"] is None]
@@ -129,8 +138,10 @@ def _describe_packed(paths: Sequence[str]) -> Iterator[str]:
 
 
 def _describe_folders(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield one line about the folders that decide how their images are used: what each decides, and its number of images.
-    `rows` are the rows of the table `images` in such folders. Without rows, nothing is yielded.
+    """Yield one line for the user about folders whose name or entry [[images.folder]] says how to use their images.
+    For each such folder, the line gives these settings and the number of images. An example is "kohya folder: 10
+    repeats of 'ohwx cat', 24 images; reg/: 100 class images". `rows` are the rows of the table `images` for the images
+    in these folders. If `rows` is empty, nothing is yielded.
     """
     groups = Counter(tuple(row[name] for name in RULES) for row in rows)
     found = [(dict(zip(RULES, key, strict=True)), count) for key, count in groups.items()]
@@ -172,8 +183,11 @@ def _words(rule: Row, count: int) -> str:
 
 
 def near_misses(paths: Iterable[str]) -> Iterator[str]:
-    """Yield a line for the user if names of folders look like kohya's, but are not, such as "10-ohwx cat". `paths` are the
-    paths of the images.
+    """Yield a line for the user if the name of a folder is nearly, but not quite, in kohya's form. Kohya's form is a
+    number, an underscore and a name, such as "10_ohwx cat". A name with a hyphen or a space in place of the underscore,
+    such as "10-ohwx cat", is reported. `paths` are the paths of the images.
+
+    The line names only the first such folder, in the order of names.
     """
     names = sorted({part for path in paths for part in PurePosixPath(path).parts[:-1] if NEARLY.fullmatch(part)})
     if names:

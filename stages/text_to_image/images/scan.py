@@ -57,9 +57,13 @@ def scan(folder: Path, below: Sequence[str] = ("",)) -> Listing:
 
 
 def _rows_of(folder: Path, entry: os.DirEntry[str]) -> list[Row]:
-    """Return one table row for each image in one file. An ordinary image file has one row. A tar, Parquet or Arrow file
-    has one row for each image in it. A file that describes other files has none. `folder` is the image folder. `entry`
-    is the file. Raises ValueError if a tar, Parquet or Arrow file is damaged.
+    """Return the table rows of one file in the image folder, as a list with one row per image. An ordinary image file
+    has one row. A tar, Parquet or Arrow file has one row for each image in it. A file that is no image, such as a
+    caption file or a licence, has no row. `folder` is the image folder. `entry` is the file. Raises ValueError if a
+    tar, Parquet or Arrow file is damaged.
+
+    A file that is no image is known by its name: its suffix is in `SIDE_SUFFIXES`, or its name is in `SIDE_NAMES`.
+    Every other ordinary file counts as an image file, whatever is in it.
     """
     name = Path(entry.name)
     if name.suffix.lower() not in packed.SUFFIXES:

@@ -92,9 +92,12 @@ class Probe:
 
 
 def probe(file: Path | BinaryIO, max_pixels: int = MAX_PIXELS) -> Probe:
-    """Decode the first frame of an image file and return the file's facts. `file` is a path or an open binary file.
-    Raises ImageError if the file is damaged, in no known format, or has more than `max_pixels` pixels. Raises it too if it
-    is unknown which pixel value is white. The pixels are decoded because damage shows only then.
+    """Decode the first frame of an image file and return facts about the file, such as the format and the size. `file`
+    is a path or an open binary file. Raises ImageError if the file is damaged, in no known format, or has more than
+    `max_pixels` pixels. Also raises ImageError if a grey image has pixel values in an unusual range. For example,
+    32-bit integers from 0 to 1000 do not tell which value is white, as usual values of white are 255 and 65535.
+
+    The pixels are decoded because damage shows only then.
     """
     with _decoded(file, max_pixels) as (image, mode, frames):
         check_range(image)

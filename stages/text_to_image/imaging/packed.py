@@ -217,8 +217,12 @@ def _column(file: Path, name: str) -> Any:
 
 
 def _cell(file: Path, member: Member) -> Any:
-    """Return the value of one cell of a table file. `member` names its row and column. A part of a Parquet file (a row
-    group) is read at once. Each thread keeps the part that it read last.
+    """Return the value of one cell of a table. `file` is the table's file, in Parquet or Arrow format. `member` names
+    the row and column of the cell.
+
+    A Parquet file is divided into blocks of rows, the row groups. The whole column of the cell's row group is read into
+    memory. Each thread keeps the column that it read last, for the next call. Return None if a Parquet file has no such
+    row.
     """
     import pyarrow.parquet as pq
 

@@ -58,9 +58,10 @@ def _folder_of(path: str, names: Sequence[str]) -> tuple[Parts, str, Parts] | No
 
 
 def _places(images: Sequence[str]) -> dict[tuple[Parts, Parts], str]:
-    """Return a dict that finds the image to which a reference belongs. `images` are the paths of all images. A key has
-    two parts: the folders above the folder of references, and the path below it. A value is the path of an image. For
-    example, train/control/cat.png is a reference of train/cat.png. Its key is (("train",), ("cat",)).
+    """Return a dict that finds the image to which a reference belongs. A reference is a picture that an edit starts
+    from. `images` are the paths of all images. For example, train/control/cat.png is the reference of train/cat.png,
+    and "control" is a folder of references. The key of this reference is (("train",), ("cat",)): the folders above
+    "control", and the path below "control" without the suffix. The value is the path of the image, train/cat.png.
 
     An image has several keys. The key ((), ("cat",)) also gives train/cat.png, for the reference control/cat.png.
     Images in a folder beside the references, such as train/target/cat.png, have the key (("train",), ("cat",)) too. If
@@ -77,9 +78,12 @@ def _places(images: Sequence[str]) -> dict[tuple[Parts, Parts], str]:
 
 
 def _by_ending(images: Sequence[str]) -> dict[str, str | None]:
-    """Find references by the endings of their names. Return a dict from the path of each reference to the path of its
-    image. No value is None. For example, a/cat_in.png is the reference of a/cat_out.png. `ENDINGS` lists the endings.
-    `images` are the paths to search. A file without a counterpart is left out.
+    """Find references by the endings of their names, and return a dict from the path of each reference to the path of
+    its image. A reference is a picture that an edit starts from, and its image is the picture after the edit. For
+    example, a/cat_in.png is the reference of the image a/cat_out.png. `ENDINGS` lists the endings. `images` are the
+    paths to search. A path without a counterpart is left out.
+
+    No value of the dict is None. The type allows None because the caller adds the dict to another one with such values.
     """
     of_name = {_parts(path): path for path in reversed(images)}
     found: dict[str, str | None] = {}
@@ -92,9 +96,12 @@ def _by_ending(images: Sequence[str]) -> dict[str, str | None]:
 
 
 def without_ending(path: str) -> list[str]:
-    """Return the path of an image with the ending removed from its name, in a list. For example, "a/cat_out.png" gives
-    ["a/cat.png"]. The caption of the image may lie beside this path, such as in a/cat.txt. `path` is the path of the
-    image. The list is empty if the name has no ending such as _out, or consists of the ending alone.
+    """Remove "_out" or "_end" from the end of an image's name, before the suffix. Return the new path in a list. For
+    example, "a/cat_out.png" gives ["a/cat.png"]. `path` is the path of the image. If the name has neither of these
+    endings, or consists of the ending alone, the list is empty.
+
+    The values of `ENDINGS` are these endings. They mark the picture after an edit. The caption of this picture may lie
+    beside the path without the ending, such as in a/cat.txt.
     """
     image = PurePosixPath(path)
     shared = [image.stem.removesuffix(ending) for ending in ENDINGS.values() if image.stem.endswith(ending)]
@@ -104,11 +111,12 @@ def without_ending(path: str) -> list[str]:
 def _numbered(found: Mapping[str, str | None], places: Mapping[str, int]) -> dict[str, Pair]:
     """Number the references of each image, from 1. Return a dict from the path of each reference to (path of its image,
     number). `found` maps the path of each reference to the path of its image, or to None if no image is known. `places`
-    maps the path of a reference to the index of its folder of references. References with a lower index get lower
-    numbers. A reference that is not in `places` lies in no such folder.
+    maps the path of a reference to the index of its folder in the list of folder names, such as 0 for "control" and 1
+    for "control_1". References with a lower index get lower numbers. References with the same index are numbered by
+    path.
 
-    References without a folder come first. References of one folder are numbered by path. The references with None are
-    numbered together.
+    A reference that was found by the ending of its name, such as cat_in.png, is not in `places`. Such references get
+    the lowest numbers. References with None are numbered together, as if they had one image.
     """
     counts: dict[str | None, int] = {}
     numbers: dict[str, Pair] = {}

@@ -140,11 +140,11 @@ def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def live_bytes(ctx: StageContext) -> int:
-    """Return the memory limit for encoding the pending images, in bytes. While MLX uses this much, it starts no further
-    work. The limit is the estimated peak for the largest pending image. `ctx` is the stage's context, which holds the
-    pending rows and settings.
+    """Return the memory limit for encoding the pending images, in bytes. The limit is the estimated peak memory for the
+    largest pending image. `ctx` is the stage's context, which holds the pending rows and settings.
 
-    A GPU could otherwise start several strips of an image ahead of time, and hold them all in memory.
+    The limit is for MLX. When MLX uses this much memory, it waits for running work to end before it starts more.
+    Without the limit, a GPU could start several strips of an image ahead of time, and hold them all in memory.
     """
     family = ctx.need("family")
     width, height = max(((row["width"], row["height"]) for row in ctx.pending.to_pylist()), key=lambda size: size[0] * size[1])

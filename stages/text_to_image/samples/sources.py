@@ -53,12 +53,15 @@ class SampleSource:
 
 
 def sample_sources(ctx: StageContext) -> list[SampleSource]:
-    """Return the models that draw previews, as a list: the base model first, then adapters by training step. The
-    setting [samples] `checkpoints` chooses the adapters. The file of the setting [samples] `adapter` comes last. The
-    base model is left out unless the setting [samples] `base` is on. `ctx` is the stage's context: its tables and
-    settings. Raises ValueError if a chosen checkpoint is missing or damaged, or if there is no such file.
+    """Return the models that draw previews, as a list. The base model comes first, if the setting [samples] `base` is
+    on. Then come the adapters of the checkpoints that the setting [samples] `checkpoints` chooses, by training step.
+    The adapter file that the setting [samples] `adapter` names comes last, if the setting is not empty. `ctx` is the
+    stage's context: its tables and settings. Raises ValueError if a chosen checkpoint is missing or damaged, or if the
+    named adapter file does not exist.
 
-    Of identical adapter files, only the first is returned.
+    Of identical adapter files, only the first is returned. The contents of a checkpoint's files are not checked here,
+    but by `SampleSource.adapter_file`. If `checkpoints` is "last", only that method notices a damaged adapter in the
+    newest checkpoint with a readable `state.json`.
     """
     saved = {one.step: one for one in checkpoint.find_checkpoints(ctx.files(TRAIN))}
     refuse_damaged(ctx.config.checkpoints, checkpoint.damaged_checkpoints(ctx.files(TRAIN)), max(saved, default=0))
@@ -87,10 +90,14 @@ def given_adapter(ctx: StageContext) -> Path | None:
 
 
 def refuse_damaged(chosen: str | tuple[int, ...], damaged: Mapping[int, str], newest: int) -> None:
-    """Raise ValueError if a checkpoint that is to be used is damaged. `chosen` is the setting `samples.checkpoints`:
+    """Raise ValueError if a checkpoint that the user chose is damaged. `chosen` is the setting `samples.checkpoints`:
     "last", "all" or a tuple of steps. `damaged` maps the step of each damaged checkpoint to a text about the damage.
-    `newest` is the step of the newest undamaged checkpoint, or 0. If `chosen` is "last", only checkpoints after
-    `newest` are checked. If it is "all", all are checked. If it is a tuple, the checkpoints of these steps are checked.
+    `newest` is the step of the newest checkpoint that can be read, or 0. For "all", every damaged checkpoint is an
+    error. For a tuple, a damaged checkpoint of one of these steps is an error. For "last", a damaged checkpoint after
+    step `newest` is an error.
+
+    For example, the checkpoint of step 300 is damaged and `newest` is 200. Then "last" means step 300 to the user, and
+    step 200 must not be taken in its place. If `newest` is 400, the damage does not matter for "last".
     """
     for step, problem in sorted(damaged.items()):
         if step > newest if chosen == "last" else chosen == "all" or step in chosen:

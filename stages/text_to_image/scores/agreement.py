@@ -14,12 +14,13 @@ ARRAYS = ("mean", "scale", "weight", "text")
 @dataclass(frozen=True)
 class AgreementMap:
     """A linear map from the features of an image to the sentence embedding of its caption, fitted by ridge regression.
-    A prediction is `((features - mean) / scale) @ weight`. It is compared with a sentence embedding from which `text`,
-    the mean sentence embedding, is subtracted. The map is valid only for the encoders with which it was fitted.
+    A prediction is `((features - mean) / scale) @ weight`. It estimates the caption's sentence embedding minus `text`.
+    `text` is the mean sentence embedding of the captions used for the fit. The map is valid only for the image encoder
+    and the text encoder with which it was fitted. `images_sha256` and `texts_sha256` are the hashes of the weights of
+    these encoders.
 
     `mean` and `scale` have the shape `(features,)`, `weight` has the shape `(features, embedding)`, and `text` has the
-    shape `(embedding,)`. `images_sha256` and `texts_sha256` identify the weights of the image encoder and the text
-    encoder.
+    shape `(embedding,)`.
     """
 
     mean: np.ndarray
@@ -45,9 +46,12 @@ class AgreementMap:
             raise ValueError(f"scores.map: {file} is not a map that agreement.py has written: {error}") from None
 
     def cosines(self, feature_D: np.ndarray, texts_NE: np.ndarray) -> np.ndarray:
-        """Return the cosine similarity of one image with each text, as an array (texts,). The map first predicts a
-        sentence embedding from the image's features. `feature_D` holds these features, (features,). `texts_NE` holds
-        one sentence embedding per text, (texts, embedding).
+        """Return the cosine similarity of one image with each text, as an array (texts,). `feature_D` holds the
+        features of the image, (features,). This `AgreementMap` predicts a sentence embedding from these features. The
+        prediction is then compared with the embedding of each text. `texts_NE` holds one sentence embedding per text,
+        (texts, embedding).
+
+        The mean embedding `text` is first subtracted from the embeddings of the texts.
         """
         predicted_E = ((feature_D - self.mean) / self.scale) @ self.weight
         centred_NE = texts_NE - self.text

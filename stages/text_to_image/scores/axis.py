@@ -14,10 +14,11 @@ MIN_SIGNAL = 0.1  # share of the squared distance between two means that must be
 @dataclass(frozen=True)
 class GroupMean:
     """The mean feature vector of a group of images. `value` is the mean over the images, shape `(features,)`.
-    `squared_length` is an estimate of the squared length that the mean of very many such images would have.
+    `squared_length` is the squared length of the mean, corrected for the small number of images. The mean of few images
+    is too long on average, because their random differences do not cancel out.
 
-    This estimate is unbiased for two or more images. The squared length of `value` itself is too large on average. For
-    one image, `squared_length` is the squared length of `value`.
+    For two or more images, `squared_length` is an unbiased estimate: on average, it is the squared length of the mean
+    of infinitely many such images. For one image, it is the squared length of `value`, without a correction.
     """
 
     value: np.ndarray

@@ -102,9 +102,9 @@ class Dataset:
         return None if set(found) == {1.0} else found
 
     def pairs(self) -> list[tuple[str, str, str]]:
-        """Return the crops and captions that the run may train on or measure together. The result is a list of tuples
-        (latent_id, image_id, caption_id), with a crop and one of its captions each. Held-out crops and class captions
-        are included. A class caption has the class word in place of the trigger word.
+        """Return every pair of a crop and one of its captions that a run may use. The result is a list of tuples
+        (latent_id, image_id, caption_id). It contains the pairs for training and the held-out pairs for measurement.
+        Class captions count as captions too. A class caption has the class word in place of the trigger word.
 
         The list ends with ("", "", `empty`), for dropped captions. If `empty_class` is not "", ("", "", `empty_class`)
         follows. These pairs are part of the run's recipe (the hash that identifies it).
@@ -147,9 +147,11 @@ def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
 def _with_rates(
     latents: Sequence[Row], images: Mapping[str, Row], paths: Mapping[str, list[str]], data: DataConfig
 ) -> list[tuple[Row, float]]:
-    """Return (row, rate) for each row of `latents` that an epoch uses. The rate is the mean number of times that it does.
-    `images` maps an image_id to the image's row of the table `images`, and `paths` to the image's paths. `data` holds the
-    settings that decide the rates. Raises ValueError if no row is used.
+    """Return the crops that an epoch uses, as a list of (row, rate). The row is a crop's row in `latents`. The rate is
+    how many times an epoch uses the crop on average. Crops with the rate 0 are left out. `latents` has one row of the
+    table `latents` per crop. `images` maps an image_id to the image's row of the table `images`. `paths` maps an
+    image_id to the image's paths. `data` holds the settings that decide the rates. Raises ValueError if no crop
+    remains.
     """
     found = rates(data, [(row["resolution"], paths[row["image_id"]][0]) for row in latents])
     found = folder_rates(found, [images[row["image_id"]] for row in latents], data.regularisation)
@@ -253,10 +255,11 @@ class Texts:
 
 
 def _texts(ctx: StageContext, data: DataConfig, dropout: bool, with_classes: bool) -> Texts:
-    """Read the captions of a training run from the table `captions`, and return their caption_ids as `Texts`. `ctx` is
-    the stage's context, with its input tables. `data` holds the settings [train.data]. `dropout` says whether captions
-    are dropped at random. `with_classes` says whether class captions, with the class word for the trigger, are read.
-    Raises ValueError if the table lacks a kind of caption that the settings need.
+    """Return the captions of a training run as `Texts`: their caption_ids, read from the table `captions`. `ctx` is the
+    stage's context, with its input tables. `data` holds the settings [train.data]. `dropout` is True if captions are
+    dropped at random. `with_classes` is True if the result must contain class captions. A class caption has the class
+    word (such as "cat") in place of the trigger word. Raises ValueError if the table lacks a kind of caption that the
+    settings need.
     """
     by_role: dict[str, list[Row]] = {}
     for row in sorted(ctx.rows(CAPTIONS).to_pylist(), key=lambda row: (row["position"], row["caption_id"])):

@@ -14,12 +14,14 @@ Row = Mapping[str, Any]
 
 def folder_rates(base: Sequence[float], images: Sequence[Row], regularisation: float) -> list[float]:
     """Return the rate of each crop: how many times an epoch uses it on average, as a list of numbers. `base` holds the
-    rates without the settings of folders. `images` holds, for each crop, the row of its image in the table `images`.
-    The columns `repeats` and `weight` of the row are the settings of its folder. A rate is multiplied by `repeats`.
-    Rates of folders with a `weight` may also be raised. `regularisation` is the number of regularisation images per
-    image of the subject.
+    rate of each crop before the settings of its folder are applied. `images` holds, for each crop, the row of its image
+    in the table `images`. `regularisation` is the number of regularisation images per image of the subject.
 
-    Rates are raised until folders are drawn in proportion to their weights (see `_balance`).
+    Three steps change the rates. First, each rate is multiplied by the row's column `repeats`, if set. Second, rates of
+    folders with a `weight` (another column) are raised until these folders are drawn in proportion to their weights
+    (see `_balance`). This is done separately for the subject's and for regularisation images. Third, the rates of all
+    regularisation images are multiplied by one factor, so that their sum is `regularisation` times the sum of the
+    subject's rates.
     """
     found = [rate * (1.0 if row["repeats"] is None else row["repeats"]) for rate, row in zip(base, images, strict=True)]
     for use in {row["use"] for row in images}:
@@ -35,11 +37,12 @@ def folder_rates(base: Sequence[float], images: Sequence[Row], regularisation: f
 
 def _balance(rates: list[float], crops: Sequence[tuple[int, str, float]]) -> None:
     """Raise the rates of crops so that each folder is drawn in proportion to its weight. `rates` holds the rate of
-    every crop, and is changed in place. `crops` has (index into `rates`, folder, weight of the folder) for each crop to
-    change. The sum of the rates of a folder is then a common factor times its weight.
+    every crop (how many times an epoch uses it), and is changed in place. `crops` lists the crops to change, each as
+    (index into `rates`, folder, weight of the folder). For example, two folders have the weights 1 and 2, and the rates
+    in each add up to 10. The rates of the second folder are then doubled.
 
-    For example, two folders have the weight 1 and the sums 10 and 5. The rates of the second folder are doubled. The
-    rates of the first folder stay the same.
+    No rate is lowered. The folder with the largest sum of rates per weight keeps its rates. A folder whose rates are
+    all 0 stays at 0.
     """
     sums: dict[str, float] = defaultdict(float)
     weights = {folder: weight for _, folder, weight in crops}

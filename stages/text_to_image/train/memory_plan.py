@@ -183,13 +183,15 @@ class MemoryEstimator:
         return {"scores": min(whole, attention.CHUNK_BYTES), "saved_scores": 0 if chunked else whole}
 
     def best(self, batch: BatchShape, limit: int, begun: Plan | None = None) -> Candidate:
-        """Choose how to compute the largest batch of a run with at most `limit` bytes. `batch` is the shape of this
-        batch. The result says how many samples are computed at once (`samples`), and how many blocks keep their
-        activations (`plan`). `begun` is the plan of a resumed run, or None. If nothing fits, the result needs more than
-        `limit` bytes.
+        """Choose how the largest batch of a run is computed, and return the choice as a `Candidate`. `batch` is the
+        shape of the largest batch. `limit` is the memory in bytes that the run may take. The result says how many
+        samples are computed at once (`samples`), and how many blocks keep their activations (`plan`). `begun` is the
+        plan of a resumed run, or None. If [train] `memory` is "auto" and `begun` fits into `limit`, `begun` is chosen
+        again. If nothing fits, the result needs more than `limit` bytes.
 
-        Values that [train] fixes are kept. For the others, the fastest ones that fit are chosen. If [train] `memory` is
-        "auto", `begun` is kept if it fits.
+        Values that [train] fixes are kept, even if they do not fit. If `memory` is "auto" and `begun` is not chosen,
+        the fastest plan that fits is chosen. If [train] `micro_batch` is "auto", the number of samples is halved until
+        the plan "blocks" fits.
         """
         config = with_micro_batch(self.config, batch)
         return best_candidate(config, batch.samples, lambda samples: self.estimate(batch, samples), limit, begun)

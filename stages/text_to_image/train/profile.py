@@ -31,7 +31,9 @@ from stages.tuner.stored import WeightFolder
 def profile_settings(method: Any = "adamw", **others: Any) -> TrainConfig:
     """Return [train] settings for measuring the time and memory of training. `method` is the kind of the optimizer,
     such as "adamw". The learning rate is the usual one of this optimizer. The precision is "float32" on a CPU and
-    "bfloat16" elsewhere. Further keyword arguments are [train] settings. They replace the settings above.
+    "bfloat16" elsewhere. `others` are values of [train] settings, given as keyword arguments, such as `base_bits=4`.
+    Values in `others` take precedence over the optimizer, learning rate and precision described here. All other
+    settings have their defaults.
     """
     precision = "bfloat16" if compiles() else "float32"
     usual: Any = {"optimizer": OptimizerConfig(kind=method), "lr": make_optimizer(method).usual_lr, "precision": precision}
@@ -77,9 +79,11 @@ def random_batch(family: Family, batch: BatchShape) -> MicroBatch:
     draw = np.random.default_rng(0)
 
     def words(*shape: int) -> np.ndarray:
-        """Return random bfloat16 values as a uint16 array that holds their bits. `shape` is the shape of one sample.
-        The result has the shape `(samples, *shape)`, with all samples of the micro-batch. The values have the standard
-        normal distribution and are truncated to bfloat16.
+        """Return random bfloat16 values as words, in an array. A word is the uint16 number with the same bits as the
+        value. The arguments `shape` are the sizes of one sample, such as `words(3, 4)`. The result then has the shape
+        `(samples, 3, 4)`, where `samples` is the number of samples in the whole batch, `batch.samples`.
+
+        The values have the standard normal distribution and are truncated to bfloat16.
         """
         values = draw.standard_normal((batch.samples, *shape), dtype=np.float32)
         return (values.view(np.uint32) >> 16).astype(np.uint16)

@@ -27,8 +27,11 @@ class References:
     """
 
     def __init__(self, images: Iterable[Row], buckets: Iterable[Row], latents: Iterable[Row]) -> None:
-        """Prepare the lookup from the rows of three tables: `images`, `buckets` and `latents`. Each row is a dict from
-        column to value.
+        """Prepare the method `of`, which finds the references of a crop (the trained part of an image). A reference is
+        an image that the model sees beside the noisy image. `images`, `buckets` and `latents` are the rows of the
+        tables with these names. Each row is a dict from column to value. `images` says which image is a reference of
+        which image. `buckets` gives the resolutions and crops of each reference. `latents` gives the key and shape of
+        each reference's latent.
         """
         rows = list(images)
         self.ids = {row["path"]: row["image_id"] for row in rows if row["rejected"] in (None, "duplicate")}

@@ -39,13 +39,14 @@ def check_latents(latents: Iterable[np.ndarray]) -> Iterator[str]:
 
 
 def check_embeddings(embeddings: Iterable[tuple[np.ndarray, int]], family: Family) -> Iterator[str]:
-    """Yield a warning if the text embeddings do not suit the transformer of `family`. There are two checks. Padding
-    must be at the right end. The rows must come from the right hidden states of the text encoder. An item of
-    `embeddings` is (rows, tokens). The rows are bfloat16 values as uint16 words. `tokens` is the number of rows that
-    are not padding.
+    """Yield a warning if the text embeddings do not suit the transformer of `family`. There are two checks. The padding
+    must be where `family.text_padding` says: at the start or at the end. The embeddings must be made from the hidden
+    states of the text encoder that the family uses. `embeddings` yields pairs (rows, tokens). The rows are bfloat16
+    values as uint16 words. `tokens` is the number of rows that are not padding.
 
-    The first rows tell both. Padding at the start gives equal rows. Without it, the first row belongs to the first token of the
-    chat, which no caption changes.
+    The first rows show both. Padding at the start gives equal rows. Without it, the first row belongs to the first
+    token of the chat, which no caption changes. Its values are compared with `family.first_row`, if that is known.
+    Embeddings with fewer than two rows of padding are not checked. At most one warning is yielded.
     """
     for words_TJ, tokens in embeddings:
         if tokens > len(words_TJ) - 2:

@@ -158,12 +158,13 @@ class ImageTask:
 
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
         """Choose the memory plan of the run and return it. A memory plan says how many samples are computed at once,
-        and how many blocks (layers) keep their activations. `start` is the checkpoint to continue from, or None. The
-        setting [train] `memory` decides the plan. If `recorded` is True, the setting counts as "auto". Raises
-        ValueError if no allowed plan fits into memory.
+        and how many blocks (layers) keep their activations. `start` is a checkpoint of the run, or None for a new run.
+        If `recorded` is False, the setting [train] `memory` decides the number of blocks. If `recorded` is True, the
+        number recorded in `start` is used if it fits into memory. Raises ValueError if no allowed plan fits into
+        memory.
 
-        With "auto", the plan stored in `start` is used if it fits into memory. If it does not, the fastest plan that
-        fits is chosen.
+        If `recorded` is True, [train] `memory` counts as "auto". With "auto", the fastest plan that fits is chosen if
+        `start` is None, or if the plan recorded in `start` does not fit.
         """
         config = dataclasses.replace(self.config, memory="auto") if recorded else self.config
         return memory_plan.choose(config, self.family, self.ctx.need("transformer"), self.sampler, start, self.ctx.say)

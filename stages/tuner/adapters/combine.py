@@ -40,9 +40,10 @@ class Cut:
 
     @property
     def error(self) -> float:
-        """The relative error of the whole adapter, from 0 to 1: the norm of what the LoRA leaves out of the change,
-        divided by the norm of the change. The norm is the Frobenius norm over all Linears. If nothing changed, the
-        error is 0.
+        """The relative error of the LoRA, from 0 to 1. The LoRA approximates the given change of the weights. The error
+        is the norm of the difference between the given change and the LoRA's change, divided by the norm of the given
+        change. The norm is the Frobenius norm over the weights of all Linears (linear layers) together. If the given
+        change is 0, the error is 0.
         """
         lost, whole = (sum(pair[side] for pair in self.errors.values()) for side in (0, 1))
         return math.sqrt(lost / whole) if whole else 0.0

@@ -67,15 +67,15 @@ def start_from_adapter(
     fresh: Mapping[str, mx.array],
     weights: Mapping[str, quantize.Weight] | None = None,
 ) -> Arrays:
-    """Return the float32 arrays of a new adapter that makes the same change as the adapter `source`. `source` maps keys
-    such as "<linear>.lora_A.weight" to arrays, as do `fresh` and the result. `scales` maps each Linear of `source` to
-    the factor of its change. `targets` are the Linears of the new adapter. `fresh` is an untrained adapter for
-    `targets`. `weights` maps the names of `targets` to frozen weights. Raises ValueError if `source` does not fit
-    `targets`.
+    """Return the float32 arrays of a new adapter that changes the model as the adapter `source` does. `source` maps
+    keys such as "<linear>.lora_A.weight" to arrays. `scales` maps each Linear of `source` to the factor that multiplies
+    the change of this Linear. `targets` are the Linears of the new adapter. `fresh` is an untrained adapter for
+    `targets`, used where `source` lacks arrays. `weights` maps the names of `targets` to frozen weights. It may be None
+    unless a LoRA becomes a DoRA. Raises ValueError if `source` does not fit `targets`.
 
-    `weights` is only needed if a LoRA becomes a DoRA; else it may be None. `fresh_adapter` makes `fresh`. Linears that
-    `source` lacks get these arrays. If a target has a larger rank than `source`, the additional ranks are taken from
-    these arrays. The change is the same up to rounding.
+    The keys of `fresh` and of the result have the form of those of `source`. `fresh_adapter` makes `fresh`. A Linear
+    that `source` lacks gets its arrays from `fresh`. If a target has a larger rank than `source`, the additional rows
+    and columns are taken from `fresh`. The change of the model is the same up to rounding.
     """
     chosen = list(targets)
     check_initial(source, scales, chosen)

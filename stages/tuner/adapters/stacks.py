@@ -29,7 +29,10 @@ class Stacks:
 
     @classmethod
     def of(cls, arrays: Mapping[str, mx.array]) -> Stacks:
-        """Return the given named arrays as stacks. The values are copied."""
+        """Return a new `Stacks` object that holds the given arrays. `arrays` maps names to arrays. Matrices of one
+        shape are joined into stacks. A stack of N matrices (rows, columns) is one array (N, rows, columns). Matrices
+        that share a stack are copied. Any other array is stored alone.
+        """
         groups = group_by_shape(arrays)
         return cls(groups, stack(arrays, groups))
 

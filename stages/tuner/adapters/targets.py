@@ -78,16 +78,17 @@ def select_targets(
     factor: int | None = None,
     whole: Sequence[str] = (),
 ) -> list[Target]:
-    """Return one `Target` for each Linear that is trained. `linears` maps the names of all Linears to (outputs,
-    inputs). A Linear gets an adapter if its name matches one of `patterns`, such as "attn.to_q" or "*". `rank` and
-    `alpha` belong to all adapters, and `alpha` None means `alpha = rank`. `ranks` and `alphas` map patterns to other
-    values, or are None. `variant` is "lora", "dora" or "lokr". Raises ValueError if a pattern matches nothing, a value
-    is out of range, or no target remains.
+    """Return one `Target` for each Linear (linear layer) to train. `linears` maps names of Linears to (outputs,
+    inputs). Linears that match `patterns`, such as "attn.to_q" or "*", get an adapter. An adapter has the rank `rank`,
+    and its change is multiplied by `alpha` / `rank`, or by `alpha` / sqrt(`rank`) if `rslora` is True. `ranks` and
+    `alphas` map patterns to other values. `variant` is "lora", "dora" or "lokr". `factor` limits both sides of a LoKr's
+    first matrix. Linears that match `whole` get no adapter: their whole weight is trained. Raises ValueError if a
+    pattern matches nothing or a value is out of range.
 
-    A Linear that matches one of `whole` has its whole weight trained instead. If `rslora` is True, `alpha` must be
-    given, and the scale is `alpha / sqrt(rank)`. `factor` bounds both sides of a LoKr's first matrix; None means no
-    bound. The result has the order of `linears`; the targets of `whole` come last. In `ranks` and `alphas`, the first
-    matching pattern counts. Rank 0 leaves a Linear out.
+    `alpha` None means alpha = rank, and is an error if `rslora` is True. `factor` None means no limit. In `ranks` and
+    `alphas`, the first matching pattern counts. Rank 0 leaves a Linear out. Raises ValueError too if no Linear gets an
+    adapter. A LoKr with a whole (not low-rank) second matrix is not scaled. The result has the order of `linears`; the
+    targets of `whole` come last.
     """
     trained_whole = _matching_linears(linears, whole, "full") if whole else {}
     rest = {name: shape for name, shape in linears.items() if name not in trained_whole}
@@ -162,12 +163,14 @@ def target_scales(targets: Iterable[Target]) -> dict[str, float]:
 
 
 def adapter_metadata(targets: Iterable[Target]) -> dict[str, str]:
-    """Return the metadata for the header of an adapter file, as a dict of strings. The keys "variant", "rank" and
-    "alpha" are those of the first of `targets`. From them, a reader computes the scale of a Linear as "alpha" divided
-    by its rank. If this is wrong for any target, the key "scales" is added. It is a JSON object from the name of each
-    Linear to its scale.
+    """Return the metadata for the header of an adapter file, as a dict of strings. `targets` are the Linears (linear
+    layers) in the file. The keys "variant", "rank" and "alpha" hold the values of the first target. A program that
+    reads the file computes a Linear's scale as "alpha" divided by the rank of that Linear's own arrays. If the scale of
+    any target differs from this quotient, the key "scales" is added: a JSON object from the name of each Linear to its
+    scale.
 
-    A LoKr with a full-rank matrix `w2` and a Linear that is trained in full always have scale 1. They are not checked.
+    A LoKr with a whole (not low-rank) matrix `w2` and a Linear that is trained in full always have scale 1. Their
+    scales are not compared with the quotient.
     """
     chosen = list(targets)
     first = chosen[0]

@@ -21,17 +21,23 @@ from stages.tuner.blockwise.chain import BlockFunction, Chain, Linear, Tree
 
 @dataclass
 class Cores:
-    """The CPU cores that this process may use. `streams` has one MLX stream per core. A stream is a queue of operations with a
-    thread of its own. Each Python thread that uses a stream gets its own queue. `parts` is the number of streams in use.
+    """The CPU cores that this process may use. `streams` has one MLX stream per core. An MLX stream is a queue of
+    operations that are computed one after another. Operations of different streams are computed side by side. `parts`
+    is the number of streams in use. The method `share` changes `parts`.
+
+    If two Python threads use one entry of `streams`, each of the two threads gets a queue of its own.
     """
 
     streams: Sequence[mx.ThreadLocalStream]
     parts: int = 1
 
     def share(self, parts: int) -> Sequence[mx.ThreadLocalStream]:
-        """Return `parts` streams, and give the products of each of them an equal share of the cores.
+        """Return the first `parts` of the streams, for computing a batch in `parts` parts side by side. The call also
+        sets the number of threads that one matrix product uses: the number of cores divided by `parts`, rounded down,
+        at least 1. For example, with 8 cores and 4 parts, each product uses 2 threads.
 
-        If the share changes, the call waits for running operations. The rounding of a product depends on its number of threads.
+        If `parts` changes, the call waits for running operations. The rounding of a product depends on its number of
+        threads.
         """
         if parts != self.parts:
             mx.synchronize(mx.cpu)
@@ -64,17 +70,21 @@ def on_cores(chain: Chain, inputs: Mapping[str, Any]) -> Chain:
 
 
 class DividedChain:
-    """A model that divides the samples of each batch into as many parts as there are `streams`, and computes each part on its
-    stream. It has the methods of `chain`. Its inner values `h` and `shared` are lists with one value per part. The prediction
-    is that of the whole batch.
+    """A model that computes the parts of a batch side by side on several CPU cores. `chain` is the undivided model, a
+    sequence of blocks. `streams` are MLX streams, queues of operations that run side by side. The samples of each batch
+    are divided into one part per stream. A `DividedChain` has the same methods as `chain`, but `h` (the input or output
+    of a block) and `shared` (a value that all blocks read) are lists with one value per part. The prediction is that of
+    the whole batch.
     """
 
     def __init__(self, chain: Chain, streams: Sequence[mx.ThreadLocalStream]) -> None:
         self.chain, self.streams, self.blocks = chain, streams, chain.blocks
 
     def enter(self, **inputs: Any) -> tuple[Tree, Tree]:
-        """Start the forward pass of a batch. Returns `(h, shared)`, two lists with one value per part. `inputs` are the keyword
-        arguments of `chain.enter`. MLX arrays are divided along their first axis. Every part gets all other values.
+        """Start the forward pass of a batch. The call takes the inputs of the model as keyword arguments (`**inputs`).
+        The batch is divided into parts, one for each stream in `streams`. Each MLX array has one row per sample, and
+        every part gets some of the rows. Any other input is given to every part. Returns `(h, shared)`, two lists with
+        one value per part. A value in `h` is the input of the first block. A value in `shared` is read by all blocks.
         """
         parts = len(self.streams)
 
@@ -87,8 +97,11 @@ class DividedChain:
         return [h for h, _ in found], [shared for _, shared in found]
 
     def block(self, kind: str) -> BlockFunction:
-        """Return the function that computes blocks of this `kind`. It is called as `function(weights, h, shared, linear)`, like
-        that of the divided model, and returns a list with the output of each part.
+        """Return a function that computes a block for every part of a batch. A part is the share of the samples that
+        one stream computes. `kind` is the kind of the block. The function is called as
+        `function(weights, h, shared, linear)`. `weights` maps names to the block's weights. `h` lists the block's input
+        for each part. `shared` lists the value that all blocks read, for each part. `linear(name, weight, x)` computes
+        a Linear with its adapter. The function returns a list with the block's output for each part.
         """
         function = self.chain.block(kind)
 
@@ -98,14 +111,17 @@ class DividedChain:
         return run
 
     def leave(self, h: Tree, shared: Tree) -> Tree:
-        """End the forward pass, and return the prediction of the whole batch. `h` and `shared` are lists with one value per
-        part. `h` is the output of the last block.
+        """End the forward pass, and return the prediction of the whole batch. `h` and `shared` are lists with one value
+        per part of the batch. A part is the share of the samples that one stream computes. A value in `h` is the output
+        of the last block. A value in `shared` is what all blocks read, such as position embeddings.
         """
         first, *others = [self.chain.leave(h[n], shared[n]) for n in self._each()]
         return tree_map(lambda *parts: mx.concatenate(parts), first, *others)
 
     def _each(self) -> Iterator[int]:
-        """Yield the index of each part. Until the next index is asked for, operations belong to the stream of this part."""
+        """Yield the index of each part of a batch: 0, 1 and so on. A part is the share of the samples that one stream
+        computes. While the caller's loop works on part `n`, MLX adds new operations to the stream `streams[n]`.
+        """
         for n, stream in enumerate(self.streams):
             with mx.stream(stream):
                 yield n

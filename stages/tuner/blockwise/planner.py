@@ -63,9 +63,10 @@ class Estimate:
         return self.held + int(max(backward, self.optimizer_work, validation))
 
     def stored_work(self, plan: Plan) -> int:
-        """Return how many bytes of block weights are in memory at most, if these weights are read from disk when they
-        are needed. `plan` says how many of the last blocks keep their activations: "whole" (all), "blocks" (one) or a
-        number. The result is 0 if no weights are read from disk.
+        """Return the peak memory, in bytes, of block weights that stay on disk until they are needed. The result is 0
+        if there are no such weights. `plan` says how many of the last blocks keep their activations until the backward
+        pass: "whole" for all blocks, "blocks" for only the last block, or a number. The weights of all these blocks are
+        in memory at the same time.
 
         The result is the larger of two cases. In the first case, all blocks that keep their activations are in memory.
         The block before them is in memory too, and on a GPU the two blocks before them. In the second case, two

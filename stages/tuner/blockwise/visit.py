@@ -21,10 +21,10 @@ class Visit:
     """
 
     def __init__(self, blocks: Sequence[Any], order: Iterable[int], after: tuple[Any, ...] = ()) -> None:
-        """Prepare the loop. `blocks` are all blocks of the model. `order` gives the indices of the blocks to visit. `after`
-        holds arrays that MLX may still be computing when the loop begins.
-
-        If weights are stored on disk, the loop waits for the arrays in `after` before it reads the weights of the second block.
+        """Set up a loop over blocks of a model, without reading weights. `blocks` are all blocks of the model. `order`
+        gives the indices of the blocks to visit. `after` holds arrays of earlier work that MLX may still be computing
+        when the loop begins. If weights are stored on disk, the loop waits for these arrays before it reads the weights
+        of the second block. Otherwise, `after` has no effect.
         """
         self.blocks, self.order = blocks, list(order)
         self.stored = any(isinstance(weight, StoredWeight) for n in self.order for weight in blocks[n].weights.values())

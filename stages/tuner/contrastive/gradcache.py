@@ -34,8 +34,8 @@ def loss_and_grads_in_parts(
     """Compute a batch in parts, and return (losses, gradients). `chain` is the model. `adapters` maps names to the adapter's
     arrays. `scales` maps "<block>.<linear>" to the factor that multiplies the adapter's change. `parts` holds the keyword
     arguments of `chain.enter` for each part. `join(predictions)` combines the predictions of all parts into one.
-    `loss(prediction)` returns one loss per sample. `plan` says how many of the last blocks keep their activations: "whole"
-    (all), "blocks" (one) or a number. `ranks` are the processes that share the parts, or None.
+    `loss(prediction)` returns one loss per sample. `plan` is the number of last blocks that keep their activations, "whole" for
+    all blocks or "blocks" for one block. `ranks` are the processes that share the parts, or None.
 
     The losses are what `loss` returns. Instead of one loss per sample, this may be a dict of values per sample with the key
     "loss". The gradients are those of the mean loss, by the names in `adapters`. Such a name is
@@ -98,11 +98,12 @@ def _loss_and_pulls(predictions: list[Tree], join: Join, loss: Loss) -> tuple[mx
 
 
 def _inner_product(prediction: Tree, **pulls: mx.array) -> mx.array:
-    """Return the inner product of `prediction` and `pulls` as a float32 array of shape `(1,)`. `prediction` is a tree of
-    arrays. `pulls` are keyword arguments, one array for each array in the tree and of the same shape.
+    """Return the inner product of two trees of arrays as a float32 array of shape `(1,)`. `prediction` is the first tree. The
+    arrays of the second tree are passed as keyword arguments, which the function collects in the dict `**pulls`. For the array
+    at the path "query" in `prediction`, the argument is named "pull_query". Both arrays have one shape.
 
-    The gradient of the result with respect to `prediction` is `pulls`. A key of `pulls` is "pull_" and the path of an array in
-    the tree. For the path "query", the key is "pull_query".
+    An array in `pulls` is the gradient of the loss with respect to one array of the prediction. The gradient of the result with
+    respect to `prediction` is `pulls`.
     """
     found = dict(tree_flatten(prediction))
     return mx.stack([(value.astype(mx.float32) * pulls[f"pull_{name}"]).sum() for name, value in found.items()]).sum()[None]

@@ -64,13 +64,15 @@ def _lengths(real_BQ: mx.array) -> mx.array:
 def xtr_scores(
     query_BQE: mx.array, query_real_BQ: mx.array, document_NKE: mx.array, document_real_NK: mx.array, k: int
 ) -> mx.array:
-    """Return the XTR training score of every query with every document, shape `(B, N)`. `query_BQE` holds B queries of Q token
-    vectors. `document_NKE` holds N documents of K token vectors. `query_real_BQ` and `document_real_NK` are False for padding.
-    Each query token selects the `k` most similar document tokens of the batch. If a query token selects tokens of a document,
-    its largest similarity with this document counts. The score of the document is the mean of the similarities that count.
+    """Return the XTR training score of every query with every document, shape `(B, N)`. `query_BQE` holds B queries of
+    Q token vectors. `document_NKE` holds N documents of K token vectors. `query_real_BQ` and `document_real_NK` are
+    False for padding. Each query token selects the `k` most similar tokens of all N documents. If a query token
+    selected a token of a document, the query token counts for this document, with its largest similarity to a token of
+    the document. The score is the mean of the similarities of all query tokens that count.
 
-    If no query token selects a token of the document, the score is 0. Ties with the last of the `k` tokens are selected too.
-    The choice of the selected tokens is constant for the gradient.
+    For example, two tokens of a query selected tokens of a document, with the largest similarities 0.9 and 0.7. The
+    score is 0.8. If no query token selected a token of the document, the score is 0. Ties with the last of the `k`
+    tokens are selected too. The choice of the selected tokens is constant for the gradient.
     """
     similarity_BQNK = token_similarities(query_BQE, document_NKE, document_real_NK)
     B, Q, N, K = similarity_BQNK.shape
@@ -84,9 +86,10 @@ def xtr_scores(
 
 
 def same_group(groups: Sequence[int], document_groups: Sequence[int]) -> mx.array:
-    """Return a boolean array `(B, N)` that marks the documents to ignore as negatives. Entry `(b, n)` is True if
-    document `n` is in the same duplicate group as query `b`. `groups` holds the group of each query. `document_groups`
-    holds the group of each document. Document `b` is the positive of query `b`, so entry `(b, b)` is False.
+    """Return a boolean array `(B, N)` that is True where a document must not count as a negative of a query. `groups`
+    holds the duplicate group of each of the B queries. `document_groups` holds the duplicate group of each of the N
+    documents. Entry `(b, n)` is True if query `b` and document `n` have the same group. Entry `(b, b)` is always False,
+    because document `b` is the positive of query `b`.
     """
     same_BN = mx.array(list(groups))[:, None] == mx.array(list(document_groups))[None]
     own_BN = mx.arange(len(groups))[:, None] == mx.arange(len(document_groups))[None]

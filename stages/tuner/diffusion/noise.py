@@ -114,12 +114,12 @@ class SigmaDistribution:
         return {"uniform": np.ones_like(s), "high_noise": high, "low_noise": low, "both_ends": (high + low) / 2}[self.base]
 
     def _inverse_mode(self, s: Floats) -> Floats:
-        """Return the uniform numbers `u` from which the base distribution "mode" computes the noise levels `s`. It
-        computes `s = u + scale (cos(pi u / 2)^2 - 1 + u)`, where `scale` is the attribute of this name, and this
-        function solves for `u`. `s` is an array of noise levels before the shift. The result has the shape of `s` and
-        values from 0 to 1.
+        """Return, for each noise level in `s`, the number `u` from 0 to 1 that gives this level with the base
+        distribution "mode". `s` is an array of noise levels before the shift. The result is an array of the same shape.
 
-        The inverse has no closed form, so it is found by bisection.
+        The base distribution "mode" maps a uniform random number `u` to the level
+        `u + scale (cos(pi u / 2)^2 - 1 + u)`. Here `scale` is the attribute `self.scale`. The inverse has no closed
+        form, so it is found by bisection.
         """
         low, high = np.zeros_like(s), np.ones_like(s)
         for _ in range(53):
@@ -130,13 +130,15 @@ class SigmaDistribution:
 
 
 def stratified_uniform(seed: int, step: int, number: int, strata: int = 1) -> float:
-    """Return a random number `u`, `0 <= u < 1`, for one sample of a training step. `seed` is the integer seed of the run.
-    `step` counts from 1. `number` is the index of the sample in the step. `strata` is a number of steps. Over so many steps,
-    the results for one `number` cover the range from 0 to 1 evenly. If `strata` is 1, the results of different steps are
-    independent. Equal arguments give equal results.
+    """Return a random number `u`, `0 <= u < 1`, for one sample of a training step. `seed` is the integer seed of the
+    run. `step` counts from 1. `number` is the index of the sample in the step. If `strata` is 1, the results of
+    different steps are independent. If `strata` is larger, the results of every `strata` steps are spread evenly. For
+    example, with 4 strata and one `number`, steps 1 to 4 give one result in each quarter of the range from 0 to 1, and
+    steps 5 to 8 again. Equal arguments give equal results.
 
-    The range is divided into `strata` equal parts. For each `number`, steps 1 to `strata` give one result in each part, in
-    random order. The same holds for each later group of `strata` steps. A short run thus covers all noise levels evenly.
+    The range is divided into `strata` equal parts. For each `number`, steps 1 to `strata` give one result in each part,
+    in random order. The same holds for each later group of `strata` steps. A short run thus covers all noise levels
+    evenly.
     """
     assert strata >= 1, strata
     inside = draws.uniform(seed, "sigma", step, number)

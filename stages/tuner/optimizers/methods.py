@@ -33,9 +33,9 @@ LIMITS = {  # number -> (least value, value that it must stay below)
 
 
 def make_optimizer(name: str, **numbers: Any) -> Method:
-    """Return a new optimizer of the kind `name`, a key of METHODS such as "adamw". The keyword arguments `numbers` set
-    fields of the optimizer, such as beta1=0.9. All other fields keep their defaults. Raises ValueError if the kind or a
-    field is unknown, or if a number is out of range.
+    """Return a new optimizer of the kind `name`, a key of METHODS such as "adamw". Further keyword arguments
+    (`**numbers`) set fields of the optimizer, such as `beta1=0.9`. All other fields keep their defaults. Raises
+    ValueError if the kind or a field is unknown, or if a number is out of range.
     """
     if name not in METHODS:
         raise ValueError(f"kind must be one of {', '.join(METHODS)}, got {name!r}{_nearest(name, METHODS)}")

@@ -44,17 +44,20 @@ class OptimizerStep:
         losses_finite: mx.array,
         reduce: Callable[[Arrays], Arrays] = lambda gradients: gradients,
     ) -> tuple[Stacks, Arrays, mx.array, mx.array]:
-        """Take one training step. Return `(new params, new state, norm, updated)`. `params` holds the adapter's arrays as
-        stacks: arrays of equal shape joined into one. `grads` maps the names of the single arrays to gradients. `state` is the
-        optimizer's state. `lr` is the learning rate. `losses_finite` is a boolean scalar array: true if all losses are finite.
-        `reduce(gradients)` gets the gradients of all stacks by name and returns those to use.
+        """Take one training step and return `(new params, new state, norm, updated)`. `params` holds the adapter's
+        arrays as stacks: arrays of equal shape joined into one. `grads` maps the name of each single array to its
+        gradient. `state` is the optimizer's state. `lr` is the learning rate. `losses_finite` is a boolean scalar
+        array: true if all losses are finite. The function `reduce` may change the gradients, for example combine them
+        with those of other processes. `norm` is the global norm of the gradients before clipping. `updated` says
+        whether the update was made.
 
-        `norm` is the global norm of the gradients before clipping, as a scalar array. `updated` is a boolean scalar array. It
-        is true if the losses and `norm` are finite. If it is false, no value was changed. By default, `reduce` returns the
-        gradients unchanged. It can also combine them with those of other processes.
+        `norm` is a scalar array, and `updated` is a boolean scalar array. `updated` is true if the losses and `norm`
+        are finite. If it is false, no value was changed. `grads` is joined into stacks before `reduce` is called.
+        `reduce` gets a dict from the name of each stack to its gradient, and returns such a dict. By default, it
+        returns the gradients unchanged. `norm` is computed after `reduce`.
 
-        The dicts `params.arrays`, `grads` and `state` must not be used after the call. Most of their entries are removed to
-        save memory.
+        The dicts `params.arrays`, `grads` and `state` must not be used after the call. Most of their entries are
+        removed to save memory.
 
         The results are scheduled on the device but may not be computed yet.
         """
@@ -88,15 +91,17 @@ class OptimizerStep:
         owners: Mapping[str, str | None],
         numbers: tuple[float, mx.array, mx.array],
     ) -> tuple[Arrays, Arrays]:
-        """Update some stacks of an adapter by one step and return `(new arrays, new state)`. A stack joins arrays of equal
-        shape into one array. `names` are the stacks to update. `params` and `gradients` map names of stacks to arrays. `state`
-        is the optimizer's state. `owners` maps each key of `state` to the name of its stack. It maps a key that all stacks
-        share to None. `numbers` is `(learning rate, clip factor, apply)`. If `apply` is 0, no value changes.
+        """Update some stacks of an adapter by one step and return `(new arrays, new state)`. A stack joins arrays of
+        equal shape into one array. `names` are the stacks to update. `params` maps the name of each stack to its array,
+        and `gradients` to its gradient. `state` is the optimizer's state. `owners` maps each key of `state` to a
+        stack's name, or to None if all stacks share the key. `numbers` is `(learning rate, clip factor, apply)`. If
+        `apply` is 0, no value changes.
 
-        For example, the key "<stack>.m" belongs to "<stack>". The key "step" is shared.
+        For example, `owners` maps "<stack>.m" to "<stack>" and "step" to None. Gradients are multiplied by the clip
+        factor. `apply` is 0 or 1.
 
-        To save memory, the entries of the updated stacks are removed from `params`, `gradients` and `state`. Shared entries
-        stay in `state`.
+        To save memory, the entries of the updated stacks are removed from `params`, `gradients` and `state`. Shared
+        entries stay in `state`.
         """
         lr, factor, apply = numbers
         own_state = {
