@@ -68,20 +68,21 @@ def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]],
     complete, because files appear by rename. If a signal ended a rank, `say` is also called with one line about this.
     """
     processes: list[subprocess.Popen[str]] = []
-    readers = []
-    for rank, variables in enumerate(environments):
-        environment = {**os.environ, **variables}
-        if rank == 0:
-            processes.append(subprocess.Popen(command, env=environment, text=True))
-            continue
-        quiet = subprocess.DEVNULL
-        process = subprocess.Popen(command, env=environment, text=True, stdin=quiet, stdout=quiet, stderr=subprocess.PIPE)
-        readers.append(threading.Thread(target=_pass_on, args=(process.stderr, rank, say), daemon=True))
-        readers[-1].start()
-        processes.append(process)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the ranks too
-    ended = signal.signal(signal.SIGTERM, lambda number, frame: processes[0].send_signal(signal.SIGINT))
+    readers: list[threading.Thread] = []
+    before, ended = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     try:
+        for rank, variables in enumerate(environments):
+            environment = {**os.environ, **variables}
+            if rank == 0:
+                processes.append(subprocess.Popen(command, env=environment, text=True))
+                continue
+            quiet = subprocess.DEVNULL
+            process = subprocess.Popen(command, env=environment, text=True, stdin=quiet, stdout=quiet, stderr=subprocess.PIPE)
+            processes.append(process)
+            readers.append(threading.Thread(target=_pass_on, args=(process.stderr, rank, say), daemon=True))
+            readers[-1].start()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the ranks too
+        signal.signal(signal.SIGTERM, lambda number, frame: processes[0].send_signal(signal.SIGINT))
         return _wait(processes, say)
     finally:
         for process in processes:

@@ -19,7 +19,7 @@ PAIRS = TableSchema(
         column(
             "duplicate_group",
             pa.string(),
-            "the smallest pair_id of the pairs with the same query or document; they are never each other's negatives",
+            "pair_id of the first pair (by path and line) with the same query or body; they are never each other's negatives",
         ),
         column("overlap", pa.float32(), "share of the distinct words of the query that occur in the document, 0 to 1"),
         column(

@@ -6,13 +6,15 @@ import itertools
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from pipeline.launcher import _wait
+from pipeline.launcher import _wait, run_ranks
 from pipeline.project.project import Project
 from stages.tuner import checkpoint
 from stages.tuner.ranks import Ranks, launched_rank, merged
@@ -141,6 +143,21 @@ def test_a_killed_rank_is_named_even_if_every_rank_has_ended_when_the_launcher_l
 def test_ranks_that_end_by_themselves_give_the_first_exit_code_that_is_not_0(codes, code):
     said: list[str] = []
     assert _wait([Ended(each) for each in codes], said.append) == code and not said
+
+
+def test_a_rank_that_cannot_start_ends_those_that_run(monkeypatch):
+    started, real = list[subprocess.Popen[str]](), subprocess.Popen
+
+    def start(*given, **settings):
+        if started:
+            raise OSError("no more processes")
+        started.append(real(*given, **settings))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(OSError, match="no more processes"):
+        run_ranks([sys.executable, "-c", "import time; time.sleep(600)"], [{}, {}], print)
+    assert started[0].poll() == -signal.SIGKILL
 
 
 def rank_process(launcher: int, rank: int) -> int:

@@ -107,8 +107,9 @@ def check_rules(found: Mapping[str, Row], folder: Path) -> None:
     remedy = 'or set images.layout = "plain" if the names of the folders mean nothing'
     trained = [rule for rule in found.values() if rule["use"] is None]
     if not trained:
+        uses = " and ".join(sorted({rule["use"] for rule in found.values()}))
         name = next(iter(found.values()))["folder"]
-        raise ValueError(f"{folder} holds only regularisation images, in {name}/: add images of the subject, {remedy}")
+        raise ValueError(f"{folder} holds only {uses} images, in {name}/: add images of the subject, {remedy}")
     if all(rule["repeats"] == 0 for rule in trained):
         raise ValueError(f"{folder}: all images have 0 repeats, as in {trained[0]['folder']}: give one folder more, {remedy}")
 

@@ -176,6 +176,6 @@ def adapter_metadata(targets: Iterable[Target]) -> dict[str, str]:
     first = chosen[0]
     metadata = {"variant": first.variant, "rank": str(first.rank), "alpha": f"{first.alpha:g}"}
     unscaled = (lokr.W2, full.DIFF)
-    if any(t.scale != first.alpha / t.rank and not any(suffix in t.shapes for suffix in unscaled) for t in chosen):
+    if any(t.scale != float(metadata["alpha"]) / t.rank and not any(suffix in t.shapes for suffix in unscaled) for t in chosen):
         metadata["scales"] = json.dumps(target_scales(chosen))
     return metadata

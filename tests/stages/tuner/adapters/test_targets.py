@@ -85,3 +85,5 @@ def test_the_metadata_has_scales_where_alpha_over_rank_is_not_every_linears_scal
     both = dict.fromkeys(selected("to_q"), 1.0)
     assert json.loads(metadata(ranks={"transformer_blocks.1.*": 2})["scales"]) == both
     assert json.loads(metadata(alpha=4.0, rslora=True, ranks={"*": 16})["scales"]) == both
+    third = metadata(alpha=1 / 3)  # "alpha" has six digits in the file
+    assert json.loads(third["scales"]) == dict.fromkeys(selected("to_q"), 1 / 3 / 8)
