@@ -1,9 +1,8 @@
 """The training loop: the order of steps, measurements and checkpoints. A task (task.py) supplies model, data and loss.
 
 The samples of a step depend on (seed, step) alone, and a checkpoint holds all other state. So a run that is stopped, killed or
-made longer ends with the same bits as an uninterrupted run.
-
-With several ranks (ranks.py), rank 0 decides and writes. The others take the same steps and yield nothing.
+made longer ends with the same bits as an uninterrupted run. With several ranks (ranks.py), rank 0 decides and writes. The others
+take the same steps and yield nothing.
 
 After each step, the loop builds the step's rows, checks its health, measures held-out samples if that is due, writes a
 checkpoint if one is due, and then yields the rows. Rows come after their checkpoint, so that stored rows imply a result.
@@ -105,12 +104,9 @@ def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPl
 
 
 class TrainingRun:
-    """One run of the training loop. Call `go` to run it. `ctx` is the run's context, `task` supplies data, model and
-    loss, and `control` stops or pauses the run. `start` is the point at which the run begins: a checkpoint, or step 0
-    if there is no checkpoint. `ranks` are the processes that train together. None means that this process trains alone.
-
-    The run ends after its last step, unless `control` or early stopping ends it before. Some rows of steps up to
-    `start` may be missing in the run's table. `start.recovered` holds these rows, which were read from checkpoints.
+    """One run of the training loop. Call `go` to run it. `ctx` is the run's context, `task` supplies data, model and loss, and
+    `control` stops or pauses the run. It begins at `start`: a checkpoint, or step 0. `ranks` are the processes that train
+    together, or None if this process trains alone.
     """
 
     def __init__(
@@ -267,10 +263,8 @@ class TrainingRun:
         return rows
 
     def interrupted(self) -> bool:
-        """Return True if the run must end early, such as after Ctrl-C. The measurement of held-out samples calls this
-        method, and breaks off if the result is True. All ranks (processes that train together) return the answer of
-        rank 0. The answer is also stored in the attribute `unmeasured`. This attribute is True if a measurement that is
-        due was not completed.
+        """Return True if the run must end early, for example after Ctrl-C. All ranks (processes) return the answer of rank 0, and
+        store it in `unmeasured`, because a measurement of held-out samples that is due stops if the result is True.
         """
         self.unmeasured = self.ranks.agreed(self.control.stop_requested())
         return self.unmeasured

@@ -12,16 +12,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from stages.tuner.adapters import lora
 from stages.tuner.adapters.initial import fresh_adapter, start_from_adapter, target_weights
 from stages.tuner.adapters.stacks import Stacks
 from stages.tuner.adapters.targets import Target, matches_pattern, select_targets, similar_names, target_scales
 from stages.tuner.blockwise.backprop import Plan, Values, loss_and_grads, predict
 from stages.tuner.blockwise.chain import Arrays
-from stages.tuner.blockwise.cores import on_cores
-from stages.tuner.blockwise.device import dispatch, live_memory_limit
+from stages.tuner.blockwise.device import live_memory_limit
 from stages.tuner.blockwise.meter import Meter
-from stages.tuner.blockwise.visit import Visit
 from stages.tuner.config import TrainingConfig, longest_first
 from stages.tuner.contrastive.gradcache import loss_and_grads_in_parts
 from stages.tuner.optimizers import ema
@@ -284,21 +281,6 @@ class TrainingStep:
             found = StepGradient(terms=[{}])
             found.note(term, term.loss(prediction))
             return {column: found.values(column) for column in found.terms[0]}
-
-
-def predict_base(model: Model, inputs: Mapping[str, Any]) -> mx.array:
-    """Return the prediction of `model` without an adapter. `inputs` are the keyword arguments of `model.enter`, the
-    first part of the model. The returned array may not be computed yet.
-    """
-    chain = on_cores(model, inputs)
-    h, shared = chain.enter(**inputs)
-    visit = Visit(chain.blocks, range(len(chain.blocks)))
-    for n in visit:
-        h = chain.block(chain.blocks[n].kind)(visit.weights, h, shared, lora.adapted_linear({}, {}))
-        visit.dispatch(h)
-    prediction: mx.array = chain.leave(h, shared)
-    dispatch(prediction)  # else its graph would become part of the gradient's
-    return prediction
 
 
 def cast_adapter(masters: Stacks, dtype: mx.Dtype, config: TrainingConfig) -> Arrays:

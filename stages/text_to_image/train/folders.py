@@ -41,7 +41,7 @@ def _balance(rates: list[float], crops: Sequence[tuple[int, str, float]]) -> Non
     (index into `rates`, folder, weight of the folder). For example, two folders have the weights 1 and 2, and the rates
     in each add up to 10. The rates of the second folder are then doubled.
 
-    No rate is lowered. The folder with the largest sum of rates per weight keeps its rates. A folder whose rates are
+    No rate is reduced. The folder with the largest sum of rates per weight keeps its rates. A folder whose rates are
     all 0 stays at 0.
     """
     sums: dict[str, float] = defaultdict(float)

@@ -17,8 +17,8 @@ from stages.models.family import Architecture
 from stages.models.protocols import Transformer
 from stages.text_to_image.train.config import LossConfig, PreservationConfig
 from stages.text_to_image.train.reader import MicroBatch
+from stages.tuner.blockwise.backprop import predict_base
 from stages.tuner.diffusion import loss, weighting
-from stages.tuner.step import predict_base
 from stages.tuner.task import Term
 
 GUIDANCE = 1.0  # the guidance that models with embedded guidance are trained at, as all trainers but one do

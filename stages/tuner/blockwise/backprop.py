@@ -102,6 +102,21 @@ def predict(chain: Chain, adapters: Arrays, scales: Mapping[str, float], inputs:
     return prediction
 
 
+def predict_base(chain: Chain, inputs: Mapping[str, Any]) -> Tree:
+    """Return the prediction of the model `chain` without an adapter. `inputs` are the keyword arguments of `chain.enter`. The
+    returned array may not be computed yet.
+    """
+    chain = on_cores(chain, inputs)
+    h, shared = chain.enter(**inputs)
+    visit = Visit(chain.blocks, range(len(chain.blocks)))
+    for n in visit:
+        h = chain.block(chain.blocks[n].kind)(visit.weights, h, shared, lora.adapted_linear({}, {}))
+        visit.dispatch(h)
+    prediction = chain.leave(h, shared)
+    dispatch(prediction)  # else its graph would become part of the gradient's
+    return prediction
+
+
 def kept_blocks(plan: Plan, blocks: int) -> int:
     """Return how many of the last blocks keep their activations until the backward pass. `plan` is "whole" (all blocks),
     "blocks" (1 block) or a number. `blocks` is the number of blocks of the model. The result is at least 1 and at most

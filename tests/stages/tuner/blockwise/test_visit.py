@@ -10,11 +10,10 @@ import mlx.core as mx
 import pytest
 
 from stages.tuner import quantize, stored
-from stages.tuner.blockwise.backprop import loss_and_grads
+from stages.tuner.blockwise.backprop import loss_and_grads, predict_base
 from stages.tuner.blockwise.forward import model_forward
 from stages.tuner.blockwise.planner import Estimate
 from stages.tuner.blockwise.visit import Visit
-from stages.tuner.step import predict_base
 from stages.tuner.stored import StoredWeight, WeightFolder
 from tests.stages.tuner.blockwise.test_backprop import Stream, assert_same, batch, loss_of, tiny, trained
 
