@@ -38,9 +38,13 @@ class OwnGradient:
 
         The gradient is computed on the stream (queue of operations) that is the default stream during this call.
         """
-        stream, gradient = mx.default_stream(mx.default_device()), self.gradient
+        gradient = self.gradient
         assert gradient, "an operation with its own gradient must define it"
         traced: Any = mx.custom_function(self.function)
+        if mx.default_device() != mx.cpu:  # all operations of a GPU are on one stream
+            traced.vjp(gradient)
+            return traced(*arguments)
+        stream = mx.default_stream(mx.cpu)
 
         def backward(*found: Any) -> Any:
             with mx.stream(stream):
