@@ -107,11 +107,12 @@ class Project(project.Project):
 
     def verify(self, *, repair: bool = False) -> list[Finding]:
         """Check all files of the project, and return a list with one `Finding` for each damaged file. If `repair` is
-        True, damaged rows and files are first removed. Then the removed rows and files of tables with the current
-        settings are made again. In this case, the list holds only the damage that remains.
+        True, the damage is repaired first: damaged rows and files are removed, and the stages make them again. In this
+        case, the list holds only the damage that remains.
 
-        Tables of other settings get their rows back in the next run with those settings. Damaged weights are not
-        repaired.
+        Rows and files are made again only in tables of the current settings. A table of other settings loses its
+        damaged rows and files. It gets the rows back in the next run with those settings. Damaged weights are not
+        repaired. A table that a process is writing is not checked.
         """
         from pipeline.commands.verify import find_damage, repair_project
 

@@ -100,9 +100,10 @@ def _pass_on(lines: IO[str], rank: int, say: Callable[[str], None]) -> None:
 
 
 def _wait(processes: Sequence[subprocess.Popen[str]], say: Callable[[str], None]) -> int:
-    """Wait until all ranks (training processes) have ended, but after a failure for at most `GRACE_SECONDS`. Return 0
-    if no rank failed, else the exit code of a rank that failed. `processes` holds the ranks in the order of their
-    numbers. `say` is called with one line for the user if a signal ended a rank.
+    """Wait until all ranks (training processes) have ended. Return 0 if no rank failed, else the exit code of a rank
+    that failed. After the first failure, the wait lasts at most `GRACE_SECONDS` longer, even if other ranks still run.
+    `processes` holds the ranks in the order of their numbers. `say` is called with one line for the user if a signal
+    ended a rank.
 
     If a signal ended a rank, the result is 128 plus the number of the signal, such as 137 for signal 9. If ranks failed
     only in other ways, the result is the exit code of the one with the lowest number. Ranks that still run at the end

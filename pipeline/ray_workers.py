@@ -234,12 +234,10 @@ def nothing(unit: WorkUnit) -> list[ShippedFile]:
 
 
 def unit_files(ctx: StageContext, opens: Callable[[StageContext], Iterator[Path]] | None) -> Files:
-    """Return a function `files(unit)`. It packs the input files of the work unit `unit` (some rows of a table) and
-    returns them as a list of `ShippedFile`, ready to be sent to a worker. `ctx` is the context of the stage. `opens` is
-    the stage's own function that yields the paths of the files that pending rows need. If `opens` is None, the list is
-    always empty.
-
-    `opens` takes a context. For each unit, it is called with a copy of `ctx` whose pending rows are those of the unit.
+    """Return a function `files(unit)`. The function reads the input files of one work unit (some rows of a table) and
+    returns them as a list of `ShippedFile`, to be sent to a worker. `ctx` is the stage's context. `opens(context)` is a
+    function of the stage. It yields the paths of the files that the context's pending rows need. `files(unit)` calls
+    `opens` with a copy of `ctx` whose pending rows are those of `unit`. If `opens` is None, the list is always empty.
     """
     packer = Packer(ray.put)
     return lambda unit: packer.pack(opens(dataclasses.replace(ctx, pending=unit.pending))) if opens else []

@@ -146,13 +146,12 @@ def _begin(project: Project, stage: Stage, ctx: StageContext, run_name: str, not
 
 
 def _finish(stage: Stage, ctx: StageContext, writer: Writer, wanted: pa.Table) -> pa.Table:
-    """End a run of `stage`, and return the rows that the stage's table should now have. If the stage has a function
-    `finish`, the rows that it yields are committed first. `ctx` is the stage's context. `writer` commits the rows.
-    `wanted` holds the rows that the table should have, as decided at the start of the run.
+    """Commit the last rows of a stage, and return the rows that the stage wants in its table at the end of the run. If
+    `stage` has a function `finish`, the last rows are those that it yields; otherwise there are none. `ctx` is the
+    stage's context. `writer` commits the rows. `wanted` holds the rows that the stage wanted at the start of the run.
+    If all rows of `wanted` are stored, the result is `wanted`. If some are missing, the result is `stage.wants(ctx)`.
 
-    If all rows of `wanted` are stored, `wanted` is returned. If some are missing, the stage is asked again, and the
-    result of `stage.wants(ctx)` is returned. For example, a training run that early stopping has ended needs fewer rows
-    than at its start.
+    For example, early stopping has ended a training run. The stage then wants fewer rows than at the start.
     """
     ctx.stored = writer.stored
     if stage.finish:

@@ -53,9 +53,10 @@ def product_flop(rows: int, inputs: int, outputs: int) -> float:
 
 
 def most_outputs(rows: int, inputs: int, multiple: int = 128) -> int | None:
-    """Return how many output features one GPU kernel may compute in a matrix product, at least 1. `rows` and `inputs`
-    are the shape of the input matrix. The number is rounded down to a multiple of `multiple`. A number below `multiple`
-    is not rounded. The result is None if kernels have no limit on the default device.
+    """Return how many output features (columns) of a matrix product one GPU kernel may compute, at least 1. The kernel
+    may take at most `LIMIT` floating-point operations. `rows` and `inputs` are the shape of the input matrix. A number
+    above `multiple` is rounded down to a multiple of `multiple`. For example, with `multiple` = 128, 300 becomes 256,
+    and 100 stays 100. The result is None if the default device does not use Metal, because `LIMIT` holds only on Metal.
     """
     if not limited():
         return None

@@ -24,17 +24,22 @@ class OwnGradient:
         self.gradient: Callable[..., Any] | None = None
 
     def vjp(self, gradient: Gradient) -> Gradient:
-        """Set the gradient of the function, and return `gradient`. It is called as `gradient(primals, cotangents, outputs)`.
-        `primals` are the arguments of the function. `cotangents` are the gradients with respect to its `outputs`. It returns
-        the gradients with respect to `primals`, in their order.
+        """Register `gradient` as the function that computes the gradient of the decorated function, and return
+        `gradient`. Use the method as a decorator: if `@OwnGradient` decorates `forward`, `@forward.vjp` decorates the
+        function `gradient`. MLX calls `gradient(primals, cotangents, outputs)`. `primals` are the arguments of
+        `forward`, and `outputs` are its results. `cotangents` are the gradients of the loss with respect to `outputs`.
+        `gradient` must return the gradients with respect to `primals`, in their order.
+
+        If `forward` has one argument, `primals` is this argument itself, not a tuple. If `forward` returns one array,
+        `cotangents` and `outputs` are single arrays too.
         """
         self.gradient = gradient
         return gradient
 
     def __call__(self, *arguments: mx.array) -> Any:
-        """Call the decorated function and return its result. `arguments` are the arrays that are passed to the
-        function. The gradient of this call is later computed by the function that `vjp` decorated. Raises
-        AssertionError if `vjp` was not used.
+        """Call the function that `@OwnGradient` decorates, and return its result. `*arguments` are the arrays to call
+        the function with. If MLX later differentiates the result, it uses the gradient function that was given to
+        `vjp`. Raises AssertionError if no gradient function was given.
 
         The gradient is computed on the stream (queue of operations) that is the default stream during this call.
         """

@@ -48,9 +48,10 @@ class Cards:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table of pictures on a web page, with a slider that chooses a training step. `sql` returns one row per picture,
-    with the columns `row`, `column`, `step`, `picture` and `text`. `row` and `column` are the headings of the table's
-    row and column for the picture. Each cell shows the newest picture that is not later than the chosen step.
+    """A table of pictures on a web page, with a slider that chooses a training step. `title` is the table's title. The
+    SQL query `sql` returns one record per picture, with the fields `row`, `column`, `step`, `picture` and `text`. `row`
+    is the heading at the left of the picture's cell, and `column` is the heading above the cell. Each cell shows the
+    newest picture that is not later than the chosen step.
 
     With pictures of the steps 100 and 200, the slider at 150 shows the picture of step 100. If all pictures are later,
     as with the slider at 50, the first picture is shown.
@@ -105,12 +106,11 @@ class Detail:
     """The web page about one input, such as an image. `sql`, `boxes` and `masks` are SQL queries in which `$text`
     stands for the input's key. `sql` returns one row with the columns `picture`, `width` and `height`. `boxes` returns
     rectangles to draw over the picture: `label`, `x`, `y`, `width` and `height`, in pixels. `masks` returns grey
-    pictures: `label`, `columns` and `values`. `draw_mask` names a function that draws such a picture. `boxes` and
-    `masks` may be "" for none.
+    pictures: `label`, `columns` (pixels per row) and `values` (one byte per pixel). `draw_mask` names a function that
+    draws a grey picture. `boxes` and `masks` may be "" for none.
 
-    `values` has one byte per pixel, from 0 to 255, row by row. `columns` is the number of pixels in a row. `draw_mask`
-    has the form "module:function". The function is called as `draw_mask(columns, values)`, and returns a WebP picture
-    as bytes.
+    The bytes in `values` are numbers from 0 to 255, row by row. `draw_mask` has the form "module:function". The
+    function is called as `draw_mask(columns, values)`, and returns a WebP picture as bytes.
     """
 
     sql: str

@@ -48,8 +48,9 @@ class Weights:
 
 @dataclass(frozen=True)
 class FamilyRecord:
-    """A resource of a pipeline: facts about the model that the project trains. A stage that asks for this resource gets
-    an object of the class `Family`. It holds the model's name, shapes and functions.
+    """Declares a resource of a pipeline: the record of the model family that the project uses. An object of this class
+    is only a marker and holds no data. A stage that needs the resource gets the record itself, an object of the class
+    `Family` or `RetrieverFamily`. The record holds the name, the sizes and the functions of the model.
     """
 
 
@@ -88,13 +89,15 @@ class Panel:
 
 @dataclass(frozen=True)
 class Chain:
-    """Describes how the command `latentmill follow TEXT` traces one input, such as an image, through the chain of a
-    pipeline's stages. `table` has one row per input. `label` is its column with the input's name. `text` says what TEXT
-    may be. `find(query, need, TEXT)` returns the rows of `table` that match TEXT, as dicts. `query(sql, **values)` runs
-    SQL and returns dicts. `need(name)` returns a resource of the pipeline, such as a folder's path. `describe` maps a
-    table's name to a function `(query, row)` that yields lines about the input.
+    """Describes how the command `latentmill follow TEXT` traces one input, such as an image, through the tables of a
+    pipeline. `table` is the table with one row per input. `label` is the column of `table` with the name of the input.
+    `text` is a phrase that says what TEXT may be. `find` is a function that returns the rows of `table` that match
+    TEXT. `describe` maps the name of a table to a function that yields lines about the input.
 
-    If `find` returns several rows, TEXT is ambiguous. `row` is the one row that `find` returned.
+    The command calls `find(query, need, TEXT)`, which returns the rows as dicts. If there is no row, or if there are
+    several, the command ends with an error. If there is one row, the command calls the functions in `describe` with the
+    arguments (query, row). `query(sql, **values)` runs SQL over the tables and returns the rows as dicts. `need(name)`
+    returns a resource of the pipeline, such as the path of a folder.
     """
 
     table: str  # the table whose row is found

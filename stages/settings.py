@@ -29,13 +29,16 @@ def setting(
     unless: str = "",
     path: bool = False,
 ) -> Any:
-    """Return a field for a config dataclass: a setting whose value changes the content of rows. `default` is its
-    default value. `doc` explains it. `bounds` is (smallest, largest) allowed number, or None. `unrecorded` lists values
-    that are left out of the recipe (the record whose hash names a table's folder). If the value is None, the setting
-    named by `follows`, such as "train.base_bits", gives the value. If the field named by `unless` is set, `follows` has
-    no effect. `path` is True for a path or a tuple of paths.
+    """Return a field for a config dataclass: a setting whose value changes the content of rows. `default` is the
+    setting's default value. `doc` explains the setting. `bounds` is (smallest, largest) allowed number, or None.
+    `unrecorded` lists values that are left out of the recipe (the record whose hash names a table's folder). `follows`
+    names another setting, such as "train.base_bits". If the value is None, the other setting gives the value. `unless`
+    names a field of the dataclass. While that field is not None, `follows` is ignored. `path` is True for a path or a
+    tuple of paths.
 
-    `follows` and `unless` are "" if they are not used. `unless` names a field of the same dataclass.
+    `follows` and `unless` are "" if they are not used. For example, `base_bits_for` of the section [samples] has
+    `follows="train.base_bits_for"` and `unless="base_bits"`. If both settings of [samples] are None, `base_bits_for`
+    gets the value of [train]. If `base_bits` is 8, `base_bits_for` stays None.
 
     The field is part of the recipe, so a different value starts a new table. With a value in `unrecorded`, the recipe
     is that of a project without the field. Use `unrecorded` for a field that is added later. With the value that means

@@ -84,13 +84,14 @@ def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int
 
 
 def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Delete the unused rows and tables of the stage `name`. Yield `(line for the user, bytes freed)` for each
-    deletion. `project` is the opened project folder. If `delete` is False, the rows and tables are kept. The result is
-    then at most one pair: a line that says why tables are kept, and 0 as the number of bytes. If `dry_run` is True,
-    nothing is deleted either, but the pairs tell what would be deleted and how many bytes this would free.
+    """Delete the rows and tables of the stage `name` that the present settings do not use. Yield a pair `(line for the
+    user, bytes freed)` for each deletion. `project` is the opened project folder. `delete` says whether unused rows and
+    tables of this stage may be deleted. If `delete` is False, all of them are kept, and at most one pair says why.
+    `dry_run` is True to list the deletions only: the pairs are yielded, but nothing is deleted.
 
-    If `delete` is True, tables of other settings are still kept in two cases: the table of the present settings is not
-    built yet, or it cannot be determined. Then the only pair also has the reason and 0 bytes.
+    A pair about kept tables has a line with the reason and 0 bytes. Even if `delete` is True, tables of other settings
+    are kept in two cases: the table of the present settings is not built yet, or it cannot be determined. With
+    `dry_run`, the bytes of a pair say how much would be freed.
     """
     try:
         current = project.current(name)
@@ -108,12 +109,13 @@ def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> It
 
 
 def _clean_others(name: str, current: TableFolder, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Delete the tables of the stage `name` that were built with other settings. Yield `(line for the user, bytes
-    freed)` for each table. `current` is the stage's table for the present settings. If `delete` is False or `current`
-    is not built, the tables are kept. In this case, the only pair has a line that says why they are kept, and 0 as the
-    number of bytes. If `dry_run` is True, nothing is deleted, and the pairs tell what would be deleted.
+    """Delete the tables of the stage `name` that were built with other settings. Yield a pair `(line for the user,
+    bytes freed)` for each table. `current` is the stage's table for the present settings. `delete` says whether the
+    other tables may be deleted. If `delete` is False, all of them are kept, and one pair says why. `dry_run` is True to
+    list the deletions only: the pairs are yielded, but nothing is deleted.
 
-    If the stage has no tables of other settings, nothing is yielded.
+    If `current` is not built yet, the other tables are kept even if `delete` is True. A pair about kept tables has a
+    line with the reason and 0 bytes. If the stage has no tables of other settings, nothing is yielded.
     """
     from pipeline.store.catalog import link_table
 

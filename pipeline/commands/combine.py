@@ -91,11 +91,14 @@ Make = Callable[[], tuple["Adapter", str]]  # computes (arrays, scales) and a li
 
 
 def merge(project: Project, chosen: Sequence[tuple[str, float]], rank: int | None = None) -> tuple[Recipe, Make]:
-    """Plan a LoRA that is the sum of several adapters, and return (recipe, make). `recipe` is a dict that says how and
-    from which files the LoRA is made. `make()` computes the LoRA. It returns ((arrays, scales), text): the LoRA as two
-    dicts, and a line about the error. `project` is the opened project folder. `chosen` holds pairs (adapter, strength),
-    such as ("best", 1.0). `rank` is the largest rank of a Linear in the result. None adds the ranks, so that nothing is
-    lost.
+    """Plan a LoRA that is the sum of several adapters, and return (recipe, make). `project` is the opened project
+    folder. `chosen` holds pairs (adapter, strength), such as ("best", 1.0). `rank` is the largest rank of a Linear in
+    the new LoRA. None means the sum of the ranks, with which nothing is lost. In the result, `recipe` is a dict that
+    says how and from which files the LoRA is made. `make` is a function without arguments that computes the LoRA.
+
+    `make()` returns a pair (adapter, text). `adapter` is the LoRA as a pair of dicts, (arrays, scales). `arrays` maps
+    names of matrices to arrays. `scales` maps the name of each Linear to the number that multiplies its change. `text`
+    is a line for the user: the rank of the LoRA, and how much of the exact sum it loses.
 
     An adapter is "last", "best" or "average", one of these with "@RUN", or the path of a file. RUN is the name or the
     recipe of a run. Raises ValueError if an adapter does not exist or `rank` is out of range.

@@ -93,9 +93,9 @@ def draw(panels: Sequence[Panel], *, title: str = "", columns: int = 2, panel_in
 
 
 def save(panels: Sequence[Panel], file: Path, **options: Any) -> None:
-    """Draw `panels` as a chart and save the chart as a PNG. `file` is the path of the PNG. `options` are keyword
-    arguments of `draw`, such as `title="Memory"`. The PNG also stores the plotted numbers as JSON, in the text chunk
-    `TEXT_CHUNK`. Raises MatplotlibMissing if matplotlib is not installed.
+    """Draw `panels` as a chart and save the chart as a PNG. `file` is the path of the PNG. All further keyword
+    arguments (`**options`), such as `title="Memory"`, are passed to `draw`. The PNG also stores the plotted numbers as
+    JSON, in the text chunk `TEXT_CHUNK`. Raises MatplotlibMissing if matplotlib is not installed.
     """
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo

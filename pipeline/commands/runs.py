@@ -27,9 +27,10 @@ SHOWN = 3  # settings that a line of the list names
 @click.option("--name", envvar="LATENTMILL_NAME", help="Give RUN this name.")
 @with_project
 def command(run: str | None, name: str | None, project: Project) -> None:
-    """List all training runs of a project, or show or name one of them. RUN is the name of a run or the beginning of
-    its recipe. With RUN, the facts about this run are shown. With RUN and `--name`, the run gets a name. A run is kept
-    when the settings change. `--run NAME` makes other commands use it.
+    """List all training runs of a project, or show or name one run. RUN is the name of a run, or the first digits of
+    its recipe. The recipe is the run's id of 12 hex digits. With RUN, the facts about this run are shown. With RUN and
+    `--name`, this run gets the given name. Earlier runs are kept when the settings change. To use an earlier run in
+    another command, give that command the option `--run` with the run's name.
     """
     if name and not run:
         raise ValueError("which run? latentmill runs RUN --name NAME; `latentmill runs` lists them")
@@ -194,9 +195,9 @@ def rows_of_runs(project: Project) -> dict[str, pa.Table]:
 
 
 def rows_of_results(project: Project) -> dict[str, pa.Table]:
-    """Return tables of files that were made with trained adapters. The result is a dict from the name of a table to an
-    Arrow table. For example, "all_samples" has the previews, which the stage "samples" draws. The tables of
-    `rows_of_commands`, such as "generated", are included too. `project` is the opened project folder.
+    """Return tables that list the files made with trained adapters, as a dict from table name to Arrow table. A table
+    has one row per file. For example, the table "all_samples" lists the preview images that the stage "samples" draws.
+    The tables of `rows_of_commands`, such as "generated", are included too. `project` is the opened project folder.
 
     A table has the rows of all settings, unless the file of the row is missing. The first column, `recipe`, names the
     settings of the row. The second, `run_name`, names the training run of the adapter. It is null for the base model.

@@ -101,10 +101,11 @@ def templates() -> Environment:
 
 
 def addresses(cell: list[tuple[int, str]], picture: Callable[[str], str]) -> str:
-    """Return the addresses of some pictures as JSON, in a short form. The form is a list such as ["/a", [10, "/x.png"],
-    [20, "/y.png"]]. Its first entry is the beginning of every address, or "". The other entries are pairs: a training
-    step, and the rest of the address of its picture. `cell` lists pairs (step, picture's name). `picture` is a function
-    that returns the address of a name.
+    """Return the addresses of the pictures in one table cell, as a JSON list. `cell` lists the pictures of the cell as
+    pairs (training step, name of the picture). `picture(name)` returns the address of a picture. The first entry of the
+    list is a text with which all addresses begin, or "". Every other entry is a pair: a step, and the rest of the
+    address. For example, ["/a", [10, "/x.png"], [20, "/y.png"]] means "/a/x.png" for step 10 and "/a/y.png" for step
+    20.
     """
     import json
 

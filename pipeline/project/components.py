@@ -38,8 +38,10 @@ def find(settings: ProjectConfig, project: Path, family: ModelFamily, name: str,
 
 
 def _holds(folder: Path, name: str) -> bool:
-    """Return True if a component lies in `folder` itself, not below it. This is so if the folder has a config.json and
-    weights, or a tokenizer's files. `name` is the component.
+    """Return True if the files of one model component lie directly in `folder`, not in a subfolder. `name` is the
+    component, such as "transformer". If `name` is "tokenizer", `folder` must have the file tokenizer.json or
+    merges.txt. For any other component, `folder` must have the file config.json and at least one .safetensors or .gguf
+    file.
     """
     if name == hub.TOKENIZER:
         return any((folder / file).is_file() for file in TOKENIZER_FILES)

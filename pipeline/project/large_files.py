@@ -129,8 +129,9 @@ def _fetch(file: LargeFile, bar: Any) -> None:
     from huggingface_hub.file_download import http_get
 
     class Part:
-        """A progress bar for the hub client that shows no bar of its own. It adds the arrived bytes to `bar`, the bar
-        of all files.
+        """A silent replacement for the progress bar of the hub client. The client creates a `Part` for each download,
+        and calls `update(count)` when `count` bytes have arrived. `update` adds `count` to `bar`, the visible bar of
+        all files. The arguments of the constructor are ignored.
         """
 
         def __init__(self, **_: Any) -> None:

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FixedTable:
-    """A table that a project uses for one stage, whatever its present settings are. It may be that of a recorded training run.
-    `stage` is the name of the stage. `table` is the folder of the table. `recipe` is a dict of the settings and weights that the
-    table was made with.
+    """A table that a project uses for one stage, whatever settings the project has. For example, the user can choose the
+    table of an earlier training run. `stage` is the name of the stage. `table` is the folder of the table. `recipe` is a dict
+    of what decided the table's content, such as settings and weights.
     """
 
     stage: str
@@ -79,8 +79,8 @@ class Project:
         self._rows.clear()
 
     def refresh(self) -> None:
-        """Discard what is cached about the tables if a stage has finished a run in the meantime. That may be a run of this
-        process or of another one. Only runs since the previous call count, or since the project was opened.
+        """Discard the cached recipes and rows of all tables if a stage has finished a run since the previous call of
+        `refresh`. The run may be one of another process. The first call considers runs since the project was opened.
         """
         found = self._manifests()
         if found != self._seen:
@@ -158,12 +158,12 @@ class Project:
         return components.find(self.config.project, self.path, self.family, name, fetch=fetch)
 
     def weight_recipe(self, name: str) -> dict[str, Any]:
-        """Return a dict that identifies the weights of the model component `name`, such as "transformer". "sha256" is the hash
-        of the component's files, in hex digits. The other keys are names of fields of the model family's record. Raises
-        ValueError if the weights cannot be found.
+        """Return a dict that identifies the weights of the model component `name`, such as "text_encoder". The key "sha256"
+        has the hash of the component's files, in hex digits. The other keys are facts about the model family that change what
+        the component computes, such as "text_layers". Raises ValueError if the weights cannot be found.
 
-        The fields are those that `Weights.fields` lists. Weights that were never on this machine are downloaded if the project
-        allows it. For deleted weights the remembered hash is used.
+        These facts are the fields of the family's record that `Weights.fields` lists. Weights that were never on this machine
+        are downloaded if the project allows downloads. For deleted weights the remembered hash is used.
         """
         self.family.require(name)  # before gigabytes are downloaded for nothing
         label = f"{self.family.name} {self.config.project.place(name)} {name}"
@@ -189,9 +189,9 @@ class Project:
         return self.fresh_recipe(name)
 
     def fresh_recipe(self, name: str) -> dict[str, Any]:
-        """Return the recipe of the table `name` for the present settings, as plain data. A recipe records what decides
-        a stage's result, such as settings and weights. A recorded run that the user chose for this stage is ignored.
-        Raises NotBuilt if an input table is missing, ValueError if weights cannot be found.
+        """Return the recipe of the table `name` for the present settings, as plain data. A recipe records what decides a stage's
+        result, such as settings and weights. Unlike `recipe`, this method never returns the recipe of an earlier run that the
+        user chose (`fix`). Raises NotBuilt if an input table is missing, ValueError if weights cannot be found.
         """
         if name not in self._recipes:
             stage = self.stage(name)

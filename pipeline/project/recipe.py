@@ -54,9 +54,9 @@ def _plain(value: Any, kinds: tuple[str, ...]) -> Any:
 def recipe(stage: Stage, config: Any, weights: dict[str, Any], tensors: dict[str, str], rows: pa.Table | None) -> dict[str, Any]:
     """Return the recipe of `stage` as plain JSON data. A recipe records what decides the stage's result. `config` is
     the stage's config dataclass. `weights` maps a component's name, such as "transformer", to the result of
-    `Project.weight_recipe`. `tensors` maps the name of each table whose tensors the stage reads to its recipe id, the
-    12 hex digits that name its folder. `rows` is the result of `stage.snapshot`, or None if the stage has no such
-    function.
+    `Project.weight_recipe`. `tensors` maps table names to recipe ids. A recipe id is the 12 hex digits that name a
+    table's folder. Only tables from which the stage reads tensors are in `tensors`. `rows` is the result of
+    `stage.snapshot`, or None if the stage has no function `snapshot`.
 
     The recipe ids of tensor tables are needed because a row's key says what a tensor was computed from, but not how.
     """

@@ -118,15 +118,16 @@ def _all_tensor_bytes(path: Path, schema: TableSchema) -> int:
 
 
 def _newer_rows(rows: pa.Table, unknown: list[Path], schema: TableSchema) -> Iterator[pa.Table]:
-    """Yield the rows of the shards `unknown` that the index lacks, as one table per shard. A shard is an Arrow file
-    with rows and their tensors. The index is the list of a table's stored rows. `rows` is the index. `unknown` lists
-    the paths of shards that the index does not name, sorted by shard number. `schema` describes the table. A row is
-    left out if the index has another row with its key, from a shard with the same or a larger number.
+    """Find rows that the index of a table lacks, and yield them as one Arrow table per shard. The index lists the
+    stored rows. A shard is a numbered file of rows with their tensors. `rows` is the index. `unknown` lists the paths
+    of shards that the index does not name, sorted by number. `schema` describes the table. A row is yielded if the
+    index does not have the row's key, or has it only from a shard with a smaller number.
 
     A larger shard number means newer rows. For example, the index has the key "a" from shard 5. Then the row "a" of
     shard 7 is yielded, and the row "a" of shard 3 is left out. Rows that were yielded before count as rows of the
-    index. A yielded table has the columns of `schema.stored` and the column `live`, which says whether the last
-    finished run wanted the row. Here `live` is null, because this is not known.
+    index. A shard of which no row is yielded gives no table. A yielded table has the columns of `schema.stored` and the
+    column `live`, which says whether the last finished run wanted the row. Here `live` is null, because this is not
+    known.
     """
     key = schema.key[0]
     newest = {name: shard_number(shard) for name, shard in zip(rows[key].to_pylist(), rows["shard"].to_pylist(), strict=True)}

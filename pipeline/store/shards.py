@@ -135,12 +135,13 @@ def overhead_bytes(schema: TableSchema, rows: pa.Table, tensors: int) -> int:
 
 
 def _without_tensors(schema: TableSchema, rows: pa.Table) -> pa.Table:
-    """Return `rows` with all columns of a shard (an Arrow file with tensors), to estimate the size of such a file.
-    `schema` describes the table. `rows` has no tensor columns, and may lack other columns. In the result, every tensor
-    is an empty list. Any other missing column is filled with null if nulls are allowed, else with "", 0 or `[0, 0]`.
-    Missing checksums are 0, although they may be null.
+    """Return a table from which the size of a shard without its tensors can be estimated. A shard is an Arrow file with
+    rows and their tensors. `schema` describes the table. The result has all columns of a shard. `rows` gives the
+    values. `rows` has no tensor columns, and may lack other columns. Every tensor in the result is an empty list. Any
+    other missing column is filled with null if nulls are allowed, else with "", 0 or `[0, 0]`.
 
-    Checksums are not null in new files. Any other missing column of 64-bit integers is also filled with 0.
+    A missing column of 64-bit integers is filled with 0, even if nulls are allowed. Checksums of tensors are 64-bit
+    integers, and are never null in new files.
     """
     tensors = {tensor.name for tensor in schema.tensors}
     columns = []

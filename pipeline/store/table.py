@@ -214,8 +214,10 @@ class TableFolder:
         return self.with_files(newest_per_key(self.index.read_newest(), self.schema.key))
 
     def reclaimable_bytes(self) -> int:
-        """Estimate how many bytes of disk `Writer.collect` would free. `Writer.collect` removes unused rows from the
-        shards (Arrow files with tensors), and artifacts that no other row names. Return 0 if no run has finished.
+        """Estimate how many bytes of disk `Writer.collect` would free, and return the number. `Writer.collect` deletes
+        the rows that the last finished run did not want. For a table with tensors, the estimate counts the unused bytes
+        of shards (Arrow files with tensors) that are mostly unused. For a table without tensors, the estimate is the
+        size of the artifacts (files that rows name) that no remaining row names. Return 0 if no run has finished.
         """
         rows = self.with_files(self.index.read_newest())
         if not self.exists:
@@ -227,13 +229,15 @@ class TableFolder:
         return reclaimable_bytes(kept, self.shards, self.schema)
 
     def unnamed_files(self, rows: pa.Table, all_rows: pa.Table) -> list[Path]:
-        """Return the sorted paths of files below the folder `artifacts` that no row of `rows` names. `all_rows` holds
-        all stored rows of the table, including rows that `rows` lacks. A subfolder of `artifacts` is searched only if a
-        row of `all_rows` names a file in it. If the table has no column for artifacts (files that rows name), the list
-        is empty.
+        """Return the paths of artifacts that no row of `rows` names, sorted. An artifact is a file below the folder
+        `artifacts` that rows can name. `all_rows` holds all stored rows of the table, those of `rows` included. A
+        subfolder of `artifacts` is searched only if a row of `all_rows` names a file in this subfolder. If the table
+        has no column for artifacts, the list is empty.
 
-        Subfolders such as those of checkpoints, whose files no row names, are thus left out. A folder inside a searched
-        folder is listed like a file. Names that begin with a dot are skipped.
+        For example, a row of `all_rows` names "a/1.png", and a row of `rows` names "a/2.png". Then all files in the
+        folder `a` are returned except "a/2.png". Other subfolders, such as those of checkpoints, are not searched.
+        Files directly in `artifacts` are not listed. A folder inside a searched folder is listed like a file. Names
+        that begin with a dot are skipped.
         """
         if not self.schema.artifact:
             return []

@@ -26,9 +26,12 @@ Computed = Iterator[Any]  # batches and artifacts of a stage
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A training run, as a tracker needs it. `project` is the name of the project. `id` is the recipe of the run, 12
-    hex digits. `settings` maps dotted keys, such as "train.lr", to values. `folder` is the folder "tracking" of the
-    project, in which local trackers keep their files.
+    """The facts about a training run that an experiment tracker, such as MLflow, needs. `project` is the name of the
+    project. `id` identifies the run. It is 12 hex digits: a hash of all that decides what the run computes, such as its
+    settings and inputs. `settings` maps dotted keys, such as "train.lr", to values. `folder` is the folder "tracking"
+    of the project, in which local trackers keep their files.
+
+    `id` is also the name of the folder with the table of the run.
     """
 
     project: str
@@ -77,11 +80,11 @@ def catch_up(tracker: Tracker, rows: pa.Table, last: int, *, unfinished: bool = 
 
 
 class Following:
-    """Copies the metrics of a training stage to `tracker` while the stage runs. `tracker` is a run in an experiment
-    tracker, such as MLflow. `writer` stores the rows of the stage. Call the `Following` object with an iterator over
-    the batches of the stage. The call returns an iterator that yields each batch unchanged. The caller passes each
-    batch to `writer`. When the caller asks for the next batch, the metrics of newly stored training steps are first
-    sent to `tracker`.
+    """Copies the metrics of a training stage to an experiment tracker while the stage runs. `tracker` is a run in an
+    experiment tracker, such as MLflow. `writer` writes the table of the stage. To use a `Following` object `follow`,
+    loop over `follow(batches)` instead of `batches`, the batches of the stage. In the loop, store each batch with
+    `writer`. The loop gets every batch unchanged. After each pass of the loop, `follow` sends newly stored training
+    steps to `tracker`.
 
     The newest step waits until a newer step is stored or `update(unfinished=False)` is called, because some of its rows
     may be missing.
@@ -114,13 +117,13 @@ class Following:
 @contextmanager
 def tracked(project: Project, stage: str, writer: Writer, say: Say) -> Iterator[Callable[[Computed], Computed]]:
     """Copy the metrics of a training stage to an experiment tracker during a `with` block. `project` is the opened
-    project folder. `stage` is the name of the stage. `writer` writes the stage's table. `say(line)` shows a line to the
-    user. The block gets a function `follow`, as in `with tracked(...) as follow`. Store the batches that
-    `follow(batches)` yields: they are the stage's `batches`, unchanged. While they are read, newly stored training
-    steps are copied to the tracker. Raises ValueError if the tracker's package is not installed.
+    project folder. `stage` is the name of the stage. `writer` writes the table of the stage. `say(line)` shows a line
+    to the user. `with tracked(...) as follow` gives the block a function `follow`. In the block, loop over
+    `follow(batches)` instead of the stage's `batches`, and store each batch with `writer`. The loop gets every batch
+    unchanged. After each pass of the loop, newly stored training steps are copied to the tracker.
 
     The setting [train] `track` chooses the tracker; without one, nothing is copied. At the end, the tracker has every
-    committed step, also after an error.
+    committed step, also after an error. Raises ValueError if the tracker's package is not installed.
     """
     kind = getattr(project.config.sections[stage], "track", "")
     if not kind:

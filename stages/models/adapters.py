@@ -64,9 +64,13 @@ def _check(name: str, own: Arrays) -> None:
 
 
 def _required(own: Arrays) -> tuple[str, ...]:
-    """Return the endings of all arrays that the adapter of one Linear must have, such as (".lora_A.weight",
-    ".lora_B.weight") for a LoRA. `own` maps endings to the arrays that the adapter has, which may be incomplete. Its
-    endings show if the adapter is a LoRA or a LoKr.
+    """Return the endings of all arrays that one Linear must have in an adapter. An ending is the last part of an
+    array's key. A LoRA must have the endings ".lora_A.weight" and ".lora_B.weight". `own` maps endings to the arrays
+    that were found for the Linear. Some arrays may be missing in `own`. The endings in `own` decide whether the adapter
+    is a LoRA or a LoKr.
+
+    For example, if `own` has only ".lokr_w1", the result is (".lokr_w1", ".lokr_w2_a", ".lokr_w2_b"). A DoRA needs a
+    third array, its magnitude, but the result for a DoRA has only the two endings of a LoRA.
     """
     if W2 in own:
         return W1, W2

@@ -109,7 +109,9 @@ class _Header:
         return self.file.read(count)
 
     def number(self, form: str) -> int:
-        """Return the next number. `form` is its type as a letter of the module `struct`, such as "I" (32 bits)."""
+        """Read the next number of the header and return it as an int. `form` is the type of the number in the file, as
+        a letter of the module `struct`. For example, "I" is an unsigned number of 32 bits.
+        """
         found: int = struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
         return found
 
@@ -121,7 +123,9 @@ class _Header:
         return found
 
     def text(self) -> str:
-        """Return the next text: a 64-bit length in bytes, then UTF-8."""
+        """Read the next text of the header and return it as a str. The file stores a text in two parts: its length in
+        bytes, as a 64-bit number, and then its bytes in UTF-8.
+        """
         return self.take(self.number("Q")).decode()
 
     def skip(self, kind: int, depth: int = 0) -> None:

@@ -70,12 +70,15 @@ class Transformer(Protocol):
         """
 
     def block(self, kind: str) -> Callable[..., Any]:
-        """Return the function that computes the blocks of one kind. `kind` is the attribute `kind` of a block. Call the
-        function as `function(weights, h, shared, linear)`. It returns the output of the block. `weights` is the
-        attribute `weights` of the block. `h` is the output of the previous block. `shared` is the second value that
-        `enter` returns. `linear(name, weight, x)` returns the output of one linear layer.
+        """Return the function that computes the blocks of one kind. `kind` is the attribute `kind` of a block, such as
+        "double". The returned function takes four arguments, `function(weights, h, shared, linear)`, and returns the
+        output of the block. `weights` is the attribute `weights` of the block. `h` is the output of the previous block.
+        `shared` holds the values that all blocks use; `enter` returns it in the pair `(h, shared)`. `linear(name,
+        weight, x)` is a function that you pass to compute each linear layer of the block.
 
-        For the first block, `h` is the first value that `enter` returns. The result depends on the arguments alone.
+        `linear` returns the output of the layer called `name` for the input `x`. For example, it returns `x @
+        weight.T`, or this product with the change of an adapter. For the first block, `h` is the first value that
+        `enter` returns. The result depends on the arguments alone.
         """
 
     def linears(self) -> dict[str, tuple[int, int]]:

@@ -65,9 +65,12 @@ class NegativesConfig:
 def wanted_negatives(ctx: StageContext) -> pa.Table:
     """Return the keys of all hard negatives that should exist, as an Arrow table with the columns `pair_id` and
     `position`. A hard negative is a document that ranks high for a query but does not answer it. `ctx` is the stage's
-    context: its input tables and settings. Each training pair gets `ctx.config.count` rows, with positions from 0. If
-    too few documents are outside of the pair's duplicate group, the pair gets fewer. Such a group joins all pairs with
-    the same query or document.
+    context: its input tables and settings. A training pair is a query with the document that answers it. Each training
+    pair gets at most `ctx.config.count` rows, with positions from 0.
+
+    A pair gets fewer rows than `ctx.config.count` if there are too few documents to choose from. The documents in the
+    pair's duplicate group cannot be chosen, because they may answer the query too. A duplicate group holds all pairs
+    with the same query or document.
     """
     units = _units(ctx)
     pairs = [row for row in _pairs(ctx) if _is_trained(row)]
@@ -202,9 +205,13 @@ def _lexical(units: dict[str, Row]) -> Iterator[Search]:
 @contextmanager
 def _semantic(ctx: StageContext, units: dict[str, Row]) -> Iterator[Search]:
     """Return a context manager for search with the encoder that the setting [negatives] `encoder` names. `ctx` is the
-    stage's context: its input tables and settings. `units` maps unit ids to rows, whose documents are encoded first.
-    The value of the context manager is a function. It takes a row of the table `pairs`, and returns the MaxSim score of
-    every unit, as an array (units,).
+    stage's context: its input tables and settings. `units` maps unit ids to rows. The column `text_id` of a row names
+    the unit's document. The `with` statement encodes all these documents, and then gives a function `search(pair)`,
+    where `pair` is a row of the table `pairs`. The function returns the MaxSim score of every unit for the query of
+    `pair`, as an array (units,).
+
+    MaxSim is the mean, over the tokens of the query, of the largest dot product with a token of the document. At the
+    end of the `with` block, the weights of the encoder are freed.
     """
     import mlx.core as mx
 

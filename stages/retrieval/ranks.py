@@ -167,11 +167,12 @@ class Corpus:
     def semantic(self, encoder: str, pairs: list[Row]) -> np.ndarray | None:
         """Return the semantic score of every document for each query, as float32 of shape `(queries, documents)`.
         `encoder` is the name of the encoder that made the vectors. `pairs` are rows of the table `pairs`, which contain
-        the queries. If a document has no vectors, ValueError is raised. The exception is a corpus that was made with
-        `mode` "hard", where names of functions are removed from documents. In this mode, the result is None.
+        the queries. If a document has no vectors, no scores can be computed. The attribute `mode` of the corpus then
+        decides. For "plain", ValueError is raised. For "hard", the result is None.
 
-        Documents without these names have vectors only if the setting [tokens] `hard` is True. If all documents have
-        vectors and a query has none, ValueError is raised in both modes.
+        The mode "hard" removes the names of functions from documents. Documents without these names have vectors only
+        if the setting [tokens] `hard` is True. If all documents have vectors and a query has none, ValueError is raised
+        in both modes.
         """
         rows = [self.vectors.get((encoder, unit["text_id"])) for unit in self.units]
         if any(row is None for row in rows):

@@ -120,11 +120,14 @@ class Searcher:
         return fusion.hybrid(semantic, lexical, self.weight)
 
     def explain(self, answer: Answer, query_tokens: list[str], document_tokens: list[str]) -> list[tuple[str, str, float]]:
-        """Return one tuple `(query_token, document_token, product)` per token of the last query. The last query is that
-        of the last `search` in the mode "semantic" or "hybrid". `answer` is one of its answers. `document_token` is the
-        token of the answer that matches `query_token` best. `product` is the dot product of the vectors of the two
-        tokens. `query_tokens` and `document_tokens` hold the texts of all tokens of the query and the answer, in the
-        order of their vectors.
+        """Explain why a search found `answer`. Return one tuple `(query_token, document_token, product)` per token of
+        the query. `answer` is one of the answers of the last call of `search` in the mode "semantic" or "hybrid".
+        `query_tokens` holds the texts of all tokens of that call's query. `document_tokens` holds the texts of all
+        tokens of the answer. `document_token` is the token of the answer that matches `query_token` best. `product` is
+        the dot product of the vectors of the two tokens.
+
+        The searcher keeps the vectors of that query, but not the texts of its tokens. Both lists of texts must have the
+        order of the vectors.
         """
         document = self.matrix.document(answer.place)
         best, products = matches(self.query_vectors, document)

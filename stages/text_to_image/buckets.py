@@ -168,10 +168,10 @@ def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the shapes to which an image can be cropped, as two int64 arrays. The first array holds the widths and the
-    second the heights, in cells of 16 x 16 pixels. A shape's height is never larger than its width. Shapes are made for
-    several areas: n x n cells for each n from 1 to `cells`. A shape has at most as many cells as its area. `max_shapes`
-    limits the number of shapes of each area.
+    """Return the shapes to which an image can be cropped, small and large, as two int64 arrays: the widths and the
+    heights, in cells of 16 x 16 pixels. Each number n from 1 to `cells` gives shapes of at most n x n cells. For
+    example, n = 4 gives the shapes 4 x 4, 5 x 3, 6 x 2, 7 x 2 and 8 x 2. The height is never larger than the width.
+    `max_shapes` limits the number of shapes for each n.
 
     The result joins the shapes of `_full_shapes(n, max_shapes)` for each n from 1 to `cells`. Each shape is returned
     once. For `max_shapes`, a shape that is not square counts twice, as landscape and as portrait.

@@ -92,8 +92,8 @@ MICRO_BEGIN: Mapping[str, Mapping[str, Any]] = {
 def _single_files(tail: str, *text_encoders: str) -> dict[str, tuple[str, ...]]:
     """Return the usual names of weight files, as a dict from component to a tuple of file names. The components are
     "transformer", "autoencoder" and "text_encoder". Each file holds the whole component. `tail` is the end of the
-    transformer's file name without the suffix, such as "klein-4b". All further arguments (`*text_encoders`) are file
-    names of the text encoder without the suffix, such as "qwen_3_4b".
+    transformer's file name, such as "klein-4b" for "flux-2-klein-4b.safetensors". `text_encoders` are all arguments
+    after `tail`: the possible file names of the text encoder without ".safetensors", such as "qwen_3_4b".
     """
     transformer = (f"flux-2-{tail}.safetensors", f"flux2-{tail}.safetensors")
     return {

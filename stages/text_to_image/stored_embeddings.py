@@ -41,9 +41,12 @@ def pack(words_TJ: np.ndarray, states: int) -> np.ndarray:
 
 def unpack(stored_TP: np.ndarray, states: int) -> np.ndarray:
     """Return the embedding that `pack` compressed, as a uint16 array `(rows, features)`. Each uint16 holds the 16 bits
-    of one value in bfloat16. `stored_TP` is the result of `pack`. `states` is the number that was given to `pack`:
-    every row of the embedding consists of so many hidden states, one after another. Values are rounded to the nearest
-    bfloat16.
+    of one value in bfloat16. Values are rounded to the nearest bfloat16. `stored_TP` is the result of `pack`. `states`
+    is the number of hidden states that a row of the embedding consists of, as in the call of `pack`.
+
+    A row belongs to one token of a text. The text encoder has one hidden state (a vector) for this token after each
+    layer. A row joins the hidden states after some of the layers. For example, a row with 3 hidden states of 2560
+    values has 7680 features.
     """
     stored = np.ascontiguousarray(stored_TP)
     rows, at = len(stored), SCALE_WORDS * states

@@ -263,17 +263,17 @@ class TrainingRun:
         return rows
 
     def interrupted(self) -> bool:
-        """Return True if the run must end early, for example after Ctrl-C. All ranks (processes) return the answer of rank 0, and
-        store it in `unmeasured`, because a measurement of held-out samples that is due stops if the result is True.
+        """Return True if the measurement of held-out samples must stop because the run ends early, such as after Ctrl-C. Rank 0
+        decides for all ranks (processes). The result is also stored in `unmeasured` (True: the measurement is missing).
         """
         self.unmeasured = self.ranks.agreed(self.control.stop_requested())
         return self.unmeasured
 
     def saves_after(self, step: int) -> bool:
-        """Return True if a checkpoint must be written after step `step`. It is due every `checkpoint_every` steps, after the
-        last step, and after the lowest validation loss so far. It is due if the run ends early or pauses. It is due if the user
-        made the file `checkpoint`, which is deleted. It is also due if the last checkpoint is too old. The attribute `timed` is
-        set to True if this is the only reason, else to False.
+        """Return True if a checkpoint must be written after step `step`. Each of these reasons is enough: `step` is a multiple of
+        `checkpoint_every`, the last step, or the step with the lowest validation loss so far; the run pauses or ends early; the
+        user made the file `checkpoint`; the last checkpoint is too old. This method deletes the file `checkpoint`. It sets the
+        attribute `timed` to True if the age of the last checkpoint is the only reason, else to False.
         """
         asked = self.control.wants_checkpoint()
         due = step % self.task.config.checkpoint_every == 0 or step >= self.validation.last_step

@@ -35,10 +35,11 @@ class Mean:
 
 
 class LossCheck:
-    """Checks on the losses of a training run. Call `after` once per step. `say(text)` shows a warning to the user.
-    `expected` describes the loss that a run should start with. If `expected` is None, nothing is checked. `past` has
-    the rows of the table of losses for earlier steps, if a run is resumed. The losses in `past` are part of the means
-    that are checked, but no warning is shown for them.
+    """A check of the losses of a training run. Call the method `after` once per step. `after` checks two means of
+    losses: that of the first steps, and that of the latest samples. `say(text)` shows a warning to the user. `expected`
+    describes the loss that a run should start with; with None, nothing is checked. `past` has the rows of the table of
+    losses for the earlier steps of a resumed run. The means include these losses, but no warning is shown for earlier
+    steps.
 
     Creating a `LossCheck` raises ValueError if the losses in `past` have collapsed. A collapsed loss means that the
     model has forgotten what it knew before the training.

@@ -28,13 +28,13 @@ AHEAD = 0.5  # share of one block's working memory that work started ahead may u
 @dataclass(frozen=True)
 class MemoryPlan:
     """How a run computes its steps within the memory that it may take. `plan` says how many of the last blocks keep
-    their activations until the backward pass: "whole" for all blocks, "blocks" for only the last block, or a number.
-    `max_tokens` and `max_samples` limit the tokens and the samples of a micro-batch (samples computed at once). None
-    means no limit. `limit` is the memory that training may take, in bytes. While `live_bytes` bytes or more are in use,
-    MLX starts no further operation.
+    their activations until the backward pass: "whole" for all blocks, a number, or "blocks". The value "blocks" is
+    short for "block by block" and means only the last block. `max_tokens` and `max_samples` limit the tokens and the
+    samples of a micro-batch (samples computed at once). None means no limit. `limit` is the memory that training may
+    take, in bytes. While `live_bytes` bytes or more are in use, MLX starts no further operation.
 
-    Blocks that keep no activations are computed twice. "blocks" means that the backward pass computes them again block
-    by block. The last block needs no second computation, because the backward pass begins with it.
+    Blocks that keep no activations are computed twice. With "blocks", the backward pass computes them again block by
+    block. The last block needs no second computation, because the backward pass begins with it.
     """
 
     plan: Plan
@@ -47,8 +47,9 @@ class MemoryPlan:
 @dataclass(frozen=True)
 class Candidate:
     """A possible way to compute the largest batch of a run. `samples` is the number of samples computed at once (a
-    micro-batch). `plan` says how many of the last blocks keep their activations until the backward pass. It is "whole"
-    (all blocks), "blocks" (one block) or a number. `estimate` is the memory estimate of such a micro-batch.
+    micro-batch). `plan` says how many of the last blocks keep their activations until the backward pass: "whole" for
+    all blocks, a number, or "blocks". The value "blocks" is short for "block by block" and means only the last block.
+    `estimate` is the memory estimate of such a micro-batch.
     """
 
     samples: int
@@ -92,12 +93,13 @@ def best_candidate(
 
 
 def fastest_plan(estimate: Estimate, limit: int) -> Plan:
-    """Return the fastest memory plan that needs at most `limit` bytes, or "blocks" if no plan does. `estimate` is the
-    memory estimate of a micro-batch (samples computed at once).
+    """Return the fastest memory plan that needs at most `limit` bytes. `estimate` is the memory estimate of a
+    micro-batch (samples computed at once). A memory plan says how many of the last blocks keep their activations until
+    the backward pass: "whole" for all blocks, a number, or "blocks". The value "blocks" is short for "block by block"
+    and means only the last block. If no plan fits, the result is "blocks".
 
-    A plan says how many of the last blocks keep their activations until the backward pass: a number of blocks, "whole"
-    for all of them, or "blocks" for one. Blocks that keep no activations are computed twice. This takes longer but needs
-    less memory. So the fastest plan is the largest number of blocks that fits.
+    Blocks that keep no activations are computed twice. This takes longer but needs less memory. So the fastest plan is
+    the largest number of blocks that fits.
     """
     blocks = estimate.blocks
     fits = [n for n in range(1, blocks + 1) if estimate.peak(n) <= limit]
@@ -148,12 +150,13 @@ def saved_max_tokens(state: Any) -> int | None:
 
 
 def adjust_max_tokens(max_tokens: int, used: int, held: int, peak: int, limit: int) -> int:
-    """Return the largest size of a micro-batch (samples computed at once) for the next step, in tokens. `max_tokens` is this
-    limit in the last step. `used` is the size of the last step's largest micro-batch, in tokens. `held` is the memory in use
-    between steps. `peak` is the largest use in the last step. `limit` is the memory that may be used. All three are in bytes.
+    """Return the most tokens that a micro-batch (samples computed at once) may have in the next step. `max_tokens` is
+    the most tokens that a micro-batch was allowed in the last step. `used` is the number of tokens in the largest
+    micro-batch of the last step. `held` is the memory in use between steps, in bytes. `peak` is the largest memory in
+    use during the last step, in bytes. `limit` is the memory that training may use, in bytes.
 
-    If `peak` is above `limit`, the result is half of `used`, but at least 1. If twice `used` needs at most 90 % of `limit`, the
-    result is the larger of `max_tokens` and twice `used`. Otherwise, the result is `max_tokens`.
+    If `peak` is above `limit`, the result is half of `used`, but at least 1. If twice `used` needs at most 90 % of
+    `limit`, the result is the larger of `max_tokens` and twice `used`. Otherwise, the result is `max_tokens`.
     """
     if peak > limit:
         return max(1, used // 2)

@@ -162,10 +162,14 @@ class Order:
         return [Batch(epoch, batches[n]) for n in draws.permutation(len(batches), self.seed, "batches", epoch)]
 
     def most(self, shape: Hashable) -> int:
-        """Return an upper bound of the number of rows in one batch that have the shape `shape`. If a row occurs twice
-        in a batch, it counts twice. `shape` is one of the shapes given to the constructor. At least one row of this
-        shape must have a rate above 0. The rate of a row is how often the row occurs per epoch on average, the argument
-        `rates` of the constructor.
+        """Return an upper bound of the number of rows with one shape in a batch. `shape` is this shape, such as an
+        image size, as it was given to the constructor. For example, batches have 4 rows, and three shapes have 10, 3
+        and 2 rows. If each row occurs once per epoch, the bounds for the three shapes are 4, 3 and 2. At least one row
+        of the shape must have a number above 0 in the constructor's argument `rates`.
+
+        `rates` has the average number of occurrences per epoch for each row. A row that occurs twice in a batch counts
+        twice. So rates other than 1, or too few rows to fill a batch, can make the bound larger than the number of rows
+        with the shape. The bound is at most the number of rows in a batch.
         """
         group = next(rows for rows in self.groups if any(self.shapes[row] == shape for row in rows))
         if all(self.shapes[row] == shape for row in group):
@@ -179,9 +183,10 @@ class Order:
 
     @property
     def sharing(self) -> list[Hashable]:
-        """The shapes that are mixed with other shapes in a batch, as a list. A shape is, for example, an image size.
-        Shapes with fewer rows than a batch are mixed. With 10, 3 and 2 rows of three shapes and batches of 4 rows, the
-        list has the second and the third shape. The list may be empty.
+        """The shapes whose rows may share a batch with rows of other shapes, as a list. A shape is, for example, an
+        image size. If a shape has fewer rows than a batch needs, its rows cannot fill a batch and share batches with
+        others. For example, batches have 4 rows, and three shapes have 10, 3 and 2 rows. Then the list has the second
+        and the third shape. The list may be empty.
 
         Shapes with fewer rows than a batch form one group, and a batch of this group may contain rows of several
         shapes. If the group has fewer rows than a batch, the smallest of the remaining shapes are added to it. The list
@@ -225,10 +230,10 @@ class Order:
         return rows
 
     def _open_batch(self, group: int, number: int) -> list[int] | None:
-        """Return the rows of the batch that is only partly filled when a pass begins, as a list. A pass is one round
-        over the rows of a group. Rows of a group share batches. `group` is the number of the group, and `number` is the
-        number of the pass, both from 0. If all earlier batches are full, the result is []. If the rows are not known,
-        the result is None. The caller must then compute earlier passes.
+        """Return the rows that earlier passes have put into a batch without filling it, as a list. A pass is one round
+        over the rows of a group. A group is a set of rows that share batches. `group` and `number` are the numbers of
+        the group and of the next pass, from 0. If the earlier passes have filled all their batches, the result is [].
+        If the rows are not known yet, the result is None. The caller must then compute earlier passes first.
 
         For example, a group has 6 rows, and a batch has 4. Pass 0 fills one batch and puts 2 rows into the next. When
         pass 1 begins, these 2 rows are the result. They are known if pass 0 was the last pass of this group that was
@@ -240,12 +245,14 @@ class Order:
         return open_batch if known == number else None
 
     def _arranged(self, group: int, number: int, open_batch: Sequence[int]) -> list[int]:
-        """Return the rows of one pass in shuffled order, as indices into the list of all training rows. A pass is one
-        round over the rows of a group. Rows of a group share batches. `group` is the number of the group, and `number`
-        is the number of the pass, both from 0. `open_batch` holds the rows of the batch that is only partly filled when
-        the pass begins, and may be empty. This batch is filled up with the first rows of the result.
+        """Return the rows that one pass draws, in shuffled order, as indices into the list of all training rows. A pass
+        is one round over the rows of a group. A group is a set of rows that share batches. `group` and `number` are the
+        numbers of the group and of the pass, from 0. `open_batch` holds the rows that earlier passes have put into a
+        batch without filling it. `open_batch` may be empty. The first rows of the result fill this batch up.
 
-        As far as possible, these first rows are rows that `open_batch` does not contain.
+        For example, a batch has 4 rows, and `open_batch` has 2. Then the first 2 rows of the result fill the batch up.
+        As far as possible, these first rows are rows that `open_batch` does not contain. The rows of `open_batch` are
+        not returned, unless this pass draws them again.
         """
         counts = self.rates.within(number)[self.groups[group]]
         rows = np.repeat(self.groups[group], counts)

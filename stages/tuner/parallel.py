@@ -90,10 +90,13 @@ def step_samples(task: Task[Any, Any], step: int, batches: Sequence[MicroBatch],
 
 
 def merge_results(result: StepResult, task: Task[Any, Any], step: int, ranks: Ranks) -> StepResult:
-    """Return the losses and values of a whole step, collected from all processes, in the order of the samples. `result`
-    holds those of the samples that this process computed. `task` supplies data, model and loss. `step` is the number of
-    the training step, from 1. `ranks` are the processes. With one process, or with a loss that cannot be divided,
-    `result` is returned unchanged.
+    """Return the result of a whole training step: the losses and values of all its samples, in the order of the
+    samples. The losses and values are collected from all processes. `result` is the result of this process, for the
+    samples that it computed. `task` supplies data, model and loss. `step` is the number of the training step, from 1.
+    `ranks` are the processes. If every process has computed all samples, `result` is returned unchanged.
+
+    Every process computes all samples if there is only one process, or if the loss compares the samples of a batch with
+    each other (`separable` is False).
     """
     if ranks.size == 1 or not task.objective.separable:
         return result

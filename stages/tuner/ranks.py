@@ -73,7 +73,10 @@ class Ranks:
         return summed
 
     def everywhere(self, flag: Any) -> Any:
-        """Return a boolean scalar array that is true if the boolean scalar array `flag` is true in every rank."""
+        """Return whether a flag is true in every rank, as a boolean scalar array. A rank is one of the processes that
+        train together. `flag` is the flag of this rank, a boolean scalar array. All ranks must call this method, and
+        all get equal results.
+        """
         import mlx.core as mx
 
         from stages.tuner.blockwise.device import dispatch
@@ -120,13 +123,14 @@ class Ranks:
         return [pickle.loads(content) for content in self._sent(pickle.dumps(value), self.rank, self.size)]
 
     def _sent(self, content: bytes, place: int, places: int) -> list[bytes]:
-        """Send byte strings between all ranks (processes), and return them as a list. The list is equal on every rank.
-        `content` is what this rank sends. `place` is the index of `content` in the list. `places` is the length of the list.
-        All ranks must pass equal `places`.
+        """Send byte strings between all ranks (processes), and return the strings as a list, equal on every rank.
+        `content` is the string of this rank. `place` is the index of `content` in the list. `places` is the length of
+        the list. If every rank sends a string, `place` is the rank's number, and `places` is the number of ranks. If
+        only rank 0 sends a string, every rank passes `place` = 0 and `places` = 1, and the other ranks pass b"" as
+        `content`.
 
-        Usually each rank has an index of its own. If several ranks pass one index, only one of them may send bytes. The others
-        must pass b"". For example, rank 0 sends a string to all ranks with `place` = 0 and `places` = 1. The other ranks pass
-        b"" with the same `place` and `places`.
+        All ranks must pass equal `places`. If several ranks pass one `place`, only one of them may send bytes. The
+        others must pass b"".
         """
         import mlx.core as mx
         import numpy as np
@@ -158,13 +162,14 @@ class Ranks:
         return [place * self.size // size for size in sizes for place in range(size)]
 
     def share(self, batches: Sequence[Sequence[T]], sizes: Sequence[int]) -> list[list[T]]:
-        """Return the samples that this rank (process) computes in one training step, as a list of lists. `batches` holds all
-        samples of the step, in order. A batch is one list, or several lists if its samples differ in shape. `sizes` has one
-        number per batch: the number of samples in all lists of the batch. The result has the lists of `batches` with only this
-        rank's samples in them. Lists that become empty are left out.
+        """Return the samples that this rank (process) computes in one training step, as a list of lists. `batches`
+        holds all samples of the step in order, as lists. Each list has samples of one shape. One or more successive
+        lists form a batch. `sizes` has the number of samples in each batch. For example, `batches` =
+        [["a", "b"], ["c", "d"]] and `sizes` = [4] describe one batch with two shapes. Of two ranks, rank 0 gets
+        [["a", "b"]] and rank 1 gets [["c", "d"]].
 
-        For example, one batch of 4 samples has two shapes: `batches` = [["a", "b"], ["c", "d"]] and `sizes` = [4]. Of two
-        ranks, rank 0 gets [["a", "b"]] and rank 1 gets [["c", "d"]].
+        Every batch is divided into equal parts, one for each rank. The result has the lists of `batches` with only this
+        rank's samples in them. Lists that become empty are left out.
         """
         owners = iter(self.owners(sizes))
         shares = [[sample for sample in batch if next(owners) == self.rank] for batch in batches]

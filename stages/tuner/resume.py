@@ -72,12 +72,13 @@ def _held_rows(checkpoints: list[Checkpoint]) -> dict[Key, Row]:
 
 
 def _usable(saved: Checkpoint, last: int, lost: list[Key]) -> bool:
-    """Return True if a run can resume from the checkpoint `saved`. Its files must be intact, and no row that it needs may be
-    lost. `last` is the run's last step. `lost` holds the keys (step, split, sample) of rows up to the checkpoint's step that
-    are in no file any more.
+    """Return True if a training run can resume from the checkpoint `saved`. The files of the checkpoint must be intact,
+    and no row that the run needs may be lost. `lost` holds the keys (step, split, sample) of the lost rows up to the
+    checkpoint's step. A row is lost if neither the run's table nor a checkpoint has the row. `last` is the number of
+    the run's last step. A checkpoint of this step needs no optimizer state, unless a row is lost.
 
-    Rows of the measurement at the checkpoint's step may be lost, because this measurement is repeated. Any other lost row makes
-    the checkpoint unusable. If the checkpoint is at the last step and no row is lost, the optimizer's state is not needed.
+    Rows of the measurement at the checkpoint's step may be lost, because this measurement is repeated. Any other lost
+    row makes the checkpoint unusable.
     """
     if any((step, split) != (saved.step, VALIDATION) for step, split, _ in lost):
         return False

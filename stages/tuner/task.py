@@ -101,14 +101,14 @@ class Term:
 
 @dataclass(frozen=True)
 class ExpectedLoss:
-    """The loss that a training run should start with, compared with the loss of an uninformed model, which knows nothing.
-    `uninformed(row)` returns the loss of the uninformed model for one row of the table of losses, or None if the row does not
-    tell. `nobody` names the uninformed model in messages, such as "a model that knows nothing about pictures". `start` is the
-    expected range of the ratio of the two losses. `source` says where this range is from. `remedy` says what to check if the
-    ratio is outside.
+    """Describes how large the loss should be when a training run starts. The loss is divided by the loss of an
+    uninformed model, which knows nothing. `uninformed(row)` returns the loss of the uninformed model for one sample, or
+    None if it is unknown. `nobody` names this model in messages. `start` is the expected range of the ratio, as
+    (smallest, largest). `source` says where the range is from. `remedy` says what to check if the ratio is outside.
 
-    A row of the table belongs to one sample. For each of the first samples, the loss of the run is divided by that of the
-    uninformed model. The ratio is the mean of the results. `start` is the pair (smallest, largest).
+    The argument `row` is the sample's row in the table of losses. The ratio is computed for each of the first samples,
+    and the mean of these ratios is compared with `start`. An example of `nobody` is "a model that knows nothing about
+    pictures".
     """
 
     uninformed: Callable[[Row], float | None]
@@ -238,13 +238,14 @@ class Task(Protocol[S, M]):
         """Return one line for the user that says which data the run trains on."""
 
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
-        """Return the plan that fits the run into memory. The plan says how many of the last blocks keep their activations, and
-        how many tokens a micro-batch may have. `start` is a checkpoint of the run, or None for a new run. If `recorded` is
-        False, the setting [train] `memory` decides. If `recorded` is True, the setting is ignored, and the plan recorded in
-        `start` is used if it fits. Raises ValueError if the chosen plan does not fit into memory.
+        """Return the plan that fits the run into memory. The plan says how many of the last blocks keep their
+        activations, and how many tokens a micro-batch may have. `start` is a checkpoint of the run, or None for a new
+        run. If `recorded` is False, the setting [train] `memory` decides. If `recorded` is True, the plan recorded in
+        `start` is used if it fits. If it does not fit or `start` is None, the fastest plan that fits is chosen.
 
-        If `recorded` is True and the recorded plan does not fit, the fastest plan that fits is chosen. The setting `memory` =
-        "auto" has the same effect as `recorded` = True. The message of the error names settings that would fit.
+        Raises ValueError if the chosen plan does not fit into memory. The message names settings that would fit. The
+        setting `memory` = "auto" has the same effect as `recorded` = True. Every other value of this setting is ignored
+        if `recorded` is True.
         """
 
     def initial_adapter(self) -> InitialAdapter | None:
@@ -305,10 +306,13 @@ class TrainingContext(Protocol):
 
     @property
     def stop(self) -> Callable[[], bool]:
-        """The function `stop()`. It returns True once the user has requested a stop."""
+        """The value of this property is a function without arguments. The function returns True once the user has
+        requested a stop.
+        """
 
     @property
     def pause(self) -> Callable[[str], None]:
-        """The function `pause(reason)`. It tells the user why the run ends before its last step. `reason` is the text to show.
-        In spite of its name, the function only reports. The training loop calls the function and then ends the run.
+        """The value of this property is a function that tells the user why the run ends before its last step. The one
+        argument of the function is the reason, a text. The function does not pause or end the run. The training loop
+        calls the function and then ends the run.
         """

@@ -51,10 +51,10 @@ class Validation:
         return self.config is not None and step % self.config.every == 0
 
     def discard_incomplete(self, step: int) -> bool:
-        """Discard the losses of step `step` if its measurement is incomplete, and return True. A measurement of
-        held-out samples is incomplete if it is due after this step and some or all of its losses are missing. The
-        caller must then measure again. If no measurement is due or none of its losses is missing, nothing is discarded
-        and the result is False.
+        """Check the measurement of held-out samples after step `step`, and return True if the caller must repeat it.
+        The measurement must be repeated if it is due after this step and some or all of its losses are missing. In this
+        case, the losses that are known for this step are discarded. If no measurement is due or none of its losses is
+        missing, nothing is discarded and the result is False.
         """
         if not self.is_due(step) or sum(row["step"] == step for row in self.rows) >= self.count:
             return False

@@ -43,13 +43,16 @@ def to_comfyui(arrays: Arrays, scales: Scales) -> Arrays:
 
 
 def _fuse(fused: str, arrays: Arrays, scales: Scales) -> Arrays:
-    """Return the LoRA or DoRA of one Linear as a dict from ComfyUI's keys to arrays. `fused` is the Linear's name in
-    Black Forest Labs' code, the reference code of FLUX.2. `arrays` holds the adapters by diffusers' keys, such as
-    "proj_out.lora_A.weight". `scales` maps the name of each Linear in diffusers to the scale of its update. Raises
-    ValueError if adapters cannot be joined into one.
+    """Return the LoRA or DoRA of one Linear as a dict from key to array, with the keys that ComfyUI loads. `fused` is
+    the Linear's name in Black Forest Labs' code (the FLUX.2 reference code); ComfyUI uses these names. `arrays` maps
+    diffusers' keys, such as "proj_out.lora_A.weight", to the adapter's arrays. `scales` maps diffusers' name of each
+    Linear to the factor of its update. The factors become part of the returned arrays. Raises ValueError if the arrays
+    cannot be joined.
 
-    Adapters are joined if the Linear `fused` combines several Linears of diffusers, such as q, k and v. A key of the
-    result is "diffusion_model.", `fused` and an ending. The scales are multiplied into the result.
+    Arrays are joined if `fused` is a Linear that diffusers has in three parts. For example,
+    "double_blocks.3.img_attn.qkv" is one Linear in Black Forest Labs' code, but three in diffusers: the queries, keys
+    and values of an attention. Their three LoRAs become one LoRA. A key of the result is "diffusion_model.", `fused`
+    and an ending.
     """
     parts = names.diffusers_names(fused)
     scaled = {part: _scaled(arrays, scales, part) for part in parts if part + B in arrays}

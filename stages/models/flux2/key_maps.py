@@ -66,8 +66,10 @@ def strip_prefix(key: str) -> str:
 
 
 def is_single_file(keys: Iterable[str]) -> bool:
-    """Return True if `keys` are those of one of Black Forest Labs' single files. `keys` are the names of the weights in a file.
-    Names of the diffusers layout give False.
+    """Return True if the weights of a model component have the names that Black Forest Labs' single files use. A single
+    file holds the whole component, with the names of the FLUX.2 reference code. `keys` are the names of the component's
+    weights. One name of that code, such as "img_in.weight", is enough for True. If all names are those of diffusers,
+    such as "x_embedder.weight", the result is False.
     """
     marks = ("double_blocks.", "single_blocks.", "encoder.down.", "decoder.up.", "img_in.")
     return any(strip_prefix(k).startswith(marks) for k in keys)

@@ -53,8 +53,9 @@ class StripQueue:
 
 class Rows:
     """An activation `(batch, height, width, channels)`, stored as a list of strips. A strip is an array of some
-    consecutive rows, `(batch, rows, width, channels)`. `strips` are given from top to bottom. `free_before` frees
-    strips that are no longer needed.
+    consecutive rows, `(batch, rows, width, channels)`. `strips` lists the strips from top to bottom. The method `take`
+    returns some rows as one array. The method `free_before(row)` frees all strips that lie completely above the row
+    with the index `row`.
     """
 
     def __init__(self, strips: list[mx.array]) -> None:

@@ -50,8 +50,13 @@ class T5:
 
     def __init__(self, config: T5Config, weights: Mapping[str, Any]) -> None:
         """Build the encoder. `config` holds its sizes. `weights` maps every name in `config.shapes()` to an array. The
-        matrix of a Linear may also be another object, such as a packed (quantised) weight. In that case, every call of
-        the encoder needs an argument `linear_for` whose functions can compute with this object.
+        matrix of a Linear may also be another object, such as a packed (quantised) weight. The encoder alone cannot
+        compute with a packed weight: the caller must supply a function for this.
+
+        The function is called as `linear(name, weight, x)` and computes one Linear. `weight` is the object from
+        `weights`. There are two ways to supply the function. `model(ids, real, linear_for)` calls `linear_for(block
+        name)` to get the function for a block. If the blocks are computed one at a time, `linear` is the last argument
+        of the function that `block(kind)` returns.
         """
         self.config = config
         self.embedding, self.bias = weights[EMBEDDING], weights[BIAS]
@@ -104,15 +109,15 @@ class T5:
         return self._buckets[length]
 
     def block(self, kind: str) -> Callable[..., mx.array]:
-        """Return the function that computes the blocks of one `kind`: "gated", "relu" or "head". Call it as
-        `function(weights, h_TD, shared, linear)`. It returns the output of the block, in the shape of `h_TD`. For
-        "head", the output is the token vectors, `(tokens, width of a vector)`. `weights` is the attribute `weights` of
-        the `Block`. `h_TD` is the input of the block, `(tokens, width)`. `shared` is the second result of `enter`.
-        `linear(name, weight, x)` computes one Linear. By default, it computes `x @ weight.T`.
+        """Return the function that computes a block of one `kind`: "gated", "relu" or "head". For a `Block` `b` of this
+        kind, call the function as `function(b.weights, h_TD, shared)`. `h_TD` is the output of the block before,
+        `(tokens, width)`. For the first block, `enter` returns `h_TD`. `enter` also returns `shared`. The function
+        returns the output of the block. For "gated" and "relu", the output has the shape of `h_TD`. For "head", the
+        output is the token vectors, `(tokens, width of a vector)`.
 
-        The input of the first block is the first result of `enter`. The input of every later block is the output of the
-        previous block. `h_TD` holds the tokens of all arrays that were passed to `enter`. The token vectors are not
-        normalised yet.
+        `h_TD` holds the tokens of all arrays that were passed to `enter`. The token vectors are not normalised yet;
+        `leave` does this. The function has a fourth, optional argument `linear`. `linear(name, weight, x)` computes one
+        Linear, for example with an adapter. Without this argument, a Linear is `x @ weight.T`.
         """
         eps, heads = self.config.layer_norm_epsilon, self.config.num_heads
         if kind == "head":
@@ -129,10 +134,11 @@ class T5:
         return layer
 
     def leave(self, h_TE: mx.array, shared: Shared) -> list[mx.array]:
-        """Return the token vectors of several batches of texts, called parts: a list with one float32 array `(texts,
-        tokens, width)` per part. The parts are the arrays of token ids that were passed to `enter`, the first step of a
-        forward pass. `h_TE` is the output of the head for all parts, `(tokens of all parts, width)`. The tokens of one
-        part follow those of the part before. `shared` is the second result of `enter`.
+        """End a forward pass, and return the token vectors as a list with one float32 array `(texts, tokens, width)`
+        per part. A part is one of the arrays of token ids that were passed to `enter`. `h_TE` is the output of the last
+        block, "head", with one row per token: all tokens of the first part, then all tokens of the second part, and so
+        on. `shared` is the second result of `enter`. For example, two parts of shapes `(2, 5)` and `(1, 3)` have 10 and
+        3 rows in `h_TE`.
 
         Vectors of real tokens have length 1. Vectors of padding are zero.
         """
@@ -169,10 +175,11 @@ def plain_linear(name: str, weight: Any, x: mx.array) -> mx.array:
 
 
 def _split(x_TD: mx.array, shared: Shared) -> list[mx.array]:
-    """Split the rows of `x_TD` by part, and return a list with one array `(tokens of the part, width)` per part. A part
-    is one batch of texts. The encoder computes several parts together. `x_TD` has one row per token, `(tokens of all
-    parts, width)`. The tokens of one part follow those of the part before. `shared` is a list with one dict per part.
-    The entry "real_BL" of a dict has the shape `(texts, tokens)`, and so gives the number of rows of the part.
+    """Split the rows of `x_TD` into one array per part, and return the arrays as a list. A part is one batch of texts;
+    the encoder computes several parts together. `x_TD` has one row per token: all tokens of the first part, then all
+    tokens of the second part, and so on. `shared` is a list with one dict per part. The entry "real_BL" of a dict is an
+    array `(texts, tokens)`. For example, if the two arrays "real_BL" have the shapes `(2, 5)` and `(1, 3)`, the first
+    10 rows are the first part, and the other 3 rows are the second.
     """
     ends: list[int] = np.cumsum([part["real_BL"].size for part in shared]).tolist()
     return list(mx.split(x_TD, ends[:-1])) if len(ends) > 1 else [x_TD]

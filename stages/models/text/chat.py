@@ -18,10 +18,10 @@ class Chat:
     """The form of the chats on which a text encoder was trained. `settings` holds keyword arguments of the chat
     template, such as {"enable_thinking": False}. `system` is the system message, or "" for none. `removed` is a token
     that is removed from prompts, such as "[IMG]", or "" for none. If `pads_left` is True, a short prompt is padded at
-    its start, else at its end. `pad` is a token such as "<pad>" that only an error message uses.
+    its start, else at its end. `pad` is the padding token that the tokenizer should have, such as "<pad>".
 
-    Prompts are padded with the tokenizer's own padding token. If the tokenizer has none, an error message names `pad`
-    as the token to set. `removed` has no effect if `system` is "".
+    `pad` is only shown to the user, in the error message for a tokenizer without a padding token. Prompts are padded
+    with the tokenizer's own padding token. `removed` has no effect if `system` is "".
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)

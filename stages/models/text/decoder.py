@@ -114,9 +114,9 @@ class DecoderConfig:
 
     @staticmethod
     def weight_name(key: str) -> str | None:
-        """Return the name of a decoder's weight without the prefix that its file has, such as
-        "layers.0.mlp.up_proj.weight". `key` is the name in the file. Return None if the weight is of another part, such
-        as a vision tower.
+        """Return the name of a decoder's weight without the prefix that the weight's file puts before it. `key` is the
+        name in the file. For example, "model.layers.0.mlp.up_proj.weight" has the prefix "model." and gives
+        "layers.0.mlp.up_proj.weight". Return None if the weight is of another part, such as a vision tower.
         """
         raise NotImplementedError
 

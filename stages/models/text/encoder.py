@@ -102,9 +102,11 @@ class TextEncoder:
         return open_component(self.path, shapes, convert=convert, rename=self.config.weight_name, ignore=unneeded)
 
     def _read(self, opened: dict[str, mx.array], prefix: str) -> dict[str, Any]:
-        """Remove the weights whose names start with `prefix` from `opened`, and return them as a dict by name. `opened`
-        maps names to arrays that are not read yet. Floating-point weights are cast to the dtype of the encoder. If the
-        encoder has a function `arrange`, it packs (quantises) the weights of layers.
+        """Load the weights whose names start with `prefix`, and return them as a dict from name to weight. `opened`
+        maps names to lazy arrays, which MLX has not computed yet. The returned weights are removed from `opened`.
+        Floating-point weights are cast to the dtype of the encoder. If `self.arrange` is set, the result of
+        `self.arrange(name, weight)` replaces each weight of a layer. For example, `arrange` may return a packed
+        (quantised) weight. Raises ValueError if a weight contains infinity or NaN.
         """
 
         def packed(name: str, weight: mx.array) -> Any:
@@ -153,9 +155,10 @@ class TextEncoder:
 
 
 def rows(prompt: TokenizedPrompt) -> tuple[mx.array, mx.array]:
-    """Return `(ids, real)` for `prompt`: its token ids, and which of them are not padding. `ids` is an int32 array (1,
-    tokens). `real` is a boolean array of the same shape, False for padding. If the padding is at the start, only one
-    token of it is returned. If it is at the end, all of it is returned.
+    """Return `(ids, real)`: the token ids of `prompt`, and a mask that is False for padding. `prompt` is a tokenized
+    prompt with padding. `ids` is an int32 array (1, tokens), and `real` is a boolean array (1, tokens). Padding at the
+    end is kept. Padding at the start is shortened to one token. For example, the ids [0, 0, 0, 7, 8] with the padding
+    id 0 become [0, 7, 8].
 
     The hidden states of all padding tokens at the start are equal, so one of them is enough. No real token attends to
     them, and they attend to no real token.

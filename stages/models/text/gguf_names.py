@@ -35,10 +35,14 @@ def is_gguf(keys: Iterable[str]) -> bool:
 
 
 def from_gguf(arrays: Mapping[str, mx.array], head_dim: int, interleaved: bool, path: Path) -> dict[str, mx.array]:
-    """Return the weights of a text encoder under the names of `DecoderConfig`, as a dict by name. `arrays` maps names
-    in a GGUF file to weights. `head_dim` is the width of an attention head. If `interleaved` is True, the rows of
-    queries and keys are put into the order of the library transformers. This is needed for models of Llama's
-    architecture, such as Mistral. `path` is the file, for messages. Raises ValueError if a name is not known.
+    """Rename the weights of a text encoder from a GGUF file, and return them as a dict from the new name to the weight.
+    `arrays` maps the names in the file to the weights. For example, "blk.0.ffn_up.weight" becomes
+    "layers.0.mlp.up_proj.weight". `head_dim` is the width of an attention head. If `interleaved` is True, the rows of
+    queries and keys are put into the order of the library transformers. `path` is the file, for messages. Raises
+    ValueError if a name is not known.
+
+    The new names are those in `DecoderConfig.shapes`, and "lm_head.weight" for the output head. Models of Llama's
+    architecture, such as Mistral, need `interleaved`. The constants in `UNUSED` are left out.
     """
     done: dict[str, mx.array] = {}
     for key, value in arrays.items():

@@ -149,10 +149,14 @@ def finish_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def mark_duplicates(rows: list[Row], units: dict[str, Row]) -> list[Row]:
-    """Mark the duplicates among pairs, and return copies of `rows` in the same order. `rows` are rows of the table
-    `pairs`. `units` maps unit_ids to rows of the table `units`. Pairs with the same query or body form a group. Of the
-    pairs in a group that no other rule has rejected, the first is used. The others get "duplicate" in the column
-    `rejected`. The column `duplicate_group` is the `pair_id` of the group's first pair.
+    """Return copies of `rows` in the same order, with duplicates rejected. `rows` are rows of the table `pairs`.
+    `units` maps the id of a unit (a piece of code) to its row in the table `units`. Pairs with the same query or body
+    form a group. Pairs that another rule has rejected stay rejected. Of the other pairs in the group, the first is
+    used, and the rest get "duplicate" in the column `rejected`. All pairs of the group get one `duplicate_group`.
+
+    For example, a group has the pairs A, B and C, and A is rejected as "short_query". Then A stays rejected, B is used,
+    and C is a duplicate. All three get the `pair_id` of A, the first pair, as `duplicate_group`. Earlier marks
+    "duplicate" and "leak" are judged anew, and the column `leak` is set to 0.
 
     Two pairs belong to the same group if their queries have the same words, or if their bodies have the same text apart
     from whitespace. Pairs that are linked through other pairs belong to the same group too.
@@ -172,10 +176,14 @@ def mark_duplicates(rows: list[Row], units: dict[str, Row]) -> list[Row]:
 
 
 def mark_leaks(rows: list[Row], units: dict[str, Row], limit: float) -> list[Row]:
-    """Return copies of `rows`, in the same order. Training rows that leak held-out data are marked as rejected: their
-    column `rejected` says why. `rows` are rows of the table `pairs`. A training row leaks if its function is more
-    similar to the function of a validation or test row than `limit`. The similarity is the Jaccard index of the word
-    trigrams, 0 to 1. `units` maps the id of a function to its row in the table `units`.
+    """Return `rows` in the same order, with training rows rejected that leak held-out data. `rows` are rows of the
+    table `pairs`. `units` maps the id of a unit (a piece of code, such as a function) to its row in the table `units`.
+    Each training row is compared with every validation and test row. The similarity of two rows is the Jaccard index of
+    the word trigrams of their code, from 0 to 1. A training row leaks if its largest similarity is above `limit`.
+
+    The code of a row is the column `body` of its unit. Rows that another rule has rejected are not compared. Each
+    compared training row is replaced by a copy, whose column `leak` holds the largest similarity. If the row leaks, its
+    column `rejected` is "leak".
     """
     used = [row for row in rows if row["rejected"] is None]
     held_out = [units[row["unit_id"]] for row in used if row["split"] != "train"]

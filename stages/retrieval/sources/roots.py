@@ -29,8 +29,9 @@ class Root:
 
     @property
     def is_package(self) -> bool:
-        """True if the root's folder is itself a Python package, with a file `__init__.py`. Its modules are then
-        imported by the root's name.
+        """True if this source folder is itself a Python package: it contains a file `__init__.py`. The dotted names of
+        its modules then begin with the attribute `name`. For example, "api.py" in a package folder named "requests" is
+        the module "requests.api". In a folder "src" that is not a package, "api.py" is the module "api".
         """
         return (self.path / "__init__.py").is_file()
 

@@ -66,8 +66,12 @@ class MemoryEstimator:
 
     def estimate(self, samples: int) -> Estimate:
         """Return an estimate of the memory that training needs for its largest batch. `samples` is the number of pairs
-        that are computed at once. The method `peak(plan)` of the result returns the peak in bytes. `plan` says how many
-        blocks keep their activations: "whole" (all), "blocks" (one) or a number.
+        that are computed at once. A pair is a query with its documents. Call the method `peak(plan)` of the result to
+        get the peak memory in bytes.
+
+        The argument `plan` of `peak` says how many of the last blocks of the encoder keep their activations until the
+        backward pass. "whole" means all blocks, "blocks" means only the last block, and a number means this number of
+        blocks.
         """
         c, documents = self.config, 1 + self.config.hard_negatives
         inputs = zero_inputs(samples, documents, self.query, self.document)

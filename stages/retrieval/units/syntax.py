@@ -15,12 +15,13 @@ from stages.retrieval.units.unit import Unit
 @dataclass(frozen=True)
 class Grammar:
     """The tree-sitter grammar of a language, for finding functions and classes. `module` is its Python package.
-    `function` is the name of the function in this package that returns the language. The other fields are sets of names
-    of syntax nodes. `functions` and `classes` name the nodes to find. `comments` names the nodes of comments. `inside`
-    names nodes such as namespaces, which are not found themselves. The name of a namespace begins the qualified names
-    of the functions in it.
+    `function` is the name of the function in this package that returns the language. The other fields are sets of types
+    of syntax nodes, such as "class_declaration". `functions` and `classes` are the types of the nodes to find.
+    `comments` are the types of comments. `inside` are the types of further nodes that contain functions, such as
+    namespaces. These nodes are not returned as units.
 
-    A class without a body is not found.
+    The name of a node in `inside` comes first in the qualified names of its functions. For example, a function `f` in a
+    namespace `a` has the qualified name "a.f". A class without a body is not found.
     """
 
     module: str

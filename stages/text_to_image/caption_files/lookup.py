@@ -122,15 +122,15 @@ def _sidecars(folder: Path, config: CaptionSources, project: Path) -> Lookup:
 
 
 def caption_places(path: str, folder: str) -> list[str]:
-    """Return the places where the caption file of an image may lie, the preferred one first. `path` is the path of the
-    image. `folder` is the name of the image folder. `path` and the places are relative to this folder. A place is a
-    path with the file name of the image. To name a caption file, a suffix such as .txt is added to the place or
-    replaces .png. For example, the place "captions/cat.png" stands for the caption files "captions/cat.png.txt" and
-    "captions/cat.txt".
+    """Return paths from which the names of an image's caption files are made, the preferred path first. Each path ends
+    with the file name of the image. For example, the path "captions/cat.png" stands for the caption files
+    "captions/cat.png.txt" and "captions/cat.txt". `path` is the path of the image. `folder` is the name of the image
+    folder, to which `path` and the returned paths are relative.
 
-    The places of "a/images/cat.png" are "a/images/cat.png", "a/images/captions/cat.png", "a/captions/cat.png",
-    "a/captions/images/cat.png" and "captions/a/images/cat.png". If `folder` is "images" or another name in `PICTURES`,
-    there is one more place: "../captions/a/images/cat.png", in the folder "captions" beside the image folder.
+    A returned path is called a place. The places of "a/images/cat.png" are "a/images/cat.png",
+    "a/images/captions/cat.png", "a/captions/cat.png", "a/captions/images/cat.png" and "captions/a/images/cat.png". If
+    `folder` is "images" or another name in `PICTURES`, there is one more place: "../captions/a/images/cat.png", in the
+    folder "captions" beside the image folder.
     """
     image = PurePosixPath(path)
     places = [path]

@@ -158,8 +158,12 @@ def _check_columns(columns: list[str], where: str, delimiter: str) -> None:
 
 
 def _missing_column(row: Row, column: str, columns: str) -> str:
-    """Return an error message that says which column of captions is missing in `row`, and what the user can do. `column` is
-    the column that the user has named, or "". `columns` lists the columns of the row as text.
+    """Return an error message for a row of a caption file that has no column of captions. The message also says what
+    the user can do. `row` is this row. `column` is the setting captions.caption_column: the name of the column with the
+    captions, or "" if the user has named none. `columns` lists the columns of the row as text.
+
+    If `column` is "", the message lists the columns that a row can have: text, caption and prompt. Otherwise, it says
+    that `column` must name a column, and suggests a similar name if there is one.
     """
     if not column:
         remedy = "set captions.caption_column to the column that holds the captions"

@@ -137,13 +137,14 @@ def _check_foreign(found: Mapping[str, list[Caption]], subjects: Mapping[str, Su
 
 
 def _check_trigger(texts: list[str], subjects: Mapping[str, Subject], config: CaptionsConfig) -> list[str]:
-    """Check that training texts contain the trigger, a word such as "ohwx". Return a list of notes for the user.
-    `texts` are the training texts. The list has one note if only some texts contain the trigger, else none. `subjects`
-    maps an image_id to the facts about the image, such as its own trigger. `config` has the settings [captions]. The
-    setting `config.trigger` is the trigger that is looked for. Raises ValueError if no text contains the trigger.
+    """Check that training texts contain the trigger word of the settings, `config.trigger`, such as "ohwx". Return a
+    list of notes for the user: one note if only some texts contain the word, else none. `texts` are the training texts.
+    `subjects` maps an image_id to the facts about the image. `config` has the settings [captions]. Raises ValueError if
+    no text contains the word.
 
-    Nothing is checked if `texts` is empty, if `config.trigger` is empty, or if at least one image has a trigger that
-    differs from `config.trigger`. Regularisation images do not count, because their texts get no trigger.
+    The trigger word of an image, `subjects[image_id].trigger`, can differ from `config.trigger`. If it differs for at
+    least one image, nothing is checked. Regularisation images do not count here, because their texts get no trigger.
+    Nothing is checked either if `texts` or `config.trigger` is empty.
     """
     own = any(each.trigger != config.trigger for each in subjects.values() if not each.class_only)
     if not config.trigger or not texts or own:
@@ -174,11 +175,14 @@ def _image_rows(image_id: str, texts: list[tuple[Filled, Caption]]) -> list[Row]
 
 
 def _class_rows(rows: list[Row], subjects: Mapping[str, Subject], config: CaptionsConfig) -> list[Row]:
-    """Return new rows for the table `captions`, with the role "class". They name the class instead of the trigger, such
-    as "photo of a cat" for "photo of ohwx". Each is made from a row of `rows` with the role "caption" or "trigger", if
-    its text contains the trigger. `config.class_word` replaces the trigger. `subjects` maps an image_id to the facts
-    about the image, such as its trigger. A row with an empty image_id has the trigger `config.trigger`. Equal texts of
-    one image are returned once.
+    """Return new rows for the table `captions`, with the role "class". Each new row is made from a row of `rows` with
+    the role "caption" or "trigger", if the text of the row contains its trigger word. In the new text, the class
+    replaces the trigger word: "photo of ohwx" becomes "photo of a cat". `subjects` maps an image_id to the facts about
+    the image. The trigger word of a row is `subjects[image_id].trigger`, for the image_id of the row. `config` has the
+    settings [captions]. Its `class_word`, such as "a cat", is the class.
+
+    If the image_id of a row is empty, the trigger word of the row is `config.trigger`. Equal texts of one image are
+    returned once.
     """
     found: dict[tuple[str, str], Row] = {}
     for row in rows:

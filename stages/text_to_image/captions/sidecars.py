@@ -32,8 +32,8 @@ FILE = "captions.written.jsonl"
 @dataclass
 class Change:
     """A caption file that is to be written. `name` is its path relative to the image folder. `text` is its new content.
-    `edits` holds the edited captions in it. It is a dict from a key such as `IMAGE_ID:0` to the edited text. The number
-    is the caption's position among those of the image.
+    `edits` holds the edited captions in the file: a dict from a caption's key to its edited text. A key has the form
+    `IMAGE_ID:0`. In this key, 0 is the position of the caption among the captions of the image.
     """
 
     name: str
@@ -72,10 +72,12 @@ def write_sidecars(ctx: StageContext) -> str:
 def _write(
     folder: Path, changes: list[Change], before: Mapping[str, bytes | None], check: Callable[[], list[Change]]
 ) -> list[Change]:
-    """Write caption files, and return those of `changes` that were kept. `changes` are the files to write. Their names
-    are relative to `folder`. After all files are written, `check()` is called without arguments and returns the changes
-    to keep. All other files are restored. `before` maps the name of each file to its old content. None means that the
-    file did not exist. If an error occurs, all files are restored.
+    """Write caption files, and return the changes that were kept. First, the files of all `changes` are written into
+    `folder`. Then `check()` is called. It takes no arguments and returns the changes to keep. At the end, the files of
+    all other changes are restored. `before` maps the name of each file to its old content, or to None if the file did
+    not exist. If an error occurs, all files are restored.
+
+    To restore a file is to write its old content again. A file that did not exist before is removed.
     """
     good: list[Change] = []
     done: list[str] = []
@@ -144,13 +146,14 @@ def _texts(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> dict[st
 
 
 def _harmless(changes: list[Change], before: Mapping[str, tuple[str, str]], after: Mapping[str, tuple[str, str]]) -> list[Change]:
-    """Return the changes that left all training texts as they were. A change is a caption file that was written.
-    `changes` are the changes to check. `before` holds all captions as they were read before the writing, and `after` as
-    they are read now. Both map a key such as `IMAGE_ID:0`, where 0 is the caption's position, to a pair (training text,
-    origin). The origin is usually the path of the caption file.
+    """Return those of `changes` that altered no training text. A change is a caption file that was written. A training
+    text is a caption with the template around it. `before` holds all captions as they were read before the writing, and
+    `after` as they are read now. Both map a key such as `IMAGE_ID:0` to a pair (training text, origin). In the key, 0
+    is the position of the caption. The origin is usually the path of the caption file.
 
-    Captions whose training text differs between `before` and `after` decide. A change is left out if it wrote such a
-    caption, or if its file is the origin of such a caption in `before` or `after`.
+    A caption is altered if its training text differs between `before` and `after`, or if only one of them has the
+    caption. A change is left out if its `edits` contain an altered caption. It is also left out if its file is the
+    origin of an altered caption, in `before` or in `after`.
     """
     absent = (None, "")
     differing = {key for key in before.keys() | after.keys() if before.get(key, absent)[0] != after.get(key, absent)[0]}
@@ -205,9 +208,10 @@ def _place(captions: list[Caption], position: int, ctx: StageContext, path: str,
 
 
 def _without_template(config: Any, subject: Subject, text: str) -> str | None:
-    """Return the caption from which the template makes the training text `text`. Return None if there is none. The
-    template is a setting in `config`; it puts words around every caption. `subject` is the image that the caption
-    belongs to.
+    """Return a caption from which the template makes the training text `text`, or None if there is no such caption. The
+    template is a setting in `config`: it puts words around every caption. For example, the template "{caption}, film
+    grain" turns the caption "a cat" into "a cat, film grain". For the text "a cat, film grain", the result is "a cat".
+    For the text "a cat", the result is None. `subject` is the image that the caption belongs to.
     """
     inner = [text]
     for template in (config.template, without_trigger(config.template)):

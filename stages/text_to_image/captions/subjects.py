@@ -18,15 +18,16 @@ NO_TRIGGER = "its folder has no trigger"
 
 @dataclass(frozen=True)
 class Subject:
-    """The facts about a usable image that decide its training texts. `paths` are the paths for which a caption is
-    looked for, the preferred one first. `trigger` is the word that its texts get, or "". `concept` is the subject that
-    its folder is named after, or "". `class_only` is True for a regularisation image, whose texts get no trigger.
-    `own_trigger` is True if `trigger` is a setting of the folder. It is False for a regularisation image. `folder` is
-    the path of the folder.
+    """The facts about a usable image that decide its training texts. `paths` are the paths of the image. The first path
+    with a caption, such as a/cat.png with a/cat.txt, gives the caption. `trigger` is the word that the texts get, or
+    "". `concept` is the subject in the name of the image's folder, such as "cat", or "". `class_only` is True for a
+    regularisation image: it shows the class in general, and its texts get no trigger. `own_trigger` is True if
+    `trigger` is a setting of the folder, not of [captions]. `folder` is the path of the folder whose name or settings
+    give these facts, or "".
 
-    `paths` are the paths of the image, of its duplicates and of its references. If the image a/cat_out.png has a
-    reference, a/cat.png is added, because a caption file may be named after both. If the folder of a regularisation
-    image names no subject, its `concept` is `config.class_word`.
+    `paths` also has the paths of the image's duplicates and references. If the image a/cat_out.png has a reference,
+    a/cat.png is added, because a caption file may be named after both. If the folder of a regularisation image names no
+    subject, its `concept` is `config.class_word`. For a regularisation image, `own_trigger` is False.
     """
 
     paths: tuple[str, ...]

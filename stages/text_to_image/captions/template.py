@@ -27,13 +27,17 @@ class Filled:
 def fill(template: str, caption: str, trigger: str, class_only: bool = False, class_word: str = "") -> Filled:
     """Return the training text of one caption, as a `Filled`. `template` is a text such as "{trigger}, {caption}".
     `caption` replaces {caption}. `trigger`, the image's trigger word or "", replaces {trigger}. If the caption already
-    has the trigger word, the part of the template with {trigger} is left out: "a photo of ohwx" does not become "ohwx,
-    a photo of ohwx". `class_only` is True for a regularisation image, whose text gets no trigger word. `class_word`
-    replaces "[trigger]" in the caption of such an image.
+    has the trigger word, the part of the template with {trigger} is left out. For example, "{trigger}, {caption}" is
+    then used as "{caption}". `class_only` is True for a regularisation image. Its text gets no trigger word, but may
+    get `class_word`, a word for what the image shows, such as "cat".
 
-    Other programs write "[trigger]" for the trigger word. In the caption of any other image, `trigger` replaces
-    "[trigger]" before the caption is searched for the trigger word. If `class_only` is True, the template lacks
-    {caption} and `class_word` is not empty, `class_word` replaces {trigger} in the template.
+    The parts of a template are separated by commas. For a regularisation image, the part with {trigger} is left out.
+    Only if the template lacks {caption} and `class_word` is not empty, this part is kept, and `class_word` replaces
+    {trigger}.
+
+    A caption may have the text "[trigger]", which other programs write for the trigger word. In the caption of a
+    regularisation image, `class_word` replaces "[trigger]". In any other caption, `trigger` replaces "[trigger]",
+    before the caption is searched for the trigger word.
     """
     if class_only and "{caption}" not in template and class_word:
         return Filled(fill_template(template, "", class_word), template, CLASS_ONLY)

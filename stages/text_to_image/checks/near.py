@@ -76,9 +76,12 @@ def similarities(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 def _candidates(first: np.ndarray, second: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the index pairs (i, j) of pictures that may be near-duplicates, with i < j, as int64 arrays `(pairs, 2)`.
-    `second` holds one 64-bit hash per picture. `first` holds one hash per picture in the order of `second`: either the
-    hashes in `second`, or hashes of the mirrored pictures. A pair (i, j) is yielded if `first[i]` and `second[j]`
-    differ in at most `CANDIDATE` bits.
+    `first` and `second` hold one 64-bit hash per picture. `second[j]` is the hash of picture j. `first[i]` is the hash
+    that picture j is compared with: the hash of picture i, or of the mirror image of picture i. A pair is yielded if
+    `first[i]` and `second[j]` differ in at most `CANDIDATE` (18) bits.
+
+    To find mirrored copies, the caller passes the hashes of all mirror images as `first`. An array has at most `CHUNK`
+    pairs.
     """
     for start in range(0, len(first), CHUNK):
         differ = np.bitwise_count(first[start : start + CHUNK, None] ^ second[None, :])
@@ -110,11 +113,12 @@ def _cosines() -> np.ndarray:
 
 @cache
 def _windows() -> tuple[np.ndarray, ...]:
-    """Return matrices that crop a line of 32 pixels. Each is float32 (32, 32). The product of a matrix and a line is a
-    part of the line, stretched to 32 pixels.
+    """Return 7 matrices that crop a line of 32 pixels in different ways. Each matrix is float32 (32, 32). A matrix
+    multiplied by a line cuts off a part of the line and stretches the rest to 32 pixels. The first matrix cuts off
+    nothing. Three matrices cut off 2.5 % of the line: at the start, at the end, or one half at each end. Three more cut
+    off 5 % in these three ways.
 
-    `CROPS` holds the shares of the line that are left out. Each share has three matrices. They leave the share out at
-    the start, at the end, or half of it at each end. A share of 0 has one matrix.
+    `CROPS` holds the shares of the line that are cut off: 0, 0.025 and 0.05.
     """
     found = {}
     for share in CROPS:

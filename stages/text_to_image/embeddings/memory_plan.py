@@ -41,8 +41,8 @@ class EncoderPlan:
 
     @property
     def live_bytes(self) -> int:
-        """The memory limit of MLX while texts are encoded, in bytes. If more is in use, MLX finishes running work
-        before it starts more.
+        """The memory limit of MLX while texts are encoded, in bytes. If more memory is in use, MLX waits for the
+        running operations to end before it starts further operations.
 
         If all layers are in memory, the limit is `peak` minus half of `layer_work`. If layers are read one at a time,
         it is `peak` plus half of `layer_work`.

@@ -81,7 +81,9 @@ class ImagesConfig:
 
     @property
     def folders(self) -> tuple[FolderConfig, ...]:
-        """The entries [[images.folder]]. The tuple is empty if `folder` is one path."""
+        """The entries [[images.folder]] of project.toml, one for each image folder. The attribute `folder` holds either
+        these entries or a single path, such as "images". If it holds a single path, the tuple is empty.
+        """
         return self.folder if isinstance(self.folder, tuple) else ()
 
     @property

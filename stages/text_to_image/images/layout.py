@@ -42,14 +42,15 @@ def rules(paths: Iterable[str], folders: Sequence[Root], read_names: bool) -> di
 
 
 def reference_rules(paths: Iterable[str], folders: Sequence[str] | None) -> dict[str, Row]:
-    """Find the reference images among the files `paths`. A reference image is a picture that an edit starts from.
-    Return a dict from the path of each reference image to its values in the table `images`, such as {"reference_of":
-    "cat.png"}. The keys of these values are the columns in `RULES`; a column that does not matter is None. `paths` are
-    relative to the image folder. `folders` are the names of folders that hold reference images. If `folders` is None,
-    the usual names such as "control" are used.
+    """Find the reference images among the files `paths`, and return a dict from the path of each reference image to its
+    values in the table `images`. A reference image is a picture that an edit starts from. For example, control/cat.png
+    is the reference image of cat.png. Its values are {"folder": "control", "use": "reference", "reference_of":
+    "cat.png", "reference": 1}. Every other column in `RULES` is None. `paths` are relative to the image folder.
+    `folders` are the names of folders that hold reference images. If `folders` is None, the usual names such as
+    "control" are used.
 
-    The column `reference_of` is the path of the image after the edit, or None if there is none. `reference` is the
-    number of the reference image, and `folder` is its folder. `use` is "reference".
+    `RULES` lists the columns of the table `images` that depend on an image's folder. `reference_of` is the path of the
+    image after the edit, or None if there is none. `reference` numbers the reference images of one image, from 1.
     """
     pairs = references.pair_references(paths, folders)
     return {
@@ -80,11 +81,12 @@ def _rule(parent: PurePosixPath, folders: Sequence[Root], read_names: bool) -> R
 
 
 def _named(above: tuple[str, ...], parts: tuple[str, ...]) -> Row:
-    """Return what the names of folders say about the images inside, as a dict from a column of the table `images` to
-    its value. `above` and `parts` are the names of nested folders, the outermost first. The folders in `parts` lie
-    inside those in `above`. Only names in `parts` are read. For example, `above` = ("data",) and `parts` = ("10_cat",)
-    give {"folder": "data/10_cat", "repeats": 10.0, "concept": "cat"}. The name "reg" instead of "10_cat" gives
-    {"folder": "data/reg", "use": "regularisation"}. Other names give nothing.
+    """Return the settings that the names of folders give to the images inside, as a dict from a column of the table
+    `images` to its value. The path of the innermost folder consists of the names `above`, then the names `parts`. Only
+    the names in `parts` can give settings. The names in `above` are needed only for the column `folder`. For example,
+    `above` = ("data",) and `parts` = ("10_cat",) give {"folder": "data/10_cat", "repeats": 10.0, "concept": "cat"}. The
+    name "reg" instead of "10_cat" gives {"folder": "data/reg", "use": "regularisation"}. Without a name of these two
+    forms, the dict is empty.
 
     The form of the names comes from kohya's trainers. If two names give the same column, the inner one counts.
     """
@@ -115,9 +117,13 @@ def check_rules(found: Mapping[str, Row], folder: Path) -> None:
 
 
 def describe(rows: Iterable[Row]) -> Iterator[str]:
-    """Yield lines for the user about where images lie: inside other files, in folders whose names or settings decide how
-    they are used, and in folders of references. An example is "kohya folder: 10 repeats of 'ohwx cat', 24 images; reg/:
-    100 class images". `rows` are rows of the table `images`. Only usable images are counted.
+    """Yield lines for the user that say where the images lie. One line counts the images inside other files, such as
+    "12 images inside a.tar". One line lists the folders that decide how their images are used, such as "kohya folder:
+    10 repeats of 'ohwx cat', 24 images; reg/: 100 class images". The last lines report the reference images, the
+    pictures that an edit starts from. A line that does not apply is left out. `rows` are rows of the table `images`.
+
+    Rejected images are not counted, with one exception: a pair of a reference and its image counts even if one of the
+    two is a duplicate.
     """
     rows = list(rows)
     usable = [row for row in rows if not row["rejected"]]
@@ -139,10 +145,10 @@ def _describe_packed(paths: Sequence[str]) -> Iterator[str]:
 
 
 def _describe_folders(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield one line for the user about folders whose name or entry [[images.folder]] says how to use their images.
-    For each such folder, the line gives these settings and the number of images. An example is "kohya folder: 10
-    repeats of 'ohwx cat', 24 images; reg/: 100 class images". `rows` are the rows of the table `images` for the images
-    in these folders. If `rows` is empty, nothing is yielded.
+    """Yield one line for the user that lists the folders with settings of their own, such as "kohya folder: 10 repeats
+    of 'ohwx cat', 24 images; reg/: 100 class images". A folder gets settings from its name, such as "10_ohwx cat", or
+    from its entry [[images.folder]]. For each folder, the line gives the settings and the number of images. `rows` are
+    the rows of the table `images` for the images in these folders. If `rows` is empty, nothing is yielded.
     """
     groups = Counter(tuple(row[name] for name in RULES) for row in rows)
     found = [(dict(zip(RULES, key, strict=True)), count) for key, count in groups.items()]

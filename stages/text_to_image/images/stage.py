@@ -89,11 +89,13 @@ def examine_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _row_of(stored: dict[str, Row], read: Callable[[Row], Row], file: Row) -> Row:
-    """Return the row of the table `images` for one file. `file` is the wanted row of the file, as `wanted_images`
-    returns it. `stored` maps paths to stored rows. If the file is unchanged and could be read before, its stored row is
-    reused. Otherwise, the result is `read(file)`, which opens the file.
+    """Return the row of the table `images` for one image file. `stored` maps paths to the rows that the table already
+    has. `read(file)` opens the file and returns its row. `file` is a dict that describes the file as it is now, such as
+    its path, size and modification time. If the file is unchanged and could be read before, its row in `stored` is
+    reused. Otherwise, the result is `read(file)`.
 
-    In a reused row, the columns that the folder decides, such as `repeats`, are taken from `file`.
+    The dict `file` is a row of the table that `wanted_images` returns. It also has the columns that the folder decides,
+    such as `repeats`. In a reused row, these columns are taken from `file`.
     """
     old = stored.get(file["path"])
     if old and old["image_id"] and _file(old) == _file(file):
@@ -119,8 +121,9 @@ def _until_stop(ctx: StageContext, pool: ThreadPoolExecutor, read: Callable[[Row
 
 
 def opened_files(ctx: StageContext) -> Iterator[Path]:
-    """Yield the paths of the image files that still have to be read. `ctx` is the stage's context, which holds their
-    pending rows.
+    """Yield the path of every image that this stage still has to examine. `ctx` is the stage's context, which gives the
+    image folder. The attribute `ctx.pending` has one row for each of these images, because the table `images` has no
+    up-to-date row for them.
     """
     folder: Path = ctx.need("image_folder")
     yield from (folder / path for path in ctx.pending["path"].to_pylist())

@@ -59,13 +59,14 @@ def _folder_of(path: str, names: Sequence[str]) -> tuple[Parts, str, Parts] | No
 
 def _places(images: Sequence[str]) -> dict[tuple[Parts, Parts], str]:
     """Return a dict that finds the image to which a reference belongs. A reference is a picture that an edit starts
-    from. `images` are the paths of all images. For example, train/control/cat.png is the reference of train/cat.png,
-    and "control" is a folder of references. The key of this reference is (("train",), ("cat",)): the folders above
-    "control", and the path below "control" without the suffix. The value is the path of the image, train/cat.png.
+    from. `images` are the paths of all images outside the folders of references. For example, train/control/a/cat.png
+    is the reference of train/a/cat.png. Its path is split at "control", the folder of references. The parts before and
+    after "control" make the key: (("train",), ("a", "cat")). Both are tuples of names, and the last name has no suffix.
+    The value is the path of the image, "train/a/cat.png".
 
-    An image has several keys. The key ((), ("cat",)) also gives train/cat.png, for the reference control/cat.png.
-    Images in a folder beside the references, such as train/target/cat.png, have the key (("train",), ("cat",)) too. If
-    train/cat.png exists, it is the value.
+    An image has several keys. The key ((), ("train", "a", "cat")) also gives train/a/cat.png, for the reference
+    control/train/a/cat.png. Images in a folder beside the references have keys too: train/target/a/cat.png has the key
+    (("train",), ("a", "cat")). If train/a/cat.png exists, it is the value of this key.
     """
     found: dict[tuple[Parts, Parts], str] = {}
     for path in reversed(images):

@@ -90,18 +90,19 @@ def load_sampler(
 ) -> LatentSampler:
     """Load a transformer and return a sampler that draws images with it. `label` names the sampler in error messages.
     `transformer` is the folder or file of the weights. `family` is the model family. `read_negative()` returns the
-    embedding of the empty prompt. `adapters` lists (file, strength). `steps` is the number of denoising steps, and
-    `guidance` is the guidance scale. If one of these two is None, the value of `family` is used. Raises ValueError if
-    an adapter does not fit the transformer. The other arguments are described below.
+    embedding of the empty prompt. `adapters` lists pairs (file, strength). `precision` is the dtype of the weights,
+    "bfloat16" or "float32". `packed` says how weights are quantised; None means not at all. `steps` is the number of
+    denoising steps. `guidance` is the guidance scale. If one of these two is None, the value of `family` is used.
+    `live_bytes` is a memory limit in bytes; None means no limit. `folder` is a folder for weights that stay on disk, or
+    None. `copies` is a folder of weight files that are already quantised, or None.
 
-    `precision` is the dtype of the weights, "bfloat16" or "float32". `packed` says how weights are quantised; None
-    means not at all. While `live_bytes` bytes of memory are in use, MLX starts no further operation; None means no
-    limit. `folder` is a folder for weights of blocks that stay on disk (see `load_packed`). `copies` is a folder of
-    converted copies, or None. A converted copy is a file with the weights after casting and packing. If `copies` has a
-    copy of this transformer, the copy is read instead of `transformer`.
+    While `live_bytes` bytes of memory are in use, MLX starts no further operation. `folder` is needed only if
+    `packed.stream_blocks` is true (see `load_packed`). A file in `copies` is a converted copy: the weights after
+    casting and packing. If `copies` has a copy of this transformer, the copy is read instead of `transformer`. Copies
+    are not used if `packed` is None or `packed.stream_blocks` is true.
 
     The embedding has the shape (1, text tokens, features). `read_negative` is only called if a denoising step takes two
-    forward passes. The changes of all adapters are added.
+    forward passes. The changes of all adapters are added. Raises ValueError if an adapter does not fit the transformer.
     """
     dtype = DTYPES[precision]
     model = None

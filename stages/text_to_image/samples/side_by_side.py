@@ -38,9 +38,10 @@ def draw_side_by_side(runs: Sequence[tuple[str, Mapping[str, int]]], rows: Seque
 
 
 def _newest(rows: Sequence[Mapping[str, Any]], adapters: Mapping[str, int]) -> dict[Key, tuple[int, Path]]:
-    """Return the preview of the latest training step for each prompt, seed and size. `rows` are rows of the table `samples`
-    with the key `file`. `adapters` maps the `adapter_id` of some adapters to their step; other rows are left out. The
-    result maps (prompt, seed, width, height) to (step, file).
+    """Return the newest preview for each prompt, seed and size. `rows` are rows of the table `samples`, each a preview,
+    with an additional key `file` for the path of the preview. `adapters` maps an `adapter_id` to the training step of
+    this adapter. Previews of adapters that are not in `adapters` are ignored. The newest preview is the one of the
+    latest step. The result maps (prompt, seed, width, height) to (step, file).
     """
     drawn: dict[Key, tuple[int, Path]] = {}
     for row in rows:

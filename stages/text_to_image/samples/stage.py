@@ -254,9 +254,9 @@ def file_name(row: Row) -> str:
 
 
 def latent_path(ctx: StageContext, row: Row) -> Path:
-    """Return the path at which the latent of one preview is stored. A latent is an image before it is decoded. `ctx` is
-    the stage's context, which holds the folder. `row` is the preview's row of the table `samples`. The file exists if
-    an earlier run was stopped after drawing it.
+    """Return the path of the file for the latent of one preview. A latent is an image before it is decoded. `ctx` is
+    the stage's context, which holds the folder. `row` is the preview's row of the table `samples`. The file may be
+    missing: the stage writes the file when the latent is drawn, and deletes the file once all previews exist.
     """
     return ctx.artifacts / LATENTS / f"{file_name(row)}.safetensors"
 

@@ -59,14 +59,13 @@ def wanted_scores(ctx: StageContext) -> pa.Table:
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return a table of the inputs that all scores share. If one of them changes, every picture is scored again. The
-    columns are `what` and `which`, both text. `what` is the kind of an input, such as "image", "base" (a preview of the
-    base model) or "encoder". `which` is an id, a hash or a text that identifies the input. `ctx` is the stage's
-    context: its input tables and settings. Raises ValueError if an input is invalid, such as a map file that is
-    missing.
+    """Return a table of the inputs on which the scores of all pictures depend, one row per input. The column `what` is
+    the kind of the input, such as "image" (a training image) or "base" (a preview of the base model). The column
+    `which` identifies the input by an id, a hash or a text. `ctx` is the stage's context: its input tables and
+    settings. Raises ValueError if an input is invalid, such as a map file that is missing.
 
-    The result is part of the stage's recipe. The recipe names the folder of the table `scores`, so a changed input
-    gives a new folder.
+    If an input changes, every picture is scored again. The result is part of the stage's recipe. The recipe names the
+    folder of the table `scores`, so a changed input gives a new folder.
     """
     parts = [("image", row["image_id"]) for row in usable_images(ctx)]
     parts += [("base", f"{row['picture_id']} {row['prompt']}") for row in preview_rows(ctx) if row["kind"] == "base"]

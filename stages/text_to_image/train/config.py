@@ -16,14 +16,16 @@ from stages.tuner.diffusion.weighting import WeightName
 
 @dataclass(frozen=True)
 class NoiseConfig:
-    """The settings [train.noise]: how the noise levels of samples are drawn. A noise level (sigma) is a number from 0
-    (clean) to 1 (pure noise). `base` is the distribution of a level. `shift` names a formula that then changes the
-    level. `strata` is a number of successive steps whose levels are spread evenly over the distribution. With 1, each
-    level is drawn independently. Raises ValueError if a setting is out of range.
+    """The settings [train.noise]: how noise levels are drawn. A noise level (sigma) is a number from 0 (clean) to 1
+    (pure noise). `base` is the distribution of a level, with the parameters `mean` and `std`, or `scale`. `shift` names
+    a formula that then changes the level. `shift_factor` is a strength of the shift. With `strata` = 1, each level is
+    drawn independently. With `strata` = 4, steps 1 to 4 draw their levels from different quarters of the distribution.
+    Raises ValueError if a setting is out of range.
 
-    `mean` and `std` belong to the base "logit_normal". `scale` belongs to the base "mode"; with another base, it raises
-    ValueError. With the shift "resolution", larger images get levels nearer to 1. `shift_factor` is the strength of the
-    shift "static".
+    With `strata` = 4, steps 5 to 8 again draw from different quarters, and so on. Each quarter has a probability of
+    1/4. So even a short run covers all levels evenly. `mean` and `std` belong to the base "logit_normal". `scale`
+    belongs to the base "mode"; with another base, it raises ValueError. With the shift "resolution", larger images get
+    levels nearer to 1. `shift_factor` is the strength of the shift "static".
     """
 
     base: Base = setting(  # noqa: RUF009

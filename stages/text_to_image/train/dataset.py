@@ -69,8 +69,9 @@ class Crop:
         return (self.grid, *(each.grid for each in self.references))
 
     def class_of(self, caption: int) -> str:
-        """Return the caption_id of the class caption of a caption, or "" if there is none. `caption` is the index of
-        the caption in `captions`. A class caption has the class word (such as "cat") in place of the trigger word.
+        """Return the caption_id of a class caption, or "" if there is none. A class caption is made from a caption: the
+        class word (such as "cat") replaces the trigger word. `caption` is the index in `captions` of the caption from
+        which the class caption was made.
         """
         return self.classes[caption] if self.classes else ""
 
@@ -78,13 +79,13 @@ class Crop:
 @dataclass(frozen=True)
 class Dataset:
     """The crops (parts of images) and captions of a training run. `crops` are trained on. `held` are only used for
-    measurement. `empty` is the caption_id of the text that replaces a dropped caption. It is "" if no caption is
-    dropped. `text_rows` maps each caption_id to the number of rows of its embedding. `empty_class` is the caption_id of
-    the class word, such as "cat", or "".
+    measurement. If a caption is dropped, another text replaces it: the empty caption or the trigger word. `empty` is
+    the caption_id of this text. `text_rows` maps each caption_id to the number of rows of its embedding. A class
+    caption has the class word, such as "cat", in place of the trigger word. `empty_class` is the class caption of
+    `empty`: the caption_id of the class word alone.
 
-    `empty_class` is "" unless two things hold: `empty` is the trigger word, and class captions are used. A class
-    caption has the class word in place of the trigger word. The order of `crops` and `held` depends only on their
-    content.
+    `empty` is "" if no caption is dropped. `empty_class` is "" unless two things hold: `empty` is the trigger word, and
+    class captions are used. The order of `crops` and `held` depends only on their content.
     """
 
     crops: tuple[Crop, ...]
@@ -164,10 +165,14 @@ def _with_rates(
 def _held_images(
     drawn: Sequence[tuple[Row, float]], images: Mapping[str, Row], paths: Mapping[str, list[str]], config: TrainConfig
 ) -> frozenset[str]:
-    """Return the image_ids of the images that [train.validation] holds out. Only images of the subject can be held out.
-    `drawn` has the crops that an epoch uses, as (row, rate). `images` maps an image_id to the image's row of the table
-    `images`, and `paths` to the image's paths. `config` holds the settings [train]. Without [train.validation], the set
-    is empty.
+    """Return the image_ids of the images that are held out from training, as [train.validation] says. Regularisation
+    images are never held out. `drawn` lists the crops that an epoch uses, as (row, rate). The row is a crop's row in
+    `latents`. The rate is how many times an epoch uses the crop on average. `images` maps an image_id to the image's
+    row of the table `images`. `paths` maps an image_id to the image's paths. `config` holds the settings [train].
+
+    Regularisation images show the class of the subject: for one cat, they show other cats. Only images with a crop in
+    `drawn` are held out. Without [train.validation], the set is empty. Raises ValueError if the setting `paths` of
+    [train.validation] matches no image.
     """
     if not config.validation:
         return frozenset()
@@ -177,12 +182,13 @@ def _held_images(
 
 def _latents(ctx: StageContext, paths: Container[str], texts: Texts) -> list[Row]:
     """Return the rows of the table `latents` that can be trained on, as dicts sorted by `latent_id`. `ctx` is the
-    stage's context, with its input tables. `paths` contains the image_ids to use. `texts` holds the captions of each
-    image. Images without a caption are left out. Each dict has two more keys: `resolution`, that of the row's bucket
-    (trained size), and `further`, which is True for an additional smaller crop. Raises ValueError if a crop has no
-    latent, or if no row remains.
+    stage's context. `paths` contains the image_ids to use: it is a set, or a dict with image_ids as keys. `texts` holds
+    the captions of each image. Each dict has two more keys. `resolution` is the resolution at which the crop is
+    trained, such as 512. `further` is True for an additional, smaller crop. Raises ValueError if a crop has no latent,
+    or if no row remains.
 
-    The setting [latents] `jitter` makes the smaller crops.
+    The setting [latents] `jitter` makes the smaller crops. The table `buckets` gives the resolution. Images without a
+    caption and crops that could not be encoded are left out.
     """
     buckets = [row for row in ctx.rows(BUCKETS).to_pylist() if row["rejected"] is None]
     places = {place(row) for row in buckets if row["image_id"] in paths}
@@ -239,12 +245,15 @@ def _crop(row: Row, rate: float, texts: Texts, masked: bool) -> Crop:
 
 @dataclass(frozen=True)
 class Texts:
-    """The captions that a training run may use, each as its caption_id in the table `captions`. `captions` has the
-    captions of each image, and `classes` their class captions. `empty` and `empty_class` are used in their place if a
-    caption is dropped. `weights` says how often each caption of an image is drawn.
+    """The captions that a training run may use. Every caption is given as its caption_id in the table `captions`. The
+    dicts have an image_id as key. `captions` holds the captions of each image. `classes` holds one class caption for
+    each of these captions. A class caption has the class word, such as "cat", in place of the trigger word. If a
+    caption is dropped, `empty` replaces the caption and `empty_class` replaces its class caption. `weights` says how
+    often each caption of an image is drawn.
 
-    A class caption is a caption with the class word (such as "cat") in place of the trigger word. The dicts have an
-    image's image_id (the sha256 of its file) as key.
+    An image_id is the sha256 of the image file. A class caption is "" if there is none. `weights` lacks images whose
+    captions are drawn equally often. `empty` is "" if captions are never dropped. `empty_class` is "" unless `empty` is
+    the trigger word and class captions are used.
     """
 
     captions: dict[str, tuple[str, ...]]  # the captions of the image, in order

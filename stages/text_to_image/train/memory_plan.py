@@ -38,13 +38,13 @@ ALONE = 768  # pixels: from this resolution, Metal computes one sample at a time
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The size of a batch of images. `samples` is the number of images. `width` and `height` are the size of every
-    image, in pixels. `text_rows` is the number of rows of each text embedding. `pixels_per_token` is the side of an
-    image token in pixels. `references` are the sizes of a sample's reference images, as (height, width) in tokens.
-    `held` is the `BatchShape` of the largest validation batch, or None. `shared` is True if a batch of the run may mix
-    image shapes.
+    """The size of a batch of images of one shape. `samples` is the number of images. `width` and `height` are the size
+    of each image, in pixels. `text_rows` is the number of rows of each text embedding. `pixels_per_token` is the side
+    of an image token in pixels. `held` is the `BatchShape` of the largest batch of validation images, or None. `shared`
+    is True if some batch of the run may contain images of several shapes. `references` are the sizes of a sample's
+    reference images, as (height, width) in tokens.
 
-    A mixed batch is computed shape by shape. Then the sizes here are those of one shape.
+    A batch with several shapes is computed shape by shape. Its `BatchShape` describes the images of one shape only.
     """
 
     samples: int

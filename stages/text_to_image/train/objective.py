@@ -60,9 +60,10 @@ class FlowMatching:
         yield Term(inputs, preserved, "preservation", [bool(one) for one in batch.class_B])
 
     def validation_term(self, model: Transformer, batch: MicroBatch) -> Term:
-        """Return the loss term for a micro-batch of held-out samples: the mean squared error. A mask weights the image
-        tokens if there is one. The settings [train.loss] are ignored, so runs with different settings can be compared.
-        `model` is not used.
+        """Return the loss term of `batch`, a micro-batch of held-out samples. A term holds the inputs of the model and
+        the function that computes the loss from the model's prediction. The caller makes this prediction, so the
+        argument `model` is not used here. The loss is the mean squared error. A mask, if there is one, weights the
+        image tokens. The settings [train.loss] are ignored, so runs with different settings can be compared.
         """
         x_BLC, target_BLC = self.mix(batch)
         return Term(self.inputs(batch, x_BLC, batch.ctx_BTJ), velocity_loss(batch, target_BLC, LossConfig()))

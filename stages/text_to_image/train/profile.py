@@ -31,9 +31,9 @@ from stages.tuner.stored import WeightFolder
 def profile_settings(method: Any = "adamw", **others: Any) -> TrainConfig:
     """Return [train] settings for measuring the time and memory of training. `method` is the kind of the optimizer,
     such as "adamw". The learning rate is the usual one of this optimizer. The precision is "float32" on a CPU and
-    "bfloat16" elsewhere. `others` are values of [train] settings, given as keyword arguments, such as `base_bits=4`.
-    Values in `others` take precedence over the optimizer, learning rate and precision described here. All other
-    settings have their defaults.
+    "bfloat16" elsewhere. Further keyword arguments, `**others`, set [train] settings by name, such as `base_bits=4`.
+    They can also replace the optimizer, the learning rate (`lr`) and the precision. All other settings have their
+    defaults.
     """
     precision = "bfloat16" if compiles() else "float32"
     usual: Any = {"optimizer": OptimizerConfig(kind=method), "lr": make_optimizer(method).usual_lr, "precision": precision}
@@ -79,9 +79,9 @@ def random_batch(family: Family, batch: BatchShape) -> MicroBatch:
     draw = np.random.default_rng(0)
 
     def words(*shape: int) -> np.ndarray:
-        """Return random bfloat16 values as words, in an array. A word is the uint16 number with the same bits as the
-        value. The arguments `shape` are the sizes of one sample, such as `words(3, 4)`. The result then has the shape
-        `(samples, 3, 4)`, where `samples` is the number of samples in the whole batch, `batch.samples`.
+        """Return random bfloat16 values for all samples of the batch, as a uint16 array with the bits of the values.
+        `*shape` are the sizes of one sample's values. The number of samples is `batch.samples` of the enclosing
+        function `random_batch`. For example, with 8 samples, `words(3, 4)` returns an array of shape `(8, 3, 4)`.
 
         The values have the standard normal distribution and are truncated to bfloat16.
         """

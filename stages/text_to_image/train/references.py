@@ -69,8 +69,12 @@ PLACE = ("image_id", "width", "height", "crop_x", "crop_y", "crop_w", "crop_h") 
 
 
 def size(row: Row) -> tuple[Any, ...]:
-    """Return (image_id, width, height) of a row of the table `buckets` or `latents`. Width and height are the trained
-    size in pixels. A crop that is smaller because of [latents] `jitter` has the same trained size as its bucket.
+    """Return (image_id, width, height) of a row of the table `buckets` or `latents`. `row` is the row as a dict. The
+    width and the height are the trained size: the size in pixels to which the crop of the row is resized. A crop is the
+    part of an image that is trained.
+
+    With the setting [latents] `jitter`, the table `latents` also has smaller crops of an image. A smaller crop is
+    resized to the same width and height as the crop in the table `buckets` from which it was made.
     """
     return row["image_id"], row["width"], row["height"]
 

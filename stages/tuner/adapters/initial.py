@@ -70,12 +70,14 @@ def start_from_adapter(
     """Return the float32 arrays of a new adapter that changes the model as the adapter `source` does. `source` maps
     keys such as "<linear>.lora_A.weight" to arrays. `scales` maps each Linear of `source` to the factor that multiplies
     the change of this Linear. `targets` are the Linears of the new adapter. `fresh` is an untrained adapter for
-    `targets`, used where `source` lacks arrays. `weights` maps the names of `targets` to frozen weights. It may be None
-    unless a LoRA becomes a DoRA. Raises ValueError if `source` does not fit `targets`.
+    `targets`, used where `source` lacks arrays. `weights` maps the names of `targets` to the frozen weights of the
+    model. It is needed only if `source` is a LoRA and the new adapter is a DoRA; otherwise, it may be None. Raises
+    ValueError if `source` does not fit `targets`.
 
-    The keys of `fresh` and of the result have the form of those of `source`. `fresh_adapter` makes `fresh`. A Linear
-    that `source` lacks gets its arrays from `fresh`. If a target has a larger rank than `source`, the additional rows
-    and columns are taken from `fresh`. The change of the model is the same up to rounding.
+    A DoRA is a LoRA with a magnitude per output. The magnitudes are computed from `weights` if `source` has none. The
+    keys of `fresh` and of the result have the same form as the keys of `source`. `fresh_adapter` makes `fresh`. A
+    Linear that `source` lacks gets its arrays from `fresh`. If a target has a larger rank than `source`, the additional
+    rows and columns are taken from `fresh`. The change of the model is the same up to rounding.
     """
     chosen = list(targets)
     check_initial(source, scales, chosen)
@@ -131,13 +133,14 @@ def _check_array(target: Target, suffix: str, shape: tuple[int, ...]) -> None:
 
 
 def _resized(target: Target, arrays: Arrays, scale: float, fresh: Arrays) -> Arrays:
-    """Convert the adapter of one Linear to the scale and rank of `target`. The change of the weight stays the same.
-    `arrays` maps suffixes, such as ".lora_A.weight", to the adapter's arrays. `scale` is the factor of the change that
-    these arrays make. `fresh` maps the same suffixes to the arrays of an untrained adapter for `target`. Return a dict
-    from the suffixes to float32 arrays.
+    """Return the adapter of one Linear, converted to the scale and rank of `target`, as a dict from suffix to float32
+    array. `target` is the Linear with the settings of the new adapter. `arrays` maps suffixes, such as
+    ".lora_A.weight", to the arrays of the old adapter. `scale` is the scale of the old adapter: the factor that
+    multiplies its change of the weight. `fresh` maps suffixes to the arrays of an untrained adapter for `target`. If
+    the new rank is larger, `fresh` supplies the additional rows and columns.
 
-    If the rank of the new adapter is larger, additional rows or columns of `fresh` are appended. To keep the change the
-    same, the arrays in `lora.ZERO_AT_START`, such as B of a LoRA, are multiplied by `scale / target.scale`.
+    The change of the weight stays the same. For this, the arrays in `lora.ZERO_AT_START`, such as B of a LoRA, are
+    multiplied by `scale / target.scale`. `fresh` must have every suffix of `arrays`.
     """
     resized = {}
     for suffix, value in arrays.items():

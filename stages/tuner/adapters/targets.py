@@ -164,13 +164,16 @@ def target_scales(targets: Iterable[Target]) -> dict[str, float]:
 
 def adapter_metadata(targets: Iterable[Target]) -> dict[str, str]:
     """Return the metadata for the header of an adapter file, as a dict of strings. `targets` are the Linears (linear
-    layers) in the file. The keys "variant", "rank" and "alpha" hold the values of the first target. A program that
-    reads the file computes a Linear's scale as "alpha" divided by the rank of that Linear's own arrays. If the scale of
-    any target differs from this quotient, the key "scales" is added: a JSON object from the name of each Linear to its
-    scale.
+    layers) in the file. The keys "variant", "rank" and "alpha" hold the values of the first target. The key "scales" is
+    added if the scale of any target differs from "alpha" divided by the rank of this target. "scales" is a JSON object
+    from the name of each Linear to its scale.
+
+    For example, the first target has rank 8 and alpha 8. The second has rank 16 and alpha 16, so its scale is 1. But
+    `8 / 16` is 0.5, so "scales" is added. Without "scales", a program that reads the file divides "alpha" by the rank
+    of each Linear's own arrays.
 
     A LoKr with a whole (not low-rank) matrix `w2` and a Linear that is trained in full always have scale 1. Their
-    scales are not compared with the quotient.
+    scales are not compared.
     """
     chosen = list(targets)
     first = chosen[0]

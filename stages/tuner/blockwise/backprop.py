@@ -39,12 +39,15 @@ def loss_and_grads(
     loss: Loss,
     plan: Plan = "whole",
 ) -> tuple[mx.array | Values, Arrays]:
-    """Compute the losses of a batch and the gradients of their mean. `chain` is the model. `adapters` maps names such
-    as "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the factor of the adapter's
-    change. `inputs` are the keyword arguments of `chain.enter`. `loss(prediction)` returns one loss per sample, or a
-    dict of values per sample with the key "loss". `plan` says how many of the last blocks keep their activations:
-    "whole" (all), "blocks" (one) or a number. Return (what `loss` returned, dict from the names in `adapters` to
-    gradients).
+    """Compute the losses of a batch and the gradients of their mean. Return (result of `loss`, dict from the names in
+    `adapters` to gradients). `chain` is the model. `adapters` maps names such as "<block>.<linear>.lora_A.weight" to
+    arrays. `scales` maps "<block>.<linear>" to the factor of the adapter's change. `inputs` are the keyword arguments
+    of `chain.enter`. `loss(prediction)` returns one loss per sample, or a dict of values per sample with the key
+    "loss". `plan` says how many of the last blocks keep their activations: a number, "whole" for all blocks, or
+    "blocks" for only the last block.
+
+    The backward pass computes the activations of the other blocks again, one block at a time. The plan "blocks" is
+    named after this. A number below 1 counts as 1, and a number above the number of blocks means all blocks.
 
     All plans give the same gradients up to rounding. Raises ValueError if `plan` is anything else, if there are no
     adapters, or if an adapter belongs to no block.
@@ -273,7 +276,10 @@ _COMPILED: dict[int, CompiledFunctions] = {}
 
 
 def compiled_functions(chain: Chain) -> CompiledFunctions:
-    """Return the cache of the compiled functions of `chain`. It exists once for each model in memory."""
+    """Return the cache of the compiled functions of `chain`. `chain` is a model as a sequence of blocks. The first call
+    for a model creates the model's cache, and later calls for this model return the cache. When the model is freed, the
+    cache is removed.
+    """
     if id(chain) not in _COMPILED:
         _COMPILED[id(chain)] = CompiledFunctions(chain)
         weakref.finalize(chain, _COMPILED.pop, id(chain))

@@ -97,11 +97,14 @@ class DividedChain:
         return [h for h, _ in found], [shared for _, shared in found]
 
     def block(self, kind: str) -> BlockFunction:
-        """Return a function that computes a block for every part of a batch. A part is the share of the samples that
-        one stream computes. `kind` is the kind of the block. The function is called as
-        `function(weights, h, shared, linear)`. `weights` maps names to the block's weights. `h` lists the block's input
-        for each part. `shared` lists the value that all blocks read, for each part. `linear(name, weight, x)` computes
-        a Linear with its adapter. The function returns a list with the block's output for each part.
+        """Return a function that computes a block for every part of a batch. The samples of the batch are divided into
+        parts, and each part is computed on its own stream (a queue of operations). `kind` is the kind of the block. The
+        function is called as `function(weights, h, shared, linear)`. It returns a list with the block's output for each
+        part.
+
+        `weights` maps names to the block's weights. `h` and `shared` are lists with one value per part. `h[0]` is the
+        block's input for the first part. `shared[0]` is the value that all blocks read for the first part.
+        `linear(name, weight, x)` computes a Linear with its adapter.
         """
         function = self.chain.block(kind)
 
@@ -111,9 +114,10 @@ class DividedChain:
         return run
 
     def leave(self, h: Tree, shared: Tree) -> Tree:
-        """End the forward pass, and return the prediction of the whole batch. `h` and `shared` are lists with one value
-        per part of the batch. A part is the share of the samples that one stream computes. A value in `h` is the output
-        of the last block. A value in `shared` is what all blocks read, such as position embeddings.
+        """End the forward pass, and return the prediction of the whole batch. The samples of the batch are divided into
+        parts, which are computed side by side on several CPU cores. `h` and `shared` are lists with one value per part.
+        `h[0]` is the output of the last block for the first part. `shared[0]` is the value that all blocks read for the
+        first part, such as position embeddings. The predictions of the parts are joined along the first axis.
         """
         first, *others = [self.chain.leave(h[n], shared[n]) for n in self._each()]
         return tree_map(lambda *parts: mx.concatenate(parts), first, *others)

@@ -116,8 +116,12 @@ def blocks_in_flight() -> int:
 
 
 def gathers_large_command_buffers() -> bool:
-    """Return True if MLX runs on a CUDA GPU and submits operations to this GPU in large batches. The operations of one
-    batch then read up to 400 or 1000 MB, depending on the GPU. The result is False on any other device.
+    """Return True if MLX submits operations to the default device in large batches. MLX does this on CUDA GPUs with the
+    compute capability 8.0, 9.0, 10.0 or 12.0. On these GPUs, the operations of one batch read up to 400 or 1000 MB,
+    depending on the GPU. On every other device, the result is False.
+
+    Large batches take memory, because all arrays of a batch are alive until it is done. `configure_scheduler` makes
+    these batches smaller.
     """
     if not mx.cuda.is_available() or mx.default_device() != mx.gpu:
         return False

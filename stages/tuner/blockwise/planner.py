@@ -63,14 +63,15 @@ class Estimate:
         return self.held + int(max(backward, self.optimizer_work, validation))
 
     def stored_work(self, plan: Plan) -> int:
-        """Return the peak memory, in bytes, of block weights that stay on disk until they are needed. The result is 0
-        if there are no such weights. `plan` says how many of the last blocks keep their activations until the backward
-        pass: "whole" for all blocks, "blocks" for only the last block, or a number. The weights of all these blocks are
-        in memory at the same time.
+        """Return the most memory, in bytes, that block weights take if they are read from disk each time they are
+        needed. If no block weights stay on disk, the result is 0. `plan` says how many of the last blocks keep their
+        activations until the backward pass: "whole" for all blocks, a number, or "blocks". The value "blocks" is short
+        for "block by block" and means only the last block.
 
-        The result is the larger of two cases. In the first case, all blocks that keep their activations are in memory.
-        The block before them is in memory too, and on a GPU the two blocks before them. In the second case, two
-        successive blocks are in memory, and on a GPU three.
+        The result is the larger of two cases. In the first case, the weights of all blocks that keep their activations
+        are in memory. The weights of the block before them are in memory too, and on a GPU those of the two blocks
+        before them. In the second case, the weights of two successive blocks are in memory, and on a GPU those of
+        three.
         """
         ahead, head = blocks_in_flight(), self.blocks - kept_blocks(plan, self.blocks)
         together = [self.stored[n : n + ahead + 1] for n in range(len(self.stored))]
@@ -78,8 +79,9 @@ class Estimate:
 
     def _kept_activations(self, plan: Plan) -> float:
         """Return the largest memory for block inputs, kept activations and gradients together during the backward pass,
-        in bytes. Memory for computing the current block is not counted. `plan` says how many of the last blocks keep
-        their activations: "whole" (all), "blocks" (one) or a number.
+        in bytes. Memory for computing the current block is not counted. `plan` says how many of the last blocks of the
+        model keep their activations: "whole" for all blocks, a number, or "blocks". The value "blocks" is short for
+        "block by block" and means only the last block.
         """
         tail = kept_blocks(plan, self.blocks)
         head = self.blocks - tail

@@ -12,9 +12,10 @@ from stages.tuner.stored import StoredWeight, read_all
 
 
 class Visit:
-    """A loop over blocks of a model. It loads their weights. Iterating yields the index of one block after another.
-    Meanwhile, the attribute `weights` holds the weights of this block by name. The caller computes the block and passes
-    the results to `dispatch`.
+    """A loop over blocks of a model, which loads their weights. In the loop `for n in visit`, `n` is the index of one
+    block after another. The attribute `visit.weights` then holds the weights of block `n` by name. The caller computes
+    the output of the block with these weights, and calls `visit.dispatch(output)`. MLX computes arrays lazily, and this
+    call starts the computation without waiting for it.
 
     If weights are stored on disk, those of the next block are read while a block is computed. At most two blocks then
     have their weights in memory. The caller must not keep `weights`.
@@ -22,9 +23,12 @@ class Visit:
 
     def __init__(self, blocks: Sequence[Any], order: Iterable[int], after: tuple[Any, ...] = ()) -> None:
         """Set up a loop over blocks of a model, without reading weights. `blocks` are all blocks of the model. `order`
-        gives the indices of the blocks to visit. `after` holds arrays of earlier work that MLX may still be computing
-        when the loop begins. If weights are stored on disk, the loop waits for these arrays before it reads the weights
-        of the second block. Otherwise, `after` has no effect.
+        gives the indices of the blocks to visit. `after` holds arrays whose computation began before the loop, such as
+        the loss and gradients of other blocks. MLX may still be computing these arrays when the loop begins.
+
+        `after` has an effect only if weights are stored on disk. The first call of `dispatch` then waits for the arrays
+        in `after`, and starts reading the weights of the second block afterwards. This limits how many weights are in
+        memory.
         """
         self.blocks, self.order = blocks, list(order)
         self.stored = any(isinstance(weight, StoredWeight) for n in self.order for weight in blocks[n].weights.values())
@@ -41,11 +45,12 @@ class Visit:
         self.weights = {}
 
     def dispatch(self, *results: Any) -> None:
-        """Start computing the arrays `results` of the present block, and do not wait for them. If weights are stored on disk,
-        also start reading the weights of the next block.
+        """Start computing the arrays `results`, and do not wait for them. The arguments `results` are the arrays that
+        the caller has built from the weights of the present block, such as the output of this block. If weights are
+        stored on disk, also start reading the weights of the next block.
 
-        Before this reading starts, the call waits for the results of the previous block. The weights of the previous block are
-        then freed.
+        Before this reading starts, the call waits for the results of the previous block. The weights of the previous
+        block are then freed.
         """
         dispatch(*results)
         if not self.stored:

@@ -98,12 +98,13 @@ def _loss_and_pulls(predictions: list[Tree], join: Join, loss: Loss) -> tuple[mx
 
 
 def _inner_product(prediction: Tree, **pulls: mx.array) -> mx.array:
-    """Return the inner product of two trees of arrays as a float32 array of shape `(1,)`. `prediction` is the first tree. The
-    arrays of the second tree are passed as keyword arguments, which the function collects in the dict `**pulls`. For the array
-    at the path "query" in `prediction`, the argument is named "pull_query". Both arrays have one shape.
+    """Return the inner product of two trees (nested dicts or lists) of arrays, as a float32 array of shape `(1,)`.
+    `prediction` is the first tree. All other keyword arguments (`**pulls`) are the arrays of the second tree. For each
+    array of `prediction` there is one argument. Its name is "pull_" and the path of the array in `prediction`, and its
+    value has the shape of this array. For example, `pull_query` belongs to `prediction["query"]`.
 
-    An array in `pulls` is the gradient of the loss with respect to one array of the prediction. The gradient of the result with
-    respect to `prediction` is `pulls`.
+    An array in `pulls` is the gradient of the loss with respect to one array of the prediction. The gradient of the
+    result with respect to `prediction` is `pulls`.
     """
     found = dict(tree_flatten(prediction))
     return mx.stack([(value.astype(mx.float32) * pulls[f"pull_{name}"]).sum() for name, value in found.items()]).sum()[None]

@@ -66,9 +66,9 @@ def xtr_scores(
 ) -> mx.array:
     """Return the XTR training score of every query with every document, shape `(B, N)`. `query_BQE` holds B queries of
     Q token vectors. `document_NKE` holds N documents of K token vectors. `query_real_BQ` and `document_real_NK` are
-    False for padding. Each query token selects the `k` most similar tokens of all N documents. If a query token
-    selected a token of a document, the query token counts for this document, with its largest similarity to a token of
-    the document. The score is the mean of the similarities of all query tokens that count.
+    False for padding. Each query token selects the `k` most similar tokens of all N documents. Query tokens that
+    selected a token of a document count for the score with this document. The score is the mean, over these query
+    tokens, of the largest similarity to a token of this document.
 
     For example, two tokens of a query selected tokens of a document, with the largest similarities 0.9 and 0.7. The
     score is 0.8. If no query token selected a token of the document, the score is 0. Ties with the last of the `k`
@@ -120,9 +120,11 @@ def hardest(scores_BN: mx.array, same_BN: mx.array) -> mx.array:
 
 
 def margin_loss(scores_BN: mx.array, margin: mx.array, same_BN: mx.array) -> mx.array:
-    """Return the margin loss of each query, shape `(B,)`. It is `max(0, margin - own + hardest)`. Here `own` is the
-    score of the positive document `b` of query `b`. `hardest` is the highest score of a negative. Pairs that are True
-    in `same_BN` are not negatives.
+    """Return the margin loss of each query, shape `(B,)`. `scores_BN` holds the scores of B queries with N documents.
+    Document `b` is the positive of query `b`. All other documents are its negatives, except pairs that are True in the
+    boolean array `same_BN`. `margin` is a scalar: the least wanted lead of the positive. The loss is
+    `max(0, margin - positive + negative)`. Here `positive` is the score of the positive, and `negative` is the highest
+    score of a negative.
     """
     own_B = mx.diag(scores_BN[:, : len(scores_BN)])
     return mx.maximum(margin - own_B + hardest(scores_BN, same_BN).max(axis=1), 0.0)

@@ -88,9 +88,14 @@ class Adafactor:
         return new_params, new_state
 
     def _normalized(self, name: str, grad: mx.array, state: Arrays, old: mx.array, new: mx.array) -> tuple[mx.array, Arrays]:
-        """Divide the gradient `grad` of the array `name` by the root of its mean square. Return (normalised gradient, new
-        means). `state` is the optimizer's state before the step, with the old means of squares. A new mean is `old` times the
-        old mean, plus `new` times the squared gradient. The new means are a dict with keys as in `state`, such as "<name>.row".
+        """Return `(normalised gradient, new means)` for the array `name`. `grad` is the gradient of the array. Each
+        value of the gradient is divided by the root of a running mean of squared gradients. `state` is the optimizer's
+        state before the step, which holds the old means. `old` and `new` are the two factors that update a running
+        mean: the new mean is `old` times the old mean, plus `new` times the squared gradient.
+
+        A matrix has one mean per row and one per column. The mean for a single value is estimated from the means of its
+        row and its column. The new means are a dict with the keys "<name>.row" and "<name>.column". For a vector or
+        scalar, there is one mean per value, with the key "<name>.v".
         """
         square = mx.square(grad) + self.eps
         if grad.ndim < 2:

@@ -64,8 +64,9 @@ class AdamW:
         return new_params, new_state
 
     def _store(self, key: str, moment: mx.array) -> Arrays:
-        """Return the dict in which the optimizer's state stores the array `moment`. A moment is a running mean of gradients or
-        of squared gradients. `key` is the name of the moment, such as "<name>.m". Here, the dict is `{key: moment}`.
+        """Return a dict with the array `moment`, as it is stored in the optimizer's state. A moment is a running mean
+        of gradients or of squared gradients. `key` is the name of the moment, such as "<name>.m" for the trained array
+        called <name>. `AdamW` stores the moment unchanged, so the dict is `{key: moment}`.
 
         A subclass may store several arrays, whose keys then begin with `key`. For example, `AdamW8bit` stores 8-bit codes under
         `key` and their scales under "<key>.scale".

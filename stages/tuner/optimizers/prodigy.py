@@ -81,11 +81,14 @@ class Prodigy:
         return new_params, new_state
 
     def _estimate(self, params: Params, grads: Params, state: Arrays, rate: mx.array, apply: Flag) -> Arrays:
-        """Estimate the factor `d` of the learning rate anew. Return the changed entries of the optimizer's state as a dict.
-        `params`, `grads` and `state` are the arguments of `update`. `rate` is the learning rate of this step, already
-        multiplied by the old `d`. If `apply` is false, the entries have their old values.
+        """Estimate the factor `d` anew, and return the changed entries of the optimizer's state as a dict. Prodigy
+        multiplies the user's learning rate by `d`. The entries are "d", "d_max", "numerator", and "<name>.s" for each
+        trained array. `params` and `grads` map names to the trained arrays and their gradients. `state` is the state
+        before this step. `rate` is the learning rate of this step, already multiplied by the old `d`. `apply` is false
+        to skip the step; the entries then keep their values.
 
-        The keys of the result are "d", "d_max" (the largest estimate), and the running sums "numerator" and "<name>.s".
+        "d_max" is the largest estimate so far. "numerator" and "<name>.s" are the running sums from which `d` is
+        estimated. `rate` must be 0 if `apply` is false.
         """
         d = state["d"]
         decay = mx.where(apply, math.sqrt(self.beta2) if self.beta3 is None else self.beta3, 1.0)
