@@ -51,7 +51,7 @@ class Packer:
         out. Raises ValueError if a file cannot be read.
         """
         found: dict[Path, ShippedFile] = {}
-        for path in map(full, paths):
+        for path in dict.fromkeys(map(full, paths)):
             with contextlib.suppress(FileNotFoundError):
                 about = path.stat()
                 known = self.packed.get(path)

@@ -17,6 +17,7 @@ from stages.text_to_image.checks.config import ChecksConfig
 from stages.text_to_image.checks.findings import lines, mark_near_duplicates, picture_warnings
 from stages.text_to_image.checks.measures import measure
 from stages.text_to_image.checks.texts import imbalance, repeated_phrase, text_warnings
+from stages.text_to_image.imaging import packed
 from stages.text_to_image.imaging.usable import usable_rows
 
 Row = dict[str, Any]
@@ -63,7 +64,7 @@ def opened_files(ctx: StageContext) -> Iterator[Path]:
     the stage's context, which holds these rows.
     """
     folder: Path = ctx.need("image_folder")
-    yield from (folder / path for path in ctx.pending["path"].to_pylist())
+    yield from (packed.file_to_open(folder / path) for path in ctx.pending["path"].to_pylist())
 
 
 def finish_checks(ctx: StageContext) -> Iterator[pa.RecordBatch]:

@@ -23,6 +23,7 @@ from stages.text_to_image.images.hints import no_images
 from stages.text_to_image.images.layout import RULES, check_rules, describe, near_misses, reference_rules, rules
 from stages.text_to_image.images.roots import roots
 from stages.text_to_image.images.scan import FILE_COLUMNS, Listing, scan
+from stages.text_to_image.imaging import packed
 
 Row = dict[str, Any]
 
@@ -126,7 +127,7 @@ def opened_files(ctx: StageContext) -> Iterator[Path]:
     up-to-date row for them.
     """
     folder: Path = ctx.need("image_folder")
-    yield from (folder / path for path in ctx.pending["path"].to_pylist())
+    yield from (packed.file_to_open(folder / path) for path in ctx.pending["path"].to_pylist())
 
 
 def finish_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:

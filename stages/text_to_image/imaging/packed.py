@@ -45,6 +45,14 @@ def split(path: Path) -> tuple[Path, str] | None:
     return None
 
 
+def file_to_open(path: Path) -> Path:
+    """Return the file that must be opened to read the image `path`. It is `path` itself, or the tar, Parquet or Arrow file that
+    holds the image: "a/b.tar" for "a/b.tar/0001.jpg".
+    """
+    found = split(path)
+    return found[0] if found else path
+
+
 def members(file: Path) -> dict[str, Member]:
     """Return the content of a tar, Parquet or Arrow file. The result is a dict from a name, such as "0001.jpg", to a
     `Member`: the place in the file. A tar gives one entry per file. Absolute names and names with .. are left out. A

@@ -19,6 +19,7 @@ from schemas.text_to_image.buckets import BUCKETS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
 from stages.stage import Stage, StageContext
+from stages.text_to_image.imaging import packed
 from stages.text_to_image.imaging.decode import ImageError
 from stages.text_to_image.imaging.references import USE
 from stages.text_to_image.imaging.usable import usable_paths
@@ -200,9 +201,9 @@ def opened_files(ctx: StageContext) -> Iterator[Path]:
     the pending rows.
     """
     for job in _jobs(ctx):
-        yield job.path
+        yield packed.file_to_open(job.path)
         if job.mask:
-            yield job.mask
+            yield packed.file_to_open(job.mask)
 
 
 STAGE = Stage(

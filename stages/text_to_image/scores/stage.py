@@ -20,6 +20,7 @@ from schemas.text_to_image.scores import SCORES
 from stages.hashing import file_sha256
 from stages.settings import selects
 from stages.stage import Stage, StageContext
+from stages.text_to_image.imaging import packed
 from stages.text_to_image.scores import encoders
 from stages.text_to_image.scores.encoders import ImageEncoder
 from stages.text_to_image.scores.pictures import candidate_texts, find_references, preview_rows, reference_rows, usable_images
@@ -102,7 +103,7 @@ def opened_files(ctx: StageContext) -> Iterator[Path]:
     left out if they are not set. `ctx` is the stage's context: its input tables and settings.
     """
     folder: Path = ctx.need("image_folder")
-    yield from (folder / row["path"] for row in usable_images(ctx))
+    yield from (packed.file_to_open(folder / row["path"]) for row in usable_images(ctx))
     if ctx.config.references:
         yield from sorted(path for path in (ctx.root / ctx.config.references).rglob("*") if path.is_file())
     if ctx.config.map:

@@ -82,7 +82,9 @@ class Adafactor:
             new_state |= moments
             if self.beta1:
                 old, new = mean_weights(self.beta1, apply)
-                new_state[f"{name}.m"] = change = old * state[f"{name}.m"] + new * change
+                change = old * state[f"{name}.m"] + new * change
+                # Zero gradients at the first step have no normalised value: 0 / 0.
+                new_state[f"{name}.m"] = mx.where(apply, change, state[f"{name}.m"])
             decay = mx.where(apply, rate * self.weight_decay, 0.0)
             new_params[name] = decayed(value, decay) - mx.where(apply, change, 0.0)
         return new_params, new_state

@@ -18,6 +18,7 @@ from PIL import Image
 
 from pipeline import runner
 from pipeline.project.project import Project
+from pipeline.shipping import Packer
 from tests import projects
 
 pytestmark = pytest.mark.slow
@@ -103,6 +104,19 @@ def test_packed_images_have_the_captions_and_the_latents_of_the_folder_to_the_by
         assert kind == "folder" or any(line.startswith("5 images inside ") for line in lines)
     for kind in KINDS:
         assert found[kind][0].equals(found["folder"][0]) and found[kind][1] == found["folder"][1], kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_elsewhere_gets_the_file_that_holds_the_images_once(kind: str, tmp_path: Path, tiny_weights: Path) -> None:
+    folder = made(tmp_path / "project", tiny_weights, kind, pictures(3))
+    build(folder, "images", "captions", "buckets")
+    for name in ("images", "checks", "latents"):
+        project = Project(folder)
+        stage = project.stage(name)
+        ctx = project.context(stage)
+        ctx.pending, sent = stage.wants(ctx), list[bytes]()
+        [file] = Packer(lambda data, sent=sent: sent.append(data)).pack(stage.opens(ctx))
+        assert file.path.parent == folder / "images" and [file.path.read_bytes()] == sent
 
 
 def test_a_changed_tar_is_read_again_and_an_unchanged_one_is_not(tmp_path: Path, tiny_weights: Path) -> None:
