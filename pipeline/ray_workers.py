@@ -234,10 +234,13 @@ def nothing(unit: WorkUnit) -> list[ShippedFile]:
 
 
 def unit_files(ctx: StageContext, opens: Callable[[StageContext], Iterator[Path]] | None) -> Files:
-    """Return a function `files(unit)`. The function reads the input files of one work unit (some rows of a table) and
-    returns them as a list of `ShippedFile`, to be sent to a worker. `ctx` is the stage's context. `opens(context)` is a
-    function of the stage. It yields the paths of the files that the context's pending rows need. `files(unit)` calls
-    `opens` with a copy of `ctx` whose pending rows are those of `unit`. If `opens` is None, the list is always empty.
+    """Return a function `files(unit)` that reads the input files of a work unit, so that they can be sent to a worker.
+    A work unit is some rows of a table. `files(unit)` returns a list with one `ShippedFile` per file. `ctx` is the
+    stage's context. `opens` is a function of the stage: `opens(context)` yields the paths of the files that the rows in
+    `context.pending` need. If `opens` is None, the stage opens no files, and `files(unit)` returns an empty list.
+
+    `files(unit)` makes a copy of `ctx`, sets `pending` of the copy to the rows of `unit`, and passes the copy to
+    `opens`. Missing files are left out.
     """
     packer = Packer(ray.put)
     return lambda unit: packer.pack(opens(dataclasses.replace(ctx, pending=unit.pending))) if opens else []

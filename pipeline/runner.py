@@ -146,12 +146,13 @@ def _begin(project: Project, stage: Stage, ctx: StageContext, run_name: str, not
 
 
 def _finish(stage: Stage, ctx: StageContext, writer: Writer, wanted: pa.Table) -> pa.Table:
-    """Commit the last rows of a stage, and return the rows that the stage wants in its table at the end of the run. If
-    `stage` has a function `finish`, the last rows are those that it yields; otherwise there are none. `ctx` is the
-    stage's context. `writer` commits the rows. `wanted` holds the rows that the stage wanted at the start of the run.
-    If all rows of `wanted` are stored, the result is `wanted`. If some are missing, the result is `stage.wants(ctx)`.
+    """Commit the last rows of a run of `stage`, and return the rows that the stage's table should have at the end of
+    the run. The function `stage.finish(ctx)` yields the last rows. `ctx` is the stage's context. `writer` commits the
+    rows. `wanted` holds the rows that `stage.wants(ctx)` returned at the start of the run. If all rows of `wanted` are
+    stored now, `wanted` is returned. Otherwise, `stage.wants(ctx)` is called again, and its new result is returned.
 
-    For example, early stopping has ended a training run. The stage then wants fewer rows than at the start.
+    For example, early stopping has ended a training run. The new result then has fewer rows than `wanted`. If
+    `stage.finish` is None, there are no last rows to commit.
     """
     ctx.stored = writer.stored
     if stage.finish:

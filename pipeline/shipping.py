@@ -122,8 +122,12 @@ class Mirror:
         return self.folder / found.relative_to(found.anchor)
 
     def unpack(self, files: Iterable[ShippedFile], get: Get) -> None:
-        """Write copies of `files` into the folder. Copies that are present and up to date stay. `get(reference)`
-        returns the bytes of a piece of a file. Only the user of this process can enter the folder.
+        """Write a copy of every file in `files` into this object's folder, `self.folder`. `files` describes the files
+        on the other machine. The bytes of a file were sent in one or more pieces. `ShippedFile.chunks` lists a
+        reference to each piece, in order. `get(reference)` returns the bytes of one piece. A copy that this object
+        wrote earlier is kept if the file's size and the time of its last change have not changed since.
+
+        If the folder is missing, it is created. Only the user of this process can enter the new folder.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for file in files:

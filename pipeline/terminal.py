@@ -48,7 +48,9 @@ class Bar(Progress):
     facts = ""
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield the bar and, if there are facts, the line below it."""
+        """Yield what is drawn: the progress bar, and below the bar the text `self.facts`, such as the loss. If
+        `self.facts` is "", only the bar is yielded.
+        """
         yield self.make_tasks_table(self.tasks)
         if self.facts:
             yield Text(self.facts, style="dim", overflow="ellipsis", no_wrap=True)
@@ -95,9 +97,12 @@ class Terminal:
         self.console.print(f"{self.stage_name}: {line}", markup=False)
 
     def note(self, text: str) -> None:
-        """Show `text`, facts such as the loss, below the progress bar, in place of the previous text. If standard error is no
-        terminal, `text` is put at the end of each later line of progress. Before the first call of `progress`, `text` is shown
-        as a line of its own, at most every `QUIET_SECONDS` seconds.
+        """Show `text` beside the progress, in place of the previous text. `text` holds facts such as the loss; "" means
+        no text. On a terminal, `text` is the line below the progress bar. If standard error is not a terminal, `text`
+        is the end of each later line of progress.
+
+        Before the first call of `progress`, there is no line of progress. If standard error is not a terminal, `text`
+        is then printed as a separate line, at most once in `QUIET_SECONDS` seconds.
         """
         self.facts = text
         if self.bar:

@@ -92,14 +92,15 @@ def tensor(name: str = "tensor", dtype: str = "bfloat16", doc: str = "the values
 def column(
     name: str, kind: pa.DataType, doc: str, *, null: bool = False, measured: bool = False, default: str = "", later: bool = False
 ) -> pa.Field:
-    """Return the Arrow field of the column `name`. `kind` is the Arrow type. `doc` says what the column holds, and in which
-    unit. If `null` is True, nulls are allowed. If `measured` is True, the values differ between equal runs, as clock times do.
-    `default` is the text that rows without the column get; "" means no default. If `later` is True, tables without the column
-    may exist.
+    """Return the Arrow field of the column `name`. `kind` is the Arrow type. `doc` says what the column holds, and in
+    which unit. If `null` is True, nulls are allowed. If `measured` is True, the values differ between equal runs, as
+    clock times do. `default` is the text that a new row gets if the stage gives no value for this column; "" means no
+    default. If `later` is True, older tables may lack the column.
 
-    `TableSchema.table` fills in `default`. Only columns of strings can have a default. If `default` is empty, every row must
-    have the column. A column with `later` allows nulls, `TableSchema.table` fills in null, and the column is not part of the
-    recipe. So tables without the column are kept.
+    `TableSchema.table` fills in `default`. Only columns of strings can have a default. If `default` is empty and
+    `later` is False, every row that a stage gives to `TableSchema.table` must have the column. A column with `later`
+    allows nulls, `TableSchema.table` fills in null, and the column is not part of the recipe. So tables without the
+    column are kept.
     """
     marks = {"measured": "yes" if measured else "", "default": default, "later": "yes" if later else ""}
     return pa.field(name, kind, nullable=null or later, metadata={"doc": doc, **marks})

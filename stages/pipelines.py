@@ -48,9 +48,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class FamilyRecord:
-    """Declares a resource of a pipeline: the record of the model family that the project uses. An object of this class
-    is only a marker and holds no data. A stage that needs the resource gets the record itself, an object of the class
-    `Family` or `RetrieverFamily`. The record holds the name, the sizes and the functions of the model.
+    """Marks a resource of a pipeline as the record of the project's model family. The record is an object of the class
+    `Family` or `RetrieverFamily`. The record holds the name, the sizes and the functions of the model. A stage that
+    needs the resource gets the record. `FamilyRecord` has no fields. For example, the entry `"family": FamilyRecord()`
+    in `Pipeline.resources` says that a stage that needs "family" gets the record.
     """
 
 

@@ -32,13 +32,13 @@ def setting(
     """Return a field for a config dataclass: a setting whose value changes the content of rows. `default` is the
     setting's default value. `doc` explains the setting. `bounds` is (smallest, largest) allowed number, or None.
     `unrecorded` lists values that are left out of the recipe (the record whose hash names a table's folder). `follows`
-    names another setting, such as "train.base_bits". If the value is None, the other setting gives the value. `unless`
-    names a field of the dataclass. While that field is not None, `follows` is ignored. `path` is True for a path or a
-    tuple of paths.
+    names another setting, such as "train.base_bits". A field whose value is None takes the value of that setting.
+    `unless` names another field of the same dataclass. If the field that `unless` names is not None, `follows` has no
+    effect. `path` is True for a path or a tuple of paths.
 
     `follows` and `unless` are "" if they are not used. For example, `base_bits_for` of the section [samples] has
     `follows="train.base_bits_for"` and `unless="base_bits"`. If both settings of [samples] are None, `base_bits_for`
-    gets the value of [train]. If `base_bits` is 8, `base_bits_for` stays None.
+    gets the value of [train]. If `base_bits` is 8 and `base_bits_for` is None, `base_bits_for` stays None.
 
     The field is part of the recipe, so a different value starts a new table. With a value in `unrecorded`, the recipe
     is that of a project without the field. Use `unrecorded` for a field that is added later. With the value that means
@@ -62,9 +62,10 @@ def selects(default: Any, doc: str, *, bounds: Limits | None = None, follows: st
 
 
 def runtime(default: Any, doc: str, *, bounds: Limits | None = None) -> Any:
-    """Return a field for a config dataclass: a setting whose value changes no row, such as a batch size. `default` is
-    its default value. `doc` explains the setting. `bounds` is (smallest, largest) allowed number, or None. Raises
-    TypeError if `default` is mutable.
+    """Return a field for a config dataclass: a setting that has no effect on the rows of the stage's table. For
+    example, the number of threads changes how fast rows are computed. The rows are the same with any number of threads.
+    `default` is the setting's default value. `doc` explains the setting. `bounds` is (smallest, largest) allowed
+    number, or None. Raises TypeError if `default` is mutable.
 
     The field is not part of the recipe (the hash that names a table's folder). For a tuple or a mapping, `bounds`
     applies to each value.

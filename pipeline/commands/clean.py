@@ -85,12 +85,13 @@ def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int
 
 def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
     """Delete the rows and tables of the stage `name` that the present settings do not use. Yield a pair `(line for the
-    user, bytes freed)` for each deletion. `project` is the opened project folder. `delete` says whether unused rows and
-    tables of this stage may be deleted. If `delete` is False, all of them are kept, and at most one pair says why.
-    `dry_run` is True to list the deletions only: the pairs are yielded, but nothing is deleted.
+    user, bytes freed)` for each deletion. `project` is the opened project folder. `delete` is the permission to delete:
+    if `delete` is False, all rows and tables of the stage are kept. The caller passes False for results, such as
+    trained adapters, unless the user gave --runs. If `dry_run` is True, nothing is deleted, and the pairs say what
+    would be deleted.
 
-    A pair about kept tables has a line with the reason and 0 bytes. Even if `delete` is True, tables of other settings
-    are kept in two cases: the table of the present settings is not built yet, or it cannot be determined. With
+    Tables of other settings are kept in three cases: `delete` is False, the table of the present settings is not built
+    yet, or this table cannot be determined. If tables are kept, one pair has a line with the reason, and 0 bytes. With
     `dry_run`, the bytes of a pair say how much would be freed.
     """
     try:

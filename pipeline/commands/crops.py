@@ -21,9 +21,10 @@ STAGE = "buckets"
 @click.argument("out", required=False, type=click.Path(path_type=Path, file_okay=False))
 @with_project
 def command(out: Path | None, project: Project) -> None:
-    """Draw all crops on contact sheets. A sheet is a PNG file with 40 images of one resolution. The most cropped images
-    come first. What is cut away is faded. OUT is a new folder for the sheets; without it, exports/crops of the project is
-    written again. The table `buckets` is brought up to date first.
+    """Draw all crops on contact sheets. A sheet is a PNG file with at most 40 images of one resolution. The most
+    cropped images come first. What is cut away is faded. OUT is a new or empty folder for the sheets. Without OUT, the
+    sheets are written into the folder exports/crops of the project. The earlier content of this folder is deleted. The
+    table `buckets` is brought up to date first.
     """
     from pipeline import runner
 
@@ -37,9 +38,10 @@ def command(out: Path | None, project: Project) -> None:
 
 
 def write_crops(project: Project, out: Path | None = None) -> list[Path]:
-    """Draw the crops of `project` on contact sheets, write these into the folder `out`, and return their paths. `out` must not
-    exist, or be empty. None replaces the folder exports/crops of the project. Raises NotBuilt if the table `buckets` is
-    not built, and ValueError if no image has a crop.
+    """Draw the crops of `project` on contact sheets, write the sheets as PNG files, and return the paths of the files.
+    `out` is the folder for the files. It must be empty or not exist yet. If `out` is None, the files are written into
+    the project's folder exports/crops, and the earlier content of this folder is deleted. Raises NotBuilt if the table
+    `buckets` is not built. Raises ValueError if no image has a crop, or if `out` is not empty.
     """
     from pipeline.commands.query import answer
     from stages.text_to_image.sheets import QUESTION, draw_sheets

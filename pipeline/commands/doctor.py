@@ -33,9 +33,10 @@ PLANS = (
     help="The file that --measure writes.",
 )
 def command(measured: bool, name: str, out: Path) -> None:
-    """Show what this machine is, what it can train, and what is wrong with it. With --measure, also run probes of speed
-    and memory for about ten minutes. The probes have the shapes of the model family --family. Their results are written
-    to the JSON file --out. No weights are needed.
+    """Show what this machine is, what it can train, and what is wrong with it. With --measure (`measured`), also run
+    probes for about ten minutes. A probe is a short measurement of speed or memory. Some probes train a model with
+    random weights, so no files of weights are needed. The weights of this model have the shapes of a model family.
+    --family (`name`) names the family. The results of all probes are written to the JSON file --out (`out`).
     """
     machine = examine()
     for line in report(machine):

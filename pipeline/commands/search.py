@@ -36,10 +36,11 @@ SPACES = "\u0120\u2581"  # what tokenizers write for the space before a word
 def command(
     query: str | None, mode: str, limit: int, pattern: str, as_json: bool, explain: bool, stay: bool, project: Project
 ) -> None:
-    """Find functions by what they do. QUERY is a sentence or some words. `make index` builds the index first.
-    --semantic searches by meaning, --lexical by words, --hybrid by both. At most --limit results are printed, only of
-    files that match --path. --json prints one JSON object per query. --explain adds the tokens that match. --stdin
-    reads one query per line from standard input.
+    """Find functions by what they do. QUERY is a sentence or some words. Run `make index` first: it builds the
+    project's index. --semantic, --lexical or --hybrid sets the `mode`: search by meaning, by words, or by both. At most
+    --limit results are printed. With --path (`pattern`), only files whose path matches the pattern are searched. With
+    --json (`as_json`), one JSON object is printed per query. --explain adds the tokens that match. With --stdin
+    (`stay`), queries are read from standard input, one per line, and QUERY is ignored.
     """
     if not stay:
         _check_query(query)

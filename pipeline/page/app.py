@@ -209,9 +209,9 @@ class Answers:
             return change(self.site, page, body)
 
     def picture(self, request: Request) -> Response:
-        """Return a picture of the project as a response. The parameter "size" of the request is the length of the picture's
-        longer side in pixels, or "file" for the unchanged file. If the file cannot be read as a picture, the response shows
-        a cross. An unknown name gets status 404.
+        """Return a response with a picture of the project. The path parameter "name" of `request` is the name of the picture,
+        such as "image_folder/a.png". An unknown name gets status 404. The query parameter "size" is the longer side in pixels, or
+        "file" for the unchanged PNG file. If the file cannot be read as a picture, the response shows a cross.
         """
         name, size = request.path_params["name"], request.query_params.get("size", "")
         try:

@@ -36,10 +36,10 @@ class Texts:
         self.values: Row = {"keys": list(edits), "texts": list(edits.values())}
 
     def rows(self, sql: str, **values: Any) -> list[Row]:
-        """Run an SQL query on the texts and return its rows as dicts. `sql` is the query. The query may read the table
-        `shown`, which has one row per text. `values` holds the parameters of the query, which the caller gives as
-        keyword arguments: `find="cat"` sets `$find`. Raises ValueError if a parameter contains half of a surrogate
-        pair.
+        """Run an SQL query on the texts and return its rows as dicts. `sql` is the query, a `select` statement. The
+        query may read the table `shown`, which has one row per text. All further keyword arguments (`**values`) are
+        parameters of the query. For example, `rows(sql, find="cat")` sets the parameter `$find` to "cat". Raises
+        ValueError if a parameter contains half of a surrogate pair.
 
         The table `shown` has the columns of the block. Its column `text` is the text after the user's edit. `edited` is
         true if there is an edit. `taken_back` is true if the user took an edit back and the stored text still has it.

@@ -190,8 +190,8 @@ class Project:
 
     def fresh_recipe(self, name: str) -> dict[str, Any]:
         """Return the recipe of the table `name` for the present settings, as plain data. A recipe records what decides a stage's
-        result, such as settings and weights. Unlike `recipe`, this method never returns the recipe of an earlier run that the
-        user chose (`fix`). Raises NotBuilt if an input table is missing, ValueError if weights cannot be found.
+        result, such as weights. If the method `fix` set an earlier run's table for the stage, `recipe` returns that run's recipe.
+        This method makes a new one. Raises NotBuilt if an input table is missing, ValueError if weights cannot be found.
         """
         if name not in self._recipes:
             stage = self.stage(name)
@@ -262,9 +262,9 @@ class Project:
         return {read: Input(folder.folder, folder.manifest()["lance_version"]) for read, folder in folders.items()}
 
     def context(self, stage: Stage, **replaced: Any) -> StageContext:
-        """Return a context for calling a function of `stage`, such as `stage.wants`, outside a run. The function can read the
-        project's tables through it. By default, `stored` (rows that exist) and `pending` (rows to compute) are empty tables.
-        Writing files and reporting progress do nothing. Keyword arguments (`**replaced`) replace fields of the context.
+        """Return a context for calling a function of `stage`, such as `stage.wants`, outside a run. The function reads tables
+        through the context. By default, its fields `stored` (rows that exist) and `pending` (rows to compute) are empty, and
+        writing and reporting do nothing. Keyword arguments (`**replaced`) replace fields of the context, as in `stored=rows`.
         """
         empty = pa.table({f.name: pa.array([], f.type) for f in stage.writes.stored})
         nothing: Callable[..., Any] = lambda *arguments: None  # noqa: E731

@@ -53,12 +53,13 @@ def _plain(value: Any, kinds: tuple[str, ...]) -> Any:
 
 def recipe(stage: Stage, config: Any, weights: dict[str, Any], tensors: dict[str, str], rows: pa.Table | None) -> dict[str, Any]:
     """Return the recipe of `stage` as plain JSON data. A recipe records what decides the stage's result. `config` is
-    the stage's config dataclass. `weights` maps a component's name, such as "transformer", to the result of
-    `Project.weight_recipe`. `tensors` maps table names to recipe ids. A recipe id is the 12 hex digits that name a
-    table's folder. Only tables from which the stage reads tensors are in `tensors`. `rows` is the result of
-    `stage.snapshot`, or None if the stage has no function `snapshot`.
+    the stage's config dataclass. `weights` maps the name of each model component, such as "transformer", to the result
+    of `Project.weight_recipe`. `tensors` maps table names to folder names of 12 hex digits, for the tables from which
+    the stage reads tensors. `rows` is the result of the function `stage.snapshot`: the rows on which the whole result
+    depends. `rows` is None if the stage has no function `snapshot`.
 
-    The recipe ids of tensor tables are needed because a row's key says what a tensor was computed from, but not how.
+    The folder name of a table is the id of the table's recipe (see `recipe_id`). The id is needed because a row's key
+    says what a tensor was computed from, but not how.
     """
     made: dict[str, Any] = {
         "stage": stage.name,
@@ -129,8 +130,9 @@ class FileHashes:
         return digest
 
     def last_known(self, name: str) -> str | None:
-        """Return the stored hash of a model component: a sha256 in hex digits, or None if none is stored. `name` is the
-        argument `name` of the earlier call of `component`, the method that stored the hash.
+        """Return the stored hash of a model component: a sha256 in hex digits, or None if none is stored. The method
+        `component` stores the hash under a name, and `name` is this name. For example, `component("a", path)` stores a
+        hash, and `last_known("a")` returns the hash later.
 
         The hash is that of the component's files when they were last read. The files may be deleted by now.
         """

@@ -34,9 +34,12 @@ def from_home(path: str | Path) -> Path:
 
 
 def common_folder(paths: str | tuple[str, ...], project: Path) -> Path:
-    """Return the path of one folder. `paths` is its path as text, or a tuple of paths. For a tuple of several paths,
-    the result is the deepest folder that contains them all. A relative path starts at the folder `project`. A leading
+    """Return one folder for one or several paths. If `paths` is one path, such as "photos" or `("photos",)`, the result
+    is this path. If `paths` is a tuple of several paths, the result is the deepest folder that contains all of them.
+    For example, `("/data/cats", "/data/dogs")` gives "/data". A relative path starts at the folder `project`. A leading
     `~` is the user's home folder.
+
+    Symbolic links are resolved only if there are several paths.
     """
     given = [project / from_home(path) for path in ((paths,) if isinstance(paths, str) else paths)]
     return given[0] if len(given) == 1 else Path(os.path.commonpath([path.resolve() for path in given]))

@@ -84,9 +84,9 @@ class Index:
         return [version for version, path in sorted(self._manifests().items()) if self._is_committed(version, path)]
 
     def _is_committed(self, version: int, path: Path) -> bool:
-        """Return True if the version `version` was written completely. `path` is the manifest file of the version. If
-        checksums of any manifests are recorded, the result is True if the checksum of `path` is recorded. If no manifest has
-        a recorded checksum, version 2 and above give True; version 1 gives True only if a run has finished.
+        """Return True if version number `version` was written completely. `path` is its manifest file. If the checksum of `path`
+        is recorded, return True. If only other manifests have a recorded checksum, return False. If no manifest has one, as in an
+        earlier release, return True for version 2 and later, and for version 1 if a run has finished.
         """
         checked = [name for name in self.checksums.known() if name.startswith(f"{self.path.name}/_versions/")]
         finished = (self.path.parent / "manifest.json").exists()

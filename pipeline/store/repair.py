@@ -118,16 +118,17 @@ def _all_tensor_bytes(path: Path, schema: TableSchema) -> int:
 
 
 def _newer_rows(rows: pa.Table, unknown: list[Path], schema: TableSchema) -> Iterator[pa.Table]:
-    """Find rows that the index of a table lacks, and yield them as one Arrow table per shard. The index lists the
-    stored rows. A shard is a numbered file of rows with their tensors. `rows` is the index. `unknown` lists the paths
-    of shards that the index does not name, sorted by number. `schema` describes the table. A row is yielded if the
-    index does not have the row's key, or has it only from a shard with a smaller number.
+    """Find rows of shards that the index of a table lacks, or has only in an older version. Yield them as one Arrow
+    table per shard. A shard is a file with rows and their tensors; its name begins with a number. `rows` is the index:
+    an Arrow table that lists the keys of the known rows, each with the name of its shard. `unknown` lists the paths of
+    shards that the index does not name, sorted by number. `schema` describes the table.
 
-    A larger shard number means newer rows. For example, the index has the key "a" from shard 5. Then the row "a" of
-    shard 7 is yielded, and the row "a" of shard 3 is left out. Rows that were yielded before count as rows of the
-    index. A shard of which no row is yielded gives no table. A yielded table has the columns of `schema.stored` and the
-    column `live`, which says whether the last finished run wanted the row. Here `live` is null, because this is not
-    known.
+    A shard with a larger number has newer rows. A row of a shard is yielded in two cases. In the first case, the index
+    does not have the row's key. In the second case, the index has the key, but names a shard with a smaller number for
+    it. For example, the index has the key "a" from shard 5. Then the row "a" of shard 7 is yielded, and the row "a" of
+    shard 3 is left out. Rows that were yielded before count as rows of the index. A shard of which no row is yielded
+    gives no table. A yielded table has the columns of `schema.stored` and the column `live`, which says whether the
+    last finished run wanted the row. Here `live` is null, because this is not known.
     """
     key = schema.key[0]
     newest = {name: shard_number(shard) for name, shard in zip(rows[key].to_pylist(), rows["shard"].to_pylist(), strict=True)}
@@ -162,9 +163,13 @@ def _groups_to_move(sparse: list[Path], moving: pa.Table, schema: TableSchema, s
 
 
 def fill_checksums(rows: pa.Table, shards: Path, schema: TableSchema) -> pa.Table:
-    """Compute the missing checksums of an index, and return the index with them. `rows` is the index, a table with one
-    row per stored row. A checksum belongs to one tensor. The bytes are read from the files in the folder `shards`.
-    `schema` describes the table.
+    """Return the index of a table with its missing checksums filled in. The index `rows` is an Arrow table with one row
+    for each row of the table, but without the tensors. A row of the table can have several tensors, one per tensor
+    column. For each tensor column, the index has a column with the checksums of the tensors. Null means that a checksum
+    is missing. The bytes of the tensors are read from the files in the folder `shards`. `schema` describes the table
+    and names the tensor columns.
+
+    Checksums that are not missing stay unchanged.
     """
     for tensor in schema.tensors:
         found = rows[tensor.checksum].to_pylist()

@@ -135,10 +135,10 @@ def overhead_bytes(schema: TableSchema, rows: pa.Table, tensors: int) -> int:
 
 
 def _without_tensors(schema: TableSchema, rows: pa.Table) -> pa.Table:
-    """Return a table from which the size of a shard without its tensors can be estimated. A shard is an Arrow file with
-    rows and their tensors. `schema` describes the table. The result has all columns of a shard. `rows` gives the
-    values. `rows` has no tensor columns, and may lack other columns. Every tensor in the result is an empty list. Any
-    other missing column is filled with null if nulls are allowed, else with "", 0 or `[0, 0]`.
+    """Return `rows` with all columns of a shard, but with an empty list in place of every tensor. A shard is an Arrow
+    file with rows and their tensors. The result serves to estimate the size of a shard without its tensors. `schema`
+    describes the table. `rows` has no tensor columns, and may lack other columns. Any other missing column is filled
+    with null if the column allows nulls. Otherwise, the column is filled with "", 0 or `[0, 0]`, depending on its type.
 
     A missing column of 64-bit integers is filled with 0, even if nulls are allowed. Checksums of tensors are 64-bit
     integers, and are never null in new files.

@@ -206,10 +206,12 @@ class TableFolder:
 
     def committed(self) -> pa.Table:
         """Return the newest stored row of every key, including rows of an unfinished run. The columns are those of
-        `rows()` and one more, `live`. It is True for rows that readers see. It is False for rows that the last finished
-        run did not want. It is null for rows written since that run.
+        `rows()` and one more, `live`. `live` is True if the last finished run wanted the row. `live` is False if this
+        run did not want the row, so readers do not see the row. `live` is null if the row was written after this run.
 
-        Rows whose shard or artifact is missing or has another size are left out.
+        Before the first run has finished, `live` is null in all rows. `live` is also null in rows that a repair took
+        from the shards because the index lacked these rows. Rows whose shard or artifact is missing or has another size
+        are left out.
         """
         return self.with_files(newest_per_key(self.index.read_newest(), self.schema.key))
 
@@ -229,10 +231,10 @@ class TableFolder:
         return reclaimable_bytes(kept, self.shards, self.schema)
 
     def unnamed_files(self, rows: pa.Table, all_rows: pa.Table) -> list[Path]:
-        """Return the paths of artifacts that no row of `rows` names, sorted. An artifact is a file below the folder
-        `artifacts` that rows can name. `all_rows` holds all stored rows of the table, those of `rows` included. A
-        subfolder of `artifacts` is searched only if a row of `all_rows` names a file in this subfolder. If the table
-        has no column for artifacts, the list is empty.
+        """Return the paths of the artifacts that no row of `rows` names, sorted. An artifact is a file below the
+        table's folder `artifacts`. `rows` are the rows that remain in the table. `all_rows` are all stored rows,
+        including `rows`. Only subfolders of `artifacts` that hold the file of a row of `all_rows` are searched. If the
+        table has no column for artifacts, the list is empty.
 
         For example, a row of `all_rows` names "a/1.png", and a row of `rows` names "a/2.png". Then all files in the
         folder `a` are returned except "a/2.png". Other subfolders, such as those of checkpoints, are not searched.

@@ -144,13 +144,12 @@ class Writer:
 
     def finish(self, wanted: pa.Table | None, facts: dict[str, Any]) -> dict[str, Any]:
         """Publish the table, so that readers see its wanted rows, and return the manifest. If `wanted` is None, every row is
-        wanted. Otherwise, a row is wanted if some row of `wanted` has the same values. For example, a column `step` with the
-        values 1 and 2 makes all rows of steps 1 and 2 wanted. `facts` are added to the facts in the manifest. A fact of the
-        same name is replaced.
+        wanted. Otherwise, `wanted` has some of the table's columns. A row is wanted if some row of `wanted` has equal values in
+        all these columns. For example, if `wanted` has only the column `step`, with the values 1 and 2, all rows of steps 1 and
+        2 are wanted. `facts` are added to the facts in the manifest. A fact of the same name is replaced.
 
-        If `wanted` has several columns, a wanted row agrees with one row of `wanted` in all of them. Rows that are not wanted
-        are deleted, except in tables with tensors and in tables with `schema.retains_dead_rows`, which hide them. The manifest
-        is not rewritten if nothing has changed.
+        Rows that are not wanted are deleted, except in tables with tensors and in tables with `schema.retains_dead_rows`, which
+        hide them. The manifest is not rewritten if nothing has changed.
         """
         self.flush()
         rows = newest_per_key(self._rows, self.schema.key)

@@ -52,7 +52,13 @@ class Mlflow:
 
 
 def open_run(run: TrackedRun) -> Mlflow:
-    """Find the run in MLflow by its recipe, or create it."""
+    """Return the training run `run` as an object that writes metrics to MLflow. If MLflow already has the run, the new
+    metrics are added to it. Otherwise, the run is created in MLflow, with `run.settings` as its parameters. The run is
+    found by `run.id`, a hash of all that decides what the run computes, such as its settings and inputs.
+
+    By default, MLflow's data lies in the project's file tracking/mlflow.db. The environment variable
+    MLFLOW_TRACKING_URI can name another database or a server.
+    """
     from mlflow.tracking import MlflowClient
 
     local = f"sqlite:///{(run.folder / 'mlflow.db').absolute()}"

@@ -73,8 +73,13 @@ def open_run(run: TrackedRun) -> Wandb:
 
 
 def read_back(run: TrackedRun) -> Iterator[tuple[int, Values]]:
-    """Yield (step, values) of every step of a run in the project's files, file by file. If a kill cut a record short, the
-    rest of its file is ignored.
+    """Yield (step, values) for every training step of a run, as read from the local files of wandb. `run` is the
+    training run. `step` is the number of the step. `values` maps the name of a metric to its value.
+
+    wandb writes a new file into the folder tracking/wandb of the project each time the run is opened. The files are
+    read one after another, sorted by path. The steps of a file come in the order in which they were written. If the
+    process was killed while it wrote a record, the file ends with an incomplete record. This record is ignored. Metrics
+    whose names begin with an underscore are left out, because wandb itself adds them.
     """
     from wandb.proto import wandb_internal_pb2
 

@@ -41,8 +41,10 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A run in an experiment tracker, such as MLflow. Each tracker has a module in `pipeline.tracking`, such as
-    `in_mlflow`. The function `open_run(run)` of that module returns this object.
+    """An object that writes the metrics of one training run to an experiment tracker. An experiment tracker is a
+    program that shows the metrics of training runs, such as MLflow. Each of these programs has a module in
+    `pipeline.tracking`, such as `in_mlflow`. The function `open_run(run)` of the module returns a `Tracker` object for
+    the training run `run`.
     """
 
     where: str  # for the user: how to look at it
@@ -80,14 +82,14 @@ def catch_up(tracker: Tracker, rows: pa.Table, last: int, *, unfinished: bool = 
 
 
 class Following:
-    """Copies the metrics of a training stage to an experiment tracker while the stage runs. `tracker` is a run in an
-    experiment tracker, such as MLflow. `writer` writes the table of the stage. To use a `Following` object `follow`,
-    loop over `follow(batches)` instead of `batches`, the batches of the stage. In the loop, store each batch with
-    `writer`. The loop gets every batch unchanged. After each pass of the loop, `follow` sends newly stored training
-    steps to `tracker`.
+    """Copies the metrics of a training stage to an experiment tracker while the stage runs. `tracker` is the training
+    run in an experiment tracker, such as MLflow. `writer` writes the rows of the stage to its table. A `Following`
+    object `follow` is called like a function: `follow(batches)` yields each item of `batches`, the output of the stage,
+    unchanged. The caller stores each item with `writer`. When the caller asks for the next item, `follow` first sends
+    the newly stored training steps to `tracker`.
 
-    The newest step waits until a newer step is stored or `update(unfinished=False)` is called, because some of its rows
-    may be missing.
+    A typical use is `for batch in follow(batches): writer.append(batch)`. The newest step waits until a newer step is
+    stored or `update(unfinished=False)` is called, because some of its rows may be missing.
     """
 
     def __init__(self, tracker: Tracker, writer: Writer) -> None:
@@ -117,13 +119,14 @@ class Following:
 @contextmanager
 def tracked(project: Project, stage: str, writer: Writer, say: Say) -> Iterator[Callable[[Computed], Computed]]:
     """Copy the metrics of a training stage to an experiment tracker during a `with` block. `project` is the opened
-    project folder. `stage` is the name of the stage. `writer` writes the table of the stage. `say(line)` shows a line
-    to the user. `with tracked(...) as follow` gives the block a function `follow`. In the block, loop over
-    `follow(batches)` instead of the stage's `batches`, and store each batch with `writer`. The loop gets every batch
-    unchanged. After each pass of the loop, newly stored training steps are copied to the tracker.
+    project folder. `stage` is the name of the stage. `writer` writes the rows of the stage to its table. `say(line)`
+    shows a line to the user. `with tracked(...) as follow` gives the block a function `follow`. `follow(batches)`
+    yields each item of `batches`, the output of the stage, unchanged. The block stores each item with `writer`. When
+    the block asks for the next item, `follow` first copies the newly stored training steps to the tracker.
 
-    The setting [train] `track` chooses the tracker; without one, nothing is copied. At the end, the tracker has every
-    committed step, also after an error. Raises ValueError if the tracker's package is not installed.
+    A typical block is `for batch in follow(batches): writer.append(batch)`. The setting [train] `track` chooses the
+    tracker. If it is empty, nothing is copied. At the end, the tracker has every committed step, also after an error.
+    Raises ValueError if the tracker's package is not installed.
     """
     kind = getattr(project.config.sections[stage], "track", "")
     if not kind:

@@ -74,7 +74,10 @@ class ModelFamily:
         return [f"{folder}/{pattern}" if folder else pattern for pattern in self.files[component]]
 
     def component_bytes(self) -> dict[str, int]:
-        """Return the size in bytes of each component whose shapes are known without its files. The base class knows none."""
+        """Return the sizes of model components in bytes, as a dict from a component's name, such as "transformer", to
+        its size. The base class returns an empty dict. A subclass can compute sizes from the shapes of the weights,
+        before the files are downloaded.
+        """
         return {}
 
     @property

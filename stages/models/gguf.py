@@ -116,7 +116,10 @@ class _Header:
         return found
 
     def count(self, most: int) -> int:
-        """Return the next 64-bit number. Raises IndexError if it exceeds `most`."""
+        """Read the next 8 bytes of the header as an unsigned 64-bit number, and return the number. In the file, this
+        number is a count, such as the number of tensors or the number of items in a list. Raises IndexError if the
+        number is larger than `most`.
+        """
         found = self.number("Q")
         if found > most:
             raise IndexError

@@ -202,15 +202,15 @@ def load_component(
     arrange: Callable[[str, mx.array], mx.array] | None = None,
 ) -> Arrays:
     """Load a component's weights into memory, as a dict from name to array. `path` is a folder or a weights file.
-    `shapes` maps the expected names to shapes. The other arguments may be None. `convert(arrays)` returns all tensors
-    in the expected layout. `rename(name)` returns a tensor's new name, or None to leave the tensor out. `ignore(name)`
-    returns True to leave a tensor out. `dtype` is the dtype to cast to, or a function from name to dtype.
-    `arrange(name, array)` returns the array that replaces a tensor.
+    `shapes` maps the expected names to shapes. The other arguments are steps that change the tensors. They are applied
+    in this order, and None skips a step: `convert(arrays)` takes the dict of all tensors and returns a new one.
+    `rename(name)` returns a tensor's new name, or None to leave the tensor out. `ignore(name)` returns True to leave a
+    tensor out. `dtype` is the dtype to cast to, or a function from name to dtype. `arrange(name, array)` returns the
+    array that replaces a tensor.
 
-    Raises ValueError if a file is damaged, or a tensor is missing, unknown, not finite or of another shape. `convert`,
-    `rename`, `ignore`, `dtype` and `arrange` are applied in this order. All after `rename` get the new name. `convert`
-    takes and returns a dict from name to tensor. The shapes are checked before the cast. Only floating-point tensors
-    are cast.
+    `convert` is for files in another layout, such as files that store several tensors as one. `ignore`, `dtype` and
+    `arrange` get the new names. The shapes are checked after `ignore`, before the cast. Only floating-point tensors are
+    cast. Raises ValueError if a file is damaged, or a tensor is missing, unknown, not finite or of another shape.
 
     Casting goes tensor by tensor, so that only one is in memory twice.
     """

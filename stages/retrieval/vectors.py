@@ -124,9 +124,10 @@ def _encoded(ctx: StageContext, pending: list[Row], adapter: Path | None) -> Ite
 
 
 def _row(row: Row, vectors: np.ndarray) -> Row:
-    """Return one row of the table `vectors` as a dict. `row` holds the columns that identify the text and its encoder.
-    `vectors` has one vector per token, `(tokens, width)`, and is stored as float16. Raises ValueError if a value is not
-    finite, or too large for float16.
+    """Return the row that this stage stores for one text and one encoder, as a dict. `row` holds the columns that
+    identify the text and the encoder. `vectors` is an array of the shape `(tokens, width)`: the encoder's vector for
+    each token of the text. The dict holds the columns of `row`, the number of tokens, the shape of the array, and the
+    array's values as float16. Raises ValueError if a value of the array is not finite, or too large for float16.
     """
     with np.errstate(over="ignore"):  # a value beyond 65504 becomes infinite and is refused
         stored = np.ascontiguousarray(vectors, np.float16)

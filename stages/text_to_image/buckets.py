@@ -168,13 +168,14 @@ def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the shapes to which an image can be cropped, small and large, as two int64 arrays: the widths and the
-    heights, in cells of 16 x 16 pixels. Each number n from 1 to `cells` gives shapes of at most n x n cells. For
-    example, n = 4 gives the shapes 4 x 4, 5 x 3, 6 x 2, 7 x 2 and 8 x 2. The height is never larger than the width.
-    `max_shapes` limits the number of shapes for each n.
+    """Return the shapes to which images can be cropped, as two int64 arrays: the widths and the heights, in cells of 16
+    x 16 pixels. Each number n from 1 to `cells` gives shapes with an area of at most n * n cells: each width from n
+    upwards, with the greatest height that this area allows. For example, n = 4 allows 16 cells. It gives the shapes 4 x
+    4, 5 x 3, 6 x 2, 7 x 2 and 8 x 2 (width x height). `max_shapes` limits the number of shapes for each n.
 
-    The result joins the shapes of `_full_shapes(n, max_shapes)` for each n from 1 to `cells`. Each shape is returned
-    once. For `max_shapes`, a shape that is not square counts twice, as landscape and as portrait.
+    The width is at most 8 times the height. So n = 4 does not give 9 x 1. The result joins the shapes of
+    `_full_shapes(n, max_shapes)` for each n from 1 to `cells`. Each shape is returned once. For `max_shapes`, a shape
+    that is not square counts twice, as landscape and as portrait.
     """
     sizes = [np.stack(_full_shapes(size, max_shapes)) for size in range(1, cells + 1)]
     found = np.unique(np.concatenate(sizes, axis=1), axis=1)

@@ -91,9 +91,12 @@ MICRO_BEGIN: Mapping[str, Mapping[str, Any]] = {
 
 def _single_files(tail: str, *text_encoders: str) -> dict[str, tuple[str, ...]]:
     """Return the usual names of weight files, as a dict from component to a tuple of file names. The components are
-    "transformer", "autoencoder" and "text_encoder". Each file holds the whole component. `tail` is the end of the
-    transformer's file name, such as "klein-4b" for "flux-2-klein-4b.safetensors". `text_encoders` are all arguments
-    after `tail`: the possible file names of the text encoder without ".safetensors", such as "qwen_3_4b".
+    "transformer", "autoencoder" and "text_encoder". An example is the call `_single_files("klein-4b", "qwen_3_4b",
+    "qwen3-4b")`. The first argument, `tail`, is the end of the transformer's file name: "klein-4b" gives
+    "flux-2-klein-4b.safetensors". All further positional arguments (`*text_encoders`) are possible file names of the
+    text encoder: "qwen_3_4b" gives "qwen_3_4b.safetensors".
+
+    The tuple of a component lists alternative names of one file. This file holds the whole component.
     """
     transformer = (f"flux-2-{tail}.safetensors", f"flux2-{tail}.safetensors")
     return {

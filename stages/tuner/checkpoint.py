@@ -53,9 +53,10 @@ class Checkpoint:
     state: Mapping[str, Any]
 
     def intact(self, *names: str) -> bool:
-        """Return True if some files of the checkpoint are undamaged. The arguments `*names` are the names of these
-        files, as in `saved.intact("adapter.safetensors", "rows.arrow")`. The size and the sha256 of each file are
-        compared with the file's record in `state.json`. A file without a record counts as damaged.
+        """Return True if all the named files of the checkpoint are undamaged. Pass the names of the files as separate
+        arguments (`*names`), as in `saved.intact("adapter.safetensors", "rows.arrow")`. The size and the sha256 of each
+        file are compared with the file's record in `state.json`. A file that is missing or has no record counts as
+        damaged.
         """
         return all(self._intact(name) for name in names)
 

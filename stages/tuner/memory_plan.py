@@ -27,14 +27,14 @@ AHEAD = 0.5  # share of one block's working memory that work started ahead may u
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a run computes its steps within the memory that it may take. `plan` says how many of the last blocks keep
-    their activations until the backward pass: "whole" for all blocks, a number, or "blocks". The value "blocks" is
-    short for "block by block" and means only the last block. `max_tokens` and `max_samples` limit the tokens and the
-    samples of a micro-batch (samples computed at once). None means no limit. `limit` is the memory that training may
-    take, in bytes. While `live_bytes` bytes or more are in use, MLX starts no further operation.
+    """How a run computes its steps within the memory that it may take. `plan` says how many of the last blocks (layers)
+    keep their activations until the backward pass: a number, "whole" for all blocks, or "blocks" for only the last
+    block. `max_tokens` and `max_samples` limit the tokens and the samples of a micro-batch (samples computed at once).
+    None means no limit. `limit` is the memory that training may take, in bytes. While `live_bytes` bytes or more are in
+    use, MLX starts no further operation.
 
-    Blocks that keep no activations are computed twice. With "blocks", the backward pass computes them again block by
-    block. The last block needs no second computation, because the backward pass begins with it.
+    Blocks that keep no activations are computed twice. The backward pass computes them again, block by block. The plan
+    "blocks" is named after this. The last block needs no second computation, because the backward pass begins with it.
     """
 
     plan: Plan
@@ -46,10 +46,13 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A possible way to compute the largest batch of a run. `samples` is the number of samples computed at once (a
-    micro-batch). `plan` says how many of the last blocks keep their activations until the backward pass: "whole" for
-    all blocks, a number, or "blocks". The value "blocks" is short for "block by block" and means only the last block.
-    `estimate` is the memory estimate of such a micro-batch.
+    """A choice of how a run computes its largest batch, and the memory that this needs. The batch is computed in
+    micro-batches, one after another. `samples` is the number of samples in a micro-batch. `plan` says how many of the
+    last blocks (layers) keep their activations until the backward pass: a number, "whole" for all blocks, or "blocks"
+    for only the last block. `estimate` is the memory estimate of a micro-batch with this number of samples.
+
+    The backward pass computes the activations of the other blocks again, block by block. The plan "blocks" is named
+    after this.
     """
 
     samples: int
@@ -93,13 +96,14 @@ def best_candidate(
 
 
 def fastest_plan(estimate: Estimate, limit: int) -> Plan:
-    """Return the fastest memory plan that needs at most `limit` bytes. `estimate` is the memory estimate of a
-    micro-batch (samples computed at once). A memory plan says how many of the last blocks keep their activations until
-    the backward pass: "whole" for all blocks, a number, or "blocks". The value "blocks" is short for "block by block"
-    and means only the last block. If no plan fits, the result is "blocks".
+    """Return the fastest memory plan that needs at most `limit` bytes. A memory plan says how many of the last blocks
+    (layers) keep their activations until the backward pass. If at most one block fits, the result is "blocks", which
+    means only the last block. Otherwise, the result is the largest number of blocks that fits, or "whole" if all blocks
+    fit. `estimate` is the memory estimate of a micro-batch (samples computed at once).
 
-    Blocks that keep no activations are computed twice. This takes longer but needs less memory. So the fastest plan is
-    the largest number of blocks that fits.
+    The backward pass computes the activations of the other blocks again, block by block. The plan "blocks" is named
+    after this. Computing blocks twice takes longer but needs less memory. So the plan with the largest number of blocks
+    is the fastest. The result is "blocks" even if this plan needs more than `limit` bytes.
     """
     blocks = estimate.blocks
     fits = [n for n in range(1, blocks + 1) if estimate.peak(n) <= limit]
@@ -121,14 +125,15 @@ def live_bytes_limit(estimate: Estimate, plan: Plan, limit: int) -> int:
 def plan_run(
     config: TrainingConfig, candidate: Candidate, tokens: int, limit: int, start: Checkpoint | None, say: Callable[[str], None]
 ) -> MemoryPlan:
-    """Return the `MemoryPlan` of a run: the plan of `candidate`, with limits for micro-batches (samples computed at
-    once) and for memory. `config` holds the settings [train]. `candidate` is the chosen way to compute the largest
-    batch. `tokens` is the number of tokens per sample in that batch. `limit` is the memory that training may take, in
-    bytes. `start` is the checkpoint to continue from, or None for a new run. `say` is called with each line for the
-    user.
+    """Return the `MemoryPlan` of a run. `config` holds the settings [train]. `candidate` is the choice that
+    `best_candidate` made for the largest batch: how many samples are computed at once (a micro-batch), and how many
+    blocks (layers) keep their activations. `tokens` is the number of tokens per sample in the largest batch. `limit` is
+    the memory that training may take, in bytes. `start` is the checkpoint to continue from, or None for a new run.
+    `say` is called with each line for the user.
 
-    The user is told the plan and its estimated peak memory. If `micro_batch` is "auto", a continued run keeps the
-    largest micro-batch size of its checkpoint. If the plan of a continued run changes, the user is told.
+    The result has the field `plan` of `candidate`, and limits for micro-batches and memory. The lines for the user tell
+    the plan and its estimated peak memory. If `micro_batch` is "auto", a continued run keeps the largest micro-batch
+    size of its checkpoint. If the plan of a continued run changes, the user is told.
     """
     state = start.state if start else {}
     begun, plan = state.get("plan"), candidate.plan

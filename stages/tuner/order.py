@@ -162,14 +162,15 @@ class Order:
         return [Batch(epoch, batches[n]) for n in draws.permutation(len(batches), self.seed, "batches", epoch)]
 
     def most(self, shape: Hashable) -> int:
-        """Return an upper bound of the number of rows with one shape in a batch. `shape` is this shape, such as an
-        image size, as it was given to the constructor. For example, batches have 4 rows, and three shapes have 10, 3
-        and 2 rows. If each row occurs once per epoch, the bounds for the three shapes are 4, 3 and 2. At least one row
-        of the shape must have a number above 0 in the constructor's argument `rates`.
+        """Return an upper bound: a batch never has more rows of the shape `shape` than this number. `shape` is a shape
+        that was given to the constructor, such as an image size. For example, batches have 4 rows, and three shapes
+        have 10, 3 and 2 rows. If each row occurs once per epoch, the results for the three shapes are 4, 3 and 2. The
+        first shape can fill a batch of 4 rows. The other shapes have only 3 and 2 rows.
 
-        `rates` has the average number of occurrences per epoch for each row. A row that occurs twice in a batch counts
-        twice. So rates other than 1, or too few rows to fill a batch, can make the bound larger than the number of rows
-        with the shape. The bound is at most the number of rows in a batch.
+        The argument `rates` of the constructor has the average number of occurrences per epoch for each row. A row that
+        occurs twice in a batch counts twice. So rates other than 1, or too few rows to fill a batch, can make the bound
+        larger than the number of rows with the shape. The bound is at most the number of rows in a batch. Rows with
+        rate 0 are never drawn. At least one row of `shape` must have a rate above 0.
         """
         group = next(rows for rows in self.groups if any(self.shapes[row] == shape for row in rows))
         if all(self.shapes[row] == shape for row in group):
@@ -184,13 +185,15 @@ class Order:
     @property
     def sharing(self) -> list[Hashable]:
         """The shapes whose rows may share a batch with rows of other shapes, as a list. A shape is, for example, an
-        image size. If a shape has fewer rows than a batch needs, its rows cannot fill a batch and share batches with
-        others. For example, batches have 4 rows, and three shapes have 10, 3 and 2 rows. Then the list has the second
-        and the third shape. The list may be empty.
+        image size. In general, the list has the shapes with fewer rows than one batch. For example, batches have 4
+        rows, and three shapes have 10, 3 and 2 rows. Then the list has the second and the third shape. The first shape
+        has enough rows for batches of its own.
 
-        Shapes with fewer rows than a batch form one group, and a batch of this group may contain rows of several
-        shapes. If the group has fewer rows than a batch, the smallest of the remaining shapes are added to it. The list
-        is empty if the group has fewer than two shapes. Rows with rate 0 are never drawn, and do not count.
+        In the example, 8 rows of the first shape fill two batches. The other 2 rows come into a batch with rows of the
+        same shape from the next epoch. Shapes with fewer rows than a batch form one group, and a batch of this group
+        may contain rows of several shapes. If the group has fewer rows than a batch, the smallest of the remaining
+        shapes are added to it. The list is empty if the group has fewer than two shapes. Rows with rate 0 are never
+        drawn, and do not count.
         """
         shapes = [list(dict.fromkeys(self.shapes[row] for row in rows)) for rows in self.groups]
         return [shape for found in shapes if len(found) > 1 for shape in found]
@@ -214,9 +217,12 @@ class Order:
         return sum(-(-count // self.batch_size) for count in self._drawn(epoch))
 
     def _pass_rows(self, group: int, number: int) -> list[int]:
-        """Return the rows of one pass through a group of rows, in shuffled order. A pass is one round over the rows.
-        The rows of a group share batches. `group` is the number of the group. `number` is the number of the pass, from
-        0. A row is an index into the list of all training rows.
+        """Return the rows that one pass draws from one group, in shuffled order. `group` is the number of the group: a
+        set of rows from which batches are filled. `number` is the number of the pass, from 0. A pass draws all rows of
+        the group. For example, a group has the rows 2, 5 and 7. Then pass 0 may give [5, 2, 7], and pass 1 may give [7,
+        5, 2]. A row is an index into the list of all training rows.
+
+        If the rates of the rows are not 1, a pass draws each row as often as its rate says.
         """
         start, open_batch = number, self._open_batch(group, number)
         while open_batch is None:
@@ -230,14 +236,14 @@ class Order:
         return rows
 
     def _open_batch(self, group: int, number: int) -> list[int] | None:
-        """Return the rows that earlier passes have put into a batch without filling it, as a list. A pass is one round
-        over the rows of a group. A group is a set of rows that share batches. `group` and `number` are the numbers of
-        the group and of the next pass, from 0. If the earlier passes have filled all their batches, the result is [].
-        If the rows are not known yet, the result is None. The caller must then compute earlier passes first.
+        """Return the rows of the batch that is partly filled when a pass begins, as a list. `group` is the number of a
+        group: a set of rows from which batches are filled. `number` is the number of the pass, from 0. For example, a
+        group has 6 rows, and a batch has 4. Pass 0 fills one batch and puts 2 rows into the next. For `number` = 1, the
+        result is these 2 rows. The result is [] if no batch is partly filled, and None if the rows are not known.
 
-        For example, a group has 6 rows, and a batch has 4. Pass 0 fills one batch and puts 2 rows into the next. When
-        pass 1 begins, these 2 rows are the result. They are known if pass 0 was the last pass of this group that was
-        computed.
+        A pass draws each row of the group once, or as often as the row's rate says. The rows of the result are known if
+        pass `number` - 1 was the last pass of this group that was computed. If the result is None, the caller must
+        compute earlier passes first.
         """
         if self._drawn(number)[group] % self.batch_size == 0:
             return []
@@ -245,14 +251,15 @@ class Order:
         return open_batch if known == number else None
 
     def _arranged(self, group: int, number: int, open_batch: Sequence[int]) -> list[int]:
-        """Return the rows that one pass draws, in shuffled order, as indices into the list of all training rows. A pass
-        is one round over the rows of a group. A group is a set of rows that share batches. `group` and `number` are the
-        numbers of the group and of the pass, from 0. `open_batch` holds the rows that earlier passes have put into a
-        batch without filling it. `open_batch` may be empty. The first rows of the result fill this batch up.
+        """Return the rows that one pass draws from one group, in shuffled order. A row is an index into the list of all
+        training rows. `group` is the number of the group: a set of rows from which batches are filled. `number` is the
+        number of the pass, from 0. `open_batch` holds the rows of a batch that earlier passes have left partly filled,
+        or is empty. For example, a batch has 4 rows, and the rows in `open_batch` are 3 and 5. Then the first 2 rows of
+        the result complete the batch.
 
-        For example, a batch has 4 rows, and `open_batch` has 2. Then the first 2 rows of the result fill the batch up.
         As far as possible, these first rows are rows that `open_batch` does not contain. The rows of `open_batch` are
-        not returned, unless this pass draws them again.
+        not returned, unless this pass draws them again. A pass draws each row of the group once, or as often as the
+        row's rate says.
         """
         counts = self.rates.within(number)[self.groups[group]]
         rows = np.repeat(self.groups[group], counts)

@@ -163,13 +163,14 @@ class Ranks:
 
     def share(self, batches: Sequence[Sequence[T]], sizes: Sequence[int]) -> list[list[T]]:
         """Return the samples that this rank (process) computes in one training step, as a list of lists. `batches`
-        holds all samples of the step in order, as lists. Each list has samples of one shape. One or more successive
-        lists form a batch. `sizes` has the number of samples in each batch. For example, `batches` =
-        [["a", "b"], ["c", "d"]] and `sizes` = [4] describe one batch with two shapes. Of two ranks, rank 0 gets
+        holds all samples of the step in order, as lists. All samples of one list have one shape, so a batch with two
+        shapes is given as two lists. `sizes` has the number of samples of each batch. For example,
+        `batches` = [["a", "b"], ["c", "d"]] and `sizes` = [4] mean one batch of four samples. Of two ranks, rank 0 gets
         [["a", "b"]] and rank 1 gets [["c", "d"]].
 
-        Every batch is divided into equal parts, one for each rank. The result has the lists of `batches` with only this
-        rank's samples in them. Lists that become empty are left out.
+        Every batch is divided into equal parts, one for each rank. If `sizes` is [2, 2] in the example, each list is a
+        batch. Rank 0 then gets [["a"], ["c"]], and rank 1 gets [["b"], ["d"]]. The result has the lists of `batches`
+        with only this rank's samples in them. Lists that become empty are left out.
         """
         owners = iter(self.owners(sizes))
         shares = [[sample for sample in batch if next(owners) == self.rank] for batch in batches]

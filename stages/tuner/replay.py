@@ -55,12 +55,14 @@ def replay_step(ctx: TrainingContext, task: Task[Any, Any], step: int) -> list[R
 
 
 def recorded_plan(task: Task[Any, Any], known: Checkpoint | None, start: Checkpoint | None) -> MemoryPlan:
-    """Return the memory plan for computing steps of a run again. `task` supplies data, model and settings. `known` is a
-    checkpoint of the run. Its recorded plan is used again if it fits into memory. If `known` is None, a new plan is made.
-    `start` is the checkpoint from which the steps are repeated, or None for the beginning of the run.
+    """Return the memory plan with which steps of an earlier run are computed again. `task` supplies data, model and
+    settings. `known` is a checkpoint of the run, which has recorded the run's plan. The recorded plan is used if it
+    fits into memory. If `known` is None, a plan is chosen as for a new run. `start` is the checkpoint from which the
+    steps are repeated, or None for the beginning of the run. If `start` is given, its recorded limit of tokens is used.
 
-    A memory plan sets how many blocks are computed twice, and the most tokens that a micro-batch (samples computed at once) may
-    have. A checkpoint records both. If `start` is given, the returned plan has the limit of tokens that `start` records.
+    A memory plan says how many of the last blocks keep their activations. It also limits the tokens of a micro-batch
+    (samples computed at once). If `start` is a checkpoint, `known` should be this checkpoint too. If `start` is None,
+    `known` can be any checkpoint of the run. If the plan in `known` does not fit, the fastest plan that fits is chosen.
     """
     plan = task.memory_plan(known, recorded=known is not None)
     return replace(plan, max_tokens=saved_max_tokens(start.state)) if start else plan

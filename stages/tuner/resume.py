@@ -72,13 +72,15 @@ def _held_rows(checkpoints: list[Checkpoint]) -> dict[Key, Row]:
 
 
 def _usable(saved: Checkpoint, last: int, lost: list[Key]) -> bool:
-    """Return True if a training run can resume from the checkpoint `saved`. The files of the checkpoint must be intact,
-    and no row that the run needs may be lost. `lost` holds the keys (step, split, sample) of the lost rows up to the
-    checkpoint's step. A row is lost if neither the run's table nor a checkpoint has the row. `last` is the number of
-    the run's last step. A checkpoint of this step needs no optimizer state, unless a row is lost.
+    """Return True if a training run can resume from the checkpoint `saved`. As a rule, all files of the checkpoint must
+    be intact, and no row up to the checkpoint's step may be lost. A row is lost if neither the run's table nor an
+    intact checkpoint has the row. `lost` holds the keys (step, split, sample) of the lost rows up to this step. `last`
+    is the number of the run's last step. The checkpoint of step `last` may lack its optimizer state if `lost` is empty.
 
-    Rows of the measurement at the checkpoint's step may be lost, because this measurement is repeated. Any other lost
-    row makes the checkpoint unusable.
+    There are two exceptions to the rule. First, rows of the measurement at the checkpoint's step may be lost, because
+    this measurement is repeated. Second, if `saved` is the checkpoint of step `last` and no row is lost, nothing is
+    left to compute, so the optimizer state is not needed. A repeated measurement needs the optimizer state, because the
+    whole training is loaded.
     """
     if any((step, split) != (saved.step, VALIDATION) for step, split, _ in lost):
         return False

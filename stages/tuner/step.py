@@ -95,10 +95,15 @@ class StepResult:
 
 
 class TrainingStep:
-    """A model, its adapter, and the state of the optimizer. Each call of `step` updates the adapter once. Four attributes
-    control memory and may be changed at any time. `plan` says how many of the last blocks keep their activations until the
-    backward pass: "whole" (all), "blocks" (one) or a number. While `live_bytes` bytes or more are in use, MLX starts no further
-    operation. `max_tokens` and `max_samples` limit the size of a micro-batch (samples computed at once). None means no limit.
+    """A model, its adapter, and the state of the optimizer. Each call of `step` updates the adapter once. Four
+    attributes control memory and may be changed at any time. `plan` says which blocks of the model keep their
+    activations until the backward pass: "whole" (all blocks), "blocks" (only the last block), or a number n (the last n
+    blocks). While `live_bytes` bytes or more are in use, MLX starts no further operation. `max_tokens` and
+    `max_samples` limit the size of a micro-batch (samples computed at once). For these three limits, None means no
+    limit.
+
+    The plan "blocks" has its name because the backward pass computes the activations of the other blocks again, block
+    by block.
     """
 
     def __init__(

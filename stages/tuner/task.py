@@ -101,14 +101,14 @@ class Term:
 
 @dataclass(frozen=True)
 class ExpectedLoss:
-    """Describes how large the loss should be when a training run starts. The loss is divided by the loss of an
-    uninformed model, which knows nothing. `uninformed(row)` returns the loss of the uninformed model for one sample, or
-    None if it is unknown. `nobody` names this model in messages. `start` is the expected range of the ratio, as
-    (smallest, largest). `source` says where the range is from. `remedy` says what to check if the ratio is outside.
+    """The ratio of losses that a training run should start with: the run's loss divided by the loss of an uninformed
+    model, which knows nothing about the data. `uninformed(row)` returns the loss of the uninformed model for one
+    sample, or None if this loss is unknown. `nobody` is a text that names the uninformed model in a warning, such as "a
+    model that knows nothing about pictures". `start` is the expected range of the ratio, as (smallest, largest).
+    `source` says where the range is from. `remedy` says what to check if the ratio is outside.
 
     The argument `row` is the sample's row in the table of losses. The ratio is computed for each of the first samples,
-    and the mean of these ratios is compared with `start`. An example of `nobody` is "a model that knows nothing about
-    pictures".
+    and the mean of these ratios is compared with `start`.
     """
 
     uninformed: Callable[[Row], float | None]
@@ -238,14 +238,14 @@ class Task(Protocol[S, M]):
         """Return one line for the user that says which data the run trains on."""
 
     def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
-        """Return the plan that fits the run into memory. The plan says how many of the last blocks keep their
-        activations, and how many tokens a micro-batch may have. `start` is a checkpoint of the run, or None for a new
-        run. If `recorded` is False, the setting [train] `memory` decides. If `recorded` is True, the plan recorded in
-        `start` is used if it fits. If it does not fit or `start` is None, the fastest plan that fits is chosen.
+        """Return the plan that fits the run into memory: how many of the last blocks keep their activations, and how
+        many tokens a micro-batch may have. `start` is a checkpoint of the run, or None for a new run. If `recorded` is
+        False, the setting [train] `memory` decides. If `recorded` is True, the setting counts as "auto". With "auto",
+        the plan recorded in `start` is used if it fits. If it does not fit or `start` is None, the fastest plan that
+        fits is chosen.
 
-        Raises ValueError if the chosen plan does not fit into memory. The message names settings that would fit. The
-        setting `memory` = "auto" has the same effect as `recorded` = True. Every other value of this setting is ignored
-        if `recorded` is True.
+        Every value of the setting but "auto" fixes the number of blocks, whatever `start` has recorded. Raises
+        ValueError if the chosen plan does not fit into memory. The message names settings that would fit.
         """
 
     def initial_adapter(self) -> InitialAdapter | None:
@@ -312,7 +312,7 @@ class TrainingContext(Protocol):
 
     @property
     def pause(self) -> Callable[[str], None]:
-        """The value of this property is a function that tells the user why the run ends before its last step. The one
-        argument of the function is the reason, a text. The function does not pause or end the run. The training loop
-        calls the function and then ends the run.
+        """The function `pause(reason)`. It tells the user why the run ends before its last step. `reason` is a text.
+        The training loop calls `pause` when it is about to end the run early. The function itself neither pauses nor
+        ends the run. The run counts as paused because it can be continued later.
         """

@@ -44,15 +44,17 @@ def to_comfyui(arrays: Arrays, scales: Scales) -> Arrays:
 
 def _fuse(fused: str, arrays: Arrays, scales: Scales) -> Arrays:
     """Return the LoRA or DoRA of one Linear as a dict from key to array, with the keys that ComfyUI loads. `fused` is
-    the Linear's name in Black Forest Labs' code (the FLUX.2 reference code); ComfyUI uses these names. `arrays` maps
-    diffusers' keys, such as "proj_out.lora_A.weight", to the adapter's arrays. `scales` maps diffusers' name of each
-    Linear to the factor of its update. The factors become part of the returned arrays. Raises ValueError if the arrays
-    cannot be joined.
+    the Linear's name in Black Forest Labs' code (the FLUX.2 reference code); ComfyUI uses these names. If diffusers has
+    three Linears instead of `fused`, their three adapters are joined into one. `arrays` maps diffusers' keys, such as
+    "proj_out.lora_A.weight", to the adapter's arrays. `scales` maps diffusers' name of each Linear to the factor of its
+    update. Raises ValueError if the adapters cannot be joined.
 
-    Arrays are joined if `fused` is a Linear that diffusers has in three parts. For example,
-    "double_blocks.3.img_attn.qkv" is one Linear in Black Forest Labs' code, but three in diffusers: the queries, keys
-    and values of an attention. Their three LoRAs become one LoRA. A key of the result is "diffusion_model.", `fused`
-    and an ending.
+    For example, "double_blocks.3.img_attn.qkv" is one Linear in Black Forest Labs' code, but three in diffusers: the
+    queries, keys and values of an attention. Their three LoRAs become one LoRA. The LoRAs cannot be joined if they have
+    different numbers of outputs. DoRAs can be joined only if all three Linears have one.
+
+    The factors in `scales` become part of the returned arrays. A key of the result is "diffusion_model.", `fused` and
+    an ending.
     """
     parts = names.diffusers_names(fused)
     scaled = {part: _scaled(arrays, scales, part) for part in parts if part + B in arrays}

@@ -30,8 +30,9 @@ def arrange(key: str, array: mx.array) -> mx.array:
 
 
 def patchify(z_BHWL: mx.array) -> mx.array:
-    """Fold every 2 x 2 positions of a latent into channels. z_BHWL is (batch, height, width, L channels). The result is (batch, 4
-    L, height / 2, width / 2).
+    """Return a latent with every 2 x 2 patch of positions folded into channels. The channel axis also moves from last
+    to second place. `z_BHWL` is (batch, height, width, L channels). The result is (batch, 4 L channels, height / 2,
+    width / 2). For example, the shape (1, 64, 96, 32) becomes (1, 128, 32, 48). Height and width must be even.
 
     Channel l at (row, column) within a 2 x 2 patch becomes channel 4 l + 2 row + column.
     """

@@ -104,9 +104,10 @@ class Flux2Config:
         }
 
     def _single_shapes(self) -> Shapes:
-        """Return the shapes of the weights of one single block. The result maps names to shapes. A name omits the
-        block's prefix and ".weight". For example, it is "attn.to_out". In a single block, attention and feed-forward
-        share two Linears.
+        """Return the shapes of the weights in a block of the kind "single", as a dict from name to shape. A FLUX.2
+        transformer has blocks of two kinds, double and single. A single block uses the same weights for text and image,
+        and its attention and feed-forward share two Linears. A name in the dict, such as "attn.to_out", omits the
+        block's prefix and ".weight".
         """
         D, K, F = self.hidden, self.attention_head_dim, self._mlp
         return {"attn.to_qkv_mlp_proj": (3 * D + 2 * F, D), "attn.to_out": (D, D + F), "attn.norm_q": (K,), "attn.norm_k": (K,)}

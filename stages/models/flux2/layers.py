@@ -144,10 +144,10 @@ def _rotated_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array
 
 
 def _rotate_pairs(x_BSHK: mx.array, cos: mx.array, sin: mx.array, quarter: list[list[int]]) -> mx.array:
-    """Return `cos * x_BSHK + sin * turned`, in the dtype of `x_BSHK`. `turned` is `x_BSHK` with every pair of
-    neighbouring features multiplied by `quarter`. `quarter` is a 2 x 2 matrix that turns a pair by 90 degrees. For
-    example, [[0, 1], [-1, 0]] turns (a, b) into (-b, a). `x_BSHK` and the result are `(batch, rows, heads, head
-    width)`. `cos` and `sin` are `(rows, 1, head width)`.
+    """Return `cos * x_BSHK + sin * turned`, in the dtype of `x_BSHK`. `turned` is `x_BSHK` with every pair (a, b) of
+    neighbouring features replaced by the matrix product `[a, b] @ quarter`. `quarter` is a 2 x 2 matrix that turns a
+    pair by 90 degrees. For example, `[a, b] @ [[0, 1], [-1, 0]]` is `[-b, a]`. `x_BSHK` and the result are `(batch,
+    rows, heads, head width)`. `cos` and `sin` are `(rows, 1, head width)`.
 
     The turn is a product with a matrix of zeros and ones: exact, and much faster than splitting and joining the pairs.
     """

@@ -133,13 +133,15 @@ def windows(height: int, rows: int) -> Iterator[tuple[int, int]]:
 
 
 def group_statistics(x: Rows, groups: int, eps: float, start: Callable[[mx.array], mx.array]) -> tuple[mx.array, mx.array]:
-    """Return (mean, scale) of a group normalisation of the activation `x`. The scale is 1 / standard deviation. Both
-    are float32 arrays `(batch, 1, 1, channels)`. `groups` is the number of groups. Each group has equally many
-    neighbouring channels. The mean and variance of a group are taken over all its values in an image. All channels of
-    the group get the same result. `eps` is added to the variance. `start(array)` starts the computation of a lazy
-    array, and returns this array.
+    """Return `(mean, scale)` of a group normalisation. The scale is 1 / standard deviation. Both are float32 arrays
+    `(batch, 1, 1, channels)`. `x` is the activation, a `Rows` object: an array `(batch, height, width, channels)` in
+    strips of rows. The channels form `groups` groups of equally many neighbouring channels. The mean and variance are
+    taken over all values of a group in one image, and all channels of the group get the same result. `eps` is added to
+    the variance. `start(array)` starts the computation of a lazy array, and returns this array.
 
-    Sums go over columns first: one long sum of float32 values would lose digits.
+    As `start`, the caller passes the method `start` of a `StripQueue`. This method is called with the sums of each
+    strip. It waits for earlier strips, so that only a few strips are in memory at once. Sums go over columns first: one
+    long sum of float32 values would lose digits.
     """
     count = x.height * x.width * x.channels // groups
     squares = kernels.compiled(_squares)

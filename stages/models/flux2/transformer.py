@@ -77,14 +77,15 @@ class Flux2:
 
     @staticmethod
     def block(kind: str) -> Callable[..., mx.array]:
-        """Return the function that computes a block of the given `kind`, "double" or "single". Call it as
+        """Return the function that computes blocks of the given `kind`, "double" or "single". Call it as
         `function(weights, h_BSD, shared, linear)`. It returns the output of the block, in the shape of `h_BSD`.
-        `weights` is the attribute `weights` of the `Block`. `h_BSD` is the output of the previous block, `(batch, text
-        rows then image rows, hidden)`. `shared` is the dict that `enter` returned. `linear(name, weight, x)` computes
-        one Linear of the block. By default, it is `plain_linear`.
+        `weights` maps names within the block, such as "attn.to_q.weight", to weights. `h_BSD` is the input of the
+        block, `(batch, text rows then image rows, hidden)`. `shared` is a dict of arrays that all blocks use, such as
+        rotary tables. `linear(name, weight, x)` computes one Linear of the block. By default, it is `plain_linear`.
 
-        For the first block, `h_BSD` is the other value that `enter` returned. Pass another `linear` to apply an
-        adapter.
+        For each `Block` in `self.blocks`, pass its attribute `weights`. The method `enter` of this class returns
+        `h_BSD` for the first block and `shared`. For every later block, `h_BSD` is the output of the previous block.
+        Pass another `linear` to apply an adapter.
         """
         return {"double": double_block, "single": single_block}[kind]
 

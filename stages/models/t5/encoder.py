@@ -110,14 +110,15 @@ class T5:
 
     def block(self, kind: str) -> Callable[..., mx.array]:
         """Return the function that computes a block of one `kind`: "gated", "relu" or "head". For a `Block` `b` of this
-        kind, call the function as `function(b.weights, h_TD, shared)`. `h_TD` is the output of the block before,
-        `(tokens, width)`. For the first block, `enter` returns `h_TD`. `enter` also returns `shared`. The function
-        returns the output of the block. For "gated" and "relu", the output has the shape of `h_TD`. For "head", the
-        output is the token vectors, `(tokens, width of a vector)`.
+        kind, call the function as `function(b.weights, h_TD, shared)`. `h_TD` is the input of the block, an array
+        `(tokens, width)`: the output of the block before, or the first result of `enter` for the first block. `shared`
+        is the second result of `enter`: the masks that all blocks read. The function returns the output of the block.
 
-        `h_TD` holds the tokens of all arrays that were passed to `enter`. The token vectors are not normalised yet;
-        `leave` does this. The function has a fourth, optional argument `linear`. `linear(name, weight, x)` computes one
-        Linear, for example with an adapter. Without this argument, a Linear is `x @ weight.T`.
+        For "gated" and "relu", the output has the shape of `h_TD`. For "head", the output is the token vectors,
+        `(tokens, width of a vector)`. `h_TD` holds the tokens of all arrays that were passed to `enter`. The token
+        vectors are not normalised yet; `leave` does this. The function has a fourth, optional argument `linear`.
+        `linear(name, weight, x)` computes one Linear, for example with an adapter. Without this argument, a Linear is
+        `x @ weight.T`.
         """
         eps, heads = self.config.layer_norm_epsilon, self.config.num_heads
         if kind == "head":
@@ -134,11 +135,11 @@ class T5:
         return layer
 
     def leave(self, h_TE: mx.array, shared: Shared) -> list[mx.array]:
-        """End a forward pass, and return the token vectors as a list with one float32 array `(texts, tokens, width)`
-        per part. A part is one of the arrays of token ids that were passed to `enter`. `h_TE` is the output of the last
-        block, "head", with one row per token: all tokens of the first part, then all tokens of the second part, and so
-        on. `shared` is the second result of `enter`. For example, two parts of shapes `(2, 5)` and `(1, 3)` have 10 and
-        3 rows in `h_TE`.
+        """End a forward pass, and return the token vectors as a list with one float32 array per part. A part is one of
+        the arrays of token ids, `(texts, tokens)`, that were passed to `enter`. `h_TE` is the output of the last block,
+        "head": one array `(tokens of all parts, width)`, with one part after another. `shared` is the second result of
+        `enter`. For example, if two parts have the shapes `(2, 5)` and `(1, 3)`, `h_TE` has 10 + 3 rows. The result is
+        then two arrays, `(2, 5, width)` and `(1, 3, width)`.
 
         Vectors of real tokens have length 1. Vectors of padding are zero.
         """

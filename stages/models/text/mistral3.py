@@ -35,10 +35,11 @@ class Mistral3Config(DecoderConfig):
 
     @staticmethod
     def weight_name(key: str) -> str | None:
-        """Return the name of a weight of the text part without the prefix of its file. `key` is the name in the file.
-        For example, "language_model.model.norm.weight" and "model.norm.weight" give "norm.weight". Names of the output
-        head begin with "lm_head.". A name without a known prefix is returned unchanged. Return None for a weight of the
-        vision tower or its projector.
+        """Remove the prefix from the name of a weight, and return the rest. `key` is the weight's name in a checkpoint
+        file. The prefix depends on the file: "language_model.model.norm.weight" and "model.norm.weight" both give
+        "norm.weight". A weight of the output head keeps "lm_head.": "language_model.lm_head.weight" gives
+        "lm_head.weight". A name without a known prefix is returned unchanged. Return None for a weight of the vision
+        tower or its projector.
         """
         if key.startswith(VISION):
             return None

@@ -41,11 +41,12 @@ def check_template(template: Any, folder: Path) -> None:
 
 
 def _of_a_loop(node: Any) -> bool:
-    """Return True if `node` is the remainder of a loop's counter, such as `loop.index0 % 2`. `node` is an operation in
-    the syntax tree of a chat template.
+    """Return True if `node` is the operation `loop.index % x` or `loop.index0 % x`, where `x` is any expression. In a
+    chat template, `loop.index` and `loop.index0` count the rounds of a `for` loop, from 1 and from 0. `node` is an
+    operation in the syntax tree of the template, as Jinja parses it.
 
-    A template may use such a remainder, because a number cannot fill the memory. With a text on the left, `%` inserts
-    values into the text, which can make a text of any length.
+    A template may use these two operations, because the result is a number, and a number cannot fill the memory. With a
+    text on the left, `%` inserts values into the text, which can make a text of any length.
     """
     from jinja2 import nodes
 

@@ -100,9 +100,11 @@ def _below(name: str, prefix: str) -> str:
 def _layers_above(folder: Path) -> list[Layer]:
     """Return the rules of the .gitignore files above `folder`, as a list of pairs (prefix, patterns), the outermost
     file first. Only files within the git repository of `folder` are read. `patterns` are the rules of one .gitignore
-    file. `prefix` is a text that says where this file lies. For example, if `folder` is "repo/a/b", the file
-    "repo/.gitignore" has the prefix "../a/b/". The "../" is only a mark: the file lies above `folder`. The rest,
-    "a/b/", is the path from the file's folder to `folder`.
+    file. `prefix` is the fixed text "../" and then the path from the file's folder down to `folder`, with a final
+    slash. For example, if `folder` is "repo/a/b", the path down from "repo" is "a/b/". So the file "repo/.gitignore"
+    has the prefix "../a/b/".
+
+    The text "../" tells the caller that the .gitignore file lies above `folder`. `prefix` as a whole is not a path.
 
     Return [] if `folder` is the top folder of a repository, or is in no repository. Return [] too if the rules ignore
     `folder` itself. The user named `folder` as a source, and this takes precedence over the rules.

@@ -100,11 +100,17 @@ def _own_first(document_NKE: mx.array, pairs: int) -> mx.array:
 
 @functools.cache
 def training_loss(kind: str, mean: bool, symmetric: bool, top_k: int, with_margin: bool) -> Callable[..., dict[str, mx.array]]:
-    """Return a loss function, which takes the vectors of queries and documents and returns the loss of each query.
-    `kind` is the score of a query with a document: "info_nce" (MaxSim) or "xtr". If `mean` is True, MaxSim is the mean
-    over the query tokens, otherwise the sum. `top_k` is the number of tokens that a query token retrieves for "xtr". If
-    `symmetric` is True, each document is also compared with all queries. If `with_margin` is True, a margin loss is
-    added.
+    """Return a loss function. The function takes the vectors of queries and documents. It returns a dict, in which
+    "loss" holds the loss of each query. `kind` chooses the score of a query with a document: "info_nce" for MaxSim, or
+    "xtr" for XTR. If `mean` is True, MaxSim is the mean over the query tokens, otherwise the sum. For XTR, each query
+    token selects the `top_k` most similar document tokens of the batch. If `symmetric` is True, each document is also
+    compared with all queries. If `with_margin` is True, a margin loss is added.
+
+    With both values of `kind`, the loss is InfoNCE: the cross-entropy of choosing the query's own document by the
+    scores. MaxSim adds, for each query token, the largest similarity with a token of the document. XTR counts only
+    similarities with selected tokens, and takes the mean over the query tokens that selected a token of the document.
+    The margin loss is 0 if the score of the own document is at least `margin` above the score of every negative (a
+    wrong document), and larger otherwise.
 
     The function takes a list of two arrays: the vectors of the queries and those of the documents. It also takes the
     masks of `_arrays`, and the scalars `temperature`, `margin` and `margin_weight`. It returns a dict of arrays with

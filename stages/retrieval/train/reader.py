@@ -99,14 +99,14 @@ class PairReader:
         )
 
     def _group(self, text: str, numbers: dict[str, int]) -> int:
-        """Return the number of a document's duplicate group, counted from 0 within a batch. A duplicate group holds
-        pairs of a query and a document: pairs with equal queries or equal documents are in one group. A document
-        belongs to the group of its pair. `text` is the document's key in the table `tokens`, or "" for a missing
-        document. `numbers` maps the name of each group seen so far to its number. A new group is added with the next
-        number.
+        """Return the number of a document's duplicate group, counted from 0 within a batch. A duplicate group is a set
+        of pairs with equal queries or equal documents. `text` is the document's key in the table `tokens`, or "" for a
+        missing document. The group's name is `self.data.groups[text]`. If that entry does not exist, the name is
+        `f"text {text}"`. `numbers` maps the name of each group seen so far in the batch to its number. A new name is
+        added with the next number.
 
-        The dict `data.groups` maps the key of each pair's document to the name of the group. Any other document, such
-        as a hard negative that answers no query, gets a group of its own, with a name made from `text`.
+        The names in `self.data.groups` are ids of pairs. `self.data.groups` has no entry for a document that answers no
+        query, such as some hard negatives. Such a document gets a group of its own.
         """
         name = self.data.groups.get(text, f"text {text}")
         return numbers.setdefault(name, len(numbers))

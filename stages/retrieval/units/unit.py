@@ -8,10 +8,15 @@ from pathlib import PurePosixPath
 
 @dataclass(frozen=True)
 class Unit:
-    """A function, method, class or window of lines in one file. `kind` says which. `first_line` and `last_line` count
-    from 1. `signature` is the text up to the colon that opens the body. `body` is the code without the docstring; for a
-    class, it is the signatures of the methods. `rest` is the code from the first parenthesis on, without the docstring.
-    `code_lines` is the number of lines of the body that hold code.
+    """A function, method, class or window of lines from a source file. `kind` says which. `qualified_name` is the name
+    with the enclosing classes, such as "Outer.f". `first_line` and `last_line` are line numbers in the file, from 1.
+    `signature` is the code before the body, such as "def f(x):". `body` is the code after the signature. `rest` is all
+    code after the name, so it has the parameters and the body, such as "(x): return x". `code_lines` is the number of
+    lines of `body` that hold code.
+
+    `body` and `rest` do not contain the docstring. For a Python class, both have only the signature of each method. In
+    other languages, `docstring` is the comment before the function or class. A window has an empty `name`, `signature`
+    and `docstring`, and its `qualified_name` is a text such as "lines 1 to 20".
     """
 
     name: str

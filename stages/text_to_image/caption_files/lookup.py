@@ -122,15 +122,14 @@ def _sidecars(folder: Path, config: CaptionSources, project: Path) -> Lookup:
 
 
 def caption_places(path: str, folder: str) -> list[str]:
-    """Return paths from which the names of an image's caption files are made, the preferred path first. Each path ends
-    with the file name of the image. For example, the path "captions/cat.png" stands for the caption files
-    "captions/cat.png.txt" and "captions/cat.txt". `path` is the path of the image. `folder` is the name of the image
-    folder, to which `path` and the returned paths are relative.
+    """Return the places where caption files of an image may lie, as a list of paths, the preferred place first. `path`
+    is the path of the image. `folder` is the name of the image folder. A place is the path that the image would have
+    beside its caption file. For example, the place "captions/cat.png" stands for the caption files
+    "captions/cat.png.txt" and "captions/cat.txt". `path` and the places are relative to the image folder.
 
-    A returned path is called a place. The places of "a/images/cat.png" are "a/images/cat.png",
-    "a/images/captions/cat.png", "a/captions/cat.png", "a/captions/images/cat.png" and "captions/a/images/cat.png". If
-    `folder` is "images" or another name in `PICTURES`, there is one more place: "../captions/a/images/cat.png", in the
-    folder "captions" beside the image folder.
+    The places of "a/images/cat.png" are "a/images/cat.png", "a/images/captions/cat.png", "a/captions/cat.png",
+    "a/captions/images/cat.png" and "captions/a/images/cat.png". If `folder` is "images" or another name in `PICTURES`,
+    there is one more place: "../captions/a/images/cat.png", in the folder "captions" beside the image folder.
     """
     image = PurePosixPath(path)
     places = [path]

@@ -95,10 +95,12 @@ def _write(
 
 
 def undo_sidecars(ctx: StageContext) -> str:
-    """Undo the last writing of edited captions into caption files. The files get their old content. The edited texts
-    are stored in the project again, in the file captions.edits.jsonl. There they replace the captions that the stage
-    reads from the files. Return a sentence for the user. `ctx` is the context of the stage `captions`. Raises
-    ValueError if there is nothing to undo.
+    """Undo the last writing of edited captions into caption files, and return a sentence for the user. Each caption
+    file gets the content that it had before the writing. The edited texts are stored in the project again, in the file
+    captions.edits.jsonl. `ctx` is the context of the stage `captions`. Raises ValueError if there is nothing to undo.
+
+    Afterwards, the stage reads the old captions from the caption files. It then replaces them with the edited texts
+    from captions.edits.jsonl. A caption file that the writing created is removed.
 
     A file that was changed after the writing stays as it is. The sentence counts these files and names the first ones.
     A caption that was edited again after the writing keeps the newer edit. The next call undoes the writing before.
@@ -146,14 +148,17 @@ def _texts(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> dict[st
 
 
 def _harmless(changes: list[Change], before: Mapping[str, tuple[str, str]], after: Mapping[str, tuple[str, str]]) -> list[Change]:
-    """Return those of `changes` that altered no training text. A change is a caption file that was written. A training
-    text is a caption with the template around it. `before` holds all captions as they were read before the writing, and
-    `after` as they are read now. Both map a key such as `IMAGE_ID:0` to a pair (training text, origin). In the key, 0
-    is the position of the caption. The origin is usually the path of the caption file.
+    """Return those of `changes` that altered no training text. Each change describes one caption file that was written.
+    A training text is a caption with the template around it. `before` holds all captions as they were read before the
+    files were written. `after` holds all captions as they are read now. Both are dicts. A key has the form
+    `IMAGE_ID:0`, where 0 is the position of the caption. A value is a pair (training text, origin). The origin is
+    usually the path of the caption file from which the caption was read.
 
     A caption is altered if its training text differs between `before` and `after`, or if only one of them has the
-    caption. A change is left out if its `edits` contain an altered caption. It is also left out if its file is the
-    origin of an altered caption, in `before` or in `after`.
+    caption. A change is left out if its attribute `edits` has the key of an altered caption. It is also left out if its
+    file is the origin of an altered caption, in `before` or in `after`. For example, two images share the file cat.txt,
+    and only the caption of the first one was edited. If the training text of the second one differs now, the change of
+    cat.txt is left out.
     """
     absent = (None, "")
     differing = {key for key in before.keys() | after.keys() if before.get(key, absent)[0] != after.get(key, absent)[0]}
@@ -208,10 +213,14 @@ def _place(captions: list[Caption], position: int, ctx: StageContext, path: str,
 
 
 def _without_template(config: Any, subject: Subject, text: str) -> str | None:
-    """Return a caption from which the template makes the training text `text`, or None if there is no such caption. The
-    template is a setting in `config`: it puts words around every caption. For example, the template "{caption}, film
-    grain" turns the caption "a cat" into "a cat, film grain". For the text "a cat, film grain", the result is "a cat".
-    For the text "a cat", the result is None. `subject` is the image that the caption belongs to.
+    """Remove the words of the template from the training text `text`, and return the caption that is left. The template
+    is a setting in `config`: it puts words around every caption. For example, the template "{caption}, film grain"
+    turns the caption "a cat" into the training text "a cat, film grain". If `text` is "a cat, film grain", the result
+    is "a cat". If `text` is "a cat", the result is None, because the template turns no caption into this text.
+    `subject` is the image that the caption belongs to.
+
+    If the template adds nothing to `text`, the result is `text` itself. For example, the template "{trigger},
+    {caption}" adds nothing to a caption that has the trigger word.
     """
     inner = [text]
     for template in (config.template, without_trigger(config.template)):

@@ -14,9 +14,14 @@ CLASS_ONLY = "a regularisation image has no trigger"
 
 @dataclass(frozen=True)
 class Filled:
-    """A training text and the template that made it. `text` is the training text. `template` is the template, or None
-    if the text was made without one. `reason` says what was special about the trigger, such as "the caption has the
-    trigger". It is None if nothing was.
+    """A training text and how it was made. `text` is the training text. `template` is the template that was filled in,
+    such as "{trigger}, {caption}", or None if there was none. The trigger is a word that stands for what the model
+    learns. `reason` names a special case in the use of the trigger, or is None. For example, "the caption has the
+    trigger" means that the caption already had the trigger, so the template did not add it again.
+
+    The other values of `reason` are `REPLACED` (the text "[trigger]" in the caption was replaced by the trigger) and
+    `CLASS_ONLY` (a regularisation image has no trigger). If a part of the template was left out, `template` lacks that
+    part.
     """
 
     text: str

@@ -110,9 +110,15 @@ def _border_along(grey: np.ndarray) -> float:
 
 
 def _even_lines(lines: np.ndarray) -> int:
-    """Return the thickness of a border in pixels. `lines` holds the rows or columns of a picture, float32 (lines,
-    pixels), from one edge inwards. The border is made of the first lines whose pixels all have nearly one colour. It
-    must end sharply: in a line just after the border, most pixels must have another colour. Otherwise the result is 0.
+    """Return the thickness of a border in pixels, or 0 if there is no border. `lines` holds the rows or columns of a
+    picture from one edge inwards, float32 `(lines, pixels)`, as brightness from 0 to 255. The border is made of the
+    first lines whose pixels all have nearly one brightness. The picture must change sharply where the border ends: the
+    third line after the border is checked, and more than 70% of its pixels must differ clearly from the border.
+    Otherwise, the result is 0.
+
+    For example, if lines 0 to 9 are black, line 12 is checked. If the picture ends before that line, the last line is
+    checked. "Nearly" means a difference of at most 12 from the median of line 0, and "clearly" means more than 12. If
+    all lines have nearly one brightness, the result is 0.
     """
     colour = float(np.median(lines[0]))
     even = np.abs(lines - colour).max(axis=1) <= 3 * EVEN

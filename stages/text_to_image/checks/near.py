@@ -75,13 +75,13 @@ def similarities(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def _candidates(first: np.ndarray, second: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the index pairs (i, j) of pictures that may be near-duplicates, with i < j, as int64 arrays `(pairs, 2)`.
-    `first` and `second` hold one 64-bit hash per picture. `second[j]` is the hash of picture j. `first[i]` is the hash
-    that picture j is compared with: the hash of picture i, or of the mirror image of picture i. A pair is yielded if
-    `first[i]` and `second[j]` differ in at most `CANDIDATE` (18) bits.
+    """Yield index pairs (i, j) of pictures that may be near-duplicates, with i < j, as int64 arrays `(pairs, 2)`.
+    `first` and `second` are arrays with one 64-bit hash per picture. The hash `first[i]` is compared with the hash
+    `second[j]`. A pair is yielded if the two hashes differ in at most `CANDIDATE` (18) bits.
 
-    To find mirrored copies, the caller passes the hashes of all mirror images as `first`. An array has at most `CHUNK`
-    pairs.
+    The caller passes the hashes of the pictures as `second`. To find copies that are not mirrored, the caller passes
+    these hashes as `first` too. To find mirrored copies, the caller passes the hashes of the mirror images as `first`.
+    A yielded array has at most `CHUNK` pairs.
     """
     for start in range(0, len(first), CHUNK):
         differ = np.bitwise_count(first[start : start + CHUNK, None] ^ second[None, :])

@@ -99,12 +99,14 @@ def layer_values(sizes: Any, tokens: int) -> int:
 
 
 def unpacked_layer(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> list[int]:
-    """Return the unpacked sizes of the packed (quantised) weights of a layer, in bytes. The result is a list with one
-    number per packed weight. `shapes` holds one pair `(shape, bits)` per weight of the layer. `shape` is the shape of
-    the unpacked weight. `bits` is the number of bits to which weights are packed; 16 means no packing. `itemsize` is
-    the number of bytes of one unpacked value. Weights that are not packed are left out.
+    """Return how many bytes each packed (quantised) weight of a layer takes once it is unpacked, as a list with one
+    number per packed weight. `shapes` holds a pair `(shape, bits)` for every weight of the layer. `shape` is the shape
+    of the unpacked weight. `bits` is the number of bits to which a value is packed; 16 means no packing. `itemsize` is
+    the number of bytes of an unpacked value. For example, `shapes` = [((128, 64), 4), ((128, 64), 16)] and
+    `itemsize` = 2 give [16384].
 
-    With `bits` below 16, only matrices (outputs, inputs) with `inputs` a multiple of 64 are packed.
+    Weights that are not packed are left out. With `bits` below 16, only matrices (outputs, inputs) with `inputs` a
+    multiple of 64 are packed.
     """
     return [shape[0] * shape[1] * itemsize for shape, bits in shapes if bits < 16 and quantize.is_packable(shape)]
 

@@ -61,10 +61,14 @@ def reference_rules(paths: Iterable[str], folders: Sequence[str] | None) -> dict
 
 
 def _rule(parent: PurePosixPath, folders: Sequence[Root], read_names: bool) -> Row:
-    """Return the settings that a folder gives to all its images. The result is a dict from a column of the table
-    `images` to its value, such as {"repeats": 10}. It has all columns in `RULES`. `parent` is the folder's path
-    relative to the image folder. `folders` are the folders that were searched. If `read_names` is True, folder names
-    such as "10_cat" give settings. Settings of an entry [[images.folder]] replace them.
+    """Return the settings that a folder gives to the images in it. The result is a dict from each column in `RULES` to
+    its value, such as 10.0 for "repeats". A column without a setting is None. `parent` is the folder's path relative to
+    the image folder. `folders` are the folders in which the search for images began. `parent` equals one of `folders`
+    or lies below one. If `read_names` is True, folder names such as "10_cat" give settings. Settings in an entry
+    [[images.folder]] replace settings from names.
+
+    The entries [[images.folder]] of project.toml are in `folders`, as the attribute `settings`. Only the entry of the
+    folder at or above `parent` counts. A `weight` in the entry sets "repeats" to None.
     """
     root = next(each for each in folders if parent.is_relative_to(each.path))
     found = dict(NOTHING)
@@ -81,14 +85,14 @@ def _rule(parent: PurePosixPath, folders: Sequence[Root], read_names: bool) -> R
 
 
 def _named(above: tuple[str, ...], parts: tuple[str, ...]) -> Row:
-    """Return the settings that the names of folders give to the images inside, as a dict from a column of the table
-    `images` to its value. The path of the innermost folder consists of the names `above`, then the names `parts`. Only
-    the names in `parts` can give settings. The names in `above` are needed only for the column `folder`. For example,
-    `above` = ("data",) and `parts` = ("10_cat",) give {"folder": "data/10_cat", "repeats": 10.0, "concept": "cat"}. The
-    name "reg" instead of "10_cat" gives {"folder": "data/reg", "use": "regularisation"}. Without a name of these two
-    forms, the dict is empty.
+    """Return the settings that folder names give to the images inside, as a dict from a column of the table `images` to
+    its value. `parts` are the names of nested folders, outermost first. For example, `parts` = ("10_cat",) gives
+    {"folder": "10_cat", "repeats": 10.0, "concept": "cat"}, and `parts` = ("reg",) gives {"folder": "reg", "use":
+    "regularisation"}. `above` are the names of the folders above `parts`. The names in `above` give no settings, and
+    are only put before the path in "folder". With `above` = ("data",), "folder" is "data/10_cat".
 
-    The form of the names comes from kohya's trainers. If two names give the same column, the inner one counts.
+    Names of other forms give no settings. If no name gives a setting, the dict is empty. The form of the names comes
+    from kohya's trainers. If two names give the same column, the inner one counts.
     """
     found: Row = {}
     for number, part in enumerate(parts, 1):

@@ -94,8 +94,11 @@ class Probe:
 def probe(file: Path | BinaryIO, max_pixels: int = MAX_PIXELS) -> Probe:
     """Decode the first frame of an image file and return facts about the file, such as the format and the size. `file`
     is a path or an open binary file. Raises ImageError if the file is damaged, in no known format, or has more than
-    `max_pixels` pixels. Also raises ImageError if a grey image has pixel values in an unusual range. For example,
-    32-bit integers from 0 to 1000 do not tell which value is white, as usual values of white are 255 and 65535.
+    `max_pixels` pixels. Also raises ImageError if the file is a grey image and it is unclear which pixel value is
+    white.
+
+    For example, white is usually 255 or 65535 in a grey image of 32-bit integers. If the largest pixel value is 1000,
+    white cannot be 255. But with white at 65535, the whole image would be almost black. So white is unclear.
 
     The pixels are decoded because damage shows only then.
     """

@@ -58,15 +58,18 @@ def _folder_of(path: str, names: Sequence[str]) -> tuple[Parts, str, Parts] | No
 
 
 def _places(images: Sequence[str]) -> dict[tuple[Parts, Parts], str]:
-    """Return a dict that finds the image to which a reference belongs. A reference is a picture that an edit starts
-    from. `images` are the paths of all images outside the folders of references. For example, train/control/a/cat.png
-    is the reference of train/a/cat.png. Its path is split at "control", the folder of references. The parts before and
-    after "control" make the key: (("train",), ("a", "cat")). Both are tuples of names, and the last name has no suffix.
-    The value is the path of the image, "train/a/cat.png".
+    """Return a dict with which the caller finds the image of a reference. A reference is a picture that an edit starts
+    from, and its image is the picture after the edit. `images` are the paths of all images. Each value of the dict is
+    the path of an image. The key is made from the path of a reference: (folders above the folder of references, path
+    below this folder without suffix). Both are tuples of names.
+
+    For example, the reference train/control/a/cat.png lies in the folder of references "control". Its key is
+    (("train",), ("a", "cat")). The value of this key is "train/a/cat.png".
 
     An image has several keys. The key ((), ("train", "a", "cat")) also gives train/a/cat.png, for the reference
     control/train/a/cat.png. Images in a folder beside the references have keys too: train/target/a/cat.png has the key
-    (("train",), ("a", "cat")). If train/a/cat.png exists, it is the value of this key.
+    (("train",), ("a", "cat")). If train/a/cat.png exists, it is the value of this key. `images` must not contain files
+    in folders of references.
     """
     found: dict[tuple[Parts, Parts], str] = {}
     for path in reversed(images):
@@ -112,9 +115,11 @@ def without_ending(path: str) -> list[str]:
 def _numbered(found: Mapping[str, str | None], places: Mapping[str, int]) -> dict[str, Pair]:
     """Number the references of each image, from 1. Return a dict from the path of each reference to (path of its image,
     number). `found` maps the path of each reference to the path of its image, or to None if no image is known. `places`
-    maps the path of a reference to the index of its folder in the list of folder names, such as 0 for "control" and 1
-    for "control_1". References with a lower index get lower numbers. References with the same index are numbered by
-    path.
+    maps the path of a reference to the rank of the folder in which the reference lies, such as 0 for "control" and 1
+    for "control_1". Among the references of one image, a lower rank gets a lower number.
+
+    For example, control/cat.png and control_1/cat.png are references of cat.png. control/cat.png gets the number 1, and
+    control_1/cat.png gets 2. References of equal rank are numbered in the order of their paths.
 
     A reference that was found by the ending of its name, such as cat_in.png, is not in `places`. Such references get
     the lowest numbers. References with None are numbered together, as if they had one image.

@@ -89,17 +89,20 @@ def load_sampler(
     copies: Path | None = None,
 ) -> LatentSampler:
     """Load a transformer and return a sampler that draws images with it. `label` names the sampler in error messages.
-    `transformer` is the folder or file of the weights. `family` is the model family. `read_negative()` returns the
-    embedding of the empty prompt. `adapters` lists pairs (file, strength). `precision` is the dtype of the weights,
-    "bfloat16" or "float32". `packed` says how weights are quantised; None means not at all. `steps` is the number of
-    denoising steps. `guidance` is the guidance scale. If one of these two is None, the value of `family` is used.
-    `live_bytes` is a memory limit in bytes; None means no limit. `folder` is a folder for weights that stay on disk, or
-    None. `copies` is a folder of weight files that are already quantised, or None.
+    `transformer` is the path of the weights, and `family` is the model family. `read_negative()` returns the embedding
+    of the empty prompt. `adapters` lists pairs (file, strength). `precision` is the dtype of the weights. `packed` says
+    how weights are quantised. `steps` is the number of denoising steps, and `guidance` is the guidance scale.
+    `live_bytes` is a memory limit in bytes. `folder` is the place on disk into which this function writes weights that
+    memory must not hold. `copies` is a folder of already quantised weights, which are read instead of `transformer`.
 
-    While `live_bytes` bytes of memory are in use, MLX starts no further operation. `folder` is needed only if
-    `packed.stream_blocks` is true (see `load_packed`). A file in `copies` is a converted copy: the weights after
-    casting and packing. If `copies` has a copy of this transformer, the copy is read instead of `transformer`. Copies
-    are not used if `packed` is None or `packed.stream_blocks` is true.
+    `precision` is "bfloat16" or "float32". `packed` None means that no weight is quantised. If `steps` or `guidance` is
+    None, the value of `family` is used. While `live_bytes` bytes of memory are in use, MLX starts no further operation;
+    None means no limit. `folder` is used only if `packed.stream_blocks` is true: the weights of the blocks (layers) are
+    written there, and each step reads them again (see `load_packed`). Otherwise, `folder` may be None.
+
+    A file in `copies` is a converted copy: the weights after casting and packing (quantising), written by an earlier
+    training run. If `copies` is None or has no copy of this transformer, `transformer` is read. Copies are not used if
+    `packed` is None or `packed.stream_blocks` is true.
 
     The embedding has the shape (1, text tokens, features). `read_negative` is only called if a denoising step takes two
     forward passes. The changes of all adapters are added. Raises ValueError if an adapter does not fit the transformer.

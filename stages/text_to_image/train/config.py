@@ -17,15 +17,16 @@ from stages.tuner.diffusion.weighting import WeightName
 @dataclass(frozen=True)
 class NoiseConfig:
     """The settings [train.noise]: how noise levels are drawn. A noise level (sigma) is a number from 0 (clean) to 1
-    (pure noise). `base` is the distribution of a level, with the parameters `mean` and `std`, or `scale`. `shift` names
-    a formula that then changes the level. `shift_factor` is a strength of the shift. With `strata` = 1, each level is
-    drawn independently. With `strata` = 4, steps 1 to 4 draw their levels from different quarters of the distribution.
-    Raises ValueError if a setting is out of range.
+    (pure noise). A level is first drawn from the distribution `base`. The base "logit_normal" has the parameters `mean`
+    and `std`, and the base "mode" has the parameter `scale`. The formula `shift` then changes the level. `shift_factor`
+    is the strength of the shift "static". `strata` is the number of successive steps whose levels are spread evenly; 1
+    draws each level independently. Raises ValueError if a setting is out of range.
 
-    With `strata` = 4, steps 5 to 8 again draw from different quarters, and so on. Each quarter has a probability of
-    1/4. So even a short run covers all levels evenly. `mean` and `std` belong to the base "logit_normal". `scale`
-    belongs to the base "mode"; with another base, it raises ValueError. With the shift "resolution", larger images get
-    levels nearer to 1. `shift_factor` is the strength of the shift "static".
+    For example, `strata` = 4 divides the distribution `base` into four parts, each with a probability of 1/4. The first
+    samples of steps 1 to 4 then get levels from four different parts, in random order. The first samples of steps 5 to
+    8 do too, and so on. This also holds for the second samples and all later ones. So even a short run covers all
+    levels evenly. If `scale` is set with another base than "mode", ValueError is raised. With the shift "resolution",
+    larger images get levels nearer to 1.
     """
 
     base: Base = setting(  # noqa: RUF009

@@ -79,10 +79,10 @@ class Crop:
 @dataclass(frozen=True)
 class Dataset:
     """The crops (parts of images) and captions of a training run. `crops` are trained on. `held` are only used for
-    measurement. If a caption is dropped, another text replaces it: the empty caption or the trigger word. `empty` is
-    the caption_id of this text. `text_rows` maps each caption_id to the number of rows of its embedding. A class
-    caption has the class word, such as "cat", in place of the trigger word. `empty_class` is the class caption of
-    `empty`: the caption_id of the class word alone.
+    measurement. `empty` is the caption_id of the text that replaces a dropped caption: the empty caption or the trigger
+    word. `text_rows` maps each caption_id to the number of rows of its embedding. A class caption has the class word,
+    such as "cat", in place of the trigger word. `empty_class` is the caption_id of the text that replaces the class
+    caption of a dropped caption: the class word alone.
 
     `empty` is "" if no caption is dropped. `empty_class` is "" unless two things hold: `empty` is the trigger word, and
     class captions are used. The order of `crops` and `held` depends only on their content.
@@ -245,11 +245,11 @@ def _crop(row: Row, rate: float, texts: Texts, masked: bool) -> Crop:
 
 @dataclass(frozen=True)
 class Texts:
-    """The captions that a training run may use. Every caption is given as its caption_id in the table `captions`. The
-    dicts have an image_id as key. `captions` holds the captions of each image. `classes` holds one class caption for
-    each of these captions. A class caption has the class word, such as "cat", in place of the trigger word. If a
-    caption is dropped, `empty` replaces the caption and `empty_class` replaces its class caption. `weights` says how
-    often each caption of an image is drawn.
+    """The captions that a training run may use, as caption_ids of the table `captions`. `captions` maps each image_id
+    to the captions of the image. `classes` maps each image_id to class captions, one for each caption of the image. A
+    class caption has the class word, such as "cat", in place of the trigger word. If a caption is dropped, `empty`
+    replaces the caption and `empty_class` replaces its class caption. `weights` maps an image_id to one number for each
+    caption: how often the caption is drawn.
 
     An image_id is the sha256 of the image file. A class caption is "" if there is none. `weights` lacks images whose
     captions are drawn equally often. `empty` is "" if captions are never dropped. `empty_class` is "" unless `empty` is

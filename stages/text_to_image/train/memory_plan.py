@@ -38,13 +38,15 @@ ALONE = 768  # pixels: from this resolution, Metal computes one sample at a time
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The size of a batch of images of one shape. `samples` is the number of images. `width` and `height` are the size
-    of each image, in pixels. `text_rows` is the number of rows of each text embedding. `pixels_per_token` is the side
-    of an image token in pixels. `held` is the `BatchShape` of the largest batch of validation images, or None. `shared`
-    is True if some batch of the run may contain images of several shapes. `references` are the sizes of a sample's
-    reference images, as (height, width) in tokens.
+    """The size of a batch, for memory estimates. All images of this batch have the same size. `samples` is the number
+    of images. `width` and `height` are the size of each image, in pixels. `text_rows` is the number of rows of each
+    text embedding. `pixels_per_token` is the side of an image token in pixels. `held` is another `BatchShape`, that of
+    the largest validation batch of the run, or None. `shared` is True if the run may also have batches that mix images
+    of several sizes. `references` are the sizes of a sample's reference images, as (height, width) in tokens.
 
-    A batch with several shapes is computed shape by shape. Its `BatchShape` describes the images of one shape only.
+    If a batch mixes several sizes, it is computed size by size, and a `BatchShape` describes the images of one size
+    only. Images of one size whose reference images differ in size count as images of different sizes. The attribute
+    `held` of a validation batch is None.
     """
 
     samples: int

@@ -80,10 +80,11 @@ def random_batch(family: Family, batch: BatchShape) -> MicroBatch:
 
     def words(*shape: int) -> np.ndarray:
         """Return random bfloat16 values for all samples of the batch, as a uint16 array with the bits of the values.
-        `*shape` are the sizes of one sample's values. The number of samples is `batch.samples` of the enclosing
-        function `random_batch`. For example, with 8 samples, `words(3, 4)` returns an array of shape `(8, 3, 4)`.
+        The call takes any number of integers as positional arguments (`*shape`). They are the shape of the values of
+        one sample. For example, `words(3, 4)` returns an array of shape `(8, 3, 4)` for a batch of 8 samples.
 
-        The values have the standard normal distribution and are truncated to bfloat16.
+        The number of samples is `batch.samples` of the enclosing function `random_batch`. The values have the standard
+        normal distribution and are truncated to bfloat16.
         """
         values = draw.standard_normal((batch.samples, *shape), dtype=np.float32)
         return (values.view(np.uint32) >> 16).astype(np.uint16)

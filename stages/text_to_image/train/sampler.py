@@ -36,14 +36,17 @@ class Sample:
 @dataclass(frozen=True)
 class TrainingSampler:
     """A sampler that draws the samples of every training step from the dataset `data`. `seed` makes the draws
-    repeatable. `order` gives the crops (parts of images) of each batch. `noise` is the distribution of noise levels.
-    `caption_dropout` is the probability that a sample gets the caption `data.empty`. `strata` is the number of
-    successive steps that together cover the noise levels evenly.
+    repeatable. `order` decides which crops (parts of images) form each batch. `noise` is the distribution from which
+    the noise level of each sample is drawn. `caption_dropout` is the probability that a sample gets the caption
+    `data.empty`. `strata` is the number of parts into which the distribution is divided, so that successive steps use
+    all parts. With `strata` = 4, the first samples of steps 1 to 4 get noise levels from four different quarters of the
+    distribution.
 
-    With `strata` = 1, every noise level is drawn independently. A class caption has the class word in place of the
-    trigger word. Class captions are used in every `classes_every`-th step. If `classes_every` is 0, they are never
-    used. `reference_dropout` is the probability that a batch is trained without its references. Samplers with equal
-    attributes draw the same samples in the same step.
+    The parts have equal probability. What holds for the first sample of a step also holds for the second, and so on.
+    Steps 5 to 8 again use all four quarters. With `strata` = 1, every noise level is drawn independently. A class
+    caption has the class word in place of the trigger word. Class captions are used in every `classes_every`-th step.
+    If `classes_every` is 0, they are never used. `reference_dropout` is the probability that a batch is trained without
+    its references. Samplers with equal attributes draw the same samples in the same step.
     """
 
     data: Dataset

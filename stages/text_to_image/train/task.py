@@ -117,8 +117,9 @@ class ImageTask:
 
     def _input_warnings(self) -> Iterator[str]:
         """Yield lines that warn the user about the latents and the embeddings, one line each. Latents should have the
-        mean and standard deviation of those the transformer was trained on. Embeddings should have their padding at the
-        right end, and come from the right hidden states. Only the first latents and embeddings are checked.
+        mean and standard deviation of the latents that the transformer was trained on. Embeddings should have their
+        padding where the model family has it, at the start or at the end. Embeddings should also come from the hidden
+        states of the text encoder that the family uses. Only the first latents and embeddings are checked.
         """
         crops, latents, embeddings = self.data.crops, self.ctx.tensors(LATENTS), embedding_reader(self.ctx)
         yield from sound_start.check_latents(latents.read(crop.latent_id) for crop in crops[: sound_start.CROPS])

@@ -79,16 +79,17 @@ def select_targets(
     whole: Sequence[str] = (),
 ) -> list[Target]:
     """Return one `Target` for each Linear (linear layer) to train. `linears` maps names of Linears to (outputs,
-    inputs). Linears that match `patterns`, such as "attn.to_q" or "*", get an adapter. An adapter has the rank `rank`,
-    and its change is multiplied by `alpha` / `rank`, or by `alpha` / sqrt(`rank`) if `rslora` is True. `ranks` and
-    `alphas` map patterns to other values. `variant` is "lora", "dora" or "lokr". `factor` limits both sides of a LoKr's
-    first matrix. Linears that match `whole` get no adapter: their whole weight is trained. Raises ValueError if a
-    pattern matches nothing or a value is out of range.
+    inputs). Linears that match `patterns`, such as "attn.to_q" or "*", get an adapter. `variant` is the adapter's kind:
+    "lora", "dora" or "lokr". The adapter has the rank `rank` and the scale `alpha` / `rank`, or `alpha` / sqrt(`rank`)
+    if `rslora` is True. If `alpha` is None, the rank is used as alpha. `ranks` and `alphas` map a pattern to another
+    rank or alpha for matching Linears. `factor` is the largest number of rows, and of columns, of a LoKr's first
+    matrix. Linears that match `whole` get no adapter: their whole weight is trained.
 
-    `alpha` None means alpha = rank, and is an error if `rslora` is True. `factor` None means no limit. In `ranks` and
-    `alphas`, the first matching pattern counts. Rank 0 leaves a Linear out. Raises ValueError too if no Linear gets an
-    adapter. A LoKr with a whole (not low-rank) second matrix is not scaled. The result has the order of `linears`; the
-    targets of `whole` come last.
+    The scale multiplies the adapter's change of the weight. `alpha` None is an error if `rslora` is True. `factor` None
+    means no limit. In `ranks` and `alphas`, the first matching pattern counts. Rank 0 leaves a Linear out. A LoKr with
+    a whole (not low-rank) second matrix is not scaled. The result has the order of `linears`; the targets of `whole`
+    come last. Raises ValueError if a pattern matches nothing, if a value is out of range, or if no Linear gets an
+    adapter.
     """
     trained_whole = _matching_linears(linears, whole, "full") if whole else {}
     rest = {name: shape for name, shape in linears.items() if name not in trained_whole}

@@ -123,8 +123,12 @@ class DividedChain:
         return tree_map(lambda *parts: mx.concatenate(parts), first, *others)
 
     def _each(self) -> Iterator[int]:
-        """Yield the index of each part of a batch: 0, 1 and so on. A part is the share of the samples that one stream
-        computes. While the caller's loop works on part `n`, MLX adds new operations to the stream `streams[n]`.
+        """Yield the index of each part of a batch: 0, 1 and so on. The samples of a batch are divided into one part per
+        stream, a queue of operations of MLX. While the caller handles the index `n`, `streams[n]` is MLX's default
+        stream. So the operations that the caller makes for part `n` join the queue `streams[n]`.
+
+        The default stream changes when the caller asks for the next index. After the last index, it is again the stream
+        that was the default before.
         """
         for n, stream in enumerate(self.streams):
             with mx.stream(stream):

@@ -46,8 +46,10 @@ class BlockwiseForward:
         self.live_bytes: int | None = None
 
     def __call__(self, **inputs: Any) -> mx.array:
-        """Compute the prediction of the model and return it as an array. `inputs` are the model's inputs, given as
-        keyword arguments as for `chain.enter`. The call waits until the device has computed the result.
+        """Compute the prediction of the model and return it as an array. Pass the model's inputs as keyword arguments
+        (`**inputs`). Their names are those of the arguments of the model's method `enter`. For example, if the model
+        has the method `enter(ids, real)`, call `forward(ids=ids, real=real)`. The call waits until the device has
+        computed the result.
         """
         with live_memory_limit(self.live_bytes):
             chain = on_cores(self.chain, inputs)

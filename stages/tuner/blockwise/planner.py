@@ -54,24 +54,25 @@ class Estimate:
     stored: tuple[int, ...] = ()  # per block: weights that are read from disk when they are needed, besides `weights`
 
     def peak(self, plan: Plan) -> int:
-        """Return the estimated peak memory of training in bytes. It is the largest of backward pass, optimizer step and
-        validation. `plan` says how many of the last blocks keep their activations until the backward pass: "whole"
-        (all), "blocks" (one) or a number.
+        """Return the estimated peak memory of training in bytes. The peak is in the backward pass, the optimizer step
+        or validation, whichever needs the most memory. `plan` says how many of the last blocks keep their activations
+        until the backward pass: "whole" for all blocks, a number, or "blocks" for only the last block. The value
+        "blocks" is short for "block by block": the backward pass computes the other blocks again, one at a time.
         """
         backward = self._kept_activations(plan) + self.block_work + self.unpacked_work + self.stored_work(plan)
         validation = self.validation and self.validation + self.stored_work("blocks")
         return self.held + int(max(backward, self.optimizer_work, validation))
 
     def stored_work(self, plan: Plan) -> int:
-        """Return the most memory, in bytes, that block weights take if they are read from disk each time they are
-        needed. If no block weights stay on disk, the result is 0. `plan` says how many of the last blocks keep their
-        activations until the backward pass: "whole" for all blocks, a number, or "blocks". The value "blocks" is short
-        for "block by block" and means only the last block.
+        """Return the most memory, in bytes, that block weights from the disk take at one time. Weights that stay on
+        disk are read before their block is computed, and freed afterwards. If no block weights stay on disk, the result
+        is 0. `plan` says how many of the last blocks keep their activations until the backward pass: "whole" for all
+        blocks, a number, or "blocks" (short for "block by block") for only the last block.
 
-        The result is the larger of two cases. In the first case, the weights of all blocks that keep their activations
-        are in memory. The weights of the block before them are in memory too, and on a GPU those of the two blocks
-        before them. In the second case, the weights of two successive blocks are in memory, and on a GPU those of
-        three.
+        Blocks that keep their activations also keep their weights in memory until the backward pass. The result is the
+        larger of two cases. In the first case, the weights of all these blocks are in memory. The weights of the block
+        before them are in memory too, and on a GPU those of the two blocks before them. In the second case, the weights
+        of two successive blocks are in memory, and on a GPU those of three.
         """
         ahead, head = blocks_in_flight(), self.blocks - kept_blocks(plan, self.blocks)
         together = [self.stored[n : n + ahead + 1] for n in range(len(self.stored))]

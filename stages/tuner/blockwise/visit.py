@@ -23,12 +23,12 @@ class Visit:
 
     def __init__(self, blocks: Sequence[Any], order: Iterable[int], after: tuple[Any, ...] = ()) -> None:
         """Set up a loop over blocks of a model, without reading weights. `blocks` are all blocks of the model. `order`
-        gives the indices of the blocks to visit. `after` holds arrays whose computation began before the loop, such as
-        the loss and gradients of other blocks. MLX may still be computing these arrays when the loop begins.
+        gives the indices of the blocks to visit. `after` holds arrays that MLX may still be computing, such as the loss
+        and gradients of other blocks. If weights are stored on disk, the first call of `dispatch` waits until the
+        arrays in `after` are computed. Then `dispatch` starts reading the weights of the second block.
 
-        `after` has an effect only if weights are stored on disk. The first call of `dispatch` then waits for the arrays
-        in `after`, and starts reading the weights of the second block afterwards. This limits how many weights are in
-        memory.
+        Waiting limits how many weights are in memory, because the arrays in `after` may need weights of other blocks.
+        If no weights are stored on disk, `after` has no effect.
         """
         self.blocks, self.order = blocks, list(order)
         self.stored = any(isinstance(weight, StoredWeight) for n in self.order for weight in blocks[n].weights.values())
@@ -45,12 +45,12 @@ class Visit:
         self.weights = {}
 
     def dispatch(self, *results: Any) -> None:
-        """Start computing the arrays `results`, and do not wait for them. The arguments `results` are the arrays that
-        the caller has built from the weights of the present block, such as the output of this block. If weights are
-        stored on disk, also start reading the weights of the next block.
+        """Start computing arrays, and do not wait for them. The positional arguments (`*results`) are these arrays, for
+        example `visit.dispatch(output)`. The caller has built the arrays from the weights of the present block. If
+        weights are stored on disk, also start reading the weights of the next block.
 
         Before this reading starts, the call waits for the results of the previous block. The weights of the previous
-        block are then freed.
+        block are then freed. The first call waits for the arrays `after` that the constructor was given.
         """
         dispatch(*results)
         if not self.stored:

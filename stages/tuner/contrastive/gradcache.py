@@ -31,18 +31,20 @@ def loss_and_grads_in_parts(
     plan: Plan = "whole",
     ranks: Ranks | None = None,
 ) -> tuple[mx.array | Values, Arrays]:
-    """Compute a batch in parts, and return (losses, gradients). `chain` is the model. `adapters` maps names to the adapter's
-    arrays. `scales` maps "<block>.<linear>" to the factor that multiplies the adapter's change. `parts` holds the keyword
+    """Compute a batch in parts, and return (losses, gradients). `chain` is the model. `adapters` maps names to the
+    adapter's arrays. `scales` maps "<block>.<linear>" to the factor of the adapter's change. `parts` holds the keyword
     arguments of `chain.enter` for each part. `join(predictions)` combines the predictions of all parts into one.
-    `loss(prediction)` returns one loss per sample. `plan` is the number of last blocks that keep their activations, "whole" for
-    all blocks or "blocks" for one block. `ranks` are the processes that share the parts, or None.
+    `loss(prediction)` returns one loss per sample. `plan` says which blocks keep their activations for the backward
+    pass: "whole" means all blocks, "blocks" means only the last block, and a number such as 3 means the last 3 blocks.
+    `ranks` are the processes that share the parts, or None.
 
-    The losses are what `loss` returns. Instead of one loss per sample, this may be a dict of values per sample with the key
-    "loss". The gradients are those of the mean loss, by the names in `adapters`. Such a name is
+    The losses are what `loss` returns. Instead of one loss per sample, this may be a dict of values per sample with the
+    key "loss". The gradients are those of the mean loss, by the names in `adapters`. Such a name is
     "<block>.<linear>.lora_A.weight". The result equals that of `loss_and_grads` for the whole batch, up to rounding.
 
-    Only one part at a time has activations in memory. With several `ranks` (processes), each process computes some of the
-    parts. It returns the gradients of these parts only. The sum of the gradients over all ranks is the gradient of the batch.
+    Only one part at a time has activations in memory. The backward pass computes again the activations that `plan` does
+    not keep. With several `ranks` (processes), each process computes some of the parts. It returns the gradients of
+    these parts only. The sum of the gradients over all ranks is the gradient of the batch.
     """
     ranks = ranks or Ranks()
     own = ranks.part(len(parts))
@@ -98,13 +100,15 @@ def _loss_and_pulls(predictions: list[Tree], join: Join, loss: Loss) -> tuple[mx
 
 
 def _inner_product(prediction: Tree, **pulls: mx.array) -> mx.array:
-    """Return the inner product of two trees (nested dicts or lists) of arrays, as a float32 array of shape `(1,)`.
-    `prediction` is the first tree. All other keyword arguments (`**pulls`) are the arrays of the second tree. For each
-    array of `prediction` there is one argument. Its name is "pull_" and the path of the array in `prediction`, and its
-    value has the shape of this array. For example, `pull_query` belongs to `prediction["query"]`.
+    """Return the inner product of two trees of arrays, as a float32 array of shape `(1,)`. A tree is a nested dict or
+    list. `prediction` is the first tree. The caller gives the arrays of the second tree as keyword arguments
+    (`**pulls`), one for each array of `prediction` and with its shape. For example, `prediction` is `{"query": x,
+    "document": y}`. Then the call is `_inner_product(prediction, pull_query=a, pull_document=b)`. The result is the sum
+    of all elements of `x * a` and `y * b`.
 
-    An array in `pulls` is the gradient of the loss with respect to one array of the prediction. The gradient of the
-    result with respect to `prediction` is `pulls`.
+    The name of an argument is "pull_" and the path of the array in `prediction`, such as "pull_query.0" for
+    `prediction["query"][0]`. An array in `pulls` is the gradient of the loss with respect to one array of the
+    prediction. The gradient of the result with respect to `prediction` is `pulls`.
     """
     found = dict(tree_flatten(prediction))
     return mx.stack([(value.astype(mx.float32) * pulls[f"pull_{name}"]).sum() for name, value in found.items()]).sum()[None]

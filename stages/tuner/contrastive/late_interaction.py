@@ -66,13 +66,14 @@ def xtr_scores(
 ) -> mx.array:
     """Return the XTR training score of every query with every document, shape `(B, N)`. `query_BQE` holds B queries of
     Q token vectors. `document_NKE` holds N documents of K token vectors. `query_real_BQ` and `document_real_NK` are
-    False for padding. Each query token selects the `k` most similar tokens of all N documents. Query tokens that
-    selected a token of a document count for the score with this document. The score is the mean, over these query
-    tokens, of the largest similarity to a token of this document.
+    False for padding. First, each query token selects the `k` most similar tokens among the tokens of all N documents.
+    To score a query with a document, each query token that selected a token of the document gives its largest
+    similarity to the document's tokens. The score is the mean of these similarities.
 
-    For example, two tokens of a query selected tokens of a document, with the largest similarities 0.9 and 0.7. The
-    score is 0.8. If no query token selected a token of the document, the score is 0. Ties with the last of the `k`
-    tokens are selected too. The choice of the selected tokens is constant for the gradient.
+    For example, a query has three tokens. Two of them selected tokens of a document, with the largest similarities 0.9
+    and 0.7. The third selected only tokens of other documents and is ignored. The score is (0.9 + 0.7) / 2 = 0.8. If no
+    query token selected a token of the document, the score is 0. Ties with the last of the `k` tokens are selected too.
+    The choice of the selected tokens is constant for the gradient.
     """
     similarity_BQNK = token_similarities(query_BQE, document_NKE, document_real_NK)
     B, Q, N, K = similarity_BQNK.shape

@@ -114,12 +114,13 @@ class SigmaDistribution:
         return {"uniform": np.ones_like(s), "high_noise": high, "low_noise": low, "both_ends": (high + low) / 2}[self.base]
 
     def _inverse_mode(self, s: Floats) -> Floats:
-        """Return, for each noise level in `s`, the number `u` from 0 to 1 that gives this level with the base
-        distribution "mode". `s` is an array of noise levels before the shift. The result is an array of the same shape.
+        """Return the number `u` that belongs to each noise level in `s`, as an array of the shape of `s`. A number `u`
+        from 0 to 1 belongs to the noise level `u + scale (cos(pi u / 2)^2 - 1 + u)`. Here `scale` is the attribute
+        `self.scale`. The noise levels in `s` are from 0 to 1.
 
-        The base distribution "mode" maps a uniform random number `u` to the level
-        `u + scale (cos(pi u / 2)^2 - 1 + u)`. Here `scale` is the attribute `self.scale`. The inverse has no closed
-        form, so it is found by bisection.
+        With the base distribution "mode", a noise level is computed by this formula from a uniform random number `u`,
+        and is then shifted. `s` holds noise levels before the shift. The inverse of the formula has no closed form, so
+        it is found by bisection.
         """
         low, high = np.zeros_like(s), np.ones_like(s)
         for _ in range(53):

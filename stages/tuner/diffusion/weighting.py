@@ -87,11 +87,12 @@ def cosmap(sigma: Floats) -> Floats:
 
 
 def sigma_sqrt(sigma: Floats) -> Floats:
-    """Return the loss weight 1 / sigma^2 for each noise level in `sigma`, an array of values from 0 (clean) to 1 (noise).
-    Values below 0.001 count as 0.001. The largest weight is a million.
+    """Return the loss weight 1 / sigma^2 for each noise level in `sigma`, an array of values from 0 (clean) to 1
+    (noise). Values below 0.001 count as 0.001, so the largest weight is a million. The name `sigma_sqrt` is the name of
+    this weighting in diffusers. It does not describe the formula, which has no square root.
 
-    The weight turns an error of the predicted image into an error of the velocity. Here the loss is that of the velocity
-    already.
+    The weight turns an error of the predicted image into an error of the velocity. Here the loss is that of the
+    velocity already.
     """
     return np.maximum(sigma, 1e-3) ** -2.0
 

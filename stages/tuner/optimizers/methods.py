@@ -48,7 +48,9 @@ def make_optimizer(name: str, **numbers: Any) -> Method:
 
 
 def _check_range(number: str, value: float | None) -> None:
-    """Raise ValueError if `value` is outside the range that LIMITS gives for the field `number`. None is always valid."""
+    """Raise ValueError if `value` is outside the range that LIMITS gives for an optimizer's field. `number` is the name
+    of the field, such as "beta1". The value None is always valid. A field that LIMITS does not list may have any value.
+    """
     if number not in LIMITS or value is None:
         return
     low, high = LIMITS[number]

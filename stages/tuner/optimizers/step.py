@@ -93,12 +93,11 @@ class OptimizerStep:
     ) -> tuple[Arrays, Arrays]:
         """Update some stacks of an adapter by one step and return `(new arrays, new state)`. A stack joins arrays of
         equal shape into one array. `names` are the stacks to update. `params` maps the name of each stack to its array,
-        and `gradients` to its gradient. `state` is the optimizer's state. `owners` maps each key of `state` to a
-        stack's name, or to None if all stacks share the key. `numbers` is `(learning rate, clip factor, apply)`. If
-        `apply` is 0, no value changes.
+        and `gradients` maps the name to its gradient. `state` is the optimizer's state. `owners` maps each key of
+        `state` to the name of a stack, for example "<stack>.m" to "<stack>". A key that all stacks share, such as
+        "step", is mapped to None. `numbers` is `(learning rate, clip factor, apply)`.
 
-        For example, `owners` maps "<stack>.m" to "<stack>" and "step" to None. Gradients are multiplied by the clip
-        factor. `apply` is 0 or 1.
+        Gradients are multiplied by the clip factor. `apply` is 0 or 1. If `apply` is 0, no value changes.
 
         To save memory, the entries of the updated stacks are removed from `params`, `gradients` and `state`. Shared
         entries stay in `state`.
