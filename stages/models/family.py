@@ -196,9 +196,9 @@ class Architecture:
     load_text_encoder: Callable[..., TextEncoder]
     # text_encoder_sizes(path or None, family): what an estimate of its memory needs.
     text_encoder_sizes: Callable[[Path | None, Family], TextEncoderSizes]
-    # autoencoder_bytes(path or None, family, height, width, itemsize, encodes): (weights, most in use beside them), bytes, to
-    # encode or decode one image of this size in pixels.
-    autoencoder_bytes: Callable[[Path | None, Family, int, int, int, bool], tuple[int, int]]
+    # autoencoder_bytes(path or None, family, height, width, itemsize, encodes, exact=None): (weights, most in use beside them),
+    # bytes, to encode or decode one image of this size in pixels, with or without exact float32 products (None: as they are now).
+    autoencoder_bytes: Callable[..., tuple[int, int]]
 
     # sigmas(tokens, steps): the steps + 1 noise levels, from 1 down to 0, to draw an image of so many image tokens.
     sigmas: Callable[[int, int], list[float]]

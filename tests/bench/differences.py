@@ -124,8 +124,10 @@ def encode_smooth(file: Path, px: int, name: str) -> None:
     import mlx.core as mx
 
     from stages.text_to_image.families import family
+    from stages.tuner.blockwise.device import configure_convolutions
     from tests.bench.encoders import Images
 
+    configure_convolutions()  # before the first MLX operation
     images = Images(family(name), (px, px), mx.float32)
     at = mx.arange(px) / px
     waves = [mx.sin(20 * at * (n + 1))[:, None] * mx.cos(13 * at * (n + 2))[None] for n in range(3)]

@@ -99,11 +99,13 @@ def measure_encoder(case: Case) -> dict[str, Any]:
     from stages.text_to_image.embeddings import EmbeddingsConfig
     from stages.text_to_image.embeddings.memory_plan import estimate
     from stages.text_to_image.families import family
-    from stages.tuner.blockwise.device import compute_exactly, live_memory_limit
+    from stages.tuner.blockwise.device import compute_exactly, configure_convolutions, live_memory_limit
     from tests.bench.encoders import Captions, Images, Latents
 
+    if case.kind == "autoencoder":
+        configure_convolutions()  # before the first MLX operation, as is the next
     if case.exact:
-        compute_exactly()  # before the first product
+        compute_exactly()
     record, dtype = family(case.family), getattr(mx, case.dtype)
     if case.kind == "text_encoder":
         encoder: Any = Captions(record, dtype, case.bits)

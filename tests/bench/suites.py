@@ -110,7 +110,7 @@ def bars(family: str = COMPARED, large: str = "dev", px: int = 1024) -> Iterator
     yield from (Case(family, px, px, bits=bits, kind="draw", memory_limited=True) for bits in (4, 16))
     if torch:
         yield Case(family, px, px, "compiled", backend="torch", kind="draw")
-        yield Case(family, px, px, "compiled", backend="torch", **encode)
+        yield from (Case(family, px, px, "compiled", backend="torch", exact=exact, **encode) for exact in (False, True))
     yield from (Case(family, px, px, bits=bits, memory_limited=True) for bits in (4, 16))
     yield Case(family, px, px, bits=4, kind="text_encoder", memory_limited=True)
     yield Case(large, half, half, bits=4, optimizer="adamw8bit", memory_limited=True, steps=3)

@@ -42,11 +42,13 @@ def estimate(row: dict) -> int:
     """The estimated peak of the configuration of a row, in bytes."""
     record, pixels = family(row["family"]), (row["width"], row["height"])
     if row["kind"] == "draw":
-        return drawing_memory(record, None, SamplesConfig(base_bits=row["bits"]), row["dtype"], pixels, 1).peak
+        packed = SamplesConfig(base_bits=row["bits"], stream_blocks=row.get("stream", False))
+        return drawing_memory(record, None, packed, row["dtype"], pixels, 1).peak
     if row["kind"] == "text_encoder":
         return embeddings.estimate(EmbeddingsConfig(precision=row["dtype"], bits=row["bits"]), record, None, False).peak
     if row["kind"] != "train":
-        return sum(record.architecture.autoencoder_bytes(None, record, *pixels[::-1], 4, row["kind"] == "autoencoder"))
+        given = (None, record, *pixels[::-1], 4, row["kind"] == "autoencoder", row.get("exact", False))
+        return sum(record.architecture.autoencoder_bytes(*given))
     config = profile_settings(row["optimizer"], base_bits=row["bits"], rank=row["rank"], stream_blocks=row.get("stream", False))
     shape = BatchShape(1, *pixels, record.text_tokens, record.architecture.pixels_per_token)
     sizes = record.architecture.transformer_config(None, record)

@@ -186,7 +186,8 @@ class Autoencoder:
         Q = query_rows(B * H * W, C)
         for start in range(0, H * W, Q):
             some_B1QC = q_B1PC[:, :, start : start + Q]
-            parts.append(self._queue.start(mx.fast.scaled_dot_product_attention(some_B1QC, k_B1PC, v_B1PC, scale=C**-0.5)))
+            part = mx.fast.scaled_dot_product_attention(some_B1QC, k_B1PC, v_B1PC, scale=C**-0.5)
+            parts.append(self._queue.start(part, some_B1QC.shape[2] * B * H * W))
         out_BPC = mx.concatenate(parts, axis=2)[:, 0]
         return Rows([self._queue.start(x_BHWC + self._linear(f"{name}.to_out.0", out_BPC).reshape(B, H, W, C))])
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from stages import kernels
 from stages.models.family import Family
 from stages.models.flux2.autoencoder import query_rows
 from stages.models.flux2.autoencoder_config import AutoencoderConfig
@@ -21,86 +22,91 @@ COLUMNS = 9.0  # on a CPU, a convolution copies each 3 x 3 neighbourhood of its 
 EXTRA = 4.0  # on a CPU, strips beside these copies: the input, its normalised form, the sum with the bias, and one more
 INPUTS = 3.0  # on a GPU, copies of the input strip: with the rows beside it, normalised, padded
 OUTPUTS = 2.0  # on a GPU, copies of the output strip: the convolution's result, its sum with another activation
+EXACT = 5.5  # on CUDA: bytes of scratch of an exact convolution per byte of input and output strip (data/bench.jsonl)
 WINOGRAD = 64 / 36  # on Metal: bytes of scratch per byte of input and output; tiles of 8 x 8 values stand for 6 x 6
 
 
 def autoencoder_bytes(
-    path: Path | None, family: Family, height: int, width: int, itemsize: int, encodes: bool
+    path: Path | None, family: Family, height: int, width: int, itemsize: int, encodes: bool, exact: bool | None = None
 ) -> tuple[int, int]:
     """Return the memory for encoding or decoding one image as `(weights, rest)`, in bytes. `weights` is the size of all
     weights. `rest` is the largest memory needed at any time in addition. `path` is the autoencoder's folder or file. If
     it is None, the sizes come from `family`. `height` and `width` are in pixels. `itemsize` is the bytes of one value.
-    `encodes` chooses encoding (True) or decoding.
+    `encodes` chooses encoding (True) or decoding. `exact` says whether float32 products are exact. If it is None,
+    `kernels.exact()` decides.
     """
     config = autoencoder_config(path, family)
     weights = sum(itemsize * math.prod(shape) for shape in config.shapes().values())
-    half = (encoding if encodes else decoding)(config, height, width)
+    half = (encoding if encodes else decoding)(config, height, width, kernels.exact() if exact is None else exact)
     image = 4 * height * width * 3  # float32 pixels, as input or output
     return weights, int(max(held + work for held, work in half) * itemsize) + image
 
 
-def encoding(config: AutoencoderConfig, height: int, width: int) -> Iterator[tuple[float, float]]:
+def encoding(config: AutoencoderConfig, height: int, width: int, exact: bool) -> Iterator[tuple[float, float]]:
     """Yield `(held, temporary)` for each large step of the encoder. `held` is the number of array values that are in
     memory during the whole step. `temporary` is the peak number of additional values. Both count values, not bytes.
-    `config` holds the sizes of the autoencoder. `height` and `width` are those of the image, in pixels.
+    `config` holds the sizes of the autoencoder. `height` and `width` are those of the image, in pixels. `exact` is True
+    if float32 products are exact.
     """
     channels, inputs = config.block_out_channels, config.block_out_channels[0]
-    yield 0, conv_work(height, width, config.in_channels, inputs)
+    yield 0, conv_work(height, width, config.in_channels, inputs, exact)
     for level, outputs in enumerate(channels):
         H, W = height >> level, width >> level
         for _ in range(config.layers_per_block):
-            yield from resnet(H, W, inputs, outputs)
+            yield from resnet(H, W, inputs, outputs, exact)
             inputs = outputs
         if level < len(channels) - 1:
-            yield H * W * outputs * 1.25, conv_work(H, W, outputs, outputs)
-    yield from middle(config, height >> (len(channels) - 1), width >> (len(channels) - 1), inputs)
+            yield H * W * outputs * 1.25, conv_work(H, W, outputs, outputs, exact)
+    yield from middle(config, height >> (len(channels) - 1), width >> (len(channels) - 1), inputs, exact)
 
 
-def decoding(config: AutoencoderConfig, height: int, width: int) -> Iterator[tuple[float, float]]:
+def decoding(config: AutoencoderConfig, height: int, width: int, exact: bool) -> Iterator[tuple[float, float]]:
     """Yield `(held, temporary)` for each large step of the decoder. `held` is the number of array values that are in
     memory during the whole step. `temporary` is the peak number of additional values. Both count values, not bytes.
-    `config` holds the sizes of the autoencoder. `height` and `width` are those of the image, in pixels.
+    `config` holds the sizes of the autoencoder. `height` and `width` are those of the image, in pixels. `exact` is True
+    if float32 products are exact.
     """
     channels = config.decoder_channels[::-1]
     inputs, last = channels[0], len(channels) - 1
-    yield from middle(config, height >> last, width >> last, inputs)
+    yield from middle(config, height >> last, width >> last, inputs, exact)
     for level, outputs in enumerate(channels):
         H, W = height >> (last - level), width >> (last - level)
         for _ in range(config.layers_per_block + 1):
-            yield from resnet(H, W, inputs, outputs)
+            yield from resnet(H, W, inputs, outputs, exact)
             inputs = outputs
         if level < last:
-            yield 5 * H * W * outputs, conv_work(2 * H, 2 * W, outputs, outputs)
+            yield 5 * H * W * outputs, conv_work(2 * H, 2 * W, outputs, outputs, exact)
 
 
-def resnet(H: int, W: int, inputs: int, outputs: int) -> Iterator[tuple[float, float]]:
+def resnet(H: int, W: int, inputs: int, outputs: int, exact: bool) -> Iterator[tuple[float, float]]:
     """Yield `(held, temporary)` for each of the two convolutions of a residual block. `held` is the number of array
     values that are in memory during the whole convolution. `temporary` is the peak number of additional values. Both
     count values, not bytes. `H` and `W` are the height and width of the block's input. `inputs` and `outputs` are
-    numbers of channels.
+    numbers of channels. `exact` is True if float32 products are exact.
     """
-    yield H * W * (inputs + outputs), conv_work(H, W, inputs, outputs)
-    yield H * W * 2 * outputs, conv_work(H, W, outputs, outputs)
+    yield H * W * (inputs + outputs), conv_work(H, W, inputs, outputs, exact)
+    yield H * W * 2 * outputs, conv_work(H, W, outputs, outputs, exact)
 
 
-def middle(config: AutoencoderConfig, H: int, W: int, channels: int) -> Iterator[tuple[float, float]]:
+def middle(config: AutoencoderConfig, H: int, W: int, channels: int, exact: bool) -> Iterator[tuple[float, float]]:
     """Yield `(held, temporary)` for each step of the autoencoder's middle block. `held` is the number of array values
     that are in memory during the whole step. `temporary` is the peak number of additional values. Both count values,
     not bytes. `config` holds the sizes of the autoencoder. `H`, `W` and `channels` are the height, width and channels
-    of the block's input.
+    of the block's input. `exact` is True if float32 products are exact.
     """
-    yield from resnet(H, W, channels, channels)
+    yield from resnet(H, W, channels, channels, exact)
     if config.mid_block_add_attention:
         yield 7 * H * W * channels, 2 * query_rows(H * W, channels) * H * W
 
 
-def conv_work(H: int, W: int, inputs: int, outputs: int) -> float:
+def conv_work(H: int, W: int, inputs: int, outputs: int, exact: bool) -> float:
     """Return how many additional array values a convolution needs in memory while it is computed. It is computed in
     strips, one after another. A strip is some consecutive rows of the output. The result is the need of one strip. `H`
-    and `W` are the height and width of the whole output. `inputs` and `outputs` are numbers of channels.
+    and `W` are the height and width of the whole output. `inputs` and `outputs` are numbers of channels. `exact` is
+    True if float32 products are exact.
     """
-    strip = min(strip_rows(H, W, inputs, outputs), H) * W
+    strip = min(strip_rows(H, W, inputs, outputs, exact=exact), H) * W
     if mx.default_device() == mx.cpu:
         return strip * (COLUMNS * inputs + EXTRA * max(inputs, outputs))
-    scratch = WINOGRAD if mx.metal.is_available() else 0.0
+    scratch = WINOGRAD if mx.metal.is_available() else EXACT if exact else 0.0
     return strip * ((INPUTS + scratch) * inputs + (OUTPUTS + scratch) * outputs)

@@ -44,11 +44,29 @@ def spread(parts: Sequence[mx.array], rows: int) -> list[mx.array]:
 def modulate(x_BSD: mx.array, mods: list[mx.array]) -> mx.array:
     """Apply LayerNorm without weights to `x_BSD`, then multiply by `mods[1]` and add `mods[0]`. `mods` is a list of
     arrays: the shift, then 1 + scale. Any further arrays in `mods` are ignored. All these arrays and the result are
-    (batch, rows, hidden).
+    (batch, rows, hidden). In each sample, a modulation has the same values in every row.
 
-    The blocks add their gated outputs in the same order of factors and terms, so that one compiled kernel serves both.
+    The modulation of a single sample serves as weights of the norm, so that one kernel computes both. For several samples,
+    the factors and terms have the same order as where the blocks add their gated outputs, so that one compiled kernel serves
+    both.
     """
+    if x_BSD.shape[0] == 1:
+        y_BSD: mx.array = _weighted_layer_norm(x_BSD, mods[1][0, 0], mods[0][0, 0])
+        return y_BSD
     return mx.fast.layer_norm(x_BSD, None, None, EPS) * mods[1] + mods[0]
+
+
+@OwnGradient
+def _weighted_layer_norm(x_BSD: mx.array, weight_D: mx.array, bias_D: mx.array) -> mx.array:
+    return mx.fast.layer_norm(x_BSD, weight_D, bias_D, EPS)
+
+
+@_weighted_layer_norm.vjp
+def _weighted_layer_norm_vjp(primals: Any, dy_BSD: mx.array, _: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    # MLX's own gradient would sum over all rows for the weight and the bias, which are frozen.
+    x_BSD, weight_D, bias_D = primals
+    back = mx.vjp(lambda x: mx.fast.layer_norm(x, None, None, EPS), [x_BSD], [dy_BSD * weight_D])[1]
+    return back[0], mx.zeros_like(weight_D), mx.zeros_like(bias_D)
 
 
 def swiglu(x_BSF: mx.array) -> mx.array:

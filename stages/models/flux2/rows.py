@@ -21,27 +21,36 @@ STRIP_BYTES = 32 << 20  # of one strip of float32 values: 256 x 256 positions of
 # strips, and their convolutions need memory in proportion: 3.48 GB in place of 2.10 GB at 1024 px.
 GPU_STRIP_BYTES = 128 << 20
 ITEM = 4  # bytes: strips have the same rows in every dtype
-IN_FLIGHT = 2  # strips that a GPU has started and not finished: one is computed while the next is prepared
+IN_FLIGHT = 2  # strips of full size that a GPU has started and not finished: one is computed while the next is prepared
 
 
 class StripQueue:
-    """A queue of strips that the device computes. A strip is some consecutive rows of an image. On a GPU, at most two
-    strips are computed at a time. A further call of `start` waits for the oldest one. On a CPU, every call waits until
-    its strip is computed.
+    """A queue of strips that the device computes. A strip is some consecutive rows of an image. On a GPU, the unfinished
+    strips together take at most as much memory as two strips of full size (`strip_bytes`). A further call of `start`
+    waits for the oldest ones. On a CPU, every call waits until its strip is computed.
 
     Without a limit, all strips of an image would be in memory at once. If every strip was waited for, a GPU would be
-    idle between two strips.
+    idle between two strips. Far from the image's own resolution an activation is one small strip, so that a GPU is handed
+    many layers ahead.
     """
 
     def __init__(self) -> None:
-        self.started: deque[mx.array] = deque()
+        self.started: deque[tuple[mx.array, int]] = deque()  # with the values that its computation holds
+        self.values = 0
 
-    def start(self, x: mx.array) -> mx.array:
-        """Start the computation of the lazy array `x`, and return `x`. On a GPU, `x` may not be computed yet."""
+    def start(self, x: mx.array, work: int = 0) -> mx.array:
+        """Start the computation of the lazy array `x`, and return `x`. `work` is how many array values the computation
+        holds in memory, if these are more than those of `x`. On a GPU, `x` may not be computed yet.
+        """
         kernels.dispatch(x)
-        self.started.append(x)
-        while len(self.started) > (IN_FLIGHT if kernels.compiles() else 0):
-            mx.eval(self.started.popleft())
+        self.started.append((x, max(x.size, work)))
+        self.values += self.started[-1][1]
+        ahead = kernels.compiles()
+        most = IN_FLIGHT * strip_bytes() // ITEM if ahead else 0
+        while len(self.started) > ahead and self.values > most:
+            oldest, values = self.started.popleft()
+            self.values -= values
+            mx.eval(oldest)
         return x
 
     def clear(self) -> None:
@@ -49,6 +58,7 @@ class StripQueue:
         consecutive rows of an image.
         """
         self.started.clear()
+        self.values = 0
 
 
 class Rows:
@@ -104,21 +114,23 @@ class Rows:
             yield strip
 
 
-def strip_bytes() -> int:
+def strip_bytes(exact: bool | None = None) -> int:
     """Return the largest allowed size of one strip, in bytes. A strip is some consecutive rows of an image. A value
     counts as 4 bytes, whatever its dtype. On a CPU, the size is `STRIP_BYTES`. On a GPU, it is `GPU_STRIP_BYTES`, which
-    is larger. If `kernels.exact()` is True, it is `STRIP_BYTES` on a GPU too.
+    is larger. With exact float32 products, it is `STRIP_BYTES` on a GPU too. `exact` says whether products are exact.
+    If it is None, `kernels.exact()` decides.
     """
-    return GPU_STRIP_BYTES if kernels.compiles() and not kernels.exact() else STRIP_BYTES
+    exact = kernels.exact() if exact is None else exact
+    return GPU_STRIP_BYTES if kernels.compiles() and not exact else STRIP_BYTES
 
 
-def strip_rows(height: int, width: int, inputs: int, outputs: int, kernel: int = 3) -> int:
+def strip_rows(height: int, width: int, inputs: int, outputs: int, kernel: int = 3, exact: bool | None = None) -> int:
     """Return how many output rows a convolution computes at once, at least 1. Two limits apply: the size of a strip
     (`strip_bytes`), and the floating-point operations of one device kernel (`kernels.LIMIT`). `height` and `width` are
     those of the output. `inputs` and `outputs` are the numbers of channels. `kernel` is the side of the convolution's
-    window, such as 3.
+    window, such as 3. `exact` says whether float32 products are exact. If it is None, `kernels.exact()` decides.
     """
-    by_bytes = strip_bytes() // (ITEM * width * max(inputs, outputs))
+    by_bytes = strip_bytes(exact) // (ITEM * width * max(inputs, outputs))
     by_operations = kernels.LIMIT // kernels.product_flop(width, kernel * kernel * inputs, outputs)
     most = max(1, int(min(by_bytes, by_operations)))
     return -(-height // -(-height // most))
@@ -132,12 +144,13 @@ def windows(height: int, rows: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + rows, height)
 
 
-def group_statistics(x: Rows, groups: int, eps: float, start: Callable[[mx.array], mx.array]) -> tuple[mx.array, mx.array]:
+def group_statistics(x: Rows, groups: int, eps: float, start: Callable[[mx.array, int], mx.array]) -> tuple[mx.array, mx.array]:
     """Return `(mean, scale)` of a group normalisation. The scale is 1 / standard deviation. Both are float32 arrays
     `(batch, 1, 1, channels)`. `x` is the activation, a `Rows` object: an array `(batch, height, width, channels)` in
     strips of rows. The channels form `groups` groups of equally many neighbouring channels. The mean and variance are
     taken over all values of a group in one image, and all channels of the group get the same result. `eps` is added to
-    the variance. `start(array)` starts the computation of a lazy array, and returns this array.
+    the variance. `start(array, work)` starts the computation of a lazy array, which holds `work` values, and returns
+    this array.
 
     As `start`, the caller passes the method `start` of a `StripQueue`. This method is called with the sums of each
     strip. It waits for earlier strips, so that only a few strips are in memory at once. Sums go over columns first: one
@@ -145,10 +158,10 @@ def group_statistics(x: Rows, groups: int, eps: float, start: Callable[[mx.array
     """
     count = x.height * x.width * x.channels // groups
     squares = kernels.compiled(_squares)
-    total_BC = sum((start(_sum(strip)) for strip in x.present()), start=mx.array(0.0))
+    total_BC = sum((start(_sum(strip), strip.size) for strip in x.present()), start=mx.array(0.0))
     mean_BG = total_BC.reshape(total_BC.shape[0], groups, -1).sum(-1) / count
     mean_B11C = mx.repeat(mean_BG, x.channels // groups, axis=-1)[:, None, None]
-    square_BC = sum((start(squares(strip, mean_B11C)) for strip in x.present()), start=mx.array(0.0))
+    square_BC = sum((start(squares(strip, mean_B11C), strip.size) for strip in x.present()), start=mx.array(0.0))
     var_BG = square_BC.reshape(square_BC.shape[0], groups, -1).sum(-1) / count
     scale_BG = mx.rsqrt(var_BG + eps)
     return mean_B11C, mx.repeat(scale_BG, x.channels // groups, axis=-1)[:, None, None]

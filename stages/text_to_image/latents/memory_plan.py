@@ -17,23 +17,23 @@ def forecast(outlook: Outlook) -> Forecast:
     """
     config: LatentsConfig = outlook.sections["latents"]
     width, height = largest_image(outlook)
-    peak = peak_bytes(outlook, config.precision, width, height)
+    peak = peak_bytes(outlook, config, width, height)
     sizes = outlook.family.architecture.transformer_config(outlook.weights("transformer"), outlook.family)
     found = Forecast(peak, latent_bytes(outlook, sizes.in_channels), plan=f"images of at most {width} x {height} px")
     if peak <= outlook.budget:
         return found
     step = outlook.family.architecture.pixels_per_token
     lower = range(int((width * height) ** 0.5) // step * step - step, LOWEST_RESOLUTION - 1, -step)
-    fits = (side for side in lower if peak_bytes(outlook, config.precision, side, side) <= outlook.budget)
+    fits = (side for side in lower if peak_bytes(outlook, config, side, side) <= outlook.budget)
     side = next(fits, None)
     return Forecast(peak, found.row_bytes, plan=found.plan, remedy=f"[buckets] resolutions = [{side}]" if side else "")
 
 
-def peak_bytes(outlook: Outlook, precision: str, width: int, height: int) -> int:
+def peak_bytes(outlook: Outlook, config: LatentsConfig, width: int, height: int) -> int:
     """Return the estimated peak memory for encoding one image, in bytes. `width` and `height` are its size in pixels.
-    `precision` is the dtype of the computation, "bfloat16" or "float32". `outlook` gives the model family and the
-    weights.
+    `config` holds the settings [latents]: the dtype of the computation, and whether its products are exact. `outlook`
+    gives the model family and the weights.
     """
-    weights = outlook.weights("autoencoder")
+    weights, item = outlook.weights("autoencoder"), ITEMSIZES[config.precision]
     architecture = outlook.family.architecture
-    return sum(architecture.autoencoder_bytes(weights, outlook.family, height, width, ITEMSIZES[precision], True))
+    return sum(architecture.autoencoder_bytes(weights, outlook.family, height, width, item, True, config.exact))

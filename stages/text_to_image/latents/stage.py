@@ -107,10 +107,11 @@ def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     import mlx.core as mx
 
     from stages.text_to_image.latents.encode import record_batch
-    from stages.tuner.blockwise.device import compute_exactly, live_memory_limit
+    from stages.tuner.blockwise.device import compute_exactly, configure_convolutions, live_memory_limit
 
+    configure_convolutions()  # before the first MLX operation, as is the next
     if ctx.config.exact:
-        compute_exactly()  # before the first product
+        compute_exactly()
     family = ctx.need("family")
     path, dtype = ctx.need("autoencoder"), getattr(mx, ctx.config.precision)
     model = ctx.reuse("autoencoder", lambda: family.architecture.load_autoencoder(path, family, dtype))
@@ -150,7 +151,8 @@ def live_bytes(ctx: StageContext) -> int:
     family = ctx.need("family")
     width, height = max(((row["width"], row["height"]) for row in ctx.pending.to_pylist()), key=lambda size: size[0] * size[1])
     item = ITEMSIZES[ctx.config.precision]
-    held, work = family.architecture.autoencoder_bytes(ctx.need("autoencoder"), family, height, width, item, True)
+    path, exact = ctx.need("autoencoder"), ctx.config.exact
+    held, work = family.architecture.autoencoder_bytes(path, family, height, width, item, True, exact)
     return int(held + work)
 
 

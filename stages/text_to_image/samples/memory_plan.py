@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from stages.tuner.quantize import BITS
 from stages.tuner.step import choose_targets
 
 AHEAD = 1.5  # on a GPU, blocks whose working memory may be in use before MLX waits; the work that it has started comes on top
+READ = 0.75  # on a GPU, share of the next block read from disk before a block is computed; about 0.5 on an H200
 LOWEST_SIDE = 256  # pixels: no smaller preview is advised
 PNG = 1.5  # bytes per pixel of a preview on disk, about
 
@@ -28,7 +30,8 @@ PNG = 1.5  # bytes per pixel of a preview on disk, about
 class DrawingMemory:
     """The estimated memory of drawing previews, in bytes. `held` is the size of the weights and the adapter in memory,
     all the time. `block_work` is the most additional memory for computing one block (layer). `on_disk` is the size of
-    the weights that stay on disk. These are not counted in `held`. `on_disk` is 0 without the setting `stream_blocks`.
+    the weights that stay on disk. `held` counts only those of them that are in memory at once. `on_disk` is 0 without
+    the setting `stream_blocks`.
     """
 
     held: int
@@ -36,16 +39,25 @@ class DrawingMemory:
     on_disk: int = 0
 
     @property
+    def at_once(self) -> int:
+        """How many blocks are computed at the same time: one on a CPU, and two on a GPU. If weights are on disk, it is
+        one everywhere, because a block is computed before the weights of the block after the next are read.
+        """
+        return 1 if self.on_disk else blocks_in_flight()
+
+    @property
     def peak(self) -> int:
         """The estimated peak memory of drawing previews, in bytes. It is `held` plus `block_work` for each block that
-        is in memory at the same time: one block on a CPU, and two on a GPU.
+        is computed at the same time.
         """
-        return self.held + blocks_in_flight() * self.block_work
+        return self.held + self.at_once * self.block_work
 
     @property
     def live_bytes(self) -> int:
         """A limit of memory in bytes. While this much or more is in use, MLX starts no further work."""
-        return self.held + int((AHEAD if blocks_in_flight() > 1 else 0.5) * self.block_work)
+        if blocks_in_flight() == 1:
+            return self.held + self.block_work // 2
+        return self.held + int(min(AHEAD, self.at_once) * self.block_work)
 
 
 def drawing_memory(
@@ -85,7 +97,16 @@ def drawing_memory(
         scores=attention.forward_score_bytes(q_BHSK),
         stored=stored,
     )
-    return DrawingMemory(found.weights + found.stored_work("blocks") + adapter, found.forward_peak, sum(stored))
+    return DrawingMemory(found.weights + stored_at_once(stored) + adapter, found.forward_peak, sum(stored))
+
+
+def stored_at_once(stored: Sequence[int]) -> int:
+    """Return how many bytes of weights on disk are in memory at once while a model draws. `stored` holds the size of
+    every block's weights, in bytes. They are the weights of a block and, on a CPU, those of the next block. On a GPU,
+    most of the next block counts. The result is 0 if `stored` is empty.
+    """
+    share = READ if blocks_in_flight() > 1 else 1
+    return max((now + int(share * after) for now, after in pairwise([*stored, 0])), default=0)
 
 
 def passes(config: SamplesConfig, family: Family) -> int:
