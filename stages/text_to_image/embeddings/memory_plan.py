@@ -20,7 +20,7 @@ from stages.tuner.blockwise.device import blocks_in_flight
 from stages.tuner.quantize import BITS
 
 ITEMSIZES = {"bfloat16": 2, "float32": 4}
-UNFREED = 0.5  # on a GPU, layers that are done but whose memory is not free yet, beside those in flight (data/bench.jsonl)
+UNFREED = 1  # on a GPU, layers that are done but whose memory is not free yet, beside those in flight (data/bench.jsonl)
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,11 @@ class EncoderPlan:
         """The memory limit of MLX while texts are encoded, in bytes. If more memory is in use, MLX waits for the
         running operations to end before it starts further operations.
 
-        If all layers are in memory, the limit is `peak` minus half of `layer_work`, or minus all of it on a GPU. If
+        If all layers are in memory, the limit is `peak` minus `layer_work` times 1.5 on a GPU, and times 0.5 on a CPU. If
         layers are read one at a time, it is `peak` plus half of `layer_work`.
         """
-        return self.peak + (self.layer_work if self.by_layer else -blocks_in_flight() * self.layer_work) // 2
+        halves = 1 if self.by_layer else 1 - 2 * blocks_in_flight()
+        return self.peak + halves * self.layer_work // 2
 
     @property
     def words(self) -> str:
@@ -75,8 +76,8 @@ def estimate(config: EmbeddingsConfig, family: Family, weights: Path | None, by_
     states = (len(family.text_layers) + 2) * tokens * sizes.hidden_size * item
     layer = layer_values(sizes, tokens) * item + (sum(unpacked_layer(first, item)) if config.bits < 16 else 0)
     if not by_layer:
-        started = blocks_in_flight() + (UNFREED if blocks_in_flight() > 1 else 0)
-        return EncoderPlan(False, outside + sum(per_layer), states + int(started * layer), layer)
+        present = blocks_in_flight() + (UNFREED if blocks_in_flight() > 1 else 0)
+        return EncoderPlan(False, outside + sum(per_layer), states + present * layer, layer)
     texts = config.batch_size * 2 * tokens * sizes.hidden_size * item
     reading = max(per_layer) + item * max(shape[0] * shape[-1] for shape, _ in first)
     return EncoderPlan(True, texts, max(outside, reading + states + layer), layer)

@@ -47,6 +47,27 @@ def test_strips_follow_from_shapes_and_are_larger_on_a_gpu_with_inexact_products
     assert list(rows.windows(10, 4)) == [(0, 4), (4, 8), (8, 10)]
 
 
+def waited_for(monkeypatch, sizes: list[int], work: int = 0) -> list[int]:
+    """Return which strips of the given sizes (in values) a queue waits for, in order, while these strips are started."""
+    found: list[int] = []
+    monkeypatch.setattr(mx, "eval", lambda strip: found.append(strip.tolist()[0]))
+    queue = rows.StripQueue()
+    for at, size in enumerate(sizes):
+        queue.start(mx.full((size,), at, mx.int32), work)
+    return found
+
+
+def test_a_cpu_waits_for_every_strip_and_a_gpu_for_the_oldest_of_what_exceeds_two_strips(monkeypatch):
+    monkeypatch.setattr(rows, "STRIP_BYTES", 400)
+    monkeypatch.setattr(rows, "GPU_STRIP_BYTES", 400)
+    assert waited_for(monkeypatch, [100, 1, 100]) == [0, 1, 2]
+    monkeypatch.setattr(kernels, "compiles", lambda: True)
+    assert waited_for(monkeypatch, [100, 100, 100, 100]) == [0, 1]
+    assert waited_for(monkeypatch, [10] * 22) == [0, 1], "small strips are started far ahead"
+    assert waited_for(monkeypatch, [1, 1, 1], work=150) == [0, 1], "what a strip is computed from counts"
+    assert waited_for(monkeypatch, [1000]) == [], "a strip that is too large is started all the same"
+
+
 @pytest.mark.parametrize("side", [512, 1024, 2048, 4096])
 @pytest.mark.parametrize("channels", [(3, 128), (128, 128), (128, 256), (256, 256), (512, 512)])
 @pytest.mark.parametrize("device", [mx.cpu, mx.gpu], ids=["cpu", "gpu"])

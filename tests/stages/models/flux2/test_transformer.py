@@ -93,24 +93,27 @@ def test_the_released_sizes_give_the_released_numbers_of_parameters(name: str, t
     assert sum(int(np.prod(shape)) for shape in shapes.values()) == parameters
 
 
-def test_the_velocity_is_that_of_diffusers(reference: Any) -> None:
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_velocity_is_that_of_diffusers(reference: Any, batch: int) -> None:
     import torch
 
     with torch.no_grad():
-        expected = theirs(reference, **given()).numpy()
-    got = np.array(run(ours(reference), **given()))
+        expected = theirs(reference, **given(batch)).numpy()
+    got = np.array(run(ours(reference), **given(batch)))
     assert expected.std() > 0.1
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
 
 
-def test_the_gradient_is_that_of_diffusers(reference: Any) -> None:
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_gradient_is_that_of_diffusers(reference: Any, batch: int) -> None:
     import torch
 
-    inputs = given()
+    inputs = given(batch)
+    at = inputs["timesteps"], inputs["guidance"]
     x, ctx = (torch.tensor(inputs[name], requires_grad=True) for name in ("x", "ctx"))
-    theirs(reference, x, ctx, SIGMAS, GUIDANCE).square().sum().backward()
+    theirs(reference, x, ctx, *at).square().sum().backward()
     model = ours(reference)
-    loss = lambda x, ctx: mx.square(run(model, x, ctx, SIGMAS, GUIDANCE)).sum()  # noqa: E731
+    loss = lambda x, ctx: mx.square(run(model, x, ctx, *at)).sum()  # noqa: E731
     grads = mx.grad(loss, argnums=(0, 1))(mx.array(inputs["x"]), mx.array(inputs["ctx"]))
     for got, expected in zip(grads, (x.grad, ctx.grad), strict=True):
         scale = float(expected.abs().max())

@@ -6,8 +6,10 @@ import pytest
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.tuner.blockwise.device import (
     BUFFER_VARIABLE,
+    CONVOLUTIONS,
     EXACT,
     compute_exactly,
+    configure_convolutions,
     configure_scheduler,
     device_bytes,
     live_memory_limit,
@@ -89,3 +91,17 @@ def test_command_buffers_of_other_devices_are_left_alone(where, monkeypatch):
     pretend_device(monkeypatch, *where)
     configure_scheduler()
     assert BUFFER_VARIABLE not in os.environ
+
+
+def test_the_autoencoder_computes_without_cuda_graphs_on_cuda_alone_and_a_users_setting_stays(monkeypatch):
+    for name in CONVOLUTIONS:
+        monkeypatch.setenv(name, "")  # so that it is restored afterwards
+        monkeypatch.delenv(name)
+    for device, cuda in ((mx.cpu, True), (mx.gpu, False)):
+        pretend_device(monkeypatch, H200, device, cuda)
+        configure_convolutions()
+        assert not CONVOLUTIONS.keys() & os.environ.keys()
+    pretend_device(monkeypatch, H200)
+    monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "50")
+    configure_convolutions()
+    assert (os.environ["MLX_USE_CUDA_GRAPHS"], os.environ["MLX_MAX_OPS_PER_BUFFER"]) == ("0", "50")
