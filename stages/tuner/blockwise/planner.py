@@ -49,6 +49,7 @@ class Estimate:
     saved_scores: int = 0  # scores kept per block until the backward pass; 0 if they are built in chunks
     unpacked: int = 0  # the largest packed weight of a block in unpacked form, or the largest chunk of it
     validation: int = 0  # in use while held-out images are measured, besides weights, adapter and state
+    work_rate: float = BLOCK_WORK  # in use while a block is computed and differentiated, per byte of Linear inputs and outputs
     saved_rate: float | None = None  # kept for the gradient per byte of Linear inputs and outputs; None: `SAVED`
     scores_rate: float = SCORES_WORK  # in use while a block is differentiated, per byte of its attention scores
     stored: tuple[int, ...] = ()  # per block: weights that are read from disk when they are needed, besides `weights`
@@ -106,7 +107,7 @@ class Estimate:
         """The bytes in use while the largest block is computed and differentiated. Weights are not counted. The block inputs
         that are kept for the backward pass are not counted either.
         """
-        return max(BLOCK_WORK * traffic + own for traffic, own in self._per_block()) + self.scores_rate * self.scores
+        return max(self.work_rate * traffic + own for traffic, own in self._per_block()) + self.scores_rate * self.scores
 
     @property
     def unpacked_work(self) -> int:
@@ -138,7 +139,7 @@ def estimate(
 
     `parts` sets further fields of the `Estimate` in bytes, such as `scores`, the attention scores of a block. A field
     that is not given is 0. The fields in `parts` are `optimizer_work`, `scores`, `saved_scores`, `unpacked`,
-    `validation`, `saved_rate`, `scores_rate` and `stored`; comments in `Estimate` explain them. Nothing is computed.
+    `validation`, `work_rate`, `saved_rate`, `scores_rate` and `stored`; comments in `Estimate` explain them. Nothing is computed.
     The arrays in `chain` and `inputs` need not be computed either.
     """
     h, shared = chain.enter(**inputs)

@@ -20,8 +20,10 @@ from stages.text_to_image import PIPELINE
 from stages.text_to_image.families import family
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.memory_plan import drawing_memory
-from stages.text_to_image.train.profile import profile_settings, random_transformer
+from stages.text_to_image.train.memory_plan import BatchShape, MemoryEstimator
+from stages.text_to_image.train.profile import profile_settings, random_batch, random_training, random_transformer
 from stages.tuner.blockwise.forward import model_forward
+from stages.tuner.memory_plan import live_bytes_limit
 
 TINY = family("tiny")
 WIDE = replace(TINY, transformer=transformer_sizes(2, 3, 4, 256) | {"attention_head_dim": 64, "axes_dims_rope": (16,) * 4})
@@ -80,6 +82,21 @@ def test_the_estimate_of_the_autoencoder_is_near_its_measured_peak(encodes: bool
     before = start()
     mx.eval(model.encode(given) if encodes else model.decode(given))
     assert 0.7 < expected / peak_beside(before) < 1.4, (expected, peak_beside(before))
+
+
+@pytest.mark.parametrize(("side", "samples", "plan"), [(128, 4, "whole"), (128, 4, "blocks"), (192, 1, "blocks")])
+def test_the_estimate_of_training_on_a_cpu_is_within_a_tenth_of_the_peak_of_a_step(side: int, samples: int, plan: str) -> None:
+    config, record = profile_settings(rank=16), family("micro")
+    shape = BatchShape(samples, side, side, record.text_tokens, record.architecture.pixels_per_token)
+    sizes = record.architecture.transformer_config(None, record)
+    expected = MemoryEstimator(config, record.architecture, sizes).estimate(shape, samples)
+    before = start()
+    training, batch = random_training(record, config), random_batch(record, shape)
+    training.plan, training.live_bytes = plan, live_bytes_limit(expected, plan, BUDGET)
+    training.step([batch], config.lr)
+    mx.reset_peak_memory()
+    training.step([batch], config.lr)
+    assert expected.peak(plan) == pytest.approx(peak_beside(before), rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["latents", "embeddings", "train", "samples"])
