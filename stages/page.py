@@ -49,9 +49,9 @@ class Cards:
 @dataclass(frozen=True)
 class Sheet:
     """A table of pictures on a web page, with a slider that chooses a training step. `title` is the table's title. The
-    SQL query `sql` returns one record per picture, with the fields `row`, `column`, `step`, `picture` and `text`. `row`
-    is the heading at the left of the picture's cell, and `column` is the heading above the cell. Each cell shows the
-    newest picture that is not later than the chosen step.
+    SQL query `sql` returns one record per picture, with the fields `row`, `column`, `step` and `picture`. `row` is the
+    heading at the left of the picture's cell, and `column` is the heading above the cell. Each cell shows the newest
+    picture that is not later than the chosen step.
 
     With pictures of the steps 100 and 200, the slider at 150 shows the picture of step 100. If all pictures are later,
     as with the slider at 50, the first picture is shown.

@@ -124,7 +124,7 @@ SAMPLES = Page(
             "Previews by prompt and run",
             """
 select prompt || case when seed = 0 then '' else ', seed ' || seed end as row, coalesce(run_name, 'base') as column, step,
-    'samples/' || recipe || '/' || path as picture, prompt as text
+    'samples/' || recipe || '/' || path as picture
 from all_samples
 order by run_name nulls first, prompt, seed, step
 """,

@@ -23,7 +23,8 @@ from stages.tuner.memory_plan import GB, Candidate, MemoryPlan, best_candidate, 
 from stages.tuner.ranks import connect
 from stages.tuner.step import build_optimizer, choose_targets
 
-KEPT = {"saved_rate": 0.8, "scores_rate": 1.0}  # of T5's blocks where `attend` keeps its probabilities; measured on a CPU
+# Of T5's blocks where `attend` keeps its probabilities, measured on a CPU.
+KEPT = {"saved_rate": 0.8, "work_rates": ((2.0, 1.0),)}
 LOSS_WORK = 3  # copies of the similarities of all tokens of a batch while the loss is differentiated
 
 

@@ -126,8 +126,8 @@ def describe(rows: Iterable[Row]) -> Iterator[str]:
     10 repeats of 'ohwx cat', 24 images; reg/: 100 class images". The last lines report the reference images, the
     pictures that an edit starts from. A line that does not apply is left out. `rows` are rows of the table `images`.
 
-    Rejected images are not counted, with one exception: a pair of a reference and its image counts even if one of the
-    two is a duplicate.
+    Rejected images are not counted, with one exception: a reference counts even if it or its image is a duplicate. Equal
+    images count once.
     """
     rows = list(rows)
     usable = [row for row in rows if not row["rejected"]]
@@ -168,12 +168,12 @@ def _describe_references(found: list[Row], rows: list[Row]) -> Iterator[str]:
     """
     if not found:
         return
-    usable = {row["path"] for row in rows if row["rejected"] in (None, "duplicate")}
-    paired = [row for row in found if row["reference_of"] in usable and row["path"] in usable]
+    usable = {row["path"]: row["image_id"] for row in rows if row["rejected"] in (None, "duplicate")}
+    trained = {row["image_id"] for row in rows if row["rejected"] is None and row["use"] is None}
+    paired = [row for row in found if row["path"] in usable and usable.get(row["reference_of"]) in trained]
     folders = ", ".join(f"{each}/" for each in sorted({row["folder"] for row in paired}))
-    images = len({row["reference_of"] for row in paired})
-    trained = sum(row["rejected"] is None and row["use"] is None for row in rows)
-    yield f"paired images: {len(paired)} references in {folders or 'no folder'} for {images} of {trained} images"
+    images = len({usable[row["reference_of"]] for row in paired})
+    yield f"paired images: {len(paired)} references in {folders or 'no folder'} for {images} of {len(trained)} images"
     if lost := [row["path"] for row in found if not row["reference_of"]]:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         yield f"no image has the name of the reference {lost[0]}{more}: it is not used"

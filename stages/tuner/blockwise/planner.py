@@ -23,9 +23,10 @@ from stages.tuner.quantize import CHUNK, GROUP, is_packable
 
 # Bytes per byte of a block's Linear inputs and outputs. Measured on a CPU, and on a GPU at full size (data/bench.jsonl).
 SAVED = {4: 1.3, 2: 1.5}  # kept for the gradient, by itemsize: in half precision some of it is float32
-BLOCK_WORK = 2.0  # in use while a block is computed and differentiated
 FORWARD_WORK = 1.05  # in use while a block is computed without a gradient; also per byte of attention scores
-SCORES_WORK = 2.5  # in use while a block is differentiated, per byte of its attention scores
+# In use at moments while a block is differentiated: pairs (per byte of its Linears, per byte of its attention scores). The moment
+# that needs the most counts.
+BLOCK_WORK = ((2.0, 2.5),)
 UNPACKED = 2  # packed weights that exist unpacked at once while a block is computed
 FACTOR = 1.25  # a step's measured peak is within this factor of the estimate, either way
 
@@ -49,9 +50,8 @@ class Estimate:
     saved_scores: int = 0  # scores kept per block until the backward pass; 0 if they are built in chunks
     unpacked: int = 0  # the largest packed weight of a block in unpacked form, or the largest chunk of it
     validation: int = 0  # in use while held-out images are measured, besides weights, adapter and state
-    work_rate: float = BLOCK_WORK  # in use while a block is computed and differentiated, per byte of Linear inputs and outputs
     saved_rate: float | None = None  # kept for the gradient per byte of Linear inputs and outputs; None: `SAVED`
-    scores_rate: float = SCORES_WORK  # in use while a block is differentiated, per byte of its attention scores
+    work_rates: tuple[tuple[float, float], ...] = BLOCK_WORK  # in use while a block is differentiated, see `BLOCK_WORK`
     stored: tuple[int, ...] = ()  # per block: weights that are read from disk when they are needed, besides `weights`
 
     def peak(self, plan: Plan) -> int:
@@ -107,7 +107,8 @@ class Estimate:
         """The bytes in use while the largest block is computed and differentiated. Weights are not counted. The block inputs
         that are kept for the backward pass are not counted either.
         """
-        return max(self.work_rate * traffic + own for traffic, own in self._per_block()) + self.scores_rate * self.scores
+        moments = ((linear * traffic + own, rate) for linear, rate in self.work_rates for traffic, own in self._per_block())
+        return max(work + rate * self.scores for work, rate in moments)
 
     @property
     def unpacked_work(self) -> int:
@@ -139,7 +140,7 @@ def estimate(
 
     `parts` sets further fields of the `Estimate` in bytes, such as `scores`, the attention scores of a block. A field
     that is not given is 0. The fields in `parts` are `optimizer_work`, `scores`, `saved_scores`, `unpacked`,
-    `validation`, `work_rate`, `saved_rate`, `scores_rate` and `stored`; comments in `Estimate` explain them. Nothing is computed.
+    `validation`, `saved_rate`, `work_rates` and `stored`; comments in `Estimate` explain them. Nothing is computed.
     The arrays in `chain` and `inputs` need not be computed either.
     """
     h, shared = chain.enter(**inputs)

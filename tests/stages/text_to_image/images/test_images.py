@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from stages.text_to_image.images import examine
+from stages.text_to_image.images import examine, layout
 from stages.text_to_image.images import stage as images
 from stages.text_to_image.images.scan import scan
 from stages.text_to_image.images.stage import STAGE, ImagesConfig
@@ -237,3 +237,13 @@ def test_the_output_of_a_project_that_lies_in_its_own_image_folder_becomes_no_ro
         draw(tmp_path / name, len(name)) if name.endswith("png") else (tmp_path / "exports").mkdir()
     (tmp_path / "project.toml").write_text("")
     assert [row["path"] for row in scan(tmp_path).files] == ["a.png", "sub/b.png", "sub/tables/c.png"]
+
+
+def test_equal_images_with_references_of_their_own_count_as_one_image():
+    def row(path: str, image_id: str, of: str | None = None, rejected: str | None = None) -> dict:
+        about = {"folder": "control", "use": "reference", "reference_of": of} if path.startswith("control") else layout.NOTHING
+        return {"path": path, "image_id": image_id, "rejected": rejected, "offset": None} | layout.NOTHING | about
+
+    rows = [row("a.png", "A"), row("b.png", "A", rejected="duplicate"), row("c.png", "C"), row("d.png", "D", rejected="damaged")]
+    rows += [row(f"control/{name}.png", name.upper() * 2, of=f"{name}.png") for name in "abd"]
+    assert list(layout.describe(rows)) == ["paired images: 2 references in control/ for 1 of 2 images"]

@@ -50,7 +50,7 @@ def test_every_step_runs_under_the_live_memory_limit_of_the_plan_and_the_limit_i
     Run(tmp_path, transformer, replace(BASE, steps=2, memory=plan, memory_gb=0.3)).go()
     assert seen == bounds * 2
     assert mx.get_memory_limit() == before
-    assert bounds[0] == 0.3e9 if plan == "whole" else 0 < bounds[0] < 0.3e9
+    assert (0.29e9 if plan == "whole" else 0) < bounds[0] < 0.3e9
 
 
 @pytest.mark.parametrize(
