@@ -23,7 +23,7 @@ EXTRA = 4.0  # on a CPU, strips beside these copies: the input, its normalised f
 INPUTS = 3.0  # on a GPU, copies of the input strip: with the rows beside it, normalised, padded
 OUTPUTS = 2.0  # on a GPU, copies of the output strip: the convolution's result, its sum with another activation
 EXACT = 5.5  # on CUDA: bytes of scratch of an exact convolution per byte of input and output strip (data/bench.jsonl)
-WINOGRAD = 64 / 36  # on Metal: bytes of scratch per byte of input and output; tiles of 8 x 8 values stand for 6 x 6
+WINOGRAD = 64 / 36  # on Metal, if not exact: bytes of scratch per byte of input and output; tiles of 8 x 8 stand for 6 x 6
 
 
 def autoencoder_bytes(
@@ -108,5 +108,6 @@ def conv_work(H: int, W: int, inputs: int, outputs: int, exact: bool) -> float:
     strip = min(strip_rows(H, W, inputs, outputs, exact=exact), H) * W
     if mx.default_device() == mx.cpu:
         return strip * (COLUMNS * inputs + EXTRA * max(inputs, outputs))
-    scratch = WINOGRAD if mx.metal.is_available() else EXACT if exact else 0.0
+    inexactly, exactly = (WINOGRAD, 0.0) if mx.metal.is_available() else (0.0, EXACT)
+    scratch = exactly if exact else inexactly
     return strip * ((INPUTS + scratch) * inputs + (OUTPUTS + scratch) * outputs)
