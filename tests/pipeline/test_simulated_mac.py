@@ -13,6 +13,7 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from pipeline.commands.plan import report
@@ -88,6 +89,8 @@ def test_on_every_mac_the_plan_refuses_only_what_exceeds_its_budget_and_its_reme
     (tmp_path / "project.toml").write_text(text)
     memory = gigabytes * 2**30
     monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(device, "device_bytes", lambda: int(0.84 * memory))
     monkeypatch.setattr(device, "physical_bytes", lambda: memory)
     monkeypatch.setattr(device, "free_bytes", lambda: None)

@@ -46,11 +46,11 @@ def modulate(x_BSD: mx.array, mods: list[mx.array]) -> mx.array:
     arrays: the shift, then 1 + scale. Any further arrays in `mods` are ignored. All these arrays and the result are
     (batch, rows, hidden). In each sample, a modulation has the same values in every row.
 
-    The modulation of a single sample serves as weights of the norm, so that one kernel computes both. For several samples,
-    the factors and terms have the same order as where the blocks add their gated outputs, so that one compiled kernel serves
-    both.
+    On a GPU, the modulation of a single sample serves as weights of the norm, so that one kernel computes both. For several
+    samples, the factors and terms have the same order as where the blocks add their gated outputs, so that one compiled
+    kernel serves both. On a CPU, MLX has no kernel of the norm.
     """
-    if x_BSD.shape[0] == 1:
+    if x_BSD.shape[0] == 1 and kernels.compiles():
         y_BSD: mx.array = _weighted_layer_norm(x_BSD, mods[1][0, 0], mods[0][0, 0])
         return y_BSD
     return mx.fast.layer_norm(x_BSD, None, None, EPS) * mods[1] + mods[0]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from stages import kernels
 from stages.models.flux2 import layers
 from stages.models.flux2 import transformer as flux2
 from stages.models.flux2.blocks import plain_linear
@@ -93,7 +94,13 @@ def test_the_released_sizes_give_the_released_numbers_of_parameters(name: str, t
     assert sum(int(np.prod(shape)) for shape in shapes.values()) == parameters
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.fixture(params=["one image on a CPU", "one image on a GPU", "two images"])
+def batch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A number of images, which are computed as on that device."""
+    monkeypatch.setattr(kernels, "compiles", lambda: request.param.endswith("GPU"))
+    return 2 if request.param == "two images" else 1
+
+
 def test_the_velocity_is_that_of_diffusers(reference: Any, batch: int) -> None:
     import torch
 
@@ -104,7 +111,6 @@ def test_the_velocity_is_that_of_diffusers(reference: Any, batch: int) -> None:
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
 def test_the_gradient_is_that_of_diffusers(reference: Any, batch: int) -> None:
     import torch
 
