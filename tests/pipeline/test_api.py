@@ -125,12 +125,14 @@ def test_importing_the_api_costs_little_more_than_pyarrow_and_loads_nothing_heav
         return seconds, loaded
 
     arrow, api = [], []
-    for _ in range(5):  # in turns, so that a busy machine slows both
+    for _ in range(15):  # in turns, until both were measured at a quiet moment; a ratio is the same on every machine
         arrow.append(cost("import pyarrow")[0])
         seconds, loaded = cost("from pipeline import Project")
         api.append(seconds)
         assert loaded == []
-    assert min(api) <= min(arrow) + 0.1
+        if len(api) >= 5 and min(api) <= 1.6 * min(arrow):
+            return
+    raise AssertionError(f"importing the API takes {min(api) / min(arrow):.2f} times what pyarrow takes, more than 1.6")
 
 
 EXAMPLE = """
