@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import unicodedata
+import urllib.request  # noqa: F401  (it asks for the platform when it is imported, not when it is faked)
 from pathlib import Path
 from typing import Any
 
