@@ -23,7 +23,7 @@ C = TypeVar("C", bound=TrainingConfig)
 GB = 1e9
 GROWTH_LIMIT = 0.9  # share of the limit that a micro-batch twice as large must stay below
 AHEAD = 0.5  # share of one block's working memory that work started ahead may use beyond the estimate
-LAST = 0.1  # share of one block's working memory that the operation started last may add
+LAST = 0.25  # share of one block's working memory that the operations started last may add
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def live_bytes_limit(estimate: Estimate, plan: Plan, limit: int) -> int:
     """Return the memory use, in bytes, at which MLX must wait before it starts further work. `estimate` is the memory
     estimate of the largest micro-batch (samples computed at once). `plan` says how many of the last blocks keep their
     activations: "whole", "blocks" or a number. `limit` is the number of bytes that training may take. The result is a
-    little below `limit`, because the operation started last takes memory too.
+    little below `limit`, because the operations started last take memory too.
 
     Unpacked weights are not part of the allowance for working ahead, because they are freed within a block.
     """
