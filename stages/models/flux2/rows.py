@@ -45,9 +45,8 @@ class StripQueue:
         kernels.dispatch(x)
         self.started.append((x, max(x.size, work)))
         self.values += self.started[-1][1]
-        ahead = kernels.compiles()
-        most = IN_FLIGHT * strip_bytes() // ITEM if ahead else 0
-        while len(self.started) > ahead and self.values > most:
+        newest, most = (1, IN_FLIGHT * strip_bytes() // ITEM) if kernels.compiles() else (0, 0)  # not waited for
+        while len(self.started) > newest and self.values > most:
             oldest, values = self.started.popleft()
             self.values -= values
             mx.eval(oldest)

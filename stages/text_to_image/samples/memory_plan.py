@@ -21,7 +21,7 @@ from stages.tuner.quantize import BITS
 from stages.tuner.step import choose_targets
 
 AHEAD = 1.5  # on a GPU, blocks whose working memory may be in use before MLX waits; the work that it has started comes on top
-READ = 0.75  # on a GPU, share of the next block read from disk before a block is computed; about 0.5 on an H200
+READ = 0.75  # on a GPU, share of the next block read from disk before a block is computed; fits data/bench.jsonl
 LOWEST_SIDE = 256  # pixels: no smaller preview is advised
 PNG = 1.5  # bytes per pixel of a preview on disk, about
 

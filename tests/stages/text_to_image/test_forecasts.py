@@ -124,3 +124,19 @@ def test_the_forecast_of_samples_counts_the_blocks_on_disk_and_not_in_memory() -
     )
     assert (kept.file_bytes, kept.row_bytes) == (0, streamed.row_bytes)
     assert streamed.file_bytes > kept.peak - streamed.peak > 0.8 * streamed.file_bytes
+
+
+def test_the_forecast_of_latents_follows_its_setting_and_not_the_environment_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    sections = {one: PIPELINE.stage(one).config() for one in PIPELINE.stages}
+    found = PIPELINE.stage("latents").forecast
+    assert found is not None
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+
+    def peaks() -> list[int]:
+        settings = [replace(sections["latents"], exact=exact) for exact in (True, False)]
+        return [found(Outlook(sections | {"latents": one}, family("klein-base-4b"), BUDGET)).peak for one in settings]
+
+    monkeypatch.delenv("MLX_ENABLE_TF32", raising=False)
+    unset = peaks()
+    monkeypatch.setenv("MLX_ENABLE_TF32", "0")
+    assert unset == peaks() and unset[0] != unset[1]
