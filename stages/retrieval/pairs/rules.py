@@ -26,6 +26,13 @@ def overlap(query: str, document: str) -> float:
     return len(asked & set(texts.words(document))) / len(asked) if asked else 0.0
 
 
+def is_vague(query: str, least_words: int) -> bool:
+    """Return True if `query` would fit many functions. It then has fewer words than `least_words`, or it begins with a phrase
+    that tells nothing about the code, such as "Constructor".
+    """
+    return len(query.split()) < least_words or BOILERPLATE.search(query) is not None
+
+
 def reason_against(
     query: str, document: str, body_lines: int, *, query_words: tuple[int, int], min_body_lines: int
 ) -> tuple[str, str] | None:

@@ -14,7 +14,7 @@ from schemas.retrieval.pairs import PAIRS
 from schemas.retrieval.units import UNITS
 from stages.retrieval import texts
 from stages.retrieval.pairs.among import groups, leaks
-from stages.retrieval.pairs.rules import overlap, reason_against, split_of
+from stages.retrieval.pairs.rules import is_vague, overlap, reason_against, split_of
 from stages.settings import require, runtime, setting
 from stages.stage import Stage, StageContext
 
@@ -141,27 +141,28 @@ def finish_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     if not units.keys() <= stored.keys():
         return
     rows = [stored[unit_id] for unit_id in units]
-    judged = mark_leaks(mark_duplicates(rows, units), units, ctx.config.max_leak)
+    judged = mark_leaks(mark_duplicates(rows, units, ctx.config), units, ctx.config.max_leak)
     changed = [new for new, old in zip(judged, rows, strict=True) if _batch([new]) != _batch([old])]
     for start in range(0, len(changed), ctx.config.batch_size):
         yield _batch(changed[start : start + ctx.config.batch_size])
     _summarise(ctx, judged)
 
 
-def mark_duplicates(rows: list[Row], units: dict[str, Row]) -> list[Row]:
+def mark_duplicates(rows: list[Row], units: dict[str, Row], config: PairsConfig) -> list[Row]:
     """Return copies of `rows` in the same order, with duplicates rejected. `rows` are rows of the table `pairs`.
-    `units` maps the id of a unit (a piece of code) to its row in the table `units`. Pairs with the same query or body
-    form a group. Pairs that another rule has rejected stay rejected. Of the other pairs in the group, the first is
-    used, and the rest get "duplicate" in the column `rejected`. All pairs of the group get one `duplicate_group`.
+    `units` maps the id of a unit (a piece of code) to its row in the table `units`. `config` holds the settings
+    [pairs]. Pairs with the same query or body form a group. Pairs that another rule has rejected stay rejected. Of the
+    other pairs in the group, the first is used, and the rest get "duplicate" in the column `rejected`. All pairs of the
+    group get one `duplicate_group`.
 
-    For example, a group has the pairs A, B and C, and A is rejected as "short_query". Then A stays rejected, B is used,
+    For example, a group has the pairs A, B and C, and A is rejected as "long_query". Then A stays rejected, B is used,
     and C is a duplicate. All three get the `pair_id` of A, the first pair, as `duplicate_group`. Earlier marks
     "duplicate" and "leak" are judged anew, and the column `leak` is set to 0.
 
-    Two pairs belong to the same group if their queries have the same words, or if their bodies have the same text apart
-    from whitespace. Pairs that are linked through other pairs belong to the same group too.
+    Two pairs belong to the same group if `shared_keys` gives them a common key. Pairs that are linked through other
+    pairs belong to the same group too.
     """
-    keys = [(("query", *texts.words(row["query"])), ("body", *units[row["unit_id"]]["body"].split())) for row in rows]
+    keys = [shared_keys(row["query"], units[row["unit_id"]], config) for row in rows]
     taken: set[int] = set()
     found = []
     for row, group in zip(rows, groups(keys), strict=True):
@@ -173,6 +174,19 @@ def mark_duplicates(rows: list[Row], units: dict[str, Row]) -> list[Row]:
             taken.add(group)
         found.append(new)
     return found
+
+
+def shared_keys(query: str, unit: Row, config: PairsConfig) -> list[tuple[str, ...]]:
+    """Return what a pair has in common with its duplicates, as at most two keys: the words of `query`, and the body of its
+    unit without whitespace. `unit` is the row of the unit (a piece of code) in the table `units`. `config` holds the
+    settings [pairs].
+
+    A query that would fit many functions is left out, and so is a body of fewer lines than `min_body_lines`. Such
+    pairs would link functions that have nothing to do with each other.
+    """
+    keys = [("query", *texts.words(query))] if not is_vague(query, config.min_query_words) else []
+    keys += [("body", *unit["body"].split())] if unit["code_lines"] >= config.min_body_lines else []
+    return [key for key in keys if len(key) > 1]
 
 
 def mark_leaks(rows: list[Row], units: dict[str, Row], limit: float) -> list[Row]:
@@ -216,4 +230,12 @@ def _summarise(ctx: StageContext, rows: list[Row]) -> None:
         ctx.say(f"a split is empty: the pairs are of {packages} top-level modules; {remedy}")
 
 
-STAGE = Stage(reads=(UNITS,), writes=PAIRS, config=PairsConfig, wants=wanted_pairs, run=judge_pairs, finish=finish_pairs)
+STAGE = Stage(
+    reads=(UNITS,),
+    writes=PAIRS,
+    config=PairsConfig,
+    wants=wanted_pairs,
+    run=judge_pairs,
+    finish=finish_pairs,
+    version=2,  # 2: short bodies and vague queries make no duplicates
+)

@@ -109,7 +109,8 @@ def _signature(node: Function | ast.ClassDef, lines: list[str]) -> tuple[str, in
     code = " ".join(line.strip() for line in lines[node.lineno - 1 : last])
     if first.lineno == node.lineno:  # the body stands on the line of the signature
         code = lines[node.lineno - 1].encode()[node.col_offset : first.col_offset].decode(errors="replace").strip()
-    return code, code.find(node.name) + len(node.name)
+    name = re.search(r"(?:def|class)\s+\w+", code)
+    return code, name.end() if name else 0
 
 
 def _source(node: Function, statements: list[ast.stmt], lines: list[str]) -> str:

@@ -150,4 +150,12 @@ def _row(unit: Unit, source: Row, max_characters: int) -> Row:
     }
 
 
-STAGE = Stage(reads=(SOURCES,), writes=UNITS, config=UnitsConfig, wants=wanted_units, run=parse_units, ships=False)
+STAGE = Stage(
+    reads=(SOURCES,),
+    writes=UNITS,
+    config=UnitsConfig,
+    wants=wanted_units,
+    run=parse_units,
+    ships=False,
+    version=2,  # 2: functions that JavaScript assigns to a name; the code after a name is found by the syntax tree
+)

@@ -8,6 +8,7 @@ import pytest
 
 from stages.retrieval.pairs.among import groups, leaks
 from stages.retrieval.pairs.rules import overlap, reason_against, split_of
+from stages.retrieval.pairs.stage import PairsConfig, mark_duplicates
 from tests.stages.retrieval.project import FUNCTION, make, rows, run
 
 
@@ -93,6 +94,34 @@ def test_of_pairs_with_one_query_or_body_the_first_is_used(tmp_path):
     other = found["Count the words of a list and keep the largest 0.code/zebra"]
     assert (first["rejected"], other["rejected"]) == (None, "duplicate")
     assert first["duplicate_group"] == other["duplicate_group"]
+
+
+def test_stubs_and_vague_queries_do_not_make_unrelated_functions_duplicates():
+    count, merge, stub = (
+        "a = 1\nb = 2\nc = 3\nd = 4\nreturn a",
+        "e = 1\nf = 2\ng = 3\nh = 4\nreturn e",
+        "raise NotImplementedError",
+    )
+    pairs = [
+        ("Count the words.", count, None),
+        ("Merge two files.", merge, None),
+        ("Count the words.", stub, "short_body"),
+        ("Merge two files.", stub, "short_body"),
+        ("Constructor.", count, "short_query"),
+        ("Constructor.", merge, "short_query"),
+        ("Override the base method to close it.", count, "boilerplate"),
+        ("Override the base method to close it.", merge, "boilerplate"),
+        ("Count the words!", "", None),
+        ("Merge two files", "", None),
+    ]
+    given = [{"pair_id": n, "unit_id": n, "query": query, "rejected": why} for n, (query, _, why) in enumerate(pairs)]
+    units = {
+        n: {"body": body, "code_lines": len(body.splitlines()), "path": "a.py", "first_line": n}
+        for n, (_, body, _) in enumerate(pairs)
+    }
+    found = mark_duplicates(given, units, PairsConfig())
+    assert [row["rejected"] for row in found] == [*[row["rejected"] for row in given][:8], "duplicate", "duplicate"]
+    assert [row["duplicate_group"] for row in found] == [0, 1] * 5
 
 
 def test_deleting_a_file_makes_its_duplicate_usable(tmp_path):

@@ -72,5 +72,126 @@ def test_functions_have_name_comment_and_body(language, source, expected):
         assert unit.name in lines[0] and unit.rest.startswith(("(", "<"))
 
 
+def names(source: str, language: str, classes: bool = False) -> dict[str, tuple[str, str]]:
+    """Return the kind of each unit and the first line after its name, by qualified name."""
+    pytest.importorskip("tree_sitter")
+    pytest.importorskip(GRAMMARS[language].module)
+    found = syntax_units(source, language, classes=classes) or []
+    return {unit.qualified_name: (unit.kind, unit.rest.splitlines()[0]) for unit in found}
+
+
+NAMED = """
+// Read lines.
+export const readLines = async (path: string): Promise<string> => {
+  return path;
+};
+const a = 1, b = function (x) { return x };
+class Stack { push = (item) => this.items.push(item); }
+module.exports.go = function (q) { return q };
+Stack.prototype.walk = function (q) { return q };
+const routes = { run(x) { return x }, walk: (y) => y };
+useEffect(() => { start() });
+export const Big = memo(function Inner(p) { return p });
+namespace N { export function inner(z) { return z } }
+export default (x) => x;
+"""
+
+
+@pytest.mark.parametrize("language", ["javascript", "typescript", "tsx"])
+def test_functions_that_javascript_gives_a_name_by_assignment_are_found(language):
+    source = NAMED if language != "javascript" else NAMED.replace(": string): Promise<string>", ")").replace("namespace N", "")
+    typed = "(path: string): Promise<string>" if language != "javascript" else "(path)"
+    assert names(source, language) == {
+        "readLines": ("function", f" = async {typed} => {{"),
+        "b": ("function", " = function (x) { return x }"),
+        "Stack.push": ("method", " = (item) => this.items.push(item)"),
+        "go": ("function", " = function (q) { return q }"),
+        "Stack.prototype.walk": ("method", " = function (q) { return q }"),
+        "routes.run": ("function", "(x) { return x }"),
+        "routes.walk": ("function", ": (y) => y"),
+        "Big.Inner": ("function", "(p) { return p }"),
+        ("inner" if language == "javascript" else "N.inner"): ("function", "(z) { return z }"),
+        "default": ("function", " (x) => x;"),
+    }
+    found = {unit.name: unit for unit in syntax_units(source, language, classes=False) or []}
+    assert found["readLines"].docstring == "Read lines."
+    assert found["readLines"].signature == f"const readLines = async {typed} =>"
+    assert (found["readLines"].first_line, found["readLines"].last_line) == (3, 5)
+
+
+CPP = """
+namespace ns {
+int n(int x) { return x; }
+struct S { int get() const { return x; } ~S() { drop(); } };
+}
+void Stack::push(int k) { a -= k; }
+bool ns::S<int>::operator==(const S& o) const { return true; }
+// Return the larger one.
+template <typename T>
+T &larger(T a, T b) { return a; }
+int (*pick(int a))(int) { return g; }
+class TORCH_API Guard final : public Base { bool held() const { return h; } };
+S::operator bool() const { return true; }
+"""
+
+
+def test_a_function_of_cpp_is_named_by_its_declarator_and_a_method_by_its_class():
+    assert names(CPP, "cpp") == {
+        "ns.n": ("function", "(int x) { return x; }"),
+        "ns.S.get": ("method", "() const { return x; }"),
+        "ns.S.~S": ("method", "() { drop(); }"),
+        "Stack.push": ("method", "(int k) { a -= k; }"),
+        "ns.S.operator==": ("method", "(const S& o) const { return true; }"),
+        "larger": ("function", "(T a, T b) { return a; }"),
+        "pick": ("function", "(int a))(int) { return g; }"),
+        "Guard.held": ("method", "() const { return h; }"),
+        "S.operator bool": ("method", "() const { return true; }"),
+    }
+    assert names(CPP, "cpp", classes=True)["Guard"] == ("class", " final : public Base { bool held() const { return h; } }")
+    (larger,) = (unit for unit in syntax_units(CPP, "cpp", classes=False) or [] if unit.name == "larger")
+    assert larger.docstring == "Return the larger one."
+
+
+def test_types_of_go_are_classes_and_functions_with_a_receiver_are_their_methods():
+    source = (
+        GO
+        + """
+// Stack holds numbers.
+type Stack struct {
+	items []int
+}
+type (
+	// Reader reads.
+	Reader interface { Read() }
+	Number int
+)
+func (s *Stack[T]) Push(v int) { s.items = v }
+"""
+    )
+    assert names(source, "go", classes=True) == {
+        "Add": ("function", "(a int, b int) int {"),
+        "Stack": ("class", " struct {"),
+        "Reader": ("class", " interface { Read() }"),
+        "Stack.Push": ("method", "(v int) { s.items = v }"),
+    }
+    found = {unit.name: unit for unit in syntax_units(source, "go", classes=True) or []}
+    assert (found["Stack"].docstring, found["Reader"].docstring) == ("Stack holds numbers.", "Reader reads.")
+    assert (found["Stack"].signature, found["Stack"].body.strip()) == ("type Stack struct", "items []int")
+
+
+@pytest.mark.parametrize(
+    ("language", "source", "expected"),
+    [
+        ("c", "int n(int x) { return x; }", {"n": ("function", "(int x) { return x; }")}),
+        ("go", "package m\nfunc f(a int) int { return a }", {"f": ("function", "(a int) int { return a }")}),
+        ("javascript", "function f(a) { return a }", {"f": ("function", "(a) { return a }")}),
+        ("rust", "mod m { fn n(x: u32) -> u32 { x } }", {"m.n": ("function", "(x: u32) -> u32 { x }")}),
+        ("java", "class A { int a(int t) { return t; } }", {"A.a": ("method", "(int t) { return t; }")}),
+    ],
+)
+def test_the_code_after_a_short_name_begins_after_the_name(language, source, expected):
+    assert names(source, language) == expected
+
+
 def test_a_language_without_a_grammar_is_left_to_windows_of_lines():
     assert syntax_units("select 1", "sql", classes=True) is None

@@ -154,6 +154,18 @@ def test_only_the_units_of_a_changed_file_are_made_again(tmp_path):
     assert {row["unit_id"]: row for row in rows(folder, "units")} == after
 
 
+@pytest.mark.parametrize(
+    ("source", "rest"),
+    [
+        ("def f(x): return x", "(x): return x"),
+        ("async def e(x):\n    return x", "(x):\n    return x"),
+        ("class c(list):\n    n = 1", "(list):\n    n = 1"),
+    ],
+)
+def test_the_code_after_a_name_of_one_letter_begins_after_the_name(source, rest):
+    assert [unit.rest.strip() for unit in units(source, classes=True).values()] == [rest]
+
+
 def test_a_file_that_changed_after_sources_is_one_line(tmp_path):
     folder = make(tmp_path / "project")
     run(folder, "sources")
