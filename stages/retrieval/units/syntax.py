@@ -34,8 +34,11 @@ class Grammar:
     comments: frozenset[str] = field(default=frozenset({"comment", "line_comment", "block_comment"}))
 
 
-def _grammar(module: str, *kinds: str, function: str = "language") -> Grammar:
-    return Grammar(module, *(frozenset(kind.split()) for kind in kinds), function=function)
+def _grammar(
+    module: str, functions: str, classes: str = "", inside: str = "", values: str = "", *, function: str = "language"
+) -> Grammar:
+    types = {"functions": functions, "classes": classes, "inside": inside, "values": values}
+    return Grammar(module, **{name: frozenset(text.split()) for name, text in types.items()}, function=function)
 
 
 FUNCTIONS = "function_declaration generator_function_declaration method_definition"
@@ -103,8 +106,8 @@ def _units(node: Any, owner: str, methods: bool, source: bytes, grammar: Grammar
         name = ".".join(_parts(_name_node(child))) if is_class or child.type in grammar.inside else ""
         if is_class and name and classes and _body_start(child) is not None:
             yield _unit(child, owner, False, source, grammar)
-        within = (f"{owner}{name}.", is_class or child.type == "impl_item") if name else (owner, methods)
-        yield from _units(child, *within, source, grammar, classes)
+        below, of_class = (f"{owner}{name}.", is_class or child.type == "impl_item") if name else (owner, methods)
+        yield from _units(child, below, of_class, source, grammar, classes)
 
 
 def _unit(node: Any, owner: str, method: bool, source: bytes, grammar: Grammar) -> Unit:
