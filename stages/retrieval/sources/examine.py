@@ -15,12 +15,19 @@ Row = dict[str, Any]
 LANGUAGES = {
     ".py": "python", ".pyi": "python", ".pyw": "python", ".rs": "rust", ".go": "go", ".java": "java", ".kt": "kotlin",
     ".scala": "scala", ".swift": "swift", ".c": "c", ".h": "c", ".cc": "cpp", ".cpp": "cpp", ".cxx": "cpp", ".hpp": "cpp",
+    ".hh": "cpp", ".hxx": "cpp", ".cuh": "cpp", ".cjs": "javascript", ".mts": "typescript", ".cts": "typescript",
     ".cs": "csharp", ".js": "javascript", ".mjs": "javascript", ".jsx": "javascript", ".ts": "typescript", ".tsx": "tsx",
     ".rb": "ruby", ".php": "php", ".lua": "lua", ".jl": "julia", ".r": "r", ".hs": "haskell", ".ml": "ocaml", ".ex": "elixir",
     ".exs": "elixir", ".erl": "erlang", ".clj": "clojure", ".sh": "bash", ".lean": "lean", ".zig": "zig", ".sql": "sql",
     ".m": "objc", ".mm": "objc", ".metal": "cpp", ".cu": "cpp", ".pl": "perl", ".dart": "dart",
 }
 # fmt: on
+HEADER = ".h"  # the suffix of headers of C, of which many are C++
+# What only a header of C++ holds.
+CPP = re.compile(
+    r"^\s*(?:namespace\b|template\s*<|class\s+\w|using\s+\w|(?:public|private|protected)\s*:)|\bstd::|^\s*#\s*include\s*<\w+>",
+    re.MULTILINE,
+)
 VENDORED = frozenset(
     {"vendor", "vendored", "_vendor", "_vendored", "third_party", "thirdparty", "node_modules", "extern", "_bundled", "bundled"}
 )
@@ -49,25 +56,37 @@ def examine(file: Path, row: Row, *, max_bytes: int, languages: tuple[str, ...])
 
     Duplicates are not looked for.
     """
-    language = LANGUAGES.get(PurePosixPath(row["path"]).suffix.lower(), "")
+    suffix = PurePosixPath(row["path"]).suffix.lower()
+    language = LANGUAGES.get(suffix, "")
     found = {**row, **UNREAD, "language": language}
     try:
-        _check_place(row, language, max_bytes, languages)
+        _check_language({language, "cpp"} if suffix == HEADER else {language}, languages)
+        _check_place(row, max_bytes)
         content = _read(file)
         found["source_id"] = hashlib.sha256(content).hexdigest()
         text = _decode(content)
         found["lines"] = len(text.splitlines())
+        if suffix == HEADER and CPP.search(text):
+            found["language"] = "cpp"
+        _check_language({found["language"]}, languages)
         _check_text(text)
     except Skip as skip:
         found |= {"skipped": skip.reason, "detail": skip.detail}
     return {name: found[name] for name in SOURCES.batch.names}
 
 
-def _check_place(row: Row, language: str, max_bytes: int, languages: tuple[str, ...]) -> None:
+def _check_language(possible: set[str], languages: tuple[str, ...]) -> None:
+    """Raise Skip if a file is in none of the wanted `languages`. `possible` are the languages that it may be in, or "" if
+    its suffix is not known. If `languages` is empty, every known language is wanted.
+    """
+    if not any(possible):
+        raise Skip("language", "its suffix is of no known language")
+    if languages and not possible.intersection(languages):
+        raise Skip("language", f"sources.languages has {', '.join(languages)}")
+
+
+def _check_place(row: Row, max_bytes: int) -> None:
     parts = PurePosixPath(row["path"]).parts[1:-1]
-    if not language or (languages and language not in languages):
-        wanted = f"sources.languages has {', '.join(languages)}" if language else "its suffix is of no known language"
-        raise Skip("language", wanted)
     if vendored := VENDORED.intersection(part.lower() for part in parts):
         raise Skip("vendored", f"it lies in a folder {min(vendored)}, which holds copies of other projects")
     if row["bytes"] > max_bytes:

@@ -120,6 +120,26 @@ def test_only_the_languages_of_the_setting_are_read(folder):
 
 
 @pytest.mark.parametrize(
+    ("text", "language"),
+    [
+        ("namespace a {\nint f();\n}\n", "cpp"),
+        ("#pragma once\n#include <vector>\nint f();\n", "cpp"),
+        ("template <typename T> T f(T x) { return x; }\n", "cpp"),
+        ("struct A {\n public:\n  int x;\n};\n", "cpp"),
+        ("#include <stdio.h>\n/* a class of its own,\n * using std names */\nstruct a { int class; };\n", "c"),
+        ('#ifdef __cplusplus\nextern "C" {\n#endif\nint f(void);\n', "c"),
+    ],
+)
+def test_a_header_is_cpp_if_its_text_is(text, language, folder):
+    (folder / "code" / "a.h").write_text(text)
+    skipped(folder)
+    assert {row["language"] for row in rows(folder, "sources") if row["path"] == "code/a.h"} == {language}
+    other = {"cpp": "c", "c": "cpp"}[language]
+    assert skipped(folder, **{"sources.languages": (language, "python")})["code/a.h"] is None
+    assert skipped(folder, **{"sources.languages": (other, "python")})["code/a.h"] == "language"
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         ({"sources.roots": ("cod",)}, 'source folder .*cod does not exist: set sources.roots; did you mean "code"'),
