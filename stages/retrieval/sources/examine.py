@@ -14,12 +14,12 @@ Row = dict[str, Any]
 # fmt: off
 LANGUAGES = {
     ".py": "python", ".pyi": "python", ".pyw": "python", ".rs": "rust", ".go": "go", ".java": "java", ".kt": "kotlin",
-    ".scala": "scala", ".swift": "swift", ".c": "c", ".h": "c", ".cc": "cpp", ".cpp": "cpp", ".cxx": "cpp", ".hpp": "cpp",
-    ".hh": "cpp", ".hxx": "cpp", ".cuh": "cpp", ".cjs": "javascript", ".mts": "typescript", ".cts": "typescript",
+    ".kts": "kotlin", ".scala": "scala", ".swift": "swift", ".c": "c", ".h": "c", ".cc": "cpp", ".cpp": "cpp", ".cxx": "cpp",
+    ".hpp": "cpp", ".hh": "cpp", ".hxx": "cpp", ".cuh": "cpp", ".cjs": "javascript", ".mts": "typescript", ".cts": "typescript",
     ".cs": "csharp", ".js": "javascript", ".mjs": "javascript", ".jsx": "javascript", ".ts": "typescript", ".tsx": "tsx",
-    ".rb": "ruby", ".php": "php", ".lua": "lua", ".jl": "julia", ".r": "r", ".hs": "haskell", ".ml": "ocaml", ".ex": "elixir",
-    ".exs": "elixir", ".erl": "erlang", ".clj": "clojure", ".sh": "bash", ".lean": "lean", ".zig": "zig", ".sql": "sql",
-    ".m": "objc", ".mm": "objc", ".metal": "cpp", ".cu": "cpp", ".pl": "perl", ".dart": "dart",
+    ".rb": "ruby", ".rake": "ruby", ".php": "php", ".lua": "lua", ".jl": "julia", ".r": "r", ".hs": "haskell", ".ml": "ocaml",
+    ".ex": "elixir", ".exs": "elixir", ".erl": "erlang", ".clj": "clojure", ".sh": "bash", ".lean": "lean", ".zig": "zig",
+    ".sql": "sql", ".m": "objc", ".mm": "objc", ".metal": "cpp", ".cu": "cpp", ".pl": "perl", ".dart": "dart",
 }
 # fmt: on
 HEADER = ".h"  # the suffix of headers of C, of which many are C++

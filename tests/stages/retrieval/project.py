@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 
 from pipeline.project.project import Project
+from stages.retrieval.units.grammars import GRAMMARS
+from stages.retrieval.units.syntax import syntax_units
 from tests import projects
 
 CONFIG = """
@@ -87,3 +90,11 @@ def rows(folder: Path, name: str, overrides: dict[str, Any] | None = None) -> li
     """The rows of a table."""
     found: pa.Table = Project(folder, overrides or {}).folder(name).rows()
     return list(found.to_pylist())
+
+
+def names(source: str, language: str, classes: bool = False) -> dict[str, tuple[str, str]]:
+    """Return the kind of each unit and the first line after its name, by qualified name."""
+    pytest.importorskip("tree_sitter")
+    pytest.importorskip(GRAMMARS[language].module)
+    found = syntax_units(source, language, classes=classes) or []
+    return {unit.qualified_name: (unit.kind, unit.rest.splitlines()[0]) for unit in found}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from stages.retrieval.units.syntax import GRAMMARS, syntax_units
+from stages.retrieval.units.grammars import GRAMMARS
+from stages.retrieval.units.syntax import syntax_units
+from tests.stages.retrieval.project import names
 
 RUST = """
 /// Parse a date
@@ -72,14 +74,6 @@ def test_functions_have_name_comment_and_body(language, source, expected):
         assert unit.name in lines[0] and unit.rest.startswith(("(", "<"))
 
 
-def names(source: str, language: str, classes: bool = False) -> dict[str, tuple[str, str]]:
-    """Return the kind of each unit and the first line after its name, by qualified name."""
-    pytest.importorskip("tree_sitter")
-    pytest.importorskip(GRAMMARS[language].module)
-    found = syntax_units(source, language, classes=classes) or []
-    return {unit.qualified_name: (unit.kind, unit.rest.splitlines()[0]) for unit in found}
-
-
 NAMED = """
 // Read lines.
 export const readLines = async (path: string): Promise<string> => {
@@ -93,13 +87,15 @@ const routes = { run(x) { return x }, walk: (y) => y };
 useEffect(() => { start() });
 export const Big = memo(function Inner(p) { return p });
 namespace N { export function inner(z) { return z } }
+export const cast = ((c) => c) as Cast;
 export default (x) => x;
 """
 
 
 @pytest.mark.parametrize("language", ["javascript", "typescript", "tsx"])
 def test_functions_that_javascript_gives_a_name_by_assignment_are_found(language):
-    source = NAMED if language != "javascript" else NAMED.replace(": string): Promise<string>", ")").replace("namespace N", "")
+    plain = NAMED.replace(": string): Promise<string>", ")").replace("namespace N", "").replace(" as Cast", "")
+    source = plain if language == "javascript" else NAMED
     typed = "(path: string): Promise<string>" if language != "javascript" else "(path)"
     assert names(source, language) == {
         "readLines": ("function", f" = async {typed} => {{"),
@@ -111,6 +107,7 @@ def test_functions_that_javascript_gives_a_name_by_assignment_are_found(language
         "routes.walk": ("function", ": (y) => y"),
         "Big.Inner": ("function", "(p) { return p }"),
         ("inner" if language == "javascript" else "N.inner"): ("function", "(z) { return z }"),
+        "cast": ("function", " = ((c) => c)" + ("" if language == "javascript" else " as Cast")),
         "default": ("function", " (x) => x;"),
     }
     found = {unit.name: unit for unit in syntax_units(source, language, classes=False) or []}

@@ -1,0 +1,73 @@
+"""The names of functions and classes in a syntax tree of tree-sitter."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+WORDS = re.compile(
+    r"operator\s*[^\s\w:]+|operator\s+\w+|~?[\w$]+[?!]?"
+)  # the parts of a name, those of C++ and Ruby too: ~Stack, operator==, empty?
+TOKENS = ("default", "deinit", "constructor", "subscript")  # words in place of a name: `export default`, Swift, Kotlin
+
+
+def name_node(node: Any) -> Any:
+    """Return the syntax node of the name that `node` declares, or None if it has none. For a Rust `impl` block, it is
+    the type. For a C function, it is the name inside the declarator, such as `f` in `*f(int x)`. For a function that
+    JavaScript exports without a name, it is the word `default`. Other words of `TOKENS` count too.
+    """
+    if node.type == "impl_item":
+        return node.child_by_field_name("type")
+    if token := next((child for child in node.children if child.type in TOKENS), None):
+        return token
+    for part in ("name", "property", "key", "left"):
+        if found := node.child_by_field_name(part):
+            return found
+    found = node.child_by_field_name("declarator")
+    return found if found is None else _declared(found)
+
+
+def _declared(node: Any) -> Any:
+    """Return the name inside a declarator of C or C++: `f` in `*f(int x)`, `&f(int x)` and `(*f(int x))(int)`."""
+    if node.type == "operator_cast":
+        return node
+    deeper = node.child_by_field_name("declarator")
+    if deeper is None and node.type in ("parenthesized_declarator", "reference_declarator"):
+        deeper = next(iter(reversed(node.named_children)), None)
+    return node if deeper is None else _declared(deeper)
+
+
+def name_end(named: Any) -> int:
+    """Return where a name ends, as an index in the bytes of the file. `named` is the syntax node of the name. Of the C++
+    name `operator bool() const`, the node also holds the parameters, which do not belong to the name.
+    """
+    if named.type == "qualified_identifier":
+        return name_end(named.child_by_field_name("name"))
+    found = named.child_by_field_name("declarator") if named.type == "operator_cast" else None
+    return int(named.end_byte if found is None else found.start_byte)
+
+
+def name_parts(named: Any) -> list[str]:
+    """Return the parts of a name, such as ["Stack", "push"] for `Stack::push` or `Stack<T>::push`. `named` is the syntax
+    node of the name, or None. The prefixes `module` and `exports` of JavaScript are left out.
+    """
+    if named is None:
+        return []
+    if named.type == "qualified_identifier":
+        return name_parts(named.child_by_field_name("scope")) + name_parts(named.child_by_field_name("name"))
+    if named.type in ("generic_type", "template_type", "template_function"):
+        return name_parts(named.child_by_field_name("name") or named.child_by_field_name("type"))
+    text = named.text.decode(errors="replace")
+    found = WORDS.findall(text.partition("(")[0] if named.type == "operator_cast" else text)
+    while len(found) > 1 and found[0] in ("module", "exports"):
+        found = found[1:]
+    return found or [text.strip()]  # an operator, such as <=> of Ruby
+
+
+def first_type(node: Any) -> str:
+    """Return the first type name inside a syntax node with a period, such as "Stack." for `(s *Stack)`, or "" for None."""
+    if node is None:
+        return ""
+    if node.type == "type_identifier":
+        return f"{node.text.decode(errors='replace')}."
+    return next(filter(None, map(first_type, node.named_children)), "")
