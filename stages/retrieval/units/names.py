@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-WORDS = re.compile(
-    r"operator\s*[^\s\w:]+|operator\s+\w+|~?[\w$]+[?!]?"
-)  # the parts of a name, those of C++ and Ruby too: ~Stack, operator==, empty?
+# The parts of a name. Besides words: `~Stack` and `operator==` of C++, `empty?` of Ruby.
+WORDS = re.compile(r"operator\s*[^\s\w:]+|operator\s+\w+|~?[\w$]+[?!]?")
 TOKENS = ("default", "deinit", "constructor", "subscript")  # words in place of a name: `export default`, Swift, Kotlin
 
 

@@ -18,7 +18,7 @@ DECLARATIONS = frozenset({"lexical_declaration", "variable_declaration", "type_d
 AROUND = DECLARATIONS | {"export_statement", "expression_statement", "template_declaration", "body_statement"}
 BODIES = frozenset({"function_body", "class_body", "enum_class_body", "computed_property", "block"})  # without the field "body"
 CASTS = frozenset({"as_expression", "satisfies_expression", "parenthesized_expression"})  # of TypeScript: (x => x) as F
-VALUES = ("value", "right", "computed_value")  # the fields of a declaration that may hold a function
+FIELDS = ("value", "right", "computed_value")  # the fields of a declaration that may hold a function
 EXPORTS = re.compile(rb"\b((?:class|struct)\s+)([A-Z][A-Z0-9_]+)(?=\s+[\w:]+(?:<[^<>{};]*>)?\s*(?:final\s*)?(?::(?!:)|\{))")
 TAGS = re.compile(r"<(?:see|seealso|paramref|typeparamref)\s+\w+=\"([^\"]*)\"\s*/>|</?\w+[^<>]*>")  # the XML in comments of C#
 MARKS = re.compile(r"^\s*(/\*\*?|\*/|\*(?!/)|///?!?|//!|#+)|\*/\s*$")  # what begins and ends the lines of a comment
@@ -102,7 +102,7 @@ def _function_value(node: Any, grammar: Grammar) -> Any:
     """
     if node.type in grammar.values:
         return node if node.child_by_field_name("name") is not None else None
-    found = next(filter(None, map(node.child_by_field_name, VALUES)), None)
+    found = next(filter(None, map(node.child_by_field_name, FIELDS)), None)
     while found is not None and found.type in CASTS and found.named_children:
         found = found.named_children[0]
     return found if found is not None and found.type in grammar.values and name_node(node) is not None else None
