@@ -143,5 +143,5 @@ STAGE = Stage(
     run=examine_sources,
     finish=finish_sources,
     ships=False,
-    version=2,  # 2: headers of C++ are told from those of C by their text
+    version=2,  # 2: a header .h is C++ if its text is
 )

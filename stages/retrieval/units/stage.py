@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,9 @@ import pyarrow as pa
 from schemas.retrieval.sources import SOURCES
 from schemas.retrieval.units import UNITS
 from stages.retrieval import texts
+from stages.retrieval.units.grammars import GRAMMARS
 from stages.retrieval.units.python import parse, python_units
-from stages.retrieval.units.syntax import syntax_units
+from stages.retrieval.units.syntax import can_parse, syntax_units
 from stages.retrieval.units.unit import Unit, package_of
 from stages.retrieval.units.windows import windows
 from stages.settings import require, runtime, setting
@@ -52,13 +53,16 @@ def wanted_units(ctx: StageContext) -> pa.Table:
     `source_id`, `language` and `module`. Raises ValueError if no file is in use, or if a file has changed since the
     stage `sources` read it.
 
-    A file with stored rows is not parsed again. Its stored rows are returned.
+    A file with stored rows is not parsed again. Its stored rows are returned. The exception is a file that was cut into
+    windows of lines because the packages for its language were not installed, if they are installed now.
     """
     sources = _used(ctx)
     if not sources:
         raise ValueError("no source file is used: see `select path, skipped, detail from sources`, or set sources.roots")
     stored = defaultdict(list)
-    for row in ctx.stored.select(list(KEPT)).to_pylist() if ctx.stored.num_rows else ():
+    for row in ctx.stored.select([*KEPT, "kind"]).to_pylist() if ctx.stored.num_rows else ():
+        if row.pop("kind") == "lines" and can_parse(row["language"]):
+            continue
         stored[tuple(row[name] for name in KEPT[1:])].append(row)
     rows: list[Row] = []
     for source in sources:
@@ -81,6 +85,7 @@ def parse_units(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     pending = set(ctx.pending["unit_id"].to_pylist())
     paths = set(ctx.pending["path"].to_pylist())
     sources = [row for row in _used(ctx) if row["path"] in paths]
+    _say_unparsed(ctx, sources)
     for start in range(0, len(sources), ctx.config.batch_size):
         if ctx.stop():
             return
@@ -88,6 +93,17 @@ def parse_units(ctx: StageContext) -> Iterator[pa.RecordBatch]:
         rows = [row for source in some for row in unit_rows(ctx, source) if row["unit_id"] in pending]
         yield UNITS.table(rows).combine_chunks().to_batches()[0]
         ctx.progress(start + len(some), len(sources), "files")
+
+
+def _say_unparsed(ctx: StageContext, sources: list[Row]) -> None:
+    """Tell the user which of `sources` are cut into windows of lines only because packages are not installed."""
+    missing = Counter(row["language"] for row in sources if row["language"] in GRAMMARS and not can_parse(row["language"]))
+    if missing:
+        counts = ", ".join(f"{count} of {language}" for language, count in sorted(missing.items()))
+        ctx.say(
+            f"files that are cut into windows of lines: {counts}; their functions are found after "
+            'pip install "latentmill[languages]"'
+        )
 
 
 def unit_rows(ctx: StageContext, source: Row) -> list[Row]:
@@ -157,5 +173,5 @@ STAGE = Stage(
     wants=wanted_units,
     run=parse_units,
     ships=False,
-    version=2,  # 2: functions that JavaScript assigns to a name; the code after a name is found by the syntax tree
+    version=2,  # 2: five more languages, functions that JavaScript assigns to a name; the syntax tree says where a name ends
 )

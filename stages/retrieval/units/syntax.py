@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from stages.retrieval.units.grammars import GRAMMARS, Grammar
@@ -24,19 +25,23 @@ TAGS = re.compile(r"<(?:see|seealso|paramref|typeparamref)\s+\w+=\"([^\"]*)\"\s*
 MARKS = re.compile(r"^\s*(/\*\*?|\*/|\*(?!/)|///?!?|//!|#+)|\*/\s*$")  # what begins and ends the lines of a comment
 
 
+def can_parse(language: str) -> bool:
+    """Return True if there is a grammar for `language`, and its packages are installed. They come with an extra of this
+    package: pip install "latentmill[languages]".
+    """
+    grammar = GRAMMARS.get(language)
+    return grammar is not None and all(map(find_spec, ("tree_sitter", grammar.module)))
+
+
 def syntax_units(text: str, language: str, *, classes: bool) -> list[Unit] | None:
     """Parse a source text with tree-sitter, and return its functions and methods as a list of `Unit`. Classes are
     included if `classes` is True. A unit's `docstring` is the comment before it. `language` is a key of `GRAMMARS`,
-    such as "rust". Returns None if tree-sitter is not installed, if the language is not known, or if the text is nested
-    too deeply.
+    such as "rust". Returns None if `can_parse(language)` is False, or if the text is nested too deeply.
     """
-    grammar = GRAMMARS.get(language)
-    if grammar is None:
+    if not can_parse(language):
         return None
-    try:
-        sitter, module = import_module("tree_sitter"), import_module(grammar.module)
-    except ImportError:
-        return None
+    grammar = GRAMMARS[language]
+    sitter, module = import_module("tree_sitter"), import_module(grammar.module)
     source = text.encode()
     # A macro such as `class API Stack {` would be taken for the class; spaces in its place keep every position.
     clear = EXPORTS.sub(lambda found: found[1] + b" " * len(found[2]), source) if language == "cpp" else source

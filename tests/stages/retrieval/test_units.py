@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from stages.retrieval.units import syntax
 from stages.retrieval.units.python import parse, python_units
 from stages.retrieval.units.stage import UnitsConfig, find_units
 from stages.retrieval.units.unit import Unit
@@ -164,6 +165,30 @@ def test_only_the_units_of_a_changed_file_are_made_again(tmp_path):
 )
 def test_the_code_after_a_name_of_one_letter_begins_after_the_name(source, rest):
     assert [unit.rest.strip() for unit in units(source, classes=True).values()] == [rest]
+
+
+def test_without_the_extra_files_are_windows_and_a_line_says_so_until_it_is_installed(tmp_path, monkeypatch):
+    pytest.importorskip("tree_sitter_rust")
+    folder = make(tmp_path / "project", verbs=1, things=1)
+    (folder / "code" / "main.rs").write_text("/// Add one.\nfn add(x: u32) -> u32 {\n    let y = x;\n    y + 1\n}\n")
+    run(folder, "sources")
+    installed = syntax.find_spec
+    monkeypatch.setattr(syntax, "find_spec", lambda name: None if name == "tree_sitter_rust" else installed(name))
+    said = run(folder, "units")
+    assert kinds(folder) == {"code/main.rs": {"lines"}, "code/flat/words.py": {"function"}}
+    assert any("1 of rust; their functions are found after pip install" in line for line in said)
+    monkeypatch.setattr(syntax, "find_spec", installed)
+    said = run(folder, "units")
+    assert kinds(folder) == {"code/main.rs": {"function"}, "code/flat/words.py": {"function"}}
+    assert not any("pip install" in line for line in said)
+
+
+def kinds(folder: Path) -> dict[str, set[str]]:
+    """Return the kinds of the units of each file, by its path."""
+    found: dict[str, set[str]] = {}
+    for row in rows(folder, "units"):
+        found.setdefault(row["path"], set()).add(row["kind"])
+    return found
 
 
 def test_a_file_that_changed_after_sources_is_one_line(tmp_path):
