@@ -1,8 +1,7 @@
-"""The rules of the house: rooms, names, words, and the order in which make runs the stages."""
+"""The rules of the house: rooms, names, and the order in which make runs the stages."""
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
@@ -17,28 +16,11 @@ from schemas.table import TableSchema
 from stages.pipelines import Pipeline
 
 ROOT = Path(__file__).parents[1]
-CODE = ("pipeline", "stages", "schemas")
 TRACKED = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=False).stdout.split("\n")
-SOURCES = sorted(path for folder in CODE for path in (ROOT / folder).rglob("*.py"))
-FOLDERS = sorted({path.parent for path in SOURCES} | {ROOT / "data", ROOT / "tests" / "bench"})
 PIPELINES = [stages.pipeline(name) for name in stages.PIPELINES]
 EVERY_STAGE = [pytest.param(p, name, id=f"{p.name}-{name}") for p in PIPELINES for name in p.stages]
 
 TOP = {"pyproject.toml", "pipeline", "stages", "schemas", "data", "tests", "Makefile", "README.md", "CHANGELOG.md", "LICENSE"}
-LONGEST = 320  # lines of a source file
-# Private words of earlier versions, and the words that are used instead: see schemas/renames.py for names on disk.
-EXEMPT = ("CHANGELOG.md", "data/micro/training/choice.py")  # old words are explained; an emoji is called ghost
-PRIVATE_NAMES = (  # of classes in code: followed by a bracket or punctuation, never by a word
-    r"\b(Course|Feed|Walk|Stepper|Drawer|Eye|Judge|Fit|Question|Measured|Learnt|Micro|PartReader)\b(?=[([.:,|)\]])"
-)
-PRIVATE_WORDS = (  # in code and documents
-    r"\b(ghost|learnt|lowered|strays?|strayed|drawers?|stepper|untold|foretold|costly|mended|nouns?|hand_over_sooner|write_part)\b",
-    r"\bhand(s|ed)? over (sooner|late)\b|\bdear to\b|\b(is|are) heard\b|\bof it MLX\b|\bwhat there is\b|\.keep\(|\.apart\(",
-)
-
-
-def relative(path: Path) -> str:
-    return str(path.relative_to(ROOT))
 
 
 # Rooms
@@ -48,18 +30,6 @@ def relative(path: Path) -> str:
 def test_the_top_level_holds_the_rooms_and_nothing_else():
     top = {name.split("/")[0] for name in TRACKED if name}
     assert {name for name in top if not name.startswith(".")} == TOP
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=relative)
-def test_a_folder_says_in_a_paragraph_what_lives_there(folder):
-    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
-    assert len(text.split()) >= 5, f"{relative(folder)}/__init__.py has no paragraph"
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_a_source_file_is_short_and_well_named(path):
-    assert len(path.read_text().splitlines()) <= LONGEST
-    assert path.stem not in ("utils", "common", "helpers", "misc")
 
 
 @pytest.mark.parametrize(("pipeline", "name"), EVERY_STAGE)
@@ -125,25 +95,6 @@ def test_a_schema_describes_every_column_and_avoids_types_that_duckdb_cannot_rea
     for field in schema.stored:
         assert field.metadata[b"doc"], f"{name}.{field.name}"
         assert not re.search(r"halffloat|large_|uint|dictionary|struct", str(field.type)), f"{name}.{field.name}: {field.type}"
-
-
-# Words
-
-
-@pytest.mark.parametrize(
-    ("pattern", "suffixes"), [(PRIVATE_NAMES, (".py",)), *((words, (".py", ".md")) for words in PRIVATE_WORDS)]
-)
-def test_no_private_word_is_left(pattern, suffixes):
-    names = [name for name in TRACKED if name.endswith(suffixes) and name not in EXEMPT]
-    texts = [ROOT / name for name in names if (ROOT / name).exists()]
-    found = [
-        f"{relative(path)}:{number}: {line.strip()[:100]}"
-        for path in texts
-        if path != Path(__file__)
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if re.search(pattern, line)
-    ]
-    assert not found, "\n".join(found)
 
 
 # Imports
