@@ -1,7 +1,6 @@
 """How stages run: the only code that touches tables on disk, the network or the terminal. `Project` is the Python API.
 
-`store` keeps tables, `project` finds settings, recipes and weights, `commands` holds one file per command, `runner` runs a
-stage, `cli` is the console command. `commands` may import all others; `store` imports none of them and knows no stage.
+`commands` may import all other packages; `store` imports none of them and knows no stage.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ __all__ = ["Project"]
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class `Project`, imported at its first use so that the console command starts without pyarrow. Raises
-    AttributeError if `name` is not "Project".
-    """
+    # Imported at its first use, so that the console command starts without pyarrow.
     if name == "Project":
         from pipeline.api import Project
 

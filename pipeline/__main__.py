@@ -1,4 +1,4 @@
-"""Run the console command: `python -m pipeline` does what `latentmill` does."""
+"""`python -m pipeline` does what `latentmill` does."""
 
 from pipeline.cli import main
 

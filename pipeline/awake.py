@@ -22,11 +22,12 @@ RESTARTED = "LATENTMILL_RESTARTED"  # set in a process that was started again, s
 
 @contextlib.contextmanager
 def kept_awake() -> Iterator[None]:
-    """Return a context manager that prevents idle sleep on macOS, with `caffeinate`. On other systems it does nothing."""
+    """No idle sleep on macOS during the block; nothing elsewhere."""
     program = shutil.which("caffeinate") if sys.platform == "darwin" else None
     if program is None:
         yield
         return
+    # -w: caffeinate ends with this process, even if that is killed.
     process = subprocess.Popen([program, "-i", "-w", str(os.getpid())], stdin=subprocess.DEVNULL)
     try:
         yield
@@ -36,7 +37,7 @@ def kept_awake() -> Iterator[None]:
 
 
 def newest_checkpoint(artifacts: Path | None) -> int:
-    """Return the step of the newest checkpoint in the artifacts folder of a table; -1 if there is none."""
+    """Step of the newest checkpoint; -1 if there is none."""
     if artifacts is None or not artifacts.is_dir():
         return -1
     from stages.tuner.checkpoint import find_checkpoints
@@ -50,13 +51,7 @@ def run_with_restart(
     say: Callable[[str], None],
     start_again: Callable[[], NoReturn],
 ) -> Result:
-    """Call `run` and return its result. An error of `run` is raised. But if macOS stopped its GPU work and `run` has
-    saved a new checkpoint, `start_again()` is called instead. This happens only once per command. `artifacts()` returns
-    the folder in which `run` saves its checkpoints, or None if there is none. `say` is called with one line for the
-    user before `start_again`.
-
-    `start_again` must replace the process, because the GPU context of the old process is broken.
-    """
+    """Call `run`. If macOS stopped its GPU work after it saved a new checkpoint, `start_again` instead, once per command."""
     before = newest_checkpoint(artifacts())
     try:
         return run()
@@ -66,20 +61,18 @@ def run_with_restart(
             raise
         say(f"{explain(str(error))} Starting once more from step {after}.")
         os.environ[RESTARTED] = "1"
+        # It must replace the process: the GPU context of this one is broken.
         start_again()
 
 
 def replace_process() -> NoReturn:
-    """Replace this process by one that runs the same command."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", "pipeline", *sys.argv[1:]])
 
 
 def allow_open_files(wanted: int = FILES) -> None:
-    """Raise this process's limit of open files to `wanted`, or as far as the system allows. A higher limit is kept. If
-    the system refuses, nothing changes.
-    """
+    """Raise the limit of open files to `wanted`, or as far as the system allows; never lower it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft == resource.RLIM_INFINITY or soft >= most:

@@ -34,17 +34,12 @@ GENERIC |= {
 
 
 class Commands(click.Group):
-    """A click group with the commands of `latentmill`. They are general commands, commands of the built-in pipelines, and
-    commands of the pipeline of the user's project. A command is imported when it is called.
-    """
+    """Commands of latentmill, of the built-in pipelines, and of the pipeline of the user's project."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return (name, command, rest) for the command line `args`, a list of words. `name` is its first word,
-        `command` is the command of that name, and `rest` has the remaining words. An unknown name ends with a usage
-        error that suggests the nearest name. `ctx` is click's context of this call.
-        """
         from pipeline.project.parse import nearest
 
+        # They choose the project, which may bring a pipeline with commands of its own.
         ctx.meta["arguments"] = args
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
@@ -52,13 +47,10 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return the command called `cmd_name`, or None if there is no such command. `ctx` is click's
-        context of this call; its `meta` holds the words of the command line. If two pipelines have a command of that
-        name, the one of the project's pipeline is returned.
-        """
         from stages.pipelines import load
 
         arguments = ctx.meta.get("arguments", ())
+        # The project's own pipeline first: its command counts where two pipelines have one of that name.
         for commands in (own_commands(arguments), *(commands for _, commands in command_groups(arguments))):
             if cmd_name in commands:
                 command: click.Command = load(commands[cmd_name])
@@ -66,18 +58,10 @@ class Commands(click.Group):
         return stage_command(cmd_name, ctx.meta.get("arguments", ()))
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands, group by group. A name that two pipelines use is returned once. `ctx` is
-        click's context of this call; its `meta` holds the words of the command line.
-        """
         groups = command_groups(ctx.meta.get("arguments", ()))
         return list(dict.fromkeys(name for _, commands in groups for name in commands))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands for `--help` into `formatter`, click's builder of help texts. Each command has a
-        one-line summary. `ctx` is click's context of this call; its `meta` holds the words of the command line.
-
-        The summaries come from the source files, so no command is imported.
-        """
         for title, commands in command_groups(ctx.meta.get("arguments", ())):
             if not commands:
                 continue
@@ -86,10 +70,7 @@ class Commands(click.Group):
 
 
 def stage_command(name: str, arguments: Sequence[str]) -> click.Command | None:
-    """Return a command that runs the stage `name`, the same as `latentmill run NAME`. Return None if no pipeline has a
-    stage of this name. `arguments` is the command line. It is searched for the option that chooses a project, because a
-    project can have its own pipeline.
-    """
+    """`latentmill NAME`, short for `latentmill run NAME`; None if no pipeline has such a stage."""
     from stages.pipelines import load
 
     if name not in stage_names(arguments):
@@ -102,9 +83,6 @@ def stage_command(name: str, arguments: Sequence[str]) -> click.Command | None:
 
 
 def stage_names(arguments: Sequence[str]) -> list[str]:
-    """Return the names of all stages of the built-in pipelines. If a project has its own pipeline, the names of its
-    stages are included. `arguments` is the command line. It is searched for the option that chooses the project.
-    """
     import stages
 
     names: list[str] = []
@@ -115,10 +93,7 @@ def stage_names(arguments: Sequence[str]) -> list[str]:
 
 
 def command_groups(arguments: Sequence[str]) -> Iterator[tuple[str, Mapping[str, str]]]:
-    """Yield groups of commands as (title, commands). `commands` maps the name of a command to its "module:attribute".
-    `arguments` is the command line. If it names a project whose pipeline is not built in, that pipeline's commands are the last
-    group.
-    """
+    """(title, name -> "module:attribute"); last the group of the project's pipeline, if it is not built in."""
     import stages
 
     yield "Commands", GENERIC
@@ -131,9 +106,6 @@ def command_groups(arguments: Sequence[str]) -> Iterator[tuple[str, Mapping[str,
 
 
 def own_commands(arguments: Sequence[str]) -> Mapping[str, str]:
-    """Return the commands of the pipeline of the user's project: name -> "module:attribute". Return {} if there is no project.
-    `arguments` is the command line.
-    """
     import stages
 
     own = own_pipeline(arguments)
@@ -143,11 +115,9 @@ def own_commands(arguments: Sequence[str]) -> Mapping[str, str]:
 
 
 def own_pipeline(arguments: Sequence[str]) -> str:
-    """Return the name of the pipeline that a project's project.toml chooses. Return "" if there is no project or it cannot be
-    read. `arguments` is the command line; its option --project or -p gives the project's folder. Without the option, the folder
-    is LATENTMILL_PROJECT from the environment, or else the current folder.
-    """
+    """The pipeline that the chosen project.toml names; "" if there is none or it cannot be read."""
     folder = os.environ.get(ENVIRONMENT) or "."
+    # Not by click: --project belongs to the commands, and which commands there are depends on the answer.
     for word, following in itertools.pairwise([*arguments, ""]):
         if word in ("-p", "--project"):
             folder = following
@@ -163,9 +133,7 @@ def own_pipeline(arguments: Sequence[str]) -> str:
 
 
 def summary(reference: str) -> str:
-    """Return the first sentence of a command's docstring, without its full stop. `reference` is the command's "module:attribute".
-    The source file is parsed, not imported, so that --help starts quickly.
-    """
+    """First sentence of a command's docstring. The source is parsed, not imported: --help must start quickly."""
     import ast
     from importlib.util import find_spec
 
@@ -186,22 +154,17 @@ def cli() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the console command and end the process with its exit code. `arguments` are the words after the program's name; None
-    takes those of the process. A user's mistake is reported in one line and gives exit code 2. An interrupt gives 130.
-
-    The interpreter is not finalised: all files are written by then, and native threads of MLX, Lance and DuckDB can block it.
-    """
+    """Run the command and end the process; exit code 2 for a user's mistake, 130 for an interrupt."""
     code = exit_code(lambda: cli.main(arguments, prog_name="latentmill", standalone_mode=False))
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a pipe whose reader has ended
             stream.flush()
+    # The interpreter is not finalised: all files are written, and native threads of MLX, Lance and DuckDB can block it.
     os._exit(code)
 
 
 def exit_code(command: Callable[[], Any]) -> int:
-    """Call `command` and return the exit code of the process. The code is the integer that `command` returns, or else 0. If the
-    user can correct an error, it is printed as one line on standard error and the code is 2. An interrupt gives 130.
-    """
+    """The integer that `command` returns, or else 0. An error that the user can correct becomes one line and 2."""
     from pipeline.errors import Stopped
 
     try:
@@ -230,10 +193,7 @@ def exit_code(command: Callable[[], Any]) -> int:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of `error` on one line. For an OSError about a file, the line is "file: reason". A full disk
-    is named as such. If the message is empty, the name of the error's class is returned. If it has more than `LONGEST`
-    characters, its middle is replaced by " ... ".
-    """
+    """The message on one line, "file: reason" for an OSError. Beyond `LONGEST` characters, its middle is cut out."""
     if isinstance(error, OSError) and error.strerror:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         reason = "disk full; free some space and run again" if full else error.strerror.lower()

@@ -1,6 +1,4 @@
-"""Explain errors that MLX raises as RuntimeError: errors of the GPU, a full disk, and lost connections to other ranks. Each
-explanation says what happened and what the user can do.
-"""
+"""Errors that MLX raises as RuntimeError: of the GPU, a full disk, lost ranks. What happened, and what the user can do."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ KINDS = (
 
 
 def explain(message: str) -> str | None:
-    """Return one line about an error of MLX, or None if `message` matches no known error. `message` is the text of the
-    exception. The line says what happened, repeats `message`, and names a remedy.
-    """
+    """What happened, `message` and a remedy in one line; None for an unknown error."""
     for pattern, happened, remedy, _ in KINDS:
         if re.search(pattern, message, re.IGNORECASE):
             return f"{happened}: {' '.join(message.split())}; {remedy}. Finished work is kept: the same command goes on."
@@ -53,8 +49,6 @@ def explain(message: str) -> str | None:
 
 
 def may_restart(message: str) -> bool:
-    """Return True if a new process can continue the work after a GPU error. This is possible if macOS ended the GPU
-    work. For all other errors, such as too little memory, the result is False. `message` is the text of the exception.
-    """
+    """True if a fresh process can go on, because macOS ended the GPU work."""
     found = [again for pattern, _, _, again in KINDS if re.search(pattern, message, re.IGNORECASE)]
     return bool(found) and found[0]

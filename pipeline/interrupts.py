@@ -1,4 +1,4 @@
-"""Lets Ctrl-C and SIGTERM end a stage after its current batch."""
+"""Ctrl-C and SIGTERM end a stage after its current batch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def interruptible(say: Callable[[str], None] = lambda line: None) -> Iterator[threading.Event]:
-    """Let a `with` block end early on Ctrl-C or SIGTERM. The block gets a `threading.Event`. The first signal sets the
-    event. The block should then stop after its current batch. The first signal also calls `say` with one line for the
-    user. A second signal raises KeyboardInterrupt.
-
-    `say` is called even while the main thread computes. Outside the main thread, the handling of signals is unchanged,
-    and the event is never set.
-    """
+    """Yield an event that the first signal sets (only in the main thread); a second raises KeyboardInterrupt."""
     stop = threading.Event()
 
     def handle(number: int, frame: Any) -> None:
@@ -42,13 +36,7 @@ def interruptible(say: Callable[[str], None] = lambda line: None) -> Iterator[th
 
 @contextmanager
 def _acknowledged(say: Callable[[str], None]) -> Iterator[None]:
-    """Call `say` with one line for the user at the first Ctrl-C or SIGTERM during a `with` block. Another thread calls
-    `say`, so that the line comes while the main thread computes. The block must run in the main thread. The caller must
-    first set Python handlers for both signals.
-
-    Python runs a handler only when the main thread returns from native code. This may take minutes. The number of the
-    signal is therefore written to a pipe at once, and the other thread reads the pipe.
-    """
+    """Call `say` at the first signal, even while the main thread computes. Needs Python handlers for both signals."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
@@ -60,6 +48,8 @@ def _acknowledged(say: Callable[[str], None]) -> Iterator[None]:
 
     thread = threading.Thread(target=listen, name="signals", daemon=True)
     thread.start()
+    # Python runs a handler only when the main thread returns from native code, which may take minutes. The number of the
+    # signal arrives in this pipe at once. Only the main thread may set it.
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         yield

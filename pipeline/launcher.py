@@ -22,9 +22,7 @@ POLL_SECONDS = 0.05  # between two looks at the processes
 
 
 def visible_gpus(count: int) -> Sequence[str] | None:
-    """Return the ids of the first `count` CUDA devices that this process may use. Return None without CUDA. Raises ValueError
-    if there are fewer.
-    """
+    """Ids of the first `count` CUDA devices that this process may use; None without CUDA. ValueError if there are fewer."""
     import mlx.core as mx
 
     if not mx.cuda.is_available():
@@ -37,11 +35,7 @@ def visible_gpus(count: int) -> Sequence[str] | None:
 
 
 def rank_environments(count: int, hosts_file: Path, cuda: Sequence[str] | None) -> list[dict[str, str]]:
-    """Return the environment variables for a training run with `count` ranks on this machine. A rank is one of the
-    processes that train together. The result has one dict per rank: variable -> text. If `cuda` is a list of GPU ids,
-    one per rank, the ranks use NCCL. If `cuda` is None, they use local sockets. Only in this case, `hosts_file` is
-    written, with the sockets' addresses as JSON.
-    """
+    """Variables of each rank. NCCL on the devices `cuda`; if None, local sockets, whose addresses `hosts_file` gets as JSON."""
     if cuda is None:
         hosts_file.write_text(json.dumps([[f"{LOCALHOST}:{port}"] for port in free_ports(count)]))
         return [{RANK: str(rank), HOSTS: str(hosts_file)} for rank in range(count)]
@@ -50,23 +44,16 @@ def rank_environments(count: int, hosts_file: Path, cuda: Sequence[str] | None) 
 
 
 def free_ports(count: int) -> list[int]:
-    """Return `count` different TCP ports of this machine that no program uses now."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        # All are bound at the same time, so that the ports differ.
         for each in sockets:
             each.bind((LOCALHOST, 0))
         return [each.getsockname()[1] for each in sockets]
 
 
 def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]], say: Callable[[str], None]) -> int:
-    """Run `command` once for each rank, and wait for all of them. Return 0 if all ranks succeed, else the exit code of
-    a rank that failed. A rank is one of the processes that train together. `environments` has one dict of environment
-    variables per rank. Rank 0 uses the terminal of this process. The standard output of the other ranks is discarded.
-    Each line of their standard error is passed to `say`, with the rank in front: "rank 1: out of memory".
-
-    If a rank fails, the others have `GRACE_SECONDS` to end by themselves. Then they are killed. Whatever they wrote is
-    complete, because files appear by rename. If a signal ended a rank, `say` is also called with one line about this.
-    """
+    """Run `command` once per rank, rank 0 on this terminal. Returns 0, or the exit code of a rank that failed."""
     processes: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
     before, ended = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -82,9 +69,11 @@ def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]],
             readers.append(threading.Thread(target=_pass_on, args=(process.stderr, rank, say), daemon=True))
             readers[-1].start()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the ranks too
+        # Rank 0 decides what becomes of a signal; the others ignore it (ranks.follow).
         signal.signal(signal.SIGTERM, lambda number, frame: processes[0].send_signal(signal.SIGINT))
         return _wait(processes, say)
     finally:
+        # After GRACE_SECONDS, if one failed. What they wrote is complete: files appear by rename.
         for process in processes:
             process.kill()
             process.wait()
@@ -100,15 +89,7 @@ def _pass_on(lines: IO[str], rank: int, say: Callable[[str], None]) -> None:
 
 
 def _wait(processes: Sequence[subprocess.Popen[str]], say: Callable[[str], None]) -> int:
-    """Wait until all ranks (training processes) have ended. Return 0 if no rank failed, else the exit code of a rank
-    that failed. After the first failure, the wait lasts at most `GRACE_SECONDS` longer, even if other ranks still run.
-    `processes` holds the ranks in the order of their numbers. `say` is called with one line for the user if a signal
-    ended a rank.
-
-    If a signal ended a rank, the result is 128 plus the number of the signal, such as 137 for signal 9. If ranks failed
-    only in other ways, the result is the exit code of the one with the lowest number. Ranks that still run at the end
-    are not ended by this function.
-    """
+    """0, or the exit code of a failed rank: 128 + the signal if one ended a rank, else that of the lowest failed rank."""
     deadline = float("inf")
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         if any(process.poll() for process in processes):

@@ -25,41 +25,34 @@ SMALL_MAC = 16 * 2**30 - 1
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware and software of a machine. Sizes are in bytes. `files` is the largest number of files that may be
-    open. `translated` is True if Python runs under Rosetta, the emulator of Intel processors. `macos` is the version of
-    macOS, or "" elsewhere. `budget` is the memory that a stage may take.
-    """
-
     system: str
-    macos: str
+    macos: str  # version; "" elsewhere
     chip: str
     arch: str
     python: str
-    memory: int
+    memory: int  # bytes
     mlx: str
     device: str
     backend: str
     blas: str
-    free_disk: int
-    files: int
-    translated: bool
+    free_disk: int  # bytes
+    files: int  # most that may be open
+    translated: bool  # Python for Intel, under Rosetta
     heic: bool
-    budget: int
+    budget: int  # bytes that a stage may take
 
 
 def peak_rss() -> int:
-    """Return the peak resident memory of this process so far, in bytes.
-
-    On Linux, `getrusage` would give the memory of the parent process if that was larger when it started this process.
-    """
+    """Peak resident memory of this process so far, bytes."""
+    # ru_maxrss is in bytes on macOS only.
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # On Linux, getrusage gives the memory of the parent process if that was larger when it started this one.
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
 
 
 def examine(folder: Path = Path()) -> Machine:
-    """Return the hardware and software facts of this machine. `folder` lies on the disk whose free space is reported."""
     import stages
     from stages.tuner.blockwise.device import memory_budget
 
@@ -88,7 +81,6 @@ def examine(folder: Path = Path()) -> Machine:
 
 
 def chip() -> str:
-    """Return the name of the processor; empty if the system does not tell it."""
     if sys.platform == "darwin":
         return sysctl("machdep.cpu.brand_string")
     try:
@@ -99,9 +91,7 @@ def chip() -> str:
 
 
 def sysctl(name: str) -> str:
-    """Return the value of a macOS kernel setting as text. `name` is the key of the setting for `sysctl`, such as
-    "hw.memsize". Return "" if the value cannot be read.
-    """
+    """A macOS kernel setting such as "hw.memsize"; "" if it cannot be read."""
     try:
         done = subprocess.run(["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -110,7 +100,6 @@ def sysctl(name: str) -> str:
 
 
 def version(text: str) -> tuple[int, ...]:
-    """Return the leading numbers of the version `text` as a tuple: "26.1" becomes (26, 1)."""
     numbers = []
     for part in text.split("."):
         if not part.isdigit():
@@ -120,7 +109,7 @@ def version(text: str) -> tuple[int, ...]:
 
 
 def problems(machine: Machine) -> Iterator[str]:
-    """Yield one line per problem of the machine: what is wrong, and what the user can do about it."""
+    """One line per problem: what is wrong, and what the user can do about it."""
     if machine.macos:
         yield from _mac_problems(machine)
     if machine.files < FILES:
@@ -134,7 +123,6 @@ def problems(machine: Machine) -> Iterator[str]:
 
 
 def _mac_problems(machine: Machine) -> Iterator[str]:
-    """Yield one line per problem that only a Mac can have. `machine` runs macOS."""
     if machine.translated or machine.arch == "x86_64":
         yield "Python is built for Intel and runs under Rosetta: MLX needs an arm64 Python, such as that of python.org"
     if version(machine.macos) < LEAST_MACOS:
@@ -150,5 +138,4 @@ def _mac_problems(machine: Machine) -> Iterator[str]:
 
 
 def facts(machine: Machine) -> dict[str, Any]:
-    """Return the fields of `machine` as a dict from field name to value."""
     return asdict(machine)

@@ -37,9 +37,7 @@ RUN = click.option(
 
 
 def with_project(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the function of a click command: add the options --project, --set and --run to the command. `function` gets the
-    opened `Project` as the keyword argument `project`, and the command's other options unchanged.
-    """
+    """Add --project, --set and --run to a click command, which gets the opened `Project` as the argument `project`."""
 
     @PROJECT
     @SET
@@ -53,14 +51,7 @@ def with_project(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def open_project(path: str, overrides: tuple[str, ...] = (), run: str = "") -> Project:
-    """Open the project in the folder `path` and return it. `overrides` are texts such as "train.steps=500" that replace
-    settings. `run` chooses a recorded training run by its name, its recipe (12 hex digits) or the beginning of its
-    recipe. The settings of that run are then used. Raises ValueError if there is no such project or run, or if a
-    setting is wrong.
-
-    If there are no overrides, those in the environment variable `LATENTMILL_SET` are used. The message of the error is
-    one line.
-    """
+    """`run`: name, or beginning of the recipe, of a training run. ValueError for a wrong setting, project or run."""
     from pipeline.project.project import Project
 
     overrides = overrides or overrides_from_environment()
@@ -73,12 +64,10 @@ def open_project(path: str, overrides: tuple[str, ...] = (), run: str = "") -> P
 
 
 def overrides_from_environment() -> tuple[str, ...]:
-    """Return the overrides in the environment variable LATENTMILL_SET, such as ("train.steps=500",). `make SET=...` sets it."""
     return split_overrides(os.environ.get("LATENTMILL_SET", ""))
 
 
 def split_overrides(text: str) -> tuple[str, ...]:
-    """Split a text with several overrides: "a.b=1 c.d=[64, 96]" becomes ("a.b=1", "c.d=[64, 96]"). A new override begins at each
-    `section.key=`, so values may contain spaces. An empty text gives an empty tuple.
-    """
+    """Split "a.b=1 c.d=[64, 96]" into ("a.b=1", "c.d=[64, 96]")."""
+    # Only where `section.key=` begins: values may contain spaces.
     return tuple(re.split(r"\s+(?=[A-Za-z_]\w*(?:\.\w+)+\s*=)", text.strip())) if text.strip() else ()

@@ -15,21 +15,15 @@ from stages.tuner.ranks import launched_rank
 
 
 def following() -> bool:
-    """Return True if this process is one of several that train together, and is not the first of them (rank 0). Such a
-    process computes its share and writes nothing.
-    """
+    """True in a rank other than 0."""
     return bool(launched_rank())
 
 
 def follow(project: Project, stage: Stage) -> None:
-    """Take part in a training run as one of several processes, and compute this process's share. `project` is the
-    opened project folder. `stage` is the stage that trains. Another process, rank 0, writes the results and reports to
-    the user. Raises ValueError if `stage` does not train.
-
-    Ctrl-C reaches every rank of a terminal. Rank 0 decides what becomes of it.
-    """
+    """Compute this rank's share; rank 0 writes the results and reports. Raises ValueError if `stage` does not train."""
     if not runs.trains(stage.writes):
         raise ValueError(f"{stage.name}: only a stage that trains divides its work among ranks; run it without `launch`")
+    # Ctrl-C reaches every rank of a terminal. Rank 0 decides what becomes of it.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:

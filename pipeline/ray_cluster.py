@@ -26,30 +26,24 @@ LOOK_SECONDS = 0.5  # between two looks at whether the user asks to stop
 
 @dataclass(frozen=True)
 class Host:
-    """What a worker says about its machine. `problem` says what is wrong there, or is "". `name` is the name of the
-    machine. `device` identifies the GPU that MLX uses, such as "metal". It is "" without a GPU. `free_bytes` is the
-    free space on the disk for temporary files.
-    """
-
-    problem: str
+    problem: str  # what is wrong there, or ""
     name: str = ""
-    device: str = ""
-    free_bytes: int = 0
+    device: str = ""  # the GPU that MLX uses, such as "metal"; "" without one
+    free_bytes: int = 0  # on the disk of temporary files
 
 
 @contextmanager
 def connected(settings: ProjectConfig) -> Iterator[None]:
-    """Connect to a Ray cluster for the body of a `with` statement. The setting [project] `workers` is the address of
-    the cluster, or "ray". For "ray", a cluster that runs on this machine is used. If there is none, one is started.
-    Raises ValueError if the cluster cannot be reached.
-    """
+    """Connect to, or start, the cluster of [project] `workers`. Raises ValueError if it cannot be reached."""
     address = settings.workers if settings.workers != "ray" else None
     check_reachable("project.workers", settings.workers)
     check_reachable("RAY_ADDRESS", os.environ.get("RAY_ADDRESS", ""))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # of a cluster started here: the priority of a local run
+    # Ray limits the threads of an actor to its CPUs, here one; a worker computes with as many as a local run.
     threads = {variable: os.environ.get(variable, str(os.cpu_count())) for variable in THREADS}
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "runtime_env": {"env_vars": threads}}
+    # ray.init sets signal handlers of its own; those of the run come back below.
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         try:
@@ -75,13 +69,11 @@ def connected(settings: ProjectConfig) -> Iterator[None]:
 
 
 def check_reachable(name: str, address: str) -> None:
-    """Raise ValueError if nothing answers at the address of a Ray cluster. `name` says where the address comes from.
-    `address` has the form "HOST:PORT" or "ray://HOST:PORT". Other texts name no address and are not checked. Ray itself
-    would try for minutes.
-    """
+    """Raises ValueError if nothing answers at "HOST:PORT" or "ray://HOST:PORT"; other texts name no address and pass."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return
+    # Ray itself would try for minutes.
     try:
         socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
     except (OSError, OverflowError) as error:
@@ -89,13 +81,7 @@ def check_reachable(name: str, address: str) -> None:
 
 
 def worker_needs(peak: int | None) -> dict[str, float]:
-    """Return the resources of the cluster that one worker takes. The result maps Ray's names to amounts, such as
-    {"CPU": 1, "GPU": 1}. `peak` is the memory in bytes that the worker's model needs. It is 0 if this is unknown, and
-    None without a model.
-
-    Every worker takes one CPU. A worker with a model also takes a whole GPU if the cluster has GPUs. Otherwise it takes
-    its memory.
-    """
+    """Amounts by Ray's names. `peak`: bytes that a model needs; 0 if unknown, None without a model."""
     held = ray.cluster_resources()
     device = next((name for name in DEVICES if held.get(name)), None)
     if peak is None:
@@ -106,28 +92,18 @@ def worker_needs(peak: int | None) -> dict[str, float]:
 
 
 def actor_options(needs: Mapping[str, float]) -> dict[str, Any]:
-    """Return the options with which Ray starts a worker, as a dict such as {"num_cpus": 1}. `needs` maps a resource to
-    the amount that the worker takes, such as {"CPU": 1}.
-    """
     names = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     own = {names[name]: amount for name, amount in needs.items() if name in names}
     return own | {"resources": {name: amount for name, amount in needs.items() if name not in names}}
 
 
 def room(nodes: Sequence[Mapping[str, Any]], needs: Mapping[str, float]) -> int:
-    """Return how many workers fit on a Ray cluster. `nodes` describes the machines of the cluster and is the result of
-    `ray.nodes()`. `needs` maps a resource to the amount that each worker takes, such as {"CPU": 1}.
-    """
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     return sum(min(int(held.get(name, 0) // amount) for name, amount in needs.items()) for held in alive)
 
 
 def worker_count(name: str, wanted: int, units: int, needs: Mapping[str, float], say: Callable[[str], None]) -> int:
-    """Return how many workers to start on the Ray cluster, at most one per work unit. `name` is the name of the stage.
-    `wanted` is the user's limit, or 0 for none. `units` is the number of work units. `needs` maps a resource to the
-    amount that each worker takes, such as {"CPU": 1}. If fewer than `wanted` workers fit, `say` is called with a line
-    of text. Raises ValueError if no worker fits.
-    """
+    """Workers to start, at most one per unit. `wanted`: the user's limit, 0 for none. Raises ValueError if none fits."""
     nodes = ray.nodes()
     most = room(nodes, needs)
     if not most:
@@ -142,17 +118,11 @@ def worker_count(name: str, wanted: int, units: int, needs: Mapping[str, float],
 
 
 def described(needs: Mapping[str, float]) -> str:
-    """Return resources as text, such as "1 CPU and 2.1 GB of memory". `needs` maps Ray's name of a resource to an
-    amount. Memory is in bytes.
-    """
     return " and ".join(f"{amount / UNITS[name][0]:.3g} {UNITS[name][1]}" for name, amount in needs.items())
 
 
 def check_hosts(hosts: Sequence[Host], shipped_bytes: int) -> None:
-    """Check that the workers can work on their machines. `hosts` has what each worker says about its machine.
-    `shipped_bytes` is the size of the files that are sent to each worker. Raises ValueError if a worker has a problem,
-    or if two workers share a GPU. Raises ValueError if the disk of a machine is too small for the files.
-    """
+    """Raises ValueError if a worker has a problem, two share a GPU, or the files for a machine's workers exceed its disk."""
     problem = next((host.problem for host in hosts if host.problem), "")
     if problem:
         raise ValueError(f"project.workers: a worker {problem}")
@@ -172,10 +142,7 @@ def check_hosts(hosts: Sequence[Host], shipped_bytes: int) -> None:
 
 
 def answers(references: Sequence[Any], stop: Callable[[], bool], say: Callable[[str], None]) -> list[Any] | None:
-    """Wait for calls on Ray workers and return their results, in the order of the calls. `references` are what Ray returned
-    for the calls. `stop()` returns True once the user asks to stop; then the wait ends and the result is None. If workers
-    wait for room on the cluster, `say` receives one line about it.
-    """
+    """Results of calls on Ray workers, in the order of the calls; None once `stop()` is True."""
     waiting, looks = list(references), 0
     while waiting and not stop():
         _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=LOOK_SECONDS)

@@ -38,8 +38,6 @@ VERSIONS = ("latentmill", "mlx", "numpy", "pyarrow", "pylance", "pillow", "trans
 
 
 class Console(Protocol):
-    """An object that shows the messages and the progress of a running stage to the user."""
-
     def say(self, line: str) -> None:
         """Show one line of text."""
 
@@ -55,11 +53,7 @@ Computed = Iterator[pa.RecordBatch | Artifact]  # batches of the stage's table, 
 
 @dataclass
 class Outcome:
-    """A report of one run of a stage. `stage_name` is the name of the stage and of its table. Four fields count rows.
-    `written`: those that the run wrote. `removed`: those that are no longer wanted. `rows`: those that are wanted.
-    `left`: those still to compute, if the stage chose to end early. `reason` then says why. `seconds` is the duration.
-    `peak_rss` and `peak_mlx` are the peak memory of the process and of MLX, in bytes.
-    """
+    """What one run of a stage did."""
 
     stage_name: str
     written: int = 0
@@ -73,9 +67,6 @@ class Outcome:
 
     @property
     def up_to_date(self) -> bool:
-        """True if this run of a stage had nothing to do. It then wrote no row and removed no row, and no row is left to
-        compute.
-        """
         return not self.written and not self.removed and not self.left
 
 
@@ -87,14 +78,9 @@ def run(
     compute: Callable[[StageContext], Computed] | None = None,
     run_name: str = "",
 ) -> Outcome:
-    """Run the stage `name` of `project`, the opened project folder, and return a report. Compute and store the rows
-    that its table lacks, and publish the table. Messages and progress go to `console`. `meter` measures MLX's memory
-    while each batch is computed; None measures nothing. `compute(ctx)` replaces the stage's own `run`; None uses that.
-    `run_name` becomes the name of the run if the stage trains; "" changes no name. Raises Stopped if the user
-    interrupts, and ValueError for mistakes that the user can correct.
+    """Compute and store the rows that the table `name` lacks, and publish it. A rank other than 0 only computes.
 
-    `compute(ctx)` must yield record batches and artifacts for the rows in `ctx.pending`. A rank other than 0
-    (`pipeline.ranks`) only computes.
+    `compute(ctx)` replaces the stage's `run`. Raises Stopped after an interrupt, ValueError for mistakes of the user.
     """
     stage = project.stage(name)
     if ranks.following():
@@ -127,16 +113,13 @@ def run(
             outcome.left, outcome.reason = left, reasons[-1]
         else:
             outcome.removed = missing(published, wanted).num_rows
+        # A run that had nothing to do leaves the facts of the last one that had.
         writer.finish(wanted, facts_of(outcome) if written or left or not folder.exists else {})
         link_table(folder)
     return outcome
 
 
 def _begin(project: Project, stage: Stage, ctx: StageContext, run_name: str, notes: Iterable[str]) -> None:
-    """Announce a run of `stage` to the user, and record its beginning if the stage trains. `project` is the opened
-    project folder. `ctx` is the stage's context, with the rows to compute. The user gets the lines `notes`. If rows are
-    to be computed, one more line says what the run will need. `run_name` is the name that the user gave the run, or "".
-    """
     if runs.trains(stage.writes) and (ctx.pending.num_rows or run_name):
         runs.begin(project, stage.name, software(), run_name)
     for note in notes:
@@ -146,30 +129,19 @@ def _begin(project: Project, stage: Stage, ctx: StageContext, run_name: str, not
 
 
 def _finish(stage: Stage, ctx: StageContext, writer: Writer, wanted: pa.Table) -> pa.Table:
-    """Commit the last rows of a run of `stage`, and return the rows that the stage's table should have at the end of
-    the run. The function `stage.finish(ctx)` yields the last rows. `ctx` is the stage's context. `writer` commits the
-    rows. `wanted` holds the rows that `stage.wants(ctx)` returned at the start of the run. If all rows of `wanted` are
-    stored now, `wanted` is returned. Otherwise, `stage.wants(ctx)` is called again, and its new result is returned.
-
-    For example, early stopping has ended a training run. The new result then has fewer rows than `wanted`. If
-    `stage.finish` is None, there are no last rows to commit.
-    """
+    """Commit the rows of `stage.finish`. Returns the rows that the table should have at the end of the run."""
     ctx.stored = writer.stored
     if stage.finish:
         commit(stage.finish(ctx), stage, writer)
     if not missing(wanted, writer.stored).num_rows:
         return wanted
     ctx.stored = writer.stored
+    # A stage may want fewer rows now: early stopping has ended a training run.
     return stage.wants(ctx)
 
 
 def repair(project: Project, name: str, console: Console) -> None:
-    """Run the `repair` function of the stage `name` of `project`, the opened project folder. It writes damaged
-    artifacts again, such as the checkpoints of a training run. Its messages for the user go to `console`. Nothing
-    happens if the stage has no such function or if no run of it has finished.
-
-    Artifacts that rows name are not repaired here. A run of the stage computes their rows again.
-    """
+    """Let the stage write damaged artifacts again that no row names, such as checkpoints. A run remakes the others."""
     stage, folder = project.stage(name), project.current(name)
     if stage.repair is None or not folder.exists:
         return
@@ -181,10 +153,6 @@ def repair(project: Project, name: str, console: Console) -> None:
 def _context(
     project: Project, stage: Stage, writer: Writer, console: Console, stop: threading.Event, reasons: list[str]
 ) -> StageContext:
-    """Return the context that the functions of `stage` get in this run. `project` is the opened project folder. The
-    context writes artifacts through `writer` and reports to `console`. `stop` is set when the user asks to stop. If the
-    stage ends early, it adds the reason to the list `reasons`.
-    """
     return project.context(
         stage,
         artifacts=writer.table.folder / "artifacts",
@@ -200,9 +168,7 @@ def _context(
 
 
 def pending_rows(stage: Stage, ctx: StageContext, wanted: pa.Table) -> pa.Table:
-    """Return the rows of `wanted` that must be computed now. First come the rows that the stage's table (`ctx.stored`) lacks.
-    Then come the stored rows that `stage.redo` asks to compute again.
-    """
+    """Rows of `wanted` that the table lacks, then stored ones that `stage.redo` asks for again."""
     absent = missing(wanted, ctx.stored)
     if stage.redo is None:
         return absent
@@ -211,10 +177,7 @@ def pending_rows(stage: Stage, ctx: StageContext, wanted: pa.Table) -> pa.Table:
 
 
 def commit(batches: Iterable[pa.RecordBatch | Artifact], stage: Stage, writer: Writer, meter: Meter | None = None) -> None:
-    """Write `batches` to the stage's table through `writer`, and commit them. `batches` are record batches of rows, and
-    artifacts (files that rows name). If `meter` is given, it measures MLX's memory while each batch is computed. If computing
-    fails, the rows before the failure are still committed. At the end MLX's cache is released.
-    """
+    """Write and commit batches and artifacts. If computing fails, the rows before the failure are committed."""
     try:
         for item in meter.measure_each(batches, stage.name) if meter else batches:
             if isinstance(item, Artifact):
@@ -234,10 +197,7 @@ def _write_bytes(path: Path, content: bytes) -> None:
 
 
 def provenance(project: Project, stage_name: str) -> dict[str, str]:
-    """Return the metadata that the stage `stage_name` writes into its files, as a dict from name to text. It names the
-    project, the model family and the versions of the software. It also holds the recipe ids (hashes of settings and
-    weights) of the stage's table and of each table that it reads. `project` is the opened project folder.
-    """
+    """Metadata for the stage's files: project, family, recipes of its table and of those it reads, versions of the software."""
     reads = {f"recipe_{read.name}": recipe_id(project.recipe(read.name)) for read in project.stage(stage_name).reads}
     versions = {f"version_{name}": version for name, version in software().items()}
     family = {"family": project.family.name} if project.pipeline.families else {}
@@ -245,16 +205,12 @@ def provenance(project: Project, stage_name: str) -> dict[str, str]:
 
 
 def software() -> dict[str, str]:
-    """Return the versions of Python, the operating system and the packages in VERSIONS: name -> version. Packages that are not
-    installed are left out.
-    """
     versions = {name: version for name in VERSIONS if (version := _version(name))}
     return {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}", **versions}
 
 
 @functools.cache
 def _version(package: str) -> str:
-    """Return the version of an installed package; empty if it is not installed. It is read from disk once."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -262,10 +218,6 @@ def _version(package: str) -> str:
 
 
 def facts_of(outcome: Outcome) -> dict[str, Any]:
-    """Return the facts about a run that the table's manifest records, as a dict. `outcome` is the report of the run.
-    "run" holds the rows written, the duration in seconds, and the peak memory in bytes. "versions" holds the versions
-    of the software.
-    """
     return {
         "run": {
             "rows_written": outcome.written,
@@ -278,10 +230,7 @@ def facts_of(outcome: Outcome) -> dict[str, Any]:
 
 
 def peak_mlx(meter: Meter | None = None) -> int:
-    """Return the peak active memory of MLX in this process, in bytes. Return 0 if MLX was never imported. `meter` is
-    the `Meter` that measured this process, or None.
-
-    A meter resets the peak that MLX records. The result is the larger of the meter's peak and that of MLX.
-    """
+    """Peak active memory of MLX in this process, bytes; 0 if MLX was never imported."""
     core = sys.modules.get("mlx.core")
+    # A meter resets the peak that MLX records.
     return max(int(core.get_peak_memory()), meter.peak if meter else 0) if core else 0

@@ -26,30 +26,20 @@ Get = Callable[[Any], bytes]  # returns the bytes of a reference
 
 @dataclass(frozen=True)
 class ShippedFile:
-    """A file on its way to a worker. `path` is its full path where it was packed. `size` is in bytes. `mtime_ns` is the time of
-    its last change. `chunks` are references to its bytes, in order.
-    """
-
-    path: Path
-    size: int
+    path: Path  # absolute, where it was packed
+    size: int  # bytes
     mtime_ns: int
-    chunks: tuple[Any, ...]
+    chunks: tuple[Any, ...]  # references to its bytes, in order
 
 
 class Packer:
-    """An object that reads files and stores their bytes, so that they can be sent to another machine. `put(bytes)`
-    stores bytes and returns a reference to them. The method `pack` remembers the files of its previous call. A
-    remembered file that has not changed is not read again.
-    """
+    """Reads files and stores their bytes by `put`. A file of the previous call that has not changed is not read again."""
 
     def __init__(self, put: Put) -> None:
         self.put = put
         self.packed: dict[Path, ShippedFile] = {}
 
     def pack(self, paths: Iterable[Path]) -> list[ShippedFile]:
-        """Read the files at `paths`, store their bytes, and return one `ShippedFile` for each. Missing files are left
-        out. Raises ValueError if a file cannot be read.
-        """
         found: dict[Path, ShippedFile] = {}
         for path in dict.fromkeys(map(full, paths)):
             with contextlib.suppress(FileNotFoundError):
@@ -64,9 +54,7 @@ class Packer:
 
 
 def chunks(path: Path) -> Iterator[bytes]:
-    """Yield the bytes of the file at `path` in pieces of at most 64 MiB. Raises FileNotFoundError if the file is
-    missing. Raises ValueError, with the path in its message, if the file cannot be read.
-    """
+    """Raises FileNotFoundError if the file is missing, ValueError with its path if it cannot be read."""
     try:
         with path.open("rb") as file:
             yield from iter(functools.partial(file.read, CHUNK_BYTES), b"")
@@ -77,12 +65,10 @@ def chunks(path: Path) -> Iterator[bytes]:
 
 
 def full(path: Path) -> Path:
-    """Return `path` as an absolute path. Symbolic links in it are not resolved."""
     return Path(os.path.abspath(path))  # noqa: PTH100  resolve() follows links
 
 
 def files_below(path: Path) -> Iterator[Path]:
-    """Yield the path of every file in the folder `path`, or `path` itself if it is a file. Links are followed."""
     if path.is_file():
         yield path
     for folder, _, names in os.walk(path, followlinks=True):
@@ -90,15 +76,7 @@ def files_below(path: Path) -> Iterator[Path]:
 
 
 def lasting_files(stage: Stage, resources: Mapping[str, Resource], inputs: Iterable[Path], ctx: StageContext) -> Iterator[Path]:
-    """Yield the paths of the files that every work unit of the stage `stage` needs. A work unit is a number of rows
-    that one worker computes. `resources` maps the name of each resource, such as a folder or weights, to its
-    declaration. `inputs` are the folders of the input tables. `ctx` is the stage's context, and `ctx.need(name)`
-    returns the path of a resource. All files in `inputs` and all weights that the stage needs are yielded.
-
-    A stage may also need other folders, such as the folder of the images. `stage.opens` is a function that tells which
-    of their files a work unit opens, so that only these files are sent with the unit. If `stage.opens` is None, this is
-    not known, and all files in these folders are yielded here.
-    """
+    """Files that every unit needs: input tables, weights, and folders of which `stage.opens` does not say what a unit opens."""
     for folder in inputs:
         yield from files_below(folder)
     for need in stage.needs:
@@ -108,27 +86,19 @@ def lasting_files(stage: Stage, resources: Mapping[str, Resource], inputs: Itera
 
 
 class Mirror:
-    """A folder with copies of another machine's files, for a worker on this machine. `folder` is that folder. It
-    repeats full paths: the copy of /data/a.png is <folder>/data/a.png.
-    """
+    """Copies of another machine's files below `folder`, which repeats their full paths."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.present: dict[Path, tuple[int, int]] = {}  # path where it was packed -> size, time of its last change
 
     def place(self, path: Path) -> Path:
-        """Return the path of a copy on this machine. `path` is the path of the file or folder on the other machine."""
         found = full(path)
         return self.folder / found.relative_to(found.anchor)
 
     def unpack(self, files: Iterable[ShippedFile], get: Get) -> None:
-        """Write a copy of every file in `files` into this object's folder, `self.folder`. `files` describes the files
-        on the other machine. The bytes of a file were sent in one or more pieces. `ShippedFile.chunks` lists a
-        reference to each piece, in order. `get(reference)` returns the bytes of one piece. A copy that this object
-        wrote earlier is kept if the file's size and the time of its last change have not changed since.
-
-        If the folder is missing, it is created. Only the user of this process can enter the new folder.
-        """
+        """Write copies of `files`; those that have not changed are kept. `get` returns the bytes of a chunk."""
+        # No other user of this machine may enter it.
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for file in files:
             stamp = file.size, file.mtime_ns
@@ -142,17 +112,12 @@ class Mirror:
             self.present[file.path] = stamp
 
     def remove_others(self, files: Iterable[ShippedFile]) -> None:
-        """Delete the copies in this folder that are not copies of `files`. `files` describes the files on the other
-        machine whose copies are kept.
-        """
         for path in self.present.keys() - {file.path for file in files}:
             self.place(path).unlink(missing_ok=True)
             del self.present[path]
 
     def unit(self, unit: WorkUnit) -> WorkUnit:
-        """Return a work unit like `unit`, with paths on this machine: each path is replaced by the path of its copy.
-        This holds for tables, weights and folders, and for settings that hold absolute paths. Missing folders are made.
-        """
+        """The unit with the paths of the copies, also in settings. Missing folders are made."""
         inputs = {name: dataclasses.replace(one, folder=self.place(one.folder)) for name, one in unit.inputs.items()}
         needs = {name: self.place(value) if isinstance(value, Path) else value for name, value in unit.needs.items()}
         artifacts, root = self.place(unit.artifacts), self.place(unit.root)
@@ -163,11 +128,7 @@ class Mirror:
         return dataclasses.replace(unit, inputs=inputs, needs=needs, config=config, artifacts=artifacts, root=root)
 
     def settings(self, config: Any) -> Any:
-        """Return a copy of the config dataclass `config` in which absolute paths are replaced by the paths of the
-        copies on this machine. For example, "/data/cats" becomes "<folder>/data/cats". Here, <folder> is the attribute
-        `folder`. Only texts in settings that are declared with `path=True` are replaced. Settings of dataclasses within
-        `config` are replaced in this way too. Relative paths and all other settings are unchanged.
-        """
+        """Absolute paths in settings declared with `path=True` become those of the copies, in nested dataclasses too."""
         changed = {}
         for field in dataclasses.fields(config):
             value = getattr(config, field.name)
@@ -186,6 +147,5 @@ class Mirror:
         return value
 
     def remove(self) -> None:
-        """Remove the folder and all copies in it."""
         self.present.clear()
         shutil.rmtree(self.folder, ignore_errors=True)

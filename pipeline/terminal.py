@@ -31,36 +31,23 @@ ProgressCallback = Callable[[str, int, int, str], None]  # (stage, done, total, 
 
 
 class Rate(ProgressColumn):
-    """A column of the progress bar that shows the speed. The speed is shown in units per second. If it is below one
-    unit per second, the seconds per unit are shown instead.
-    """
-
     def render(self, task: Task) -> Text:
-        """Return the speed of `task` as text, such as "3.2 images/s". The text is empty before the first unit is done."""
         speed = task.finished_speed or task.speed
         unit = str(task.fields.get("unit", "row"))
         return Text(format_rate(speed, unit) if speed else "")
 
 
 class Bar(Progress):
-    """A progress bar with a line of facts below it. `facts` is that line, or "" for none."""
-
     facts = ""
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield what is drawn: the progress bar, and below the bar the text `self.facts`, such as the loss. If
-        `self.facts` is "", only the bar is yielded.
-        """
         yield self.make_tasks_table(self.tasks)
         if self.facts:
             yield Text(self.facts, style="dim", overflow="ellipsis", no_wrap=True)
 
 
 class Terminal:
-    """A console that shows the messages and progress of the stage `stage_name` on standard error. It is a context manager. The
-    progress bar is shown while the context is open. If standard error is not a terminal, a line of text is shown every
-    `QUIET_SECONDS` seconds instead. Standard output is left to results.
-    """
+    """Messages and progress of a stage on standard error; a line every `QUIET_SECONDS` if that is no terminal."""
 
     def __init__(self, stage_name: str) -> None:
         self.stage_name = stage_name
@@ -93,17 +80,10 @@ class Terminal:
             self.bar.update(self.task, visible=True)
 
     def say(self, line: str) -> None:
-        """Show the message `line`, preceded by the stage's name."""
         self.console.print(f"{self.stage_name}: {line}", markup=False)
 
     def note(self, text: str) -> None:
-        """Show `text` beside the progress, in place of the previous text. `text` holds facts such as the loss; "" means
-        no text. On a terminal, `text` is the line below the progress bar. If standard error is not a terminal, `text`
-        is the end of each later line of progress.
-
-        Before the first call of `progress`, there is no line of progress. If standard error is not a terminal, `text`
-        is then printed as a separate line, at most once in `QUIET_SECONDS` seconds.
-        """
+        """Replaces the previous text. Without a terminal it ends the lines of progress, or is a line itself before the first."""
         self.facts = text
         if self.bar:
             self.bar.facts = text
@@ -112,9 +92,6 @@ class Terminal:
             self.say(text)
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """Show that `done` of `total` units are finished. `unit` is the name of the units, singular or plural, such as
-        "images".
-        """
         unit = unit.removesuffix("s")
         if self.bar and self.task is not None:
             self.bar.update(self.task, completed=done, total=total, visible=True, unit=unit)
@@ -132,9 +109,7 @@ class Terminal:
 
 @contextmanager
 def hashing_of(command: str) -> Iterator[None]:
-    """Return a context manager that shows how far the hashing of a large file is. It is for a command that shows no
-    progress of its own. `command` is the name of the command. Nothing is shown while no large file is hashed.
-    """
+    """Show how far the hashing of a large file is, for a command without progress of its own."""
     opened: list[Terminal] = []
     since = time.monotonic()  # of the last line, whatever the number of files
 
@@ -161,10 +136,7 @@ def hashing_of(command: str) -> Iterator[None]:
 
 
 class Quiet:
-    """A console for the stage `stage_name` that shows nothing. If `report` is given, each call of `progress` calls it.
-    The arguments of `report` are the stage's name, the number of units done, the total number, and the name of the
-    units.
-    """
+    """Shows nothing; calls of `progress` go to `report`."""
 
     def __init__(self, stage_name: str, report: ProgressCallback | None = None) -> None:
         self.stage_name, self.report = stage_name, report
@@ -182,28 +154,19 @@ class Quiet:
         """Discard `text`."""
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """Report that `done` of `total` units are finished. `unit` is the name of the units. The callback `self.report`
-        is called with the stage's name and these three values. If there is no callback, nothing happens.
-        """
         if self.report:
             self.report(self.stage_name, done, total, unit)
 
 
 def console_for(stage_name: str, progress: ProgressCallback | bool) -> Terminal | Quiet:
-    """Return the console that shows the progress of the stage `stage_name`. If `progress` is True, it is the terminal; if
-    False, it shows nothing. If `progress` is a function, the console calls it with (stage, done, total, unit).
-    """
+    """`progress`: True for the terminal, False for nothing, or a function of (stage, done, total, unit)."""
     if progress is True:
         return Terminal(stage_name)
     return Quiet(stage_name, progress or None)
 
 
 def format_table(names: Sequence[str], rows: Iterable[Sequence[Any]], right: Collection[str] = (), null: str = "-") -> str:
-    """Return `rows` as lines of text below a header line. `names` are the names of the columns. Columns of numbers are
-    aligned to the right. Columns whose names are in `right` are aligned to the right too. None is shown as the text
-    `null`. A float is shown with 6 significant digits. Any other value is shown as text. If standard output is a
-    terminal, wide text columns are folded to its width. Otherwise every row is one line.
-    """
+    """Lines below a header. Numbers and columns in `right` are aligned right; text is folded to the width of a terminal."""
     cells = [list(row) for row in rows]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
     widths, least = 0, 0
@@ -224,14 +187,11 @@ def format_table(names: Sequence[str], rows: Iterable[Sequence[Any]], right: Col
 
 
 def _is_numeric(column: Sequence[Any]) -> bool:
-    """Return True if every value of `column` is a number or None. An empty column is not numeric."""
     return bool(column) and all(isinstance(value, int | float | Decimal | None) for value in column)
 
 
 def fold(line: str) -> str:
-    """Break a line that is too wide for the terminal, and return the text. Lines break at spaces, and the continuation is
-    indented. If standard output is no terminal, the line is returned unchanged.
-    """
+    """Break a line that is too wide for the terminal; the continuation is indented."""
     columns = _columns()
     start = " " * (len(line) - len(line.lstrip()) + 2)
     whole = cell_len(line) <= columns or not columns
@@ -239,14 +199,12 @@ def fold(line: str) -> str:
 
 
 def _columns() -> int:
-    """Return how many characters a line of the terminal holds, or 0 if standard output is no terminal."""
+    # 0 if standard output is no terminal: lines are then left whole.
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
 
 
 def format_cell(value: Any, null: str = "-") -> str:
-    """Return `value` as text on one line. None becomes the text `null`. A float is shown with 6 significant digits. A
-    character that cannot be printed becomes "?".
-    """
+    """One line; a float has 6 significant digits, a character that cannot be printed becomes "?"."""
     if value is None:
         return null
     text = f"{value:.6g}" if isinstance(value, float) else " ".join(str(value).split())
@@ -254,14 +212,12 @@ def format_cell(value: Any, null: str = "-") -> str:
 
 
 def format_rate(speed: float, unit: str) -> str:
-    """Format a speed in units per second. `unit` is the singular: 12.3 and "image" give "12.3 images/s". A speed below 1 is
-    inverted: 0.2 and "image" give "5.0 s/image".
-    """
+    """12.3 and "image" give "12.3 images/s"; 0.2 gives "5.0 s/image"."""
     return f"{speed:.1f} {unit}s/s" if speed >= 1 else f"{1 / speed:.1f} s/{unit}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration in seconds as "0.4 s", "12 s", "3 min 20 s" or "2 h 5 min"."""
+    """Such as "0.4 s", "12 s", "3 min 20 s" or "2 h 5 min"."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

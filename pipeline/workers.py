@@ -16,13 +16,7 @@ Compute = Callable[[StageContext], Iterator[pa.RecordBatch | Artifact]]
 
 
 def computation(project: Project, name: str) -> Compute:
-    """Return the function that computes the pending rows of the stage `name`, either in this process or on a Ray cluster.
-    The setting [project] `workers` chooses. The function takes the context of the run, and yields record batches and
-    artifacts. Raises ValueError if Ray is chosen but not installed.
-
-    A stage whose rows cannot be divided, or that has few of them, is computed in this process. So is a stage whose input
-    files cannot be sent to workers, if the workers do not share them.
-    """
+    """How pending rows are computed: here or on Ray, as [project] `workers` says. Raises ValueError if Ray is not installed."""
     stage, settings = project.stage(name), project.config.project
     if settings.workers == "local" or not stage.divisible:
         return stage.run
@@ -33,6 +27,7 @@ def computation(project: Project, name: str) -> Compute:
         if not settings.divides(stage.divisible, ctx.pending.num_rows):
             yield from stage.run(ctx)
             return
+        # The workers do not share the files, and the stage's cannot be sent.
         if settings.worker_inputs == "shipped" and not stage.ships:
             ctx.say("computed here, because its input files cannot be sent to workers (project.worker_inputs)")
             yield from stage.run(ctx)

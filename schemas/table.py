@@ -1,4 +1,4 @@
-"""How a table is described: its name, its key, its columns, and the tensors that its rows carry."""
+"""The description of a table: its name, key, columns, and the tensors that its rows carry."""
 
 from __future__ import annotations
 
@@ -22,43 +22,30 @@ SHARD = pa.field("shard", pa.string(), nullable=False, metadata={"doc": "file un
 
 @dataclass(frozen=True)
 class TensorColumn:
-    """The description of a tensor column. Such a column holds one tensor per row of a table. `name` is the name of the
-    column, and `doc` says what it holds. `dtype` is the type of the tensor's values, a key of `STORED_AS` such as
-    "bfloat16". A stage yields the values of a tensor as a flat list. The attributes `shape`, `offset`, `nbytes` and
-    `checksum` are the names of four more columns, which describe the tensor.
-
-    The stage fills the column `shape`. The store writes the values into a shard (an Arrow file with tensors). It fills
-    the columns `offset`, `nbytes` and `checksum`: the position in the shard, the size, and the xxh3 of the bytes.
-    Position and size are in bytes.
-    """
+    """One tensor per row, stored in a shard and found through four columns that `shape` to `checksum` name."""
 
     name: str
     dtype: str  # a key of STORED_AS
     doc: str
-    shape: str  # names of other columns, as above
-    offset: str
+    shape: str  # names of four more columns; the stage fills this one, the store the other three
+    offset: str  # where the tensor starts in the shard, bytes
     nbytes: str
-    checksum: str
+    checksum: str  # xxh3 of the bytes
 
     @property
     def kind(self) -> pa.DataType:
-        """The Arrow type in which the values of the tensor are stored. For example, bfloat16 is stored as uint16."""
+        """The Arrow type in which the values are stored, for example uint16 for bfloat16."""
         return STORED_AS[self.dtype]
 
     @property
     def field(self) -> pa.Field:
-        """The Arrow field of this column in the record batches that a stage yields. Each row holds the values of one
-        tensor as a flat list. The items have the Arrow type `self.kind`.
-        """
+        """The column in the batches that a stage yields: the tensor as a flat list, of `kind`."""
         kind = pa.list_(pa.field("item", self.kind, nullable=False))
         return pa.field(self.name, kind, nullable=False, metadata={"doc": self.doc})
 
     @property
     def locator(self) -> tuple[pa.Field, pa.Field, pa.Field]:
-        """The three Arrow fields that say where the tensor of a row is stored, all int64. The first is the tensor's
-        offset in the shard (an Arrow file with tensors), in bytes. The second is the tensor's size in bytes. The third
-        is the tensor's checksum. They are filled when the tensor is written to disk, not by the stage.
-        """
+        """The int64 fields offset, nbytes and checksum, which the store fills."""
         return (
             pa.field(self.offset, pa.int64(), nullable=False, metadata={"doc": f"where {self.name} starts in the shard, bytes"}),
             pa.field(self.nbytes, pa.int64(), nullable=False, metadata={"doc": f"size of {self.name}, bytes"}),
@@ -67,23 +54,16 @@ class TensorColumn:
 
     @property
     def checksum_field(self) -> pa.Field:
-        """The Arrow field of the tensor's checksum: the 64-bit xxh3 of its bytes, as a signed number. It is null in a row
-        that an earlier version of this program wrote, until `latentmill verify` fills it in.
-        """
+        """The 64-bit xxh3 as a signed number."""
+        # Nullable: rows of an earlier version have no checksum until `latentmill verify` fills it in.
         doc = f"xxh3 of the bytes of {self.name}, checked when they are read; null until verify has read an old row"
         return pa.field(self.checksum, pa.int64(), nullable=True, metadata={"doc": doc})
 
 
 def tensor(name: str = "tensor", dtype: str = "bfloat16", doc: str = "the values, 16-bit words") -> TensorColumn:
-    """Return the description of a tensor column. `name` is the name of the column. `dtype` is the type of the tensor's
-    values, a key of `STORED_AS` such as "bfloat16". `doc` says what the values are. For the name "x", four more columns
-    hold the tensor's shape, position, size and checksum: `x_shape`, `x_offset`, `x_nbytes` and `x_checksum`. Raises
-    AssertionError if `dtype` is unknown.
-
-    For the name "tensor", the four columns are called `shape`, `byte_offset`, `nbytes` and `checksum`. The caller must
-    add the shape column to the columns of the table, as a list of int32.
-    """
+    """A tensor column; the table must declare its shape column, a list of int32."""
     assert dtype in STORED_AS, f"{name}: dtype must be one of {', '.join(STORED_AS)}, got {dtype}"
+    # The tensor of latents and embeddings: its columns carry no prefix.
     if name == "tensor":
         return TensorColumn(name, dtype, doc, "shape", "byte_offset", "nbytes", "checksum")
     return TensorColumn(name, dtype, doc, f"{name}_shape", f"{name}_offset", f"{name}_nbytes", f"{name}_checksum")
@@ -92,15 +72,10 @@ def tensor(name: str = "tensor", dtype: str = "bfloat16", doc: str = "the values
 def column(
     name: str, kind: pa.DataType, doc: str, *, null: bool = False, measured: bool = False, default: str = "", later: bool = False
 ) -> pa.Field:
-    """Return the Arrow field of the column `name`. `kind` is the Arrow type. `doc` says what the column holds, and in
-    which unit. If `null` is True, nulls are allowed. If `measured` is True, the values differ between equal runs, as
-    clock times do. `default` is the text that a new row gets if the stage gives no value for this column; "" means no
-    default. If `later` is True, older tables may lack the column.
+    """The Arrow field of a column; `doc` says what it holds, and the unit.
 
-    `TableSchema.table` fills in `default`. Only columns of strings can have a default. If `default` is empty and
-    `later` is False, every row that a stage gives to `TableSchema.table` must have the column. A column with `later`
-    allows nulls, `TableSchema.table` fills in null, and the column is not part of the recipe. So tables without the
-    column are kept.
+    `measured`: differs between equal runs, as clock times do. `default`: what `TableSchema.table` fills in for a string column,
+    "" for none. `later`: null in older tables, and not part of the recipe, so tables without the column are kept.
     """
     marks = {"measured": "yes" if measured else "", "default": default, "later": "yes" if later else ""}
     return pa.field(name, kind, nullable=null or later, metadata={"doc": doc, **marks})
@@ -108,32 +83,19 @@ def column(
 
 @dataclass(frozen=True)
 class TableSchema:
-    """The description of a table. `name` is the table's name. `doc` says what a row is. `key` holds the names of the
-    columns that identify a row. `columns` holds all columns in order. `tensors` lists the tensors that every row has.
-    Raises AssertionError if these fields do not fit together, for example if two columns have one name.
-
-    A table with tensors has exactly one key column, and a column for each tensor's shape. `artifact` is the name of the
-    column with the path of a row's own file. It is "" if rows have no files. The path is relative to the folder
-    `artifacts`. A row whose file is missing or damaged counts as missing.
-
-    `retains_dead_rows` says what happens to rows that no setting needs any more. If it is True, they are kept on disk
-    until `latentmill clean`, hidden from readers. If it is False, the next finished run deletes them. Set it to True if
-    the rows are expensive to recompute. Tables with tensors always retain such rows.
-    """
+    """The description of a table. Raises AssertionError if its fields do not fit together."""
 
     name: str
-    doc: str
-    key: tuple[str, ...]
+    doc: str  # what a row is
+    key: tuple[str, ...]  # columns that identify a row; exactly one if there are tensors
     columns: tuple[pa.Field, ...]
     tensors: tuple[TensorColumn, ...] = ()
+    # True: rows that no setting needs stay on disk, hidden, until `latentmill clean`. False: the next finished run deletes them.
+    # For rows that are expensive to compute; rows with tensors always stay.
     retains_dead_rows: bool = False
-    artifact: str = ""
+    artifact: str = ""  # column with the path, below artifacts/, of the row's own file; without an intact file the row is missing
 
     def __post_init__(self) -> None:
-        """Raise AssertionError if the fields of the schema do not fit together. `columns` must contain every key column
-        and the shape column of every tensor. If `artifact` is not "", `columns` must contain the column of this name.
-        No two columns may have the same name. A table with tensors must have exactly one key column.
-        """
         names = [field.name for field in (*self.batch, *self.locator)]
         needed = {*self.key, *(each.shape for each in self.tensors), *filter(None, [self.artifact])}
         assert needed <= {field.name for field in self.columns}, (
@@ -144,52 +106,37 @@ class TableSchema:
 
     @property
     def batch(self) -> pa.Schema:
-        """The Arrow schema of the record batches that a stage yields. The columns come first, then one list of values per
-        tensor.
-        """
+        """The record batches that a stage yields: the columns, then each tensor as a list."""
         return pa.schema([*self.columns, *(each.field for each in self.tensors)])
 
     @property
     def locator(self) -> tuple[pa.Field, ...]:
-        """The Arrow fields that say where the tensors of a row are stored. The first field is the file name of the
-        shard (an Arrow file with tensors). Each tensor then has three fields: its offset in the shard and its size, both
-        in bytes, and its checksum. The tuple is empty if the table has no tensors.
-        """
+        """Shard, then offset, nbytes and checksum of each tensor; empty without tensors."""
         return (SHARD, *(field for each in self.tensors for field in each.locator)) if self.tensors else ()
 
     @property
     def shard(self) -> pa.Schema:
-        """The Arrow schema of a shard (an Arrow file with tensors). The columns come first, then the values of each
-        tensor as a list, then one checksum per tensor.
-        """
+        """A shard: the columns, each tensor as a list, then the checksums."""
         return pa.schema([*self.batch, *(each.checksum_field for each in self.tensors)])
 
     @property
     def stored(self) -> pa.Schema:
-        """The Arrow schema of the rows on disk, as readers see them. The columns come first, then the fields that locate
-        the tensors.
-        """
+        """The rows on disk as readers see them: the columns, then where the tensors are."""
         return pa.schema([*self.columns, *self.locator])
 
     @property
     def recorded(self) -> dict[str, str]:
-        """The Arrow type of each column and tensor, as a dict from name to text. The recipe of a table contains this
-        dict. A recipe records what decides the rows of a table, such as the settings. Columns marked `later` are left
-        out.
-        """
+        """Name -> Arrow type of each column and tensor, as the recipe records them; without those marked `later`."""
         return {f.name: str(f.type) for f in self.batch if not (f.metadata or {}).get(b"later")}
 
     @property
     def compared(self) -> list[str]:
-        """The names of the columns whose values must be equal in two equal runs. Columns marked `measured`, such as
-        clock times and memory, are left out.
-        """
+        """The columns that are equal in two equal runs."""
         return [f.name for f in self.columns if not (f.metadata or {}).get(b"measured")]
 
     def table(self, rows: list[dict[str, Any]]) -> pa.Table:
-        """Return an Arrow table with the schema `self.batch`. `rows` holds one dict per row, from column name to value.
-        A column with a default, or one marked `later`, may be left out. Raises AssertionError if another column is
-        missing, or if a name is unknown.
+        """An Arrow table of `batch`; raises AssertionError if a row lacks a column (but for `default` and `later`) or
+        has an unknown one.
         """
         names = set(self.batch.names)
         defaults: dict[str, str | None] = {f.name: None for f in self.columns if f.metadata.get(b"later")}

@@ -1,7 +1,6 @@
-"""What each stage computes: one folder per pipeline, the models and the tuner that they share, and the contracts in stage.py.
+"""What each stage computes: one folder per pipeline, the models and the tuner that they share, the contracts in stage.py.
 
-A pipeline imports `models`, `tuner`, `stage.py` and `schemas`, and no other pipeline. `models` and `tuner` import neither a
-pipeline nor a schema. Nothing here imports `pipeline`, which runs the stages.
+A pipeline imports no other pipeline. `models` and `tuner` import neither a pipeline nor a schema. Nothing imports `pipeline`.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ PIPELINES: dict[str, str] = {"text_to_image": "stages.text_to_image", "retrieval
 
 
 def pipeline(name: str) -> Pipeline:
-    """Return the pipeline called `name`. `name` is a key of `PIPELINES`, or the dotted name of a module that defines
-    `PIPELINE`. Raises ValueError if there is no such pipeline.
-    """
+    """`name`: a key of PIPELINES, or the dotted name of a module that defines PIPELINE. Raises ValueError."""
     module = PIPELINES.get(name, name if "." in name else "")
     if not module:
         raise ValueError(f"must be one of {', '.join(PIPELINES)} or a dotted module name, got {name!r}")

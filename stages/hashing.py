@@ -1,7 +1,4 @@
-"""sha256 of files: the id of an image, and the check that a weight file or a checkpoint is the one that was written.
-
-The user sees how much of a large file is read.
-"""
+"""sha256 of files: the id of an image, the check of a weight file or a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,9 +18,7 @@ _note: ContextVar[Callable[[str], None] | None] = ContextVar("note", default=Non
 
 @contextmanager
 def hashing_shown(note: Callable[[str], None]) -> Iterator[None]:
-    """Return a context manager that tells the user how far the hashing of a large file is. `note(text)` shows a text in place of
-    the one before, such as "hashing model.safetensors: 3.1 of 7.8 GB". At the end of each file, the text is removed.
-    """
+    """Report within the block how far the hashing of a large file is. Each text replaces the one before; "" removes it."""
     token = _note.set(note)
     try:
         yield
@@ -32,9 +27,7 @@ def hashing_shown(note: Callable[[str], None]) -> Iterator[None]:
 
 
 def file_sha256(file: Path | BinaryIO) -> str:
-    """Return the sha256 of a file's bytes as 64 hex digits. `file` is a path or an open binary file. An open file is read
-    from its start, whatever its position. Raises OSError if the file cannot be read.
-    """
+    """Hex. An open file is read from its start, whatever its position."""
     if isinstance(file, Path):
         with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
@@ -45,10 +38,6 @@ def file_sha256(file: Path | BinaryIO) -> str:
 
 
 def _shown(file: BinaryIO, name: str, size: int, note: Callable[[str], None]) -> str:
-    """Return the sha256 of the open file `file` as 64 hex digits, and show the user how much is hashed. `name` is the
-    file's name in this message. `size` is the size of the file in bytes. `note(text)` shows a text in place of the one
-    before; "" removes it.
-    """
     digest, part, shown = hashlib.sha256(), memoryview(bytearray(PART)), ""
     done = 0
     while count := file.readinto(part):  # type: ignore[attr-defined]

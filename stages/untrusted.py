@@ -1,7 +1,6 @@
-"""Read files that this program did not write: regular files only, and never more bytes or levels than a bound allows.
+"""Reads files that this program did not write: regular files only, and never more bytes or levels than a bound allows."""
 
-Every failure is a ValueError of one line that names the file.
-"""
+# Every failure is a ValueError of one line that names the file.
 
 from __future__ import annotations
 
@@ -22,12 +21,10 @@ TEXTS = re.compile(r"""\"[^"\n]*"|'[^'\n]*'""")
 
 
 def open_regular(path: Path, most: int | None = None) -> BufferedReader:
-    """Open the regular file `path` for reading and return the open file. `most` is the largest allowed size in bytes;
-    None allows any size. A named pipe, a device or a socket is refused, and never waited for. Raises ValueError if the
-    file is refused. Raises OSError if it cannot be opened.
-    """
+    """Raises ValueError unless it is a regular file of at most `most` bytes. A named pipe is never waited for."""
     _check(path, path.stat(), most)  # before it is opened: opening a device may have an effect
     file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115  (Path.open takes no opener; the caller closes)
+    # Another file may have taken its place.
     try:
         _check(path, os.fstat(file.fileno()), most)
     except ValueError:
@@ -37,9 +34,6 @@ def open_regular(path: Path, most: int | None = None) -> BufferedReader:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """Return the bytes of the regular file `path`. `most` is the largest allowed size in bytes. Raises ValueError if
-    the file is larger, is no regular file or cannot be read.
-    """
     try:
         with open_regular(path, most) as file:
             return file.read(os.fstat(file.fileno()).st_size)  # a file of /proc says 0 and has no end
@@ -48,10 +42,6 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def read_utf8(path: Path, most: int) -> str:
-    """Return the text of the regular file `path`, which must be in UTF-8. A byte order mark at the start of the file is
-    left out. `most` is the largest allowed size in bytes. Raises ValueError if the file cannot be read or is not in
-    UTF-8.
-    """
     try:
         return read_bytes(path, most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -59,14 +49,11 @@ def read_utf8(path: Path, most: int) -> str:
 
 
 def read_json(path: Path, most: int = JSON_BYTES) -> Any:
-    """Parse the JSON file `path` of at most `most` bytes, and return its content. Raises ValueError if it cannot be read."""
     return parse_json(read_bytes(path, most), str(path))
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """Parse JSON and return its content. `where` names the text in errors, such as "a.jsonl, line 3". Raises ValueError if the
-    text is not JSON, is nested too deeply or has a key twice in one object.
-    """
+    """`where` names the text in errors, such as "a.jsonl, line 3". A key that is twice in an object is an error."""
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
@@ -80,9 +67,6 @@ def parse_json(text: str | bytes, where: str) -> Any:
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """Parse TOML and return its content. `where` names the text in errors. Raises ValueError if the text is not TOML, is nested
-    too deeply or is longer than a settings file can be.
-    """
     if len(text) > TOML_BYTES:
         raise ValueError(f"{where}: too large: {len(text):,} characters, at most {TOML_BYTES:,} are read")
     long = [line for line in text.splitlines() if line.count(".") > DOTS]

@@ -33,15 +33,11 @@ Say = Callable[[str], None]
 
 
 def silent(line: str) -> None:
-    """Do nothing with `line`, a note for the user. This is the default value of parameters named `say`."""
+    """The default of `say`."""
 
 
 def file_name(project: str, step: int | str, style: str, which: str = "last") -> str:
-    """Return the name of an exported file, such as "cats-001000-average-comfyui.safetensors". `project` is the
-    project's name. `step` is the training step, as a number or its digits. `style` is "diffusers", "comfyui" or
-    "merged". `which` is the adapter: "last", "average" or "best". The values "last" and "diffusers" are left out, as in
-    "cats-001000.safetensors".
-    """
+    """Such as "cats-001000-average-comfyui.safetensors"; "last" and "diffusers" are left out."""
     safe = re.sub(r"[^\w.-]+", "-", project).strip("-.") or "adapter"
     kind = "".join(f"-{word}" for word, usual in ((which, "last"), (style, "diffusers")) if word != usual)
     return f"{safe}-{int(step):06d}{kind}.safetensors"
@@ -57,17 +53,9 @@ def write_adapter(
     metadata: dict[str, str],
     say: Say = silent,
 ) -> Path:
-    """Convert the adapter file `adapter` for other programs and return the path of the new file. `family` is the
-    adapter's model family. `out` is a file ending in .safetensors, or a folder. `style` is the naming of tensors,
-    "diffusers" or "comfyui". `dtype` of the matrices is "float32", "bfloat16" or "float16". `metadata` has texts to add
-    to the file's metadata, with keys such as "project". `say` is called with each line of notes for the user; by
-    default nothing happens.
+    """Convert an adapter file for other programs, into a file or folder, and return the new path.
 
-    In a folder, the file name is formed from project, step, style and kind of adapter. An earlier export of the same
-    project, style and family is replaced. Raises ValueError if the new file would replace any other file. Raises
-    ValueError too if a value of the adapter is not finite, or is too large for `dtype`.
-
-    Scales are multiplied into the arrays, so that the file is right for readers that ignore metadata.
+    Raises ValueError as `write_arrays` does, and if a value of the adapter is not finite.
     """
     from stages.models import adapters
     from stages.models.weights import read_file
@@ -86,19 +74,16 @@ def write_adapter(
 def write_arrays(
     adapter: Adapter, family: Family, target: Path, style: str, *, dtype: str, about: dict[str, str], say: Say = silent
 ) -> Path:
-    """Write an adapter as the safetensors file `target` for other programs, and return `target`. `adapter` is (arrays,
-    scales). `arrays` maps names such as "proj_out.lora_A.weight" to arrays. `scales` maps each Linear's name to the
-    number that multiplies its change. `family` is the model family. `style` names the tensors as "diffusers" or
-    "comfyui" does. `dtype` of the matrices is "float32", "bfloat16" or "float16". `about` has texts for the file's
-    metadata, with keys such as "project". `say` is called with each line for the user.
+    """Write (arrays, scales) as a file in the names of `style`; matrices get `dtype`, and scales are multiplied in.
 
-    Raises ValueError if `target` exists and is no earlier export, or if a value is too large for `dtype`. An earlier
-    export of the same project, style and family is replaced.
+    An earlier export of the same project, style and family is replaced. Raises ValueError if `target` is any other file, or
+    if a value is too large for `dtype`.
     """
     from pipeline.commands.export_header import header
     from stages.models import adapters
 
     arrays, scales = adapter
+    # Folds the scales in: a reader that ignores metadata gets the right change.
     converted = family.architecture.adapter_styles[style](arrays, scales)
     variant = adapters.variant(arrays)
     new_metadata = header(about, style, dtype, adapters.ranks(converted), variant)
@@ -110,18 +95,12 @@ def write_arrays(
 
 
 def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:
-    """Raise ValueError if `value` is not one of `choices`. The message lists `choices`. `setting` is what the message
-    calls the value, such as "style".
-    """
+    """Raise ValueError, with `choices`, unless `value` is one of them."""
     if value not in choices:
         raise ValueError(f"{setting} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def _check_replaced(target: Path, metadata: dict[str, str], say: Say) -> None:
-    """Raise ValueError if `target` exists and is not an earlier export of the same project, style and model family. If
-    `target` is such an export, it may be replaced. `say` is then called with a line that tells from which training step
-    the old file was. `metadata` is the metadata of the new file.
-    """
     from stages.models.weights import read_file
 
     if not target.exists():
@@ -138,14 +117,11 @@ def _check_replaced(target: Path, metadata: dict[str, str], say: Say) -> None:
 
 
 def _write(target: Path, arrays: dict[str, Any], dtype: str, metadata: dict[str, str]) -> None:
-    """Write the safetensors file `target`, completely or not at all. `arrays` maps names of tensors to MLX arrays.
-    `metadata` is the metadata of the file. Matrices are cast to `dtype`, such as "bfloat16". DoRA magnitudes and alphas
-    stay float32. Raises ValueError if a value is too large for `dtype`.
-    """
     import mlx.core as mx
 
     from stages.models.adapters import EXACT, first_not_finite
 
+    # DoRA magnitudes and alphas stay float32.
     dtypes = {key: mx.float32 if key.endswith(EXACT) else getattr(mx, dtype) for key in arrays}
     cast = {key: mx.contiguous(value.astype(dtypes[key])) for key, value in arrays.items()}
     if key := first_not_finite(cast):

@@ -47,7 +47,6 @@ def command(edit: Path | None, apply: Path | None, sidecars: bool, undo_sidecars
 
 
 def run(project: Project) -> None:
-    """Bring the table `captions` of `project` up to date, and print what was done."""
     from pipeline import runner
 
     with Terminal(STAGE) as terminal:
@@ -57,10 +56,7 @@ def run(project: Project) -> None:
 
 
 def write_files(project: Project, undo: bool) -> str:
-    """Write the edited captions of `project` into the caption files beside the images. If `undo` is True, restore instead
-    the files that the last call changed. Return a sentence that says what was done. Raises ValueError if there is nothing
-    to do. The table `captions` is not changed.
-    """
+    """Write the edited captions beside the images, or undo the last time. Raises ValueError if there is nothing to do."""
     from stages.text_to_image.captions.sidecars import undo_sidecars, write_sidecars
 
     ctx = project.context(project.stage(STAGE))
@@ -69,9 +65,6 @@ def write_files(project: Project, undo: bool) -> str:
 
 
 def caption_rows(project: Project) -> list[dict[str, Any]]:
-    """Return the captions of the images of `project`, as dicts with the keys `path`, `image_id`, `position` and `text`,
-    sorted by path and position. Raises NotBuilt if the table `captions` is not built.
-    """
     from pipeline.commands.query import answer
 
     return list(
@@ -84,9 +77,6 @@ def caption_rows(project: Project) -> list[dict[str, Any]]:
 
 
 def write_captions(project: Project, file: Path) -> int:
-    """Write all captions of the images of `project` into the CSV file `file`, and return their number. Raises ValueError if
-    `file` exists already.
-    """
     import csv
 
     if file.exists():
@@ -100,10 +90,7 @@ def write_captions(project: Project, file: Path) -> int:
 
 
 def read_captions(project: Project, file: Path) -> int:
-    """Read a CSV file that `write_captions` wrote and the user edited. Store each changed text as an edit of the project, and
-    return the number of changes. Raises ValueError, with the line, if a column is missing or a row names no caption. Then
-    nothing is stored.
-    """
+    """Store the changed texts of an edited file, return their number. A wrong row raises ValueError, and nothing is stored."""
     import csv
     import io
 

@@ -13,12 +13,9 @@ STRONGEST = 10.0
 
 
 def find_adapter(project: Project, text: str, step: int | None = None) -> Path:
-    """Return the path of the adapter file that `text` names. `text` is the path of an existing file, or "last", "best"
-    or "average". These three words name adapters of the current training run of `project`, the opened project folder. A
-    word followed by "@RUN", such as "best@RUN", names an adapter of another run. `step` is the training step of a
-    checkpoint; None takes the end of the run. Raises ValueError if there is no such adapter.
+    """The file itself, or a word of `WHICH` for the chosen run, or "best@RUN" for another (a name or the start of its recipe).
 
-    RUN is the name of the run or the beginning of its recipe (12 hex digits). With "best", `step` must be None.
+    `step` is a checkpoint, None for the end of the run; must be None with "best". Raises ValueError if there is none.
     """
     from pipeline.commands.export import WHICH, adapter_of
 
@@ -34,23 +31,17 @@ def find_adapter(project: Project, text: str, step: int | None = None) -> Path:
 
 
 def project_of_run(project: Project, run: str) -> Project:
-    """Open the folder of `project` again and return it as a new `Project` that uses a recorded training run. The new
-    `Project` has the settings and the table of that run. `run` is the name of the run, or its recipe (12 hex digits),
-    or the beginning of its recipe. Raises ValueError if not exactly one run matches.
-    """
     from pipeline.project import runs
     from pipeline.project.project import Project
 
+    # A project of its own, because `choose` changes which run it uses.
     other = Project(project.path, fetch=project.fetch)
     runs.choose(other, run)
     return other
 
 
 def pair_strengths(adapters: Sequence[str], strengths: Sequence[float], default: str = "last") -> list[tuple[str, float]]:
-    """Return (adapter, strength) pairs, one for each of `adapters`. `strengths` holds one strength for each adapter in
-    the same order, or none. Without strengths, every strength is 1. Without adapters, `default` is the only adapter.
-    Raises ValueError if the numbers of adapters and strengths differ, or if a strength is not from -10 to 10.
-    """
+    """(adapter, strength) pairs. Raises ValueError if the numbers differ or a strength is not from -10 to 10."""
     names = list(adapters) or [default]
     if strengths and len(strengths) != len(names):
         raise ValueError(

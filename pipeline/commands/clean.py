@@ -37,13 +37,7 @@ def command(runs: bool, dry_run: bool, project: Project) -> None:
 
 
 def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
-    """Delete the rows and tables of `project` that its present settings do not use. Yield a line of text for each
-    deletion, and for tables that are kept although they are not used. The last line gives the bytes freed. If `dry_run`
-    is True, nothing is deleted. Raises ValueError if a stage is running.
-
-    If `runs` is True, results of other settings, such as trained adapters, are deleted too. With `dry_run`, the lines
-    tell what would be deleted.
-    """
+    """A line for each deletion, and for each table kept. Raises ValueError if a stage is running."""
     for lock in (project.path / "tables").glob("*/*/lock"):  # a running stage holds the lock of the table that it writes
         if holder := lock_holder(lock):
             raise ValueError(f"{lock.parent} is being written by {holder}; wait for it or stop it")
@@ -59,13 +53,10 @@ def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
 
 
 def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Delete temporary files of killed commands, and damaged files that were replaced. Yield `(line for the user,
-    bytes)` for each deletion. `project` is the opened project folder. If `dry_run` is True, nothing is deleted, and the
-    pairs tell what would be deleted. Temporary files that a running command has locked are kept. Raises ValueError if a
-    table to clean is being written.
-    """
+    """(line, bytes) for the files of killed commands, and for damaged files that were replaced."""
     tables = project.path / "tables"
     for folder in (project.path, project.path / "exports", project.path / "weights", tables, *tables.glob("[!.]*/")):
+        # Temporary files that a running command has locked are not abandoned.
         for path in abandoned(folder):
             size = size_of(path)
             yield f"{path.relative_to(project.path)}, left by a killed command, {format_bytes(size)}", size
@@ -84,16 +75,7 @@ def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int
 
 
 def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Delete the rows and tables of the stage `name` that the present settings do not use. Yield a pair `(line for the
-    user, bytes freed)` for each deletion. `project` is the opened project folder. `delete` is the permission to delete:
-    if `delete` is False, all rows and tables of the stage are kept. The caller passes False for results, such as
-    trained adapters, unless the user gave --runs. If `dry_run` is True, nothing is deleted, and the pairs say what
-    would be deleted.
-
-    Tables of other settings are kept in three cases: `delete` is False, the table of the present settings is not built
-    yet, or this table cannot be determined. If tables are kept, one pair has a line with the reason, and 0 bytes. With
-    `dry_run`, the bytes of a pair say how much would be freed.
-    """
+    """(line, bytes) for each deletion in a stage's tables. `delete` is the permission to delete at all."""
     try:
         current = project.current(name)
     except ValueError as error:
@@ -110,14 +92,7 @@ def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> It
 
 
 def _clean_others(name: str, current: TableFolder, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Delete the tables of the stage `name` that were built with other settings. Yield a pair `(line for the user,
-    bytes freed)` for each table. `current` is the stage's table for the present settings. `delete` says whether the
-    other tables may be deleted. If `delete` is False, all of them are kept, and one pair says why. `dry_run` is True to
-    list the deletions only: the pairs are yielded, but nothing is deleted.
-
-    If `current` is not built yet, the other tables are kept even if `delete` is True. A pair about kept tables has a
-    line with the reason and 0 bytes. If the stage has no tables of other settings, nothing is yielded.
-    """
+    """(line, bytes) for the tables of other settings, or one line that says why they are kept."""
     from pipeline.store.catalog import link_table
 
     others = _other_folders(current.folder)
@@ -136,9 +111,6 @@ def _clean_others(name: str, current: TableFolder, delete: bool, dry_run: bool) 
 
 
 def _other_folders(current: Path) -> list[Path]:
-    """Return the folders of the stage's tables that were made with other settings, sorted. `current` is the folder of
-    the table for the present settings. If the stage has no tables, the result is empty.
-    """
     if not current.parent.is_dir():
         return []
     return sorted(
@@ -154,23 +126,16 @@ def _describe(folders: list[Path]) -> str:
 
 
 def _delete_table(folder: Path) -> None:
-    """Delete the table in `folder`. Raises ValueError if a process is writing the table.
-
-    The folder is renamed and its manifest removed first. So readers never find an incomplete table, even if this process is
-    killed.
-    """
     with Lock(folder / "lock"):
         hidden = folder.with_name(f"{TEMPORARY}{folder.name}")
+        # Without a manifest it is no table, then it is out of sight: readers never find a part of one, even if this process
+        # is killed.
         (folder / "manifest.json").unlink(missing_ok=True)
         folder.rename(hidden)
     shutil.rmtree(hidden)
 
 
 def _collect(table: TableFolder, recipe: dict[str, object]) -> int:
-    """Delete the rows of `table` that its last finished run did not want, and return the number of bytes freed.
-    `recipe` is the table's recipe: a dict of what decides its rows, such as settings and the hashes of weights. Raises
-    ValueError if another process is writing the table.
-    """
     from pipeline.store.writer import Writer
 
     with Writer(table, recipe) as writer:

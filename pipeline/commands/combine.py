@@ -28,7 +28,6 @@ RANK_HELP = "The largest rank of a Linear in the new file."
 
 
 def shared_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the function of a click command: add --out, --style and --dtype."""
     for option in (
         click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Of the matrices."),
         click.option(
@@ -91,17 +90,10 @@ Make = Callable[[], tuple["Adapter", str]]  # computes (arrays, scales) and a li
 
 
 def merge(project: Project, chosen: Sequence[tuple[str, float]], rank: int | None = None) -> tuple[Recipe, Make]:
-    """Plan a LoRA that is the sum of several adapters, and return (recipe, make). `project` is the opened project
-    folder. `chosen` holds pairs (adapter, strength), such as ("best", 1.0). `rank` is the largest rank of a Linear in
-    the new LoRA. None means the sum of the ranks, with which nothing is lost. In the result, `recipe` is a dict that
-    says how and from which files the LoRA is made. `make` is a function without arguments that computes the LoRA.
+    """Plan the sum of several adapters: what it is made from, and a function that computes it. `rank` None: the sum of the
+    ranks, exact.
 
-    `make()` returns a pair (adapter, text). `adapter` is the LoRA as a pair of dicts, (arrays, scales). `arrays` maps
-    names of matrices to arrays. `scales` maps the name of each Linear to the number that multiplies its change. `text`
-    is a line for the user: the rank of the LoRA, and how much of the exact sum it loses.
-
-    An adapter is "last", "best" or "average", one of these with "@RUN", or the path of a file. RUN is the name or the
-    recipe of a run. Raises ValueError if an adapter does not exist or `rank` is out of range.
+    Raises ValueError if an adapter does not exist or `rank` is out of range.
     """
     _check_rank(rank)
     files = [(find_adapter(project, text), strength) for text, strength in chosen]
@@ -118,14 +110,7 @@ def merge(project: Project, chosen: Sequence[tuple[str, float]], rank: int | Non
 
 
 def resize(project: Project, adapter: str, rank: int) -> tuple[Recipe, Make]:
-    """Plan a LoRA of a lower rank and return (recipe, make). `recipe` is a dict that says how and from which file the
-    LoRA is made. `make()` computes the LoRA. It returns ((arrays, scales), text): the LoRA as two dicts, and a line
-    about the error. `project` is the opened project folder. `adapter` is "last", "best" or "average", one of these with
-    "@RUN", or the path of a file. `rank` is the largest rank of a Linear in the result.
-
-    RUN is the name or the recipe of a run. Raises ValueError if the adapter does not exist or `rank` is out of range.
-    `make()` raises ValueError unless `rank` is below the largest rank in the adapter.
-    """
+    """Plan a LoRA of a lower rank, as `merge` does. `make()` raises ValueError unless `rank` is below the adapter's largest."""
     _check_rank(rank)
     file = find_adapter(project, adapter)
 
@@ -142,14 +127,7 @@ def resize(project: Project, adapter: str, rank: int) -> tuple[Recipe, Make]:
 
 
 def extract(project: Project, tuned: Path, rank: int) -> tuple[Recipe, Make]:
-    """Plan a LoRA from the difference between a fine-tuned transformer and the base model of `project`, the opened
-    project folder. Return (recipe, make). `recipe` is a dict that says how and from which files the LoRA is made.
-    `make()` computes the LoRA. It returns ((arrays, scales), text): the LoRA as two dicts, and a line about the error.
-    `tuned` is a folder in the diffusers layout or a single file. `rank` is the largest rank of a Linear in the result.
-
-    Raises ValueError if there are no weights at `tuned`, or `rank` is out of range. `make()` raises ValueError if
-    nothing differs.
-    """
+    """Plan a LoRA of what a fine-tuned transformer changed. `make()` raises ValueError if nothing differs."""
     from stages.models.weights import weight_files
 
     _check_rank(rank)
@@ -170,14 +148,7 @@ def extract(project: Project, tuned: Path, rank: int) -> tuple[Recipe, Make]:
 
 
 def difference(base: Path, tuned: Path, family: Family, rank: int) -> tuple[Cut, int]:
-    """Compute a LoRA that approximates the difference between two transformers. Return (cut, others). `cut` holds the
-    LoRA's arrays, and how much of each Linear's change they miss. `others` is the number of changed tensors that the
-    LoRA cannot hold, such as biases. `base` and `tuned` are the transformers: folders in the diffusers layout or single
-    files. `family` is their model family. `rank` is the largest rank of a Linear in the LoRA. Raises ValueError if the
-    weights are not those of one architecture.
-
-    The base is in memory as a whole, the tuned transformer one weight at a time.
-    """
+    """The LoRA, and the number of changed tensors that it cannot hold (biases). Raises ValueError for another architecture."""
     import mlx.core as mx
 
     from stages.tuner.adapters import combine
@@ -201,15 +172,13 @@ def difference(base: Path, tuned: Path, family: Family, rank: int) -> tuple[Cut,
             others += bool(mx.any(change != 0).item())
         return mx.zeros(0)  # frees the weight
 
+    # One weight of the tuned transformer is in memory at a time, beside the base as a whole.
     load(tuned, family, arrange=compare)
     return cut, others
 
 
 def read(family: Family, file: Path) -> Adapter:
-    """Read the adapter file `file` and return (arrays, scales). `arrays` maps names such as "proj_out.lora_A.weight" to
-    arrays. `scales` maps the name of each Linear to the number that multiplies its change. `family` is the model family
-    of the adapter. Raises ValueError if a value is not finite.
-    """
+    """(arrays, scales) of an adapter. Raises ValueError if a value is not finite."""
     from stages.models.adapters import first_not_finite
 
     arrays, scales = family.architecture.read_adapter(file)
@@ -221,14 +190,9 @@ def read(family: Family, file: Path) -> Adapter:
 def write(
     project: Project, recipe: Recipe, make: Make, *, out: Path | None, style: str, dtype: str, say: Say = click.echo
 ) -> Path:
-    """Write the LoRA that `make()` computes to a file, and return its path. `project` is the opened project folder.
-    `recipe` is a dict that says what the LoRA is made from. `out` is a .safetensors file or a folder; None means the
-    project's folder exports/. `style` is the naming of tensors, "diffusers" or "comfyui". `dtype` of the matrices is
-    "float32", "bfloat16" or "float16". `say` is called with each line of text for the user.
+    """Compute a LoRA and write it to a file, unless the file exists with the same recipe, style and dtype.
 
-    The file records `recipe`, `style` and `dtype`. If the file exists with the same record, it is kept and `make` is
-    not called. Raises ValueError if the file exists with a different record. Raises ValueError too if `style` or
-    `dtype` is unknown.
+    Raises ValueError if the file was made from something else.
     """
     check_choice("style", style, STYLES)
     check_choice("dtype", dtype, DTYPES)

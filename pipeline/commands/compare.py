@@ -70,10 +70,9 @@ def best_command(run: str | None, by: str | None, project: Project) -> None:
 
 
 def compare(project: Project, runs: Sequence[Run], out: Path | None = None) -> Iterator[str]:
-    """Compare the training runs `runs` of `project`, the opened project folder, and yield lines of text. The lines show
-    facts such as the number of steps, settings that differ, losses over the steps, and held-out losses. Some pipelines
-    also draw results of the runs side by side, into the image file `out`. None means a file in the project's folder
-    exports/. For these pipelines, the last line names the file, or says that no results have equal prompts and seeds.
+    """Facts, differing settings, losses by step, and held-out losses of the runs.
+
+    A pipeline with `side_by_side` also draws results into the image `out` (None: a file in exports/).
     """
     facts = [run_facts(project, run) for run in runs]
     heads = [run.label for run in runs]
@@ -111,10 +110,7 @@ def _settings(runs: Sequence[Run]) -> str:
 
 
 def _curves(runs: Sequence[Run]) -> list[tuple[Any, ...]]:
-    """Return the rows of a table of training losses, one row per range of steps. There are at most about 10 ranges of
-    equal length. A row is a tuple: the range as text, such as "1 to 50", then the mean loss of each run. A mean is None
-    if the run has no step in the range.
-    """
+    """Mean loss of each run over about `ROWS` stretches of equal length; None where a run has no step."""
     last = max((run.steps["step"][-1].as_py() for run in runs if run.steps.num_rows), default=0)
     width = max(1, -(-last // ROWS))
     means = []
@@ -130,11 +126,9 @@ def _curves(runs: Sequence[Run]) -> list[tuple[Any, ...]]:
 
 
 def _result_rows(project: Project) -> list[dict[str, Any]]:
-    """Return the rows of all result tables of the project, such as previews. Rows made by all runs and with all
-    settings are included. Each row gets a further column `file`, the path of its result file.
-    """
     rows = []
     for name, table in rows_of_results(project).items():
+        # The others are tables that commands write, such as `generated`.
         if not name.startswith("all_"):
             continue
         folder = project.path / "tables" / name.removeprefix("all_")
@@ -143,10 +137,9 @@ def _result_rows(project: Project) -> list[dict[str, Any]]:
 
 
 def best(project: Project, run: Run, by: str | None = None) -> Iterator[str]:
-    """Yield lines that name the best checkpoint of `run`, the reason, and the command that exports it. `project` is the
-    opened project folder. `by` is the criterion: "held-out" (lowest loss) or "scores" (highest score). If `by` is None,
-    the held-out loss decides if it was measured, otherwise the scores. Raises ValueError if the loss or scores that it
-    needs do not exist.
+    """The best checkpoint of a run, by held-out loss or scores, the reason, and the command that exports it.
+
+    `by` is one of `MEASURES`; None prefers the held-out loss. Raises ValueError if it was not measured.
     """
     if run.best_step is not None and by != "scores":
         losses = {step: loss for step, loss in run.held_out.items() if step in run.checkpoints}
@@ -167,9 +160,7 @@ def best(project: Project, run: Run, by: str | None = None) -> Iterator[str]:
 
 
 def checkpoint_scores(project: Project, run: Run) -> dict[int, float]:
-    """Return the scores of the checkpoints of the training run `run`, as a dict from step to score. A higher score is
-    better. The dict is empty if nothing was scored. `project` is the opened project folder.
-    """
+    """Step -> score of a checkpoint, the higher the better; empty if nothing was scored."""
     from pipeline.commands.query import answer
     from pipeline.errors import NotBuilt
 

@@ -38,11 +38,7 @@ def command(out: Path | None, project: Project) -> None:
 
 
 def write_crops(project: Project, out: Path | None = None) -> list[Path]:
-    """Draw the crops of `project` on contact sheets, write the sheets as PNG files, and return the paths of the files.
-    `out` is the folder for the files. It must be empty or not exist yet. If `out` is None, the files are written into
-    the project's folder exports/crops, and the earlier content of this folder is deleted. Raises NotBuilt if the table
-    `buckets` is not built. Raises ValueError if no image has a crop, or if `out` is not empty.
-    """
+    """`out` must be new or empty; None: exports/crops, emptied first. Raises NotBuilt, or ValueError if no image has a crop."""
     from pipeline.commands.query import answer
     from stages.text_to_image.sheets import QUESTION, draw_sheets
 

@@ -33,10 +33,9 @@ PLANS = (
     help="The file that --measure writes.",
 )
 def command(measured: bool, name: str, out: Path) -> None:
-    """Show what this machine is, what it can train, and what is wrong with it. With --measure (`measured`), also run
-    probes for about ten minutes. A probe is a short measurement of speed or memory. Some probes train a model with
-    random weights, so no files of weights are needed. The weights of this model have the shapes of a model family.
-    --family (`name`) names the family. The results of all probes are written to the JSON file --out (`out`).
+    """Show what this machine is, what it can train, and what is wrong with it. With --measure, also run probes for about
+    ten minutes. A probe is a short measurement of speed or memory. Some probes train a model with random weights of
+    the family's shapes (--family), so no files of weights are needed. The results are written to the JSON file --out.
     """
     machine = examine()
     for line in report(machine):
@@ -48,7 +47,6 @@ def command(measured: bool, name: str, out: Path) -> None:
 
 
 def report(machine: Machine) -> Iterator[str]:
-    """Yield the lines about `machine`: facts, problems, and what fits into its memory."""
     system = f"macOS {machine.macos}" if machine.macos else machine.system
     rows = {
         "machine": f"{machine.chip or 'unknown chip'} ({machine.arch}), {format_bytes(machine.memory)} of memory",
@@ -72,10 +70,7 @@ def report(machine: Machine) -> Iterator[str]:
 
 
 def measure(name: str, budget: int) -> Iterator[dict[str, Any]]:
-    """Run several short measurements (probes) and yield one dict of figures for each. The training probes use weights
-    with the shapes of the model family `name`. They may use at most `budget` bytes of memory. If a probe fails or does
-    not fit, its dict has the entry "error".
-    """
+    """One dict of figures per probe, with "error" if it fails or does not fit into `budget` bytes."""
     for title, probe in (("product", product), ("attention gradient", attention_gradient)):
         yield measured(title, probe)
     for side in (512, 1024):
@@ -83,9 +78,6 @@ def measure(name: str, budget: int) -> Iterator[dict[str, Any]]:
 
 
 def measured(title: str, probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run one probe and return its figures as a dict. `title` is the name of the probe. The entry "wall_s" is the total
-    time in seconds. If the probe raises ValueError or RuntimeError, the entry "error" has the message.
-    """
     began = time.perf_counter()
     click.echo(f"probe: {title}", err=True)
     try:
@@ -96,9 +88,7 @@ def measured(title: str, probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def product() -> dict[str, Any]:
-    """Measure the speed of matrix products. Returns `{"tflops": speeds}`. `speeds` maps a dtype, such as "float32", to
-    its speed in TFLOP/s. The matrices are 2048 x 2048. "bfloat16" is left out on a CPU.
-    """
+    """Speed of 2048 x 2048 matrix products, TFLOP/s by dtype; bfloat16 is left out on a CPU."""
     import mlx.core as mx
 
     rates, size = {}, 2048
@@ -113,12 +103,7 @@ def product() -> dict[str, Any]:
 
 
 def attention_gradient() -> dict[str, Any]:
-    """Measure whether MLX keeps the matrix of attention scores while it computes the gradient of attention. Returns a
-    dict. "extra_bytes" is the peak memory of the computation, without the inputs. "scores_bytes" is the size of the
-    matrix. "keeps_scores" is True if "extra_bytes" is larger.
-
-    A fused gradient does not keep the matrix.
-    """
+    """Whether the gradient of attention keeps the matrix of scores (a fused one does not); peak without the inputs."""
     import mlx.core as mx
 
     dtype = mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
@@ -134,11 +119,7 @@ def attention_gradient() -> dict[str, Any]:
 
 
 def training(name: str, side: int, budget: int, steps: int = 20) -> dict[str, Any]:
-    """Measure the time and memory of training on random weights, and return the figures as a dict. `name` is the model
-    family whose shapes are used. `side` is the width and height of the images in pixels. `budget` is the allowed memory
-    in bytes. `steps` is the number of measured steps, after one more step for warm-up. Times are in seconds. The base
-    weights are quantised to 4 bits. Raises ValueError if training does not fit into `budget`.
-    """
+    """Speed and memory of training on random weights, 4 bits, after a warm-up step. Raises ValueError if it does not fit."""
     import gc
     from dataclasses import replace
     from statistics import median

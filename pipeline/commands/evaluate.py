@@ -35,10 +35,7 @@ def command(project: Project) -> None:
 
 
 def evaluate(project: Project) -> Iterator[str]:
-    """Yield the lines of a report on the scores of the pictures of `project`. First comes a table of means for the base model,
-    each adapter and real pictures. Then come explanations, and comparisons of each adapter with the base. Raises NotBuilt if
-    the table `scores` does not exist.
-    """
+    """A report on the table `scores`: means by group, explanations, and each adapter against the base. Raises NotBuilt."""
     table = project.current("scores")
     if not table.exists:
         raise NotBuilt("evaluate needs the table scores, which is not built for this configuration; run: make evaluate", "scores")
@@ -56,10 +53,6 @@ def evaluate(project: Project) -> Iterator[str]:
 
 
 def group_rows(rows: list[Row]) -> Groups:
-    """Group `rows` of the table `scores` by the source of the picture. Return a dict: heading -> rows. The headings are
-    "base", then one such as "step 250 (1a2b3c4d)" per adapter, then "real". An adapter's heading has its step and the start of
-    its id.
-    """
     found: dict[tuple[int, int, str], list[Row]] = defaultdict(list)
     for row in rows:
         found[("base", "adapter", "real").index(row["kind"]), row["step"], row["adapter_id"]].append(row)
@@ -68,10 +61,6 @@ def group_rows(rows: list[Row]) -> Groups:
 
 
 def summary_cells(name: str, rows: list[Row]) -> tuple[str, ...]:
-    """Return one line of the report's table as a tuple of texts, one per column of `HEAD`. `name` is the heading of the
-    line. `rows` are rows of the table `scores`, one per picture. Scores are averaged over the rows. A score that no row
-    has is shown as "-".
-    """
     ranks = values(rows, "agreement_rank")
     median = f"{np.median(ranks):g}" if len(ranks) else "-"
     recalls = (f"{np.mean(ranks <= k):.2f}" if len(ranks) else "-" for k in RECALLS)
@@ -81,19 +70,11 @@ def summary_cells(name: str, rows: list[Row]) -> tuple[str, ...]:
 
 
 def values(rows: list[Row], column: str) -> np.ndarray:
-    """Return the values of `column` in `rows` as a float64 array, without the values that are None."""
     return np.array([row[column] for row in rows if row[column] is not None], float)
 
 
 def explanations(groups: Groups) -> Iterator[str]:
-    """Yield lines of text that explain the columns of the report's table. `groups` maps each heading to its rows of the
-    table `scores`, one row per picture. The first line explains the scores "style" and "real". One or two further lines
-    explain the text ranks. They are left out if no picture has a text rank.
-
-    A text rank is the position of a picture's own text when all texts are sorted by agreement with the picture. One
-    line gives the median rank and the recalls (R@k) to expect by chance. The next line compares the recall of each
-    adapter and the base with that of real pictures.
-    """
+    """What the columns mean, the ranks to expect by chance, and the recall over chance as a share of the real pictures'."""
     texts = max(row["texts"] for rows in groups.values() for row in rows)
     yield "style: 0 is the base, 1 the training images; real: 0 is the base, 1 the references"
     ranks = {name: values(rows, "agreement_rank") for name, rows in groups.items()}
@@ -110,30 +91,21 @@ def explanations(groups: Groups) -> Iterator[str]:
 
 
 def comparisons(name: str, base: list[Row], adapter: list[Row]) -> Iterator[str]:
-    """Compare the scores of an adapter with those of the base model, and yield one line of text per score. A line gives
-    a value and its 95 % bootstrap interval. For "style" and "real", the value is the AUC: the probability that the
-    adapter's score is higher than the base's. For "agreement", it is the adapter's mean less the base's mean. `name` is
-    the adapter's heading. `base` and `adapter` are rows of the table `scores`, one per picture. Only prompts that both
-    have drawn are compared.
-
-    A score has no line if a compared prompt lacks it for the base or for the adapter.
-    """
+    """For each score, adapter against base with a 95 % bootstrap interval: AUC of style and real, difference of agreement."""
     for column, measure, meaning in (
         ("style", auc, "style above the base's, AUC"),
         ("real", auc, "nearer to the references than the base's, AUC"),
         ("agreement", mean_difference, "agreement less the base's"),
     ):
         pairs = pair_by_prompt(base, adapter, column)
+        # A score that a prompt lacks, for the base or the adapter, has no line.
         if pairs and all(len(one) and len(other) for one, other in pairs):
             value, low, high = bootstrap_interval(pairs, measure)
             yield f"{name}: {meaning} {value:.3f} ({low:.3f} to {high:.3f})"
 
 
 def pair_by_prompt(base: list[Row], adapter: list[Row], column: str) -> Pairs:
-    """Return a list of (values of the base, values of the adapter), one pair of float64 arrays per prompt. Only prompts that
-    both have drawn are included. `base` and `adapter` are rows of the table `scores`, one per picture. `column` is the name of
-    the score. Values that are None are left out.
-    """
+    """(values of the base, of the adapter) for each prompt that both have drawn."""
     prompts: tuple[dict[str, list[Row]], dict[str, list[Row]]] = (defaultdict(list), defaultdict(list))
     for side, rows in zip(prompts, (base, adapter), strict=True):
         for row in rows:
@@ -143,29 +115,22 @@ def pair_by_prompt(base: list[Row], adapter: list[Row], column: str) -> Pairs:
 
 
 def auc(base: np.ndarray, adapter: np.ndarray) -> float:
-    """Return the probability that a random value of `adapter` is larger than a random value of `base`. Both are arrays of
-    scores; equal values count half.
-    """
+    """Probability that a random adapter's score is higher than a random base's; equal ones count half."""
     above, equal = adapter[:, None] > base[None], adapter[:, None] == base[None]
     return float(np.mean(above + 0.5 * equal))
 
 
 def mean_difference(base: np.ndarray, adapter: np.ndarray) -> float:
-    """Return the mean of `adapter` minus the mean of `base`, two arrays of scores."""
     return float(adapter.mean() - base.mean())
 
 
 def bootstrap_interval(pairs: Pairs, measure: Callable[[np.ndarray, np.ndarray], float]) -> tuple[float, float, float]:
-    """Return (value, low, high): a value computed from the scores of all prompts, and its 95 % bootstrap interval.
-    `pairs` has one pair of arrays per prompt: scores of the base model, scores of the adapter. `measure(base, adapter)`
-    computes the value as a float. Its arguments are arrays of the scores of all prompts.
-
-    Prompts are resampled, not pictures, because the pictures of one prompt depend on each other. The random seed is 0.
-    """
+    """(value, low, high) of `measure(base, adapter)` over the scores of all prompts."""
 
     def measure_prompts(chosen: Any) -> float:
         return measure(*(np.concatenate([pairs[place][side] for place in chosen]) for side in (0, 1)))
 
+    # Prompts are resampled, not pictures: the pictures of one prompt depend on each other.
     draw = np.random.default_rng(0)
     resampled = [measure_prompts(draw.integers(0, len(pairs), len(pairs))) for _ in range(RESAMPLES)]
     low, high = np.percentile(resampled, PERCENTILES)

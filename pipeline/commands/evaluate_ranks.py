@@ -33,14 +33,7 @@ def command(project: Project) -> None:
 
 
 def evaluate(project: Project) -> Iterator[str]:
-    """Yield the lines of a report on search quality. The table `ranks` of `project`, the opened project folder, has the
-    rank of the correct result for each query. The report has one part for each mode. In the mode "plain", the documents
-    are complete. In the mode "hard", each document that answers a query lacks the name of its function. Raises NotBuilt
-    if the table does not exist.
-
-    A part has a table of retrieval measures, and the differences between searches. It also has MRR@10 for queries that
-    share few or many words with the code.
-    """
+    """A report on the table `ranks`: measures, differences between searches, MRR@10 by overlap. Raises NotBuilt."""
     table = project.current("ranks")
     if not table.exists:
         raise NotBuilt("evaluate needs the table ranks, which is not built for this configuration; run: make ranks", "ranks")
@@ -55,12 +48,8 @@ def evaluate(project: Project) -> Iterator[str]:
 
 
 def group_rows(rows: list[Row]) -> Groups:
-    """Group the rows of the test split, and return a dict: (mode, encoder) -> rows. `rows` are rows of the table
-    `ranks`, one per mode, encoder and pair of query and correct result. The mode is "plain", or "hard" if names were
-    removed from the documents. The encoder is "base" (without an adapter), or the sha256 of an adapter. "base" comes
-    first. The rows of a group are sorted by `pair_id`.
-    """
     found: Groups = defaultdict(list)
+    # "base" comes first; by pair_id within a group, which pairs the queries of two searches.
     for row in sorted(rows, key=lambda row: (row["encoder"] != "base", row["encoder"], row["pair_id"])):
         if row["split"] == "test":
             found[row["mode"], row["encoder"]].append(row)
@@ -68,11 +57,6 @@ def group_rows(rows: list[Row]) -> Groups:
 
 
 def report(mode: str, encoders: dict[str, list[Row]]) -> Iterator[str]:
-    """Yield the lines of the report on one mode of the evaluation. `mode` is "plain" or "hard". In the mode "plain",
-    the searched documents are complete. A document is the text of a piece of code, such as a function. In the mode
-    "hard", every document that answers a query lacks the name of its function or class. `encoders` maps each encoder to
-    its rows of the table `ranks` in this mode. An encoder is "base" (without an adapter), or the sha256 of an adapter.
-    """
     first = next(iter(encoders.values()))
     name = "plain" if mode == "plain" else "hard: every unit's own name is removed"
     yield f"{name}; {len(first)} test queries among {max(row['candidates'] for row in first)} units; 95 % intervals"
@@ -92,41 +76,29 @@ def report(mode: str, encoders: dict[str, list[Row]]) -> Iterator[str]:
 
 
 def short(encoder: str) -> str:
-    """Return the name of an encoder for the report. `encoder` is "base" or the sha256 of an adapter. The name is
-    "base", or "tuned" and the first 8 digits of the sha256.
-    """
     return encoder if encoder == "base" else f"tuned {encoder[:8]}"
 
 
 def ranks(rows: list[Row], search: str) -> np.ndarray:
-    """Return the rank of each query's correct result, counted from 1, as a float array in the order of `rows`. A
-    missing rank is NaN. `rows` are rows of the table `ranks`. `search` is "semantic", "lexical" or "hybrid".
-    """
     return np.array([row[search] for row in rows], float)
 
 
 def line(search: str, encoder: str, found: np.ndarray) -> tuple[str, ...]:
-    """Return one row of the report's table: `search`, `encoder`, then P@1, MRR@10, R@10 and nDCG@10. A measure is a
-    text with the mean and its 95 % interval, such as "0.512 [0.480, 0.544]". `found` holds the rank of the correct
-    result for each query.
-    """
+    """One row of the table; a cell is a mean and its interval, such as "0.512 [0.480, 0.544]"."""
     from stages.retrieval.search.measures import MEASURES, bootstrap, wilson
 
     cells = []
     for name, measure in MEASURES.items():
         values = measure(found)
         mean = float(values.mean())
+        # P@1 and R@10 are shares, the others means.
         low, high = wilson(mean, len(values)) if name in ("P@1", "R@10") else bootstrap(values)
         cells.append(f"{mean:.3f} [{low:.3f}, {high:.3f}]")
     return search, encoder, *cells
 
 
 def differences(encoders: dict[str, list[Row]]) -> Iterator[str]:
-    """Yield a heading, then one line per comparison of two searches on the same queries. Each line gives the difference
-    in MRR@10 with its 95 % bootstrap interval. Semantic, lexical and hybrid search are compared with each encoder. Each
-    encoder with an adapter is also compared with the encoder "base". `encoders` maps each encoder to its rows of the
-    table `ranks`.
-    """
+    """MRR@10 between the searches of each encoder, and between each tuned encoder and the base."""
     yield "difference in MRR@10, paired bootstrap:"
     for encoder, rows in encoders.items():
         for one, other in (("semantic", "lexical"), ("hybrid", "lexical"), ("hybrid", "semantic")):
@@ -138,23 +110,16 @@ def differences(encoders: dict[str, list[Row]]) -> Iterator[str]:
 
 
 def difference(name: str, one: np.ndarray, other: np.ndarray) -> str:
-    """Return a line with the mean difference in MRR@10 of two searches and its 95 % bootstrap interval. `one` and
-    `other` hold the ranks of the correct results. Both must have the same queries in the same order. `other` is
-    subtracted from `one`. `name` is the label of the line.
-    """
     from stages.retrieval.search.measures import bootstrap, reciprocal
 
+    # Both have the same queries in the same order, so the difference is paired.
     values = reciprocal(one) - reciprocal(other)
     low, high = bootstrap(values)
     return f"  {name}: {values.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def quartiles(encoders: dict[str, list[Row]]) -> Iterator[str]:
-    """Yield lines of text: a heading, then one line for each quarter of the queries. The queries are sorted by the
-    share of their words that occur in the code, the lowest first. A line has the MRR@10 of semantic, lexical and hybrid
-    search. `encoders` maps each encoder to its rows of the table `ranks`. Only the rows of the last encoder in this
-    dict are used.
-    """
+    """MRR@10 in quarters of the queries by word overlap with the code, for the last encoder."""
     from stages.retrieval.search.measures import reciprocal
 
     encoder, rows = list(encoders.items())[-1]

@@ -69,24 +69,14 @@ def export_run(
     which: str = "last",
     say: Say = silent,
 ) -> Path:
-    """Export an adapter that `project`, the opened project folder, trained. Return the path of the new file. `out` is a
-    .safetensors file or a folder; None means the project's exports/. `style` is the naming of tensors, "diffusers" or
-    "comfyui". `dtype` is "float32", "bfloat16" or "float16". `step` chooses a checkpoint; None takes the end of the
-    run. `which` is "last" (as trained), "average" (of the weights) or "best" (lowest validation loss). `say` is called
-    with each note for the user; by default nothing happens.
-
-    Raises ValueError if there is no such adapter or the file cannot be written. For "best", `step` must be None.
-    """
+    """`out`: a file or folder; None: exports/. For the rest see `adapter_of` and `write_adapter`."""
     adapter = adapter_of(project, step, say, which)
     about = {"project": project.name, "adapter": which, **use_of(project)}
     return write_adapter(adapter, project.family, out or project.path / "exports", style, dtype=dtype, metadata=about, say=say)
 
 
 def use_of(project: Project) -> dict[str, str]:
-    """Return entries for the header of an adapter's file, as a dict from name to text. "trigger" is the trigger word.
-    "resolution" is the largest training resolution in pixels, such as "768x768". An entry without a value is left out.
-    `project` is the opened project folder.
-    """
+    """For an adapter's header: the trigger word, and the largest training resolution such as "768x768"."""
     sections = project.config.sections
     trigger = getattr(sections.get("captions"), "trigger", "")
     sizes = getattr(sections.get("buckets"), "resolutions", ())
@@ -95,9 +85,6 @@ def use_of(project: Project) -> dict[str, str]:
 
 
 def what_to_do(project: Project, file: Path, style: str) -> Iterator[str]:
-    """Yield lines that tell the user how to use the exported adapter `file` in diffusers, ComfyUI and other programs.
-    `project` is the opened project folder. `style` is the naming of the file's tensors: "diffusers" or "comfyui".
-    """
     use = use_of(project)
     prompt = f"{use['trigger']}, ..." if "trigger" in use else "..."
     if style == "diffusers":
@@ -112,30 +99,22 @@ def what_to_do(project: Project, file: Path, style: str) -> Iterator[str]:
 def merge_run(
     project: Project, out: Path | None, *, dtype: str, step: int | None = None, which: str = "last", say: Say = silent
 ) -> Path:
-    """Write the transformer of `project`, the opened project folder, with a trained adapter merged into its weights.
-    Return the path of the new folder. `out` is this folder and must not exist; None makes one in the project's
-    exports/. `dtype` of the weights is "float32", "bfloat16" or "float16". `step` chooses a checkpoint; None takes the
-    end of the run. `which` is "last" (as trained), "average" (of the weights) or "best" (lowest validation loss). `say`
-    is called with each note for the user; by default nothing happens.
-
-    Raises ValueError if there is no such adapter or the folder exists. For "best", `step` must be None.
-    """
+    """Write the transformer with an adapter merged in; `out` None: a folder in exports/. Raises ValueError if it exists."""
     from pipeline.commands.merged import write_merged
     from stages.models.weights import read_file
 
     adapter = adapter_of(project, step, say, which)
     step_trained = read_file(adapter)[1].get("step", 0)
     name = Path(file_name(project.name, step_trained, "merged", which)).stem
+    # An export downloads nothing.
     base = project.component("transformer", fetch=False)
     return write_merged(base, project.family, adapter, out or project.path / "exports" / name, dtype=dtype)
 
 
 def adapter_of(project: Project, step: int | None, say: Say, which: str = "last") -> Path:
-    """Return the path of an adapter file that `project` trained. `which` is "last" (as trained), "average" (the moving
-    average of the weights) or "best" (the lowest validation loss). `step` chooses a checkpoint; None takes the end of
-    the run. For "best", `step` must be None. If the settings have changed since training, `say` is called with a note.
-    Raises ValueError if there is no such adapter. If the checkpoint is missing, the message lists the checkpoints that
-    exist.
+    """The adapter file of a run at `step`, None for its end. `which` is a key of `WHICH`; with "best", `step` must be None.
+
+    Raises ValueError, with the checkpoints that exist, if there is none. Calls `say` if the settings changed since training.
     """
     from stages.tuner.checkpoint import adapter_damage
 
@@ -157,10 +136,6 @@ def adapter_of(project: Project, step: int | None, say: Say, which: str = "last"
 
 
 def _last_adapter(project: Project, artifacts: Path, step: int | None) -> Path:
-    """Return the path of the adapter file that training wrote at the step `step`. If `step` is None, it is the file
-    from the end of the run. `project` is the opened project folder, and `artifacts` is the folder with the run's files.
-    Raises ValueError if there is no such file. The message lists the checkpoints.
-    """
     checkpoints = {int(p.parent.name.split("-")[1]): p for p in artifacts.glob("checkpoints/step-*/adapter.safetensors")}
     found = artifacts / project.stage("train").result if step is None else checkpoints.get(step)
     if found and found.is_file():
@@ -171,9 +146,6 @@ def _last_adapter(project: Project, artifacts: Path, step: int | None) -> Path:
 
 
 def _current_recipe(project: Project) -> str:
-    """Return the recipe id of a training run with the present settings of `project`, the opened project folder. It is a
-    hash of settings, code version and weights. Return "" if a table or weights that the run needs are missing.
-    """
     try:
         return project.current("train").folder.name
     except ValueError:

@@ -12,10 +12,7 @@ NETWORKS = {"lora": "networks.lora", "dora": "networks.lora", "lokr": "lycoris.k
 
 
 def header(about: dict[str, str], style: str, dtype: str, ranks: dict[str, int], variant: str) -> dict[str, str]:
-    """Return the metadata of an exported adapter file: field -> text, as safetensors requires. `about` holds facts of the
-    adapter: project, family, step, trigger and so on. `style` ("diffusers" or "comfyui") and `dtype` say how the file is
-    written. `ranks` maps each Linear, by its name in the file, to its rank. `variant` is "lora", "dora" or "lokr".
-    """
+    """Field -> text, as safetensors requires. `ranks`: name of a Linear in the file -> rank; `variant`: a key of `NETWORKS`."""
     fields = {**_own_fields(about, style, dtype), **_common_fields(about, ranks, variant)}
     if style == "diffusers" and variant != "lokr":  # diffusers reads the settings of a LoKr from its shapes
         settings = _peft_config({name.removeprefix("transformer."): rank for name, rank in ranks.items()}, variant)
@@ -24,22 +21,13 @@ def header(about: dict[str, str], style: str, dtype: str, ranks: dict[str, int],
 
 
 def _own_fields(about: dict[str, str], style: str, dtype: str) -> dict[str, str]:
-    """Return a part of an exported adapter's header, as a dict of texts. This part has the entries of `about`, and
-    entries such as "export_style" that say how the file is written. `about` holds facts of the adapter, such as
-    project, family and step. `style` is "diffusers" or "comfyui". `dtype` of the matrices is a name such as "bfloat16".
-    Entries of `about` that do not hold for the exported file, such as "scales", are left out.
-    """
+    # Entries that do not hold for the exported file, such as the scales, stay behind.
     kept = {key: str(value) for key, value in about.items() if key not in ("format", "lora_adapter_metadata", "scales")}
     written = {"export_style": style, "export_dtype": dtype, "scale": "folded into the arrays", "software": _software()}
     return {**kept, **written, "format": "pt"}
 
 
 def _common_fields(about: dict[str, str], ranks: dict[str, int], variant: str) -> dict[str, str]:
-    """Return the fields of an exported adapter's header that other programs show, as a dict of texts. Fields such as
-    "ss_steps" were introduced by kohya's training scripts. Fields such as "modelspec.title" were introduced by
-    Stability AI. `about` holds facts of the adapter, such as project, family and step. `ranks` maps each Linear to its
-    rank. `variant` is "lora", "dora" or "lokr". Empty fields are left out.
-    """
     rank = str(_most_common(ranks)) if ranks else ""
     fields = {
         "modelspec.sai_model_spec": "1.0.0",
@@ -60,17 +48,12 @@ def _common_fields(about: dict[str, str], ranks: dict[str, int], variant: str) -
 
 
 def _peft_config(ranks: dict[str, int], variant: str) -> dict[str, Any]:
-    """Return the settings of an exported adapter, as a dict that diffusers reads. Its keys are settings of PEFT's
-    LoraConfig after the prefix "transformer.", such as "transformer.r". `ranks` maps each Linear's name to its rank.
-    `variant` is "lora" or "dora".
-
-    Each alpha equals the rank: PEFT then scales the LoRA by 1. The trained scale is already multiplied into the arrays
-    of the file.
-    """
+    """PEFT's LoraConfig under the prefix "transformer.", as diffusers reads it."""
     common = _most_common(ranks)
     other = {"^" + re.escape(name): rank for name, rank in ranks.items() if rank != common}
     settings = {
         "transformer.r": common,
+        # Alpha equals the rank, so PEFT scales by 1: the trained scale is in the arrays.
         "transformer.lora_alpha": common,
         "transformer.rank_pattern": other,
         "transformer.alpha_pattern": dict(other),

@@ -47,16 +47,10 @@ def command(out: Path | None, dtype: str, step: int | None, which: str, project:
 def export_retriever(
     project: Project, out: Path | None, *, dtype: str = "float32", step: int | None = None, which: str = "last", say: Say = silent
 ) -> Path:
-    """Write the trained encoder of `project`, the opened project folder, as a new folder. Return its path. `out` is the
-    folder, which must not exist; None makes one in the project's exports/. `dtype` of the weights is "float32",
-    "bfloat16" or "float16". `step` chooses a checkpoint; None takes the end of the run. `which` is "last" (as trained),
-    "average" (of the weights) or "best" (by held-out MRR). `say` is called with each note for the user; by default
-    nothing happens.
+    """Write the encoder with the adapter merged in and its head as a new folder, completely or not at all.
 
-    The adapter is merged into the weights. Its change is multiplied by the setting [vectors] `strength`. Raises
-    ValueError if `out` exists, or if the adapter or one of its arrays is missing. For "best", `step` must be None.
-
-    The head is written too. Weights are merged in float32 and rounded once. The folder appears complete or not at all.
+    Merged in float32 with the setting [vectors] `strength`, and rounded once. Raises ValueError if `out` exists, or if the
+    adapter or one of its arrays is missing.
     """
     import mlx.core as mx
 
@@ -84,10 +78,6 @@ def export_retriever(
 
 
 def _settings(project: Project) -> dict[str, Any]:
-    """Return the settings that make sentence-transformers read texts as `project` does, as a dict. "query_length" and
-    "document_length" are in tokens. "do_lower_case" is True if the model family lower-cases texts; otherwise the key is
-    absent.
-    """
     tokens: Any = project.config.sections["tokens"]
     family: Any = project.family
     lengths = {"query_length": tokens.query_tokens, "document_length": tokens.document_tokens}

@@ -37,11 +37,7 @@ def command(found: bool, folders: tuple[Path, ...]) -> None:
 
 
 def found_lines(folders: Sequence[Path] = ()) -> Iterator[str]:
-    """Yield texts that tell the user which weights were found on this machine. `folders` are searched. If there are
-    none, the usual folders are searched, such as the hub's cache. The first text is a table of the found components,
-    such as text encoders. The second is their total size. Then comes one line for each folder with all weights of a
-    model family. The last line may show how a project uses a single component. If nothing is found, one line says so.
-    """
+    """Found components, and how [project] names a complete family or a component. No folders: the usual ones."""
     from pipeline.project.found import complete_roots, places, search
     from stages.models.family import Family
 
@@ -69,9 +65,6 @@ def found_lines(folders: Sequence[Path] = ()) -> Iterator[str]:
 
 
 def all_families() -> Iterator[tuple[str, Family]]:
-    """Yield (name, record) for every model family of every built-in pipeline. The record has all facts about the
-    family.
-    """
     for name in stages.PIPELINES:
         pipeline = stages.pipeline(name)
         families: Mapping[str, Family] = load(pipeline.families) if pipeline.families else {}
@@ -79,6 +72,5 @@ def all_families() -> Iterator[tuple[str, Family]]:
 
 
 def family_rows() -> Iterator[tuple[Any, ...]]:
-    """Yield (name, title, licence, source of the weights) for every model family of every built-in pipeline."""
     for _, family in all_families():
         yield family.name, family.title, family.licence, family.source

@@ -32,10 +32,7 @@ def command(text: str | None, project: Project) -> None:
 
 
 def follow(project: Project, text: str) -> Iterator[str]:
-    """Yield lines of text that show what every stage computed from one input, such as an image. `project` is the opened
-    project folder. `text` names the input, for instance by a part of its path. A table that is not built gets a line
-    that says so. Raises ValueError if `text` matches no input or several.
-    """
+    """What every stage computed from one input. Raises ValueError if `text` matches none, or several."""
     chain = chain_of(project)
     query = query_function(project)
     row = find_row(project, chain, query, text)
@@ -47,9 +44,6 @@ def follow(project: Project, text: str) -> Iterator[str]:
 
 
 def chain_of(project: Project) -> Chain:
-    """Return the `Chain` of the project's pipeline. A `Chain` holds the functions that trace one input, such as an
-    image, through the tables. Raises ValueError if the pipeline has no `Chain`.
-    """
     if not project.pipeline.follow:
         raise ValueError(f"the pipeline {project.pipeline.name} has no description of how to follow an input (Pipeline.follow)")
     chain: Chain = load(project.pipeline.follow)
@@ -57,9 +51,7 @@ def chain_of(project: Project) -> Chain:
 
 
 def query_function(project: Project) -> Query:
-    """Return a function `query(sql, **values)` over the project's tables. It returns rows as dicts: column name -> value. In
-    the SQL, `$name` stands for values["name"].
-    """
+    """A function `query(sql, **values)` -> rows as dicts; `$name` in the SQL stands for values["name"]."""
     from pipeline.commands.query import open_catalog
 
     connection = open_catalog(project)
@@ -73,13 +65,7 @@ def query_function(project: Project) -> Query:
 
 
 def find_row(project: Project, chain: Chain, query: Query, text: str) -> dict[str, Any]:
-    """Return the one row that `text` names, as a dict from column name to value. `chain` is the pipeline's record of
-    how an input is traced. The row is looked up in the table `chain.table`. `query(sql)` runs SQL over the project's
-    tables and returns rows as dicts. Raises ValueError if no row matches, or several.
-
-    If several rows match, the message lists them. If none matches, the message lists the most similar names.
-    `chain_of(project)` returns the chain, and `query_function(project)` the query.
-    """
+    """The row that `text` names. Raises ValueError with the matches if there are several, with similar names if there is none."""
     rows = chain.find(query, project.resource, text)
     if len(rows) == 1:
         return rows[0]

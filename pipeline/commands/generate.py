@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 def adapter(project: Project, which: str = "last", step: int | None = None) -> Adapter:
-    """Return an adapter that `project` trained, to draw images with it. `which` is "last" (as trained), "average" (the moving
-    average of the weights, [train.ema]) or "best" (by validation loss, [train.validation]). `step` is the training step of a
-    checkpoint; None takes the end of the run. Raises ValueError if there is no such adapter. The message lists the
-    checkpoints.
+    """An adapter that the project trained, to draw images with it.
+
+    `which` is "last" (as trained), "average" (the moving average, [train.ema]) or "best" (by validation loss,
+    [train.validation]). `step` is a checkpoint; None takes the end of the run. Raises ValueError, with the checkpoints, if
+    there is none.
     """
     from pipeline.commands.export import adapter_of
     from stages.models.weights import read_file
@@ -32,13 +33,11 @@ def adapter(project: Project, which: str = "last", step: int | None = None) -> A
 
 @dataclass(frozen=True)
 class Adapter:
-    """A trained adapter that draws images with `generate`. `path` is the adapter's file. `step` is the training step at which
-    it was saved. `project` is the project that trained it.
-    """
+    """A trained adapter that draws images with `generate`."""
 
     project: Project
     path: Path
-    step: int
+    step: int  # at which it was saved
 
     def generate(
         self,
@@ -53,18 +52,12 @@ class Adapter:
         others: Sequence[tuple[Adapter | Path, float]] = (),
         references: Sequence[Path] = (),
     ) -> Image:
-        """Draw one image and return it as a PIL image. `prompt` should contain the trigger word. `seed` chooses the
-        noise. `width` and `height` are in pixels. `steps` counts denoising steps. `guidance` says how strongly the
-        prompt is followed. For `width`, `height`, `steps` and `guidance`, None means the value in [samples] of
-        project.toml. `strength` scales the adapter: 1 is as trained, 0 is the base model. `others` has pairs (adapter
-        or its file, strength) of further adapters. `references` are image files that the model sees while it draws.
+        """Draw one image. `prompt` is used unchanged, so it should contain the trigger word.
 
-        References are for adapters that were trained to edit images. `prompt` is used unchanged. The changes of all
-        adapters are added. Raises ValueError if `width` or `height` is not a multiple of 16, or a value is out of the
-        bounds that [samples] has.
-
-        With all values from [samples], the image equals the preview of the stage `samples` for the same prompt and
-        seed. The text encoder, the transformer and the autoencoder are loaded one after another.
+        None takes `width`, `height` (pixels), `steps` and `guidance` from [samples]; the image then equals the preview of
+        that prompt and seed. `strength` is 1 as trained, 0 the base model. `others` are further (adapter or file, strength)
+        pairs, whose changes are added. `references` are images to start from, for adapters trained to edit. Raises ValueError
+        if a size is not a multiple of 16 or a value is out of bounds.
         """
         config: SamplesConfig = self.project.config.sections["samples"]
         given: dict[str, Any] = {"width": width, "height": height, "steps": steps, "guidance": guidance}
@@ -113,10 +106,7 @@ class Adapter:
 
 
 def encode(project: Project, texts: Sequence[str]) -> list[mx.array]:
-    """Return the embeddings of `texts`, one bfloat16 array per text, in the same order. Each array has the shape
-    `(1, tokens, features)`; `tokens` includes padding. The text encoder and its precision are those of `project`. The
-    encoder is loaded for this call and freed afterwards.
-    """
+    """A bfloat16 array (1, tokens with padding, features) per text."""
     import mlx.core as mx
 
     from stages.text_to_image.embeddings.memory_plan import load_encoder
@@ -126,18 +116,16 @@ def encode(project: Project, texts: Sequence[str]) -> list[mx.array]:
     weights, tokenizer = (project.component(name) for name in ("text_encoder", "tokenizer"))
     encoder = load_encoder(family, weights, tokenizer, project.config.sections["embeddings"])
     embeddings = [mx.array(each.words).view(mx.bfloat16)[None] for each in encoder.encode(list(texts))]
+    # Each model is loaded for one call: text encoder, transformer and autoencoder are never in memory together.
     del encoder
     release()
     return embeddings
 
 
 def encode_files(project: Project, files: Sequence[Path]) -> list[mx.array]:
-    """Return the latents of reference images, one float32 array per file of the list `files`. Each has the shape `(1,
-    channels, height / 16, width / 16)`. An image of more than 1024 x 1024 pixels is first reduced to this area. Then
-    its sides are cut to multiples of 16 pixels. `height` and `width` are those of the result. `project` is the opened
-    project folder, which has the autoencoder. Raises ValueError if a file is no usable image.
+    """A float32 latent (1, channels, height / 16, width / 16) per image, reduced to 1024 x 1024 pixels, sides multiples of 16.
 
-    The autoencoder is loaded for this call and freed afterwards.
+    Raises ValueError if a file is no usable image.
     """
     import mlx.core as mx
 
@@ -152,10 +140,7 @@ def encode_files(project: Project, files: Sequence[Path]) -> list[mx.array]:
 
 
 def decode_latent(project: Project, latent_1Chw: mx.array) -> Image:
-    """Decode one latent with the autoencoder of `project` and return a PIL image. `latent_1Chw` has the shape
-    `(1, channels, height / 16, width / 16)`. `height` and `width` are those of the image in pixels. The autoencoder is
-    loaded for this call and freed afterwards.
-    """
+    """The PIL image of a latent (1, channels, height / 16, width / 16)."""
     import mlx.core as mx
 
     from stages.text_to_image.samples.decoding import decode
@@ -169,8 +154,8 @@ def decode_latent(project: Project, latent_1Chw: mx.array) -> Image:
 
 
 def release() -> None:
-    """Free the memory of deleted models: collect garbage and clear MLX's cache."""
     import mlx.core as mx
 
+    # Models may hold reference cycles, and MLX's cache keeps freed buffers.
     gc.collect()
     mx.clear_cache()

@@ -88,29 +88,19 @@ def command(
 
 @dataclass(frozen=True)
 class Wish:
-    """A request for pictures. Every prompt in `prompts` is drawn with every seed in `seeds`. `adapters` has pairs
-    (adapter, strength), such as ("best", 1.0). A strength of 1 is as trained. The changes of several adapters are
-    added. `step` is the training step of a checkpoint; None means the end of the run. `given` holds settings that
-    replace those of the section [samples], such as {"width": 768}; None replaces no setting. `references` are image
-    files that the model sees while it draws.
-
-    An adapter is "last", "best", "average", one of these with "@RUN", "none" or the path of a file. With "best", `step`
-    must be None. The keys of `given` are "width" and "height" in pixels, "steps" and "guidance". A setting that is
-    missing or None is not replaced.
-    """
+    """A request for pictures."""
 
     prompts: tuple[str, ...]
-    seeds: tuple[int, ...] = (0,)
+    seeds: tuple[int, ...] = (0,)  # every prompt is drawn with every seed
+    # (a text of `find_adapter` or "none", strength); the changes of several are added
     adapters: tuple[tuple[str, float], ...] = (("last", 1.0),)
-    step: int | None = None
-    given: dict[str, Any] | None = None
-    references: tuple[Path, ...] = ()
+    step: int | None = None  # checkpoint; None: the end of the run; must be None with "best"
+    given: dict[str, Any] | None = None  # width, height (pixels), steps, guidance; None or missing: the setting of [samples]
+    references: tuple[Path, ...] = ()  # images that the model sees while it draws
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Return the lines of a text file that are not blank. Raises ValueError if the file cannot be read or has no
-    prompt.
-    """
+    """The lines that are not blank. Raises ValueError if the file cannot be read or has none."""
     try:
         lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -121,9 +111,7 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def parse_size(size: str | None) -> dict[str, int]:
-    """Return {"width": ..., "height": ...} in pixels for the text `size`, such as "768x512". If `size` is None, return
-    {}. Raises ValueError for another text.
-    """
+    """Width and height in pixels of a text such as "768x512"; {} for None. Raises ValueError."""
     if size is None:
         return {}
     width, _, height = size.lower().replace("×", "x").partition("x")
@@ -133,18 +121,17 @@ def parse_size(size: str | None) -> dict[str, int]:
 
 
 def generate(project: Project, wish: Wish, console: Console) -> Iterator[Path]:
-    """Draw the pictures that `wish` describes and yield the path of every file, prompt by prompt. `project` is the
-    opened project folder. Pictures that exist are not drawn again. Messages and progress go to `console`. Raises
-    ValueError for a wrong setting or a missing adapter.
+    """Draw the pictures that do not exist yet, and yield the path of each, prompt by prompt. Raises ValueError for a wrong
+    setting.
 
-    The text encoder, the transformer and the autoencoder are loaded one after another. All pictures are drawn before
-    the first path is yielded.
+    All are drawn before the first path is yielded.
     """
     from pipeline.project.recipe import recipe_id
     from pipeline.store.table import TableFolder
     from pipeline.store.writer import Writer
     from schemas.text_to_image.generated import GENERATED
 
+    # A picture's id is a hash of everything that decides it, so a picture with that id is not drawn again.
     rows, adapters = wanted_rows(project, wish)
     recipe = {
         "stage": GENERATED.name,
@@ -168,10 +155,9 @@ def generate(project: Project, wish: Wish, console: Console) -> Iterator[Path]:
 
 
 def wanted_rows(project: Project, wish: Wish) -> tuple[list[dict[str, Any]], list[tuple[Path, float]]]:
-    """Return (rows, adapters) for the pictures that `wish` describes. `rows` has one dict per prompt and seed, with the
-    columns of the table `generated` except `seconds`. `adapters` has (file, strength) pairs; it is empty if the base
-    model is used alone. `project` is the opened project folder. Raises ValueError if a setting is out of range, if
-    there are too many pictures, or if an adapter does not exist.
+    """The rows of `generated`, without `seconds`, one per prompt and seed, and the (file, strength) pairs of the adapters.
+
+    Raises ValueError if a setting is out of range, there are too many pictures, or an adapter does not exist.
     """
     if len(wish.prompts) * len(wish.seeds) > MOST:
         raise ValueError(f"generate draws at most {MOST} pictures at once, got {len(wish.prompts) * len(wish.seeds)}")
@@ -199,11 +185,7 @@ def wanted_rows(project: Project, wish: Wish) -> tuple[list[dict[str, Any]], lis
 
 
 def _facts(adapters: Sequence[tuple[Path, float]]) -> dict[str, Any]:
-    """Return what the table `generated` says about adapters: a dict with "adapter_id", "step" and "strength".
-    `adapters` has pairs (file, strength). If it is empty, the values are "", 0 and 0.0. With one adapter, "adapter_id"
-    is the sha256 of its file, and "step" is the training step. With several, "adapter_id" joins their strengths and
-    sha256 values, as in "1*3f...+0.5*9c...". "step" is that of the first adapter, and "strength" is 1.0.
-    """
+    """For no adapter: "", 0, 0.0. For several: "1*3f...+0.5*9c...", the step of the first, 1.0."""
     from stages.hashing import file_sha256
     from stages.models.weights import read_file
 
@@ -217,16 +199,11 @@ def _facts(adapters: Sequence[tuple[Path, float]]) -> dict[str, Any]:
 
 
 def _weights(project: Project) -> dict[str, Any]:
-    """Return a dict that identifies the models that draw the pictures. `project` is the opened project folder. The key
-    "weights" holds a dict from the name of each component, such as "transformer", to the sha256 of its files. The key
-    "settings" holds the precision settings of the transformer. The key "text_precision" holds the precision of the text
-    encoder.
-
-    A row and this dict together determine the picture.
-    """
+    """What identifies the models; with a row, it determines the picture."""
     samples, embeddings = (project.config.sections[name] for name in ("samples", "embeddings"))
     hashes = {name: project.weight_recipe(name)["sha256"] for name in COMPONENTS}
     settings = {name: getattr(samples, name) for name in ("precision", "base_bits", "base_bits_for") if hasattr(samples, name)}
+    # As JSON gives it back, with lists for tuples: equal to the recipe that is stored.
     plain: dict[str, Any] = json.loads(
         json.dumps({"weights": hashes, "settings": settings, "text_precision": embeddings.precision})
     )
@@ -240,12 +217,7 @@ def _draw(
     references: Sequence[Path],
     console: Console,
 ) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Draw one picture per row of `rows` and yield pairs (row, picture). The picture is a PIL image. A row is a dict of
-    columns of the table `generated`. The yielded row has a further key "seconds", the duration of its denoising. All
-    rows must have equal "steps" and "guidance". `project` is the opened project folder. `adapters` has pairs (file,
-    strength); without any, the base model draws. `references` are image files that the model sees while it draws.
-    `console` shows messages.
-    """
+    """Yield (row with `seconds` of denoising, PIL image). All rows must have equal steps and guidance."""
     import mlx.core as mx
 
     from pipeline.commands.generate import encode, encode_files, release
@@ -278,9 +250,11 @@ def _draw(
         began = time.perf_counter()
         latent_1Chw = sampler.draw(texts[row["prompt"]], row["seed"], row["width"], row["height"], references=beside)
         assert latent_1Chw is not None
+        # MLX is lazy: without this, the time is that of building the graph.
         mx.eval(latent_1Chw)
         latents.append((row | {"seconds": time.perf_counter() - began}, latent_1Chw))
         console.progress(number, len(rows), "pictures")
+    # Text encoder, transformer and autoencoder are in memory one after another.
     del sampler
     release()
     autoencoder = family.architecture.load_autoencoder(project.component("autoencoder"), family, mx.float32)

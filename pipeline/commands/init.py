@@ -15,15 +15,10 @@ DEFAULT = next(iter(stages.PIPELINES))
 
 
 class Init(click.Command):
-    """The click command `init`, which makes a new project. Its option --pipeline decides which other options it has."""
-
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Add the options of a pipeline to this command, then parse `args` with click and return click's result. `args`
-        holds the words of the command line after the command's name. The option --pipeline in `args` names the
-        pipeline. Without it, the default pipeline is used. `ctx` is click's context.
-        """
         from pipeline.project.init import template_of
 
+        # The option --pipeline decides which other options there are, so it is read before click parses the words.
         named = [after for word, after in pairwise(args) if word == "--pipeline"]
         named += [word.removeprefix("--pipeline=") for word in args if word.startswith("--pipeline=")]
         own = [param for param in self.params if param.name in ("folder", "pipeline")]

@@ -50,10 +50,6 @@ def command(stage: str, ranks: int | None, hosts: str, hostfile: str, run_name: 
 
 
 def run_words(stage: str, project: Project, run_name: str) -> list[str]:
-    """Return the command that every process of a training run executes, as a list of words. It runs the stage `stage`
-    of `project`, the opened project folder, with the project's overrides. `run_name` names the run; "" gives it no
-    name.
-    """
     overrides = [str(one) for one in project.overrides]
     words = [sys.executable, "-m", "pipeline", "run", stage, "--project", str(project.path.resolve())]
     words += [word for one in overrides for word in ("--set", one)]
@@ -61,7 +57,7 @@ def run_words(stage: str, project: Project, run_name: str) -> list[str]:
 
 
 def mlx_launch() -> str:
-    """Return the path of the program mlx.launch, which is installed with MLX. Raises ValueError if it is missing."""
+    """The program mlx.launch, which comes with MLX. Raises ValueError if it is missing."""
     beside = Path(sys.executable).with_name("mlx.launch")
     found = str(beside) if beside.exists() else shutil.which("mlx.launch")
     if not found:

@@ -1,7 +1,7 @@
 """`latentmill memory`: measures the memory of training by phase; writes a table and a plot, and gives advice.
 
-The command takes real training steps on random weights of a family's true shapes, because memory depends on shapes alone. Only
-settings are read from disk. `latentmill run STAGE --memory` reports the memory of any stage with `stage_report`.
+It takes real training steps on random weights of a family's true shapes, because memory depends on shapes alone. `latentmill
+run STAGE --memory` reports the memory of any stage with `stage_report`.
 """
 
 from __future__ import annotations
@@ -45,44 +45,30 @@ UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))  # of the plot's axis
 
 @dataclass(frozen=True)
 class Profile:
-    """A memory measurement to be made: `steps` training steps of the model `family`. `train` holds the settings of the section
-    [train]. The images have `pixels` x `pixels` pixels.
-    """
+    """What to measure."""
 
     family: Family
     train: TrainConfig
-    pixels: int
+    pixels: int  # side of the square images
     steps: int = 6
 
     @property
     def limit(self) -> int:
-        """The memory that training may take, in bytes."""
+        """Memory that training may take, bytes."""
         return memory_budget(self.train.memory_gb)
 
     @property
     def estimator(self) -> MemoryEstimator:
-        """The `MemoryEstimator` for training the model `family` with the settings `train`."""
         architecture = self.family.architecture
         return MemoryEstimator(self.train, architecture, architecture.transformer_config(None, self.family))
 
     def batch(self, side: int) -> BatchShape:
-        """Return the size of the batch of one training step, as a `BatchShape`. It has `[train] batch_size` images of
-        `side` x `side` pixels.
-        """
         pixels_per_token = self.family.architecture.pixels_per_token
         return BatchShape(self.train.batch_size, side, side, self.family.text_tokens, pixels_per_token)
 
 
 def parse_options(project: Project | None, options: dict[str, Any]) -> Profile:
-    """Return the measurement that the options of the command `latentmill memory` ask for. `options` is a dict. "family"
-    is the name of a model family. "pixels" is the side of the square images. "bits" is the number of bits per weight of
-    the base model, as text. "plan" is the memory plan, as text. "rank" is the rank of the adapter. "steps" is the
-    number of steps to measure. Raises ValueError if a value cannot be measured.
-
-    A memory plan is "whole", "blocks", "auto" or a number of blocks. All values except "steps" may be None. None stands
-    for the value of `project`, the opened project folder. The project's value of "pixels" is its largest resolution.
-    Without a project, the defaults are used: the first family, the default settings and 512 pixels.
-    """
+    """The measurement that the command's options ask for; None stands for the project's value. Raises ValueError."""
     if project:
         train, own_pixels = project.config.sections["train"], max(project.config.sections["buckets"].resolutions)
     else:
@@ -111,9 +97,9 @@ def parse_options(project: Project | None, options: dict[str, Any]) -> Profile:
 @click.option("--rank", type=int, help="Rank of the adapter ([train] rank).")
 @click.option("--steps", type=int, default=6, show_default=True, help="Number of steps to measure.")
 def command(path: str | None, **options: Any) -> None:
-    """Measure the memory of training and print what would fit. Real steps are taken on random weights. `path` is the
-    project's folder (--project); its settings are measured. Rows and a plot are written to its folder tables/memory, or
-    to ./memory without a project.
+    """Measure the memory of training and print what would fit. Real steps are taken on random weights, with the settings
+    of the project (--project). Rows and a plot are written to its folder tables/memory, or to ./memory without a
+    project.
     """
     project = open_project(path) if path else None
     for line in report(parse_options(project, options), results_folder(project)):
@@ -121,16 +107,11 @@ def command(path: str | None, **options: Any) -> None:
 
 
 def results_folder(project: Project | None) -> Path:
-    """Return the folder for measured rows and plots: tables/memory in `project`, or ./memory if there is no project."""
     return project.path / "tables" / "memory" if project else Path("memory")
 
 
 def stage_report(meter: Meter, project: Project, stage_name: str) -> Iterator[str]:
-    """Write the memory measurements of a stage's run to a Parquet file, and yield a summary as lines of text. The file
-    is tables/memory/STAGE.parquet in `project`, the opened project folder. STAGE is `stage_name`, the name of the
-    stage. The file has one row per measured batch. `meter` holds the measurements. If no batch was measured, nothing is
-    written.
-    """
+    """Write tables/memory/STAGE.parquet, one row per measured batch, and yield a summary."""
     batches = [row for row in meter.rows if row["phase"] == stage_name]
     if not batches:
         yield f"memory: {stage_name} computed no batch, so nothing was measured"
@@ -145,13 +126,9 @@ def stage_report(meter: Meter, project: Project, stage_name: str) -> Iterator[st
 
 
 def measure_steps(training: TrainingStep, batch: MicroBatch, steps: int) -> Meter:
-    """Take `steps` training steps, all on the same `batch`, and return the memory measurements. The returned `Meter`
-    has one row for each phase of each step, such as "gradients" or "optimizer". `training` is the model with its
-    adapter and optimizer state. Raises ValueError if a gradient is not finite.
-
-    The first step takes more memory than the others, because it fills caches.
-    """
+    """Train on one batch, and measure each phase of each step. Raises ValueError if a gradient is not finite."""
     meter = Meter()
+    # The first step takes more memory, because it fills caches.
     for number in range(1, steps + 1):
         meter.step = number
         result = training.step([batch], training.config.lr, meter=meter)
@@ -161,12 +138,10 @@ def measure_steps(training: TrainingStep, batch: MicroBatch, steps: int) -> Mete
 
 
 def report(profile: Profile, folder: Path) -> Iterator[str]:
-    """Measure training steps, and yield the report as lines of text. `profile` says what to measure: model, settings,
-    image size and number of steps. The measured rows and a plot are written into `folder`. Without matplotlib, the plot
-    is left out. Raises ValueError if the run does not fit into memory. The message names settings that would fit.
-    """
+    """Measure, write rows and plot, yield the report. Raises ValueError, with settings that would fit, if the run does not."""
     configure_scheduler()  # as training does, before anything asks MLX for an array
     c, batch = profile.train, profile.batch(profile.pixels)
+    # Plans and limits as in training, so that what is measured is what training takes.
     plan = require_fit(profile.estimator, batch, profile.limit)
     training = random_training(profile.family, c)
     training.plan, training.live_bytes = plan.plan, live_bytes_limit(plan.estimate, plan.plan, profile.limit)
@@ -193,20 +168,13 @@ def report(profile: Profile, folder: Path) -> Iterator[str]:
 
 
 def meter_table(meter: Meter) -> list[str]:
-    """Return the measurements of `meter` as lines of an aligned table. There is one line for each phase of each step,
-    such as "gradients" or "optimizer". The columns are the memory before and after the phase, its peak, and the size of
-    MLX's cache. Sizes are texts such as "1.2 MB".
-    """
     columns = {"before": "before", "after": "active", "peak": "peak", "cache": "cache"}
     rows = [(row["step"], row["phase"], *(format_bytes(row[name]) for name in columns.values())) for row in meter.rows]
     return format_table(("step", "phase", *columns), rows, right=tuple(columns)).splitlines()
 
 
 def leak_lines(meter: Meter) -> Iterator[str]:
-    """Yield a line of text for each phase that leaks memory. A phase leaks if it retains more memory with every step.
-    `meter` holds the memory measurements. If no phase leaks, yield one line. It gives the size of the smallest leak
-    that can be found, or says that too few steps were measured.
-    """
+    """A line for each phase that retains more with every step, or one with the smallest leak that can be found."""
     found = meter.leaks()
     for phase, count in found.items():
         yield f"LEAK: {phase} retains {format_bytes(count)} more every step"
@@ -217,9 +185,6 @@ def leak_lines(meter: Meter) -> Iterator[str]:
 
 
 def panels(meter: Meter) -> list[Panel]:
-    """Return the two panels of the memory plot. One shows the peak memory during a phase, the other the active memory
-    after it. A panel has one curve per phase, with the step on the x axis. `meter` holds the measurements.
-    """
     unit, scale = next((pair for pair in UNITS if meter.peak >= pair[1]), UNITS[-1])
     phases = list(dict.fromkeys(row["phase"] for row in meter.rows))
     top = (0.0, 1.1 * meter.peak / scale)
@@ -236,12 +201,7 @@ def _curves(meter: Meter, phases: list[str], column: str, scale: float) -> list[
 
 
 def advice(profile: Profile) -> Iterator[str]:
-    """Yield lines about the memory for training on one image at a time. `profile` holds the model, the settings and the
-    memory limit. First come a heading and one line each for base weights of 16, 8 and 4 bits. These lines give the
-    memory for several image sizes. Then comes a line for each image size with the [train] settings that would fit.
-
-    If no settings fit, the line says so.
-    """
+    """What one image needs with 16, 8 and 4 bits, then the [train] settings that would fit for each size."""
     train = replace(profile.train, memory="auto", micro_batch=1)
     estimators = [profile.estimator.with_config(replace(train, base_bits=bits)) for bits in BITS]
     yield f"one image may take {format_bytes(profile.limit)} and needs, with plan blocks / plan whole:"

@@ -20,12 +20,9 @@ SHARD = 4 << 30  # the largest size of a weight file, bytes; as much is held in 
 
 
 def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype: str) -> Path:
-    """Write a transformer with an adapter merged into its weights as the new folder `out`, and return `out`. `base` is the
-    transformer: a diffusers folder, or a single file. `family` is its model family. `adapter` is the adapter's file. `dtype`
-    of the new weights is "bfloat16", "float32" or "float16". Raises ValueError if `out` exists, if the adapter belongs to
-    another model, or if weights are missing.
+    """Merge in float32, round once to `dtype`, and write the new folder `out`, completely or not at all.
 
-    Weights are merged in float32 and rounded once, to `dtype`. The folder appears complete or not at all.
+    Raises ValueError if `out` exists, the adapter belongs to another model, or weights are missing.
     """
     if out.exists():
         raise ValueError(f"{out} exists; move it away or choose another name")
@@ -45,16 +42,14 @@ def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype:
             shards.add(key, weight.astype(getattr(mx, dtype)))
             return mx.zeros(0)  # frees the weight
 
+        # `arrange` sees one weight at a time, so that the transformer is never in memory as a whole.
         architecture.load_transformer(base, family, arrange=write)
         shards.close()
     return out
 
 
 class ShardWriter:
-    """A writer that puts the weights of a model into safetensors files of at most 4 GiB in `folder`. A larger tensor
-    has a file of its own. Call `add` for each tensor, then `close` once. Files and index are named as diffusers
-    expects.
-    """
+    """Puts tensors into safetensors files of at most `SHARD` bytes, named and indexed as diffusers expects."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -62,20 +57,16 @@ class ShardWriter:
         self.written: list[dict[str, int]] = []  # for each file, bytes by key
 
     def add(self, key: str, value: mx.array) -> None:
-        """Add the tensor `value` under the name `key`. If the current file would become larger than 4 GiB, that file is
-        written and a new one begins.
-        """
         if self.pending and sum(each.nbytes for each in self.pending.values()) + value.nbytes > SHARD:
             self._write_pending()
+        # One at a time: saving would compute all pending weights at once.
         mx.eval(value)
         self.pending[key] = value
 
     def close(self) -> None:
-        """Write the remaining tensors and give the files their final names. If there are several files, also write the index
-        that maps each tensor to its file.
-        """
         self._write_pending()
         count = len(self.written)
+        # A name contains the number of files, which is known only now.
         several = [f"{STEM}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
         names = several if count > 1 else [f"{STEM}.safetensors"]
         for n, name in enumerate(names):

@@ -35,9 +35,7 @@ def command(name: str | None, style: str, project: Project) -> None:
 
 
 def answer_panel(project: Project, name: str) -> pa.Table:
-    """Run the panel `name` and return the rows as an Arrow table. A panel is a stored query of the project's pipeline. Raises
-    ValueError, with the nearest name, if there is no such panel. Raises NotBuilt if the panel needs a table that is not built.
-    """
+    """The rows of a panel. Raises ValueError, with the nearest name, if it does not exist, NotBuilt if it needs a table."""
     panels = {panel.name: panel for panel in project.pipeline.panels}
     if name not in panels:
         raise ValueError(f"there is no panel {name!r}{nearest(name, panels)}; there are {', '.join(panels) or 'none'}")

@@ -36,10 +36,7 @@ def command(project: Project, gigabytes: float | None) -> int:
 
 
 def report(project: Project, budget: int | None = None) -> tuple[list[str], bool]:
-    """Return `(lines, fits)`: the text of the plan, and True if every stage fits into memory. The plan is a table of
-    the rows, disk, memory and time that each stage will need. `project` is the opened project folder. `budget` is the
-    memory that a stage may take, in bytes; None means what this machine has.
-    """
+    """The lines, and whether every stage fits into `budget` bytes (None: what this machine has)."""
     from pipeline.project.outlook import downloads, need, outlook
     from stages.forecast import PROGRAM_BYTES
 
@@ -66,10 +63,6 @@ def report(project: Project, budget: int | None = None) -> tuple[list[str], bool
 
 
 def row(each: Need) -> tuple[str | int | None, ...]:
-    """Return the cells of one stage's row in the table that `latentmill plan` prints. They are the stage's name, rows
-    wanted, rows missing, disk, peak memory, time, and a remark. Disk, memory and time are texts with a unit. A cell is
-    None if its value is unknown or negligible. `each` holds the needs of the stage.
-    """
     found = each.forecast
     return (
         each.stage_name,
@@ -83,9 +76,7 @@ def row(each: Need) -> tuple[str | int | None, ...]:
 
 
 def refusals(needs: list[Need], budget: int) -> Iterator[str]:
-    """Yield one line of text for each stage that needs more memory than `budget` bytes. The line names the nearest
-    settings that fit. `needs` holds one `Need` per stage, with the forecast of its memory.
-    """
+    """A line with the nearest settings that fit, for each stage that needs more than `budget` bytes."""
     from pipeline.project.outlook import refusal
 
     for each in needs:

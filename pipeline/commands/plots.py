@@ -1,7 +1,4 @@
-"""Draws charts as PNG files with matplotlib (the extra `plots`). A chart is described by plain data: panels of curves.
-
-`latentmill memory` and the pages in data/ use this module. matplotlib is imported when the first chart is drawn.
-"""
+"""Draws charts as PNG files with matplotlib (the extra `plots`); `latentmill memory` and the pages in data/ use it."""
 
 from __future__ import annotations
 
@@ -24,50 +21,34 @@ TEXT_CHUNK = "plotted"  # the PNG's text chunk that holds the plotted numbers as
 
 
 class MatplotlibMissing(ValueError):  # noqa: N818  (a state that the user can change, described in one line)
-    """Raised if matplotlib is not installed. The message tells how to install it."""
-
     def __init__(self) -> None:
         super().__init__("plots need matplotlib, which is not installed: pip install 'latentmill[plots]'")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve of a panel: the values `y` over `x`. `errors` are half-lengths of error bars, one per point; empty draws none.
-    If `joined` is True, a line is drawn through the points. If `marked` is True, each point has a marker. `color` is one of
-    this module's colours, such as `BLUE`. `note` is a short text above the panel in the same colour.
-    """
-
     name: str
-    color: str
+    color: str  # a key of MARKERS
     x: Sequence[float]
     y: Sequence[float]
-    errors: Sequence[float] = ()
-    joined: bool = True
+    errors: Sequence[float] = ()  # half-lengths of error bars
+    joined: bool = True  # by a line
     marked: bool = False
-    note: str = ""
+    note: str = ""  # short text above the panel, in the same colour
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel of a chart: one pair of axes with curves. `y_range` is (lowest, highest) of the y axis; None chooses automatically.
-    `ticks` maps x values to labels; empty chooses automatically.
-    """
-
     title: str
     x_label: str
     y_label: str
     curves: Sequence[Curve]
-    y_range: tuple[float, float] | None = None
-    ticks: Mapping[float, str] = field(default_factory=dict)
+    y_range: tuple[float, float] | None = None  # None: automatic
+    ticks: Mapping[float, str] = field(default_factory=dict)  # x -> label; empty: automatic
 
 
 def draw(panels: Sequence[Panel], *, title: str = "", columns: int = 2, panel_inches: tuple[float, float] = (3.6, 2.6)) -> Any:
-    """Draw `panels` in a grid with `columns` columns and return the matplotlib Figure. `title` stands above the grid.
-    `panel_inches` is (width, height) of one panel. Raises MatplotlibMissing if matplotlib is not installed.
-
-    The panels share one legend below the grid. If a colour names different curves in different panels, each panel has its own
-    legend.
-    """
+    """A matplotlib Figure with a grid of panels. Raises MatplotlibMissing."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -75,6 +56,7 @@ def draw(panels: Sequence[Panel], *, title: str = "", columns: int = 2, panel_in
 
     rows = -(-len(panels) // columns)
     named = {(curve.color, curve.name) for panel in panels for curve in panel.curves}
+    # One legend serves all panels, unless a colour names different curves in different panels.
     shared = len({color for color, _ in named}) == len(named)
     figure = Figure(figsize=(columns * panel_inches[0], rows * panel_inches[1] + 0.3 * bool(title) + 0.3 * shared))
     figure.set_layout_engine("constrained")
@@ -93,10 +75,7 @@ def draw(panels: Sequence[Panel], *, title: str = "", columns: int = 2, panel_in
 
 
 def save(panels: Sequence[Panel], file: Path, **options: Any) -> None:
-    """Draw `panels` as a chart and save the chart as a PNG. `file` is the path of the PNG. All further keyword
-    arguments (`**options`), such as `title="Memory"`, are passed to `draw`. The PNG also stores the plotted numbers as
-    JSON, in the text chunk `TEXT_CHUNK`. Raises MatplotlibMissing if matplotlib is not installed.
-    """
+    """Draw a chart into a PNG, whose text chunk `TEXT_CHUNK` holds the plotted numbers as JSON. Raises MatplotlibMissing."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
@@ -109,7 +88,7 @@ def save(panels: Sequence[Panel], file: Path, **options: Any) -> None:
 
 
 def plotted(panels: Sequence[Panel]) -> dict[str, Any]:
-    """Return the numbers of all curves, rounded to 4 digits: panel title -> curve name -> [x values, y values, errors]."""
+    """Panel title -> curve name -> [x, y, errors], rounded to 4 digits."""
     return {
         panel.title: {
             curve.name: [[float(f"{value:.4g}") for value in values] for values in (curve.x, curve.y, curve.errors)]

@@ -1,6 +1,4 @@
-"""`latentmill publish`: a folder for the Hugging Face hub, with the LoRA, a model card and the previews. It uploads
-nothing.
-"""
+"""`latentmill publish`: a folder for the Hugging Face hub, with the LoRA, a model card and the previews. It uploads nothing."""
 
 from __future__ import annotations
 
@@ -61,16 +59,9 @@ def publish(
     data_licence: str = "",
     say: Say = silent,
 ) -> Path:
-    """Write a folder that can be uploaded to the Hugging Face hub as it is, and return its path. `project` is the
-    opened project folder. `out` is the new folder; None makes one in the project's exports/. `which` chooses the
-    adapter: "last", "average" or "best". `step` chooses a checkpoint; None takes the end of the run. `dtype` is
-    "float32", "bfloat16" or "float16". `licence` is the LoRA's; None takes the base model's. `data_licence` is that of
-    the images; "" means not stated. `say` is called with each note for the user.
+    """Write a folder for the hub, completely or not at all: the LoRA, a model card, the settings, and the grid of previews.
 
-    The folder holds the LoRA, a model card, the run's settings, and the grid of previews if there is one. By default,
-    `say` does nothing. Raises ValueError if `out` exists or there is no such adapter. For "best", `step` must be None.
-
-    The folder appears complete or not at all. Names of files and folders of this machine are left out.
+    Raises ValueError if `out` exists or there is no such adapter.
     """
     from stages.models.weights import read_file
 
@@ -96,9 +87,7 @@ def publish(
 
 
 def public_settings(project: Project) -> dict[str, Any]:
-    """Return the present settings that decide the result of training, as a dict from dotted key, such as "train.lr", to
-    value. Settings that name files are left out. `project` is the opened project folder.
-    """
+    """Dotted key -> value of what decides the training, without names of files and folders of this machine."""
     from pipeline.project.run import flatten
     from pipeline.project.runs import present_settings
 
@@ -109,11 +98,7 @@ def public_settings(project: Project) -> dict[str, Any]:
 def card(
     project: Project, facts: Mapping[str, str], settings: Mapping[str, Any], licence: str, data_licence: str, grid: bool
 ) -> Iterator[str]:
-    """Yield the lines of the model card, a README in Markdown for a published LoRA. `project` is the opened project
-    folder. `facts` is the metadata of the adapter's file. `settings` maps dotted keys to the settings that the card
-    lists. `licence` is that of the LoRA. `data_licence` is that of the training images, or "". `grid` says whether the
-    card shows the previews.
-    """
+    """The README with the hub's YAML header."""
     use, family = use_of(project), project.family
     prompts = _prompts(project)
     yield from _front_matter(project, licence, use.get("trigger", ""), prompts if grid else [])
@@ -144,11 +129,8 @@ def card(
 
 
 def _front_matter(project: Project, licence: str, trigger: str, prompts: list[str]) -> Iterator[str]:
-    """Yield the lines of the card's header, which the hub reads: YAML between two lines of hyphens. `project` is the
-    opened project folder. `licence` is that of the LoRA. `trigger` is the trigger word, or "". `prompts` are example
-    prompts, each shown with the previews; an empty list shows none.
-    """
     family = project.family
+    # Identifiers that the hub knows; any other licence must be called "other" and named apart.
     known = licence.lower() in ("apache-2.0", "mit", "cc0-1.0") or licence.lower().startswith("cc-by")
     yield "---"
     yield f"license: {json.dumps(licence.lower() if known else 'other')}"
@@ -171,16 +153,12 @@ def _front_matter(project: Project, licence: str, trigger: str, prompts: list[st
 
 
 def _prompts(project: Project) -> list[str]:
-    """Return at most `PROMPTS` different prompts of the previews, in the order of the table `samples`. The list is
-    empty if no previews are drawn. `project` is the opened project folder.
-    """
     table = project.folder("samples")
     prompts = table.rows()["prompt"].to_pylist() if table.exists else []
     return list(dict.fromkeys(prompts))[:PROMPTS]
 
 
 def _images(project: Project) -> int:
-    """Return how many images the run of `project`, the opened project folder, was trained on."""
     import pyarrow.compute as pc
 
     rows = project.folder("train").committed()

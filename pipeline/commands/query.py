@@ -1,10 +1,4 @@
-"""`latentmill query`: answers SQL queries over the tables of a project.
-
-`open_catalog` returns a DuckDB connection in which every table of a project has its name. It also has the tables `tables` (what
-is built, and how large), `columns` (what every column holds) and `runs` (every training run), the rows of all runs (`all_train`
-for the stage train), the views of the pipeline, and the function bf16(word): the value of a bfloat16 number that is stored as a
-16-bit word.
-"""
+"""`latentmill query`: answers SQL queries over the tables of a project."""
 
 from __future__ import annotations
 
@@ -93,11 +87,11 @@ def command(
 
 
 def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConnection | None = None) -> duckdb.DuckDBPyConnection:
-    """Return a DuckDB connection in which every table and view of a project has its name. `project` is the project's folder or
-    an opened `Project`. If `connection` is given, the tables are added to it. Otherwise the database is new and in memory. A
-    table that is not built has columns and no rows.
+    """A DuckDB connection with every table and view of a project.
 
-    Tables are held in memory as Arrow, without their tensors.
+    Beside the stages' tables there are `tables` (what is built), `columns` (what each column holds), `runs`, the rows of all
+    runs (`all_train`), and the function bf16(word), the value of a stored bfloat16. A table that is not built has columns and
+    no rows. Tensors are left out.
     """
     import duckdb
 
@@ -107,6 +101,7 @@ def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConne
     catalog = connection or duckdb.connect(config={"autoinstall_known_extensions": "false"})  # a typo must not download anything
     for name in opened.stage_names:
         folder = opened.folder(name)
+        # A table of an earlier version counts as not built.
         built = folder.has_current_columns
         catalog.register(name, folder.rows() if built else opened.stage(name).writes.stored.empty_table())
     catalog.register("tables", _tables(opened))
@@ -121,11 +116,7 @@ def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConne
 
 
 def answer(project: Project, sql: str, limits: Limits = USUAL) -> pa.Table:
-    """Run the SQL query `sql` over the tables of `project`, the opened project folder. Return the rows as an Arrow
-    table. `limits` holds the time and memory that the query may use. Raises ValueError if the SQL is wrong, uses a file
-    or exceeds `limits`. The message is one line. If a table or column is unknown, the message lists the names that
-    exist. Raises NotBuilt if the query names a table that is not built.
-    """
+    """The rows of a query. Raises NotBuilt if it names a table that is not built, ValueError for any other mistake."""
     with _catalog_for(project, sql, limits) as catalog:
         result: Any = catalog.sql(sql)
         if result is None:
@@ -135,11 +126,7 @@ def answer(project: Project, sql: str, limits: Limits = USUAL) -> pa.Table:
 
 
 def run_query(project: Project, sql: str, style: str = "table", limits: Limits = USUAL) -> str:
-    """Run an SQL query over the tables of `project` and return the rows as text. `style` is "table" (aligned columns),
-    "csv" or "json". `limits` holds the time and memory that the query may use. Raises ValueError if the SQL is wrong or
-    empty, reaches for a file, exceeds `limits`, or gives more than a million rows. Raises NotBuilt if the query names a
-    table that is not built.
-    """
+    """The rows of a query as text, at most `MOST_ROWS`; raises as `answer` does. `style` is one of `STYLES`."""
     if style not in STYLES:
         raise ValueError(f"the style must be one of {', '.join(STYLES)}, got {style!r}")
     with _catalog_for(project, sql, limits) as catalog:
@@ -151,11 +138,9 @@ def run_query(project: Project, sql: str, style: str = "table", limits: Limits =
 
 
 def write_answer(project: Project, sql: str, path: Path, kind: str, limits: Limits = USUAL) -> int:
-    """Run an SQL query over the tables of `project` and write its rows to the file `path`. Return the number of rows.
-    `kind` is "csv", "json" or "parquet". `limits` holds the time and memory that the query may use. The file appears
-    whole or not at all. Raises NotBuilt if the query names a table that is not built.
+    """Write the rows of a query to a file, of any number, whole or not at all, and return their number. Raises as `answer` does.
 
-    Raises ValueError if the SQL is wrong, reaches for a file or exceeds `limits`. The number of rows has no limit.
+    `kind` is "csv", "json" or "parquet".
     """
     import pyarrow.parquet as pq
 
@@ -176,6 +161,7 @@ def write_answer(project: Project, sql: str, path: Path, kind: str, limits: Limi
         with temporary.open("w", encoding="utf-8") as file:
             file.write("[" if kind == "json" else csv_text(names, []))
             while rows := catalog.fetchmany(CHUNK):
+                # Later chunks without the header line, or without the brackets around a JSON array.
                 text = csv_text(names, rows).partition("\n")[2] if kind == "csv" else json_text(names, rows)[2:-2]
                 file.write(("," if kind == "json" and count else "") + "\n" + text)
                 count += len(rows)
@@ -184,9 +170,6 @@ def write_answer(project: Project, sql: str, path: Path, kind: str, limits: Limi
 
 
 def _begin(catalog: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
-    """Start the SQL query `sql` on `catalog`, and return the names of its columns. The rows can then be fetched from
-    `catalog`. Raises ValueError if the SQL is empty.
-    """
     result = catalog.execute(sql)
     if not result or not result.description:
         raise ValueError("the SQL is empty; for instance: select * from tables")
@@ -195,10 +178,7 @@ def _begin(catalog: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
 
 @contextmanager
 def _catalog_for(project: Project, sql: str, limits: Limits) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open a DuckDB connection to the tables of `project`, for use in a `with` statement. `sql` is the query to be run.
-    Unless `limits` is unsafe, the connection reaches no file, and its settings are locked. A DuckDB error in the body of the
-    `with` statement becomes a ValueError with a one-line message. Raises NotBuilt if `sql` names a table that is not built.
-    """
+    """The catalog within the limits; DuckDB's errors become a ValueError of one line. Raises NotBuilt if `sql` needs a table."""
     import duckdb
 
     from pipeline.errors import NotBuilt
@@ -218,9 +198,7 @@ def _catalog_for(project: Project, sql: str, limits: Limits) -> Iterator[duckdb.
 
 
 def _not_built(project: Project, sql: str, catalog: duckdb.DuckDBPyConnection) -> Iterator[str]:
-    """Yield the names of the tables that the query `sql` needs but that are not built. If the query names a view, the
-    tables of the view are included. `catalog` is a connection to the tables of `project`.
-    """
+    """Tables that the query names, itself or through a view, and that are not built."""
     (tree,) = catalog.execute("select json_serialize_sql($1)", [sql]).fetchall()[0]
     words = re.findall(r'"table_name":"(\w+)"', tree) if '"error":false' in tree else re.findall(r"\w+", sql)
     named = {word.lower() for word in words}  # only a SELECT can be parsed; of other statements every word counts
@@ -231,22 +209,20 @@ def _not_built(project: Project, sql: str, catalog: duckdb.DuckDBPyConnection) -
 
 
 def export_parquet(project: Project, out: Path) -> list[Path]:
-    """Write every table of `project` as NAME.parquet into the folder `out`, and all tables into out/catalog.duckdb, a DuckDB
-    database. Return the paths of the files. Files of an earlier export are replaced.
-
-    The database has the format of DuckDB 1.0, which all later versions read.
-    """
+    """Write every table as a Parquet file, and a DuckDB database with all of them; files of an earlier export are replaced."""
     catalog = open_catalog(project)
     names = [*project.stage_names, "tables", "columns"]
     out.mkdir(parents=True, exist_ok=True)
     temporaries = {out / f"{name}.parquet": out / f".tmp-{os.getpid()}-{name}.parquet" for name in names}
     temporaries[out / "catalog.duckdb"] = file = out / f".tmp-{os.getpid()}-catalog.duckdb"
     try:
+        # Every DuckDB from 1.0 on reads this format.
         catalog.execute(f"attach {_quoted(file)} as exported (storage_version 'v1.0.0')")
         for name in names:
             catalog.execute(f"copy (from {name}) to {_quoted(temporaries[out / f'{name}.parquet'])} (format parquet)")
             catalog.execute(f"create table exported.{name} as from {name}")
         catalog.execute("detach exported")
+        # Files get their names only when all are written.
         for path, temporary in temporaries.items():
             temporary.replace(path)
     finally:
@@ -256,11 +232,6 @@ def export_parquet(project: Project, out: Path) -> list[Path]:
 
 
 def _tables(project: Project) -> pa.Table:
-    """Return the Arrow table `tables` of the catalog, with one row per table of the project. Its columns are `stage`,
-    `built`, `recipe`, `rows`, `dead`, `bytes`, `folder` and `doc`. `recipe` is a hash of what decides the rows, such as
-    the settings; it is null if the table is not built. `dead` counts the rows that the last finished run did not want.
-    `doc` says what a row is.
-    """
     import pyarrow as pa
 
     rows = []
@@ -276,10 +247,6 @@ def _tables(project: Project) -> pa.Table:
 
 
 def _columns(project: Project) -> pa.Table:
-    """Return the Arrow table `columns` of the catalog, with a row per column of every table. `project` is the opened
-    project folder. A row has the table `stage`, the column's `name` and `type`, `key` (True if it is part of the key)
-    and `doc`.
-    """
     import pyarrow as pa
 
     rows = []
@@ -293,9 +260,7 @@ def _columns(project: Project) -> pa.Table:
 
 
 def _explain(error: Exception, sql: str, catalog: duckdb.DuckDBPyConnection) -> str:
-    """Return DuckDB's message on one line, followed by the tables or columns that exist. `error` is the exception that the
-    query `sql` caused in `catalog`.
-    """
+    """DuckDB's message on one line, with the tables or columns that exist if one is unknown."""
     message = " ".join(re.split(r"\n+\s*(?:LINE \d+:|Candidate functions)", str(error))[0].split())
     if "Table with name" in message:
         views = "select view_name from duckdb_views() where temporary and not internal order by 1"

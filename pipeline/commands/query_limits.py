@@ -22,13 +22,9 @@ LOCKED = (
 
 @dataclass(frozen=True)
 class Limits:
-    """What a query may use: `seconds` of time, and `gigabytes` of memory for DuckDB. An `unsafe` query may also read and write
-    files, attach databases and load extensions.
-    """
-
     seconds: float = 300.0
-    gigabytes: float = 4.0
-    unsafe: bool = False
+    gigabytes: float = 4.0  # DuckDB's memory
+    unsafe: bool = False  # may read and write files, attach databases and load extensions
 
 
 USUAL = Limits()
@@ -36,19 +32,15 @@ USUAL = Limits()
 
 @contextmanager
 def limited(catalog: duckdb.DuckDBPyConnection, limits: Limits) -> Iterator[None]:
-    """Return a context manager that limits the queries made on the connection `catalog`. Queries may use the time and
-    memory given in `limits`. Unless `limits.unsafe` is True, they also have no access to files. A query that breaks a
-    limit raises ValueError.
-
-    Access to files stays off after the `with` statement, and the settings of the connection stay locked. The message of
-    the error is one line.
-    """
+    """Limit the queries within; raises ValueError of one line for one that breaks a limit."""
     import duckdb
 
     catalog.execute("set python_enable_replacements = false")  # a misspelt table must not find a Python variable
     catalog.execute(f"set memory_limit = '{limits.gigabytes} GB'")
+    # Stays in force after the `with` statement: the last setting locks the others.
     for name, value in () if limits.unsafe else LOCKED:
         catalog.execute(f"set {name} = {value}")
+    # DuckDB has no setting for a time limit.
     timer = threading.Timer(limits.seconds, catalog.interrupt)
     timer.daemon = True
     timer.start()

@@ -18,9 +18,6 @@ STYLES = ("table", "csv", "json")
 
 
 def format_answer(names: Sequence[str], rows: Sequence[tuple[Any, ...]], style: str) -> str:
-    """Format an answer as text. `names` are the names of the columns of `rows`. `style` is "csv", "json" or "table". A "table"
-    has aligned columns and at most `ROWS_SHOWN` rows. A last line counts the rows that are not shown.
-    """
     if style == "csv":
         return csv_text(names, rows)
     if style == "json":
@@ -31,7 +28,6 @@ def format_answer(names: Sequence[str], rows: Sequence[tuple[Any, ...]], style: 
 
 
 def csv_text(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> str:
-    """Return the rows as CSV with a header line. `names` are the names of the columns."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)
@@ -40,9 +36,7 @@ def csv_text(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> str:
 
 
 def json_text(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> str:
-    """Return `rows` as a JSON array of objects, one object per line. `names` are the names of the columns of `rows`.
-    NaN and infinity, which JSON lacks, become null.
-    """
+    """A JSON array, one object per line; NaN and infinity, which JSON lacks, become null."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, float | Decimal):
@@ -54,7 +48,6 @@ def json_text(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> str:
 
 
 def _short(value: Any) -> Any:
-    """Return a number or None unchanged, and any other value as text of at most CELL_WIDTH characters."""
     if value is None or isinstance(value, int | float | Decimal):
         return value
     text = format_cell(value)

@@ -25,11 +25,7 @@ def command(step: int, project: Project) -> None:
 
 
 def replay_run(project: Project, step: int, progress: Callable[[int, int, str], None]) -> Iterator[str]:
-    """Compute a training step again and yield lines of text. First come the new and the logged loss of every sample.
-    The last line tells whether all agree to the bit. `project` is the opened project folder. `step` is the number of
-    the step, counted from 1. `progress` is called with (done, total, unit). Raises ValueError if the run has no such
-    step.
-    """
+    """New and logged loss of each sample, then whether all agree. Raises ValueError if the run lacks the step."""
     from stages.text_to_image.train.replay import replay
 
     stage = project.stage("train")

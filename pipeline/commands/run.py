@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 @click.option("--name", "run_name", default="", envvar="LATENTMILL_NAME", help="Name the run, if the stage trains.")
 @with_project
 def command(stage: str, measured: bool, run_name: str, project: Project) -> None:
-    """Run one stage, which brings its table up to date. STAGE is the name of a table in `latentmill status`;
-    `latentmill STAGE` is short for it. The tables that the stage reads are used as they are; `make STAGE` brings them
-    up to date first. With --memory (`measured`), MLX's memory is measured too. A name given with --name (`run_name`)
-    names the run of a stage that trains.
+    """Run one stage, which brings its table up to date. STAGE is the name of a table in `latentmill status`; `latentmill
+    STAGE` is short for it. The tables that the stage reads are used as they are; `make STAGE` brings them up to date
+    first. With --memory, MLX's memory is measured too. --name names the run of a stage that trains.
     """
     from pipeline import runner
 
@@ -48,6 +47,7 @@ def command(stage: str, measured: bool, run_name: str, project: Project) -> None
 
     allow_open_files()
     outcome = run_with_restart(run, lambda: artifacts(project, stage), lambda line: click.echo(line, err=True), replace_process)
+    # Of several ranks, one reports.
     if following():
         return
     click.echo(summary(outcome))
@@ -58,10 +58,7 @@ def command(stage: str, measured: bool, run_name: str, project: Project) -> None
 
 
 def artifacts(project: Project, stage_name: str) -> Path | None:
-    """Return the folder `artifacts` of the stage `stage_name` for the present settings. `project` is the opened project
-    folder. The folder `artifacts` holds files of the stage, such as checkpoints, and need not exist. Return None if a
-    table that the stage reads is not built yet, or if weights are missing.
-    """
+    """None if a table that the stage reads is not built yet, or weights are missing."""
     try:
         return project.current(stage_name).folder / "artifacts"
     except ValueError:  # running the stage reports it
@@ -69,9 +66,6 @@ def artifacts(project: Project, stage_name: str) -> Path | None:
 
 
 def summary(outcome: Outcome) -> str:
-    """Return one line of text about a finished run: rows written and removed, time, peak memory. `outcome` is the
-    report of the run. If rows are left to compute, the line also tells why, and how to go on.
-    """
     if outcome.up_to_date:
         return f"{outcome.stage_name}: up to date, {outcome.rows} rows"
     if outcome.left:
@@ -85,11 +79,7 @@ def summary(outcome: Outcome) -> str:
 
 
 def results(project: Project, stage_name: str) -> list[str]:
-    """Return one line such as "adapter: PATH" for each result file that exists. A result file is what the user wants
-    from a stage, such as the trained adapter. `project` is the opened project folder. First come the result files of
-    the tables that the stage `stage_name` reads directly, then that of the stage itself. If the stage declares no
-    result file (`Stage.result`), the list is empty.
-    """
+    """Lines "adapter: PATH" for the result files of the stage and of the tables that it reads."""
     stage = project.stage(stage_name)
     lines = []
     for name in [*(read.name for read in stage.reads), stage_name] if stage.result else []:

@@ -46,7 +46,6 @@ def command(run: str | None, name: str | None, project: Project) -> None:
 
 
 def list_runs(project: Project) -> str:
-    """Return the list of all runs of `project` as text, the newest first. Return "" if there is none."""
     rows = []
     for run in find_runs(project):
         facts = run_facts(project, run)
@@ -67,9 +66,6 @@ def list_runs(project: Project) -> str:
 
 
 def describe_run(project: Project, run: Run) -> str:
-    """Return the facts about the training run `run` as text, one per line. The settings that differ from the present
-    ones are included. `project` is the opened project folder.
-    """
     facts = run_facts(project, run)
     facts["seconds"] = format_seconds(facts["seconds"])
     lines = [(key, value) for key, value in facts.items() if key not in ("settings", "differs", "versions")]
@@ -78,10 +74,7 @@ def describe_run(project: Project, run: Run) -> str:
 
 
 def run_facts(project: Project, run: Run) -> dict[str, Any]:
-    """Return the facts about the training run `run`, as a dict from column name to value. It is the run's row of the
-    table `runs`. The columns are those of `COLUMNS`, such as "steps", "loss" and "peak_bytes". `project` is the opened
-    project folder.
-    """
+    """The run's row of the table `runs`: a value for each of `COLUMNS`."""
     steps = run.steps
     count = steps["step"][-1].as_py() if steps.num_rows else 0
     snapshot = run.record.get("recipe", {}).get("snapshot") or {}
@@ -114,9 +107,7 @@ def run_facts(project: Project, run: Run) -> dict[str, Any]:
 
 
 def _recent_loss(steps: pa.Table) -> float | None:
-    """Return the mean loss of the last `WINDOW` training steps, or None if none of them has a loss. `steps` has one row
-    per training step, in order, with the column `loss`.
-    """
+    # The loss of one step is noise.
     losses = [loss for loss in steps["loss"].to_pylist()[-WINDOW:] if loss is not None]
     return sum(losses) / len(losses) if losses else None
 
@@ -156,9 +147,6 @@ COLUMNS = {
 
 
 def runs_table(project: Project) -> pa.Table:
-    """Return all training runs of `project`, the opened project folder, as an Arrow table. SQL queries can read this
-    table under the name `runs`. There is one row per run, the newest first.
-    """
     import pyarrow as pa
 
     schema = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in COLUMNS.items()])
@@ -166,13 +154,7 @@ def runs_table(project: Project) -> pa.Table:
 
 
 def rows_of_runs(project: Project) -> dict[str, pa.Table]:
-    """Return tables with the rows of all training runs, as a dict from table name to Arrow table. `project` is the
-    opened project folder. The rows of all runs of the stage "train" are in the table "all_train". The columns `run` and
-    `run_name` say which run a row belongs to. `run` is the id of the run's settings. A run without a name has this id
-    as `run_name`.
-
-    The tables of `rows_of_results`, such as previews, are included.
-    """
+    """Table name -> rows of all runs (all_train), with `run` and `run_name` in front, and the tables of results and commands."""
     import pyarrow as pa
 
     from pipeline.project.runs import trains
@@ -195,13 +177,9 @@ def rows_of_runs(project: Project) -> dict[str, pa.Table]:
 
 
 def rows_of_results(project: Project) -> dict[str, pa.Table]:
-    """Return tables that list the files made with trained adapters, as a dict from table name to Arrow table. A table
-    has one row per file. For example, the table "all_samples" lists the preview images that the stage "samples" draws.
-    The tables of `rows_of_commands`, such as "generated", are included too. `project` is the opened project folder.
+    """Table name -> rows of all settings whose file exists (all_samples), with `recipe` and `run_name` in front.
 
-    A table has the rows of all settings, unless the file of the row is missing. The first column, `recipe`, names the
-    settings of the row. The second, `run_name`, names the training run of the adapter. It is null for the base model.
-    If the run is unknown, it is the start of the adapter's id.
+    `run_name` is the run of the adapter, null for the base, the start of the adapter's id if the run is unknown.
     """
     import pyarrow as pa
 
@@ -227,12 +205,7 @@ def rows_of_results(project: Project) -> dict[str, pa.Table]:
 
 
 def rows_of_commands(project: Project) -> dict[str, pa.Table]:
-    """Return the tables that commands of the pipeline write, such as `generated`, as a dict from table name to Arrow
-    table. `project` is the opened project folder. Such a table has one folder for each choice of settings. The Arrow
-    table joins the rows of all folders. Its first column, `recipe`, is the name of the row's folder.
-
-    Tables whose columns are those of an earlier release are left out.
-    """
+    """Table name -> rows of all folders of a table that a command writes (generated), with `recipe` in front."""
     import pyarrow as pa
 
     from pipeline.store.table import TableFolder
@@ -244,6 +217,7 @@ def rows_of_commands(project: Project) -> dict[str, pa.Table]:
         parts = [schema.empty_table()]
         for folder in sorted((project.path / "tables" / name).glob("*/manifest.json")):
             table = TableFolder(folder.parent, table_schema)
+            # Columns of an earlier release are left out.
             if table.has_current_columns:
                 rows = table.rows()
                 names = pa.array([folder.parent.name] * rows.num_rows, pa.string())

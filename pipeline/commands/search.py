@@ -36,11 +36,11 @@ SPACES = "\u0120\u2581"  # what tokenizers write for the space before a word
 def command(
     query: str | None, mode: str, limit: int, pattern: str, as_json: bool, explain: bool, stay: bool, project: Project
 ) -> None:
-    """Find functions by what they do. QUERY is a sentence or some words. Run `make index` first: it builds the
-    project's index. --semantic, --lexical or --hybrid sets the `mode`: search by meaning, by words, or by both. At most
-    --limit results are printed. With --path (`pattern`), only files whose path matches the pattern are searched. With
-    --json (`as_json`), one JSON object is printed per query. --explain adds the tokens that match. With --stdin
-    (`stay`), queries are read from standard input, one per line, and QUERY is ignored.
+    """Find functions by what they do. QUERY is a sentence or some words. Run `make index` first: it builds the project's
+    index. --semantic, --lexical or --hybrid chooses the search: by meaning, by words, or by both. At most --limit
+    results are printed. With --path, only files whose path matches the pattern are searched. With --json, one JSON
+    object is printed per query. --explain adds the tokens that match. With --stdin, queries are read from standard
+    input, one per line, and QUERY is ignored.
     """
     if not stay:
         _check_query(query)
@@ -65,17 +65,16 @@ def _check_query(query: str | None) -> None:
 
 
 def _show(lines: list[str]) -> None:
-    """Print the lines of one query's results at once, so that a program can read them before it sends the next query."""
     for line in lines or ["nothing found"]:
         click.echo(line)
+    # With --stdin, a program reads the answer before it sends the next query.
     sys.stdout.flush()
 
 
 class Session:
-    """The search index of a project, opened for queries in one mode. `mode` is "semantic" (by meaning), "lexical" (by
-    words) or "hybrid" (by both). If `explain` is True, the method `explain` can be called. If `resident` is True, the
-    vectors are held in memory. Raises ValueError if the index is empty or not built, or if its encoder is not the
-    project's.
+    """The index of a project, opened for queries in one mode. `resident`: the vectors are held in memory.
+
+    Raises ValueError if the index is empty or not built, or if its encoder is not the project's.
     """
 
     def __init__(self, project: Project, mode: Mode, *, explain: bool = False, resident: bool = False) -> None:
@@ -94,21 +93,14 @@ class Session:
         self.texts: dict[str, str] = unit_texts(project) if explain else {}
 
     def explain(self, query: str, answer: Answer) -> list[tuple[str, str, float]]:
-        """Return the best match in an answer's code for each token of `query`, in the order of the tokens. A token is a
-        word or a part of a word. A match is `(query token, code token, product)`. The product is the dot product of the
-        vectors of the two tokens. `query` must be the last query that was searched, and `answer` one of its results.
-        Raises AssertionError if this object was made without `explain`.
-        """
+        """For each token of `query`: (query token, best code token, dot product). `query` must be the last one searched."""
         assert self.pieces is not None
         document = self.texts[answer.row["unit_id"]]
         return self.searcher.explain(answer, self.pieces("query", query), self.pieces("document", document))
 
 
 def open_encoder(project: Project, name: str) -> Any:
-    """Load the encoder that made the vectors of the search index, and return it. `name` is "base" for the untuned
-    encoder, or the sha256 of the encoder's adapter file. Raises ValueError if the project's present adapter is missing
-    or has a different sha256.
-    """
+    """The encoder of the index: "base", or the sha256 of its adapter. Raises ValueError if that is not the project's."""
     from stages.hashing import file_sha256
     from stages.retrieval.encoder import load_encoder
     from stages.retrieval.texts import BASE
@@ -127,10 +119,7 @@ def open_encoder(project: Project, name: str) -> Any:
 
 
 def hybrid_weight(project: Project, encoder: str) -> float:
-    """Return the weight of the semantic scores in hybrid search, 0 to 1. `project` is the opened project folder.
-    `encoder` is "base" or the sha256 of an adapter. The table `ranks` of measured searches holds a weight for some
-    encoders. For any other encoder, the result is `DEFAULT_WEIGHT`.
-    """
+    """Weight of the semantic scores, 0 to 1: the one measured in `ranks`, or `DEFAULT_WEIGHT`."""
     from stages.retrieval.search.fusion import DEFAULT_WEIGHT
 
     table = project.folder("ranks")
@@ -140,10 +129,7 @@ def hybrid_weight(project: Project, encoder: str) -> float:
 
 
 def token_pieces(project: Project) -> Callable[[str, str], list[str]]:
-    """Return a function that splits a text into the tokens that the encoder of `project`, the opened project folder,
-    reads. It is called as `function(role, text)` with the role "query" or "document", and returns the tokens as
-    strings. Tokens beyond the maximum length of the role are left out.
-    """
+    """A function (role, text) -> tokens as strings, cut to the role's length."""
     from stages.retrieval.tokenizer import TextTokenizer
 
     config = project.config.sections["tokens"]
@@ -158,18 +144,12 @@ def token_pieces(project: Project) -> Callable[[str, str], list[str]]:
 
 
 def unit_texts(project: Project) -> dict[str, str]:
-    """Return the documents of all units, as a dict from unit_id to text. `project` is the opened project folder. A unit
-    is a function, method, class or window of lines. Its document is the text that the encoder reads.
-    """
     rows = project.folder("units").rows()
     return dict(zip(rows["unit_id"].to_pylist(), rows["text"].to_pylist(), strict=True))
 
 
 def as_line(query: str, mode: str, answers: list[Answer], explained: Iterable[Any]) -> str:
-    """Return the answers to one query as a JSON object on one line. `mode` is the search mode. `explained` has one item
-    for each of `answers`. An item is the list of token matches of `Session.explain`. If the item is None, the answer's
-    object has no entry "matches".
-    """
+    """One JSON object. `explained` has the matches of each answer, or None."""
     found = []
     for answer, matches in zip(answers, explained, strict=True):
         columns = ("path", "file", "qualified_name", "first_line", "last_line", "signature")
@@ -182,10 +162,6 @@ def as_line(query: str, mode: str, answers: list[Answer], explained: Iterable[An
 
 
 def as_text(answers: list[Answer], explained: Iterable[Any]) -> list[str]:
-    """Return the answers to one query as lines of text for the terminal. A line shows score, file and line number, and
-    signature. `explained` has one item for each of `answers`. An item is the list of token matches of
-    `Session.explain`; each match becomes a further line. If the item is None, there are no such lines.
-    """
     lines = []
     for answer, matches in zip(answers, explained, strict=True):
         row = answer.row

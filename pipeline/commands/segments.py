@@ -1,8 +1,4 @@
-"""`latentmill segments`: trains some steps, draws previews, and repeats; each part runs in a process of its own.
-
-No training process runs while previews are drawn, so both have all memory. A run in segments ends with the same bits as an
-unbroken run. Short segments also help if macOS ends long GPU work while the display is on.
-"""
+"""`latentmill segments`: trains some steps, draws previews, and repeats, without change to the trained bits."""
 
 from __future__ import annotations
 
@@ -35,11 +31,8 @@ def command(every: int, patience: int | None, path: str, overrides: tuple[str, .
 
 
 def run_stage(stage: str, *arguments: str) -> int:
-    """Run the command `latentmill run` for the stage named `stage` as a subprocess, and return its exit code. After
-    `stage`, the call may have any number of further strings (`*arguments`). They are added to the end of the command
-    line. For example, `run_stage("train", "--project", "cats")` runs `latentmill run train --project cats`. The
-    subprocess uses the same terminal.
-    """
+    # A process of its own: while previews are drawn, no training process holds memory. macOS may end long GPU work while the
+    # display is on, which short segments avoid.
     return subprocess.run([sys.executable, "-m", "pipeline", "run", stage, *arguments], check=False).returncode
 
 
@@ -50,11 +43,9 @@ def segments(
     patience: int | None = None,
     run: Callable[..., int] = run_stage,
 ) -> int:
-    """Train in segments of `every` steps, and draw previews after each, until training is complete. Return 0, or the
-    exit code of the first stage that fails. `path` is the project's folder. `overrides` replace settings, such as
-    "train.steps=500". If `patience` is given, previews are scored too. Training then ends early after `patience`
-    segments without a better score. `run(stage, *arguments)` runs one stage with command-line arguments and returns its
-    exit code.
+    """Train `every` steps at a time until the training is complete; return 0, or the exit code of the first stage that fails.
+
+    With `patience`, also score previews, and end after so many segments without a better score.
     """
     given = ["--project", path, *(word for override in overrides for word in ("--set", override))]
     stages = [("train", ["--set", f"train.stop_after_steps={every}"]), ("samples", []), *([("scores", [])] if patience else [])]
@@ -76,10 +67,7 @@ def segments(
 
 
 def since_best(scores: Mapping[int, float]) -> int:
-    """Return how many checkpoints come after the one with the best score. `scores` maps the training step of each
-    scored checkpoint to its score, the higher the better. Of equal scores, the earliest is the best. An empty dict
-    gives 0.
-    """
+    """How many scored steps come after the best one, the earliest of equal scores."""
     best = max(scores.values(), default=0.0)
     first = min((step for step, score in scores.items() if score == best), default=0)
     return sum(step > first for step in scores)

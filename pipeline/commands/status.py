@@ -28,12 +28,7 @@ def command(more: bool, project: Project) -> None:
 
 @dataclass
 class TableState:
-    """The state of one table for the present settings of a project, and what the next run would do. A row is wanted if
-    the next run would keep or compute it. `rows` counts the rows that readers see; `surplus` of these are no longer
-    wanted. `missing` counts wanted rows that are not stored; None if unknown. `dead` counts rows that
-    `latentmill clean` would delete. `nbytes` is the size of all files in bytes. `peak` is the peak memory of the last
-    run in bytes. `str(state)` describes the state in one line.
-    """
+    """A table under the present settings. A row is wanted if the next run would keep or compute it."""
 
     stage_name: str
     recipe: str = "-"  # 12 hex digits
@@ -50,12 +45,11 @@ class TableState:
     stale_inputs: list[str] = field(default_factory=list)  # tables that it depends on and that are not up to date
 
     def __str__(self) -> str:
-        """Return the table's name, number of rows and state as one line, such as "images: 24 rows, up to date"."""
         return f"{self.stage_name}: {_count(self.rows)}, {describe(self)}"
 
 
 def states(project: Project) -> list[TableState]:
-    """Return the state of every table of `project`, in the order in which the stages run. Nothing is written."""
+    """The state of every table, in the order in which the stages run."""
     stale: dict[str, list[str]] = {}  # table -> the tables among itself and its inputs that are not up to date
     found = [state(project, name) for name in project.stage_names]
     for each in found:
@@ -66,10 +60,7 @@ def states(project: Project) -> list[TableState]:
 
 
 def state(project: Project, stage_name: str) -> TableState:
-    """Return the state of the table that the stage `stage_name` writes. `project` is the opened project folder. If the
-    state cannot be determined, the field `note` tells why. No weights are loaded and nothing is written. The field
-    `stale_inputs` stays empty; the function `states` fills it in.
-    """
+    """The state of one table; loads no weights. Leaves `stale_inputs` empty, which `states` fills."""
     from pipeline.errors import NotBuilt
     from pipeline.project.hub import NotFetched
 
@@ -86,10 +77,7 @@ def state(project: Project, stage_name: str) -> TableState:
 
 
 def _examine(project: Project, found: TableState) -> None:
-    """Fill in the fields of `found`, the state of one table. They come from the files on disk and the rows that the
-    stage wants. Only `found.stage_name` must be set before. `project` is the opened project folder. Raises NotBuilt if
-    an input table is missing. Raises NotFetched if weights are not on this machine. Both are kinds of ValueError.
-    """
+    """Raises NotBuilt if an input table is missing, NotFetched if weights are."""
     from pipeline.project.recipe import recipe_id
     from pipeline.store.lock import lock_holder
     from pipeline.store.rows import missing
@@ -113,9 +101,7 @@ def _examine(project: Project, found: TableState) -> None:
 
 
 def describe(found: TableState) -> str:
-    """Return the state of a table in words, such as "up to date" or "3 rows missing: make latents". `found` is the
-    state of the table, as `state` returns it.
-    """
+    """In words, such as "up to date" or "3 rows missing: make latents"."""
     missing = found.missing or 0
     stored = f"{found.unpublished} of {found.unpublished + missing} rows are there"
     if found.writer:
@@ -146,10 +132,6 @@ def _count(rows: int) -> str:
 
 
 def render(project: Project, more: bool = False) -> str:
-    """Return the output of `latentmill status` as one text. It has a line about the project, a list of its tables, and
-    a list of its training runs. If `more` is True, each table also shows its recipe (an id of its settings), its
-    deletable rows and its peak memory.
-    """
     from pipeline.commands.runs import list_runs
 
     family = f"family {project.family.name}, " if project.pipeline.families else ""
@@ -174,7 +156,6 @@ def render(project: Project, more: bool = False) -> str:
 
 
 def _short(path: Path) -> Path:
-    """Return `path` relative to the current folder. If `path` is not below the current folder, return it unchanged."""
     with suppress(ValueError):
         return path.resolve().relative_to(Path.cwd())
     return path

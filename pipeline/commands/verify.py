@@ -47,22 +47,16 @@ def command(repair: bool, project: Project) -> int:
 
 @dataclass(frozen=True)
 class Finding:
-    """A damaged file of a project. `table` is the name of the file's table, or "weights" for a weight file. `folder` is
-    the table's folder. `file` is the file's path relative to `folder`. `problem` says what is wrong. `rows` holds the
-    keys of the damaged rows. `affects` holds the names of the tables that are made from `table`.
-    """
+    """A damaged file."""
 
-    table: str
+    table: str  # or "weights"
     folder: Path
-    file: str
+    file: str  # relative to `folder`
     problem: str
-    rows: tuple[str, ...] = ()
-    affects: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()  # keys of the damaged rows
+    affects: tuple[str, ...] = ()  # tables made from `table`
 
     def __str__(self) -> str:
-        """Return one line with the table, path, problem, damaged rows and affected tables. It names at most the first 3
-        rows, and counts the others.
-        """
         line = f"{self.table}: {self.folder / self.file} {self.problem}"
         if self.rows:
             more = f" and {len(self.rows) - NAMED} more" if len(self.rows) > NAMED else ""
@@ -71,12 +65,7 @@ class Finding:
 
 
 def find_damage(project: Project, say: Callable[[str], None] = lambda line: None) -> Iterator[Finding]:
-    """Compare all files of `project` with their checksums, and yield a `Finding` for each damaged file. A `Finding`
-    names the file, the problem and the damaged rows. If a table has no damage, its files without a checksum get one. A
-    table is skipped while a process writes it. In this case `say` is called with one line of text.
-
-    A table with the columns of an earlier version of this program gets no new checksums.
-    """
+    """If a table has no damage, its files without a checksum get one. A table that is being written is left out."""
     from pipeline.store.lock import lock_holder
     from pipeline.store.table import TableFolder
     from pipeline.store.verify import examine
@@ -91,28 +80,23 @@ def find_damage(project: Project, say: Callable[[str], None] = lambda line: None
             found = [Finding(name, path, each.file, each.problem, each.keys, affected) for each in examine(table)]
             found += _damaged_results(project, table, {each.file for each in found}, affected)
             yield from found
+            # Columns of an earlier version have no place for a checksum.
             if not found and table.has_current_columns:
                 _record(table)
     yield from _damaged_weights(project)
 
 
 def _made_from(project: Project, name: str) -> Iterator[str]:
-    """Yield the names of the built tables that are made from the table `name`, directly or through others. `project` is
-    the opened project folder.
-    """
     for other in project.stage_names:
         if name in project.pipeline.upstream(other) and any((project.path / "tables" / other).glob("*/manifest.json")):
             yield other
 
 
 def _damaged_results(project: Project, table: TableFolder, known: set[str], affects: tuple[str, ...]) -> Iterator[Finding]:
-    """Yield a `Finding` for each damaged checkpoint and adapter file of a training run. `project` is the opened project
-    folder. `table` is the folder of the run's table. `known` has the names of files that are known to be damaged; they
-    are left out. `affects` holds the names of the tables that are made from `table`. Every finding contains these
-    names.
+    """Checkpoints with a missing file or a wrong size, adapters whose sha256 is not the one in a state.json, a missing final
+    adapter.
 
-    An adapter is damaged if its sha256 differs from the one in a state.json of the run. A checkpoint is damaged if a
-    file of it is missing or has a wrong size. A missing final adapter counts as damaged.
+    `known`: files that were found damaged already.
     """
     from stages.tuner import checkpoint
 
@@ -134,10 +118,6 @@ def _damaged_results(project: Project, table: TableFolder, known: set[str], affe
 
 
 def _damaged_weights(project: Project) -> Iterator[Finding]:
-    """Yield a `Finding` for each damaged weight file of `project`. Only files with a recorded sha256 are compared. A
-    file is damaged if its sha256 has changed. If its size, modification time or inode has changed too, the file was
-    replaced and is not reported.
-    """
     from stages.hashing import file_sha256
 
     for name, (*stamp, digest) in project.hashes.known["files"].items():
@@ -149,11 +129,9 @@ def _damaged_weights(project: Project) -> Iterator[Finding]:
 
 
 def _record(table: TableFolder) -> None:
-    """Write a checksum for every file and tensor of `table` that has none. The present content of the files is taken as
-    correct, so the table must be undamaged.
-    """
     from pipeline.store.writer import Writer
 
+    # Takes the present content as correct.
     with Writer(table, table.manifest()["recipe"]) as writer:
         writer.record_checksums()
 
@@ -164,14 +142,10 @@ def repair_project(
     say: Callable[[str], None] = lambda line: None,
     progress: ProgressCallback | bool = False,
 ) -> None:
-    """Remove the damaged rows and files of a project, and compute them again. `project` is the opened project folder.
-    `found` lists the damage, one `Finding` per file. `say` is called with one line of text for each table that is
-    computed again; by default the line is ignored. `progress` is True to show progress, False (the default) to show
-    none, or a function called with (stage, done, total, unit).
+    """Remove damaged rows and files, and compute those of the present settings again.
 
-    A stage has one table folder for each combination of settings. Only tables of the present settings are computed
-    again. Tables of other settings only lose their damaged rows and files. Such a table gets its rows back in the next
-    run with those settings. Damaged weights stay as they are.
+    Tables of other settings only lose rows, which the next run with those settings makes again. Damaged weights stay as they
+    are.
     """
     from pipeline import runner
     from pipeline.store.table import TableFolder
@@ -187,6 +161,7 @@ def repair_project(
             with Writer(table, recipe) as writer:
                 keys = {key for each in own for key in each.rows} if table.schema.tensors else set()
                 writer.remove([each.file for each in own if each.file.startswith(("artifacts/", "shards/"))], keys)
+        # The stages run in order: a stage reads the inputs that were repaired before it.
         project.refresh()
         try:
             current = project.current(name).folder

@@ -44,18 +44,12 @@ HEADERS = {
 
 
 class Guard:
-    """ASGI middleware that refuses requests which the local page did not send. It checks the host name, the site of the
-    sender and the size of the body (see `refused`). `app` is the application that answers all other requests.
-    """
+    """ASGI middleware that refuses requests which the local page did not send, and adds HEADERS to the answers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on to the application, or refuse it with a short text. `scope` has the facts of the request,
-        such as its headers. `receive` and `send` are the functions for its body and for the answer. A refusal has
-        status 403 if another host or site sent the request. It has status 413 if the body is too large.
-        """
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -74,11 +68,9 @@ class Guard:
 
 
 def refused(headers: dict[str, str]) -> tuple[int, str] | None:
-    """Return (status, reason) if a request with these headers must be refused, else None. The keys of `headers` are in
-    lower case. The status is 403 if the host is not this machine, or if a page of another site sent the request. It is
-    413 if the body is larger than `MOST_BYTES`.
-    """
+    """(status, reason), or None. The keys of `headers` are in lower case."""
     host = headers.get("host", "")
+    # A site whose name was rebound to 127.0.0.1 sends its own name.
     if host.rpartition(":")[0] not in HOSTS and host not in HOSTS:
         return 403, "this page answers on this machine alone: open http://127.0.0.1"
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
@@ -92,21 +84,13 @@ def refused(headers: dict[str, str]) -> tuple[int, str] | None:
 
 
 def templates() -> Environment:
-    """Return the Jinja environment that loads the HTML templates of the local web page. Values in a template are
-    escaped.
-    """
     made = Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     made.globals["addresses"] = addresses
     return made
 
 
 def addresses(cell: list[tuple[int, str]], picture: Callable[[str], str]) -> str:
-    """Return the addresses of the pictures in one table cell, as a JSON list. `cell` lists the pictures of the cell as
-    pairs (training step, name of the picture). `picture(name)` returns the address of a picture. The first entry of the
-    list is a text with which all addresses begin, or "". Every other entry is a pair: a step, and the rest of the
-    address. For example, ["/a", [10, "/x.png"], [20, "/y.png"]] means "/a/x.png" for step 10 and "/a/y.png" for step
-    20.
-    """
+    """The addresses of a cell's pictures (step, name) as JSON: [common beginning, [step, rest], ...]."""
     import json
 
     found = [(step, picture(name)) for step, name in cell]
@@ -116,9 +100,6 @@ def addresses(cell: list[tuple[int, str]], picture: Callable[[str], str]) -> str
 
 
 def make_app(site: Site, token: str = "") -> Starlette:
-    """Return the web application that shows `site`. Requests that edit a text must send `token` in the header
-    `x-token`. If `token` is empty, a random one is used.
-    """
     answers = Answers(site, token or secrets.token_urlsafe(24))
     routes = [
         Route("/", answers.shell),
@@ -133,11 +114,7 @@ def make_app(site: Site, token: str = "") -> Starlette:
 
 
 class Answers:
-    """The functions that answer the requests of the web page of `site`. A request that edits must contain `token` in
-    its headers.
-
-    Starlette calls each method in a thread of its own. One thread at a time uses the tables.
-    """
+    """Starlette calls each method in a thread of its own; one thread at a time uses the tables."""
 
     def __init__(self, site: Site, token: str) -> None:
         self.site, self.token = site, token
@@ -145,16 +122,10 @@ class Answers:
         self.lock = threading.Lock()
 
     def render(self, template: str, **values: Any) -> HTMLResponse:
-        """Return an HTML response made from a template. `template` is the name of a file in the folder of templates,
-        such as "fragment.html". Further keyword arguments (`**values`) set the variables of the template. For example,
-        `page="one"` gives the variable `page` the value "one".
-        """
         return HTMLResponse(self.environment.get_template(template).render(**values), headers={"Cache-Control": "no-store"})
 
     def shell(self, request: Request) -> Response:
-        """Return a page without its content: titles, scripts and styles. The name of the page is the path parameter
-        "page" of `request`; without it, the page is "overview". An unknown page gets status 404.
-        """
+        """A page without its content."""
         with self.lock:
             self.site.refresh()
             titles, project = self.site.titles(), self.site.project.name
@@ -164,10 +135,7 @@ class Answers:
         return self.render("shell.html", project=project, titles=titles, page=name, token=self.token, single=False)
 
     def fragment(self, request: Request) -> Response:
-        """Return the content of the page that the path parameter "page" of `request` names. The parameters of the
-        address are the user's choices, such as a search text. The page "one" shows one input of the project, such as an
-        image; the parameter "key" names it. An unknown page or key gets status 404.
-        """
+        """The content of a page, for the user's choices in the address. The page "one" is that of the input "key"."""
         name, chosen = request.path_params["page"], dict(request.query_params)
         with self.lock:
             self.site.refresh()
@@ -187,13 +155,12 @@ class Answers:
         return self.render("detail.html", one=found, picture=picture_address)
 
     def changing(self, change: Callable[[Site, str, bytes], Response]) -> Callable[[Request], Awaitable[Response]]:
-        """Return the function that answers a request to edit. `change(site, page, body)` makes the edit. A request without
-        the token gets status 403, and a body that is too large gets 413.
-        """
+        """The endpoint of the edit `change(site, page, body)`."""
 
         async def answer(request: Request) -> Response:
             if not secrets.compare_digest(request.headers.get("x-token", "").encode(), self.token.encode()):
                 return PlainTextResponse("an edit needs the token of this page: load it again", 403)
+            # A chunked request has no Content-Length, so Guard did not see its size.
             body = b""
             async for part in request.stream():
                 body += part
@@ -209,10 +176,7 @@ class Answers:
             return change(self.site, page, body)
 
     def picture(self, request: Request) -> Response:
-        """Return a response with a picture of the project. The path parameter "name" of `request` is the name of the picture,
-        such as "image_folder/a.png". An unknown name gets status 404. The query parameter "size" is the longer side in pixels, or
-        "file" for the unchanged PNG file. If the file cannot be read as a picture, the response shows a cross.
-        """
+        """WebP of the given "size" (the longer side), or with size=file the unchanged PNG."""
         name, size = request.path_params["name"], request.query_params.get("size", "")
         try:
             path = self.site.file(name)
@@ -228,17 +192,11 @@ class Answers:
         return Response(content, media_type="image/webp", headers={"Cache-Control": "private, max-age=60"})
 
     def changes(self, request: Request) -> Response:
-        """Return a text that is different after every change of the project. `request` is not read."""
         return PlainTextResponse(self.site.changes(), headers={"Cache-Control": "no-store"})
 
 
 def _edited(site: Site, page: str, body: bytes) -> Response:
-    """Write the user's edits of texts of `site`, the project's local web page. Return the response to the browser.
-    `page` is the name of the page. `body` is JSON such as {"KEY": {"before": "a cat", "text": "a red cat"}}. An edit is
-    not written if another browser tab has changed its text meanwhile. The response is JSON. Its entry "conflicts" has
-    the present texts of these edits, by key. The status is 409 if there are conflicts, and 200 if there are none.
-    Invalid edits get status 400.
-    """
+    """Body: {"KEY": {"before": text, "text": text or null}}. Status 409 with the present texts of edits in conflict."""
     import json
 
     try:
@@ -252,10 +210,7 @@ def _edited(site: Site, page: str, body: bytes) -> Response:
 
 
 def _replaced(site: Site, page: str, body: bytes) -> Response:
-    """Replace a text in all texts of a page of `site`, the project's local web page. Return the response to the
-    browser. `page` is the name of the page. `body` is JSON such as {"find": "cat", "by": "dog"}. The response is JSON.
-    Its entry "edits" has the edits that were written, by key. An invalid request gets status 400.
-    """
+    """Body: {"find": text, "by": text}."""
     import json
 
     try:
@@ -269,11 +224,7 @@ def _replaced(site: Site, page: str, body: bytes) -> Response:
 
 
 def _written(site: Site, page: str, body: bytes) -> Response:
-    """Write the edits of a page of `site`, the project's local web page, into the user's files, or undo the last
-    writing. Return the response to the browser. `page` is the name of the page. `body` is JSON: {"undo": false} to
-    write, {"undo": true} to undo. The response is JSON. Its entry "said" is a sentence for the user. If there is
-    nothing to do, or if a file fails, the status is 400.
-    """
+    """Body: {"undo": false} to write the edits into the user's files, true to take the last writing back."""
     import json
 
     try:
@@ -289,16 +240,14 @@ CHANGES = {"edit": _edited, "replace": _replaced, "files": _written}  # what a P
 
 
 def picture_address(name: str, size: int | str = 384) -> str:
-    """Return the address of a picture on the local page. `name` is "SOURCE/PATH", such as "samples/a.png". `size` is the
-    longer side of the picture that is sent, in pixels, or "file" for the file as it is.
-    """
+    """`size`: the longer side in pixels, or "file"."""
     from urllib.parse import quote
 
     return f"/picture/{quote(name)}?size={size}"
 
 
 def script_of_charts() -> Path:
-    """Return the path of plotly's script. It is part of plotly's Python package, so nothing is loaded from elsewhere."""
+    """The script that comes with plotly's Python package, so nothing is loaded from elsewhere."""
     import plotly
 
     return Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
@@ -308,9 +257,6 @@ STATIC = {"page.css": "text/css", "page.js": "text/javascript", "plotly.js": "te
 
 
 def static(request: Request) -> Response:
-    """Answer a request for a static file of the page: "page.css", "page.js" or "plotly.js". The file's name is the path
-    parameter "name" of `request`. Any other name gets status 404.
-    """
     name = request.path_params["name"]
     if name not in STATIC:
         return PlainTextResponse("there is no such file", 404)

@@ -22,10 +22,6 @@ ROWS_SHOWN = 200  # rows of a table
 
 
 def overview(project: Project) -> Row:
-    """Return the data of the overview page as a dict. `project` is the opened project folder. "tables" is a list of
-    dicts with the name, row count, size and state of each stage's table. "runs" is a list of dicts, one per training
-    run, with the columns of the table `runs`. "disk" is a text that says how much disk space is free.
-    """
     import shutil
 
     from pipeline.commands.runs import run_facts
@@ -45,17 +41,11 @@ def overview(project: Project) -> Row:
 
 
 def block_data(catalog: Catalog, block: Block, chosen: Mapping[str, str], folder: Path) -> Row:
-    """Return the data that the HTML template needs to show one block of a page, as a dict. `block` describes the block:
-    a chart, a listing, a sheet, cards or an editor. Its SQL query selects the rows to show. `catalog` is the open
-    database of the project. `chosen` holds the user's choices "filter", "order", "page" and "find" as texts. `folder`
-    is the project's folder. If the query fails, nothing is raised; the entry "error" has the message.
-
-    The entries "kind" and "title" are always there. A chart's data is JSON in the entry "chart". Other blocks add the
-    entries of `listing_data`, `cards_data`, `sheet_data` or `editor_data`.
-    """
+    """The variables of a block's template. If its query fails, "error" has the message."""
     data: Row = {"kind": type(block).__name__.lower(), "title": block.title}
     with errors_as_text(data):
         if isinstance(block, Chart):
+            # The JSON stands in a script element, which "</script" would end.
             data["chart"] = json.dumps(chart_data(catalog.rows(block.sql), block)).replace("<", "\\u003c")
         elif isinstance(block, Listing):
             (total,) = catalog.rows(f"select count(*) as rows from ({block.sql})")
@@ -70,10 +60,6 @@ def block_data(catalog: Catalog, block: Block, chosen: Mapping[str, str], folder
 
 
 def chart_data(rows: list[Row], block: Chart) -> Row:
-    """Return the curves of a chart as a dict for plotly. `rows` have the columns `series`, `x` and `y`, and each series
-    becomes one curve. `block` describes the chart. The entry "traces" is the list of curves. "x" and "y" are the titles
-    of the axes. "log" is True if the y axis is logarithmic.
-    """
     curves: dict[str, tuple[list[Any], list[Any]]] = {}
     for row in rows:
         y = float(f"{row['y']:.6g}") if row["y"] is not None and math.isfinite(row["y"]) else None
@@ -86,12 +72,7 @@ def chart_data(rows: list[Row], block: Chart) -> Row:
 
 
 def listing_data(rows: list[Row], count: int) -> Row:
-    """Return a part of a table as a dict for the web page. `rows` are the rows to show. `count` is the number of all
-    rows of the table. The dict has three entries. "names" lists the names of the columns. "rows" lists the rows, each a
-    list of texts. "count" is `count`.
-
-    A text of more than 240 characters is cut. Floats have 5 significant digits. None becomes "".
-    """
+    """`count`: the rows of the whole table, of which `rows` are shown."""
     return {
         "names": list(rows[0]) if rows else [],
         "rows": [[_cell(value) for value in row.values()] for row in rows],
@@ -107,17 +88,6 @@ def _cell(value: Any) -> Any:
 
 
 def cards_data(catalog: Catalog, block: Cards, chosen: Mapping[str, str]) -> Row:
-    """Return one page of cards as a dict. A card shows one row of a table. `catalog` is the open database of the
-    project. `block` gives the SQL of the rows, the filters and the orders. `chosen` holds the user's choices as texts:
-    "filter", "order", "page" and "find". The entry "cards" of the result lists the rows of the page as dicts. Its other
-    entries are for the controls of the page.
-
-    Of these, "filters" lists pairs (filter, number of rows). "orders" lists the names of the orders. "filter", "order",
-    "page" (from 0) and "find" are the choices in use. "pages" is the number of pages. "searched" is True if the cards
-    can be searched.
-
-    If `block.searched` is set, only rows whose text contains "find" are counted and shown, in any case of letters.
-    """
     counts = {"all": "true", **block.filters}
     name = chosen.get("filter", "all") if chosen.get("filter", "all") in counts else "all"
     order = chosen.get("order", "") if chosen.get("order") in block.orders else next(iter(block.orders), "")
@@ -143,11 +113,7 @@ def cards_data(catalog: Catalog, block: Cards, chosen: Mapping[str, str]) -> Row
 
 
 def sheet_data(rows: list[Row]) -> Row:
-    """Return the data of a sheet as a dict. A sheet is a grid of pictures at several training steps. Each dict in
-    `rows` is one picture. `row` and `column` are the headings of its cell, `step` is its training step, and `picture`
-    is its name. In the result, "columns" lists the column headings. "table" lists pairs (row heading, cells). A cell is
-    a list of pairs (step, picture). "steps" lists the steps of all pictures, except 0.
-    """
+    """For the template: a row of "table" is (heading, cells), a cell a list of (step, picture). "steps" leaves out 0."""
     columns = list(dict.fromkeys(row["column"] for row in rows))
     heads = list(dict.fromkeys(row["row"] for row in rows))
     cells: dict[tuple[str, str], dict[int, str]] = {}

@@ -19,9 +19,7 @@ Row = dict[str, Any]
 
 
 class Catalog:
-    """A database with the tables and views of `project`. Call `rows(sql)` to run a query. The tables are read when the
-    object is created. A `with` statement closes the database at its end.
-    """
+    """The tables and views of a project as they were when it was opened."""
 
     def __init__(self, project: Project) -> None:
         self.connection: duckdb.DuckDBPyConnection = open_catalog(project)
@@ -33,9 +31,7 @@ class Catalog:
         self.connection.close()
 
     def rows(self, sql: str, most: int | None = None, **values: Any) -> list[Row]:
-        """Run the query `sql` and return its rows as dicts. `most` is the largest number of rows to return. If it is
-        None, all rows are returned. Further keyword arguments are the parameters of the query: `step=5` sets `$step`.
-        """
+        """`values` are the parameters of the query: `step=5` sets `$step`."""
         result = self.connection.execute(sql, values or None)
         names = [column[0] for column in result.description]
         found = result.fetchall() if most is None else result.fetchmany(most)
@@ -44,9 +40,7 @@ class Catalog:
 
 @contextmanager
 def errors_as_text(into: Row) -> Iterator[None]:
-    """Catch an error in the body of a `with` statement and store its message as `into["error"]`. The message is one
-    line. Only `ValueError` and errors of DuckDB are caught.
-    """
+    """Errors of DuckDB and ValueErrors of the block become `into["error"]`, one line."""
     import duckdb
 
     try:
@@ -56,10 +50,7 @@ def errors_as_text(into: Row) -> Iterator[None]:
 
 
 def page_number(chosen: Mapping[str, str], rows: int) -> tuple[int, int]:
-    """Return (page, pages): the number of the page to show, from 0, and the number of pages. `chosen` holds what the
-    user chose. Its entry "page" is the wanted page, as text. The result is always a page that exists. `rows` is the
-    number of rows on all pages together.
-    """
+    """(page from 0, pages): the chosen page, or the nearest that exists."""
     pages = max(1, -(-rows // PER_PAGE))
     wanted = chosen.get("page", "0")
     return min(int(wanted) if wanted.isdecimal() and len(wanted) < 9 else 0, pages - 1), pages

@@ -22,10 +22,8 @@ NEEDED = "the page needs the extra `view`: make view installs it, or: pip instal
 @click.option("--open/--no-open", "opened", default=True, help="Open the page in the browser.")
 @with_project
 def command(port: int, opened: bool, project: Project) -> None:
-    """Show the project as a web page on this machine until Ctrl-C. --port sets the port on 127.0.0.1. With --no-open,
-    no browser is opened. The page is updated while a stage runs. The page can change captions and nothing else. It
-    stores edits in the project. On request, it writes them into caption files. The command fails if the port is in use
-    or a package is missing.
+    """Show the project as a web page on this machine until Ctrl-C. The page is updated while a stage runs. It can change captions
+    and nothing else: edits are stored in the project and, on request, written into caption files.
     """
     import socket
 

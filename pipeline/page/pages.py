@@ -14,9 +14,7 @@ POINTS = 400  # points of a curve, about
 
 
 def training_page(project: Project) -> Page | None:
-    """Return the web page with the curves of all training runs, such as their losses. Return None if the project's
-    pipeline does not train.
-    """
+    """None if the pipeline does not train."""
     names = [name for name in project.stage_names if trains(project.stage(name).writes)]
     if not names:
         return None
@@ -55,17 +53,12 @@ def training_page(project: Project) -> Page | None:
 
 
 def pages_of(project: Project) -> dict[str, Page]:
-    """Return the web pages of `project`, as a dict from name to page. They are the pages that are made of charts,
-    tables and other blocks. The dict has the order of the menu. If the pipeline has training, the page "training" shows
-    the curves of all training runs.
-
-    If the pipeline declares a page "training" too, the page with the curves takes its place in the menu. Otherwise the
-    page with the curves comes last.
-    """
+    """By name, in the order of the menu."""
     found = {page.name: page for page in project.pipeline.pages}
     training = training_page(project)
     if training:
         found = {name: page for name, page in found.items() if name != "training"} | {"training": training}
+        # The page of curves takes the place of the pipeline's own page "training", whose blocks it holds, or comes last.
         order = (
             [page.name for page in project.pipeline.pages] if "training" in {p.name for p in project.pipeline.pages} else [*found]
         )

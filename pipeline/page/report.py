@@ -1,4 +1,4 @@
-"""`latentmill report`: the pages of a project as one HTML file that opens without a server."""
+"""`latentmill report`: the pages of a project, except SQL, as one HTML file that opens without a server."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ MOST = 400  # pictures; further ones are left out
 
 
 def write_report(site: Site, out: Path) -> Path:
-    """Write the pages of `site`, with pictures inside, into the HTML file `out` and return its path. The page "SQL" is
-    left out. A picture has at most 256 pixels on its longer side.
-    """
     embedded: dict[str, str] = {}
 
     def picture(name: str, size: int | str = PICTURE) -> str:
@@ -47,6 +44,7 @@ def write_report(site: Site, out: Path) -> Path:
         fragments=fragments,
         style=Markup((HERE / "static" / "page.css").read_text(encoding="utf-8")),
         script=Markup((HERE / "static" / "page.js").read_text(encoding="utf-8")),
+        # It stands in a script element, which "</script" would end.
         charts=Markup(script_of_charts().read_text(encoding="utf-8").replace("</script", "<\\/script")),
     )
     out.parent.mkdir(parents=True, exist_ok=True)

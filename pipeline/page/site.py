@@ -24,10 +24,6 @@ LONGEST = (160, 384, 2048)  # pixels: sizes in which a picture is shown
 
 
 class Site:
-    """The data behind the local web page of the project in the folder `path`. `overrides` replace settings of
-    project.toml: texts such as "train.steps=500", or a dict. Call `refresh` to see changes on disk.
-    """
-
     def __init__(self, path: str | Path, overrides: Overrides = ()) -> None:
         self.path, self.overrides = Path(path), overrides
         self._seen = ""
@@ -36,13 +32,11 @@ class Site:
 
     @property
     def seen(self) -> str:
-        """The hash of the project's state at the last `refresh`, 16 hex digits. It is "" before the first `refresh`."""
+        """What `changes` returned at the last `refresh`; "" before the first."""
         return self._seen
 
     def changes(self) -> str:
-        """Return a hash of the project's state, 16 hex digits. It changes if a stage writes rows, starts or ends, or if
-        a setting or a caption is edited.
-        """
+        """A hash that differs once a stage writes rows, starts or ends, or a setting or caption is edited."""
         patterns = ("*.toml", "*.jsonl", "tables/*/*/*.json", "tables/*/*/rows.lance/_versions/*", "tables/*/*/lock")
         digest = hashlib.sha256()
         for path in sorted(path for pattern in patterns for path in self.path.glob(pattern)):
@@ -52,7 +46,6 @@ class Site:
         return digest.hexdigest()[:16]
 
     def refresh(self) -> None:
-        """Open the project and its tables again if anything has changed."""
         now = self.changes()
         if now != self._seen:
             self._project = Project(self.path, self.overrides)
@@ -62,27 +55,20 @@ class Site:
 
     @property
     def project(self) -> Project:
-        """The opened project."""
         return self._project
 
     @property
     def catalog(self) -> Catalog:
-        """Return an SQL catalog of the project's tables, opened at the first use."""
         if self._catalog is None:
             self._catalog = Catalog(self._project)
         return self._catalog
 
     def titles(self) -> dict[str, str]:
-        """Return a dict from the name of each page of the web site to its title. It includes the pages "overview" and
-        "sql".
-        """
         own = {name: page.title for name, page in pages_of(self.project).items()}
         return {"overview": "Overview", **own, "sql": "SQL"}
 
     def data(self, name: str, chosen: Mapping[str, str]) -> dict[str, Any]:
-        """Return the data that the template of the page `name` needs, as a dict. `chosen` maps the parameters of the
-        page's address to the texts that the user chose. Raises KeyError if there is no such page.
-        """
+        """The variables of the template of a page. `chosen`: the parameters of its address. Raises KeyError."""
         if name == "overview":
             return {"overview": overview(self.project)}
         if name == "sql":
@@ -91,10 +77,7 @@ class Site:
         return {"blocks": [block_data(self.catalog, block, chosen, self.path) for block in blocks]}
 
     def answer(self, sql: str) -> dict[str, Any]:
-        """Run the user's SQL query and return the data of the SQL page as a dict. The rows of the answer are included,
-        or a message under "error". "text" is the query itself. "tables", "columns" and "views" list what can be
-        queried. If `sql` is blank, no query is run.
-        """
+        """The SQL page: the rows or the "error" of a query, and what can be queried."""
         from pipeline.commands.query import answer
         from pipeline.page.blocks import ROWS_SHOWN, listing_data
         from pipeline.page.catalog import errors_as_text
@@ -111,21 +94,17 @@ class Site:
         return found
 
     def refuse_writing(self, sql: str) -> None:
-        """Raise ValueError if the query `sql` writes, or if it has several statements. A syntax error is not reported
-        here.
-        """
         import json
 
         tree = json.loads(self.catalog.connection.execute("select json_serialize_sql($1)", [sql]).fetchall()[0][0])
+        # json_serialize_sql knows only SELECT statements. A syntax error is left to the query itself.
         if tree.get("error") and tree.get("error_type") == "not implemented":
             raise ValueError("only queries that read are answered here: select ..., with ... select, from ...")
         if len(tree.get("statements", [])) > 1:
             raise ValueError("one query at a time")
 
     def detail(self, key: str) -> dict[str, Any] | None:
-        """Return the data of the page about one input of the project, such as an image, as a dict. `key` is the text
-        that identifies the input. Return None if there is no such input, or if the pipeline has no such page.
-        """
+        """None if there is no such input, or if the pipeline has no page about one."""
         from pipeline.commands.follow import chain_of, follow
 
         described = self.project.pipeline.detail
@@ -141,21 +120,13 @@ class Site:
         return {"name": key, **found[0], "boxes": boxes, "masks": list(self._masks(described, key)), "lines": lines}
 
     def _masks(self, described: Detail, key: str) -> Iterator[tuple[str, str]]:
-        """Yield (label, picture) for every mask of one input. A picture is a data address: a text such as
-        "data:image/webp;base64,..." that a browser shows as an image. `described` says which query finds the masks, and
-        which function draws them. `key` is the input's key.
-        """
         for row in self.catalog.rows(described.masks, text=key) if described.masks else []:
             picture: bytes = load(described.draw_mask)(row["columns"], row["values"])
             yield row["label"], f"data:image/webp;base64,{base64.b64encode(picture).decode()}"
 
     def file(self, name: str) -> Path:
-        """Return the path of a picture file of the project. `name` says which file. A picture of the user is named
-        "RESOURCE/PATH", such as "image_folder/a.png". A picture that a stage wrote is named "TABLE/RECIPE/PATH". Raises
-        ValueError if there is no such file, or if PATH leads out of its folder.
-
-        RESOURCE is the name of a `Folder` resource of the pipeline: a folder of the user. RECIPE is the name of a
-        folder of the table. After RECIPE, PATH is relative to the folder `artifacts` in this folder.
+        """The file of "RESOURCE/PATH" (the user's) or "TABLE/RECIPE/PATH" (a stage's). Raises ValueError if it leads
+        elsewhere.
         """
         source, _, rest = name.partition("/")
         if isinstance(self.project.pipeline.resources.get(source), Folder):
@@ -164,6 +135,7 @@ class Site:
             recipe, _, rest = rest.partition("/")
             tables = (self.path / "tables" / source).resolve()
             root = tables / recipe / "artifacts"
+            # RECIPE may not be "..", nor a link that leads elsewhere.
             if root.resolve().parent.parent != tables:
                 raise ValueError(f"no picture {name}")
         else:
@@ -174,16 +146,11 @@ class Site:
         return path
 
     def picture(self, name: str, longest: int) -> bytes:
-        """Return a picture of the project as the bytes of a WebP image. `name` says which picture. A picture of the
-        user is named "RESOURCE/PATH", such as "image_folder/a.png". A picture that a stage wrote is named
-        "TABLE/RECIPE/PATH". `longest` is the largest allowed length of the longer side in pixels. Raises ValueError if
-        there is no such picture.
-        """
+        """WebP bytes, the longer side at most `longest` pixels."""
         path = self.file(name)
         return _thumbnail(self.project.pipeline.thumbnail, path, path.stat().st_mtime_ns, longest)
 
     def texts(self, page: str) -> Texts:
-        """Return the texts of the page `page` that the user may edit. Raises ValueError if the page has none."""
         found = pages_of(self.project).get(page)
         editors = [block for block in found.blocks if isinstance(block, Editor)] if found else []
         if not editors:
@@ -191,10 +158,9 @@ class Site:
         return Texts(self.catalog, editors[0], self.path)
 
     def edit(self, page: str, edits: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-        """Write the user's edits of texts on the page called `page`. `edits` maps a text's key to an edit, such as
-        {"before": "a cat", "text": "a red cat"}. "before" is the text that the user saw. "text" is the new text, or
-        None to undo earlier edits. An edit is refused if its text has changed since the user saw it. Return the present
-        texts of refused edits, by key. Raises ValueError if the page has no texts to edit, or if an edit is invalid.
+        """Write the edits {key: {"before": text that the user saw, "text": new text, None to undo}}.
+
+        An edit whose text has changed since is not written: the present texts of these edits are returned. Raises ValueError.
         """
         with texts_lock(self.path):
             texts = self.texts(page)
@@ -204,6 +170,7 @@ class Site:
                     raise ValueError(f"there is no text {key[:80]!r}")
                 if not isinstance(change, dict) or not isinstance(change.get("text"), str | None) or "before" not in change:
                     raise ValueError('an edit must be {"before": text, "text": text or null}')
+            # Browsers and the file of edits keep a text without blanks at its ends and with plain newlines.
             conflicts = {key: shown[key] for key, change in edits.items() if _plain(change["before"]) != _plain(shown[key])}
             good = {key: change["text"] for key, change in edits.items() if key not in conflicts}
             if good:
@@ -211,11 +178,7 @@ class Site:
             return conflicts
 
     def replace(self, page: str, find: str, by: str) -> dict[str, dict[str, Any]]:
-        """Replace the text `find` by the text `by` in all texts of a page. `page` is the page's name. Return the edits
-        that were written, as a dict from a text's key to a dict with three entries. "before" is the old text. "text" is
-        the new text. "edited" is True if the text had been edited before. Raises ValueError, and writes nothing, if the
-        page has no texts to edit, if `find` is empty, or if a text would have no letter left.
-        """
+        """Replace in all texts of a page. Returns the edits: {key: {"before", "text", "edited": there was one before}}."""
         if not find:
             raise ValueError("write the text to replace into the field Find")
         with texts_lock(self.path):
@@ -226,12 +189,7 @@ class Site:
             return edits
 
     def write_files(self, page: str, undo: bool) -> str:
-        """Write the texts that the user edited on the page called `page` into the user's files, such as caption files.
-        If `undo` is True, restore instead the files that the last call changed. Then update the table of the page's
-        texts. Return a sentence that says what was done. If the table cannot be updated, the sentence also says why.
-        Raises ValueError if the page has no texts to edit, if edits of its texts cannot be written into files, or if
-        there is nothing to do.
-        """
+        """Write a page's edits into the user's files, or take the last writing back. Returns a sentence for the user."""
         from pipeline import runner
         from pipeline.terminal import Quiet
 
@@ -249,12 +207,10 @@ class Site:
 
 
 def _plain(text: Any) -> Any:
-    """Return a text without blanks at its ends, with one newline character per line break. Browsers and the file of
-    edits keep texts in this form. A value that is not a text is returned unchanged.
-    """
     return text.replace("\r\n", "\n").replace("\r", "\n").strip() if isinstance(text, str) else text
 
 
+# `changed` is the file's time of change: a key of the cache only.
 @functools.lru_cache(maxsize=4096)
 def _thumbnail(function: str, path: Path, changed: int, longest: int) -> bytes:
     content: bytes = load(function)(path, longest)

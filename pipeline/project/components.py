@@ -16,10 +16,9 @@ TOKENIZER_FILES = ("tokenizer.json", "merges.txt")
 
 
 def find(settings: ProjectConfig, project: Path, family: ModelFamily, name: str, *, fetch: bool) -> Path:
-    """Return the path of the weights of one model component: a folder or a file. `settings` is the section [project].
-    `project` is the project's folder. `family` is the model family. `name` is the component, such as "transformer". If
-    `fetch` is True, missing weights are downloaded, or generated if the family has random weights. If `fetch` is False,
-    missing weights raise NotFetched. Raises ValueError if the weights cannot be found or belong to another component.
+    """The folder or file of a component's weights, fetched or generated if `fetch` allows it.
+
+    Raises NotFetched, or ValueError if they cannot be found or are those of another component.
     """
     from stages.models.folders import locate
 
@@ -38,11 +37,7 @@ def find(settings: ProjectConfig, project: Path, family: ModelFamily, name: str,
 
 
 def _holds(folder: Path, name: str) -> bool:
-    """Return True if the files of one model component lie directly in `folder`, not in a subfolder. `name` is the
-    component, such as "transformer". If `name` is "tokenizer", `folder` must have the file tokenizer.json or
-    merges.txt. For any other component, `folder` must have the file config.json and at least one .safetensors or .gguf
-    file.
-    """
+    """Whether the files of the component lie directly in `folder`."""
     if name == hub.TOKENIZER:
         return any((folder / file).is_file() for file in TOKENIZER_FILES)
     weights = any(path.suffix in (".safetensors", ".gguf") for path in folder.iterdir())
@@ -50,11 +45,7 @@ def _holds(folder: Path, name: str) -> bool:
 
 
 def _check_kind(path: Path, name: str, family: ModelFamily, key: str) -> None:
-    """Raise ValueError if the weights at `path` are those of another model component than `name`. The component is
-    recognised by the names and shapes of the tensors. `name` is a component such as "transformer". `family` is the
-    model family. `key` is the setting that names `path`, for the message. Nothing is raised if the weights are not
-    recognised. Loading them later reports each wrong tensor.
-    """
+    """Raises ValueError if the names and shapes of the tensors are those of another component."""
     from stages.models import gguf
     from stages.models.weights import read_header, weight_files
 
@@ -67,6 +58,7 @@ def _check_kind(path: Path, name: str, family: ModelFamily, key: str) -> None:
             shapes |= {tensor: entry.shape for tensor, entry in gguf.read_entries(file).items()}
         else:
             shapes |= {tensor: tuple(entry["shape"]) for tensor, entry in read_header(file).items()}
+    # Weights that are not recognised pass: loading them reports each wrong tensor.
     kind = recognise(shapes, family)
     if kind and kind != name:
         raise ValueError(f"{key} must be the {name.replace('_', ' ')}, got {path}: it holds the {kind.replace('_', ' ')}")

@@ -20,18 +20,6 @@ Overrides = Mapping[str, Any] | Iterable[str]
 
 @dataclasses.dataclass(frozen=True)
 class ProjectConfig:
-    """The settings of the section [project] in project.toml. `family` is the name of the model family; "" takes the
-    pipeline's first. `weights` is a folder or a hub id; "" takes the family's own. `components` maps components that
-    lie elsewhere to a folder, a file or a hub id. `pipeline` is the name of the pipeline, or of a module that defines
-    one. Finished rows are saved every `commit_seconds` seconds. `workers` says where rows are computed: "local", "ray"
-    or "ray://HOST:PORT". Raises ValueError if a setting is out of range.
-
-    The other settings are for workers on a Ray cluster. `worker_count` is the largest number of workers; 0 means as
-    many as the cluster has room for. `worker_inputs` says how workers read their input files. "shared" means at the
-    same path, "shipped" means that the files are sent to them. `unit_rows` is the number of rows that a worker computes
-    at a time.
-    """
-
     family: str = selects("", "the model family; `latentmill families` lists them; empty: the pipeline's first")
     weights: str = selects("", "a folder or a hub id; empty: the family's own")
     components: Mapping[str, str] | None = selects(
@@ -65,51 +53,39 @@ class ProjectConfig:
             raise ValueError(f'workers must be "local", "ray" or "ray://HOST:PORT", got "{self.workers}"')
 
     def check_components(self, known: Iterable[str]) -> None:
-        """Raise ValueError if the setting `components` names a component that is not in `known`, the names of the components
-        of the model family.
-        """
+        """Raises ValueError if the setting `components` names one that is not in `known`."""
         names = list(known)
         for name in self.components or {}:
             if name not in names:
                 raise ValueError(f"project.components must name any of {', '.join(names)}, got {name!r}{nearest(name, names)}")
 
     def place(self, component: str) -> str:
-        """Return the setting that says where the weights of a model component lie. `component` is the component's name,
-        such as "transformer". The result is the component's entry in the setting `components`. Without an entry, the
-        result is the setting `weights`. The returned text is a folder, a file or a hub id. If the returned text is "",
-        the model family's own weights are used.
-        """
+        """Where the component's weights lie: a folder, a file, a hub id, or "" for the family's own."""
         return (self.components or {}).get(component, self.weights)
 
     def divides(self, divisible: bool, rows: int) -> bool:
-        """Return True if workers on a Ray cluster compute the rows of a stage, and False if this process does. `rows`
-        is the number of rows to compute. `divisible` is True if they may be divided among several processes. If the
-        setting `workers` is "local", the result is False. Otherwise, it is True if `divisible` is True and `rows` is
-        larger than the setting `unit_rows`.
-        """
+        """Whether workers on a Ray cluster compute these rows, not this process."""
         return self.workers != "local" and divisible and rows > self.unit_rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """All settings of a project. `project` is the section [project]. `sections` maps the name of a stage to its config
-    dataclass.
-    """
+    """All settings of a project."""
 
-    project: ProjectConfig
-    sections: Mapping[str, Any]
+    project: ProjectConfig  # the section [project]
+    sections: Mapping[str, Any]  # stage -> its config dataclass
 
 
 def load(file: Path, overrides: Overrides = ()) -> Config:
-    """Read the project file `file`, replace settings by `overrides`, and return all settings. `overrides` is a mapping such as
-    {"train.steps": 200}, or a sequence of texts such as "train.steps=200". Raises ValueError if the file cannot be read, a
-    section or setting is unknown, or a value is wrong. The message is one line. It names the setting, the remedy, and where it
-    was set.
+    """Read and check a project file. A mistake is a ValueError of one line: the setting, what would be right, where it was set.
+
+    `overrides`: {"train.steps": 200} or texts such as "train.steps=200".
     """
     raw = read(file)
     origins = _apply(raw, overrides)
 
     def place(key: str) -> str:
+        # The last override of the key, of a section around it or of a key inside it.
         given = [origin for other, origin in origins.items() if f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.")]
         return given[-1] if given else f"{file.name} [{key.rpartition('.')[0] or key}]"
 
@@ -130,18 +106,14 @@ def load(file: Path, overrides: Overrides = ()) -> Config:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Parse the project file `file` and return its sections: name -> settings by key. The settings are not checked. Raises
-    ValueError if the file is missing, cannot be read or is not TOML.
-    """
+    """The sections of a project file, unchecked. Raises ValueError."""
     if not file.exists():
         raise ValueError(f"{file.parent}: no {FILE} here; `latentmill init --help` explains how to make one")
     return parse_toml(read_utf8(file, TOML_BYTES), str(file))
 
 
 def pipeline_name(raw: Mapping[str, Any]) -> str:
-    """Return the name of a project's pipeline. `raw` is the parsed project file (see `read`). If its section [project] names no
-    pipeline, the default is returned. A name from an earlier version is replaced by the present name.
-    """
+    """The present name of the pipeline in a parsed project file."""
     head = raw.get("project")
     name = head.get("pipeline") if isinstance(head, dict) else None
     if not isinstance(name, str):
@@ -150,10 +122,7 @@ def pipeline_name(raw: Mapping[str, Any]) -> str:
 
 
 def _apply(raw: dict[str, Any], overrides: Overrides) -> dict[str, str]:
-    """Replace settings in `raw`, the parsed project file, by `overrides`. Return a dict: replaced key -> phrase for error
-    messages, such as "train.steps" -> "--set train.steps=0". Raises ValueError if an override is not of the form
-    section.key=value.
-    """
+    """Put `overrides` into `raw`. Returns key -> where it was set, for messages."""
     origins = {}
     for override in overrides.items() if isinstance(overrides, Mapping) else overrides:
         if isinstance(override, str):
@@ -172,10 +141,7 @@ def _apply(raw: dict[str, Any], overrides: Overrides) -> dict[str, str]:
 
 
 def _whole_name(raw: Mapping[str, Any], names: list[str]) -> str:
-    """Return a hint for the error message about a setting whose section is missing. For "lr" it is
-    "; did you mean train.lr?". If no section has such a setting, it is "". `raw` is the parsed project file. `names` is
-    the setting's key, split at the dots.
-    """
+    """The hint for a setting without its section, such as "; did you mean train.lr?", or empty."""
     try:
         pipeline = stages.pipeline(pipeline_name(raw))
     except ValueError:

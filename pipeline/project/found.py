@@ -1,7 +1,4 @@
-"""Find model weights that lie on this machine: in the cache of the Hugging Face hub, in folders of ComfyUI, and elsewhere.
-
-A component is recognised by the names and shapes in the headers of its files. No tensor is read.
-"""
+"""Finds model weights on this machine by the names and shapes in the headers of files: the hub's cache, ComfyUI, Draw Things."""
 
 from __future__ import annotations
 
@@ -25,25 +22,17 @@ DRAW_THINGS = "Library/Containers/com.liuliu.draw-things/Data/Documents/Models"
 
 @dataclass(frozen=True)
 class Found:
-    """One component of a model, such as a transformer, that was found on this machine. `families` are the names of the
-    model families that can use it. `component` is its kind, such as "transformer". `path` is its file, or its folder if it
-    has several files. `size` is in bytes. `form` is the dtype of most of its values, such as "BF16". `missing` is a text
-    about missing files, or "".
-    """
+    """A model component that was found, or an interrupted download."""
 
-    families: tuple[str, ...]
-    component: str
-    path: Path
-    size: int
-    form: str
-    missing: str = ""
+    families: tuple[str, ...]  # names of those that can use it
+    component: str  # such as "transformer", or "download"
+    path: Path  # its file, or its folder if it has several
+    size: int  # bytes
+    form: str  # dtype of most of its bytes, such as "BF16"
+    missing: str = ""  # what is missing or wrong
 
 
 def places(home: Path | None = None) -> list[Path]:
-    """Return the folders in which model weights are searched by default. They are the cache of the Hugging Face hub and
-    the model folders of ComfyUI and Draw Things. Folders that do not exist are left out. `home` replaces the user's
-    home folder.
-    """
     from huggingface_hub import constants
 
     start = home or Path.home()
@@ -53,13 +42,7 @@ def places(home: Path | None = None) -> list[Path]:
 
 
 def search(place: Path, families: Mapping[str, Family]) -> Iterator[Found]:
-    """Search the folder `place` and the folders below it for model components, such as a transformer. Yield each
-    component that a model family can use. `families` maps names to the model families. Interrupted downloads are
-    yielded too.
-
-    A damaged file is yielded if it has the name of a file of a family. Its `missing` then says what is wrong. Other
-    damaged files are left out.
-    """
+    """The components below `place` that a family can use, and interrupted downloads."""
     groups: dict[tuple[Path, str], list[Path]] = {}
     for path in _files(place):
         shard = SHARD.fullmatch(path.name)
@@ -71,10 +54,7 @@ def search(place: Path, families: Mapping[str, Family]) -> Iterator[Found]:
 
 
 def _files(place: Path) -> list[Path]:
-    """Return the paths of the weight files in `place` and the folders below it, sorted. A file is returned once, even
-    if links lead to it again. Folders more than `DEPTH` levels down and hidden files are skipped. The search ends soon
-    after `MOST` files.
-    """
+    """The weight files below `place`, each once even if links lead to it again. Ends soon after MOST files."""
     seen: dict[Path, Path] = {}
     for folder, below, names in os.walk(place):
         if len(Path(folder).relative_to(place).parts) >= DEPTH:
@@ -90,9 +70,7 @@ def _files(place: Path) -> list[Path]:
 
 
 def _component(paths: Sequence[Path], families: Mapping[str, Family]) -> Found | None:
-    """Return the model component, such as a transformer, that is stored in the files `paths`. Return None if no family
-    in `families` can use it. `paths` is one file, or all shards of a file that was divided.
-    """
+    """The component in one file, or in all found shards of one. None if no family can use it."""
     shapes: dict[str, tuple[int, ...]] = {}
     values: Counter[str] = Counter()
     size, problem = sum(path.stat().st_size for path in paths), ""
@@ -109,6 +87,7 @@ def _component(paths: Sequence[Path], families: Mapping[str, Family]) -> Found |
             by_component.setdefault(component, []).append(family.name)
     path = paths[0] if len(paths) == 1 else paths[0].parent
     if not by_component:
+        # A damaged file has no shapes to recognise: one that has the name of a family's file is shown with its problem.
         named = {f.name: part for f in families.values() for part, names in f.single_files.items() if paths[0].name in names}
         if not problem or not named:
             return None
@@ -118,9 +97,7 @@ def _component(paths: Sequence[Path], families: Mapping[str, Family]) -> Found |
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
-    """Yield (name, shape, dtype, size in bytes) of every tensor in the file `path`. Only the header is read. Raises
-    ValueError if the header is damaged.
-    """
+    """(name, shape, dtype, bytes) of every tensor in a file."""
     from stages.models import gguf, weights
 
     if path.suffix == gguf.SUFFIX:
@@ -133,10 +110,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
 
 
 def _lacking(paths: Sequence[Path]) -> str:
-    """Return a text such as "1 of 4 shards" if shards are missing. A large weight file is often stored as several
-    files, its shards. `paths` are the files that were found. Return "" if no shard is missing, or if `paths` has no
-    shards.
-    """
+    """Such as "1 of 4 shards"; empty if none is missing."""
     shards = [shard for path in paths if (shard := SHARD.fullmatch(path.name))]
     return (
         f"{int(shards[0][3]) - len(shards)} of {int(shards[0][3])} shards" if shards and len(shards) < int(shards[0][3]) else ""
@@ -144,9 +118,6 @@ def _lacking(paths: Sequence[Path]) -> str:
 
 
 def _interrupted(place: Path, families: Mapping[str, Family]) -> Iterator[Found]:
-    """Yield the interrupted downloads of model families. `place` is the cache folder of the Hugging Face hub.
-    `families` maps names to the model families.
-    """
     for family in families.values():
         for blob in sorted(place.glob(f"models--{family.hub.replace('/', '--')}/blobs/*.incomplete")):
             rest = "the rest" if blob.name.endswith(PARTIAL) else "it again"
@@ -154,10 +125,7 @@ def _interrupted(place: Path, families: Mapping[str, Family]) -> Iterator[Found]
 
 
 def complete_roots(found: Iterable[Found], families: Mapping[str, Family]) -> Iterator[tuple[str, Path]]:
-    """Yield (family name, folder) for every folder that holds all components of a model family. Such a folder can be
-    the setting `weights` of a project. `found` are the components on this machine. `families` maps names to the model
-    families.
-    """
+    """(family name, folder) for every folder that can be the setting `weights`: it holds all components of the family."""
     from stages.models.folders import locate
 
     roots = {root for each in found for root in (each.path.parent, each.path.parent.parent) if not each.missing}
@@ -168,5 +136,6 @@ def complete_roots(found: Iterable[Found], families: Mapping[str, Family]) -> It
             except ValueError:
                 continue
             own = [each for each in found if family.name in each.families and not each.missing]
+            # The tokenizer is the last component, and has no tensors to be found by.
             if all(any(each.path == path or path in each.path.parents for each in own) for path in places_found[:3]):
                 yield family.name, root

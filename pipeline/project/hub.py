@@ -1,4 +1,4 @@
-"""Find the weights of a model family: a folder of the user, the Hugging Face cache, the checkout, or generated weights."""
+"""Finds the weights of a family: a folder of the user, the Hugging Face cache, the checkout, or generated weights."""
 
 from __future__ import annotations
 
@@ -21,17 +21,15 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class NotFetched(ValueError):  # noqa: N818  (no mistake of the user: the first stage that needs the weights fetches them)
-    """Raised if weights are not on this machine yet, and downloading or generating them was not allowed."""
+    """Raised if weights are not on this machine yet and may not be downloaded or generated."""
 
 
 def resolve(
     spec: str, project: Path, family: ModelFamily, components: Iterable[str] | None = None, *, fetch: bool = True
 ) -> Path:
-    """Return the folder with the weights of `family`, a model family. `spec` is the setting `weights`: a folder, a hub
-    id "org/name", or "" for the family's own weights. A relative folder starts at `project`, the project's folder. Only
-    `components`, such as "transformer", are downloaded or checked; None means all. If `fetch` is True, missing weights
-    are downloaded or generated. Raises NotFetched if weights are missing and `fetch` is False. Raises ValueError if
-    they cannot be found or read.
+    """The folder with the weights of `family`. Only `components` are fetched and checked; None: all.
+
+    spec: the setting `weights`, a folder or hub id; "" for the family's own. Raises NotFetched, ValueError.
     """
     wanted = list(family.folders if components is None else components)
     if not spec and family.bundled:
@@ -54,9 +52,6 @@ def resolve(
 
 
 def _bundled(family: ModelFamily, components: Iterable[str]) -> Path:
-    """Return the folder in the source checkout that holds the weights of `family`. `components` are the parts to check,
-    such as "transformer". Raises ValueError if a file of one of them is missing or damaged.
-    """
     folder = CHECKOUT / family.bundled
     for component in components:
         try:
@@ -69,9 +64,6 @@ def _bundled(family: ModelFamily, components: Iterable[str]) -> Path:
 
 
 def _check_component(folder: Path, component: str, family: ModelFamily) -> None:
-    """Raise ValueError if a file of one model component is missing or damaged. `folder` holds the component's files.
-    `component` is its name, such as "autoencoder". `family` is the model family, which lists the files that must exist.
-    """
     for name in family.required[component]:
         if not (folder / name).is_file():
             raise ValueError(f"{folder / name} is missing")
@@ -88,9 +80,7 @@ def _check_component(folder: Path, component: str, family: ModelFamily) -> None:
 
 
 def _generated(folder: Path, family: ModelFamily, seed: int, allowed: bool) -> Path:
-    """Return `folder`, which holds random weights of `family` drawn from `seed`. If `folder` does not exist, the weights are
-    written, completely or not at all. Raises NotFetched if they are missing and `allowed` is False.
-    """
+    """Random weights drawn from `seed`."""
     if folder.is_dir():
         return folder
     if not allowed:
@@ -109,11 +99,7 @@ def _generated(folder: Path, family: ModelFamily, seed: int, allowed: bool) -> P
 
 
 def _downloaded(hub: str, components: list[str], family: ModelFamily, fetch: bool) -> Path:
-    """Return the folder of the cached copy of a hub repository, downloaded if needed. `hub` is the repository's id,
-    "org/name". `components` are the parts of the model `family` that the copy must hold, such as "transformer". Raises
-    NotFetched if a part is missing in the cache and `fetch` is False. Raises ValueError if the download fails. The
-    message says what the user can do.
-    """
+    """The cached copy of a hub repository. Raises NotFetched, or a ValueError that says what to do."""
     from huggingface_hub import errors
 
     patterns = [pattern for component in components for pattern in family.patterns(component)] + ["*.json"]
@@ -134,11 +120,9 @@ def _downloaded(hub: str, components: list[str], family: ModelFamily, fetch: boo
 
 
 def resolve_component(hub: str, family: ModelFamily, component: str, setting: str, *, fetch: bool) -> Path:
-    """Return the folder of one model component of a hub repository, downloaded if needed. `hub` is the repository's id,
-    "org/name". The repository holds a whole model in the layout of diffusers, or only the component. `family` is the
-    model family. `component` is a name such as "text_encoder". `setting` is the setting that names the repository, for
-    messages. Raises NotFetched if files are missing in the cache and `fetch` is False. Raises ValueError if the
-    repository has no such component, or if the download fails.
+    """The folder of one component in a hub repository, which holds a whole model or only the component.
+
+    setting: names the repository in messages. Raises NotFetched, ValueError.
     """
     from huggingface_hub import HfApi, errors
 
@@ -168,19 +152,13 @@ def resolve_component(hub: str, family: ModelFamily, component: str, setting: st
 
 
 def _at_the_top(files: Iterable[str], component: str) -> list[str]:
-    """Return the files that a component needs in a hub repository which holds only this component. `files` are the
-    names of all files of the repository. `component` is a name such as "text_encoder". Only files at the top of the
-    repository are returned: texts such as config.json, and weights in the format safetensors. For a tokenizer, only the
-    texts are returned.
-    """
+    """The files of a component in a repository that holds nothing else."""
     suffixes = TEXT_SUFFIXES if component == TOKENIZER else (*TEXT_SUFFIXES, ".safetensors")
     return [name for name in files if "/" not in name and name.endswith(suffixes)]
 
 
 def _cached(hub: str, patterns: list[str]) -> Path | None:
-    """Return the folder of the cached copy of a hub repository, or None if no copy exists. Files may be missing in it.
-    `hub` is the repository's id, "org/name". `patterns` are glob patterns that choose files, such as "vae/*".
-    """
+    """The cached copy, in which files may be missing, or None."""
     from huggingface_hub import errors, snapshot_download
 
     with suppress(errors.LocalEntryNotFoundError):
@@ -189,11 +167,7 @@ def _cached(hub: str, patterns: list[str]) -> Path | None:
 
 
 def _fetched(hub: str, patterns: list[str]) -> Path:
-    """Download files of a hub repository, check their digests, and return the folder of the cached copy. `hub` is the
-    repository's id, "org/name". `patterns` are glob patterns that choose the files. Raises large_files.Refused if
-    another process downloads from the repository. Raises large_files.Damaged if a digest is wrong. Errors of the hub
-    client are raised unchanged.
-    """
+    """Raises large_files.Refused, and the errors of the hub client unchanged."""
     from huggingface_hub import constants, snapshot_download
 
     large_files.fetch_large_files(hub, patterns)
@@ -204,20 +178,13 @@ def _fetched(hub: str, patterns: list[str]) -> Path:
 
 
 def _blobs(cache: Path, hub: str) -> set[Path]:
-    """Return the paths of the downloaded files of a hub repository. Their names are digests of their contents. `cache` is
-    the hub's cache folder. `hub` is the repository's id, "org/name".
-    """
     folder = cache / f"models--{hub.replace('/', '--')}" / "blobs"
     return set(folder.iterdir()) if folder.is_dir() else set()
 
 
 def _check_digests(copy: Path, before: set[Path]) -> None:
-    """Check the sha256 of the files that were just downloaded from the hub. `copy` is the model's folder in the hub
-    cache. `before` has the files that existed before the download; they are not read again. Raises ValueError if a file
-    has another sha256 than the hub says. The file is then removed.
-
-    The hub client compares sizes only. It names a large file by its sha256.
-    """
+    """Check the files that are not in `before`; remove the first damaged one. Raises large_files.Damaged."""
+    # The hub client compares sizes only. It names a large file by its sha256.
     for path in sorted(copy.rglob("*")):
         blob = path.resolve()
         if not path.is_file() or blob in before or not large_files.SHA256.fullmatch(blob.name):
@@ -230,19 +197,12 @@ def _check_digests(copy: Path, before: set[Path]) -> None:
 
 
 def _incomplete(copy: Path, components: list[str], family: ModelFamily) -> list[str]:
-    """Return which of `components` are not completely downloaded. `copy` is the model's folder in the hub cache.
-    `components` are names such as "transformer". `family` is the model family, which names the subfolder of each
-    component. If a component has a subfolder, the subfolder is returned, such as "vae/". If it has none, the
-    component's name is returned.
-    """
+    """Components that are not completely downloaded, by folder ("vae/") if they have one."""
     folders = {component: family.folders[component] for component in components}
     return [f"{name}/" if name else each for each, name in folders.items() if not _is_complete(copy / name, each)]
 
 
 def _is_complete(folder: Path, component: str) -> bool:
-    """Return True if all files of a component are downloaded. `folder` is the component's folder in the hub cache.
-    `component` is its name, such as "transformer". The weights themselves are not read.
-    """
     if component == TOKENIZER:
         return any((folder / name).is_file() for name in ("tokenizer.json", "merges.txt"))
     if (folder / "pytorch_model.bin").is_file() and (folder / "config.json").is_file():
@@ -256,11 +216,7 @@ def _is_complete(folder: Path, component: str) -> bool:
 
 
 def _manual_download(hub: str, family: ModelFamily) -> str:
-    """Return a sentence that tells the user how to download the hub repository `hub` ("org/name") on another machine.
-    `family` is the model family whose weights it holds.
-
-    All components are listed, because one folder must serve every stage.
-    """
+    # All components: one folder must serve every stage.
     patterns = " ".join(f"--include '{pattern}'" for component in family.folders for pattern in family.patterns(component))
     return (
         f"on a machine with a network, run `hf download {hub} {patterns} --local-dir FOLDER`, "
@@ -269,11 +225,7 @@ def _manual_download(hub: str, family: ModelFamily) -> str:
 
 
 def _explain(hub: str, family: ModelFamily, error: Exception, manual: str, setting: str = "[project] weights") -> str:
-    """Return a one-line message about a failed download: what failed and what the user can do. `hub` ("org/name") is
-    the repository. `family` is the model family whose weights it holds. `error` is the exception of the hub client.
-    `manual` is a sentence that tells the user how to download on another machine. `setting` is the name of the setting
-    that holds the repository's id, such as "[project] weights".
-    """
+    """A failed download in one line: what failed, and what the user can do."""
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{hub}"
@@ -291,5 +243,4 @@ def _explain(hub: str, family: ModelFamily, error: Exception, manual: str, setti
 
 
 def _status_code(error: Exception) -> int:
-    """Return the HTTP status, such as 404, of the response behind an error of the hub client; 0 if there was no response."""
     return int(getattr(getattr(error, "response", None), "status_code", 0))

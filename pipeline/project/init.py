@@ -13,9 +13,7 @@ from stages.pipelines import Template, load
 
 
 def template_of(pipeline: str) -> Template:
-    """Return the `Template` for new projects of the pipeline called `pipeline`: its options and the text of project.toml.
-    Raises ValueError if there is no such pipeline, or if it has no template.
-    """
+    """Raises ValueError if there is no such pipeline, or if it has no template."""
     found = stages.pipeline(pipeline)
     if not found.template:
         raise ValueError(f"the pipeline {pipeline} has no template; write {config.FILE} by hand")
@@ -24,10 +22,7 @@ def template_of(pipeline: str) -> Template:
 
 
 def new_project(folder: Path, options: Mapping[str, str], pipeline: str = config.ProjectConfig.pipeline) -> list[str]:
-    """Write project.toml into `folder`. The folder is made if needed. Return lines that tell the user what to do next.
-    `options` maps option names of the pipeline's `Template` to values. An option that is left out has its default. `pipeline`
-    is the name of the pipeline. Raises ValueError if `folder` already holds a project, or if an option is missing or wrong.
-    """
+    """Write project.toml and return lines for the user: what to do next. Raises ValueError."""
     folder = from_home(folder)
     file = folder / config.FILE
     if file.exists():
@@ -60,12 +55,7 @@ def new_project(folder: Path, options: Mapping[str, str], pipeline: str = config
 
 
 def relative(path: Path, folder: Path) -> str:
-    """Return `path` as text for a setting in project.toml. `folder` is the folder of the project. If `path` is the
-    parent of `folder` or lies below this parent, the text is a relative path such as "../images". Otherwise, the text
-    is an absolute path.
-
-    For the project `pets/cats`, the folder `pets/images` becomes "../images". A folder outside `pets` becomes an absolute
-    path. With a relative path, the project and the files can be moved together.
-    """
+    """`path` for project.toml: relative, "../images", below the parent of `folder`, absolute elsewhere."""
+    # A relative path lets the project and its files be moved together.
     found = Path(os.path.relpath(path.resolve(), folder.resolve()))
     return str(path.resolve()) if found.parts[:2] == ("..", "..") else found.as_posix()

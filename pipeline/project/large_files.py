@@ -1,8 +1,8 @@
-"""Download the large files of a hub repository, and continue interrupted downloads.
+"""Downloads the large files of a hub repository, and continues interrupted downloads.
 
-If a download ends early, the hub client deletes the bytes that have arrived. This module keeps them in the hub's cache, and
-a later command fetches only the rest. A complete file gets the name that the client looks for, after its sha256 was
-compared with the hub's.
+If a download ends early, the hub client deletes the bytes that have arrived. They are kept here, in the hub's cache, and a
+later command fetches only the rest. After its sha256 was compared with the hub's, a complete file gets the name that the
+client looks for.
 """
 
 from __future__ import annotations
@@ -26,15 +26,11 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Refused(ValueError):  # noqa: N818  (its message is for the user as it is)
-    """Raised if another process is downloading from the same repository, or if a downloaded file is damaged. A damaged
-    file raises the subclass `Damaged`.
-    """
+    """Raised if another process is downloading from the same repository, or if a file is damaged."""
 
 
 class Damaged(Refused):
-    """Raised if a downloaded file has the wrong sha256. `name` is the file's path in the repository. `found` is the sha256
-    of the downloaded bytes, and `wanted` is the one that the hub states.
-    """
+    """Raised if a downloaded file has another sha256 than the hub says."""
 
     def __init__(self, name: str, found: str, wanted: str) -> None:
         super().__init__(
@@ -45,33 +41,25 @@ class Damaged(Refused):
 
 @dataclass(frozen=True)
 class LargeFile:
-    """A large file of a hub repository that the cache does not have yet. `name` is its path in the repository, and `size`
-    is its size in bytes. `blob` is the path in the cache where its content will lie. `url` is its address at the hub.
-    """
+    """A large file of a hub repository that the cache does not have yet."""
 
-    name: str
-    size: int
-    blob: Path
+    name: str  # path in the repository
+    size: int  # bytes
+    blob: Path  # where its content will lie in the cache
     url: str
 
     @property
     def partial(self) -> Path:
-        """The path in the cache where the bytes of an unfinished download lie."""
         return self.blob.with_name(self.blob.name + SUFFIX)
 
     @property
     def arrived(self) -> int:
-        """The number of bytes of the file that earlier downloads have left in the cache; 0 if there are none."""
+        """Bytes that earlier downloads have left."""
         return self.partial.stat().st_size if self.partial.is_file() else 0
 
 
 def fetch_large_files(hub: str, patterns: Sequence[str]) -> None:
-    """Download the large files of a repository into the hub's cache. `hub` is the repository's id, "org/name". `patterns`
-    are glob patterns that choose the files. Interrupted downloads of earlier commands are continued.
-
-    Raises Damaged if a file has the wrong sha256; the file is removed. Raises Refused if another process downloads files of
-    the repository. Raises the errors of the hub client if a file cannot be fetched.
-    """
+    """Fetch into the hub's cache. Raises Damaged, Refused, and the errors of the hub client."""
     from huggingface_hub import constants
 
     cache, name = Path(constants.HF_HUB_CACHE), f"models--{hub.replace('/', '--')}"
@@ -91,9 +79,6 @@ def fetch_large_files(hub: str, patterns: Sequence[str]) -> None:
 
 
 def _absent(hub: str, patterns: Sequence[str], blobs: Path) -> list[LargeFile]:
-    """Return the large files of a repository that the cache lacks. `hub` is the repository's id, "org/name". `patterns` are
-    glob patterns that choose the files. `blobs` is the cache's folder for the contents of this repository's files.
-    """
     from huggingface_hub import constants, errors, get_hf_file_metadata, hf_hub_url, snapshot_download
 
     found: list[LargeFile] = []
@@ -112,9 +97,6 @@ def _absent(hub: str, patterns: Sequence[str], blobs: Path) -> list[LargeFile]:
 
 
 def _bar(hub: str, files: Sequence[LargeFile]) -> Any:
-    """Return a progress bar of the hub client that counts the bytes of all `files`. Bytes that have already arrived count
-    as done.
-    """
     from huggingface_hub.utils import tqdm
 
     total, done = sum(file.size for file in files), sum(file.arrived for file in files)
@@ -122,17 +104,11 @@ def _bar(hub: str, files: Sequence[LargeFile]) -> Any:
 
 
 def _fetch(file: LargeFile, bar: Any) -> None:
-    """Download the missing rest of `file`, check the file's sha256, and move the file to its place in the cache. `bar` is
-    the progress bar of all files. Raises Damaged if the sha256 is wrong; the file is then removed.
-    """
     from huggingface_hub import errors
     from huggingface_hub.file_download import http_get
 
     class Part:
-        """A silent replacement for the progress bar of the hub client. The client creates a `Part` for each download,
-        and calls `update(count)` when `count` bytes have arrived. `update` adds `count` to `bar`, the visible bar of
-        all files. The arguments of the constructor are ignored.
-        """
+        """In place of the client's progress bar of one file: counts on the bar of all files."""
 
         def __init__(self, **_: Any) -> None:
             self.update = bar.update
@@ -146,6 +122,7 @@ def _fetch(file: LargeFile, bar: Any) -> None:
     if file.arrived > file.size:
         file.partial.unlink()
     before = -1
+    # A round that brings no bytes raises its error.
     while file.arrived > before:
         before = file.arrived
         try:
@@ -164,9 +141,6 @@ def _fetch(file: LargeFile, bar: Any) -> None:
 
 
 def _place(file: LargeFile) -> dict[str, Any]:
-    """Ask the hub where the content of `file` can be downloaded now. Return the address as "url", and the "headers" for a
-    request to it.
-    """
     from huggingface_hub import get_hf_file_metadata
     from huggingface_hub.utils import build_hf_headers
 

@@ -22,44 +22,26 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Need:
-    """What one stage needs: rows, memory, disk and time. `wanted` is the number of rows that its table should have, or
-    None if it is not known yet. `missing` is how many of these rows are not stored, or None. `forecast` gives memory
-    and disk, or is None. `seconds` is the time for the missing rows at the speed of the last run, or None. `overhead`
-    is the disk space in bytes that the table takes besides its tensors.
-
-    `forecast` is None if the stage needs little memory and disk. It is also None if the forecast failed; `note` then says
-    why. `seconds` is None if no row is missing or no run was measured.
-    """
+    """What one stage needs."""
 
     stage_name: str
-    wanted: int | None = None
-    missing: int | None = None
-    forecast: Forecast | None = None
-    note: str = ""
-    seconds: float | None = None
-    overhead: int = 0
+    wanted: int | None = None  # rows that its table should have; None: not known yet
+    missing: int | None = None  # of these, rows that are not stored
+    forecast: Forecast | None = None  # None: it needs little, or the forecast failed
+    note: str = ""  # why the forecast failed
+    seconds: float | None = None  # for the missing rows, at the speed of the last run; None: no row missing, or no run
+    overhead: int = 0  # bytes on disk that the table takes besides its tensors
 
     @property
     def disk(self) -> int | None:
-        """The disk space in bytes that the stage's finished table takes, including its files. The value is None if the
-        disk space is 0 or not known.
-
-        The disk space of the rows is known only if their number, `wanted`, is known. If `wanted` is None, the value
-        counts `forecast.file_bytes` and `overhead`, but no rows. If `wanted` is None and `forecast.file_bytes` is 0,
-        the value is None. It is also None if `forecast` is None.
-        """
+        """Bytes of the finished table with its files; None if not known or 0. Without `wanted`, rows do not count."""
         if self.forecast is None or (self.wanted is None and not self.forecast.file_bytes):
             return None
         return (self.forecast.row_bytes * (self.wanted or 0) + self.forecast.file_bytes + self.overhead) or None
 
 
 def outlook(project: Project, budget: int | None = None) -> Outlook:
-    """Return the facts from which the needs of a project's stages are forecast. `project` is the opened project folder.
-    `budget` is the memory in bytes that a stage may take. If it is None, the budget of this machine is used.
-
-    The facts are the settings, the model family and the memory budget. Two functions belong to them: one returns the
-    path of a component's weights, the other the rows of a table.
-    """
+    """`budget`: bytes that a stage may take; None: that of this machine."""
     from stages.tuner.blockwise.device import memory_budget
 
     def weights(name: str) -> Path | None:
@@ -79,10 +61,7 @@ def outlook(project: Project, budget: int | None = None) -> Outlook:
 
 
 def forecast(project: Project, name: str, seen: Outlook | None = None) -> Forecast | None:
-    """Return the forecast of memory and disk of the stage `name`. Return None if the stage needs too little for a
-    forecast. `seen` holds what the forecast is computed from, such as the settings and the memory budget. If `seen` is
-    None, it is made by `outlook(project)`. Raises ValueError if the model family cannot be used for this stage.
-    """
+    """None if the stage needs little. Raises ValueError if the model family cannot be used for it."""
     stage = project.stage(name)
     if stage.forecast is None:
         return None
@@ -94,10 +73,6 @@ def forecast(project: Project, name: str, seen: Outlook | None = None) -> Foreca
 
 
 def need(project: Project, name: str, seen: Outlook) -> Need:
-    """Return what the stage `name` needs: rows, memory, disk and time. `seen` holds what forecasts are computed from,
-    such as the settings and the memory budget; `outlook(project)` makes it. If the stage's inputs are built, the number
-    of rows is counted. Otherwise it is forecast from the settings.
-    """
     from pipeline.store.rows import missing
     from pipeline.store.shards import overhead_bytes
 
@@ -108,6 +83,7 @@ def need(project: Project, name: str, seen: Outlook) -> Need:
     wanted = found.rows if found else None
     left, overhead = wanted, 0
     stage = project.stage(name)
+    # Once the stage's inputs are built, its rows are counted instead of forecast.
     try:
         folder = project.current(name)
         stored = folder.rows() if folder.exists else None
@@ -122,22 +98,13 @@ def need(project: Project, name: str, seen: Outlook) -> Need:
 
 
 def refusal(stage_name: str, peak: int, remedy: str, budget: int) -> str:
-    """Return the one-line message for the stage `stage_name`, which needs `peak` bytes of memory, more than `budget`
-    bytes. `remedy` names settings that fit, as text; "" means that none would fit.
-    """
+    """The message for a stage that needs `peak` bytes of at most `budget`."""
     would = f"{remedy} would fit" if remedy else "no setting would fit; choose a smaller family"
     return f"{stage_name} needs about {peak / GB:.3g} GB of memory, more than the {budget / GB:.3g} GB that it may take: {would}"
 
 
 def announcement(project: Project, name: str, rows: int) -> str:
-    """Return one line that tells the user the disk space and the peak memory that a stage needs. `project` is the
-    opened project folder. `name` is the name of the stage, and `rows` is the number of rows to make. The line also says
-    how the stage computes, such as "images of at most 512 x 512 px". If nothing is forecast, return "". Raises
-    ValueError if the stage does not fit into memory. The message names settings that fit, if any.
-
-    Two stages are not refused here. A stage with a `snapshot` makes its own plan from its data. A stage that is divided
-    among workers uses their memory.
-    """
+    """A line for the user: rows, disk, memory, plan; "" if nothing is forecast. Raises ValueError if memory does not suffice."""
     seen = outlook(project)
     try:
         found = forecast(project, name, seen)
@@ -147,6 +114,7 @@ def announcement(project: Project, name: str, rows: int) -> str:
         return ""
     stage = project.stage(name)
     divided = project.config.project.divides(stage.divisible, rows)  # the workers have memory of their own
+    # A stage with a snapshot makes its own plan from its data.
     if found.peak > seen.budget and stage.snapshot is None and not divided:
         raise ValueError(refusal(name, found.peak, found.remedy, seen.budget))
     disk = found.row_bytes * rows + found.file_bytes
@@ -159,9 +127,7 @@ def announcement(project: Project, name: str, rows: int) -> str:
 
 
 def seconds_for(project: Project, name: str, rows: int | None) -> float | None:
-    """Return the seconds that the stage `name` needs for `rows` rows at the speed of its last run. `project` is the
-    opened project folder. Return None if that run wrote no rows, if there was no run, or if `rows` is 0 or None.
-    """
+    """At the speed of the last run, None if it wrote no rows."""
     folder = project.folder(name)
     if not rows or not folder.exists:
         return None
@@ -171,14 +137,7 @@ def seconds_for(project: Project, name: str, rows: int | None) -> float | None:
 
 
 def downloads(project: Project) -> dict[str, int]:
-    """Return the model components whose weights are missing on this machine. The result maps a name, such as
-    "transformer", to a size in bytes. `project` is the opened project folder. The sizes are computed from the shapes of
-    the weights. A size is 0 if the shapes are not known without the files. Raises ValueError if a path in the setting
-    `components` does not hold its component.
-
-    The dict is empty if the pipeline uses no model. It is also empty if the model's weights are part of the checkout or
-    are generated.
-    """
+    """Component -> bytes (0: not known) of the weights that are missing here. Raises ValueError for wrong `components`."""
     from pipeline.project.hub import NotFetched
 
     family = project.family if project.pipeline.families else None

@@ -1,8 +1,4 @@
-"""Builds the config dataclasses from parsed TOML. Every mistake is a ValueError of one line.
-
-Why the types are checked here: msgspec 0.22 would replace only `_convert` (it passes unknown keys, inf and nan, and names
-neither the value nor a mapping's key), and pydantic 2.14 needs dataclasses of its own and 0.12 s more CPU time at every start.
-"""
+"""Builds the config dataclasses from parsed TOML. Every mistake is a ValueError of one line."""
 
 from __future__ import annotations
 
@@ -32,10 +28,7 @@ NAMES = {  # type -> its name in an error, singular and plural
 
 
 class Parser:
-    """A parser that builds config dataclasses from a parsed project file. `sections` maps the name of a section to its
-    dataclass. `place(key)` tells error messages where a key such as "train.steps" was set. It returns a text such as
-    "project.toml [train]" or "--set train.steps=0".
-    """
+    """`sections`: name -> dataclass. `place(key)` says where a key was set, for messages: "project.toml [train]"."""
 
     def __init__(self, sections: Mapping[str, type], place: Callable[[str], str]) -> None:
         self.place = place
@@ -43,10 +36,7 @@ class Parser:
         self.repeated = dict(_repeated(self.sections))  # sections that may be given several times: [[images.folder]]
 
     def section(self, name: str, raw: Any) -> Any:
-        """Build and return the dataclass of the section `name`, such as "train" or "train.ema". `raw` is the section's
-        parsed TOML: key -> value. Raises ValueError if a key is unknown, or if a value has the wrong type or is out of
-        range. The message is one line.
-        """
+        """The dataclass of the section `name`, such as "train" or "train.ema"."""
         if not isinstance(raw, Mapping):
             raise ValueError(
                 f"{name} must be a section: write its settings below a line [{name}], got {shown(raw)} ({self.place(name)})"
@@ -80,7 +70,7 @@ class Parser:
         return nearest(key, names) or f"; [{name}] has {', '.join(names)}"
 
     def holders(self, key: str) -> list[str]:
-        """Return the names of the sections that have a setting called `key`, such as ["train"] for "lr"."""
+        """The sections that have a setting `key`."""
         return [name for name, kind in self.sections.items() if key in _names(kind)]
 
     def _value(self, hint: Any, value: Any, name: str) -> Any:
@@ -97,22 +87,18 @@ class Parser:
 
 
 def shown(value: Any) -> str:
-    """Return `value` as Python code, for a message. Long texts and long lists are shortened."""
+    """Python code, shortened."""
     return SHORT.repr(value)
 
 
 def nearest(word: Any, words: Iterable[str]) -> str:
-    """Return the end of an error message about the unknown name `word`, such as "; did you mean train?". The suggestion is the
-    most similar of the valid names `words`. If no name is similar, return "".
-    """
+    """The end of a message about an unknown name, "; did you mean train?", or ""."""
     found = difflib.get_close_matches(str(word), list(words), n=1, cutoff=0.6)
     return f"; did you mean {found[0]}?" if found else ""
 
 
 def _nested(sections: Mapping[str, type]) -> Iterable[tuple[str, type]]:
-    """Yield (dotted name, dataclass) for every section and for the sections inside it, such as ("train.ema", EMAConfig).
-    `sections` maps names to dataclasses.
-    """
+    """(dotted name, dataclass) of the sections and of those inside them, such as "train.ema"."""
     for name, kind in sections.items():
         yield name, kind
         for key, hint in _hints(kind).items():
@@ -120,21 +106,16 @@ def _nested(sections: Mapping[str, type]) -> Iterable[tuple[str, type]]:
 
 
 def _repeated(sections: Mapping[str, type]) -> Iterable[tuple[str, type]]:
-    """Yield (dotted name, dataclass) for every setting that is a list of sections. An example is the setting that
-    project.toml writes as [[images.folder]]. Its dotted name is "images.folder". The dataclass is that of one item of
-    the list. `sections` maps the name of a section, such as "images", to its dataclass.
-    """
+    """(dotted name, dataclass of an item) of the settings that are lists of sections, such as [[images.folder]]."""
     for name, kind in sections.items():
         for key, hint in _hints(kind).items():
             items = [arg for each in _members(hint) if typing.get_origin(each) is tuple for arg in typing.get_args(each)]
             yield from ((f"{name}.{key}", item) for item in items if _is_section(item))
 
 
+# Evaluating the annotations, which are text, takes most of the time of opening a project.
 @functools.cache
 def _hints(kind: type) -> Mapping[str, Any]:
-    """Return the types of the fields of the config dataclass `kind`, as a dict from name to type. The annotations are
-    text. Evaluating them takes most of the time of opening a project, so the result is cached.
-    """
     return typing.get_type_hints(kind)
 
 
@@ -147,22 +128,20 @@ def _names(kind: Any) -> list[str]:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """Return the member types of an annotation, such as `(int, str)` for the `hint` `int | str`. An annotation that is
-    no union is its only member: `int` gives `(int,)`.
-    """
+    """The types of a union; another type is its only member."""
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if is_union else (hint,)
 
 
 def _is_choice(value: Any, choices: Iterable[Any]) -> bool:
-    """Return True if `value` equals one of `choices` and has the same type: True is not 1."""
+    # True == 1, so the types count.
     return any(value == each and type(value) is type(each) for each in choices)
 
 
+# msgspec 0.22 could replace only this function: it passes unknown keys, inf and nan, and names neither the value nor a
+# mapping's key. pydantic 2.14 needs dataclasses of its own and 0.12 s more CPU time at every start.
 def _convert(hint: Any, value: Any) -> Any:
-    """Return `value` (parsed TOML) as the annotated type `hint`. A list becomes a tuple. An integer becomes a float if `hint`
-    is a float. Raises TypeError if the value has another type, or is infinite or NaN.
-    """
+    """Parsed TOML as the annotated type: list to tuple, int to float. Raises TypeError, also for infinity and NaN."""
     for kind in _members(hint):
         origin, args = typing.get_origin(kind), typing.get_args(kind)
         if origin is typing.Literal and _is_choice(value, args):
@@ -181,7 +160,7 @@ def _convert(hint: Any, value: Any) -> Any:
 
 
 def _describe(hint: Any) -> str:
-    """Return the annotated type `hint` in words for an error message: "a whole number", "a list of strings", "'a' or 'b'"."""
+    """A type in words: "a whole number", "a list of strings", "'a' or 'b'"."""
     words: list[str] = []
     for kind in _members(hint):
         origin, args = typing.get_origin(kind), typing.get_args(kind)
@@ -199,10 +178,7 @@ def _describe(hint: Any) -> str:
 
 
 def _example(hint: Any, value: Any) -> str:
-    """Return the end of an error message for a user who wrote a value instead of a list. `value` is what the user
-    wrote. `hint` is the annotated type of the setting. For the value 512, the text is ", such as [512]". If the type
-    does not accept the list `[value]`, the text is "".
-    """
+    """Such as ", such as [512]" if the user wrote 512 for a list; empty if a list would be wrong too."""
     try:
         return f", such as {[value]!r}" if _convert(hint, [value]) else ""
     except TypeError:

@@ -17,41 +17,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """One training run of a project. `stage` is the name of its stage. `recipe` is the name of its folder, 12 hex digits. `name`
-    is the user's name for it, or "". `table` is the table with its rows and checkpoints. `record` is the content of run.json, a
-    dict with entries such as "settings". `current` is True for the run of the present settings.
-    """
-
     stage: str
-    recipe: str
-    name: str
+    recipe: str  # the name of its folder, 12 hex digits
+    name: str  # that the user gave, or ""
     table: TableFolder
-    record: Mapping[str, Any] = field(repr=False)
-    current: bool = False
+    record: Mapping[str, Any] = field(repr=False)  # the content of run.json
+    current: bool = False  # the run of the present settings
 
     @property
     def label(self) -> str:
-        """Return the name of the run. If it has none, return its recipe, the 12 hex digits of its folder."""
         return self.name or self.recipe
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the settings that the run was made with, as a dict. Keys are dotted, such as "train.lr"."""
+        """By dotted keys, such as "train.lr"."""
         return flatten(self.record.get("settings", {}))
 
     @functools.cached_property
     def rows(self) -> pa.Table:
-        """Return the rows that the run has written so far, as a table. There is one row per step, split and sample. The
-        split is "train" or "validation". The run need not be finished.
-        """
+        """One row per step, split ("train", "validation") and sample, of an unfinished run too."""
         return self.table.committed().select(self.table.schema.stored.names)
 
     @functools.cached_property
     def steps(self) -> pa.Table:
-        """Return a table with one row per training step, in order. Its columns are `step`, `loss` (the mean over the
-        step's samples), `lr` (the learning rate), `seconds` (the duration of the step) and `peak_bytes` (the peak
-        memory of MLX so far, in bytes).
-        """
+        """One row per training step: step, loss (mean of its samples), lr, seconds, peak_bytes (so far)."""
         import pyarrow.compute as pc
 
         rows = self.rows.filter(pc.equal(self.rows["split"], "train"))
@@ -64,9 +53,7 @@ class Run:
 
     @functools.cached_property
     def held_out(self) -> dict[int, float]:
-        """Return the mean losses of the held-out samples, as a dict from step to loss. A step is left out if some of
-        its held-out samples are not measured yet.
-        """
+        """step -> mean loss, without steps whose samples are not all measured yet."""
         import pyarrow.compute as pc
 
         rows = self.rows.filter(pc.equal(self.rows["split"], "validation"))
@@ -76,15 +63,12 @@ class Run:
 
     @property
     def checkpoints(self) -> dict[int, Path]:
-        """The checkpoints of the run: step -> folder."""
         paths = self.table.folder.glob("artifacts/checkpoints/step-*/state.json")
         return dict(sorted((int(path.parent.name.split("-")[1]), path.parent) for path in paths))
 
     @functools.cached_property
     def adapters(self) -> dict[str, int]:
-        """The adapter files in the run's checkpoints, as a dict: sha256 of the file -> step of the checkpoint. Damaged
-        checkpoints are left out.
-        """
+        """sha256 of an adapter file in a checkpoint -> step."""
         found = {}
         for step, folder in self.checkpoints.items():
             try:
@@ -96,17 +80,13 @@ class Run:
 
     @property
     def best_step(self) -> int | None:
-        """The step of the checkpoint with the lowest held-out loss. It is None if no checkpoint has a held-out loss.
-        Step 0 is left out.
-        """
+        """The checkpoint with the lowest held-out loss, except step 0."""
         losses = {step: loss for step, loss in self.held_out.items() if step and step in self.checkpoints}
         return min(losses, key=lambda step: (losses[step], step), default=None)
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings as one flat dict with dotted keys. For example, `{"train": {"ema": {"decay": 0.9}}}`
-    becomes `{"train.ema.decay": 0.9}`. `prefix` is put before every key as it is, so it should end with a dot.
-    """
+    """{"train": {"ema": {"decay": 0.9}}} -> {"train.ema.decay": 0.9}."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"

@@ -32,14 +32,11 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 
 
 def trains(schema: TableSchema) -> bool:
-    """Return True if `schema` is that of a training table. Such a table has all columns that the training loop writes,
-    such as `step` and `loss`.
-    """
     return set(schema.stored.names) >= COLUMNS
 
 
 def find_runs(project: Project) -> list[Run]:
-    """Return all training runs of `project`, the newest first. A run without a checkpoint is listed too."""
+    """The newest first."""
     from pipeline.store.table import TableFolder
 
     found = []
@@ -59,17 +56,12 @@ def find_runs(project: Project) -> list[Run]:
 
 
 def readable(table: TableFolder) -> bool:
-    """Return False if another version of this program wrote the table with other columns. Otherwise return True, also
-    if the table does not exist yet.
-    """
+    # Another version may have written the table with other columns.
     return not table.exists or table.has_current_columns
 
 
 def find_run(project: Project, text: str) -> Run:
-    """Return the training run of `project` whose name is `text`. If there is none, return the run whose recipe (the 12
-    hex digits of its folder) begins with `text`. Raises ValueError if no run matches, or several. The message lists the
-    runs.
-    """
+    """The run of this name, else the one whose recipe begins with `text`. Raises ValueError."""
     runs = find_runs(project)
     found = [run for run in runs if run.name == text] or [run for run in runs if text and run.recipe.startswith(text)]
     if len(found) == 1:
@@ -82,11 +74,7 @@ def find_run(project: Project, text: str) -> Run:
 
 
 def read_record(table: TableFolder) -> dict[str, Any] | None:
-    """Return the record of the training run in `table`, a dict from run.json. Its keys are "name", "started", "recipe",
-    "settings" and "versions". Return None if the folder holds no run.
-
-    If run.json is missing or damaged, the record is made from the table's manifest, without a name.
-    """
+    """The content of run.json, or the same made from the manifest; None if the folder holds no run."""
     try:
         found = json.loads((table.folder / FILE).read_text(encoding="utf-8"))
         if isinstance(found, dict):
@@ -103,18 +91,13 @@ def read_record(table: TableFolder) -> dict[str, Any] | None:
 
 
 def write_record(table: TableFolder, record: Mapping[str, Any]) -> None:
-    """Write `record` into run.json of the run in `table`."""
     make_folder(table.folder)
     with atomic_write(table.folder / FILE) as temporary:
         temporary.write_text(json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
 
 
 def begin(project: Project, stage: str, versions: Mapping[str, str], name: str = "") -> None:
-    """Record in run.json that a run of the training stage `stage` starts or is resumed. The run is the one with the
-    present settings of `project`, the opened project folder. `versions` maps each software package to its version. If
-    `name` is given, it becomes the name of the run. If it is "", the run keeps its name. Raises ValueError if `name` is
-    not a valid name or another run has it.
-    """
+    """Record that a run of the present settings starts or goes on; without `name` it keeps its name. Raises ValueError."""
     table = project.current(stage)
     old = read_record(table) or {}
     if name:
@@ -132,18 +115,12 @@ def begin(project: Project, stage: str, versions: Mapping[str, str], name: str =
 
 
 def rename(project: Project, run: Run, name: str) -> None:
-    """Give a recorded training run the new name `name`. Raises ValueError if another run of `project` has this name, or
-    if the name is invalid. `check_name` states the rules.
-    """
     check_name(project, name, run.recipe)
     write_record(run.table, {**run.record, "name": name})
 
 
 def check_name(project: Project, name: str, recipe: str) -> None:
-    """Raise ValueError if a training run cannot be given the name `name`. `recipe` is the name of the run's folder, 12 hex
-    digits. A name has 1 to 40 letters, digits, dots, underscores and hyphens. It starts with a letter or a digit, and must not
-    consist of 12 hex digits. No other run of `project` may have it.
-    """
+    """Raises ValueError for a name that is not valid, looks like a recipe, or belongs to another run than `recipe`."""
     if not NAME.fullmatch(name) or RECIPE.fullmatch(name):
         raise ValueError(f"a run's name must be up to 40 letters, digits, dots, underscores and hyphens, got {name!r}")
     for run in find_runs(project):
@@ -154,10 +131,7 @@ def check_name(project: Project, name: str, recipe: str) -> None:
 
 
 def present_settings(project: Project, stage: str) -> dict[str, Any]:
-    """Return the present settings that decide the rows of the stage `stage`. The result maps the name of a section to a
-    dict from key to value, as plain JSON data. It has the section "project", and one section for `stage` and for each
-    stage before it. Settings that change no row are left out.
-    """
+    """Section -> settings that decide the rows of `stage`: [project], the stage and those before it. Plain JSON data."""
     names = [*project.pipeline.upstream(stage), stage]
     sections = {"project": project.config.project, **{name: project.config.sections[name] for name in names}}
     plain = {name: settings_of(section, ("setting", "selects")) for name, section in sections.items()}
@@ -166,13 +140,7 @@ def present_settings(project: Project, stage: str) -> dict[str, Any]:
 
 
 def differences(run: Run, other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the settings of `run` that differ from the settings `other`. The result maps dotted keys, such as
-    "train.lr", to tuples (value in `run`, value in `other`). `other` maps dotted keys to values. A key that only
-    `other` has is ignored.
-
-    If `other` has no key of a whole section, such as "train", this section is ignored. A single key that `other` lacks
-    has None as its second value.
-    """
+    """Dotted key -> (value in `run`, value in `other`). Sections that `other` lacks are left out."""
     mine = run.settings
     sections = {key.split(".")[0] for key in mine} & {key.split(".")[0] for key in other}
     keys = [key for key in mine if key.split(".")[0] in sections]
@@ -180,11 +148,7 @@ def differences(run: Run, other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]
 
 
 def choose(project: Project, text: str, overrides: Overrides = ()) -> None:
-    """Make `project` use a recorded training run: its settings and its table. `text` is the name of the run or the beginning of
-    its recipe (12 hex digits). `overrides` replaces settings of the run. It is a mapping such as `{"train.steps": 200}`, or a
-    sequence of texts such as "train.steps=200". Raises ValueError if not exactly one run matches `text`. Raises ValueError if the
-    settings are no longer valid.
-    """
+    """Make `project` use the settings and the table of a recorded run. Raises ValueError if its settings are no longer valid."""
     run = find_run(project, text)
     recorded: list[Any] = []
     for section, values in run.record.get("settings", {}).items():
@@ -197,13 +161,7 @@ def choose(project: Project, text: str, overrides: Overrides = ()) -> None:
 
 
 def news(project: Project, stage: str) -> Iterator[str]:
-    """Yield messages for the user before the training stage `stage` begins a new run. `project` is the opened project
-    folder. If an earlier run differs only in its training data, a message says that the new run starts at step 0. If
-    the run with the present settings has begun already, nothing is yielded.
-
-    A second message follows if the earlier run has a final adapter and recorded steps. It estimates the training time,
-    and shows how to start from the earlier adapter.
-    """
+    """Messages before a new run of which an earlier one differs only in its data: it starts at step 0, or from that adapter."""
     recipe, table = project.recipe(stage), project.current(stage)
     if read_record(table) is not None:
         return
@@ -230,11 +188,7 @@ def _without_data(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_resumable(project: Project, stage: str) -> None:
-    """Raise ValueError if the training run that the user chose for `project` cannot be continued. A run cannot be
-    continued if something that decides its result has changed since the run began, such as the training data or the
-    weights. `stage` is the name of the stage that is about to run. If the chosen run is not of this stage, or if no run
-    was chosen, nothing is checked.
-    """
+    """Raises ValueError if the chosen run of `stage` cannot go on, since its data or weights have changed."""
     run = project.fixed
     if run is None or run.stage != stage:
         return

@@ -34,9 +34,6 @@ SYNONYMS = {
 
 
 def name_here(word: str) -> str:
-    """Return the name that this program uses for a setting of another program. `word` is the name in the other program.
-    For example, "learning_rate" gives "lr". Return "" if `word` is not known. Case is ignored, and hyphens count as
-    underscores.
-    """
+    """The setting's name here, "lr" for "learning_rate", or ""."""
     plain = word.lower().replace("-", "_")
     return next((name for name, words in SYNONYMS.items() if plain in words), "")

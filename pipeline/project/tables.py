@@ -17,10 +17,9 @@ AS_FLOATS = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.fl
 
 
 class Table:
-    """A read-only snapshot of one table of a project, as the last finished run left it. Later runs do not change the
-    snapshot. The argument `folder` is the `TableFolder` to read. `table.to_arrow()` returns the rows. `table[key]`
-    returns the tensor of one row. The path `table.folder / "artifacts"` is the folder of the files to which rows refer.
-    Raises ValueError if no run of the stage has finished.
+    """A read-only snapshot of a table after its last finished run: `table.to_arrow()` has the rows, `table[key]` the tensors.
+
+    The files of rows lie in `table.folder / "artifacts"`. Raises ValueError if no run of the stage has finished.
     """
 
     def __init__(self, folder: TableFolder) -> None:
@@ -29,21 +28,17 @@ class Table:
         self._rows = folder.rows()
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return int(self._rows.num_rows)
 
     def __repr__(self) -> str:
-        """Return the table's name, the number of rows and a description of a row, as one line."""
         return f"<{self.schema.name}: {len(self)} rows. {self.schema.doc}>"
 
     def to_arrow(self) -> pa.Table:
-        """Return all rows as an Arrow table, without their tensors."""
         return self._rows
 
     def __getitem__(self, key: str) -> Any:
-        """Return the tensor of the row whose key is `key`, as a read-only NumPy array over the memory-mapped file. If a row has
-        several tensors, return a dict: tensor name -> array. `mx.array(array)` copies an array into MLX. Raises KeyError if no
-        row has this key. Raises TypeError if the table has no tensors.
+        """The row's tensor, an array over the mapped file; of several, a dict by name. Raises KeyError, or TypeError
+        without tensors.
         """
         if not self.schema.tensors:
             raise TypeError(f"the rows of {self.schema.name} have no tensors; use to_arrow()")

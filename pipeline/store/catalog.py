@@ -15,15 +15,10 @@ from pipeline.store.table import TableFolder
 
 
 def link_table(table: TableFolder) -> None:
-    """Make the symbolic link `tables/NAME.lance` point at the rows of `table`. NAME is the name of the stage that
-    writes the table. LanceDB can then open the table as NAME. An earlier link of this name is replaced. If no run has
-    finished `table`, no link is made.
-
-    If no run has finished `table`, a link of this name without a target is deleted. The link is relative and is
-    replaced atomically. If the file system has no symbolic links, nothing happens.
-    """
+    """Point tables/NAME.lance at the rows of `table`. Before a run has finished, only delete a link without a target."""
     tables, name = table.folder.parents[1], table.folder.parent.name
     link, target = tables / f"{name}.lance", Path(name, table.folder.name, table.index.path.name)
+    # Some file systems have no symbolic links.
     with suppress(OSError):
         if not table.exists:
             if link.is_symlink() and not link.exists():

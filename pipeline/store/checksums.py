@@ -25,16 +25,14 @@ _seen: dict[tuple[str, int, int, int], str] = {}  # path, size, time of change, 
 
 
 def tensor_checksum(values: Any) -> int:
-    """Return the xxh3 of an array's bytes as a signed 64-bit number. `values` is a contiguous NumPy array."""
+    """xxh3 of the bytes of a contiguous array, as a signed 64-bit number."""
     import xxhash
 
+    # Signed: filters on unsigned columns fail in Lance through DuckDB (lance#2972).
     return int(np.uint64(xxhash.xxh3_64_intdigest(values)).astype(np.int64))
 
 
 def file_checksum(path: Path) -> str:
-    """Return the xxh3 (a hash) of the bytes of the file `path`, as 32 hex digits. Raises OSError if the file cannot be
-    read.
-    """
     import xxhash
 
     found = xxhash.xxh3_128()
@@ -45,17 +43,13 @@ def file_checksum(path: Path) -> str:
 
 
 def text_checksum(text: str) -> str:
-    """Return the xxh3 of a text as 16 hex digits."""
     import xxhash
 
     return str(xxhash.xxh3_64_hexdigest(text.encode()))
 
 
 class Checksums:
-    """The checksum file of one table. It holds records of the files in the table's folder `folder`. A record holds the
-    name of a file relative to `folder`, its size and its checksum. A file can have several records. It is intact if it
-    agrees with one of them.
-    """
+    """The checksum file of a table. A file may have several records, and is intact if it agrees with one of them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,9 +59,7 @@ class Checksums:
         self._lines = 0
 
     def known(self) -> Mapping[str, set[Record]]:
-        """Return all records, as a dict from a file's name to the set of its records. A record is a pair (size in
-        bytes, xxh3 as 32 hex digits). Damaged lines of the checksum file are left out.
-        """
+        """Name, relative to the folder -> its records. Damaged lines are left out."""
         try:
             stat = self.file.stat()
         except OSError:
@@ -80,15 +72,14 @@ class Checksums:
         return self._known
 
     def record(self, files: Mapping[str, Path]) -> None:
-        """Record the checksums of files. `files` maps a name to the path where the content lies now, which may be a temporary
-        file. The records are on the disk when the call ends.
-        """
+        """`files`: name -> where its content lies now. The records are on the disk when the call ends."""
         lines = [_line(name, (path.stat().st_size, file_checksum(path))) for name, path in files.items()]
         if not lines:
             return
         make_folder(self.folder)
         new = not self.file.exists()
         with self.file.open("a", encoding="utf-8") as file:
+            # A process that was killed while it wrote leaves a line without an end.
             file.write("".join(["\n" if self._torn() else "", *(f"{line}\n" for line in lines)]))
             file.flush()
         sync(self.file)
@@ -96,29 +87,17 @@ class Checksums:
             sync(self.folder)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Delete all records of the files `names` from the table's checksum file. A record holds the size and checksum
-        of one file. Names are relative to the table's folder. A name without a record is ignored.
-        """
         gone = set(names)
         if gone & self.known().keys():
             self._rewrite({name: records for name, records in self.known().items() if name not in gone})
 
     def compact(self) -> None:
-        """Remove the records of deleted files from the checksum file, if it has become long. To do so, the file is
-        rewritten.
-
-        It is long if it has more than 2 n + 64 lines. n is the number of records of files that exist.
-        """
         there = {name: records for name, records in self.known().items() if (self.folder / name).exists()}
         if self._lines > 2 * sum(map(len, there.values())) + SLACK:
             self._rewrite(there)
 
     def damage(self, name: str, *, fresh: bool = False) -> str:
-        """Compare a file with its recorded size and checksum, and return what is wrong in words, such as "is missing".
-        Return "" if nothing is wrong. A file without a record only has to exist. `name` is the file's path relative to
-        the table's folder. If `fresh` is True, the content is always read. Otherwise, a checksum that this process
-        computed is used while the file is unchanged. Raises OSError if the file cannot be read.
-        """
+        """What is wrong, in words, or "". Without a record a file only has to exist. `fresh`: trust no earlier reading."""
         records = self.known().get(name)
         if problem := self.resized(name):
             return problem
@@ -128,10 +107,7 @@ class Checksums:
         return "differs from its checksum"
 
     def resized(self, name: str) -> str:
-        """Compare the size of one file with its recorded sizes, without reading its content. Return what is wrong in
-        words, such as "is missing". Return "" if the size agrees, or if the file exists and has no record. `name` is
-        the file's path relative to the table's folder.
-        """
+        """As `damage`, by the size alone."""
         records = self.known().get(name)
         try:
             size = (self.folder / name).stat().st_size
@@ -142,9 +118,6 @@ class Checksums:
         return f"has {size} bytes instead of {max(records)[0]}"
 
     def _torn(self) -> bool:
-        """Return True if the last line of the checksum file has no line end. A process that is killed while it writes
-        leaves such a line. Return False if the file is empty or missing.
-        """
         if not self.file.exists() or not self.file.stat().st_size:
             return False
         with self.file.open("rb") as file:

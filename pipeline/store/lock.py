@@ -19,10 +19,7 @@ LOOK_SECONDS = 0.02  # between two attempts
 
 
 class Lock:
-    """An exclusive lock, used as `with Lock(path): ...`. One process at a time can hold it. `path` is the lock file, which is
-    created if needed. If the process is killed, the system releases the lock. Raises ValueError if another process holds the
-    lock and does not release it within `patience` seconds. The message says which one.
-    """
+    """Exclusive, freed with its process. Raises ValueError, with the holder, if not released in `patience` seconds."""
 
     def __init__(self, path: Path, patience: float = 0.0) -> None:
         self.path, self.attempts = path, 1 + math.ceil(patience / LOOK_SECONDS)
@@ -45,9 +42,6 @@ class Lock:
         return self
 
     def _take(self, handle: int) -> None:
-        """Lock the open file whose descriptor is `handle`. If another process holds the lock, try again after
-        `LOOK_SECONDS`. Raises BlockingIOError if all `self.attempts` attempts fail.
-        """
         for left in reversed(range(self.attempts)):
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -66,19 +60,14 @@ class Lock:
 
 
 def texts_lock(project: Path) -> Lock:
-    """Return the lock for a change of the user's texts, such as captions and caption files. It belongs to the folder
-    `project`. A process holds it while it reads the texts and writes new ones. Another process waits for it, at most 10
-    seconds.
-    """
+    """For changes of the user's texts: held from reading them until new ones are written."""
     tables = project / "tables"
     tables.mkdir(exist_ok=True)
     return Lock(tables / "texts.lock", PATIENCE)
 
 
 def lock_holder(path: Path) -> str:
-    """Describe the process that holds the lock file `path` now, such as "process 12 on HOST (`COMMAND`, since TIME)". Return
-    "" if no process holds it. The call does not take the lock, so it never blocks a writer.
-    """
+    """Such as "process 12 on HOST (`COMMAND`, since TIME)"; "" if no process holds the lock."""
     try:
         written = json.loads(path.read_text())
         if written["host"] == platform.node():
@@ -89,6 +78,7 @@ def lock_holder(path: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     try:
+        # If nobody writes, this holds the lock for a moment, and refuses a writer without patience that starts just then.
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return _written_holder(path)
@@ -98,9 +88,6 @@ def lock_holder(path: Path) -> str:
 
 
 def _written_holder(path: Path) -> str:
-    """Describe the process that last wrote its name into the lock file `path`. The text is like "process 12 on HOST
-    (`COMMAND`, since TIME)". Return "another process" if the file names no process. The process may have ended already.
-    """
     try:
         written = json.loads(path.read_text())
         return f"process {written['pid']} on {written['host']} (`{written['command']}`, since {written['start']})"
@@ -109,11 +96,8 @@ def _written_holder(path: Path) -> str:
 
 
 def _this_process() -> dict[str, str | int]:
-    """Return what a lock file records about this process. `pid` is the process id, a number. `host` is the name of the
-    machine. `command` is the command line as text. `start` is the current time as text in ISO 8601 form, with a space
-    in place of the "T".
-    """
     program = Path(sys.argv[0] or "python")
+    # For `python -m pipeline`, argv[0] is .../pipeline/__main__.py.
     name = program.parent.name if program.name == "__main__.py" else program.name
     return {
         "pid": os.getpid(),

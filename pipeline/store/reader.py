@@ -22,27 +22,18 @@ MAPPED_SHARDS = 64  # shards kept open; macOS allows a process 256 open files
 
 @dataclass(frozen=True)
 class _Locators:
-    """The places of one tensor column's values in the shards (Arrow files with tensors). `dtype` is the NumPy dtype of
-    the values. Every other field is an array with one entry per row. `offset` is where the values start in the shard,
-    and `nbytes` is their length, both in bytes. `shapes` holds each tensor's shape as a list. `checksum` is the xxh3 of
-    the values. `checked` is False for a row without a checksum.
-    """
+    """Where the values of one tensor column lie in the shards; arrays have one entry per row."""
 
     dtype: np.dtype
-    offset: np.ndarray
+    offset: np.ndarray  # in the shard, bytes
     nbytes: np.ndarray
     shapes: pa.Array
     checksum: np.ndarray
-    checked: np.ndarray
+    checked: np.ndarray  # False for rows of an earlier release, which have no checksum
 
 
 class ShardReader:
-    """A reader of the tensors of one table, in any order. `table` is the table's folder. `rows` are the rows whose
-    tensors can be read, as `TableFolder.rows` returns them. `schema` is the table's schema. The shards (Arrow files
-    with tensors) are mapped into memory. Raises ValueError if a shard of these rows is missing or cut short.
-
-    A page of a file is read from disk when its values are first used. `ahead` releases pages.
-    """
+    """Tensors of `rows`, which come from `TableFolder.rows`. Raises ValueError if a shard of them is missing or cut short."""
 
     def __init__(self, table: Path, rows: pa.Table, schema: TableSchema) -> None:
         self._table, self._name = table, schema.name
@@ -57,14 +48,9 @@ class ShardReader:
         self._check(rows, schema)
 
     def read(self, key: str, name: str = "") -> np.ndarray:
-        """Return one tensor of the row with the key `key`, as a NumPy array in the tensor's shape. `name` is the name
-        of the tensor column; "" means the table's first one. The dtypes bfloat16 and float16 are returned as uint16,
-        with the same bits. The array is a read-only view of the file.
+        """A read-only view of the file, to be used until the next `ahead`. 16-bit floats come as the same bits in uint16.
 
-        Do not use the array after the next call of the method `ahead`. Raises KeyError if there is no such row or
-        tensor column. Raises ValueError if the row has no tensor; the column `rejected` of the row holds the reason.
-        Raises ValueError if the values differ from the row's checksum. A row that an earlier version of this program
-        wrote has no checksum, and is not checked.
+        Raises ValueError if the row has no tensor or its values differ from the checksum, KeyError for no such row or column.
         """
         row, tensor = self._row[key], self._tensors[name or self._first]
         count = int(tensor.nbytes[row]) // tensor.dtype.itemsize
@@ -77,16 +63,12 @@ class ShardReader:
         return flat.reshape(tensor.shapes[row].as_py())
 
     def _damage(self, key: str, row: int) -> str:
-        """Return the error message for a tensor that differs from its checksum. `key` is the key of the tensor's row.
-        `row` is the position of this row in the reader, from 0.
-        """
         shard = shards_folder(self._table) / self._shards[self._shard[row]]
         return f"{self._name}: the tensor of row {key} in {shard} differs from its checksum; run: latentmill verify --repair"
 
     def ahead(self, keys: Iterable[str]) -> None:
-        """Start reading the tensors of the rows with the given keys from disk. The memory of all rows that were read before is
-        released, so arrays from earlier calls of `read` become invalid.
-        """
+        """Start reading the tensors of `keys`, and release those read before, whose arrays become invalid."""
+        # It is only page cache, but shows as memory of the process: 4.1 GB after an epoch over 4 GiB.
         for row in self._read:
             if self._shards[self._shard[row]] in self._maps:
                 self._advise(row, "MADV_DONTNEED")
@@ -95,9 +77,6 @@ class ShardReader:
             self._advise(self._row[key], "MADV_WILLNEED")
 
     def _check(self, rows: pa.Table, schema: TableSchema) -> None:
-        """Raise ValueError if a shard (a file with tensors) is missing or too short. A shard is too short if it ends
-        before the last tensor of `rows`. `schema` is the table's schema.
-        """
         ends = pa.table({"shard": rows["shard"], "end": tensor_ends(rows, schema)})
         needed = ends.group_by("shard").aggregate([("end", "max")])
         for name, end in zip(needed["shard"].to_pylist(), needed["end_max"].to_pylist(), strict=True):
@@ -106,14 +85,12 @@ class ShardReader:
                 raise ValueError(f"{schema.name}: {path} {damage}; run: latentmill verify --repair")
 
     def _map(self, row: int) -> mmap.mmap:
-        """Return the memory map of the shard with the tensors of a row. `row` is the row's position. At most `MAPPED_SHARDS`
-        shards stay open.
-        """
         name = self._shards[self._shard[row]]
         mapped = self._maps.pop(name, None)
         if mapped is None:
             with (shards_folder(self._table) / name).open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            # Cold rows of 1 MiB: 253 MB/s and 4.8 times the bytes with neither, 39 with this, 803 with MADV_WILLNEED too.
             if hasattr(mmap, "MADV_RANDOM"):  # without it every page fault reads megabytes ahead
                 with suppress(OSError):
                     mapped.madvise(mmap.MADV_RANDOM)
@@ -123,7 +100,6 @@ class ShardReader:
         return mapped
 
     def _advise(self, row: int, hint: str) -> None:
-        """Pass `hint`, such as "MADV_WILLNEED", to the system for the pages of a row's tensors. `row` is the row's position."""
         if not hasattr(mmap, hint):
             return
         for tensor in self._tensors.values():
@@ -131,6 +107,7 @@ class ShardReader:
             if not size:
                 continue
             mapped = self._map(row)
+            # madvise takes whole pages.
             first = start // mmap.PAGESIZE * mmap.PAGESIZE
             length = math.ceil((start + size - first) / mmap.PAGESIZE) * mmap.PAGESIZE
             with suppress(OSError):  # only a hint

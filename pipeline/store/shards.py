@@ -29,42 +29,29 @@ MAGIC = b"ARROW1"  # first and last bytes of an Arrow file
 
 
 def shards_folder(table: Path) -> Path:
-    """Return the folder of the shards (Arrow files with tensors) of a table. `table` is the table's folder. The result is
-    TABLE/shards, or the folder's old name if an earlier version of this program wrote the table.
-    """
+    """TABLE/shards, or the name that an earlier release gave the folder."""
     folder = table / "shards"
     old = (table / name for name, new in FOLDERS.items() if new == folder.name)
     return folder if folder.exists() else next((path for path in old if path.is_dir()), folder)
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """Return the paths of the shards (Arrow files with tensors) in `folder`, sorted by name. Temporary folders of killed
-    processes are left out, although their names end as those of shards do.
-    """
+    # Not those that begin with a dot: temporary folders of killed processes also end in .arrow.
     return sorted(folder.glob("[!.]*.arrow"))
 
 
 def shard_number(name: str) -> int:
-    """Return the number at the start of a shard's file name, such as 12 for "00000012-ab.arrow"; 0 if the name starts with no
-    number.
-    """
+    """12 for "00000012-ab.arrow"; 0 if the name starts with no number."""
     head = name.split("-", 1)[0]
     return int(head) if head.isdigit() else 0
 
 
 def next_shard_number(folder: Path) -> int:
-    """Return the number for the next shard in `folder`. A shard is a file with rows of a table. The result is one more
-    than the largest number there. In an empty folder, it is 1.
-    """
     return 1 + max((shard_number(path.name) for path in shard_files(folder)), default=0)
 
 
 def write_shard(folder: Path, number: int, rows: pa.Table, schema: TableSchema) -> pa.Table:
-    """Write rows with their tensors to a new shard (an Arrow file) in `folder`. Return the rows without tensors, as the
-    index stores them (`schema.stored`). The returned rows hold the name of the shard, and the position and checksum of
-    each tensor. `number` becomes the start of the file name. `rows` has the columns of `schema.batch`, and may have
-    checksum columns. Existing checksums are kept, and the others are computed.
-    """
+    """Write rows with tensors to a new shard. Returns them as the index stores them (`schema.stored`)."""
     rows = _with_checksums(rows, schema)
     path = folder / f"{number:08d}-{secrets.token_hex(4)}.arrow"  # a new name: readers may still have an old file open
     with atomic_write(path) as temporary:
@@ -77,16 +64,11 @@ def write_shard(folder: Path, number: int, rows: pa.Table, schema: TableSchema) 
 
 
 def _with_checksums(rows: pa.Table, schema: TableSchema) -> pa.Table:
-    """Return `rows` with the columns of a shard file (`schema.shard`), which include a checksum per tensor. `rows` has
-    the columns of `schema.batch`, and may have checksum columns. Missing checksums are computed from the tensors.
-    Existing checksums are kept.
-
-    Computing existing checksums again would hide damage.
-    """
     for tensor in schema.tensors:
         if tensor.checksum not in rows.column_names:
             rows = rows.append_column(tensor.checksum_field, pa.nulls(rows.num_rows, pa.int64()))
         known = rows[tensor.checksum]
+        # Only missing ones: to compute the others again would hide damage.
         if known.null_count:
             computed = [checksum for lists in rows[tensor.name].chunks for checksum in tensor_checksums(lists)]
             known = pc.coalesce(known, pa.array(computed, pa.int64()))
@@ -95,18 +77,12 @@ def _with_checksums(rows: pa.Table, schema: TableSchema) -> pa.Table:
 
 
 def tensor_checksums(lists: pa.ListArray) -> list[int]:
-    """Return the checksum of each tensor of a column, as a list of integers. A checksum is the xxh3 hash of the
-    tensor's bytes, as a signed 64-bit number. `lists` holds one list of values per row.
-    """
     values, bounds = lists.values.to_numpy(), lists.offsets.to_numpy()
     return [tensor_checksum(values[start:stop]) for start, stop in itertools.pairwise(bounds)]
 
 
 def rows_per_shard(rows: pa.Table, schema: TableSchema, shard_bytes: int) -> int:
-    """Return how many rows from the start of `rows` go into one shard (an Arrow file with tensors). This is the largest
-    number of rows whose tensors take at most `shard_bytes` bytes together, but at least 1. `schema` describes the
-    table. If the table has no tensors, the result is the number of all rows.
-    """
+    """How many of the first rows fill one shard; at least 1, and all rows of a table without tensors."""
     if not schema.tensors:
         return int(rows.num_rows)
     sizes = [tensor.kind.byte_width * pc.list_value_length(rows[tensor.name]).to_numpy() for tensor in schema.tensors]
@@ -115,13 +91,7 @@ def rows_per_shard(rows: pa.Table, schema: TableSchema, shard_bytes: int) -> int
 
 
 def overhead_bytes(schema: TableSchema, rows: pa.Table, tensors: int) -> int:
-    """Estimate the disk space in bytes that a finished table takes besides its tensors. `schema` describes the table.
-    `rows` holds the table's rows, and may lack columns. Values of a missing column are assumed to be short, such as 0
-    or "". `tensors` is the size of all tensors together, in bytes. The result is 0 if there are no rows.
-
-    The other columns, the index and the headers of shards (Arrow files with tensors) are counted. The size of the
-    shards is exact if all shards have equally many rows. The size of the index is an approximation.
-    """
+    """Estimated bytes on disk besides `tensors` bytes of tensors; exact for shards of equally many rows, rough for the index."""
     if not rows.num_rows:
         return 0
     files = max(1, math.ceil(tensors / SHARD_BYTES))
@@ -135,14 +105,6 @@ def overhead_bytes(schema: TableSchema, rows: pa.Table, tensors: int) -> int:
 
 
 def _without_tensors(schema: TableSchema, rows: pa.Table) -> pa.Table:
-    """Return `rows` with all columns of a shard, but with an empty list in place of every tensor. A shard is an Arrow
-    file with rows and their tensors. The result serves to estimate the size of a shard without its tensors. `schema`
-    describes the table. `rows` has no tensor columns, and may lack other columns. Any other missing column is filled
-    with null if the column allows nulls. Otherwise, the column is filled with "", 0 or `[0, 0]`, depending on its type.
-
-    A missing column of 64-bit integers is filled with 0, even if nulls are allowed. Checksums of tensors are 64-bit
-    integers, and are never null in new files.
-    """
     tensors = {tensor.name for tensor in schema.tensors}
     columns = []
     for field in schema.shard:
@@ -158,7 +120,6 @@ def _without_tensors(schema: TableSchema, rows: pa.Table) -> pa.Table:
 
 
 def _file_bytes(rows: pa.Table) -> int:
-    """Return the size of an Arrow file with `rows` as one batch, in bytes. Nothing is written."""
     sink = pa.MockOutputStream()
     with pa.ipc.new_file(sink, rows.schema) as out:
         out.write_table(rows.combine_chunks())
@@ -166,10 +127,7 @@ def _file_bytes(rows: pa.Table) -> int:
 
 
 def read_shard_index(path: Path, schema: TableSchema) -> pa.Table:
-    """Return the rows of the shard `path` (an Arrow file with tensors) without their tensors. `schema` describes the
-    table. The rows have the columns of `schema.stored`, which hold the position of each tensor in the file. The
-    returned table does not keep the file open. Raises ValueError if the file has the columns of another table.
-    """
+    """Rows of a shard without tensors (`schema.stored`), copied. Raises ValueError if it has the columns of another table."""
     address, batches = _map_batches(path)
     for batch in batches:
         if batch.schema.names not in (schema.shard.names, schema.batch.names):  # an earlier version wrote no checksums
@@ -183,19 +141,12 @@ def read_shard_index(path: Path, schema: TableSchema) -> pa.Table:
 
 
 def read_shard_rows(path: Path, positions: Iterable[int]) -> pa.Table:
-    """Return some rows of a shard (an Arrow file with rows and their tensors). `path` is the shard. `positions` are the
-    indices of the rows, from 0. All columns are returned, including tensors. The returned table does not keep the file
-    open.
-    """
     _, batches = _map_batches(path)
     return pa.Table.from_batches(batches).take(pa.array(positions, pa.int64()))
 
 
 def shard_damage(path: Path, needed: int) -> str:
-    """Describe the damage of the shard `path` (an Arrow file with tensors) in words, such as "is missing" or "is cut
-    short: ...". Return "" if it is undamaged. `needed` is the least number of bytes that the file must have to hold its
-    rows.
-    """
+    """Such as "is missing"; "" if whole. `needed`: bytes that the file must have at least to hold its rows."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -209,45 +160,29 @@ def shard_damage(path: Path, needed: int) -> str:
 
 
 def tensor_bytes(rows: pa.Table, schema: TableSchema) -> pa.ChunkedArray:
-    """Return the size of all tensors of each row, as an Arrow array with one number of bytes per row. `rows` has the
-    columns of `schema.stored`, which hold the size of each tensor. `schema` describes the table.
-    """
     return functools.reduce(pc.add, (rows[tensor.nbytes] for tensor in schema.tensors))
 
 
 def tensor_ends(rows: pa.Table, schema: TableSchema) -> pa.ChunkedArray:
-    """Return the offset at which the last tensor of each row ends in its shard. The result holds one number of bytes
-    per row. `rows` are rows of the index, with the columns of `schema.stored`.
-    """
+    """Offset at which the last tensor of each row ends in its shard."""
     ends = [pc.add(rows[tensor.offset], rows[tensor.nbytes]) for tensor in schema.tensors]
     return ends[0] if len(ends) == 1 else pc.max_element_wise(*ends)
 
 
 def _map_batches(path: Path) -> tuple[int, list[pa.RecordBatch]]:
-    """Map the shard `path` (an Arrow file with tensors) into memory. Return (address, batches): the memory address of
-    the file's first byte, and the shard's record batches. Values are read from disk when they are used.
-    """
     with pa.memory_map(str(path)) as file:
         content = file.read_buffer()
     reader = pa.ipc.open_file(content)
+    # The address of the file's first byte turns addresses of values into offsets.
     return content.address, [reader.get_batch(index) for index in range(reader.num_record_batches)]
 
 
 def _locators(batches: list[pa.RecordBatch], address: int, schema: TableSchema) -> dict[str, np.ndarray]:
-    """Return the position of every tensor in a memory-mapped shard. The result maps a tensor's name to an int64 array
-    of shape `(rows, 2)`. Column 0 is the offset in the file, and column 1 is the length, both in bytes. `batches` are
-    the shard's record batches. `address` is the memory address of the file's first byte. `schema` is the table's
-    schema.
-    """
     return {tensor.name: _locate(tensor, batches, address) for tensor in schema.tensors}
 
 
 def _locate(tensor: TensorColumn, batches: list[pa.RecordBatch], address: int) -> np.ndarray:
-    """Return where the values of one tensor column lie in a shard (an Arrow file with tensors). The result is an int64
-    array `(rows, 2)`. Column 0 is the offset in the file, and column 1 is the length, both in bytes. `tensor` describes
-    the column. `batches` are the shard's record batches, memory-mapped. `address` is the memory address of the file's
-    first byte.
-    """
+    """int64 array (rows, 2): offset in the file and length of each tensor, in bytes."""
     size = tensor.kind.byte_width
     found = [np.zeros((0, 2), np.int64)]
     for batch in batches:
@@ -264,9 +199,6 @@ def _as_table(batch: pa.RecordBatch) -> pa.Table:
 
 def _copy(batch: pa.RecordBatch) -> pa.RecordBatch:
     # Any column of a mapped batch would keep the whole file mapped.
-    """Copy a memory-mapped record batch into ordinary memory, and return the copy. The copy does not keep the file
-    mapped.
-    """
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as out:
         out.write_batch(batch)
@@ -274,12 +206,6 @@ def _copy(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _with_locators(rows: pa.Table, shard: str, locators: dict[str, np.ndarray], schema: TableSchema) -> pa.Table:
-    """Return `rows` with added columns that tell where the tensors are stored. The argument `shard` is the file name of
-    the shard (an Arrow file with tensors). `locators` maps the name of a tensor to an int64 array `(rows, 2)` of
-    offsets and sizes. The result has the columns of `schema.stored`.
-
-    The added columns are `shard`, and an offset and a size in bytes for each tensor.
-    """
     rows = rows.append_column("shard", pa.array([shard] * rows.num_rows, pa.string()))
     for tensor in schema.tensors:
         for side, name in enumerate((tensor.offset, tensor.nbytes)):

@@ -15,17 +15,15 @@ from pipeline.store.table import TableFolder
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged file of a table. `file` is its path relative to the table's folder. `problem` says in words what is wrong.
-    `keys` are the keys of the rows that it damages, as text; it is empty if no single row can be named.
-    """
+    """A damaged file of a table."""
 
-    file: str
+    file: str  # relative to the table's folder
     problem: str
-    keys: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()  # of the rows that it damages; empty if no single row can be named
 
 
 def examine(table: TableFolder) -> Iterator[Damage]:
-    """Read all files of a table and yield those that are damaged. Nothing is written."""
+    """Reads all files of a table; nothing is written."""
     if not table.folder.is_dir():
         return
     try:
@@ -42,10 +40,8 @@ def examine(table: TableFolder) -> Iterator[Damage]:
 
 
 def _examine_index(table: TableFolder) -> Iterator[Damage]:
-    """Yield a `Damage` for each damaged file of the table's index. Two versions of the index are examined: the one that
-    readers use, and the newest.
-    """
     newest = max(table.index.versions(), default=0)
+    # The version that readers use, and the newest.
     seen = {newest, table.manifest()["lance_version"]} if table.exists else {newest}
     for version in sorted(seen - {0}):
         try:
@@ -56,14 +52,8 @@ def _examine_index(table: TableFolder) -> Iterator[Damage]:
 
 
 def _examine_shards(table: TableFolder, rows: pa.Table) -> Iterator[Damage]:
-    """Yield a `Damage` for each damaged shard of a table. A shard is an Arrow file that holds the tensors of some rows.
-    `rows` holds the rows of the table's index. All shards in the table's folder are examined, even if no row names
-    them.
-
-    `keys` of a `Damage` lists the damaged rows. If tensors differ from their checksums, only the rows of these tensors
-    are listed. If the damage is of another kind, such as a missing file, all rows of the shard are listed.
-    """
     schema, key = table.schema, table.schema.key[0]
+    # Also shards that no row names.
     names = dict.fromkeys([*rows["shard"].to_pylist(), *(path.name for path in shard_files(table.shards))])
     for name in names:
         path, file = table.shards / name, f"{table.shards.name}/{name}"
@@ -77,6 +67,7 @@ def _examine_shards(table: TableFolder, rows: pa.Table) -> Iterator[Damage]:
             stored = own[tensor.checksum].to_pylist()
             found = row_checksums(own, table.shards, tensor)
             bad |= {each for each, one, other in zip(keys, stored, found, strict=True) if one is not None and one != other}
+        # Only the rows of these tensors are named; for other damage, all rows of the shard.
         if bad:
             yield Damage(file, "holds tensors that differ from their checksums", tuple(sorted(map(str, bad))))
         elif problem := table.checksums.damage(file, fresh=True):
@@ -84,14 +75,6 @@ def _examine_shards(table: TableFolder, rows: pa.Table) -> Iterator[Damage]:
 
 
 def _examine_artifacts(table: TableFolder, rows: pa.Table) -> Iterator[Damage]:
-    """Yield a `Damage` for each artifact of a table that is missing or differs from its checksum. An artifact is a file
-    in the subfolder `artifacts` of `table`, the table's folder. `rows` holds the rows of the table's index. A row can
-    name an artifact. The field `keys` of a `Damage` tells which rows name the damaged file, with one text per row, such
-    as "cat 512".
-
-    The text joins the values of the row's key columns, each cut to 16 characters. A file that only a row names, but
-    that does not exist, counts as missing.
-    """
     named: dict[str, list[str]] = {}
     if table.schema.artifact:
         for row in rows.to_pylist():
@@ -99,6 +82,7 @@ def _examine_artifacts(table: TableFolder, rows: pa.Table) -> Iterator[Damage]:
             named.setdefault(f"artifacts/{row[table.schema.artifact]}", []).append(key)
     artifacts = table.folder / "artifacts"
     there = {path.relative_to(table.folder).as_posix() for path in artifacts.rglob("*") if path.is_file()}
+    # A file that only a row names is missing.
     for name in sorted(there | named.keys()):
         if problem := table.checksums.damage(name, fresh=True):
             yield Damage(name, problem, tuple(named.get(name, ())))

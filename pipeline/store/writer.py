@@ -29,18 +29,15 @@ from pipeline.store.rows import conform, matches, newest_per_key
 from pipeline.store.shards import SHARD_BYTES, next_shard_number, rows_per_shard, shard_files, write_shard
 from pipeline.store.table import TableFolder, manifest_checksum
 
-FLUSH_SECONDS = 30.0  # rows are committed at least this often, so a kill loses no more work
+FLUSH_SECONDS = 30.0  # as long as rows arrive, they are committed at least this often; a kill loses no more work
+# 1,000 commits of 32 rows: 44 MB for 0.7 MB of rows, and a commit takes 4 to 7 ms instead of 1.5.
 COMMITS = 64  # after this many commits the index is rewritten in one: Lance's manifests grow with every commit
 
 
 class Writer:
-    """The only writer of one table, used as `with Writer(table, recipe) as writer:`. On entry, it locks the table and
-    repairs what killed writers left. Rows are added with `append`. They are buffered, and the end of the `with` block
-    commits the rest. Raises ValueError if another process is writing the table.
+    """The only writer of one table, as a context manager. Repairs what killed writers left; commits by size and by time.
 
-    `recipe` holds the settings, code version and weights that the rows depend on. It is written to the manifest. A call
-    of `append` commits rows once the buffer holds `shard_bytes` bytes. It commits all of them once `flush_seconds`
-    seconds have passed since the first buffered row or the last commit.
+    Raises ValueError if another process is writing the table.
     """
 
     def __init__(
@@ -88,27 +85,19 @@ class Writer:
 
     @property
     def stored(self) -> pa.Table:
-        """The table of all committed rows, without their tensors. The columns are those of `schema.stored`, with the
-        position of each tensor. Rows of killed runs and rows that are no longer wanted are included. If several rows
-        have the same key (the columns that identify a row), only the newest is included.
-        """
+        """The newest committed row of each key, without tensors; of killed runs too, and rows that are no longer wanted."""
         return newest_per_key(self._rows, self.schema.key).select(self.schema.stored.names).cast(self.schema.stored)
 
     @property
     def rows_written(self) -> int:
-        """The number of rows that this writer has committed. Rows with the same key count as one."""
         return int(newest_per_key(pa.concat_tables(self._written_keys), self.schema.key).num_rows)
 
     @property
     def version(self) -> int:
-        """The version of the index of committed rows. It rises with every commit; 0 if no row was committed yet."""
         return self._version
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Add a batch of rows to the buffer of rows to commit. The columns are those of `schema.batch`, tensors included. A
-        row replaces an older row with the same key. Raises ValueError if the batch does not fit the schema. Rows are
-        committed when the buffer is full; call `flush` to commit at once.
-        """
+        """A row replaces an older one with the same key. Raises ValueError if the batch does not fit the schema."""
         batch = conform(batch, self.schema)
         if not batch.num_rows:
             return
@@ -122,16 +111,12 @@ class Writer:
             self.flush()
 
     def flush(self) -> None:
-        """Commit all appended rows. After this call, neither a kill nor a power cut can lose them."""
+        """After this call, neither a kill nor a power cut can lose the appended rows."""
         while self._buffer:
             self._commit()
 
     def write_artifact(self, name: str, write: Callable[[Path], None]) -> Path:
-        """Write one artifact of the table, and return its final path. An artifact is a file or a folder, such as an
-        image or a checkpoint. `name` is its path relative to the table's folder `artifacts`. `write(path)` must create
-        a file or a folder at the temporary path `path`. This is then renamed to the final path. A file may replace an
-        existing file. A folder needs a new name. If `write` raises, an existing file stays unchanged.
-        """
+        """`write(path)` makes a file or folder at a temporary path, then renamed. Only a file may replace an existing one."""
         artifacts = self.table.folder / "artifacts"
         path = artifacts / name
         assert path.is_relative_to(artifacts) and ".." not in path.parts, f"{name} does not lie below artifacts/"
@@ -139,17 +124,14 @@ class Writer:
             write(temporary)
             files = [each for each in (temporary, *temporary.rglob("*")) if each.is_file()]
             own = path.relative_to(self.table.folder)
+            # Before the rename: if a kill comes between, the old file still agrees with its older record.
             self.table.checksums.record({(own / each.relative_to(temporary)).as_posix(): each for each in files})
         return path
 
     def finish(self, wanted: pa.Table | None, facts: dict[str, Any]) -> dict[str, Any]:
-        """Publish the table, so that readers see its wanted rows, and return the manifest. If `wanted` is None, every row is
-        wanted. Otherwise, `wanted` has some of the table's columns. A row is wanted if some row of `wanted` has equal values in
-        all these columns. For example, if `wanted` has only the column `step`, with the values 1 and 2, all rows of steps 1 and
-        2 are wanted. `facts` are added to the facts in the manifest. A fact of the same name is replaced.
+        """Publish the rows that equal a row of `wanted` in all its columns (None: all rows), and return the manifest.
 
-        Rows that are not wanted are deleted, except in tables with tensors and in tables with `schema.retains_dead_rows`, which
-        hide them. The manifest is not rewritten if nothing has changed.
+        Other rows are deleted, or hidden if the table has tensors or `schema.retains_dead_rows`.
         """
         self.flush()
         rows = newest_per_key(self._rows, self.schema.key)
@@ -167,10 +149,7 @@ class Writer:
             return self._publish(facts)
 
     def collect(self) -> int:
-        """Delete the rows that the last finished run did not want, and the files that no remaining row refers to.
-        Also rewrite shards (Arrow files with tensors) that are mostly unused. Return how many bytes were freed. Rows of
-        an unfinished run are kept. If no run has finished yet, nothing is deleted.
-        """
+        """Delete rows that the last finished run did not want and files of no row, repack shards; returns the bytes freed."""
         self.flush()
         if not self.table.exists:
             return 0
@@ -184,6 +163,7 @@ class Writer:
             if obsolete or rows.num_rows < self._rows.num_rows:
                 self._replace(rows)
                 self._publish(self.table.manifest()["facts"])
+            # After the commit that no longer names them.
             for path in obsolete:
                 path.unlink()
             if obsolete:
@@ -192,7 +172,6 @@ class Writer:
         return max(0, before - size_of(self.table.folder))
 
     def _commit(self) -> None:
-        """Commit the first buffered rows: as many as fit into one shard, but at least one."""
         rows = pa.Table.from_batches(self._buffer)
         count = rows_per_shard(rows, self.schema, self._shard_bytes)
         with self._disk_errors():
@@ -209,9 +188,6 @@ class Writer:
                 self.table.index.prune(self._published_version())
 
     def _write_tensors(self, rows: pa.Table) -> pa.Table:
-        """Write the tensors of the rows to a new shard (an Arrow file). Return the rows as the index stores them, with
-        the columns of `schema.stored`. If the table has no tensors, nothing is written and `rows` is returned.
-        """
         if not self.schema.tensors:
             return rows
         stored = write_shard(self.table.shards, next_shard_number(self.table.shards), rows, self.schema)
@@ -219,15 +195,11 @@ class Writer:
         return stored
 
     def _replace(self, rows: pa.Table) -> None:
-        """Rewrite the index with `rows`, in one commit."""
         self._version = self.table.index.replace(rows)
         self._rows = rows.combine_chunks()
         self._commits = 0
 
     def _publish(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """Write the manifest, so that readers see the newest version of the index. Then delete all older versions. `facts` are
-        the manifest's facts. Return the manifest.
-        """
         live = self._rows["live"]
         shards = pc.unique(self._rows["shard"]).to_pylist() if self.schema.tensors else []
         size = size_of(self.table.folder / "artifacts") + self.table.index.data_bytes(self._version)
@@ -240,24 +212,19 @@ class Writer:
             "lance_version": self._version,
             "facts": facts,
         }
+        # Of what a reader parses, hence the round trip through JSON.
         manifest["checksum"] = manifest_checksum(json.loads(json.dumps(manifest)))
         with atomic_write(self.table.manifest_file) as temporary:
             temporary.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        # After the manifest: until then readers use the older version.
         self.table.index.prune(None)
         return self.table.manifest()
 
     def _published_version(self) -> int | None:
-        """Return the number of the index version that readers see. It is the version that the last finished run
-        published. Return None if no run has finished.
-        """
         return int(self.table.manifest()["lance_version"]) if self.table.exists else None
 
     def _repair(self) -> None:
-        """Bring the table into a consistent state after a kill, a power cut or an update of this program. Folders and
-        columns that have names of earlier versions are renamed. The newest versions of the index are deleted until one
-        can be read. A manifest is deleted if the version that it names cannot be read. Rows with a damaged or missing
-        shard or artifact are removed from the index. Newer rows in the shards are added to it.
-        """
+        """Make folders, index, manifest, shards and artifacts agree after a kill, a power cut or an update of this program."""
         self.table.rename_old_folders()
         self._version, rows = self.table.index.recover()
         if self.table.manifest_file.exists() and not self.table.manifest_is_valid(self._version):
@@ -269,10 +236,7 @@ class Writer:
             self._replace(self._rows)
 
     def record_checksums(self) -> None:
-        """Record checksums for all files and tensors of the table that have none. Appended rows are committed first.
-
-        Files and tensors of an earlier release have no checksums.
-        """
+        """For files and tensors of an earlier release, which have none."""
         self.flush()
         with self._disk_errors():
             if self.schema.tensors and any(self._rows[tensor.checksum].null_count for tensor in self.schema.tensors):
@@ -283,12 +247,7 @@ class Writer:
             self.table.index.record_checksums()
 
     def remove(self, files: Iterable[str], keys: Collection[str]) -> None:
-        """Remove damaged files and rows, so that the next run of the stage writes them again. `files` are paths relative to the
-        table's folder. These files are moved to the folder `damaged`. The rows that need them are removed. `keys` are values of
-        the first key column (text). Rows with these values are removed too. For a table without tensors, `keys` must be empty.
-
-        A row is also removed if its shard or artifact is missing or has another size.
-        """
+        """Set `files` aside and remove their rows and those of `keys` (first key column; empty for a table without tensors)."""
         self.flush()
         with self._disk_errors():
             for name in files:
@@ -302,11 +261,7 @@ class Writer:
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
-        """Return a context manager for work on the disk. A system error in its block, such as a full disk, is raised as a
-        `DiskError` with one line for the user. The flag `_failed` is then set.
-
-        A writer whose flag is set commits no buffered rows when it is closed.
-        """
+        """Raise disk errors as a DiskError with one line. A writer that met one commits nothing more when it is closed."""
 
         def saved() -> str:
             return f"{self.stored.num_rows} rows are kept" if self._open else "the table is unchanged"

@@ -1,4 +1,4 @@
-"""A run in MLflow: in the project's own database, or where MLFLOW_TRACKING_URI points."""
+"""A run in MLflow: in the project's tracking/mlflow.db, or where MLFLOW_TRACKING_URI points."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ LONGEST = 500  # letters of a parameter that every version of MLflow takes
 
 
 class Mlflow:
-    """A run in MLflow. The metrics of a step are written in one request, so MLflow has all of them or none."""
-
     def __init__(self, client: MlflowClient, run_id: str, where: str) -> None:
         self.client, self.run_id, self.where = client, run_id, where
         names = client.get_run(run_id).data.metrics
@@ -27,13 +25,9 @@ class Mlflow:
         self._waiting: list[Any] = []
 
     def last_step(self) -> int:
-        """Return the last step that MLflow has, or -1."""
         return self._last
 
     def log(self, step: int, values: Values) -> None:
-        """Write the values of one training step. `step` is the number of the step. `values` maps the name of a metric to
-        its value.
-        """
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -42,23 +36,17 @@ class Mlflow:
             self._write()
 
     def close(self) -> None:
-        """Write all buffered values. The run stays open in MLflow, because a later command may continue it."""
+        # The run stays open in MLflow: a later command may continue it.
         self._write()
 
     def _write(self) -> None:
         if self._waiting:
+            # The metrics of a step are in one request, so MLflow has all of them or none.
             self.client.log_batch(self.run_id, metrics=self._waiting)
             self._waiting = []
 
 
 def open_run(run: TrackedRun) -> Mlflow:
-    """Return the training run `run` as an object that writes metrics to MLflow. If MLflow already has the run, the new
-    metrics are added to it. Otherwise, the run is created in MLflow, with `run.settings` as its parameters. The run is
-    found by `run.id`, a hash of all that decides what the run computes, such as its settings and inputs.
-
-    By default, MLflow's data lies in the project's file tracking/mlflow.db. The environment variable
-    MLFLOW_TRACKING_URI can name another database or a server.
-    """
     from mlflow.tracking import MlflowClient
 
     local = f"sqlite:///{(run.folder / 'mlflow.db').absolute()}"
@@ -78,9 +66,7 @@ def open_run(run: TrackedRun) -> Mlflow:
 
 
 def read_back(client: MlflowClient, run_id: str, name: str) -> dict[int, float]:
-    """Return the values of the metric `name` in an MLflow run, as a dict from step to value. `client` is the connection
-    to MLflow, and `run_id` is MLflow's id of the run. Raises AssertionError if a step occurs twice.
-    """
+    """step -> value."""
     history = client.get_metric_history(run_id, name)
     found = {each.step: each.value for each in history}
     assert len(found) == len(history), f"{name} has a step twice"

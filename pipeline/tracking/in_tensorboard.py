@@ -1,4 +1,4 @@
-"""A run as event files of TensorBoard, one folder per run in the project."""
+"""A run as event files of TensorBoard, one folder per run in the project. A resumed run adds a file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pipeline.tracking.tracker import TrackedRun
 
 
 class TensorBoard:
-    """A run in TensorBoard. A run that is resumed writes another event file into the same folder."""
-
     def __init__(self, folder: Path, where: str) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -20,13 +18,9 @@ class TensorBoard:
         self._writer = EventFileWriter(str(folder), flush_secs=10)
 
     def last_step(self) -> int:
-        """Return the last step in the event files, or -1."""
         return self._last
 
     def log(self, step: int, values: Values) -> None:
-        """Write the values of one training step, as one event. `step` is the number of the step. `values` maps the name of
-        a metric to its value.
-        """
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -34,20 +28,16 @@ class TensorBoard:
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
 
     def close(self) -> None:
-        """Write all buffered values to the event file."""
         self._writer.close()
 
 
 def open_run(run: TrackedRun) -> TensorBoard:
-    """Open the run in the project's folder tracking/tensorboard."""
     root = run.folder / "tensorboard"
     return TensorBoard(root / run.id, f"tensorboard --logdir {root}")
 
 
 def read_back(folder: Path) -> dict[str, dict[int, float]]:
-    """Return the values in a folder of event files: metric -> step -> value. If a kill cut a record short, the rest of its
-    file is ignored.
-    """
+    """metric -> step -> value. If a kill cut a record short, the rest of its file is ignored."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     found: dict[str, dict[int, float]] = {}

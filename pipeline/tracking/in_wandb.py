@@ -17,31 +17,23 @@ FULL, LAST = 1, 4  # kinds of pieces that end a record
 
 
 class Wandb:
-    """A run in Weights & Biases. It is opened when the first step is written."""
-
     def __init__(self, run: TrackedRun, mode: str, where: str) -> None:
         self.run, self.mode, self.where = run, mode, where
         self._open: Any = None
 
     def last_step(self) -> int:
-        """Return the last step that the run has: on the server if the run is online, otherwise in the project's files.
-        Return -1 if it has none.
-        """
         last = max((step for step, _ in read_back(self.run)), default=-1)
         if self.mode != "online":
             return last
+        # The server may have more than the files of this project. Its `step` is that of the next row.
         self._begin()
         return max(last, int(self._open.step) - 1)
 
     def log(self, step: int, values: Values) -> None:
-        """Write the values of one training step. `step` is the number of the step. `values` maps the name of a metric to
-        its value.
-        """
         self._begin()
         self._open.log(values, step=step)
 
     def close(self) -> None:
-        """Write all buffered values."""
         if self._open is not None:
             self._open.finish()
             self._open = None
@@ -64,25 +56,16 @@ class Wandb:
 
 
 def open_run(run: TrackedRun) -> Wandb:
-    """Return the run `run` in Weights & Biases. By default, its data is only written to the project's folder
-    tracking/wandb. The environment variable WANDB_MODE can choose another mode, such as "online".
-    """
     mode = os.environ.get("WANDB_MODE", "offline")
     where = "online" if mode == "online" else f"wandb sync {run.folder / 'wandb'}/*{run.id} uploads it"
     return Wandb(run, mode, where)
 
 
 def read_back(run: TrackedRun) -> Iterator[tuple[int, Values]]:
-    """Yield (step, values) for every training step of a run, as read from the local files of wandb. `run` is the
-    training run. `step` is the number of the step. `values` maps the name of a metric to its value.
-
-    wandb writes a new file into the folder tracking/wandb of the project each time the run is opened. The files are
-    read one after another, sorted by path. The steps of a file come in the order in which they were written. If the
-    process was killed while it wrote a record, the file ends with an incomplete record. This record is ignored. Metrics
-    whose names begin with an underscore are left out, because wandb itself adds them.
-    """
+    """(step, values) from wandb's local files."""
     from wandb.proto import wandb_internal_pb2
 
+    # One file for each time that the run was opened.
     for file in sorted((run.folder / "wandb").glob(f"*-{run.id}/*.wandb")):
         for record in _records(file):
             found = wandb_internal_pb2.Record()
@@ -90,13 +73,12 @@ def read_back(run: TrackedRun) -> Iterator[tuple[int, Values]]:
             if found.WhichOneof("record_type") == "history":
                 items = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in found.history.item}
                 step = int(items.get("_step", found.history.step.num))
+                # wandb adds metrics of its own; their names begin with an underscore.
                 yield step, {name: value for name, value in items.items() if not name.startswith("_")}
 
 
 def _records(file: Path) -> Iterator[bytes]:
-    """Yield the records of a file that wandb wrote. The format is that of LevelDB's log: blocks of record pieces, each with
-    a checksum, a length and a type.
-    """
+    """Records of a file of wandb, in the format of LevelDB's log: blocks of pieces, each with a checksum, a length and a type."""
     content = file.read_bytes()
     place, whole = HEADER, b""
     while place + FRAME.size <= len(content):
@@ -106,6 +88,7 @@ def _records(file: Path) -> Iterator[bytes]:
         _, length, kind = FRAME.unpack_from(content, place)
         place += FRAME.size
         if not kind or place + length > len(content):
+            # A kill cut the last record short.
             return
         whole += content[place : place + length]
         place += length

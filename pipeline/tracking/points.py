@@ -14,12 +14,7 @@ ONCE = ("lr", "grad_norm")  # columns with one value per step
 
 
 def points(rows: pa.Table, after: int = -1) -> Iterator[tuple[int, Values]]:
-    """Yield (step, values) for each step after the step `after`, in order. `rows` are rows of a training table.
-    `values` maps the name of a metric to a number. "train/loss" and "validation/loss" are the mean losses of the step's
-    training and held-out samples. "train/lr" is its learning rate, and "train/grad_norm" the norm of its gradient.
-    Metrics that were not measured at a step are left out. So is "validation/loss" if some held-out samples are still
-    missing.
-    """
+    """(step, values) for each step after `after`: mean losses of training and held-out samples, lr, grad_norm."""
     rows = rows.filter(pc.greater(rows["step"], after))
     found: dict[int, Values] = {}
     for each in _means(rows, "train", [name for name in ONCE if name in rows.column_names]):
@@ -28,6 +23,7 @@ def points(rows: pa.Table, after: int = -1) -> Iterator[tuple[int, Values]]:
     measured = _means(rows, "validation", [])
     whole = max((each["loss_count"] for each in measured), default=0)
     for each in measured:
+        # Some held-out samples of the step may still be missing.
         if each["loss_count"] == whole:
             found.setdefault(each["step"], {})["validation/loss"] = each["loss_mean"]
     yield from sorted(found.items())

@@ -26,43 +26,29 @@ Computed = Iterator[Any]  # batches and artifacts of a stage
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The facts about a training run that an experiment tracker, such as MLflow, needs. `project` is the name of the
-    project. `id` identifies the run. It is 12 hex digits: a hash of all that decides what the run computes, such as its
-    settings and inputs. `settings` maps dotted keys, such as "train.lr", to values. `folder` is the folder "tracking"
-    of the project, in which local trackers keep their files.
-
-    `id` is also the name of the folder with the table of the run.
-    """
-
-    project: str
-    id: str
-    settings: dict[str, Any]
-    folder: Path
+    project: str  # name
+    id: str  # recipe: the name of the run's folder, 12 hex digits
+    settings: dict[str, Any]  # by dotted keys, such as "train.lr"
+    folder: Path  # where local trackers keep their files: tracking/ of the project
 
 
 class Tracker(Protocol):
-    """An object that writes the metrics of one training run to an experiment tracker. An experiment tracker is a
-    program that shows the metrics of training runs, such as MLflow. Each of these programs has a module in
-    `pipeline.tracking`, such as `in_mlflow`. The function `open_run(run)` of the module returns a `Tracker` object for
-    the training run `run`.
-    """
+    """What `open_run(run)` of the modules `in_*` returns."""
 
     where: str  # for the user: how to look at it
 
     def last_step(self) -> int:
-        """Return the last step that the tracker has completely, or -1."""
+        """The last step that the tracker has completely, or -1."""
 
     def log(self, step: int, values: Values) -> None:
-        """Write the values of one training step to the tracker. `step` is the number of the step. `values` maps the name of
-        a metric to its value.
-        """
+        """Write the values of one training step."""
 
     def close(self) -> None:
-        """Write all buffered values to the tracker, and close the connection."""
+        """Write what is buffered."""
 
 
 def open_tracker(kind: str, run: TrackedRun) -> Tracker:
-    """Open `run` in the tracker `kind`, a key of PACKAGES. Raises ValueError if its package is not installed."""
+    """`kind` is a key of PACKAGES. Raises ValueError if its package is not installed."""
     if find_spec(PACKAGES[kind]) is None:
         raise ValueError(f'[train] track = "{kind}" needs the package {PACKAGES[kind]}: pip install "latentmill[{kind}]"')
     tracker: Tracker = import_module(f"pipeline.tracking.in_{kind}").open_run(run)
@@ -70,11 +56,9 @@ def open_tracker(kind: str, run: TrackedRun) -> Tracker:
 
 
 def catch_up(tracker: Tracker, rows: pa.Table, last: int, *, unfinished: bool = False) -> int:
-    """Write the steps of a training table to `tracker`, beginning after the step `last`. `rows` are the rows of the
-    table. If `unfinished` is True, the newest step is left for later, because some of its rows may be missing. Return
-    the last step that was written, or `last` if no step was written.
-    """
+    """Write the steps of a training table after the step `last`, and return the last one written."""
     found = list(points(rows, last))
+    # Rows of the newest step may still be missing while the stage runs.
     for step, values in found[:-1] if unfinished else found:
         tracker.log(step, values)
         last = step
@@ -82,15 +66,7 @@ def catch_up(tracker: Tracker, rows: pa.Table, last: int, *, unfinished: bool = 
 
 
 class Following:
-    """Copies the metrics of a training stage to an experiment tracker while the stage runs. `tracker` is the training
-    run in an experiment tracker, such as MLflow. `writer` writes the rows of the stage to its table. A `Following`
-    object `follow` is called like a function: `follow(batches)` yields each item of `batches`, the output of the stage,
-    unchanged. The caller stores each item with `writer`. When the caller asks for the next item, `follow` first sends
-    the newly stored training steps to `tracker`.
-
-    A typical use is `for batch in follow(batches): writer.append(batch)`. The newest step waits until a newer step is
-    stored or `update(unfinished=False)` is called, because some of its rows may be missing.
-    """
+    """Passes a stage's batches on; between two of them, sends the steps that `writer` has committed to the tracker."""
 
     def __init__(self, tracker: Tracker, writer: Writer) -> None:
         self.tracker, self.writer = tracker, writer
@@ -98,36 +74,24 @@ class Following:
         self.last = tracker.last_step()
 
     def update(self, *, unfinished: bool) -> None:
-        """Write the committed steps that the tracker lacks. If `unfinished` is True, the newest step is left for later,
-        because some of its rows may be missing.
-        """
         if self.writer.version != self.version or not unfinished:
             self.version = self.writer.version
             self.last = catch_up(self.tracker, self.writer.stored, self.last, unfinished=unfinished)
 
     def __call__(self, batches: Computed) -> Computed:
-        """Yield the items of `batches` unchanged. After each one, write newly committed steps to the tracker."""
         try:
             for each in batches:
                 yield each
                 self.update(unfinished=True)
         finally:
+            # The caller may stop early: the stage then releases what it holds.
             if hasattr(batches, "close"):
                 batches.close()
 
 
 @contextmanager
 def tracked(project: Project, stage: str, writer: Writer, say: Say) -> Iterator[Callable[[Computed], Computed]]:
-    """Copy the metrics of a training stage to an experiment tracker during a `with` block. `project` is the opened
-    project folder. `stage` is the name of the stage. `writer` writes the rows of the stage to its table. `say(line)`
-    shows a line to the user. `with tracked(...) as follow` gives the block a function `follow`. `follow(batches)`
-    yields each item of `batches`, the output of the stage, unchanged. The block stores each item with `writer`. When
-    the block asks for the next item, `follow` first copies the newly stored training steps to the tracker.
-
-    A typical block is `for batch in follow(batches): writer.append(batch)`. The setting [train] `track` chooses the
-    tracker. If it is empty, nothing is copied. At the end, the tracker has every committed step, also after an error.
-    Raises ValueError if the tracker's package is not installed.
-    """
+    """The block gets a `Following`, if [train] `track` names a tracker. At the end, also after an error, no step is missing."""
     kind = getattr(project.config.sections[stage], "track", "")
     if not kind:
         yield lambda batches: batches

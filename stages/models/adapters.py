@@ -26,9 +26,7 @@ EXACT = (MAGNITUDE, DORA_SCALE, ALPHA)  # at most one number per row: always wri
 
 
 def linear_name(key: str) -> str:
-    """Return the name of the Linear to which an array of an adapter belongs. For the key "a.to_q.lora_A.weight", it is "a.to_q".
-    Raises ValueError if the key has no known ending.
-    """
+    """`a.to_q` for "a.to_q.lora_A.weight". Raises ValueError for an unknown ending."""
     for ending in (*ENDINGS, W1_A, W1_B):
         if key.endswith(ending):
             return key.removesuffix(ending)
@@ -36,10 +34,7 @@ def linear_name(key: str) -> str:
 
 
 def linears(arrays: Arrays) -> list[str]:
-    """Return the names of all Linears that an adapter changes, sorted. Block 2 comes before block 10. `arrays` maps keys such as
-    "a.to_q.lora_A.weight" to arrays. Raises ValueError if a Linear lacks an array. Raises it too if the shapes of a Linear's
-    arrays do not fit together.
-    """
+    """Linears of an adapter, block 2 before block 10. Raises ValueError if the arrays of one do not fit together."""
     found = sorted({linear_name(key) for key in arrays}, key=natural)
     for name in found:
         _check(name, of_linear(arrays, name))
@@ -47,9 +42,6 @@ def linears(arrays: Arrays) -> list[str]:
 
 
 def _check(name: str, own: Arrays) -> None:
-    """Raise ValueError if the arrays of the Linear `name` are incomplete or do not fit together. `own` maps endings, such as
-    ".lora_A.weight", to these arrays.
-    """
     for ending in _required(own):
         if ending not in own:
             raise ValueError(f"the adapter lacks {name}{ending}, though it has other arrays of {name}")
@@ -64,46 +56,33 @@ def _check(name: str, own: Arrays) -> None:
 
 
 def _required(own: Arrays) -> tuple[str, ...]:
-    """Return the endings of all arrays that one Linear must have in an adapter. An ending is the last part of an
-    array's key. A LoRA must have the endings ".lora_A.weight" and ".lora_B.weight". `own` maps endings to the arrays
-    that were found for the Linear. Some arrays may be missing in `own`. The endings in `own` decide whether the adapter
-    is a LoRA or a LoKr.
-
-    For example, if `own` has only ".lokr_w1", the result is (".lokr_w1", ".lokr_w2_a", ".lokr_w2_b"). A DoRA needs a
-    third array, its magnitude, but the result for a DoRA has only the two endings of a LoRA.
-    """
     if W2 in own:
         return W1, W2
+    # The magnitude is optional: it makes a LoRA a DoRA.
     return (W1, W2_A, W2_B) if {W1, W2_A, W2_B} & own.keys() else (A, B)
 
 
 def of_linear(arrays: Arrays, name: str) -> Arrays:
-    """Return a dict from ending to array for one Linear. For the name "a.to_q", the key "a.to_q.lora_A.weight" becomes the ending
-    ".lora_A.weight".
-    """
+    """The arrays of one Linear, by ending."""
     return {ending: arrays[name + ending] for ending in ENDINGS if name + ending in arrays}
 
 
 def variant(arrays: Arrays) -> str:
-    """Return the kind of an adapter, "lora", "dora" or "lokr". It follows from the endings of the arrays' keys."""
     if any(key.endswith(W1) for key in arrays):
         return "lokr"
     return "dora" if any(key.endswith(MAGNITUDE) for key in arrays) else "lora"
 
 
 def ranks(arrays: Arrays) -> dict[str, int]:
-    """Return the rank of every Linear that an adapter changes, as a dict from the Linear's name to its rank. `arrays`
-    maps keys such as "a.to_q.lora_A.weight" to the adapter's arrays. A LoKr of two full factors has no rank and is left
-    out.
-    """
+    """Rank by Linear. A LoKr of two full factors has none and is left out."""
     return {key.removesuffix(end): value.shape[0] for end in (A, W2_B) for key, value in arrays.items() if key.endswith(end)}
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key for the name of a Linear. Numbers between dots are compared as numbers. Block 2 comes before block 10."""
+    """Sort key of names: block 2 comes before block 10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def first_not_finite(arrays: Arrays) -> str:
-    """Return the key of the first array that contains an infinite value or NaN. Return "" if there is none."""
+    """Key of the first array with infinity or NaN, "" if there is none."""
     return next((key for key, value in arrays.items() if not mx.isfinite(value).all().item()), "")

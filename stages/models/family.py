@@ -1,6 +1,4 @@
-"""The record of a model family: its data and the functions of its architecture. Stages and commands ask this record instead of
-the family's name.
-"""
+"""The record of a model family: data and the functions of its architecture. Stages and commands ask it, not the family's name."""
 
 from __future__ import annotations
 
@@ -24,20 +22,16 @@ FOLDERS = {"transformer": "transformer", "autoencoder": "vae", "text_encoder": "
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily:
-    """What all model families have: names, a licence, and the source of their weights. `name` identifies the family in
-    `project.toml`. `title` and `licence` are shown to the user. `folders` maps each component, such as "tokenizer", to
-    its folder below the folder of the weights. `files` maps each component to the patterns of its files.
+    """What all families have: names, a licence, the source of their weights."""
 
-    In `folders`, an empty string means the folder of the weights itself. `required` is used for weights that are part
-    of the checkout. It maps each component to file names that must exist. The component "tokenizer" has no weights.
-    """
-
+    # Component, such as "tokenizer" -> its folder below that of the weights; "" is that folder itself.
     folders: ClassVar[Mapping[str, str]] = {}
-    files: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    files: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # component -> patterns of its files
+    # Component -> names of files that must exist, for weights that are part of the checkout.
     required: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
-    name: str
-    title: str
+    name: str  # in project.toml
+    title: str  # shown to the user
     licence: str
     code: str  # "module:attribute" of the architecture, which is imported when it is first used
 
@@ -53,51 +47,32 @@ class ModelFamily:
 
     @property
     def architecture(self) -> Any:
-        """Return an object that holds the functions of the family's architecture. MLX is imported when this is first
-        read. The object has at least the function `write_random_weights(folder, family, seed)`, which writes a complete
-        model with random weights into `folder`. `family` is the family's record. `seed` is a number that decides the
-        weights.
-        """
+        """An object with at least `write_random_weights(folder, family, seed)`. The first access imports MLX."""
         module, _, attribute = self.code.partition(":")
         return getattr(import_module(module), attribute)
 
     def require(self, component: str) -> None:
-        """Raise ValueError if the program cannot use a component of this family yet. `component` is a key of `folders`,
-        such as "tokenizer". The message gives the reason in one line.
-        """
+        """Raise ValueError with the reason if `component` cannot be used yet."""
         if reason := self.unsupported.get(component):
             raise ValueError(reason)
 
     def patterns(self, component: str) -> list[str]:
-        """Return the patterns of a component's files, relative to the folder of the weights, such as "vae/*"."""
         folder = self.folders[component]
         return [f"{folder}/{pattern}" if folder else pattern for pattern in self.files[component]]
 
     def component_bytes(self) -> dict[str, int]:
-        """Return the sizes of model components in bytes, as a dict from a component's name, such as "transformer", to
-        its size. The base class returns an empty dict. A subclass can compute sizes from the shapes of the weights,
-        before the files are downloaded.
-        """
+        """Bytes by component, from the shapes of the weights. A family that knows none returns {}."""
         return {}
 
     @property
     def source(self) -> str:
-        """Return a text for messages that says where the family's weights come from by default. It is a hub id, a
-        folder of the checkout, or "made by the project". A project that sets its own weights does not use this source.
-        """
+        """Where the weights come from if a project names none, for messages."""
         return self.hub or (f"{self.bundled}, part of the checkout" if self.bundled else "made by the project")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family(ModelFamily):
-    """A model family, such as FLUX.2 [klein] 4B, as plain data that can be pickled. `name` identifies the family in
-    `project.toml`. `title` and `licence` are shown to the user. `transformer`, `text_encoder` and `autoencoder` hold
-    the sizes of these components, as dicts with the keys of the released `config.json`. The functions of the family are
-    in `architecture`.
-
-    If a `config.json` lies beside the weights, its sizes are used instead. Weights from the Hugging Face hub are in the
-    folder layout of diffusers.
-    """
+    """A family of image models, as plain data that can be pickled."""
 
     folders: ClassVar[Mapping[str, str]] = FOLDERS
     files: ClassVar[Mapping[str, tuple[str, ...]]] = dict.fromkeys(FOLDERS, ("*",))
@@ -106,6 +81,7 @@ class Family(ModelFamily):
         "tokenizer": ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
     }
 
+    # Sizes, with the keys of the released config.json; one beside the weights takes precedence.
     transformer: Mapping[str, Any]
     text_encoder: Mapping[str, Any]
     autoencoder: Mapping[str, Any]
@@ -126,11 +102,7 @@ class Family(ModelFamily):
     sampling_steps: int = 50  # default number of denoising steps
 
     def component_bytes(self) -> dict[str, int]:
-        """Return the size in bytes of the transformer, the autoencoder and the text encoder, by component. It is computed
-        from the shapes of all weights. A text encoder that the program cannot use is left out.
-
-        Values of the autoencoder count 4 bytes, all others 2 bytes.
-        """
+        """Bytes by component: 4 per value of the autoencoder, else 2. A text encoder that cannot be used is left out."""
         architecture = self.architecture
         sizes = {"transformer": 2 * sum(map(math.prod, architecture.transformer_config(None, self).shapes().values()))}
         sizes["autoencoder"] = architecture.autoencoder_bytes(None, self, 256, 256, 4, True)[0]
@@ -141,22 +113,16 @@ class Family(ModelFamily):
 
     @property
     def architecture(self) -> Architecture:
-        """The functions of the family's architecture: loading, inputs, drawing, adapters. MLX is imported when this is first
-        read.
-        """
         found: Architecture = super().architecture
         return found
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The functions of one model architecture, reached through `family.architecture`. The comment before each field
-    gives the function's arguments and result. An argument `path` is the folder or file of a model component. The
-    function `stages.models.folders.locate` finds it. A function that reads weights raises ValueError if they are
-    missing, cut short or of another model. The message is one line.
+    """The functions of one architecture. `path` is a component's folder or file, as `folders.locate` finds it.
 
-    Letters in names of arrays: B batch, L image tokens, T text rows, C latent channels, J text features, h and w latent height
-    and width.
+    What reads weights raises ValueError, in one line, if they are missing, cut short or of another model.
+    B batch, L image tokens, T text rows, C latent channels, J text features, h and w latent height and width.
     """
 
     # Sizes.

@@ -1,8 +1,4 @@
-"""Where the components of a model lie, and their config.json.
-
-Two layouts are known, and may be mixed: a diffusers folder (transformer/, vae/, text_encoder/, tokenizer/), and the model
-makers' single files beside each other (flux-2-klein-base-4b.safetensors, ae.safetensors).
-"""
+"""Where the components of a model lie: a diffusers folder (transformer/, vae/) or the model makers' single files, also mixed."""
 
 from __future__ import annotations
 
@@ -20,10 +16,7 @@ PRECISION = (
 
 
 def locate(root: Path, component: str, family: ModelFamily) -> Path:
-    """Return the path of a component's weights in the folder `root`. The path is that of a folder or of a single file.
-    `component` is a key of `family.folders`, such as "transformer". Raises ValueError if `root` has neither the folder
-    nor the file. The message lists the names that were tried.
-    """
+    """The folder or file of a component in `root`. Raises ValueError with the names that were tried."""
     assert component in family.folders, component
     folder = root / family.folders[component]
     names = family.single_files.get(component, ())
@@ -40,23 +33,16 @@ def locate(root: Path, component: str, family: ModelFamily) -> Path:
 
 
 def _variants(root: Path, names: Sequence[str]) -> list[Path]:
-    """Return the files in `root` whose name is one of `names` with a precision inserted before the suffix. For example,
-    "flux-2-klein-4b-fp8.safetensors" is such a file for the name "flux-2-klein-4b.safetensors". The suffix may also be
-    ".gguf". The paths are sorted. The list is empty if `root` is not a folder.
-    """
     stems = [re.escape(Path(name).stem) for name in names]
     if not stems or not root.is_dir():
         return []
+    # flux-2-klein-4b-fp8.safetensors and flux-2-klein-4b-Q4_K_M.gguf are variants of flux-2-klein-4b.safetensors.
     wanted = re.compile(rf"({'|'.join(stems)})({PRECISION})+\.(safetensors|gguf)", re.IGNORECASE)
     return sorted(path for path in root.iterdir() if wanted.fullmatch(path.name))
 
 
 def component_config(path: Path, default: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a component's config.json as a dict. It holds the sizes of the component. `path` is the
-    component's folder, or a weights file beside config.json. If there is no config.json, a copy of `default` is
-    returned. `default` is a dict of the same form, from the record of the model family. Raises ValueError if
-    config.json does not hold a JSON object.
-    """
+    """Content of the component's config.json, else a copy of `default`."""
     return read_config(path) or dict(default)
 
 
@@ -64,10 +50,7 @@ CONFIG_BYTES = 1_000_000  # the largest config.json that is read
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the content of a component's config.json as a dict. Return {} if there is no such file. If `path` is a folder, the
-    file is looked for in it. If `path` is a file, it is looked for in the same folder. Raises ValueError if the config.json does
-    not hold a JSON object.
-    """
+    """config.json in the folder `path` or beside the file, {} without one. Raises ValueError if it is no JSON object."""
     file = (path if path.is_dir() else path.parent) / "config.json"
     if not file.is_file():
         return {}

@@ -1,7 +1,6 @@
-"""Read GGUF files: the header strictly, then the tensors, packed as they are stored until each is first evaluated.
+"""Reads GGUF files: the header strictly, then tensors as they are stored, each unpacked when it is first evaluated.
 
-A file is read by this module, as MLX's own reader holds all tensors unpacked and trusts the header. Source of the layouts: the
-format's specification. Tests compare every kind with what MLX reads.
+MLX's own reader holds all tensors unpacked and trusts the header. Source of the layouts: the format's specification.
 """
 
 from __future__ import annotations
@@ -30,38 +29,27 @@ DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class Kind:
-    """A storage format of tensors in GGUF files. `name` is its name, such as "Q4_0". A tensor is stored in blocks. Each
-    block takes `size` bytes and holds `values` numbers. `unpack(raw)` takes blocks as a uint8 array (blocks, size). It
-    returns their numbers as an array (blocks, values).
-    """
+    """A storage format of tensors, in blocks."""
 
-    name: str
-    values: int
-    size: int
-    unpack: Callable[[mx.array], mx.array]
+    name: str  # Q4_0
+    values: int  # of a block
+    size: int  # bytes of a block
+    unpack: Callable[[mx.array], mx.array]  # uint8 (blocks, size) -> numbers (blocks, values)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The place and form of a tensor in a GGUF file. `kind` is its storage format. `shape` is its shape. `start` is the
-    place of its first byte, counted in bytes from the start of the file.
-    """
-
     kind: Kind
     shape: tuple[int, ...]
-    start: int
+    start: int  # bytes from the start of the file
 
     @property
     def size(self) -> int:
-        """The number of bytes that the tensor takes in the file."""
         return math.prod(self.shape) // self.kind.values * self.kind.size
 
 
 def read_gguf(path: Path) -> dict[str, mx.array]:
-    """Return the tensors of the GGUF file `path`, as a dict from name to array. All packed bytes are read during this
-    call. MLX unpacks a tensor to floating-point numbers when the tensor is first evaluated. Raises ValueError if the
-    file is damaged, or if a storage format is not supported.
-    """
+    """Tensors by name. Raises ValueError if the file is damaged or a storage format is not supported."""
     entries = read_entries(path)
     data, found = np.memmap(path, np.uint8, "r"), {}
     for name, entry in entries.items():
@@ -71,10 +59,7 @@ def read_gguf(path: Path) -> dict[str, mx.array]:
 
 
 def read_entries(path: Path) -> dict[str, Entry]:
-    """Return where each tensor of the GGUF file `path` lies, without reading a tensor. The result is a dict from the
-    tensor's name to an `Entry`. Raises ValueError if the header is damaged, if tensors overlap, or if the file is
-    shorter or longer than its header says.
-    """
+    """Where each tensor lies. Raises ValueError if the header is damaged, tensors overlap, or the file has another size."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         try:
@@ -88,6 +73,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
         if entry.start < end:
             raise ValueError(f"{path} is not a GGUF file: {name} overlaps the tensor before it")
         end = entry.start + entry.size
+    # Writers pad the last tensor to the alignment.
     if not end <= size < end + 4096:
         word = "cut short" if size < end else "too long"
         raise ValueError(f"{path} is {word}: {size:,} bytes, its header says {end:,}; fetch it again")
@@ -95,49 +81,33 @@ def read_entries(path: Path) -> dict[str, Entry]:
 
 
 class _Header:
-    """A reader of the header of a GGUF file. Its methods read one value after another. They raise IndexError if a value
-    would lie beyond the first `limit` bytes of `file`.
-    """
+    """Reads one value of the header after another. Raises IndexError beyond the first `limit` bytes."""
 
     def __init__(self, file: BufferedReader, limit: int) -> None:
         self.file, self.limit = file, limit
 
     def take(self, count: int) -> bytes:
-        """Return the next `count` bytes."""
         if not 0 <= count <= self.limit - self.file.tell():
             raise IndexError
         return self.file.read(count)
 
     def number(self, form: str) -> int:
-        """Read the next number of the header and return it as an int. `form` is the type of the number in the file, as
-        a letter of the module `struct`. For example, "I" is an unsigned number of 32 bits.
-        """
         found: int = struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
         return found
 
     def count(self, most: int) -> int:
-        """Read the next 8 bytes of the header as an unsigned 64-bit number, and return the number. In the file, this
-        number is a count, such as the number of tensors or the number of items in a list. Raises IndexError if the
-        number is larger than `most`.
-        """
         found = self.number("Q")
         if found > most:
             raise IndexError
         return found
 
     def text(self) -> str:
-        """Read the next text of the header and return it as a str. The file stores a text in two parts: its length in
-        bytes, as a 64-bit number, and then its bytes in UTF-8.
-        """
         return self.take(self.number("Q")).decode()
 
     def skip(self, kind: int, depth: int = 0) -> None:
-        """Skip the value of a setting in the header. A setting is a key with a value. `kind` is the file's number for
-        the type of the value, such as 8 for text. `depth` is the number of lists that contain the value: 0 if it is
-        outside of lists.
-        """
         if kind == STRING:
             self.take(self.number("Q"))
+        # SIZES has no lists: a third level raises KeyError, which bounds the recursion.
         elif kind == LIST and depth < 2:
             inner, count = self.number("I"), self.count(COUNT)
             if inner in SIZES:
@@ -149,10 +119,7 @@ class _Header:
             self.take(SIZES[kind])
 
     def alignment(self, settings: int) -> int:
-        """Read all settings of the header, and return the alignment of the data in bytes. A setting is a key with a
-        value. `settings` is the number of settings. If no setting states the alignment, the result is 32. Raises
-        ValueError if the alignment is less than 1 or more than 1,048,576.
-        """
+        """Pass over all settings, and return the alignment of the data, which one of them may state."""
         found = ALIGNMENT
         for _ in range(settings):
             key, kind = self.text(), self.number("I")
@@ -165,23 +132,17 @@ class _Header:
         return found
 
     def tensor(self) -> tuple[str, int, tuple[int, ...], int]:
-        """Read the description of the next tensor and return (name, kind, shape, offset). `kind` is the file's number
-        for the tensor's storage format, such as 2 for Q4_0. `offset` is the place of the tensor's first byte. It is
-        counted in bytes from the start of the data.
-        """
+        """(name, number of the kind, shape, offset in bytes from the start of the data)."""
         name, dimensions = self.text(), self.number("I")
         if not 1 <= dimensions <= DIMENSIONS:
             raise IndexError
+        # GGUF lists the fastest axis first.
         shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
         return name, self.number("I"), shape, self.number("Q")
 
 
 def _header(file: BufferedReader, size: int) -> tuple[dict[str, Entry], int]:
-    """Read the header of a GGUF file, and return (entries, start). `entries` maps the name of each tensor to its
-    `Entry`. `start` is the place where the data of the tensors begins, in bytes from the start of the file. `file` is
-    the open file, at its start. `size` is its size in bytes. Raises ValueError if the version, the alignment or a
-    tensor is not supported. A damaged header raises various errors, such as IndexError.
-    """
+    """(entries by name, first byte of the data). A damaged header raises errors of several types."""
     header = _Header(file, min(size, HEADER_BYTES))
     if header.take(4) != b"GGUF" or header.number("I") not in (2, 3):
         raise ValueError("it must be a GGUF file of version 2 or 3")
@@ -198,6 +159,7 @@ def _header(file: BufferedReader, size: int) -> tuple[dict[str, Entry], int]:
 def _entry(name: str, kind: int, shape: tuple[int, ...], start: int, size: int) -> Entry:
     if kind not in KINDS:
         raise ValueError(f"{name} is {OTHERS.get(kind, f'of kind {kind}')}, which is not read; read are {', '.join(_names())}")
+    # Every kind takes more than a quarter of a byte per value: a larger product cannot lie in the file.
     if min(shape) < 1 or shape[-1] % KINDS[kind].values or math.prod(shape) > 4 * size:
         raise ValueError(f"{name} cannot have the shape {shape}")
     return Entry(KINDS[kind], shape, start)
@@ -208,16 +170,11 @@ def _names() -> list[str]:
 
 
 def _halves(raw: mx.array, at: int) -> mx.array:
-    """Return the float16 number at byte `at` of every block, as a float32 array (blocks, 1). `raw` is a uint8 array
-    (blocks, bytes of a block).
-    """
     return mx.contiguous(raw[:, at : at + 2]).view(mx.float16).astype(mx.float32)
 
 
 def _nibbles(raw: mx.array) -> mx.array:
-    """Return the lower four bits of all bytes of `raw`, then the upper ones. `raw` is a uint8 array (..., bytes). The
-    result is (..., 2 x bytes).
-    """
+    # The lower four bits of all bytes come first, then the upper ones.
     return mx.concatenate([raw & 15, raw >> 4], axis=-1)
 
 
@@ -234,10 +191,8 @@ def _q4_1(raw: mx.array) -> mx.array:
 
 
 def _scales_of_8(raw: mx.array) -> tuple[mx.array, mx.array]:
-    """Return `(scales, offsets)` of blocks of 256 quantised values, each a float32 array (blocks, 8, 1). A block has 8
-    groups of 32 values. An unpacked number is the group's scale times the quantised value, minus the group's offset.
-    `raw` is a uint8 array with one block per row. Only the first 16 bytes of a block are used.
-    """
+    # 12 bytes hold 8 scales and 8 offsets of 6 bits. Those of groups 0 to 3 are the lower bits of the first 8 bytes; those of
+    # groups 4 to 7 have 4 bits in the last 4 bytes and 2 in the upper bits of the first 8.
     first, second, third = raw[:, 4:8], raw[:, 8:12], raw[:, 12:16]
     scales = mx.concatenate([first & 63, (third & 15) | ((first >> 6) << 4)], axis=-1).astype(mx.float32)
     offsets = mx.concatenate([second & 63, (third >> 4) | ((second >> 6) << 4)], axis=-1).astype(mx.float32)
@@ -265,6 +220,7 @@ def _q6_k(raw: mx.array) -> mx.array:
     return (_halves(raw, 208) * ((values.astype(mx.float32) - 32).reshape(-1, 16, 16) * scales).reshape(-1, 256)).reshape(-1, 256)
 
 
+# Tests compare every kind with what MLX reads.
 KINDS = {
     0: Kind("F32", 1, 4, lambda raw: raw.view(mx.float32)),
     1: Kind("F16", 1, 2, lambda raw: raw.view(mx.float16)),

@@ -1,7 +1,4 @@
-"""Unpack weights that other tools have stored in 8 bits or fewer: fp8 with or without scales, and MLX's quantised layers.
-
-Nothing is computed here: a tensor is read and unpacked when it is first evaluated.
-"""
+"""Unpacks weights stored in 8 bits or fewer, lazily: fp8 with or without scales, and MLX's quantised layers."""
 
 from __future__ import annotations
 
@@ -26,20 +23,16 @@ GROUP = 64  # MLX's default
 
 
 def is_packed(dtypes: Mapping[str, str]) -> bool:
-    """Return True if some tensors are stored in 8 bits or quantised. `dtypes` maps names to dtypes as safetensors
-    spells them.
-    """
+    """`dtypes` by name, as safetensors spells them."""
     return any(dtype in FP8 or (dtype == "U32" and name.endswith(".weight")) for name, dtype in dtypes.items()) or any(
         OTHER.search(name) or name.endswith(SCALES) for name in dtypes
     )
 
 
 def unpack(arrays: Arrays, dtypes: Mapping[str, str], config: Mapping[str, Any], path: Path) -> Arrays:
-    """Return the tensors of a component, with quantised ones unpacked to floating-point numbers. Scales are left out.
-    `arrays` maps names to arrays; fp8 ones are uint8. `dtypes` maps names to dtypes as safetensors spells them.
-    `config` is the content of config.json, which states the bits and group size of layers that MLX has quantised.
-    `path` is the component's path, for messages. Raises ValueError if a quantisation is not supported or a scale has a
-    wrong shape.
+    """Tensors as floating-point numbers, scales left out. In `arrays`, fp8 is uint8; `config` states the bits of MLX's layers.
+
+    Raises ValueError if a quantisation is not supported or a scale has a wrong shape.
     """
     if foreign := next((name for name in arrays if OTHER.search(name)), ""):
         raise ValueError(f"{path} is quantised in a way that is not read ({foreign}): fetch the bfloat16 or the fp8 weights")
@@ -59,27 +52,19 @@ def unpack(arrays: Arrays, dtypes: Mapping[str, str], config: Mapping[str, Any],
 
 
 def _from_fp8(value: mx.array, dtype: str) -> mx.array:
-    """Return fp8 numbers as a float32 array. `value` is a uint8 array with their bytes. `dtype` is the kind of fp8,
-    "F8_E4M3" or "F8_E5M2".
-
-    The five-bit exponent of e5m2 is that of float16.
-    """
     if dtype == "F8_E4M3":
         return mx.from_fp8(value, mx.float32)
+    # The five-bit exponent of e5m2 is that of float16, of which it is the upper byte.
     return mx.left_shift(value.astype(mx.uint16), mx.array(8, mx.uint16)).view(mx.float16).astype(mx.float32)
 
 
 def _scaled(name: str, value: mx.array, arrays: Arrays, path: Path) -> mx.array:
-    """Return a weight multiplied by its scale. `name` is the weight's name. `value` is the float32 weight without its
-    scale. `arrays` maps names to all tensors of the component, among them the scale. A scale is one number, or one for
-    each row of the weight. Without a scale, `value` is returned unchanged. `path` is the component's path, for
-    messages. Raises ValueError if the scale has another shape or dtype.
-    """
     stem = name.removesuffix(".weight")
     found = [name for part in SCALES if (name := f"{stem}.{part}") in arrays]
     if not found:
         return value
     scale, rows = arrays[found[0]], value.shape[0] if value.ndim else 1
+    # One factor, or one per row.
     allowed = {(), (1,), (1, 1), (rows,), (rows, 1)}
     if tuple(scale.shape) not in allowed or not mx.issubdtype(scale.dtype, mx.floating):
         raise ValueError(f"{path}: {found[0]} must be one number or one for each of {rows} rows, got {tuple(scale.shape)}")
@@ -88,11 +73,6 @@ def _scaled(name: str, value: mx.array, arrays: Arrays, path: Path) -> mx.array:
 
 
 def _dequantized(stem: str, arrays: Arrays, config: Mapping[str, Any], path: Path) -> mx.array:
-    """Return the unpacked weight of a layer that MLX has quantised. `stem` is the layer's name. `arrays` maps names to
-    the component's arrays. `config` is the content of its config.json, with the settings of the quantisation. `path` is
-    the component's path, for messages. Raises ValueError if an array of the layer is missing, or if the shapes
-    contradict each other or `config`.
-    """
     parts = [f"{stem}.{part}" for part in ("weight", *MLX_PARTS)]
     if missing := [part for part in parts if part not in arrays]:
         raise ValueError(f"{path} lacks {missing[0]}, which a layer quantised by MLX has")
@@ -110,11 +90,9 @@ def _dequantized(stem: str, arrays: Arrays, config: Mapping[str, Any], path: Pat
 
 
 def _settings(stem: str, config: Mapping[str, Any], path: Path) -> tuple[int, int]:
-    """Return (group size, bits) of a layer that MLX has quantised. `stem` is the layer's name. `config` is the content
-    of config.json. If it does not state the group size, the group size is `GROUP`. If it does not state the bits, they
-    are 0. `path` is the component's path, for messages. Raises ValueError if a setting is not supported.
-    """
+    """(group size, bits) of a layer; 0 bits if config.json does not state them."""
     found = config.get("quantization", {})
+    # Settings of one layer go before those of the model.
     own = found.get(stem) if isinstance(found, Mapping) else None
     settings = own if isinstance(own, Mapping) else found
     if not isinstance(settings, Mapping) or settings.get("mode", "affine") != "affine":

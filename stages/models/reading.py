@@ -1,4 +1,4 @@
-"""Read the tensors of a model one by one, cast them, and check that they are finite. The user sees how much is read."""
+"""Reads the tensors of a model one by one, casts them, checks that they are finite, and shows how much is read."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ _report: ContextVar[Callable[[int, int], None]] = ContextVar("report", default=l
 
 @contextmanager
 def reading(what: str, note: Callable[[str], None]) -> Iterator[None]:
-    """Return a context manager that tells the user how far the reading of a large model is. `what` names the model, such
-    as "the transformer". `note(text)` shows a text in place of the one before, such as "reading the transformer: 3.1 of
-    7.8 GB". The sizes are those of the unpacked tensors. At the end, the text is removed.
-    """
+    """Within it, `note` gets "reading the transformer: 3.1 of 7.8 GB" (sizes of unpacked tensors), and "" at the end."""
     shown = ""
 
     def report(read: int, total: int) -> None:
@@ -42,17 +39,11 @@ def reading(what: str, note: Callable[[str], None]) -> Iterator[None]:
 
 
 def evaluate_each(arrays: Arrays, dtype: Any, arrange: Callable[[str, mx.array], mx.array] | None) -> Arrays:
-    """Read the tensors of a model one by one, and return them as a dict from name to array. `arrays` maps names to
-    tensors that are not read yet. It is empty after the call. `dtype` is the dtype to cast floating-point tensors to,
-    or a function from name to dtype, or None for no cast. `arrange(name, array)` returns an array to use in place of a
-    tensor; None replaces no tensor. Raises ValueError if a tensor contains infinity or NaN.
-
-    A tensor is taken out of `arrays` before it is cast, so that its memory is freed afterwards. Within the context
-    manager `reading`, the user sees how much is read.
-    """
+    """Casts to `dtype` or `dtype(name)`, then `arrange(name, tensor)`. Empties `arrays`. ValueError for infinity or NaN."""
     done: Arrays = {}
     report, total, read = _report.get(), sum(value.nbytes for value in arrays.values()), 0
     for key in list(arrays):
+        # Out of the dict before the cast, so that its memory is freed afterwards.
         value = arrays.pop(key)
         read += value.nbytes
         wanted = dtype(key) if callable(dtype) else dtype
@@ -68,9 +59,7 @@ def evaluate_each(arrays: Arrays, dtype: Any, arrange: Callable[[str, mx.array],
 
 
 def check_finite(name: str, value: mx.array) -> None:
-    """Raise ValueError if a floating-point tensor contains infinity or NaN. `value` is the tensor. `name` is its name
-    and appears in the message. Other dtypes are not checked.
-    """
+    """Raise ValueError if a floating-point tensor contains infinity or NaN."""
     if not mx.issubdtype(value.dtype, mx.floating):
         return
     mx.eval(value)

@@ -16,15 +16,7 @@ FOLDERS = {"encoder": "", "tokenizer": ""}  # all files lie beside each other, a
 
 @dataclass(frozen=True, kw_only=True)
 class RetrieverFamily(ModelFamily):
-    """A family of retrievers. A retriever encodes every token of a text as a vector. `sizes` is the content of
-    config.json. If `lower_case` is True, texts are lower-cased before they are tokenised. `head_seed` is for weights
-    without a projection head (the last linear layer). If it is a number, a head is drawn with this random seed. If it
-    is None, weights without a head are an error.
-
-    The sizes are used to write random weights, and to forecast memory while there are no weights. A drawn head must be
-    trained before the retriever is of use. The weights lie in one folder, in the layout of transformers, with the head
-    in 1_Dense or 2_Dense.
-    """
+    """Weights lie in one folder, in the layout of transformers, with the projection head in 1_Dense or 2_Dense."""
 
     folders: ClassVar[Mapping[str, str]] = FOLDERS
     files: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -36,14 +28,11 @@ class RetrieverFamily(ModelFamily):
         "tokenizer": ("tokenizer.json", "tokenizer_config.json"),
     }
 
-    sizes: Mapping[str, Any] = field(default_factory=dict)
-    lower_case: bool = False
-    head_seed: int | None = None
+    sizes: Mapping[str, Any] = field(default_factory=dict)  # content of config.json, for random weights and forecasts of memory
+    lower_case: bool = False  # texts, before they are tokenised
+    head_seed: int | None = None  # draws a head for weights without one, to be trained before use; None: that is an error
 
     @property
     def architecture(self) -> RetrieverArchitecture:
-        """An object that holds the functions of the family's architecture. They read the sizes of an encoder, load it,
-        build it and write it to disk. MLX is imported when this is first read.
-        """
         found: RetrieverArchitecture = super().architecture
         return found

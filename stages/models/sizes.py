@@ -1,4 +1,4 @@
-"""Check the sizes in a model's config.json: types and bounds, before a shape is computed from them."""
+"""Checks the sizes in a config.json, types and bounds, before a shape is computed from them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
 
 
 def checked_sizes(kind: type, content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the values in `content` that are fields of the dataclass `kind`, by name. `content` is a parsed config.json, and
-    `where` names it in errors. A list becomes a tuple. Raises ValueError if a value has another type than its field, or is so
-    large or small that no model has it.
-    """
+    """Values of the fields of `kind`, lists as tuples. Raises ValueError for a wrong type or a size that no model has."""
     fields = [field for field in dataclasses.fields(kind) if field.name in content]
     return {field.name: _checked(str(field.type), field.name, content[field.name], where) for field in fields}
 
@@ -42,6 +39,7 @@ def _checked(kind: str, name: str, value: Any, where: str) -> Any:
         return value
     low, high = BOUNDS.get(name, (1, MOST))
     numbers: tuple[type, ...] = (int,) if kind == "int" else (int, float)
+    # `type`, as a bool is an int. 1e300, as isfinite raises OverflowError for a larger int.
     if type(value) not in numbers or not math.isfinite(value if abs(value) < 1e300 else math.inf) or not low <= value <= high:
         what = "a whole number" if kind == "int" else "a number"
         raise ValueError(f"{where}: {name} must be {what} from {low:g} to {high:g}, got {_short(value)}")

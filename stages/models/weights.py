@@ -1,8 +1,4 @@
-"""Read safetensors files strictly. Every file must be complete, every key known, and every shape that of the architecture.
-
-MLX reads safetensors lazily. For a file that was cut short it returns garbage without an error, so the size of each file is
-compared with its header before MLX reads it.
-"""
+"""Reads safetensors files strictly: every file complete, every key known, every shape that of the architecture."""
 
 from __future__ import annotations
 
@@ -32,13 +28,7 @@ NUMPY = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "I64": "<i8", "I32": "<i4", 
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the paths of a component's safetensors files. `path` is such a file or a folder. If the folder has an
-    index file, the files that the index names are returned. Otherwise, all safetensors files in the folder are
-    returned. Raises ValueError if there is no file, the index is damaged, or a file in the index is missing.
-
-    Without an index, some files may differ only in precision, such as "model.safetensors" and "model.fp16.safetensors".
-    Of such files, only the file with the fewest dots in its name is returned.
-    """
+    """Files of a component: those of its index, else all safetensors, else GGUF. Raises ValueError if one is missing."""
     if path.is_file():
         return [path]
     indices = _visible(path, "*.safetensors.index.json")
@@ -49,6 +39,7 @@ def weight_files(path: Path) -> list[Path]:
         return packed
     if not found:
         raise ValueError(f"there are no weights in {path}: looked for *.safetensors")
+    # model.safetensors and model.fp16.safetensors differ in precision only: the name with the fewest dots counts.
     by_content: dict[str, list[Path]] = {}
     for file in found:
         by_content.setdefault(_without_variant(file), []).append(file)
@@ -56,34 +47,26 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def _visible(folder: Path, pattern: str) -> list[Path]:
-    """Return the paths in `folder` that match a glob pattern, sorted. Paths whose names begin with a dot are left out."""
     return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
 
 
 def _without_variant(path: Path) -> str:
-    """Return the name of the safetensors file `path` without its precision. For model.fp16.safetensors it is
-    "model.safetensors".
-    """
+    # model.fp16.safetensors -> model.safetensors
     stem, _, tail = path.name.partition(".")
     return stem + tail[tail.index("safetensors") :]
 
 
 def _plainest(candidates: list[Path]) -> Path:
-    """Return the path in `candidates` whose file name has the fewest dots. If several have equally few dots, the first
-    of them in alphabetical order is returned.
-    """
     return min(candidates, key=lambda p: (p.name.count("."), p.name))
 
 
 def _shards(index: Path) -> list[Path]:
-    """Return the paths of all files that a safetensors index names. Raises ValueError if the index is damaged or one of these
-    files is missing.
-    """
     found = read_json(index)
     weight_map = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"{index} is not an index of shards: expected a JSON object with weight_map")
     names = sorted(set(weight_map.values()))
+    # Names, not paths: an index must not lead out of its folder.
     strange = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
     if strange:
         raise ValueError(f"{index} names {strange[0]!r:.80}: a shard must be a .safetensors file in the same folder")
@@ -94,10 +77,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the header of the safetensors file `path` without reading a tensor. It maps each tensor's name to a dict
-    of "dtype", "shape" and "data_offsets". Raises ValueError if the file is no safetensors file. Raises it too if the
-    file is shorter or longer than its header says.
-    """
+    """dtype, shape and data_offsets by tensor. Raises ValueError for another format or another length than the header's."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -111,6 +91,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
                 raise ValueError
         except (ValueError, KeyError, AttributeError, TypeError, IndexError, OverflowError):
             raise ValueError(f"{path} is not a safetensors file: its header cannot be read") from None
+    # MLX reads lazily: for a file that was cut short it returns garbage without an error.
     expected = 8 + length + end
     if size != expected:
         word = "cut short" if size < expected else "too long"
@@ -120,12 +101,10 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _check_structure(path: Path) -> None:
-    """Raise ValueError if the file `path` is not a valid safetensors file. The library safetensors does the check. It
-    finds unknown dtypes, overlapping tensors, and tensors whose size does not match their shape.
-    """
     from safetensors import SafetensorError, safe_open
 
     try:
+        # The library finds unknown dtypes, overlapping tensors, and sizes that do not match their shapes.
         with safe_open(path, framework="numpy"):
             pass
     except (SafetensorError, OverflowError, ValueError) as error:
@@ -133,18 +112,13 @@ def _check_structure(path: Path) -> None:
 
 
 def read_keys(path: Path) -> set[str]:
-    """Return the names of all tensors in a component's files, without reading a tensor. `path` is a safetensors file or a
-    folder with such files.
-    """
+    """Names of all tensors of a component, without reading one."""
     files = weight_files(path)
     return {key for file in files for key in (gguf.read_entries(file) if file.suffix == gguf.SUFFIX else read_header(file))}
 
 
 def read_file(path: Path) -> tuple[Arrays, dict[str, str]]:
-    """Read the safetensors file `path` and return (arrays by name, metadata). `metadata` is a dict of texts from the
-    file's header. MLX reads an array from disk when the array is first evaluated. Raises ValueError if the file is
-    missing or damaged.
-    """
+    """(arrays by name, metadata), lazily. Raises ValueError if the file is missing or damaged."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     read_header(path)
@@ -154,10 +128,9 @@ def read_file(path: Path) -> tuple[Arrays, dict[str, str]]:
 
 
 def read_tensors(path: Path) -> Arrays:
-    """Return all tensors of a component by name. `path` is a safetensors or GGUF file, or a folder with such files. MLX
-    reads a tensor from disk when the tensor is first evaluated. Weights in fp8 and those that MLX has quantised are
-    unpacked at that time; their scales are left out. Raises ValueError if a file is damaged or its quantisation is of
-    another kind. Raises it too if two files contain the same name.
+    """All tensors of a component, lazily. fp8 and weights that MLX has quantised are unpacked, their scales left out.
+
+    Raises ValueError if a file is damaged, another quantisation is found, or a name is in two files.
     """
     arrays: Arrays = {}
     dtypes: dict[str, str] = {}
@@ -172,16 +145,13 @@ def read_tensors(path: Path) -> Arrays:
             dtypes[key] = str(tensor.get("dtype"))
             if dtypes[key] not in DTYPES:
                 raise ValueError(f"{file} is quantised: {key} is {dtypes[key]}; fetch the bfloat16 weights instead")
+        # MLX cannot read e5m2.
         loaded: Any = _bytes_of(file, header) if "F8_E5M2" in dtypes.values() else mx.load(str(file))
         arrays.update(loaded)
     return unpack(arrays, dtypes, read_config(path), path) if is_packed(dtypes) else arrays
 
 
 def _bytes_of(file: Path, header: Mapping[str, Mapping[str, Any]]) -> Arrays:
-    """Return all tensors of a safetensors file, as a dict from name to array. The file may contain dtypes that MLX
-    cannot read. A tensor with a dtype outside of `NUMPY`, such as fp8, becomes a uint8 array of its bytes. `file` is
-    the path. `header` is the result of `read_header(file)`. All data are read during this call.
-    """
     data, found = np.memmap(file, np.uint8, "r"), {}
     start = 8 + int(data[:8].view("<u8")[0])
     for key, tensor in header.items():
@@ -201,18 +171,11 @@ def load_component(
     ignore: Callable[[str], bool] | None = None,
     arrange: Callable[[str, mx.array], mx.array] | None = None,
 ) -> Arrays:
-    """Load a component's weights into memory, as a dict from name to array. `path` is a folder or a weights file.
-    `shapes` maps the expected names to shapes. The other arguments are steps that change the tensors. They are applied
-    in this order, and None skips a step: `convert(arrays)` takes the dict of all tensors and returns a new one.
-    `rename(name)` returns a tensor's new name, or None to leave the tensor out. `ignore(name)` returns True to leave a
-    tensor out. `dtype` is the dtype to cast to, or a function from name to dtype. `arrange(name, array)` returns the
-    array that replaces a tensor.
+    """Weights of a component in memory, checked against `shapes`.
 
-    `convert` is for files in another layout, such as files that store several tensors as one. `ignore`, `dtype` and
-    `arrange` get the new names. The shapes are checked after `ignore`, before the cast. Only floating-point tensors are
-    cast. Raises ValueError if a file is damaged, or a tensor is missing, unknown, not finite or of another shape.
-
-    Casting goes tensor by tensor, so that only one is in memory twice.
+    In this order: `convert(all tensors)`, for files in another layout; `rename(name)`, None to leave a tensor out;
+    `ignore(new name)`; the check; the cast of floating-point tensors to `dtype` or `dtype(name)`; `arrange(name, array)`.
+    Raises ValueError if a file is damaged, or a tensor is missing, unknown, not finite or of another shape.
     """
     arrays = open_component(path, shapes, rename=rename, convert=convert, ignore=ignore)
     return evaluate_each(arrays, dtype, arrange)
@@ -226,15 +189,7 @@ def open_component(
     convert: Callable[[Arrays], Arrays] | None = None,
     ignore: Callable[[str], bool] | None = None,
 ) -> Arrays:
-    """Open the files of a component and return its tensors, as a dict from name to array. `path` is a folder or a
-    weights file. `shapes` maps the expected names to shapes. The other arguments may be None. `convert(arrays)` returns
-    all tensors in the expected layout. `rename(name)` returns a tensor's new name, or None to leave the tensor out.
-    `ignore(name)` returns True to leave a tensor out. Raises ValueError if a file is damaged, or a tensor is missing,
-    unknown or of another shape.
-
-    The functions are applied in this order, and `ignore` gets the new name. `convert` takes and returns a dict from
-    name to tensor. MLX reads an array from disk when the array is first evaluated.
-    """
+    """Tensors of a component, lazily, checked against `shapes`. Arguments and errors as in `load_component`."""
     arrays = read_tensors(path)
     if convert:
         arrays = convert(arrays)
@@ -247,10 +202,6 @@ def open_component(
 
 
 def _renamed(arrays: Arrays, rename: Callable[[str], str | None], where: Path) -> Arrays:
-    """Return the tensors `arrays`, a dict by name, under new names. `rename(name)` returns the new name, or None to
-    leave the tensor out. `where` is the component's path, for the message. Raises ValueError if two tensors get the
-    same name.
-    """
     old: dict[str, str] = {}
     for key in arrays:
         name = rename(key)
@@ -260,9 +211,7 @@ def _renamed(arrays: Arrays, rename: Callable[[str], str | None], where: Path) -
 
 
 def check_shapes(arrays: Arrays, shapes: Shapes, where: Path) -> None:
-    """Raise ValueError if a tensor is missing, unknown or of a wrong shape. `arrays` maps names to tensors. `shapes`
-    maps names to the right shapes. `where` is the component's path, for the message.
-    """
+    """Raise ValueError if a tensor is missing, unknown or of another shape. `where` is for the message."""
     missing = [k for k in shapes if k not in arrays]
     unexpected = sorted(k for k in arrays if k not in shapes)
     if missing:
@@ -281,9 +230,6 @@ def check_shapes(arrays: Arrays, shapes: Shapes, where: Path) -> None:
 
 
 def _first(names: Iterable[str]) -> str:
-    """Return the first 3 of `names` as text, separated by commas. If there are more, the text ends with their number,
-    such as "a, b, c and 4 more".
-    """
     every = list(names)
     rest = len(every) - NAMED
     return ", ".join(every[:NAMED]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,7 +1,4 @@
-"""The pipeline retrieval: a folder of source code becomes a fine-tuned retriever with its index. One file or folder per stage.
-
-A stage imports `texts`, `search`, `families`, `encoder`, `stages.models`, `stages.tuner` and `schemas`, but no other stage.
-"""
+"""The pipeline retrieval: a folder of source code becomes a fine-tuned retriever with its index."""
 
 from stages.pipelines import FamilyRecord, Pipeline, Weights
 from stages.retrieval.views import PANELS, VIEWS

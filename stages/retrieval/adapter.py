@@ -19,11 +19,9 @@ Arrays = dict[str, mx.array]
 
 
 def read_adapter(path: Path, linears: Mapping[str, tuple[int, int]], strength: float = 1.0) -> tuple[Arrays, dict[str, float]]:
-    """Read the adapter file `path`, and return `(arrays, scales)`. `arrays` maps names to the adapter's arrays, in
-    float32. `scales` maps the name of each Linear to the factor of the adapter's change. `linears` maps the names of
-    the model's Linears to `(outputs, inputs)`. All scales are multiplied by `strength`; 1 is the whole change. Raises
-    ValueError if the file is damaged or does not fit the model. Raises it too if `strength` is not 1 and the adapter
-    uses DoRA.
+    """(arrays in float32, scale of each Linear times `strength`). `linears`: name -> (outputs, inputs) of the model.
+
+    Raises ValueError if the file is damaged or does not fit the model, or if `strength` is not 1 and the adapter uses DoRA.
     """
     arrays, metadata = read_file(path)
     arrays = {name: value.astype(mx.float32) for name, value in arrays.items()}
@@ -43,12 +41,7 @@ def read_adapter(path: Path, linears: Mapping[str, tuple[int, int]], strength: f
 
 
 def _scales(metadata: Mapping[str, str], arrays: Arrays, linears: list[str]) -> dict[str, float]:
-    """Return a dict from each name in `linears` to its scale. A scale is the factor of the adapter's change to a
-    Linear. `metadata` is the header of the adapter file. `arrays` maps names such as "<linear>.lora_A.weight" to the
-    adapter's arrays. If the header has "scales", they are returned. If it has not, a scale is "alpha" of the header
-    divided by the rank of the Linear. A Linear without a rank has the scale 1. Raises ValueError if the header has
-    neither "scales" nor "alpha".
-    """
+    """From "scales" of the header, or alpha / rank; 1 for a Linear without a rank."""
     if "scales" in metadata:
         listed = json.loads(metadata["scales"])
         return {name: float(listed[name]) for name in linears}
@@ -59,21 +52,13 @@ def _scales(metadata: Mapping[str, str], arrays: Arrays, linears: list[str]) -> 
 
 
 def _check_linears(metadata: Mapping[str, str], scales: Mapping[str, float]) -> None:
-    """Raise ValueError if an adapter file lacks a Linear that its header lists under "linears". `metadata` is the
-    header. `scales` maps each Linear in the file to its scale.
-    """
     missing = [name for name in json.loads(metadata.get("linears", "[]")) if name not in scales]
     if missing:
         raise ValueError(f"the file lacks the arrays of {missing[0]} ({len(missing)} of its Linears); fetch it again")
 
 
 def merge_all(weights: Mapping[str, mx.array], arrays: Arrays, scales: Mapping[str, float]) -> Arrays:
-    """Return all weights of an encoder with an adapter merged into them, in float32. `weights` maps the names of the
-    encoder's weights to arrays. `arrays` maps names such as "<linear>.lora_A.weight" to the adapter's arrays. `scales`
-    maps the name of each Linear with an adapter to the factor of the adapter's change.
-
-    Raises AssertionError if the encoder lacks the weight of a Linear in `scales`.
-    """
+    """All weights of the encoder in float32, with the adapter merged in."""
     merged: Arrays = {}
     done = set()
     for key, weight in weights.items():
@@ -83,5 +68,6 @@ def merge_all(weights: Mapping[str, mx.array], arrays: Arrays, scales: Mapping[s
             wide = merge(wide, lora.arrays_of_linear(arrays, name), scales[name])
             done.add(name)
         merged[key] = wide
+    # Another program merged 14 of 24 Linears in silence, since B came before A in its file.
     assert done == set(scales), f"{len(scales) - len(done)} of {len(scales)} Linears were not merged"
     return merged

@@ -18,11 +18,7 @@ MULTIPLE = 16  # texts are padded to a multiple of so many tokens: a GPU compile
 
 
 class Encoder:
-    """An encoder of token ids with a projection head, with or without an adapter. `model` is the base encoder.
-    `adapter` maps names to the arrays of the adapter. `scales` maps the name of each Linear to the factor of the
-    adapter's change. Both are empty if there is no adapter. `tokenizer` turns texts into token ids; it is None if only
-    token ids are encoded. `query_tokens` is the largest number of tokens of a query.
-    """
+    """A base encoder with or without an adapter. Without `tokenizer`, it encodes token ids only."""
 
     def __init__(
         self,
@@ -37,15 +33,10 @@ class Encoder:
 
     @property
     def width(self) -> int:
-        """The number of values of a token vector."""
         return self.model.config.dimensions
 
     def encode_ids(self, many: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return one array of token vectors per text, float32 of shape `(tokens, width)`. Each vector has Euclidean
-        length 1. `many` has one array of token ids per text.
-
-        The texts are computed together, padded to the longest.
-        """
+        """Float32 (tokens, width) per text, each vector of length 1. The texts are computed together, padded to the longest."""
         if not many:
             return []
         longest = max(-(-len(ids) // MULTIPLE) * MULTIPLE for ids in many)
@@ -59,23 +50,17 @@ class Encoder:
         return [found[row, : len(ids)] for row, ids in enumerate(many)]
 
     def query_ids(self, text: str) -> np.ndarray:
-        """Return the token ids of the query `text` as an int32 array. If there are more than `query_tokens` ids (see
-        `Encoder`), the array is cut to this number. The last id, the end token, is kept, and ids before it are removed.
-        """
+        """Cut to `query_tokens` ids, of which the last is the end token."""
         assert self.tokenizer is not None, "this encoder has no tokenizer"
         [ids] = self.tokenizer.encode([text])
         return np.array(self.tokenizer.cut(ids, self.query_tokens), np.int32)
 
     def encode_queries(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode the queries `texts`. Return a list with one array of token vectors per query, float32 of shape
-        `(tokens, width)`. Each vector has Euclidean length 1. Longer queries are cut to `query_tokens` tokens.
-        """
+        """Float32 (tokens, width) per query, each vector of length 1."""
         return self.encode_ids([self.query_ids(text) for text in texts])
 
     def tokens(self, text: str) -> list[str]:
-        """Split a query into tokens, and return the text of each token. The query is cut to `query_tokens` tokens. The
-        order is that of the query's token vectors (see `encode_queries`).
-        """
+        """The text of each token of a query, in the order of its vectors."""
         assert self.tokenizer is not None, "this encoder has no tokenizer"
         return self.tokenizer.pieces(self.query_ids(text).tolist())
 
@@ -90,11 +75,9 @@ def load_encoder(
     query_tokens: int = 32,
     strength: float = 1.0,
 ) -> Encoder:
-    """Load a text encoder from the folder `weights`. `tokenizer` is the folder of the tokenizer, or None to encode only
-    token ids. `family` describes the encoder's architecture. `adapter` is a trained adapter file, or None for the base
-    model alone. `precision` is the dtype to compute in, "float32" or "bfloat16". Queries are cut to `query_tokens`
-    tokens. `strength` is the share of the adapter's change that is used.
-    Raises ValueError if a file is missing or damaged, or if the adapter belongs to another model.
+    """`tokenizer` None: token ids only. `precision`: float32 or bfloat16. `strength`: share of the adapter's change.
+
+    Raises ValueError if a file is missing or damaged, or the adapter belongs to another model.
     """
     model = family.architecture.load_encoder(weights, getattr(mx, precision), family.head_seed)
     arrays, scales = read_adapter(adapter, model.linears(), strength) if adapter else ({}, {})

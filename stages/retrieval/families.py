@@ -42,7 +42,7 @@ _ALL = (
         code=T5,
         hub="google/xtr-base-en",
         sizes=BASE,
-        lower_case=True,
+        lower_case=True,  # as XTR was trained
     ),
     RetrieverFamily(
         name="t5-v1_1-base",

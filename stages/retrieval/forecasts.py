@@ -24,10 +24,7 @@ INDEX_BYTES, WORDS = 20_000, 0.85  # of the full-text index: bytes in all, and p
 
 
 def counts(outlook: Outlook) -> tuple[np.ndarray, np.ndarray]:
-    """Return two integer arrays: the token counts of all queries, and those of all documents. They are read from the
-    table `tokens`. If the table is not built or has no such text, the array holds a single number. It is the largest
-    count that the section [tokens] allows. `outlook` holds the settings and the tables.
-    """
+    """Token counts of all queries and of all documents; the largest that [tokens] allows, while the table lacks them."""
     config, rows = outlook.sections["tokens"], outlook.rows(TOKENS)
     if rows is None:
         return np.array([config.query_tokens]), np.array([config.document_tokens])
@@ -40,10 +37,7 @@ def counts(outlook: Outlook) -> tuple[np.ndarray, np.ndarray]:
 
 
 def encoder_sizes(outlook: Outlook) -> T5Config:
-    """Return the sizes of the encoder and its projection head. `outlook` holds the facts to forecast from, such as the
-    model family and its weights. The sizes are read from the config.json beside the weights. If the weights are not on
-    this machine, the family's record gives them. Raises ValueError if the record has no sizes either.
-    """
+    """From config.json beside the weights, or the family's record. Raises ValueError if neither is there."""
     family, folder = outlook.family, outlook.weights("encoder")
     if folder is not None:
         found: T5Config = family.architecture.sizes(folder)
@@ -56,10 +50,7 @@ def encoder_sizes(outlook: Outlook) -> T5Config:
 
 
 def encoding_bytes(outlook: Outlook, precision: str, tokens: int) -> int:
-    """Return the estimated peak memory for encoding one text, in bytes: weights, adapter, and the work of the largest block.
-    `precision` is the dtype of the computation, such as "float32". `tokens` is the length of the text. `outlook` gives the
-    encoder and the settings of the adapter.
-    """
+    """Peak memory of encoding one text: weights, adapter, and the work of the largest block."""
     import mlx.core as mx
 
     from stages.models.elementwise import slow_exp
@@ -82,21 +73,13 @@ def encoding_bytes(outlook: Outlook, precision: str, tokens: int) -> int:
 
 
 def forecast_tokens(outlook: Outlook) -> Forecast:
-    """Return how much memory and disk space the stage `tokens` needs, as a `Forecast`. Its `row_bytes` is the mean disk
-    space of one text, in bytes. Its `peak` is 0, because tokenising needs little memory. `outlook` holds the facts to
-    forecast from, such as settings and tables.
-    """
     together = np.concatenate(counts(outlook))
     known = outlook.rows(TOKENS) is not None
     return Forecast(0, int(ID_BYTES * together.mean()), plan="" if known else f"at most {together.max()} tokens a text")
 
 
 def forecast_vectors(outlook: Outlook) -> Forecast:
-    """Return how much memory and disk space the stage `vectors` needs, as a `Forecast`. Its `peak` is the largest
-    memory, in bytes. Its `row_bytes` is the mean disk space for the vectors of one text, in bytes. If float32 is chosen
-    and only bfloat16 fits the memory budget, its `remedy` advises bfloat16. `outlook` holds the facts to forecast from:
-    settings, tables, model family and memory budget.
-    """
+    """Advises bfloat16 if float32 is chosen and only bfloat16 fits."""
     config, (queries, documents) = outlook.sections["vectors"], counts(outlook)
     longest = int(max(queries.max(), documents.max()))
     peak = encoding_bytes(outlook, config.precision, longest)
@@ -112,10 +95,7 @@ def forecast_vectors(outlook: Outlook) -> Forecast:
 
 
 def forecast_negatives(outlook: Outlook) -> Forecast | None:
-    """Return how much memory the stage `negatives` needs, as a `Forecast` with `peak` in bytes. It counts the encoding
-    of one document and the vectors of all documents. If the setting [negatives] `encoder` is empty, no encoder is used
-    and the result is None. `outlook` holds the facts to forecast from, such as settings and tables.
-    """
+    """One document being encoded, and the vectors of all; None without an encoder."""
     config, (_, documents) = outlook.sections["negatives"], counts(outlook)
     if not config.encoder:
         return None
@@ -126,10 +106,7 @@ def forecast_negatives(outlook: Outlook) -> Forecast | None:
 
 
 def forecast_index(outlook: Outlook) -> Forecast | None:
-    """Return the disk space of the files of the stage `index` as a `Forecast` in bytes, or None if the tables are not
-    built. `outlook` holds the facts to forecast from, such as settings and tables. The files are the matrix of vectors,
-    the full-text index, and the partitioned index of a large project.
-    """
+    """The matrix, the full-text index and, for a large project, the partitioned index; None if the tables are not built."""
     units, rows = outlook.rows(UNITS), outlook.rows(TOKENS)
     if units is None or rows is None:
         return None
@@ -143,10 +120,7 @@ def forecast_index(outlook: Outlook) -> Forecast | None:
 
 
 def forecast_ranks(outlook: Outlook) -> Forecast | None:
-    """Return how much memory the stage `ranks` needs, as a `Forecast` with `peak` in bytes. It counts two scores for
-    every evaluation query and document: that of the keyword search and that of the semantic search. If the tables are
-    not built, the result is None. `outlook` holds the facts to forecast from, such as settings and tables.
-    """
+    """A lexical and a semantic score for every query and document; None if the tables are not built."""
     units, held = outlook.rows(UNITS), _held_out(outlook)
     if units is None or held is None:
         return None
@@ -157,9 +131,7 @@ def forecast_ranks(outlook: Outlook) -> Forecast | None:
 
 
 def _held_out(outlook: Outlook) -> int | None:
-    """Return the number of usable pairs of the splits "valid" and "test", or None if the table `pairs` is not built. A
-    pair is a query and its right answer. `outlook` holds the facts to forecast from, such as settings and tables.
-    """
+    """Usable pairs of valid and test; None if the table is not built."""
     pairs = _pairs(outlook)
     splits = zip(pairs["rejected"], pairs["split"], strict=True)
     return sum(reason is None and split != "train" for reason, split in splits) if pairs["split"] else None

@@ -1,6 +1,7 @@
 """The stage `index`: the vectors of all units in one memory-mapped matrix, and their words in a full-text index.
 
-The matrix and the full-text index are artifacts. Their names hold a digest of the rows, so that rows and artifacts of two states
+The matrix and the full-text index are artifacts. Their names hold a digest of the rows, so that rows and artifacts of two
+states
 of the project are never used together.
 """
 
@@ -34,7 +35,7 @@ MATRIX, WORDS, PARTITIONS = "vectors-{}.npy", "words-{}.lance", "partitions-{}.l
 
 @dataclass(frozen=True)
 class IndexConfig:
-    """The section [index] of project.toml: which vectors are searched, and how."""
+    """The section [index]: which vectors are searched, and how."""
 
     encoder: Literal["tuned", "base"] = selects(
         "tuned", "the encoder whose vectors are searched: tuned, or the base if nothing was tuned; or base"
@@ -50,20 +51,12 @@ class IndexConfig:
 
 
 def wanted_index(ctx: StageContext) -> pa.Table:
-    """Return the rows that the table `index` should have, as an Arrow table with one row per unit. A unit is a
-    function, method, class or window of lines. `ctx` is the stage's context: its input tables and settings. The columns
-    are `unit_id`, `encoder`, `vector_id` (its key in the table `vectors`) and `file` (its source file). Raises
-    ValueError if a unit has no vectors of the chosen encoder.
-    """
     rows = [{name: row[name] for name in KEPT} for row in _rows(ctx)]
     return pa.Table.from_pylist(rows, schema=pa.schema([INDEX.batch.field(name) for name in KEPT]))
 
 
 def _rows(ctx: StageContext) -> list[Row]:
-    """Return all rows that the table `index` should have, as dicts. `ctx` is the stage's context: its input tables and
-    settings. There is one row per unit (such as a function), in the order of path, line and unit_id. Raises ValueError
-    if a unit has no vectors of the chosen encoder.
-    """
+    """One row per unit in document order. Raises ValueError if a unit has no vectors of the chosen encoder."""
     columns = ["unit_id", "path", "qualified_name", "first_line", "last_line", "signature", "text_id", "words"]
     units = ctx.rows(UNITS).select(columns).to_pylist()
     files = dict(zip(*(ctx.rows(SOURCES)[name].to_pylist() for name in ("path", "file")), strict=True))
@@ -81,19 +74,12 @@ def _rows(ctx: StageContext) -> list[Row]:
 
 
 def document_order(row: Row) -> tuple[Any, ...]:
-    """Return the sort key of a document as a tuple (path, first line, unit_id). `row` is a row of the table `units` or
-    of the table `index`.
-    """
+    """The sort key of rows of `units` and `index`: the order of the matrix."""
     return row["path"], row["first_line"], row["unit_id"]
 
 
 def choose_encoder(encoders: set[str], wanted: str) -> str:
-    """Return the name of the encoder whose vectors are indexed. `encoders` holds the names of all encoders with
-    vectors: the base and those that training has tuned. `wanted` is the setting `index.encoder`, "tuned" or "base".
-    Raises ValueError if the choice has no vectors, or if several tuned encoders have vectors.
-
-    If "tuned" is wanted but no tuned encoder has vectors, the base is returned.
-    """
+    """The tuned encoder, or the base. Raises ValueError if the choice has no vectors, or several are tuned."""
     tuned = sorted(encoders - {BASE})
     if wanted == BASE or not tuned:
         if BASE not in encoders:
@@ -106,10 +92,6 @@ def choose_encoder(encoders: set[str], wanted: str) -> str:
 
 
 def list_units(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Yield all columns of the pending rows of the table `index`, as record batches. A row is pending if it is not
-    stored yet. `ctx` is the stage's context: its input tables and settings. A batch has at most [index] `batch_size`
-    rows. If the user asks to stop, end early.
-    """
     pending = set(ctx.pending["unit_id"].to_pylist())
     rows = [row for row in _rows(ctx) if row["unit_id"] in pending] if pending else []
     for start in range(0, len(rows), ctx.config.batch_size):
@@ -119,21 +101,16 @@ def list_units(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def digest(rows: list[Row]) -> str:
-    """Return an id of the index's content: 16 hex digits. `rows` are all rows of the table `index`, in any order. The
-    id is the start of the sha256 of the unit_ids and vector_ids in document order.
-    """
+    """16 hex digits over the unit_ids and vector_ids in document order."""
     lines = (f"{row['unit_id']} {row['vector_id']}" for row in sorted(rows, key=document_order))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def write_index(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Write the missing files of the search index, and delete the files of an earlier index. `ctx` is the stage's
-    context: its tables, settings and folder of files. The files are a full-text index and a matrix of vectors. A large
-    project also has a partitioned index. The iterator yields nothing. If rows of the table are still missing, no file
-    is changed.
-    """
+    """Write the artifacts that are missing, and delete those of an earlier index."""
     rows = _rows(ctx)
     stored = {tuple(row[name] for name in KEPT) for row in ctx.stored.select(list(KEPT)).to_pylist()}
+    # The run was stopped before all rows were stored.
     if not all(tuple(row[name] for name in KEPT) in stored for row in rows):
         return
     name, reader = digest(rows), ctx.tensors(VECTORS)

@@ -37,10 +37,7 @@ Search = Callable[[Row], np.ndarray]  # pair -> the score of every unit for its 
 
 @dataclass(frozen=True)
 class NegativesConfig:
-    """The section [negatives] of project.toml: how hard negatives are chosen for each training pair. A hard negative is
-    a document that scores high for the query but does not answer it. Training compares the query with it as one more
-    wrong answer.
-    """
+    """The section [negatives]: how hard negatives are chosen for each training pair."""
 
     encoder: str = setting(
         "",
@@ -63,15 +60,7 @@ class NegativesConfig:
 
 
 def wanted_negatives(ctx: StageContext) -> pa.Table:
-    """Return the keys of all hard negatives that should exist, as an Arrow table with the columns `pair_id` and
-    `position`. A hard negative is a document that ranks high for a query but does not answer it. `ctx` is the stage's
-    context: its input tables and settings. A training pair is a query with the document that answers it. Each training
-    pair gets at most `ctx.config.count` rows, with positions from 0.
-
-    A pair gets fewer rows than `ctx.config.count` if there are too few documents to choose from. The documents in the
-    pair's duplicate group cannot be chosen, because they may answer the query too. A duplicate group holds all pairs
-    with the same query or document.
-    """
+    """`pair_id` and `position`: `count` per training pair, or as many as there are documents outside its duplicate group."""
     units = _units(ctx)
     pairs = [row for row in _pairs(ctx) if _is_trained(row)]
     groups = _groups(ctx)
@@ -86,16 +75,8 @@ def wanted_negatives(ctx: StageContext) -> pa.Table:
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return the data on which the rows of this stage depend, as a table of the text columns `key` and `value`. If the
-    table changes, all rows are computed anew. `ctx` is the stage's context: its input tables and settings. The table
-    has a row for each unit (a piece of code that a search can find) and each pair (a query and the unit that answers
-    it). `key` is the id of the unit or pair. `value` identifies its content.
-
-    Units that answer queries of the splits "valid" and "test" have no row, because they are never used as hard
-    negatives. The value of a unit is the sha256 of its words. The value of a pair has the id of its unit, its duplicate
-    group, and whether the pair is trained with. One more row identifies the adapter file, if the setting [negatives]
-    `encoder` names one.
-    """
+    """What the rows depend on: the words of each unit, the group of each pair, and the adapter file."""
+    # Held-out units are not in it: a change of theirs changes no row.
     units = {unit_id: _digest(row["words"]) for unit_id, row in _units(ctx).items()}
     pairs = {row["pair_id"]: f"{row['unit_id']} {row['duplicate_group']} {_is_trained(row)}" for row in _pairs(ctx)}
     file = _adapter(ctx)
@@ -105,9 +86,7 @@ def snapshot(ctx: StageContext) -> pa.Table:
 
 
 def _adapter(ctx: StageContext) -> Path | None:
-    """Return the adapter file that the setting [negatives] `encoder` names, or None if it names none. `ctx` is the
-    stage's context: its settings and the project folder. Raises ValueError if there is no such file.
-    """
+    """The adapter file of an earlier run; None for full-text search and the base. Raises ValueError if it is missing."""
     name = ctx.config.encoder
     if name in ("", BASE):
         return None
@@ -117,9 +96,6 @@ def _adapter(ctx: StageContext) -> Path | None:
 
 
 def opened_files(ctx: StageContext) -> Iterator[Path]:
-    """Yield the path of the adapter file that the setting [negatives] `encoder` names, if it names one. `ctx` is the
-    stage's context: its settings and the project folder.
-    """
     if file := _adapter(ctx):
         yield file
 
@@ -129,11 +105,7 @@ def _digest(text: str) -> str:
 
 
 def _units(ctx: StageContext) -> dict[str, Row]:
-    """Return the units that may be negatives, as a dict sorted by unit_id. A unit is a function, method, class or
-    window of lines. `ctx` is the stage's context: its input tables and settings. The dict maps a unit_id to a row with
-    `unit_id`, `text_id` and `words`, the unit's text for the word search. Units that answer queries of the splits
-    "valid" and "test" are left out.
-    """
+    """The units that may be negatives, by unit_id, which is also their order."""
     held = {pair["unit_id"] for pair in _pairs(ctx) if pair["split"] != "train"}
     rows = ctx.rows(UNITS).select(["unit_id", "text_id", "words"]).to_pylist()
     return {row["unit_id"]: row for row in sorted(rows, key=lambda row: str(row["unit_id"])) if row["unit_id"] not in held}
@@ -150,14 +122,7 @@ def _is_trained(pair: Row) -> bool:
 
 
 def _groups(ctx: StageContext) -> dict[str, set[str]]:
-    """Return the units of each duplicate group, as a dict from the group's name to a set of unit ids. `ctx` is the
-    stage's context: its input tables and settings. A unit is a piece of code that answers a query, such as a function.
-    Units with the same query or the same code are in one group. For example, if the units "u1" and "u2" answer the same
-    query, the set of their group is {"u1", "u2"}.
-
-    The groups are those in the column `duplicate_group` of the table `pairs`. All units of a group count as answers to
-    each query of the group.
-    """
+    """Duplicate group -> its units, all of which may answer its queries."""
     found: dict[str, set[str]] = {}
     for row in _pairs(ctx):
         found.setdefault(row["duplicate_group"], set()).add(row["unit_id"])
@@ -165,11 +130,7 @@ def _groups(ctx: StageContext) -> dict[str, set[str]]:
 
 
 def find_negatives(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Find hard negatives for the pending training pairs, and yield record batches of the table `negatives`. A hard
-    negative is a document that ranks high for a query but does not answer it. `ctx` is the stage's context: its input
-    tables and settings. The setting [negatives] `encoder` says which search ranks the documents. If the user asks to
-    stop, end early.
-    """
+    """The hard negatives of the pending pairs."""
     pending = sorted(set(ctx.pending["pair_id"].to_pylist()))
     if not pending:
         return
@@ -192,10 +153,7 @@ def find_negatives(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 @contextmanager
 def _lexical(units: dict[str, Row]) -> Iterator[Search]:
-    """Return a context manager for full-text search. `units` maps unit ids to rows. The column `words` of these rows is
-    searched. The `with` statement gives a function `search(pair)`, where `pair` is a row of the table `pairs`. The
-    function returns the BM25 score of every unit for the query of `pair`, as an array (units,).
-    """
+    """BM25 scores, from an index in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
         lexical.build(Path(folder), [row["words"] for row in units.values()])
         index = lexical.LexicalIndex(Path(folder), len(units))
@@ -204,15 +162,7 @@ def _lexical(units: dict[str, Row]) -> Iterator[Search]:
 
 @contextmanager
 def _semantic(ctx: StageContext, units: dict[str, Row]) -> Iterator[Search]:
-    """Return a context manager for search with the encoder that the setting [negatives] `encoder` names. `ctx` is the
-    stage's context: its input tables and settings. `units` maps unit ids to rows. The column `text_id` of a row names
-    the unit's document. The `with` statement encodes all these documents, and then gives a function `search(pair)`,
-    where `pair` is a row of the table `pairs`. The function returns the MaxSim score of every unit for the query of
-    `pair`, as an array (units,).
-
-    MaxSim is the mean, over the tokens of the query, of the largest dot product with a token of the document. At the
-    end of the `with` block, the weights of the encoder are freed.
-    """
+    """MaxSim scores over the vectors of all units, which are encoded first."""
     import mlx.core as mx
 
     from stages.retrieval.encoder import load_encoder
@@ -266,21 +216,19 @@ def _rows(
 
 
 def choose(scores: np.ndarray, own: float, excluded: list[int], config: NegativesConfig) -> list[int]:
-    """Return the positions of the hard negatives of one query, as a list of at most `config.count`. A hard negative is
-    a document that scores high but does not answer the query. `scores` is an array with the score of every document.
-    `own` is the score of the query's own document, its right answer. `excluded` holds positions that are never chosen:
-    those of the query's own document and of its duplicates. `config` holds the settings [negatives].
+    """Positions of at most `count` documents; `own` is the score of the query's own one, and `excluded` are never chosen.
 
-    A document that scores more than `config.max_ratio` times `own` may answer the query too. If `own` is 0, no document
-    counts as such. All other documents come first, the highest score first. But the best `config.skip` of them are
-    moved to the end of this group, the lowest score first. The documents that may answer the query come last, the
-    lowest score first.
+    The highest scores come first, but the best `skip` only after them, then those that may answer the query too (above
+    `max_ratio` x own).
     """
+    # Ties by position, so that a run again chooses the same.
     order = np.lexsort((np.arange(len(scores)), -scores))
     allowed = order[~np.isin(order, excluded)]
+    # BM25 gives 0 to a document that shares no word: a ratio of 0 says nothing.
     likely = scores[allowed] > config.max_ratio * own if own > 0 else np.zeros(len(allowed), bool)
     safe: list[int] = allowed[~likely].tolist()
     rest: list[int] = allowed[likely].tolist()
+    # What was passed over fills up from its low end, so that `wanted_negatives` knows the number of rows without a search.
     return [*safe[config.skip :], *safe[: config.skip][::-1], *rest[::-1]][: config.count]
 
 

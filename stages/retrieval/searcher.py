@@ -24,35 +24,27 @@ RESIDENT_BYTES = 2**30  # a matrix of at most this size, as float32, is held in 
 
 
 class QueryEncoder(Protocol):
-    """The interface of an object that encodes queries as token vectors."""
-
     def encode_queries(self, queries: Sequence[str]) -> list[np.ndarray]:
-        """Encode `queries`, a sequence of texts. Return one float32 array per query, of shape (tokens, features). Each
-        row is the vector of one token and has length 1.
-        """
+        """Float32 (tokens, width) per query, each vector of length 1."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A unit that a search has found. `row` is its row of the table `index`. `place` is its position in the index, from
-    0. `semantic` and `lexical` are the scores of the two searches. Each is None if that search did not run. `score` is
-    the score by which the answers were sorted.
-    """
+    """A unit that a search has found."""
 
-    row: Row
-    place: int
-    score: float
-    semantic: float | None
+    row: Row  # of the table `index`
+    place: int  # in the index, from 0
+    score: float  # by which answers are sorted
+    semantic: float | None  # None: that search did not run
     lexical: float | None
 
 
 class Searcher:
-    """A searchable index of source code. `rows` are all rows of the table `index`. `artifacts` is the folder of the
-    files that belong to this table, such as the matrix of vectors. `encoder` turns queries into vectors; with None,
-    only lexical search works. `weight` is the share of the semantic scores in hybrid search, 0 to 1. Raises ValueError
-    if a file of the index is missing.
+    """`rows`: the whole table `index`. `encoder` None: lexical search only. `weight`: share of the semantic scores in hybrid
+    search.
 
-    If `resident` is True, vectors that fit into 1 GiB are read into memory. Many queries are then answered faster.
+    `resident` reads vectors of up to 1 GiB into memory, which answers many queries faster. Raises ValueError if a file is
+    missing.
     """
 
     def __init__(
@@ -80,10 +72,7 @@ class Searcher:
             self.vectors = PartitionedIndex(parts, len(rows)) if parts.is_dir() else self.matrix
 
     def search(self, query: str, mode: Mode = "hybrid", limit: int = 10, path: str = "") -> list[Answer]:
-        """Return the best answers to `query`, at most `limit`, the best first. Each answer is a unit, such as a
-        function in a source file. `mode` is "semantic", "lexical" or "hybrid". `path` is a wildcard pattern, such as
-        "*/email/*", that the unit's file must match. Raises ValueError if the query has no word.
-        """
+        """The best answers, at most `limit`. `path` is a wildcard pattern of files. ValueError for a query without words."""
         if not texts.words(query):
             raise ValueError(f"the query must have a word, got {query!r}")
         lexical = None if mode == "semantic" else self.words.scores(query)
@@ -120,14 +109,10 @@ class Searcher:
         return fusion.hybrid(semantic, lexical, self.weight)
 
     def explain(self, answer: Answer, query_tokens: list[str], document_tokens: list[str]) -> list[tuple[str, str, float]]:
-        """Explain why a search found `answer`. Return one tuple `(query_token, document_token, product)` per token of
-        the query. `answer` is one of the answers of the last call of `search` in the mode "semantic" or "hybrid".
-        `query_tokens` holds the texts of all tokens of that call's query. `document_tokens` holds the texts of all
-        tokens of the answer. `document_token` is the token of the answer that matches `query_token` best. `product` is
-        the dot product of the vectors of the two tokens.
+        """(query token, best token of the document, product) per query token, for an answer of the last search with the
+        encoder.
 
-        The searcher keeps the vectors of that query, but not the texts of its tokens. Both lists of texts must have the
-        order of the vectors.
+        The lists of token texts must have the order of the vectors.
         """
         document = self.matrix.document(answer.place)
         best, products = matches(self.query_vectors, document)

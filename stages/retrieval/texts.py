@@ -31,48 +31,35 @@ FUNCTION_WORDS = frozenset({
 
 
 def text_id(role: Role, text: str) -> str:
-    """Return the id of a text in its role: the sha256 (hex) of the role, a line feed and the text."""
     return hashlib.sha256(f"{role}\n{text}".encode()).hexdigest()
 
 
 def vector_id(encoder: str, text_id: str) -> str:
-    """Return the key of a text's vectors: the sha256 (hex) of the encoder's name `encoder`, a line feed and the text's
-    id `text_id`.
-    """
     return hashlib.sha256(f"{encoder}\n{text_id}".encode()).hexdigest()
 
 
 def document(module: str, qualified_name: str, rest: str) -> str:
-    """Return the text that the encoder reads for a piece of code, such as "json.decoder JSONDecoder.decode(self, s):
-    ...". `module` is the name of the module. `qualified_name` is that of the function or class, or a text such as
-    "lines 1 to 20". `rest` is the code after the name, without the docstring.
-    """
+    """What the encoder reads of a unit: "json.decoder JSONDecoder.decode(self, s): ...". `rest` is the code after the name."""
     return f"{module} {qualified_name}{rest}".strip()
 
 
 def without_name(text: str, name: str) -> str:
-    """Return `text` with every whole word `name` replaced by "f". `text` is a document, and `name` is the name of its
-    function or class. If `name` is empty, `text` is returned unchanged.
-    """
+    """With "f" for every whole word `name`."""
     return re.sub(rf"\b{re.escape(name)}\b", "f", text) if name else text
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text or of code in lower case. `parseHTTPHeader_2` is split: parse, http, header, 2."""
+    """In lower case; parseHTTPHeader_2 is parse, http, header, 2."""
     return [word.lower() for word in HUMP.split(text) if word]
 
 
 def content_words(text: str) -> set[str]:
-    """Return the distinct words of a text in lower case, without function words such as "the". Words of one character
-    are left out too. Identifiers are split into words by `words`.
-    """
+    """Without function words and single characters."""
     return {word for word in words(text) if len(word) > 1 and word not in FUNCTION_WORDS}
 
 
 def first_sentence(docstring: str) -> str | None:
-    """Return the first sentence of a docstring on one line. The result is None if the docstring has no prose. The prose
-    ends at the first heading, parameter list, doctest or directive.
-    """
+    """On one line; None if there is no prose before the first heading, parameter list, doctest or directive."""
     text = inspect.cleandoc(docstring)
     section = SECTION.search(text)
     prose = (text[: section.start()] if section else text).strip()

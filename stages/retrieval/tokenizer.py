@@ -11,9 +11,7 @@ if TYPE_CHECKING:
 
 
 class TextTokenizer:
-    """The tokenizer of a model family. `folder` holds its tokenizer.json. If `lower_case` is True, texts are lower-cased first.
-    Raises ValueError if there is no tokenizer.json, or it cannot be read.
-    """
+    """Raises ValueError if tokenizer.json is missing or cannot be read."""
 
     def __init__(self, folder: Path, *, lower_case: bool) -> None:
         self.lower_case = lower_case
@@ -24,23 +22,17 @@ class TextTokenizer:
         self.unknown = self.tokenizer.token_to_id(_content(named.get("unk_token")) or "<unk>")
 
     def encode(self, many: list[str]) -> list[list[int]]:
-        """Return the token ids of each text in `many`, as one list per text. Each list ends with the end token, if the
-        tokenizer has one. Long texts are not cut.
-        """
+        """Each list ends with the end token, if there is one. Nothing is cut."""
         found = self.tokenizer.encode_batch([text.lower() for text in many] if self.lower_case else many)
         ids = [each.ids for each in found]
         return [each if self.end is None or (each and each[-1] == self.end) else [*each, self.end] for each in ids]
 
     def cut(self, ids: list[int], longest: int) -> list[int]:
-        """Return token ids shortened to at most `longest` ids. If ids are removed, the last id is kept, so that the end
-        token remains.
-        """
+        """Keeps the last id, the end token."""
         return ids if len(ids) <= longest else [*ids[: longest - 1], ids[-1]]
 
     def pieces(self, ids: list[int]) -> list[str]:
-        """Return the text of each token id, one string per id, for display. An id without a text gives its number in
-        angle brackets, such as "<7>".
-        """
+        """For display; "<7>" for an id without a text."""
         return [self.tokenizer.id_to_token(each) or f"<{each}>" for each in ids]
 
 

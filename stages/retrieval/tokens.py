@@ -25,11 +25,7 @@ LONGEST = 4096  # tokens: the memory of attention grows with the square of the l
 
 @dataclass(frozen=True)
 class TokensConfig:
-    """The section [tokens] of project.toml: how texts become token ids. `query_tokens` is the largest number of tokens
-    of a query. `document_tokens` is that of a document. Both count the end token. If `hard` is True, every document
-    that answers a query gets a second row: its text without the name of its function or class. `batch_size` is the
-    number of texts per record batch. Raises ValueError if a number is out of range.
-    """
+    """The section [tokens]: how texts become token ids."""
 
     query_tokens: int = setting(32, f"tokens of a query at most, end token included; at most {LONGEST}")
     document_tokens: int = setting(256, f"tokens of a document at most, end token included; at most {LONGEST}")
@@ -43,22 +39,14 @@ class TokensConfig:
 
 
 def wanted_tokens(ctx: StageContext) -> pa.Table:
-    """Return an Arrow table with one row for every distinct text that needs token ids. `ctx` is the stage's context:
-    its input tables and settings. The columns are `text_id` (a hash of role and text) and `role` ("query" or
-    "document"). Rows are sorted by role, then by `text_id`.
-    """
+    """`text_id` and `role` of every distinct text, by role and text_id."""
     wanted = sorted((row["role"], text_id) for text_id, row in _texts(ctx).items())
     fields = [TOKENS.batch.field(name) for name in ("text_id", "role")]
     return pa.Table.from_pylist([{"text_id": text_id, "role": role} for role, text_id in wanted], schema=pa.schema(fields))
 
 
 def _texts(ctx: StageContext) -> dict[str, Row]:
-    """Return all texts that need token ids. `ctx` is the stage's context: its input tables and settings. The result
-    maps each text_id, a hash, to a dict with `role` ("query" or "document") and `text`. Documents are the texts of all
-    functions, classes or windows of lines. Queries are those of all usable pairs.
-
-    With the setting `hard`, each document that answers a query is added once more, with the function's name removed.
-    """
+    """text_id -> role and text. With `hard`, documents of pairs come a second time, without their names."""
     units = ctx.rows(UNITS).select(["unit_id", "name", "text", "text_id"]).to_pylist()
     pairs = [row for row in ctx.rows(PAIRS).to_pylist() if row["rejected"] is None]
     found = {row["text_id"]: {"role": "document", "text": row["text"]} for row in units}
@@ -71,10 +59,6 @@ def _texts(ctx: StageContext) -> dict[str, Row]:
 
 
 def encode_tokens(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Convert the pending texts to token ids, and yield record batches of the table `tokens`. A text is a query or a
-    document. It is pending if its row is not stored yet. `ctx` is the stage's context: its input tables and settings.
-    If the user asks to stop, end early. Raises ValueError if the tokenizer cannot be used.
-    """
     pending = ctx.pending.to_pylist()
     if not pending:
         return

@@ -30,9 +30,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class VectorsConfig:
-    """The section [vectors] of project.toml. It sets how texts are encoded: the dtype, the batch size, and whether the
-    untuned encoder is used too.
-    """
+    """The section [vectors]: how texts are encoded, and with which encoders."""
 
     precision: Literal["float32", "bfloat16"] = setting(
         "float32", "dtype that the encoder computes in: bfloat16 is faster on a GPU, float32 far faster on a CPU"
@@ -49,11 +47,6 @@ class VectorsConfig:
 
 
 def wanted_vectors(ctx: StageContext) -> pa.Table:
-    """Return the rows that this stage must produce, one for each encoder and text, as an Arrow table. `ctx` is the
-    stage's context: its input tables and settings. The columns are `vector_id`, `encoder`, `text_id` and `role`. The
-    texts are all documents and the queries of the splits "valid" and "test". Raises ValueError if no encoder is left to
-    use.
-    """
     tokens = ctx.rows(TOKENS).select(["text_id", "role"]).to_pylist()
     held_out = {row["query_id"] for row in ctx.rows(PAIRS).to_pylist() if row["rejected"] is None and row["split"] != "train"}
     texts = sorted((row for row in tokens if row["role"] == "document" or row["text_id"] in held_out), key=_text_id)
@@ -63,11 +56,7 @@ def wanted_vectors(ctx: StageContext) -> pa.Table:
 
 
 def encoders(ctx: StageContext) -> dict[str, Path | None]:
-    """Return the encoders to evaluate, as a dict from name to adapter file. `ctx` is the stage's context: its input
-    tables and settings. The untuned encoder has the name "base" and no file (None). It is included if the setting
-    [vectors] `base` is True. The adapter that the stage `train` has written is named by its sha256. It is included if
-    its file exists. Raises ValueError if the dict would be empty.
-    """
+    """Name -> adapter file: "base" -> None, and the sha256 of the trained one. Raises ValueError if there are none."""
     adapter = ctx.files(TRAIN) / ADAPTER
     tuned: dict[str, Path | None] = {file_sha256(adapter): adapter} if adapter.is_file() else {}
     if not tuned and not ctx.config.base:
@@ -80,10 +69,7 @@ def _text_id(row: Row) -> str:
 
 
 def encode_vectors(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Encode the texts whose rows are missing, and yield these rows of the table `vectors` as record batches. `ctx` is
-    the stage's context: its input tables and settings. All texts of one encoder come before those of the next. If no
-    row is missing, no weights are loaded.
-    """
+    """All texts of one encoder, then those of the next. No weights are loaded if nothing is pending."""
     pending = ctx.pending.to_pylist()
     done = 0
     for name, adapter in encoders(ctx).items() if pending else ():
@@ -95,10 +81,6 @@ def encode_vectors(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _encoded(ctx: StageContext, pending: list[Row], adapter: Path | None) -> Iterator[pa.RecordBatch]:
-    """Encode texts with one encoder and yield their rows of the table `vectors` as record batches. `ctx` is the stage's
-    context: its input tables and settings. `pending` holds the key columns of the texts. `adapter` is the adapter file,
-    or None for the untuned encoder. If the user asks to stop, end early.
-    """
     if not pending:
         return
     import mlx.core as mx
@@ -115,6 +97,7 @@ def _encoded(ctx: StageContext, pending: list[Row], adapter: Path | None) -> Ite
                 return
             some = pending[start : start + ctx.config.batch_size]
             tokens.ahead(row["text_id"] for row in some)
+            # One text at a time, so that no row depends on another.
             rows = [_row(row, encoder.encode_ids([tokens.read(row["text_id"])])[0]) for row in some]
             yield VECTORS.table(rows).combine_chunks().to_batches()[0]
     finally:
@@ -124,11 +107,7 @@ def _encoded(ctx: StageContext, pending: list[Row], adapter: Path | None) -> Ite
 
 
 def _row(row: Row, vectors: np.ndarray) -> Row:
-    """Return the row that this stage stores for one text and one encoder, as a dict. `row` holds the columns that
-    identify the text and the encoder. `vectors` is an array of the shape `(tokens, width)`: the encoder's vector for
-    each token of the text. The dict holds the columns of `row`, the number of tokens, the shape of the array, and the
-    array's values as float16. Raises ValueError if a value of the array is not finite, or too large for float16.
-    """
+    """Raises ValueError if a value is not finite in float16."""
     with np.errstate(over="ignore"):  # a value beyond 65504 becomes infinite and is refused
         stored = np.ascontiguousarray(vectors, np.float16)
     if not np.isfinite(stored).all():

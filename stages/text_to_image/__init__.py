@@ -1,7 +1,4 @@
-"""The pipeline text_to_image: a folder of images becomes a FLUX.2 LoRA. One file or folder per stage, named after its table.
-
-A stage imports `imaging` (reading image files), `families`, `stages.models`, `stages.tuner` and `schemas`, but no other stage.
-"""
+"""The pipeline text_to_image: a folder of images becomes a FLUX.2 LoRA. No stage imports another one."""
 
 from stages.pipelines import FamilyRecord, Folder, Pipeline, Weights
 from stages.text_to_image.pages import DETAIL, PAGES

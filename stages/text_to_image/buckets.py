@@ -1,7 +1,7 @@
 """The stage `buckets`: at which size each image is trained, and which part of the image is used (the crop).
 
-A size is counted in cells of 16 x 16 pixels, one cell per token of the transformer: the autoencoder shrinks 8 pixels to 1,
-and the transformer reads patches of 2 x 2. A shape is (i, j): i cells wide, j cells high.
+A size is counted in cells of 16 x 16 pixels, one cell per token of the transformer: the autoencoder shrinks 8 pixels to
+1, and the transformer reads patches of 2 x 2. A shape is (i, j): i cells wide, j cells high.
 """
 
 from __future__ import annotations
@@ -30,13 +30,6 @@ BATCH = 4096  # rows per record batch
 
 @dataclass(frozen=True)
 class BucketsConfig:
-    """The section [buckets] of project.toml: the sizes at which images are trained. `resolutions` are in pixels,
-    multiples of 16. Every image is trained once per resolution R, at an area of at most R x R. `upscale` allows images
-    to be enlarged. `max_shapes` limits the number of shapes (width and height) per resolution. `where` is an SQL
-    condition that chooses images. Raises ValueError if a
-    setting is out of range, or if a resolution occurs twice.
-    """
-
     resolutions: tuple[int, ...] = selects(
         (512, 768), "resolutions R, pixels: every image is trained once per R, at an area of at most R x R", bounds=(16, 4096)
     )
@@ -66,38 +59,26 @@ class BucketsConfig:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The size at which an image is trained, and the crop that is scaled to this size. `width` and `height` are the
-    size in pixels, multiples of 16. `crop_x`, `crop_y`, `crop_w` and `crop_h` are the left edge, top edge, width and
-    height of the crop, in source pixels.
-
-    The values of the crop may be fractions. `scale` is in trained pixels per source pixel. `crop_loss` is the share of
-    the image's area that is cropped away, 0 to 1. `tokens` is the number of cells of 16 x 16 pixels in the size.
-    """
-
-    width: int
+    width: int  # trained pixels, a multiple of 16
     height: int
-    crop_x: float
+    crop_x: float  # source pixels, possibly fractions
     crop_y: float
     crop_w: float
     crop_h: float
-    scale: float
-    crop_loss: float
+    scale: float  # trained pixels per source pixel
+    crop_loss: float  # share of the image's area that is cropped away
     tokens: int
 
 
 def choose_bucket(width: int, height: int, resolution: int, upscale: bool = False, max_shapes: int = 256) -> Bucket | None:
-    """Return the size and the crop at which to train an image of `width` x `height` pixels, as a `Bucket`. The area of
-    the size is at most `resolution` x `resolution` pixels. If `upscale` is False, the image is never enlarged.
-    `max_shapes` limits the number of shapes (width and height) to choose from. Returns None if `upscale` is False and a
-    side is shorter than 16 pixels.
+    """The size (at most `resolution`² pixels) and the crop at which to train an image; None: too small, and not to be
+    enlarged.
 
-    First, the shapes of full area are tried: those that cannot grow within the area. There are at most `max_shapes` of
-    them, portrait and landscape together. The one that crops least is chosen.
-
-    If that shape would enlarge the image and `upscale` is False, the shape is chosen among all smaller ones that fit
-    into the image. Then the sum of two shares is smallest: the share cropped away and the share of pixels given up.
+    The shape of full area that crops least; if that would enlarge the image and `upscale` is False, the smaller shape
+    with the least sum of two shares: of the image, cropped away; and of the pixels, given up.
     """
     if width < height:
+        # Only landscape shapes are listed: a portrait image is turned.
         turned = choose_bucket(height, width, resolution, upscale, max_shapes)
         return turned and _make_bucket(width, height, turned.height // STEP, turned.width // STEP)
     cells = resolution // STEP
@@ -113,28 +94,19 @@ def choose_bucket(width: int, height: int, resolution: int, upscale: bool = Fals
 
 
 def _best_shape(width: int, height: int, i: np.ndarray, j: np.ndarray, area: float | None) -> tuple[int, int]:
-    """Return the shape that suits an image of `width` x `height` pixels best. A shape is (width, height) in cells of 16
-    x 16 pixels. `i` and `j` hold the widths and the heights of the shapes to choose from. If `area` is None, the shape
-    that crops away the smallest share of the image is best. If `area` is a number of cells, the best shape has the
-    smallest sum of two shares: the share of the image that is cropped away, and the share of `area` that is left
-    unused.
-
-    For example, a shape that crops away 10% of the image and has 80% of the cells of `area` has the sum 0.1 + 0.2 =
-    0.3. Of equally good shapes, the largest is returned.
-    """
+    """The shape that crops least; with `area` (cells), least cropped share + unused share of `area`. The largest of equals."""
     skew = (i * height) / (j * width)
     loss = 1 - np.minimum(skew, 1 / skew)
     if area is not None:
         loss = loss + 1 - i * j / area
+    # Rounded, so that equally good shapes compare as equal.
     best = int(np.lexsort((-i * j, np.round(loss, 12)))[0])
     return int(i[best]), int(j[best])
 
 
 def _make_bucket(width: int, height: int, i: int, j: int) -> Bucket:
-    """Return the bucket for an image of `width` x `height` pixels. The image is trained at `i` x `j` cells of 16 x 16
-    pixels. One side of the image is used in full. The other is cropped equally at both ends.
-    """
     across, down = i * STEP, j * STEP
+    # One side is used in full; the other is cropped equally at both ends.
     if across * height >= down * width:
         crop_w, crop_h, scale = float(width), min(float(height), width * down / across), across / width
     else:
@@ -145,20 +117,12 @@ def _make_bucket(width: int, height: int, i: int, j: int) -> Bucket:
 
 @functools.cache
 def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the shapes from which an image's size is chosen, as two int64 arrays. The first array holds the widths and
-    the second the heights, in cells of 16 x 16 pixels. `cells` sets the area: a shape has at most `cells` * `cells`
-    cells. The height is never larger than the width. The narrowest shape comes first. `max_shapes` limits the number of
-    shapes.
-
-    A shape has at most `cells` * `cells` cells and an aspect ratio of at most 8. For `max_shapes`, a shape that is not
-    square counts twice, as landscape and as portrait. All shapes have full area: the height or the width cannot grow by
-    a cell within the limit. If there are too many shapes, some are left out. The remaining shapes are spread evenly
-    over the logarithm of the aspect ratio.
-    """
+    """Widths and heights (int64, width >= height) of shapes that cannot grow within `cells`² cells, narrowest first."""
     full = {(i, cells * cells // i) for i in range(1, cells * cells + 1)}
     full = {(max(shape), min(shape)) for shape in full if max(shape) <= LONGEST * min(shape)}
     ranked = sorted(full, key=lambda shape: shape[0] / shape[1])
     if 2 * len(ranked) - 1 > max_shapes:  # the square counts once, every other shape twice: landscape and portrait
+        # What remains is spread evenly over the logarithm of the aspect ratio.
         aspects = np.log([i / j for i, j in ranked])
         targets = np.linspace(0, aspects[-1], (max_shapes + 1) // 2)
         ranked = sorted({ranked[int(np.abs(aspects - target).argmin())] for target in targets})
@@ -168,15 +132,7 @@ def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the shapes to which images can be cropped, as two int64 arrays: the widths and the heights, in cells of 16
-    x 16 pixels. Each number n from 1 to `cells` gives shapes with an area of at most n * n cells: each width from n
-    upwards, with the greatest height that this area allows. For example, n = 4 allows 16 cells. It gives the shapes 4 x
-    4, 5 x 3, 6 x 2, 7 x 2 and 8 x 2 (width x height). `max_shapes` limits the number of shapes for each n.
-
-    The width is at most 8 times the height. So n = 4 does not give 9 x 1. The result joins the shapes of
-    `_full_shapes(n, max_shapes)` for each n from 1 to `cells`. Each shape is returned once. For `max_shapes`, a shape
-    that is not square counts twice, as landscape and as portrait.
-    """
+    """The shapes of `_full_shapes` for every size up to `cells`, each once."""
     sizes = [np.stack(_full_shapes(size, max_shapes)) for size in range(1, cells + 1)]
     found = np.unique(np.concatenate(sizes, axis=1), axis=1)
     return found[0], found[1]
@@ -186,14 +142,10 @@ def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def wanted_buckets(ctx: StageContext) -> pa.Table:
-    """Return all rows that the table `buckets` should have, with all columns. `ctx` is the stage's context: its input
-    tables and settings. There is one row per usable image and resolution. Rows that are stored already are included.
-    Raises ValueError if no image is usable, or if the setting `where` is wrong or chooses no image.
-
-    All rows are computed again, because this is cheap.
-    """
+    """Raises ValueError if no image is usable, or if `where` is wrong or chooses none."""
     images = usable_rows(ctx.rows(IMAGES).select(["image_id", "path", "width", "height", "rejected", "use"]), references=True)
     sizes = {row["image_id"]: (row["width"], row["height"]) for row in images}
+    # All rows, also stored ones: this is cheap.
     rows = [row for image_id in sorted(sizes) for row in _rows(image_id, *sizes[image_id], ctx.config)]
     if ctx.config.where.strip():
         chosen = select_images(ctx.config.where, ctx.rows(IMAGES), ctx.rows(CHECKS)) | _only_references(ctx)
@@ -202,23 +154,15 @@ def wanted_buckets(ctx: StageContext) -> pa.Table:
 
 
 def _only_references(ctx: StageContext) -> set[str]:
-    """Return the image_ids of images that are used only as references. A reference is an image that the model sees
-    beside the noisy image, in edit training. An image that is trained too is left out. `ctx` is the stage's context:
-    its input tables and settings.
-    """
     found = usable_rows(ctx.rows(IMAGES), references=True)
     return {row["image_id"] for row in found} - {row["image_id"] for row in found if row["use"] != USE}
 
 
 def _rows(image_id: str, width: int, height: int, config: BucketsConfig) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the table `buckets` for one image, as dicts. `image_id` is the image's key in the table, and
-    `width` and `height` are its size in pixels. There is one row per resolution in `config`, the settings [buckets],
-    the lowest first. The column `rejected` is "too_small" if the image has no bucket (trained size and crop) at this
-    resolution. It is "same_crop" if a lower resolution gave the same bucket. Otherwise it is None.
-    """
     seen = set()
     for resolution in sorted(config.resolutions):
         found = _cached_bucket(width, height, resolution, config.upscale, config.max_shapes)
+        # A small image gets the same crop at several resolutions: it is trained once.
         rejected = "too_small" if found is None else "same_crop" if found in seen else None
         seen.add(found)
         values = vars(found or Bucket(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0))
@@ -229,19 +173,14 @@ _cached_bucket = functools.lru_cache(maxsize=65536)(choose_bucket)  # a folder h
 
 
 def write_buckets(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Yield the rows in `ctx.pending` as record batches of at most `BATCH` rows. These rows of the table `buckets` are
-    not stored yet. `wanted_buckets` has already computed all their columns.
-    """
     yield from ctx.pending.select(BUCKETS.batch.names).to_batches(max_chunksize=BATCH)
 
 
 def finish_buckets(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Tell the user about the new rows of the table `buckets`, in one line per resolution. Each line gives the number
-    of images used and the mean share that is cropped away. If the user stopped the run, nothing is printed. `ctx` is
-    the stage's context: its tables and settings. The generator yields no rows.
-    """
+    """Tells the user about the new rows; yields none."""
     if ctx.stop():
         return
+    # References are not trained at these sizes, only seen.
     beside = _only_references(ctx)
     used = [row for row in ctx.pending.to_pylist() if row["rejected"] is None and row["image_id"] not in beside]
     if left_out := {row["image_id"] for row in ctx.pending.to_pylist() if row["rejected"] == "where"}:
@@ -252,12 +191,6 @@ def finish_buckets(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _summary(resolution: int, rows: list[dict[str, Any]]) -> str:
-    """Return one line for the user about the images trained at `resolution`. It gives the number of images, the number
-    of shapes and the mean share cropped away. `rows` are the rows of the table `buckets` for `resolution` that are not
-    rejected. There must be at least one.
-
-    The line also counts images with less than a quarter of `resolution` x `resolution` pixels, if there are any.
-    """
     shapes = len({(row["width"], row["height"]) for row in rows})
     loss = sum(row["crop_loss"] for row in rows) / len(rows)
     small = sum(row["width"] * row["height"] < resolution**2 / 4 for row in rows)

@@ -12,13 +12,10 @@ FORM = 'must be OneTrainer\'s list of concepts, such as [{"name": "cat", "path":
 
 
 def concept_folders(file: Path) -> str:
-    """Convert OneTrainer's list of concepts to entries [[images.folder]] of project.toml, and return the TOML text.
-    `file` is the JSON file with the concepts. A concept is a folder of images. Its number `balancing` becomes the
-    setting `repeats`. If the concepts have the balancing_strategy "SAMPLES", it becomes the setting `weight` instead.
+    """TOML text. A concept's balancing x loss_weight becomes `repeats`, or `weight` with balancing_strategy "SAMPLES".
 
-    Raises ValueError if `file` is no list of concepts, if no concept is enabled, or if a concept cannot be expressed in
-    project.toml. `repeats` or `weight` is multiplied by `loss_weight`. Disabled concepts and those for validation
-    become comments. Relative paths start at the folder of `file`.
+    Disabled concepts and those for validation become comments. Raises ValueError if a concept cannot be expressed in
+    project.toml.
     """
     concepts = read_json(file)
     if not isinstance(concepts, list) or not all(
@@ -59,6 +56,7 @@ def _entry(concept: dict[str, Any], file: Path, by_samples: bool) -> str:
         raise ValueError(f"{file}: concept {name!r}: balancing and loss_weight must be numbers, got {count!r} and {weight!r}")
     lines = [
         "[[images.folder]]",
+        # OneTrainer's relative paths are taken to start at the folder of the file.
         f"path = {toml_string(str(file.parent.resolve() / Path(concept['path']).expanduser()))}",
         f"{'weight' if by_samples else 'repeats'} = {count * weight:g}{'  # with loss_weight' if weight != 1 else ''}",
     ]

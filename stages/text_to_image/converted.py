@@ -1,6 +1,4 @@
-"""A converted copy of a transformer: its weights as they are computed with, cast and packed, in one file of the project. A later
-load reads this file instead of the published ones, which may be many times as large.
-"""
+"""Converted copies of a transformer: its weights as they are computed with, cast and packed, in one file of the project."""
 
 from __future__ import annotations
 
@@ -38,13 +36,9 @@ def load_transformer(
     folder: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Transformer:
-    """Load a transformer and return it. `family` is its model family. `path` is the folder or file with its weights.
-    The weights are cast to `dtype`. `packed` says with how many bits they are packed (quantised); None means not
-    packed. `folder` holds converted copies (the weights after casting and packing), or is None. A copy is read instead
-    of `path`, and written if missing. `say(line)` receives lines for the user. Raises ValueError if weights are
-    missing, damaged or of another model.
+    """Load from the copy in `folder`, or from `path`, and then write the copy. `packed` None: 16 bits.
 
-    The user is told if a copy is written, is damaged, or has no room on the disk.
+    Raises ValueError if weights are missing, damaged or of another model.
     """
     architecture = family.architecture
     pack = packing(architecture, packed) if packed else None
@@ -71,12 +65,7 @@ def load_copy(
     folder: Path,
     say: Callable[[str], None] = lambda line: None,
 ) -> Transformer | None:
-    """Load a transformer from its converted copy, a file with the weights after casting and packing (quantising).
-    Return None if `folder` has no such copy. A damaged copy is deleted, and None is returned. `family` is the model
-    family, and `path` is the folder or file with the original weights. `dtype` is the type that weights are cast to.
-    `packed` says with how many bits they are packed; None means not packed. `say(line)` receives a line for the user;
-    by default, it does nothing.
-    """
+    """None if there is no copy. A damaged one is deleted."""
     weights = _read(_copy_file(folder, path, family, dtype, packed), say)
     if weights is None:
         return None
@@ -88,13 +77,9 @@ def _copy_file(folder: Path, path: Path, family: Family, dtype: mx.Dtype, packed
 
 
 def _key(path: Path, family: Family, dtype: mx.Dtype, packed: Packed | None) -> str:
-    """Return the name of the file for a converted copy, without suffix. It is 16 hex digits, a hash of all that decides
-    the content of the copy. `path` is the folder or file with the original weights. `family` is the model family.
-    `dtype` is the type that weights are cast to. `packed` says with how many bits they are packed (quantised); None
-    means not packed. A weight file counts by its path, size and time of change.
-    """
     from stages.models.weights import weight_files
 
+    # Not by content: the point of a copy is that the original weights need not be read.
     files = [(str(each.resolve()), each.stat().st_size, each.stat().st_mtime_ns) for each in weight_files(path)]
     bits = [packed.base_bits or 16, dict(packed.base_bits_for or {})] if packed else []
     facts = [FORM, files, read_config(path), family.name, str(dtype), bits]
@@ -106,10 +91,7 @@ def _digest_file(file: Path) -> Path:
 
 
 def _digest(file: Path) -> str:
-    """Return a digest of the bytes of `file`, as 64 hex digits.
-
-    It is the sha256 of the sha256 digests of the file's parts. Several threads compute them.
-    """
+    """The sha256 of the sha256 digests of the file's parts, which several threads compute."""
 
     def part(start: int) -> bytes:
         return hashlib.sha256(os.pread(opened.fileno(), PART, start)).digest()
@@ -120,9 +102,6 @@ def _digest(file: Path) -> str:
 
 
 def _read(file: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """Return the weights in a converted copy, as a dict by name. `file` is the copy. If there is no copy, return None.
-    If the copy is damaged, delete it, tell the user with `say`, and return None.
-    """
     if not file.is_file() or not _digest_file(file).is_file():
         return None
     import mlx.core as mx
@@ -140,16 +119,13 @@ def _read(file: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
         say(f"the converted copy {file.name} is damaged; it is made again")
         file.unlink()
         return None
+    # Names are "weight" or, if packed, "weight:part".
     packed = {name.rpartition(":")[0] for name in arrays if ":" in name}
     found: dict[str, Any] = {name: value for name, value in arrays.items() if ":" not in name}
     return found | {name: QuantizedWeight(*(arrays[f"{name}:{part}"] for part in PARTS)) for name in packed}
 
 
 def _write(file: Path, weights: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Write weights into the file `file`, a converted copy. The file appears with all its bytes, or not at all. If the
-    disk has no room or fails, the user is told and no error is raised. `weights` maps names to arrays or packed
-    weights. `say` receives the line for the user.
-    """
     import mlx.core as mx
 
     arrays: dict[str, mx.array] = {}
@@ -172,6 +148,7 @@ def _write(file: Path, weights: Mapping[str, Any], say: Callable[[str], None]) -
         temporary.replace(file)
         _digest_file(file).write_text(digest)
         say(f"a converted copy of {size / 1e9:.3g} GB is kept in {file.parent}; later runs load it")
+    # A copy only saves time: without one, the run goes on.
     except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
         say(f"no converted copy is kept: {' '.join(str(error).split()):.200}")

@@ -1,7 +1,7 @@
 """The table of model families. Code asks a family's record, never its name.
 
-The sizes here are used for weights without a config.json, for weights that the project generates, and to estimate memory; a
-config.json beside the weights comes first.
+The sizes serve where a config.json is missing: for single files, for weights that the project generates, and to
+estimate memory.
 """
 
 from __future__ import annotations
@@ -90,14 +90,7 @@ MICRO_BEGIN: Mapping[str, Mapping[str, Any]] = {
 
 
 def _single_files(tail: str, *text_encoders: str) -> dict[str, tuple[str, ...]]:
-    """Return the usual names of weight files, as a dict from component to a tuple of file names. The components are
-    "transformer", "autoencoder" and "text_encoder". An example is the call `_single_files("klein-4b", "qwen_3_4b",
-    "qwen3-4b")`. The first argument, `tail`, is the end of the transformer's file name: "klein-4b" gives
-    "flux-2-klein-4b.safetensors". All further positional arguments (`*text_encoders`) are possible file names of the
-    text encoder: "qwen_3_4b" gives "qwen_3_4b.safetensors".
-
-    The tuple of a component lists alternative names of one file. This file holds the whole component.
-    """
+    """The usual file names of each component, as alternatives: ("klein-4b", "qwen_3_4b") -> flux-2-klein-4b.safetensors, ..."""
     transformer = (f"flux-2-{tail}.safetensors", f"flux2-{tail}.safetensors")
     return {
         "transformer": transformer,
@@ -212,9 +205,7 @@ FAMILIES: dict[str, Family] = {f.name: f for f in _ALL}
 
 
 def family(name: str) -> Family:
-    """Return the record of the model family called `name`. Raises ValueError if there is no such family. The message has
-    the nearest name.
-    """
+    """Raises ValueError, with the nearest name."""
     if name in FAMILIES:
         return FAMILIES[name]
     near = get_close_matches(name.lower(), FAMILIES, n=1, cutoff=0.4)

@@ -13,13 +13,7 @@ ID_DIGITS = 4  # a text of fewer hex digits is not taken for the start of an ima
 
 
 def find_image(query: Query, need: Callable[[str], Any], text: str) -> list[dict[str, Any]]:
-    """Return the rows of the table `images` that match `text`. The list is empty if nothing matches, and has several
-    rows if `text` is ambiguous. `text` may be a whole path, the start of an image_id, a part of a path or a part of a
-    caption. They are tried in this order, and the first that matches counts. `query` runs SQL on the tables.
-    `need("image_folder")` returns the path of the image folder.
-
-    The start of an image_id has at least 4 hex digits. Of several files with the same bytes, one row is returned.
-    """
+    """Rows of `images`, by path, start of an image_id, part of a path, part of a caption: the first that matches."""
     path = _below(need("image_folder"), text)
     if exact := query("select * from images where path = $path", path=path):
         return exact[:1]
@@ -30,14 +24,13 @@ def find_image(query: Query, need: Callable[[str], Any], text: str) -> list[dict
     for condition, value in ways:
         rows = query(f"select * from images where {condition} order by rejected is not null, path", text=value)
         if rows:
+            # One row of several files with the same bytes: the first that is not rejected.
             return list({row["image_id"] or row["path"]: row for row in reversed(rows)}.values())[::-1]
     return []
 
 
 def _below(folder: Path, text: str) -> str:
-    """Return the path of an existing file relative to the image folder `folder`. `text` is what the user typed, a path
-    or something else. If `text` is not the path of an existing file in the folder, `text` is returned unchanged.
-    """
+    # What the user typed may be a path from the current folder; the table has paths below the image folder.
     try:
         return Path(text).resolve().relative_to(folder.resolve()).as_posix() if Path(text).exists() else text
     except (ValueError, OSError):
@@ -45,10 +38,6 @@ def _below(folder: Path, text: str) -> str:
 
 
 def describe_image(query: Query, image: Row) -> Iterator[str]:
-    """Yield lines for the user about an image file. They give its path, format, size and image_id. If the image is not
-    used, they say why. They also name files with the same bytes. `query` runs SQL on the tables. `image` is a row of the
-    table `images`.
-    """
     kind = f"{image['format'] or 'unknown format'} {image['mode']}".strip()
     size = f"{image['width']} x {image['height']}" if image["width"] else "unknown size"
     frames = f", the first of {image['frames']} frames" if image["frames"] > 1 else ""
@@ -64,9 +53,6 @@ def describe_image(query: Query, image: Row) -> Iterator[str]:
 
 
 def describe_captions(query: Query, image: Row) -> Iterator[str]:
-    """Yield one line per caption of an image. It gives the text, the place where it was found, and its number of tokens.
-    `query` runs SQL on the tables. `image` is a row of the table `images`.
-    """
     rows = query(
         "select text, source, origin, tokens, dropped_tokens from captions left join embeddings using (caption_id) "
         "where image_id = $id and role = 'caption' order by position",
@@ -82,10 +68,6 @@ def describe_captions(query: Query, image: Row) -> Iterator[str]:
 
 
 def describe_buckets(query: Query, image: Row) -> Iterator[str]:
-    """Yield one line per bucket of an image. A bucket is the size to which the image is scaled and cropped at one
-    resolution. The line gives the size and the crop, or says why the bucket is not trained. If the image has no bucket,
-    yield "none". `query` runs SQL on the tables. `image` is a row of the table `images`.
-    """
     rows = query("select * from buckets where image_id = $id order by resolution", id=image["image_id"])
     for row in rows:
         if row["rejected"]:
@@ -99,9 +81,6 @@ def describe_buckets(query: Query, image: Row) -> Iterator[str]:
 
 
 def describe_latents(query: Query, image: Row) -> Iterator[str]:
-    """Yield one line per latent of an image. It gives the latent's shape, statistics and place on disk. If the crop was
-    not encoded, the line says why. `query` runs SQL on the tables. `image` is a row of the table `images`.
-    """
     rows = query(
         "select * from latents where image_id = $id order by width * height, width, flip, crop_x, crop_y", id=image["image_id"]
     )
@@ -118,15 +97,9 @@ def describe_latents(query: Query, image: Row) -> Iterator[str]:
 
 
 def describe_training(query: Query, image: Row) -> Iterator[str]:
-    """Yield lines about the use of an image in training. They say how often it was drawn, at which steps, and with what
-    loss. For a held-out image, its validation loss comes first. `query` runs SQL on the tables. `image` is a row of the
-    table `images`.
-
-    The loss depends mostly on sigma, the noise level. So it is compared with the loss of all samples in the same tenths of
-    sigma.
-    """
     held_out = list(_describe_validation(query, image))
     yield from held_out
+    # A loss depends mostly on sigma, so it is compared with the mean loss of all samples in the same tenths of sigma.
     (drawn,) = query(
         "with drawn as (select * from train where split = 'train'), "
         "levels as (select avg(loss) as level, floor(sigma * 10) as tenth from drawn group by tenth), "
@@ -143,14 +116,6 @@ def describe_training(query: Query, image: Row) -> Iterator[str]:
 
 
 def _describe_draws(query: Query, image: Row, drawn: Row) -> Iterator[str]:
-    """Yield lines that say how training has used an image: the number of draws, the steps and the loss. `query` runs
-    SQL on the tables. `image` is a row of the table `images`. `drawn` is a dict with statistics of the image, such as
-    `times`, the number of draws.
-
-    In `drawn`, `dropped` is the number of draws without the caption. `steps` is the list of steps. `last` is the run's
-    last step. `loss`, `level` and `every` are mean losses: of this image, of all images at the same noise levels, and
-    of all samples.
-    """
     steps = drawn["steps"]
     named = ", ".join(map(str, steps[:STEPS_NAMED])) + (f", ... {steps[-1]}" if len(steps) > STEPS_NAMED else "")
     dropped = f", {_times(drawn['dropped'])} without its caption" if drawn["dropped"] else ""
@@ -166,10 +131,6 @@ def _describe_draws(query: Query, image: Row, drawn: Row) -> Iterator[str]:
 
 
 def _describe_validation(query: Query, image: Row) -> Iterator[str]:
-    """Yield one line with the first, the last and the lowest validation loss of a held-out image. Each is the mean over
-    the image's samples at one step. If the image is not held out, yield nothing. `query` runs SQL on the tables.
-    `image` is a row of the table `images`.
-    """
     found = query(
         "select step, avg(loss) as loss, count(*) as samples from train "
         "where image_id = $id and split = 'validation' group by step order by step",
@@ -182,10 +143,6 @@ def _describe_validation(query: Query, image: Row) -> Iterator[str]:
 
 
 def describe_samples(query: Query, image: Row) -> Iterator[str]:
-    """Yield one line per preview whose prompt is a caption of the image. A preview is an image that the stage `samples`
-    generated. If there is no such preview, yield one line that says so. `query` runs SQL on the tables. `image` is a
-    row of the table `images`.
-    """
     rows = query(
         "select step, path, prompt from samples where caption_id in "
         "(select caption_id from captions where image_id = $id and role = 'caption') order by prompt, step, path",

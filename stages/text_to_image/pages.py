@@ -171,9 +171,7 @@ where images.path = $text and latents.rejected is null and mask is not null and 
 
 
 def mask_picture(columns: int, values: bytes) -> bytes:
-    """Return a mask as the bytes of a grey WebP picture. Every value becomes a square of 8 x 8 pixels. `values` has one
-    byte per value, row by row; 255 is white. `columns` is the number of values in a row.
-    """
+    """A mask (one byte per value, 255 is white) as a WebP picture, 8 x 8 pixels per value."""
     import io
 
     from PIL import Image
@@ -185,15 +183,14 @@ def mask_picture(columns: int, values: bytes) -> bytes:
 
 
 def thumbnail(path: object, longest: int) -> bytes:
-    """Return the picture in the file `path` as WebP, upright, with a longer side of at most `longest` pixels. Raises ValueError
-    if the file is no picture that can be read.
-    """
+    """WebP, upright. Raises ValueError if the file is no picture that can be read."""
     import io
 
     from PIL import Image, ImageOps
 
     try:
         with Image.open(path) as image:  # type: ignore[arg-type]
+            # Lets a JPEG be decoded at a fraction of its size.
             image.draft("RGB", (longest, longest))
             small = ImageOps.exif_transpose(image).convert("RGB")
             small.thumbnail((longest, longest))

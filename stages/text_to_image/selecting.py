@@ -8,12 +8,10 @@ from stages.text_to_image.imaging.usable import usable_rows
 
 
 def select_images(condition: str, images: pa.Table, checks: pa.Table) -> set[str]:
-    """Return the image_ids of the images that are not rejected and meet `condition`. `condition` is an SQL expression
-    such as "blur < 0.6". It may use the columns of `images` and `checks`, which are the tables of these names. Raises
-    ValueError if `condition` is no valid SQL, tries to read a file, or is met by no image that can be trained on.
-    """
+    """The image_ids that meet `condition`. Raises ValueError if it is no valid SQL, reads a file, or none meets it."""
     import duckdb
 
+    # The condition may come from someone else's project.toml: no files, no extensions, and no way to allow them again.
     settings: dict[str, str | bool | int | float | list[str]] = {
         "enable_external_access": "false",
         "autoinstall_known_extensions": "false",
@@ -25,6 +23,7 @@ def select_images(condition: str, images: pa.Table, checks: pa.Table) -> set[str
         connection.register("images", images)
         connection.register("checks", checks.drop_columns(shared))
         try:
+            # The newline ends a `--` comment in the condition.
             query = f"select image_id from images join checks using (image_id) where rejected is null and ({condition}\n)"
             found = {row[0] for row in connection.execute(query).fetchall()}
         except duckdb.Error as error:

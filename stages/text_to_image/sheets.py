@@ -1,6 +1,4 @@
-"""Draw contact sheets: pages of small pictures that show every crop of a project. The parts that a crop cuts away are
-faded.
-"""
+"""Contact sheets: pages of small pictures that show every crop of a project; the parts that a crop cuts away are faded."""
 
 from __future__ import annotations
 
@@ -34,11 +32,7 @@ Row = Mapping[str, Any]
 
 
 def draw_sheets(rows: Sequence[Row], folder: Path, workers: int = 4) -> Iterator[tuple[str, Image.Image]]:
-    """Draw all crops of a project on contact sheets. Yield (file name, picture) for each sheet, such as ("512-2.png",
-    picture). A sheet has at most 40 crops, all of one resolution. `rows` is the result of the SQL query `QUESTION`: one row
-    per crop, the most cropped images first. `folder` is the image folder. `workers` threads decode images. An image that
-    cannot be decoded becomes a grey field.
-    """
+    """(file name, sheet), such as "512-2.png", each of one resolution. `rows`: the result of `QUESTION`."""
     with ThreadPoolExecutor(workers) as pool:
         for resolution in dict.fromkeys(row["resolution"] for row in rows):
             own = [row for row in rows if row["resolution"] == resolution]
@@ -49,10 +43,7 @@ def draw_sheets(rows: Sequence[Row], folder: Path, workers: int = 4) -> Iterator
 
 
 def draw_crop(path: Path, row: Row) -> Image.Image:
-    """Return a small picture of the image at `path`, in mode "RGB", its longer side `CELL` pixels. A red frame marks the
-    crop, and everything outside is faded. `row` has the crop in the columns of the table `buckets`, and the image's size as
-    `image_width` and `image_height`.
-    """
+    """RGB, the longer side `CELL` pixels, a red frame around the crop. A grey field if the image cannot be decoded."""
     width, height = row["image_width"], row["image_height"]
     scale = CELL / max(width, height)
     size = max(1, round(width * scale)), max(1, round(height * scale))
@@ -70,19 +61,12 @@ def draw_crop(path: Path, row: Row) -> Image.Image:
 
 
 def label(row: Row) -> str:
-    """Return the text below a crop on a contact sheet, two or three lines. It has the image's path, the trained size, the
-    share that is cut away, and the factor by which the image is enlarged, if it is. `row` has these as columns of the table
-    `buckets`, and the path as `path`.
-    """
     path = row["path"] if len(row["path"]) <= LETTERS else f"...{row['path'][-LETTERS + 3 :]}"
     facts = f"{row['width']} x {row['height']}, {row['crop_loss']:.0%} cut away"
     return f"{path}\n{facts}" + (f"\nenlarged {row['scale']:.1f} times" if row["scale"] > 1 else "")
 
 
 def draw_sheet(pictures: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
-    """Return one contact sheet: up to `COLUMNS` x `LINES` pictures in a grid, with a label below each. `labels` has one
-    text per picture.
-    """
     lines = -(-len(pictures) // COLUMNS)
     page = Image.new("RGB", (GAP + COLUMNS * (CELL + GAP), GAP + lines * (CELL + LABEL + GAP)), PAPER)
     draw, font = ImageDraw.Draw(page), ImageFont.load_default(FONT)

@@ -45,13 +45,7 @@ BEGIN: Settings = {
 
 
 def project_toml(options: Mapping[str, str]) -> str:
-    """Return the text of project.toml for a new project. `options` maps the names of options of the command `latentmill
-    init` to their values. For example, "family" maps to "klein-base-4b". "images" maps to the image folder, or to a
-    JSON file in which OneTrainer lists folders of images. Raises ValueError if there is no such family or preset, or if
-    the JSON file cannot be read.
-
-    The options are `images`, `family`, `weights`, `trigger` and `preset`.
-    """
+    """`options`: images, family, weights, trigger, preset. Raises ValueError for an unknown family or preset."""
     record = family_record(options["family"])
     trigger = options["trigger"]
     return TEXT.format(
@@ -67,18 +61,13 @@ def project_toml(options: Mapping[str, str]) -> str:
 
 
 def _images(images: str) -> str:
-    """Return the section [images] as TOML text. `images` is the image folder, or OneTrainer's file of concepts."""
     if Path(images).is_file():
         return concept_folders(Path(images))
     return f"[images]\nfolder = {toml_string(images)}  # only read, never written"
 
 
 def preset_settings(name: str, trigger: str) -> Settings:
-    """Return the settings that a new project.toml has. The result is a dict from section to a dict from setting to
-    (value, remark). The remark is the text of a comment in the file. `name` is the name of a preset, whose settings
-    replace the usual ones. If `name` is "", the usual ones are returned. `trigger` is the trigger word, or "". Without
-    a trigger word, settings that need one are left out. Raises ValueError if there is no such preset.
-    """
+    """Section -> setting -> (value, remark). Raises ValueError for an unknown preset; "" is none."""
     if name and name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, 1)
         hint = f'; did you mean "{near[0]}"?' if near else ""
@@ -86,16 +75,14 @@ def preset_settings(name: str, trigger: str) -> Settings:
     preset = PRESETS.get(name, {})
     order = dict.fromkeys([*BEGIN, *preset])
     found = {section: {**BEGIN.get(section, {}), **preset.get(section, {})} for section in sorted(order, key=SECTIONS.index)}
+    # Without a trigger, captions cannot be reduced to it.
     if not trigger and "dropped" in found.get("train.data", {}):
         del found["train.data"]
     return found
 
 
 def toml_sections(record: Family, settings: Settings = BEGIN) -> str:
-    """Return sections of a new project.toml, such as [buckets] and [train], as TOML text. `settings` maps a section to
-    its settings. Each setting maps to a pair (value, remark). `record` is the model family. It may have values of its
-    own. They replace those of `settings`. A section without settings is left out.
-    """
+    """The sections as TOML text. The family's own first values replace those of `settings`."""
     parts = []
     for section, usual in settings.items():
         own = {name: (value, "") for name, value in record.begin.get(section, {}).items()}

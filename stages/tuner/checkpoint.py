@@ -7,8 +7,8 @@
                             state.json              written last: step, memory plan, size and sha256 of the other files
     adapter.safetensors, adapter_ema.safetensors, adapter_best.safetensors   the result: copies out of checkpoints
 
-Every file appears whole or not at all, by the `write_artifact` that the caller passes in. A folder whose state.json agrees with
-its files is a checkpoint; any other folder is ignored. Equal content is equal bytes.
+Every file appears whole or not at all, by the `write_artifact` that the caller passes in. A folder whose state.json
+agrees with its files is a checkpoint; any other folder is ignored. Equal content is equal bytes.
 """
 
 from __future__ import annotations
@@ -44,20 +44,12 @@ SAFETENSORS_DTYPES = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk. `step` is the step after which it was written, and `folder` is its folder. `state` is the parsed
-    content of its file `state.json`.
-    """
-
-    step: int
+    step: int  # after which it was written
     folder: Path
-    state: Mapping[str, Any]
+    state: Mapping[str, Any]  # the content of state.json
 
     def intact(self, *names: str) -> bool:
-        """Return True if all the named files of the checkpoint are undamaged. Pass the names of the files as separate
-        arguments (`*names`), as in `saved.intact("adapter.safetensors", "rows.arrow")`. The size and the sha256 of each
-        file are compared with the file's record in `state.json`. A file that is missing or has no record counts as
-        damaged.
-        """
+        """True if size and sha256 of these files are as recorded. A missing or unrecorded file is not intact."""
         return all(self._intact(name) for name in names)
 
     def _intact(self, name: str) -> bool:
@@ -65,23 +57,17 @@ class Checkpoint:
         return bool(recorded) and not file_damage(self.folder / name, recorded)
 
     def arrays(self, name: str) -> Arrays:
-        """Read one safetensors file of the checkpoint, such as "adapter.safetensors", and return its arrays by name."""
         loaded: Any = mx.load(str(self.folder / name))
         mx.eval(loaded)
         return dict(loaded)
 
     def rows(self) -> pa.Table:
-        """Return the training rows between the previous checkpoint and this one, as a table. Each row is one sample of
-        one step.
-        """
         with pa.ipc.open_file(pa.BufferReader((self.folder / ROWS).read_bytes())) as file:
             return file.read_all()
 
 
 def find_checkpoints(artifacts: Path) -> list[Checkpoint]:
-    """Return the checkpoints below the folder `artifacts` of a run, newest first. A checkpoint counts if its `state.json` can be
-    read. Its other files are not read: call `Checkpoint.intact` to check them.
-    """
+    """Checkpoints with a readable state.json, newest first. Their other files are not looked at: see `Checkpoint.intact`."""
     found = []
     for path in artifacts.glob(f"{FOLDER}/step-*/{STATE}"):
         # The file may be damaged, or written by another program.
@@ -97,17 +83,12 @@ def save(
     step: int,
     adapter: Arrays,
     optimizer: Arrays,
-    rows: pa.Table,
-    metadata: Mapping[str, str],
-    facts: Mapping[str, Any],
-    averaged: Arrays | None = None,
+    rows: pa.Table,  # since the previous checkpoint
+    metadata: Mapping[str, str],  # for the headers of the adapter files
+    facts: Mapping[str, Any],  # further entries of state.json
+    averaged: Arrays | None = None,  # [train.ema]
 ) -> Checkpoint:
-    """Write the checkpoint of training step `step` and return it. `write_artifact(name, write)` creates a file by calling
-    `write(path)`. `adapter` and `optimizer` (its state) map names to arrays. `rows` holds the rows of the run's table since the
-    previous checkpoint. `metadata` maps keys to texts for the headers of adapter files. `facts` maps further keys of
-    `state.json` to values. `averaged` is the running average of the adapter, as name -> array, or None. Raises ValueError if a
-    value of an array is not finite.
-    """
+    """Raises ValueError if a value is not finite."""
     inside = f"{FOLDER}/step-{step:06d}"
     header = {**metadata, "step": str(step)}
     arrays = {ADAPTER: (adapter, header), OPTIMIZER: (optimizer, {"step": str(step)})}
@@ -120,29 +101,21 @@ def save(
     written[ROWS] = write_artifact(f"{inside}/{ROWS}", functools.partial(write_rows, rows=rows))
     files = {name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)} for name, path in written.items()}
     state = {"step": step, **facts, "files": files}
+    # Last: a folder without state.json is no checkpoint.
     text = json.dumps(state, indent=1, sort_keys=True)
     return Checkpoint(step, write_artifact(f"{inside}/{STATE}", functools.partial(_write_text, text=text)).parent, state)
 
 
 def publish(write_artifact: WriteArtifact, final: Checkpoint, best: Checkpoint | None = None) -> None:
-    """Copy the adapter of the checkpoint `final` to the top of the artifacts folder. It is then the result of the run.
-    An averaged adapter is copied too, if there is one. `best` is the checkpoint with the lowest validation loss, or
-    None. Its adapter is copied as `adapter_best.safetensors`. `write_artifact(name, write)` creates a file by calling
-    `write(path)`.
-
-    `adapter.safetensors` is written last: if it exists, the result is complete.
-    """
     if best:
         write_artifact(BEST, functools.partial(_copy, best.folder / ADAPTER))
+    # ADAPTER last: if it exists, the result is complete.
     for name in (EMA, ADAPTER):
         if name in final.state["files"]:
             write_artifact(name, functools.partial(_copy, final.folder / name))
 
 
 def header_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata in the header of the safetensors file `path`, as a dict of texts. If the file is missing or
-    its header cannot be read, return {}.
-    """
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -153,29 +126,16 @@ def header_metadata(path: Path) -> dict[str, str]:
 
 
 def header_step(path: Path) -> int | None:
-    """Return the training step that the header of the adapter file `path` names. Return None if the file is missing or
-    its header names none.
-    """
     step = header_metadata(path).get("step", "")
     return int(step) if str(step).isdecimal() else None
 
 
 def published_step(artifacts: Path) -> int | None:
-    """Return the training step of the adapter file that lies directly in the folder `artifacts` of a run. The step is
-    read from the header of the file. Return None if the file is missing or its header gives no step.
-    """
     return header_step(artifacts / ADAPTER)
 
 
 def is_published(artifacts: Path, step: int, best: int | None = None) -> bool:
-    """Return True if the adapter files at the top of the folder `artifacts` come from the right checkpoints. `step` is the
-    training step of the checkpoint for `adapter.safetensors`. `best` is the step of the checkpoint for
-    `adapter_best.safetensors`. If `best` is None, that file is not checked.
-
-    The header of each file must name the step. The size and the sha256 of each file must be those that the checkpoint records.
-    If the checkpoint of step `step` has an averaged adapter, that file is checked too. If a checkpoint no longer exists, only
-    the header is checked.
-    """
+    """True if the adapters at the top are those of these steps. Where a checkpoint is gone, only the header is compared."""
     recorded = {saved.step: saved.state["files"] for saved in find_checkpoints(artifacts)}
     expected = [(ADAPTER, step, ADAPTER)]
     expected += [(EMA, step, EMA)] if EMA in recorded.get(step, {}) else []
@@ -188,10 +148,7 @@ def is_published(artifacts: Path, step: int, best: int | None = None) -> bool:
 
 
 def adapter_damage(path: Path) -> str:
-    """Return what is wrong with the adapter file `path` of a run, as text, or "" if nothing is. The file lies in a
-    checkpoint's folder or at the top of the artifacts folder. Its sha256 is compared with that in the checkpoint's
-    `state.json`. If no checkpoint records the file, the result is "".
-    """
+    """What is wrong with an adapter, in a checkpoint or at the top, in words; "" if nothing is or no checkpoint records it."""
     inside = path.parent.parent.name == FOLDER
     artifacts = path.parents[2] if inside else path.parent
     step = header_step(path)
@@ -202,15 +159,13 @@ def adapter_damage(path: Path) -> str:
     elif (artifacts / FOLDER).is_dir() and path.is_file() and step is None:
         return "is damaged: its header cannot be read"
     else:
+        # A copy at the top: the header names the checkpoint that it was copied from.
         saved = next((saved for saved in find_checkpoints(artifacts) if saved.step == step), None)
     record = saved.state["files"].get(ADAPTER if path.name == BEST else path.name) if saved else None
     return file_damage(path, record) if record else ""
 
 
 def file_damage(path: Path, record: Mapping[str, Any]) -> str:
-    """Describe the damage of the file `path` in words, or return "". `record` holds the "bytes" and the "sha256" that
-    it should have.
-    """
     if not path.is_file():
         return "is missing"
     if path.stat().st_size != record["bytes"]:
@@ -219,14 +174,7 @@ def file_damage(path: Path, record: Mapping[str, Any]) -> str:
 
 
 def damaged_checkpoints(artifacts: Path) -> dict[int, str]:
-    """Return the damaged checkpoints of a run, as a dict from training step to a description. `artifacts` is the run's
-    folder. A checkpoint is damaged if a file is missing or has the wrong size, or if its `state.json` cannot be read.
-    File contents are not compared.
-
-    A folder without `state.json` counts only if a later checkpoint is readable, or if the run's own adapter is of this
-    step or a later one. Otherwise an interrupted write left the folder. Optimizer states and empty folders are not
-    checked.
-    """
+    """Step -> what is wrong, in words, from file sizes alone; contents are not hashed."""
     saved = {one.step: one for one in find_checkpoints(artifacts)}
     written = max(published_step(artifacts) or 0, *saved, 0)
     problems: dict[int, str] = {}
@@ -239,6 +187,7 @@ def damaged_checkpoints(artifacts: Path) -> dict[int, str]:
             names = [name for name in saved[step].state["files"] if name != OPTIMIZER]  # old optimizer states are deleted
             bad = [name for name in names if not _has_size(folder / name, saved[step].state["files"][name])]
             problems |= {step: f"{folder / bad[0]} is missing or cut short"} if bad else {}
+        # Without state.json and after everything that was written: an interrupted write, no damage.
         elif path.exists() or step <= written:
             problems[step] = f"{path} {'is damaged' if path.exists() else 'is missing'}"
     return problems
@@ -249,40 +198,31 @@ def _has_size(path: Path, record: Mapping[str, Any]) -> bool:
 
 
 def delete_incomplete(artifacts: Path, after: int) -> None:
-    """Delete the folders of checkpoints after step `after` that have no `state.json`: their writing was interrupted.
-    `artifacts` is the run's folder.
-    """
     for folder in artifacts.glob(f"{FOLDER}/step-*"):
         digits = folder.name.removeprefix("step-")
+        # Their writing was interrupted.
         if digits.isdigit() and int(digits) > after and not (folder / STATE).exists():
             shutil.rmtree(folder)
 
 
 def prune(artifacts: Path, step: int, last: int) -> None:
-    """Delete the optimizer states of old checkpoints. `artifacts` is the run's folder. Only checkpoints up to and including
-    step `step` are considered. The newest `last` of these checkpoints keep their optimizer states, and the optimizer states of
-    the older ones are deleted. If `last` is 0, the newest one still keeps its optimizer state. Adapters are never deleted.
-    """
+    """Delete optimizer states up to `step`, except the newest `last` (at least one)."""
     for saved in [saved for saved in find_checkpoints(artifacts) if saved.step <= step][max(last, 1) :]:
         (saved.folder / OPTIMIZER).unlink(missing_ok=True)
 
 
 def prune_timed(artifacts: Path, step: int) -> None:
-    """Delete the timed checkpoints before step `step`. A timed checkpoint is one that was written because a time
-    interval had passed. `artifacts` is the folder of the run. Call this after a new timed checkpoint is written.
-
-    The table rows of the earlier checkpoints are committed by then.
-    """
+    """Delete earlier checkpoints that were written only because time had passed. Their rows are in the table by then."""
     for saved in find_checkpoints(artifacts):
         if saved.state.get("timed") and saved.step < step:
+            # State first: an interrupted deletion leaves no checkpoint behind.
             (saved.folder / STATE).unlink(missing_ok=True)  # first: a folder without it is no checkpoint
             shutil.rmtree(saved.folder, ignore_errors=True)
 
 
 def write_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
-    """Write the arrays to the safetensors file `path`, sorted by name, with `metadata` in the header. Equal content gives equal
-    bytes. Raises ValueError if a value is not finite.
-    """
+    """Raises ValueError if a value is not finite."""
+    # Not mx.save_safetensors: names and header are sorted here, so that equal content is equal bytes.
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name in sorted(arrays):
@@ -291,6 +231,7 @@ def write_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[s
         entries[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [end, end + value.nbytes]}
         end += value.nbytes
     header = json.dumps(entries, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    # Padded so that the arrays begin at a multiple of 8 bytes, as the safetensors library does.
     header += b" " * (-len(header) % 8)
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
@@ -302,7 +243,6 @@ def write_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[s
 
 
 def write_rows(path: Path, rows: pa.Table) -> None:
-    """Write the table `rows` to the file `path` in the Arrow IPC format."""
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, rows.schema) as writer:
         writer.write_table(rows)
 

@@ -1,7 +1,4 @@
-"""The settings of [train] that any training run has. A pipeline's own [train] inherits them and adds what its data need.
-
-An absent nested section is off; a present one is on, with the defaults of its fields.
-"""
+"""The settings of [train] that any training run has. A pipeline's own [train] inherits them and adds what its data need."""
 
 from __future__ import annotations
 
@@ -20,10 +17,6 @@ from stages.tuner.schedule import Schedule, Shape
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The settings [train.optimizer]. If a number is not set, the chosen method's default applies. Raises ValueError if a
-    number is out of range or the method does not have it.
-    """
-
     kind: MethodName = setting(  # noqa: RUF009
         "adamw", "adamw8bit: a quarter of its memory; adafactor: almost none; lion: one moment; prodigy: finds its own rate"
     )
@@ -41,24 +34,17 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        # Raises for numbers that the method does not have.
         self.method()
 
     def method(self) -> Method:
-        """Return the optimizer that these settings describe. Its kind is the field `kind`. A number that is not set
-        keeps the optimizer's default. Raises ValueError if a number is out of range or if this kind does not have it.
-        """
         numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "kind"}
         return make_optimizer(self.kind, **{name: value for name, value in numbers.items() if value is not None})
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The settings [train.schedule] of the learning rate. The rate rises during the warm-up. It then stays constant or
-    falls to `floor`, depending on `shape`.
-
-    The rate of a step does not depend on [train] `steps`. A run can therefore be made longer later.
-    """
-
+    # Nothing here depends on [train] steps, so that a run can be made longer later.
     shape: Shape = setting("constant", "after the warm-up: constant, or down to the floor")  # noqa: RUF009
     warmup_steps: int = setting(
         100, "steps in which the rate rises to lr; AdamW's second moments need about so many", bounds=(0, 1_000_000)
@@ -74,9 +60,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class EmaConfig:
-    """The settings [train.ema]: keep a running average of the adapter over the steps. Useful if the checkpoints of a run
-    differ a lot.
-    """
+    """The section [train.ema]: a running average of the adapter, useful if the checkpoints of a run differ a lot."""
 
     decay: float = setting(
         0.99, "0.99 averages over about 100 steps, right for a run of 1000; 0.999 suits 10,000", bounds=(0.0, 0.9999999)
@@ -88,8 +72,6 @@ class EmaConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """The settings [train.validation] of any training: when held-out samples are measured, and when a run ends early."""
-
     every: int = setting(100, "steps between two measurements; the first is before the first step", bounds=(1, 1_000_000))
     patience: int | None = selects(
         None, "end the run after so many measurements in a row without a better one; unset: never", bounds=(1, 1_000_000)
@@ -102,8 +84,6 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The settings [train] that every kind of training has. A pipeline's own [train] inherits from this class."""
-
     steps: int = selects(
         1500, "optimizer steps in all; raise it later and the run goes on from where it ended", bounds=(1, 1_000_000)
     )
@@ -152,6 +132,7 @@ class TrainingConfig:
     )
     optimizer: OptimizerConfig = setting(OptimizerConfig(), "the method and its numbers")  # noqa: RUF009
     schedule: ScheduleConfig = setting(ScheduleConfig(), "the learning rate over the steps")  # noqa: RUF009
+    # An absent section that may be None is off; a present one is on, with the defaults of its fields.
     validation: ValidationConfig | None = setting(None, "samples held out, to measure the run by")  # noqa: RUF009
     ema: EmaConfig | None = setting(None, "an average of the adapter, kept beside it")  # noqa: RUF009
     memory: Literal["auto", "whole", "blocks"] | int = runtime(
@@ -214,29 +195,20 @@ class TrainingConfig:
 
     @property
     def trained_whole(self) -> tuple[str, ...]:
-        """Name patterns of the Linears that are trained in full instead of with an adapter. The default is an empty
-        tuple. Subclasses may override it.
-        """
+        """Patterns of Linears that are trained in full instead of with an adapter. Subclasses override it."""
         return ()
 
     def learning_rate(self) -> Schedule:
-        """Build the learning-rate schedule. Its method `at(step)` returns the learning rate of a step; steps count from 1."""
         s = self.schedule
         return Schedule(self.lr, s.shape, s.warmup_steps, s.decay_steps, s.floor)
 
     @property
     def measured_at_once(self) -> int:
-        """The number of held-out samples that a measurement computes together. It depends on the settings alone, not on free
-        memory. With micro_batch = "auto" it is 1.
-
-        The number changes the last bits of a loss, and so possibly the choice of the best checkpoint.
-        """
+        # From the settings alone, never from free memory: it changes the last bits of a loss, and so which checkpoint is
+        # best.
         return 1 if self.micro_batch == "auto" else min(self.batch_size, self.micro_batch or self.batch_size)
 
 
 def longest_first(patterns: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return `patterns` as a dict with the longest pattern first. `patterns` maps patterns of Linear names, such as
-    "*.to_q", to values such as ranks. Patterns of equal length are in alphabetical order. If the caller takes the first
-    pattern that matches a name, it is the longest one. If `patterns` is None, the result is an empty dict.
-    """
+    """Sorted so that the first pattern that matches a name is the longest; equal lengths alphabetically."""
     return dict(sorted((patterns or {}).items(), key=lambda item: (-len(item[0]), item[0])))

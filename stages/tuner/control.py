@@ -4,10 +4,8 @@
     checkpoint   write a checkpoint and go on
     pause        write a checkpoint and wait, with everything in memory, until the file is gone
 
-The program looks for the files after each step, so that no step is left half done. `stop`, like an interrupt, is also looked for
-before the first step and between the micro-batches of a measurement; the next command repeats that measurement. `stop` and
-`checkpoint` are removed once they have taken effect. A `stop` that exists when the command begins was meant for an earlier run
-and is removed without effect.
+The files are looked for after each step; `stop` also before the first one and between the micro-batches of a
+measurement, which the next command then repeats. `stop` and `checkpoint` are removed once they have taken effect.
 """
 
 from __future__ import annotations
@@ -25,34 +23,22 @@ POLL_SECONDS = 0.2  # between two checks whether the file `pause` exists
 
 @dataclass
 class Control:
-    """Watch for requests to stop, pause or save a running training. A request is a file `stop`, `pause` or `checkpoint`
-    in the folder `ctx.artifacts`, or an interrupt. The limits `stop_after_steps` and `stop_after_minutes` of `config`
-    end the run too. Call `after_step()` after each step.
-
-    A file `stop` that exists at the start is deleted without effect. `clock()` returns seconds, and `sleep(seconds)`
-    waits. Tests replace both.
-    """
-
     ctx: TrainingContext
     config: TrainingConfig
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = time.monotonic  # tests replace it and `sleep`
     sleep: Callable[[float], None] = time.sleep
     steps_done: int = 0
     ending: bool = False  # the run is to end before its last step
     pausing: bool = False  # the file `pause` existed after the last step
     began: float = field(init=False)
-    last_saved: float = field(init=False)
+    last_saved: float = field(init=False)  # `began` before the first checkpoint
 
     def __post_init__(self) -> None:
         self.began = self.last_saved = self.clock()
+        # A `stop` that is there already was meant for an earlier run.
         self._take(STOP)
 
     def after_step(self) -> None:
-        """Count a finished training step, and set the attributes `ending` and `pausing`. `ending` becomes True if the user has
-        requested a stop, or if a limit in the settings is reached. `pausing` is True if the file `pause` exists.
-
-        If the run must end, `ctx.pause(reason)` shows the reason to the user. After an interrupt, no reason is shown.
-        """
         self.steps_done += 1
         self.pausing = self._pause_requested
         minutes = (self.clock() - self.began) / 60
@@ -65,25 +51,18 @@ class Control:
             self._end(f"stopped after {minutes:.1f} minutes, as [train] stop_after_minutes says")
 
     def wants_checkpoint(self) -> bool:
-        """Return True if a checkpoint is due after this step. It is due if the run ends early, if it is about to pause, or if the
-        file `checkpoint` exists. The file `checkpoint` is deleted.
-        """
+        """True if one was asked for, or the run ends or pauses. Deletes the file `checkpoint`."""
         return self._take(CHECKPOINT) or self.ending or self.pausing
 
     def overdue(self) -> bool:
-        """Return True if the last checkpoint is at least `train.checkpoint_minutes` old. Before the first checkpoint,
-        the time since the start of the run counts.
-        """
         return self.clock() - self.last_saved >= 60 * self.config.checkpoint_minutes
 
     def saved(self) -> None:
-        """Record the current time as the time of the last checkpoint."""
         self.last_saved = self.clock()
 
     def stop_requested(self) -> bool:
-        """Return True if the run must end before its last step. The reasons are an interrupt, the file `stop` and a
-        limit of steps or minutes. If the file `stop` exists, the call deletes it.
-        """
+        """Like `ending`, but looks for an interrupt and the file `stop` first. Deletes the file."""
+        # No `ctx.pause(reason)` after an interrupt: whoever pressed Ctrl-C knows why the run ends.
         if self.ctx.stop():
             self.ending = True
         elif self._take(STOP):
@@ -91,11 +70,6 @@ class Control:
         return self.ending
 
     def wait_while_paused(self) -> None:
-        """If the run is paused, wait until the user deletes the file `pause` or the run must end. Otherwise, return at once.
-        One line tells the user how to continue.
-
-        The run is paused if the last call of `after_step` found the file `pause`. A run that must end is not paused.
-        """
         if not self.pausing or self.ending:
             return
         self.ctx.say(f"paused; remove {self.ctx.artifacts / PAUSE} to go on")
@@ -108,7 +82,6 @@ class Control:
         return (self.ctx.artifacts / PAUSE).exists()
 
     def _take(self, name: str) -> bool:
-        """Delete the control file `name`. Return True if it existed."""
         try:
             (self.ctx.artifacts / name).unlink()
         except FileNotFoundError:

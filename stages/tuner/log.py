@@ -18,11 +18,6 @@ SMOOTHED = 50  # steps whose mean is the smoothed loss
 
 
 class Summary:
-    """The state of a training run, formatted as one line for the terminal. Call `after` once per step to get the line.
-    `config` holds the settings [train]. `past` holds the rows of earlier steps, dicts with the keys `step`, `split` and
-    `loss`.
-    """
-
     def __init__(self, config: TrainingConfig, past: Iterable[Row]) -> None:
         self.config = config
         self.losses: deque[float] = deque(maxlen=SMOOTHED)  # the mean loss of each of the last steps
@@ -33,10 +28,7 @@ class Summary:
         self.losses.extend(_mean(losses) for _, losses in sorted(steps.items()))
 
     def after(self, rows: Sequence[Row], validation: Validation) -> str:
-        """Return one line about the training run after a step. For example, it is "loss 0.6120, held out 0.6400, lr
-        0.0003, checkpoint in 12 steps, 1.9 GB". The loss is the mean of the last 50 steps. `rows` are the new rows of
-        the table `train`. `validation` has the losses of held-out samples.
-        """
+        """One line, such as "loss 0.6120, held out 0.6400, lr 0.0003, checkpoint in 12 steps, 1.9 GB". Call it once per step."""
         trained = [row for row in rows if row["split"] == TRAIN]
         step, lr, peak = (trained[0][name] for name in ("step", "lr", "peak_bytes"))
         self.losses.append(_mean([row["loss"] for row in trained]))
@@ -59,9 +51,6 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def warn(say: Callable[[str], None], task: Task[Any, Any]) -> None:
-    """Pass one warning line to `say` for each setting that is valid but rarely intended. `task` is the training task:
-    its data, its model and its settings.
-    """
     for line in task.warnings():
         say(line)
     if task.config.precision == "bfloat16" and mx.default_device() == mx.cpu:
@@ -71,7 +60,6 @@ def warn(say: Callable[[str], None], task: Task[Any, Any]) -> None:
 
 
 def schedule_warnings(config: TrainingConfig) -> Iterator[str]:
-    """Yield a warning for the user if warm-up and decay of the learning rate do not fit the number of steps in `config`."""
     s, end = config.schedule, config.schedule.warmup_steps + config.schedule.decay_steps
     if config.steps <= s.warmup_steps:
         yield (
@@ -84,13 +72,6 @@ def schedule_warnings(config: TrainingConfig) -> Iterator[str]:
 
 
 def announce(ctx: TrainingContext, task: Task[Any, Any], training: TrainingStep, steps: range) -> None:
-    """Print what the run is about to do. `ctx` is the run's context: its folder and its function for messages. `task`
-    supplies the settings and a description. `training` is the model with its adapter. `steps` are the steps to do. It
-    is empty if only a measurement on held-out samples is left.
-
-    The lines name the folder of control files, the adapter's variant, rank and size, the steps, and the task's
-    description.
-    """
     values = sum(value.size for value in training.adapter.values())
     ranks = sorted({target.rank for target in training.targets})
     adapter = f"{task.config.variant} of rank {' to '.join(map(str, sorted({ranks[0], ranks[-1]})))}"

@@ -1,11 +1,8 @@
 """The training loop: the order of steps, measurements and checkpoints. A task (task.py) supplies model, data and loss.
 
-The samples of a step depend on (seed, step) alone, and a checkpoint holds all other state. So a run that is stopped, killed or
-made longer ends with the same bits as an uninterrupted run. With several ranks (ranks.py), rank 0 decides and writes. The others
-take the same steps and yield nothing.
-
-After each step, the loop builds the step's rows, checks its health, measures held-out samples if that is due, writes a
-checkpoint if one is due, and then yields the rows. Rows come after their checkpoint, so that stored rows imply a result.
+The samples of a step depend on (seed, step) alone, and a checkpoint holds all other state. So a run that is stopped,
+killed or made longer ends with the same bits as an uninterrupted run. With several ranks (ranks.py), rank 0 decides and
+writes.
 """
 
 from __future__ import annotations
@@ -37,15 +34,14 @@ from stages.tuner.validation import TRAIN, VALIDATION, Validation
 
 
 def train(ctx: TrainingContext, task: Task[Any, Any], control: Control) -> Iterator[pa.RecordBatch]:
-    """Train from the newest usable checkpoint to the last step and publish the adapter. Yields the rows of the run's table as
-    record batches, step by step. `ctx` gives the run's folder and stored rows. `task` gives the data, the model and the loss.
-    `control` holds requests such as stop and pause. Raises ValueError if the run cannot continue.
+    """Train from the newest usable checkpoint to the last step, publish the adapter, and yield the rows of the run's
+    table.
 
-    If a request ends the run early, a checkpoint is written first. If every row is stored and the result is published,
-    nothing is done.
+    A request that ends the run early writes a checkpoint first. Raises ValueError if the run cannot continue.
     """
     ranks = connect()
     check_ranks(ctx, task.config, ranks)
+    # The checkpoints lie with rank 0; the others get its decision.
     start = ranks.first(next_start(ctx, task) if ranks.leads else None)
     if start is None:
         return
@@ -54,9 +50,7 @@ def train(ctx: TrainingContext, task: Task[Any, Any], control: Control) -> Itera
 
 
 def next_start(ctx: TrainingContext, task: Task[Any, Any]) -> Start | None:
-    """Return the point from which the run continues, or None if nothing is left to do. `ctx` is the run's context: its rows and
-    folder. `task` supplies data, model and settings. Incompletely written checkpoints after that point are deleted.
-    """
+    """Where the run goes on; None: every row is stored and the result is published."""
     validation = validation_of(task)
     validation.add_table(ctx.stored)
     last = validation.last_step
@@ -65,32 +59,25 @@ def next_start(ctx: TrainingContext, task: Task[Any, Any]) -> Start | None:
     if not ctx.pending.num_rows and checkpoint.is_published(ctx.artifacts, last, validation.best_step):
         return None
     start = find_start(ctx, last)
+    # Later folders would be taken for damaged checkpoints once the run passes them.
     checkpoint.delete_incomplete(ctx.artifacts, start.step)
     return start
 
 
 def last_step(task: Task[Any, Any], stored: pa.Table) -> int:
-    """Return the number of the run's last step: [train] `steps`, or a smaller number if early stopping ended the run. `task`
-    supplies data, model and settings. `stored` holds the rows with the measurements.
-    """
+    """The last step of a run: [train] `steps`, or an earlier one at which early stopping ended it."""
     validation = validation_of(task)
     validation.add_table(stored)
     return validation.last_step
 
 
 def validation_of(task: Task[Any, Any]) -> Validation:
-    """Return a new `Validation` for the run of `task`. It contains no losses yet. It decides when held-out samples are
-    measured and when the run ends early.
-    """
     held_out = task.held_out
     return Validation(task.config.validation if held_out else None, held_out.count if held_out else 0, task.config.steps)
 
 
 def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPlan | None = None) -> TrainingStep:
-    """Load the model of `task`, and return it as a `TrainingStep` with an adapter and an optimizer. `start` is the checkpoint to
-    continue from, or None. `plan` is the memory plan; with None, all blocks keep their activations. Raises ValueError if the
-    adapter [train] `initial` does not fit.
-    """
+    """Model, adapter and optimizer at `start`. Raises ValueError if the adapter [train] `initial` does not fit."""
     initial = None if start else task.initial_adapter()
     model = task.load_model()
     targets = choose_targets(model.linears(), task.config)
@@ -104,15 +91,11 @@ def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPl
 
 
 class TrainingRun:
-    """One run of the training loop. Call `go` to run it. `ctx` is the run's context, `task` supplies data, model and loss, and
-    `control` stops or pauses the run. It begins at `start`: a checkpoint, or step 0. `ranks` are the processes that train
-    together, or None if this process trains alone.
-    """
-
     def __init__(
         self, ctx: TrainingContext, task: Task[Any, Any], control: Control, start: Start, ranks: Ranks | None = None
     ) -> None:
         self.ctx, self.task, self.control, self.start, self.ranks = ctx, task, control, start, ranks or Ranks()
+        # A run that begins again ignores the stored rows: they are made again with the same values.
         past = [row for row in ctx.stored.to_pylist() if row["step"] <= start.step and start.checkpoint] + start.recovered
         self.past = self.ranks.first(past)
         self.validation = validation_of(task)
@@ -128,13 +111,10 @@ class TrainingRun:
 
     @property
     def finished(self) -> bool:
-        """True if the run starts from the checkpoint of its last step, so that no step remains."""
+        """True if the run resumes from its last step: only a measurement or publishing can be left."""
         return self.start.checkpoint is not None and self.start.step >= self.validation.last_step
 
     def go(self) -> Iterator[pa.RecordBatch]:
-        """Take the remaining training steps, if there are any, and publish the trained adapter. Yields the rows of each
-        step and each measurement as record batches. Ends early if a stop is requested, such as by Ctrl-C.
-        """
         if not self.finished or self.unmeasured:
             self.prepare()
             if self.ranks.agreed(self.control.stop_requested()):
@@ -149,12 +129,10 @@ class TrainingRun:
             yield from self.take_steps()
 
     def prepare(self) -> None:
-        """Choose the memory plan, load the model, the adapter and the optimizer's state, and print what is trained. Sets `plan`
-        and `training`.
-        """
         warn(self.ctx.say, self.task)
         configure_scheduler()  # must come before the first MLX array
         self.plan = self.task.memory_plan(self.start.checkpoint)
+        # Ranks other than 0 start fresh, and `same_state` gives them the adapter and the optimizer's state.
         self.training = load_training(self.task, self.start.checkpoint if self.ranks.leads else None, self.plan)
         self.training.ranks = self.ranks
         same_state(self.training, self.ranks)
@@ -163,14 +141,9 @@ class TrainingRun:
 
     @property
     def steps(self) -> range:
-        """The numbers of the steps that remain, from the step after the start to [train] `steps`."""
         return range(self.start.step + 1, self.task.config.steps + 1)
 
     def take_steps(self) -> Iterator[pa.RecordBatch]:
-        """Take the remaining training steps, and yield the rows of each step as record batches. Checkpoints are written
-        when they are due. The iterator ends after the last step. It ends earlier if a stop is requested or early
-        stopping ends the run.
-        """
         schedule = self.task.config.learning_rate()
         began = time.perf_counter()
         for step, batches, waited in Loader(self.task, self.steps, self.ranks):
@@ -187,7 +160,9 @@ class TrainingRun:
             rows += self.measure(shared)
             began = time.perf_counter()
             self.control.after_step()
+            # One exchange for all three: every rank must take the same branch, or they wait for each other forever.
             saves, pauses, ends = self.ranks.first((self.saves_after(step), self.control.pausing, self.control.ending))
+            # Saved before the rows are yielded: stored rows imply a checkpoint that holds their result.
             if saves:
                 self.save(step)
             yield from record_batches(self.task.schema, rows)
@@ -198,14 +173,11 @@ class TrainingRun:
                 return
 
     def compute(self, batches: Sequence[MicroBatch], lr: float, ratio: bool) -> StepResult:
-        """Take one optimizer step and return its result. `batches` hold all samples of the step. `lr` is the learning
-        rate. If `ratio` is true, `update_ratio` of the result is the length of the update divided by the length of the
-        adapter. With micro_batch = "auto", the peak memory of this step decides the size of the next step's
-        micro-batches.
-        """
+        """One optimizer step. With micro_batch = "auto", its peak memory sets the micro-batch of the next one."""
         training = self.training
         if training.max_tokens is None:
             return training.step(batches, lr, ratio)
+        # The peak of this step alone is wanted, so MLX's count is reset; the run's peak is kept here.
         self.earlier_peak = self.peak
         mx.reset_peak_memory()
         result = training.step(batches, lr, ratio)
@@ -218,22 +190,15 @@ class TrainingRun:
 
     @property
     def peak(self) -> int:
-        """The peak memory of the run so far, in bytes, as MLX counts it."""
         return max(self.earlier_peak, mx.get_peak_memory())
 
     def step_rows(self, samples: Sequence[Any], result: StepResult, shared: Row) -> list[Row]:
-        """Return the table rows of one training step, one dict per sample. The rows are also added to `unsaved`, the
-        rows that the next checkpoint stores. `samples` are all samples of the step, and `result` holds their losses.
-        `shared` holds the columns whose value is the same for all samples, as column -> value.
-        """
         rows = sample_rows(self.task, samples, {"loss": result.losses, **result.terms}, shared | {"split": TRAIN})
         self.unsaved += rows
         return rows
 
     def first_measurement(self) -> list[Row]:
-        """Measure the held-out samples before the first step of a new run. In a resumed run, repeat a measurement that was
-        interrupted. Return one row per sample, or an empty list if there is nothing to measure.
-        """
+        """Rows of the measurement at step 0, or of the interrupted one of a resumed run."""
         if not self.start.checkpoint:
             return self.measure({"step": 0, "lr": 0.0, "grad_norm": 0.0, "peak_bytes": self.peak})
         if not self.unmeasured:
@@ -242,9 +207,7 @@ class TrainingRun:
         return self.measure({name: trained[name] for name in ("step", "lr", "grad_norm", "peak_bytes")})
 
     def measure(self, shared: Row) -> list[Row]:
-        """Measure the held-out samples if a measurement is due. Return one row per sample, or an empty list if none is due or a
-        stop interrupts it. `shared` holds the columns `step`, `lr`, `grad_norm` and `peak_bytes`, equal in all these rows.
-        """
+        """Rows of the held-out samples; none if no measurement is due or a stop interrupts it."""
         held_out, step = self.task.held_out, shared["step"]
         if held_out is None or not self.validation.is_due(step):
             return []
@@ -263,18 +226,12 @@ class TrainingRun:
         return rows
 
     def interrupted(self) -> bool:
-        """Return True if the measurement of held-out samples must stop because the run ends early, such as after Ctrl-C. Rank 0
-        decides for all ranks (processes). The result is also stored in `unmeasured` (True: the measurement is missing).
-        """
         self.unmeasured = self.ranks.agreed(self.control.stop_requested())
         return self.unmeasured
 
     def saves_after(self, step: int) -> bool:
-        """Return True if a checkpoint must be written after step `step`. Each of these reasons is enough: `step` is a multiple of
-        `checkpoint_every`, the last step, or the step with the lowest validation loss so far; the run pauses or ends early; the
-        user made the file `checkpoint`; the last checkpoint is too old. This method deletes the file `checkpoint`. It sets the
-        attribute `timed` to True if the age of the last checkpoint is the only reason, else to False.
-        """
+        """Sets `timed`; deletes the file `checkpoint`."""
+        # Asked in any case, because it deletes the file `checkpoint`.
         asked = self.control.wants_checkpoint()
         due = step % self.task.config.checkpoint_every == 0 or step >= self.validation.last_step
         wanted = asked or due or step == self.validation.best_step
@@ -282,9 +239,7 @@ class TrainingRun:
         return wanted or self.timed
 
     def save(self, step: int) -> None:
-        """Write the checkpoint of step `step` with all unsaved rows, and delete old optimizer states. After the last step, also
-        publish the adapter. Only rank 0 writes.
-        """
+        # Undoes the drift between chips of different kinds, and gives all ranks the state that a resumed run would have.
         same_state(self.training, self.ranks)
         if not self.ranks.leads:
             self.unsaved = []
@@ -301,13 +256,11 @@ class TrainingRun:
         if self.timed:
             checkpoint.prune_timed(self.ctx.artifacts, step)
         checkpoint.prune(self.ctx.artifacts, step, self.task.config.keep_states)
+        # An interrupted measurement is repeated first: it may change which checkpoint is the best.
         if step >= self.validation.last_step and not self.unmeasured:
             self.publish(saved)
 
     def publish(self, final: Checkpoint) -> None:
-        """Publish the adapter of the last checkpoint `final` as the run's result. The adapter of the step with the lowest
-        validation loss is published too. Only rank 0 publishes.
-        """
         if not self.ranks.leads:
             return
         if self.task.config.validation and final.step < self.task.config.steps:

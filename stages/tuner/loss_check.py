@@ -1,6 +1,4 @@
-"""Check the losses of a run against two values that are known before it begins: the untrained model's loss, and the loss of
-a model that knows nothing.
-"""
+"""The losses of a run against two that are known before: the untrained model's, and that of one that knows nothing."""
 
 from __future__ import annotations
 
@@ -22,33 +20,24 @@ WORSE = 1.5  # a collapsed loss is so many times the loss at the start
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean of some numbers, `value`, and its standard error, `error`."""
-
     value: float
-    error: float
+    error: float  # standard error
 
     @classmethod
     def of(cls, numbers: Iterable[float]) -> Mean:
-        """Return the mean of `numbers` with its standard error. There must be at least two numbers."""
         found = list(numbers)
         return cls(fmean(found), stdev(found) / math.sqrt(len(found)))
 
 
 class LossCheck:
-    """A check of the losses of a training run. Call the method `after` once per step. `after` checks two means of
-    losses: that of the first steps, and that of the latest samples. `say(text)` shows a warning to the user. `expected`
-    describes the loss that a run should start with; with None, nothing is checked. `past` has the rows of the table of
-    losses for the earlier steps of a resumed run. The means include these losses, but no warning is shown for earlier
-    steps.
+    """Warns once if the first losses are not those of an untrained model; raises ValueError if the loss collapses.
 
-    Creating a `LossCheck` raises ValueError if the losses in `past` have collapsed. A collapsed loss means that the
-    model has forgotten what it knew before the training.
-
-    A loss is divided by the loss that a model without any knowledge has for this sample. So losses of different noise
-    levels can be averaged, and 1 means that the model knows nothing.
+    Losses are divided by that of a model that knows nothing about the sample: 1 at every noise level means that
+    nothing is known.
     """
 
     def __init__(self, say: Callable[[str], None], expected: ExpectedLoss | None, past: Iterable[Row] = ()) -> None:
+        # Earlier steps of a resumed run count, but were warned about then.
         self.say: Callable[[str], None] = lambda line: None
         self.expected = expected
         self.first: list[float] = []
@@ -62,10 +51,6 @@ class LossCheck:
         self.say = say
 
     def after(self, step: int, rows: Iterable[Row]) -> None:
-        """Count the losses of one training step, and check them. `step` is the number of the step. `rows` are its rows
-        of the table of losses. The user is warned, once, if the first losses are not those of an untrained model.
-        Raises ValueError if the loss has collapsed: the model has forgotten what it knew before the training.
-        """
         if self.expected is None:
             return
         for row in rows:

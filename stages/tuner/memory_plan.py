@@ -1,7 +1,9 @@
 """The memory plan: how a run computes its steps within the memory that it may take, chosen before a weight is loaded.
 
-Every plan gives the same gradient up to rounding, so the plan is no part of the recipe. Every checkpoint records the plan, and a
-resumed run keeps it in order to end with the same bits. Only a changed setting or too little memory changes the plan.
+A plan is the number of last blocks that keep their activations until the backward pass, which computes the others
+again. "whole": all blocks. "blocks": one, because the backward pass begins with the last block anyway. Plans agree up
+to rounding, so the plan is no part of the recipe. A resumed run keeps the plan of its checkpoint, to end with the same
+bits, unless it no longer fits.
 """
 
 from __future__ import annotations
@@ -28,64 +30,34 @@ LAST = 0.25  # share of one block's working memory that the operations started l
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a run computes its steps within the memory that it may take. `plan` says how many of the last blocks (layers)
-    keep their activations until the backward pass: a number, "whole" for all blocks, or "blocks" for only the last
-    block. `max_tokens` and `max_samples` limit the tokens and the samples of a micro-batch (samples computed at once).
-    None means no limit. `limit` is the memory that training may take, in bytes. While `live_bytes` bytes or more are in
-    use, MLX starts no further operation.
-
-    Blocks that keep no activations are computed twice. The backward pass computes them again, block by block. The plan
-    "blocks" is named after this. The last block needs no second computation, because the backward pass begins with it.
-    """
-
     plan: Plan
-    max_tokens: int | None
-    limit: int
-    live_bytes: int
-    max_samples: int | None = None
+    max_tokens: int | None  # of a micro-batch; None: no limit
+    limit: int  # bytes that training may take
+    live_bytes: int  # bytes in use from which MLX starts no further operation
+    max_samples: int | None = None  # of a micro-batch; None: no limit
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A choice of how a run computes its largest batch, and the memory that this needs. The batch is computed in
-    micro-batches, one after another. `samples` is the number of samples in a micro-batch. `plan` says how many of the
-    last blocks (layers) keep their activations until the backward pass: a number, "whole" for all blocks, or "blocks"
-    for only the last block. `estimate` is the memory estimate of a micro-batch with this number of samples.
-
-    The backward pass computes the activations of the other blocks again, block by block. The plan "blocks" is named
-    after this.
-    """
-
-    samples: int
+    samples: int  # of a micro-batch
     plan: Plan
-    estimate: Estimate
+    estimate: Estimate  # of a micro-batch of so many samples
 
     @property
     def needs(self) -> int:
-        """The estimated peak memory of this candidate, in bytes."""
         return self.estimate.peak(self.plan)
 
 
 def best_candidate(
     config: TrainingConfig,
     batch_size: int,
-    estimate: Callable[[int], Estimate],
-    limit: int,
-    begun: Plan | None = None,
+    estimate: Callable[[int], Estimate],  # of a micro-batch of so many samples
+    limit: int,  # bytes
+    begun: Plan | None = None,  # of the run that is resumed
 ) -> Candidate:
-    """Choose how many samples of the largest batch to compute at once, and with which memory plan. Return both as a
-    `Candidate`. `config` holds the settings [train], which may fix both. `batch_size` is the number of samples of the batch.
-    `estimate(samples)` returns the memory estimate for so many samples. `limit` is the memory limit in bytes. `begun` is the
-    plan of a resumed run, or None. If no choice fits, the result needs more than `limit`.
-
-    A memory plan says how many of the last blocks keep their activations: "whole" (all), "blocks" (one) or a number.
-
-    The settings `micro_batch` and `memory` of `config` decide. `micro_batch` is the number of samples computed at once. None
-    means the whole batch. "auto" halves the batch until it fits with the plan "blocks". `memory` is the plan. "auto" means the
-    plan `begun` if it fits, otherwise the fastest plan that fits. If none fits, "auto" chooses what needs least memory. Numbers
-    and plans in the settings are always obeyed.
-    """
+    """Samples at once and plan for the largest batch, by [train] `micro_batch` and `memory`. May need more than `limit`."""
     samples = min(config.micro_batch, batch_size) if isinstance(config.micro_batch, int) else batch_size
+    # Micro-batches are halved only until the thriftiest plan fits: the plan then spends what is left.
     if config.micro_batch == "auto":
         while samples > 1 and estimate(samples).peak("blocks") > limit:
             samples = (samples + 1) // 2
@@ -93,33 +65,23 @@ def best_candidate(
     if config.memory != "auto":
         blocks = found.blocks
         return Candidate(samples, min(config.memory, blocks) if isinstance(config.memory, int) else config.memory, found)
+    # A resumed run keeps its plan, to end with the same bits.
     return Candidate(samples, begun if begun and found.peak(begun) <= limit else fastest_plan(found, limit), found)
 
 
 def fastest_plan(estimate: Estimate, limit: int) -> Plan:
-    """Return the fastest memory plan that needs at most `limit` bytes. A memory plan says how many of the last blocks
-    (layers) keep their activations until the backward pass. If at most one block fits, the result is "blocks", which
-    means only the last block. Otherwise, the result is the largest number of blocks that fits, or "whole" if all blocks
-    fit. `estimate` is the memory estimate of a micro-batch (samples computed at once).
-
-    The backward pass computes the activations of the other blocks again, block by block. The plan "blocks" is named
-    after this. Computing blocks twice takes longer but needs less memory. So the plan with the largest number of blocks
-    is the fastest. The result is "blocks" even if this plan needs more than `limit` bytes.
-    """
+    """The plan with the most kept blocks that needs at most `limit` bytes; "blocks" even if that needs more."""
     blocks = estimate.blocks
     fits = [n for n in range(1, blocks + 1) if estimate.peak(n) <= limit]
+    # Computing blocks twice costs time, so the fastest plan is the one that keeps most.
     return "blocks" if not fits or fits[-1] == 1 else "whole" if fits[-1] == blocks else fits[-1]
 
 
 def live_bytes_limit(estimate: Estimate, plan: Plan, limit: int) -> int:
-    """Return the memory use, in bytes, at which MLX must wait before it starts further work. `estimate` is the memory
-    estimate of the largest micro-batch (samples computed at once). `plan` says how many of the last blocks keep their
-    activations: "whole", "blocks" or a number. `limit` is the number of bytes that training may take. The result is a
-    little below `limit`, because the operations started last take memory too.
-
-    Unpacked weights are not part of the allowance for working ahead, because they are freed within a block.
-    """
+    """Bytes in use from which MLX must wait before it starts further operations, so that a run stays below `limit`."""
+    # Unpacked weights are not work ahead: they are freed within a block.
     ahead = round(AHEAD * estimate.block_work) - estimate.unpacked_work
+    # Operations already started when the limit is reached still take memory.
     most = limit - round(LAST * estimate.block_work)
     return most if plan == "whole" else min(most, estimate.peak(plan) + ahead)
 
@@ -127,16 +89,7 @@ def live_bytes_limit(estimate: Estimate, plan: Plan, limit: int) -> int:
 def plan_run(
     config: TrainingConfig, candidate: Candidate, tokens: int, limit: int, start: Checkpoint | None, say: Callable[[str], None]
 ) -> MemoryPlan:
-    """Return the `MemoryPlan` of a run. `config` holds the settings [train]. `candidate` is the choice that
-    `best_candidate` made for the largest batch: how many samples are computed at once (a micro-batch), and how many
-    blocks (layers) keep their activations. `tokens` is the number of tokens per sample in the largest batch. `limit` is
-    the memory that training may take, in bytes. `start` is the checkpoint to continue from, or None for a new run.
-    `say` is called with each line for the user.
-
-    The result has the field `plan` of `candidate`, and limits for micro-batches and memory. The lines for the user tell
-    the plan and its estimated peak memory. If `micro_batch` is "auto", a continued run keeps the largest micro-batch
-    size of its checkpoint. If the plan of a continued run changes, the user is told.
-    """
+    """The plan of a run, told to the user. `tokens`: of a sample of the largest batch."""
     state = start.state if start else {}
     begun, plan = state.get("plan"), candidate.plan
     if begun not in (None, plan):
@@ -145,26 +98,17 @@ def plan_run(
     say(f"plan {describe_plan(plan, blocks)}: estimated peak {candidate.needs / GB:.2g} GB of {limit / GB:.3g} GB")
     if config.micro_batch != "auto":
         return MemoryPlan(plan, None, limit, live_bytes_limit(candidate.estimate, plan, limit), config.micro_batch)
+    # "auto" starts from the checkpoint's size: the micro-batch decides the last bits.
     return MemoryPlan(plan, saved_max_tokens(state) or candidate.samples * tokens, limit, limit)
 
 
 def saved_max_tokens(state: Any) -> int | None:
-    """Return the most tokens that a micro-batch (samples computed at once) may have, as recorded in a checkpoint.
-    `state` is the content of the checkpoint's `state.json`. The result is None if no such limit is recorded.
-    """
     found: int | None = state.get("max_tokens", state.get("piece"))  # "piece": its name until 0.1
     return found
 
 
 def adjust_max_tokens(max_tokens: int, used: int, held: int, peak: int, limit: int) -> int:
-    """Return the most tokens that a micro-batch (samples computed at once) may have in the next step. `max_tokens` is
-    the most tokens that a micro-batch was allowed in the last step. `used` is the number of tokens in the largest
-    micro-batch of the last step. `held` is the memory in use between steps, in bytes. `peak` is the largest memory in
-    use during the last step, in bytes. `limit` is the memory that training may use, in bytes.
-
-    If `peak` is above `limit`, the result is half of `used`, but at least 1. If twice `used` needs at most 90 % of
-    `limit`, the result is the larger of `max_tokens` and twice `used`. Otherwise, the result is `max_tokens`.
-    """
+    """Tokens of the next step's micro-batches, from the last step's: bytes held between steps, peak bytes, tokens used."""
     if peak > limit:
         return max(1, used // 2)
     fits_twice = held + 2 * (peak - held) <= GROWTH_LIMIT * limit
@@ -172,10 +116,6 @@ def adjust_max_tokens(max_tokens: int, used: int, held: int, peak: int, limit: i
 
 
 def describe_plan(plan: Plan, blocks: int) -> str:
-    """Return a memory plan as text for the user. `plan` is "whole", "blocks", or how many of the last blocks keep their
-    activations. A number is explained, such as "4 (the last 4 of 20 blocks are not computed twice)". `blocks` is the
-    number of all blocks.
-    """
     return plan if isinstance(plan, str) else f"{plan} (the last {plan} of {blocks} blocks are not computed twice)"
 
 
@@ -184,16 +124,11 @@ def describe_plan(plan: Plan, blocks: int) -> str:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A suggestion for training that does not fit in memory. `settings` are the settings of [train] to change (name -> new
-    value). `plan` is the plan of a run with these settings. `needs` is its estimated peak memory in bytes.
-    """
-
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # of [train], to change
     plan: Plan
-    needs: int
+    needs: int  # bytes, estimated
 
     def __str__(self) -> str:
-        """Return the settings as they are written in project.toml, such as "[train] micro_batch = 1, base_bits = 8"."""
         own = [f"{name} = {json.dumps(value)}" for name, value in self.settings.items() if name != "optimizer"]
         parts = ["[train] " + ", ".join(own)] if own else []
         if method := self.settings.get("optimizer"):
@@ -202,11 +137,7 @@ class Remedy:
 
 
 def cheaper_settings(config: TrainingConfig, samples: int) -> Iterator[dict[str, Any]]:
-    """Yield changes to the settings [train] that reduce memory, each as {name: new value}. `config` holds the present
-    settings. The changes add up: each one is made on top of the earlier ones. Changes that only cost time come first.
-    Changes that cost quality follow. `samples` is the number of samples of the largest batch. Smaller micro-batches are
-    suggested only if it is more than one.
-    """
+    """Changes that save memory, each on top of those before: first what costs time, then what costs quality."""
     if config.memory not in ("auto", "blocks"):
         yield {"memory": "blocks"}
     if config.micro_batch != "auto" and min(config.micro_batch or samples, samples) > 1:
@@ -219,15 +150,7 @@ def cheaper_settings(config: TrainingConfig, samples: int) -> Iterator[dict[str,
 def cheapest_remedy(
     config: C, samples: int, candidate: Callable[[C], Candidate], limit: int, last: Mapping[str, Any] = MappingProxyType({})
 ) -> Remedy:
-    """Find changes to the settings with which a run fits into memory, and return them as a `Remedy`. `config` holds the
-    present settings [train]. `samples` is the number of samples of the largest batch. `candidate(settings)` returns the
-    plan and the memory estimate of a run with these settings. `limit` is the memory limit in bytes. `last` maps
-    settings to new values that are tried after all other changes. If all changes together do not suffice, the result
-    contains all of them.
-
-    The changes from `cheaper_settings` are made one after another until the run fits. Then every change that proves
-    unnecessary is undone.
-    """
+    """The fewest of `cheaper_settings`, then `last`, with which the run fits; all of them if none suffice."""
 
     def remedy_with(settings: dict[str, Any]) -> Remedy:
         chosen = candidate(replace(config, **settings))
@@ -239,6 +162,7 @@ def cheapest_remedy(
             remedy = remedy_with(remedy.settings | change)
     if remedy.needs > limit:
         return remedy
+    # Undo what later changes made unnecessary, the costliest first.
     for name in reversed(remedy.settings):
         without = remedy_with({other: value for other, value in remedy.settings.items() if other != name})
         remedy = without if without.needs <= limit else remedy

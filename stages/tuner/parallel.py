@@ -1,4 +1,4 @@
-"""The parts of the training loop that several ranks (processes of one run, ranks.py) do together. Alone, each is a no-op."""
+"""The parts of the training loop that several ranks do together. Alone, each is a no-op."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ from stages.tuner.task import HeldOut, MicroBatch, Task, TrainingContext
 
 
 def check_ranks(ctx: TrainingContext, config: TrainingConfig, ranks: Ranks) -> None:
-    """Raise ValueError, in every rank (process), if the ranks cannot train together. `ctx` is the run's context. `config` holds
-    the settings [train]. `ranks` are the processes.
-
-    The number of ranks must divide the batch size. If [train] `data_parallel` is set, it must be the number of ranks. All ranks
-    must have the same settings, tables and weights.
-    """
+    """Raises ValueError, in every rank, if the ranks differ in recipe or cannot divide the batch."""
     if config.data_parallel not in (None, ranks.size):
         raise ValueError(
             f"train.data_parallel must be unset or the number of ranks ({ranks.size}), got {config.data_parallel}; "
@@ -42,10 +37,6 @@ def check_ranks(ctx: TrainingContext, config: TrainingConfig, ranks: Ranks) -> N
 
 
 def announce_ranks(say: Callable[[str], None], ranks: Ranks, start: Checkpoint | None) -> None:
-    """Tell the user how many ranks (processes) train together. `say(text)` shows one line. `ranks` are the processes. `start`
-    is the checkpoint to continue from, or None. If the run began with another number of ranks, the line names both numbers. If
-    a run always had a single rank, nothing is shown.
-    """
     begun = start.state.get("ranks", 1) if start else ranks.size
     if begun != ranks.size:
         say(f"the run began with {begun} ranks and goes on with {ranks.size}: the same samples and, up to rounding, gradients")
@@ -54,13 +45,9 @@ def announce_ranks(say: Callable[[str], None], ranks: Ranks, start: Checkpoint |
 
 
 def same_state(training: TrainingStep, ranks: Ranks) -> None:
-    """Give every rank (process of the run) the adapter and the optimizer's state of rank 0. `training` holds both, and
-    is changed in place. `ranks` are the processes.
-
-    Chips of different kinds round an update differently, so their copies would drift apart.
-    """
     if ranks.size == 1:
         return
+    # Chips of different kinds round an update differently, so their copies would drift apart.
     masters, state = training.masters, training.state
     given = masters.groups, _to_numpy(masters.arrays), _to_numpy(state)
     groups, arrays, values = ranks.first(given if ranks.leads else None) or given
@@ -78,26 +65,14 @@ def _to_mlx(arrays: dict[str, np.ndarray]) -> dict[str, mx.array]:
 
 
 def step_samples(task: Task[Any, Any], step: int, batches: Sequence[MicroBatch], ranks: Ranks) -> list[Any]:
-    """Return all samples of training step `step`, in order. `batches` holds the micro-batches that this rank has read.
-    With several ranks, `batches` may be only a part of the step. In this case, the samples are drawn again with
-    `task.draw(step)`.
-
-    `batches` is a part of the step if the loss of `task` is separable. Otherwise every rank reads all samples.
-    """
+    # This rank has read only its share.
     if ranks.size > 1 and task.objective.separable:
         return [sample for batch in task.draw(step) for sample in batch]
     return [sample for batch in batches for sample in batch.samples]
 
 
 def merge_results(result: StepResult, task: Task[Any, Any], step: int, ranks: Ranks) -> StepResult:
-    """Return the result of a whole training step: the losses and values of all its samples, in the order of the
-    samples. The losses and values are collected from all processes. `result` is the result of this process, for the
-    samples that it computed. `task` supplies data, model and loss. `step` is the number of the training step, from 1.
-    `ranks` are the processes. If every process has computed all samples, `result` is returned unchanged.
-
-    Every process computes all samples if there is only one process, or if the loss compares the samples of a batch with
-    each other (`separable` is False).
-    """
+    """The losses and terms of all samples of a step, in order."""
     if ranks.size == 1 or not task.objective.separable:
         return result
     columns = {"loss": result.losses, **result.terms}
@@ -114,15 +89,10 @@ def merge_results(result: StepResult, task: Task[Any, Any], step: int, ranks: Ra
 def measure_together(
     held_out: HeldOut[Any], training: TrainingStep, ranks: Ranks, stopped: Callable[[], bool]
 ) -> Iterator[tuple[Any, dict[str, list[Any]]]]:
-    """Measure the held-out samples on all processes. Yield a pair (micro-batch, values) for each micro-batch (samples
-    computed at once), in order. `values` maps each table column to a list with one value per sample. `held_out` reads
-    the micro-batches from disk. `training` is the model with its adapter. `ranks` are the processes. Each process
-    measures a part of the micro-batches, but yields all pairs. If `stopped()` returns True, the iterator ends early.
-
-    In each round, every process measures one micro-batch. `stopped()` is called before each round.
-    """
+    """(micro-batch, column -> values of its samples), in order. Every rank measures its share and yields all."""
     coming: list[Any] = []
     batches = held_out.micro_batches()
+    # In rounds of one micro-batch per rank: all ranks stop together, after the same round.
     while coming := list(islice(batches, ranks.size)):
         if stopped():
             return

@@ -23,16 +23,12 @@ from stages.tuner.validation import TRAIN
 
 
 def remake_checkpoints(ctx: TrainingContext, task: Task[Any, Any]) -> Iterator[str]:
-    """Compute every damaged checkpoint of a finished run again by training, oldest first. Yield one line for each.
-    `ctx` is the run's context: its rows and folder. `task` supplies data, model and settings. A checkpoint is written
-    only if its new adapter has the expected sha256, or if no sha256 is known. Training on another machine can give a
-    different adapter.
-    """
     for step, problem in sorted(checkpoint.damaged_checkpoints(ctx.artifacts).items()):
         folder = ctx.artifacts / checkpoint.FOLDER / f"step-{step:06d}"
         with tempfile.TemporaryDirectory(prefix="latentmill-") as temporary:
             made = _train_to(ctx, task, step, partial(_write_below, Path(temporary)))
             expected = _recorded_adapter(ctx.artifacts, step)
+            # Another machine rounds differently, and must not replace what the rows of the run belong to.
             if expected not in ("", made.state["files"][ADAPTER]["sha256"]):
                 yield f"the checkpoint of step {step} cannot be made again: training gives other values ({problem})"
                 continue
@@ -45,10 +41,6 @@ def remake_checkpoints(ctx: TrainingContext, task: Task[Any, Any]) -> Iterator[s
 
 
 def _train_to(ctx: TrainingContext, task: Task[Any, Any], step: int, write: checkpoint.WriteArtifact) -> Checkpoint:
-    """Repeat the training of a run up to `step`, and return the checkpoint of that step. `ctx` is the run's context:
-    its rows and folder. `task` supplies data, model and settings. `write` is the function that writes the checkpoint's
-    files. Training starts from the newest intact checkpoint before `step`, or from the beginning if there is none.
-    """
     checkpoints = checkpoint.find_checkpoints(ctx.artifacts)
     start = checkpoint_before(checkpoints, step)
     configure_scheduler()  # before the first MLX operation
@@ -61,6 +53,7 @@ def _train_to(ctx: TrainingContext, task: Task[Any, Any], step: int, write: chec
         ctx.progress(at, step, "steps")
     before = max((saved.step for saved in checkpoints if saved.step < step), default=-1)
     rows: list[Row] = [row for row in ctx.stored.to_pylist() if before < row["step"] <= step]
+    # As a run writes them: the samples of a step, then its measurement.
     rows.sort(key=lambda row: (row["step"], row["split"] != TRAIN, row["sample"]))
     facts = {"skipped": skipped, "plan": training.plan, "max_tokens": training.max_tokens}
     table = rows_table(task.schema, rows)
@@ -69,10 +62,7 @@ def _train_to(ctx: TrainingContext, task: Task[Any, Any], step: int, write: chec
 
 
 def _recorded_metadata(checkpoints: list[Checkpoint]) -> dict[str, str]:
-    """Return the metadata that the run wrote into its adapter files, as name -> text. It is read from the first
-    checkpoint in `checkpoints` whose adapter is intact. The entry "step" is left out. The result is empty if no adapter
-    is intact.
-    """
+    # As the run wrote it: the present recipe and versions may differ.
     for saved in checkpoints:
         if saved.intact(ADAPTER):
             return {key: value for key, value in checkpoint.header_metadata(saved.folder / ADAPTER).items() if key != "step"}
@@ -80,15 +70,10 @@ def _recorded_metadata(checkpoints: list[Checkpoint]) -> dict[str, str]:
 
 
 def _recorded_adapter(artifacts: Path, step: int) -> str:
-    """Return the sha256 that the adapter file of the checkpoint at `step` should have, or "" if it is unknown. `artifacts`
-    is the folder of the run's files. The sha256 is read from the checkpoint's file `state.json`.
-
-    If that file is missing, the adapter file in the checkpoint's folder is hashed instead, or else the run's final adapter.
-    A file of another step is not used.
-    """
     for saved in checkpoint.find_checkpoints(artifacts):
         if saved.step == step:
             return str(saved.state["files"][ADAPTER]["sha256"])
+    # state.json is gone: the adapter itself, or its published copy.
     for path in (artifacts / checkpoint.FOLDER / f"step-{step:06d}" / ADAPTER, artifacts / ADAPTER):
         if path.is_file() and checkpoint.header_step(path) == step:
             return file_sha256(path)

@@ -15,38 +15,24 @@ Key = tuple[int, str, int]  # step, split, sample
 
 @dataclass(frozen=True)
 class Start:
-    """The point from which a run starts or resumes. `checkpoint` is the checkpoint to resume from. If it is None, the
-    run starts from the beginning. `recovered` has the rows that the run's table lacks, up to the checkpoint's step.
-    They were read from checkpoints.
-    """
-
-    checkpoint: Checkpoint | None
-    recovered: list[Row]
+    checkpoint: Checkpoint | None  # None: step 0
+    recovered: list[Row]  # rows up to its step that the table lacks, read from checkpoints
 
     @property
     def step(self) -> int:
-        """The number of training steps that are already done. It is the step of `checkpoint`, or 0 if there is none."""
         return self.checkpoint.step if self.checkpoint else 0
 
 
 def row_key(row: Row) -> Key:
-    """Return the key (step, split, sample) of a row of a training run. The split is "train" or "validation"."""
     return row["step"], row["split"], row["sample"]
 
 
 def find_start(ctx: TrainingContext, last: int) -> Start:
-    """Return the point from which a training run resumes. It is the newest intact checkpoint in the folder
-    `ctx.artifacts`. A checkpoint is skipped if rows up to its step are lost, or if it is after step `last`, the run's
-    last step. If no checkpoint can be used, the run starts from the beginning.
-
-    A checkpoint is usable if its files are intact and all rows up to its step still exist. A row exists if the run's
-    table or an intact checkpoint holds it. Rows of the measurement at the checkpoint's step may be missing, because
-    this measurement is repeated. The user is told if a newer checkpoint is skipped. The user is also told if a run with
-    stored rows starts from the beginning.
-    """
+    """The newest intact checkpoint before which no row is lost (in neither the table nor an intact checkpoint); else step 0."""
     pending = {row_key(row) for row in ctx.pending.to_pylist()}
     checkpoints = [saved for saved in find_checkpoints(ctx.artifacts) if saved.step <= last]
     held: dict[Key, Row] = {}
+    # The rows of the checkpoints are needed only after a kill between a checkpoint and the commit of its rows.
     if checkpoints and any(step <= checkpoints[0].step for step, _, _ in pending):
         held = _held_rows(checkpoints)
     for saved in checkpoints:
@@ -64,27 +50,16 @@ def find_start(ctx: TrainingContext, last: int) -> Start:
 
 
 def _held_rows(checkpoints: list[Checkpoint]) -> dict[Key, Row]:
-    """Return the rows that the checkpoints of a run hold, as a dict from (step, split, sample) to row. Checkpoints with
-    a damaged table of rows are skipped.
-    """
     rows = [row for saved in checkpoints if saved.intact(ROWS) for row in saved.rows().to_pylist()]
     return {row_key(row): row for row in rows}
 
 
 def _usable(saved: Checkpoint, last: int, lost: list[Key]) -> bool:
-    """Return True if a training run can resume from the checkpoint `saved`. As a rule, all files of the checkpoint must
-    be intact, and no row up to the checkpoint's step may be lost. A row is lost if neither the run's table nor an
-    intact checkpoint has the row. `lost` holds the keys (step, split, sample) of the lost rows up to this step. `last`
-    is the number of the run's last step. The checkpoint of step `last` may lack its optimizer state if `lost` is empty.
-
-    There are two exceptions to the rule. First, rows of the measurement at the checkpoint's step may be lost, because
-    this measurement is repeated. Second, if `saved` is the checkpoint of step `last` and no row is lost, nothing is
-    left to compute, so the optimizer state is not needed. A repeated measurement needs the optimizer state, because the
-    whole training is loaded.
-    """
+    # Rows of the measurement at this step may be lost: it is repeated.
     if any((step, split) != (saved.step, VALIDATION) for step, split, _ in lost):
         return False
     needed = set(saved.state["files"])
+    # Nothing is left to compute, so no optimizer state is needed. A repeated measurement loads the whole training, and does.
     if saved.step == last and not lost:
         needed.discard(OPTIMIZER)
     return saved.intact(*needed)

@@ -11,19 +11,14 @@ Shape = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate schedule: a learning rate for each step. During the first `warmup` steps, the rate rises linearly to
-    `base`. With the shape "constant", it then stays at `base`. With "linear" or "cosine", it then falls to `floor * base` during
-    `decay` steps and stays there.
-    """
-
     base: float
     shape: Shape = "constant"
-    warmup: int = 0
-    decay: int = 0
-    floor: float = 0.0
+    warmup: int = 0  # steps
+    decay: int = 0  # steps after the warm-up in which linear and cosine fall
+    floor: float = 0.0  # share of base
 
     def at(self, step: int) -> float:
-        """Return the learning rate of a step. Steps are counted from 1. The last step of the warm-up has the full rate."""
+        """Steps count from 1; the last step of the warm-up has the full rate."""
         if step <= self.warmup:
             return self.base * step / self.warmup
         if self.shape == "constant":

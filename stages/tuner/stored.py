@@ -1,7 +1,4 @@
-"""Weights of blocks that stay on disk: one file for each weight, read when the weight is needed.
-
-The files are temporary. They belong to one process and are deleted with the model that reads them.
-"""
+"""Weights of blocks that stay on disk, in temporary files of one process: one file per weight, read when it is needed."""
 
 from __future__ import annotations
 
@@ -25,33 +22,18 @@ _NUMBERS = itertools.count()  # of the folders of this process
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight matrix that lies in a file. `file` is the path of a safetensors file. `shape` is (outputs, inputs). A
-    packed (quantised) weight has the shape that it has unpacked.
-    """
-
-    file: Path
-    shape: tuple[int, int]
+    file: Path  # safetensors
+    shape: tuple[int, int]  # (outputs, inputs), as unpacked
 
     def read(self) -> Weight:
-        """Return the weight as arrays. It is packed (quantised) if it was stored packed. The file is read later, when MLX first
-        computes with the weight.
-
-        Every call returns new arrays. Their memory is freed after their last use.
-        """
+        """New lazy arrays, whose memory is freed after their last use."""
         arrays: Any = mx.load(str(self.file))
         return arrays[WHOLE] if WHOLE in arrays else QuantizedWeight(**arrays)
 
 
 class WeightFolder:
-    """A temporary folder for the weights of one model. `store(name, weight)` writes a weight into it. The folder is
-    deleted when the process ends. It is deleted earlier if the object given to `belongs_to` is freed.
-    """
-
     def __init__(self, parent: Path) -> None:
-        """Create an empty folder inside the folder `parent`. Every object has a folder of its own.
-
-        Folders in `parent` that ended processes of this machine have left there are deleted.
-        """
+        # Folders that killed processes of this machine have left. Other machines may share the disk: their folders stay.
         for folder in parent.glob(f"{platform.node()}-*") if parent.is_dir() else ():
             if not _is_running(folder.name.rpartition("-")[2]):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -60,9 +42,7 @@ class WeightFolder:
         self.folder.mkdir(parents=True)
 
     def store(self, name: str, weight: Weight) -> StoredWeight:
-        """Write `weight` to a file of the folder. Return a `StoredWeight`, which can read it again. `name` is the full
-        name of the weight in the model; the file is named after it. Raises OSError if the disk is full.
-        """
+        """Raises OSError if the disk is full."""
         file = self.folder / f"{name}.safetensors"
         arrays = weight._asdict() if isinstance(weight, QuantizedWeight) else {WHOLE: weight}
         mx.save_safetensors(str(file), arrays)
@@ -72,21 +52,15 @@ class WeightFolder:
         return StoredWeight(file, (rows, columns))
 
     def belongs_to(self, owner: Any) -> None:
-        """Delete the folder when the object `owner` is freed, or when the process ends."""
+        # Also runs when the process ends.
         weakref.finalize(owner, _delete, self.folder)
 
 
 def read(weight: Any) -> Weight:
-    """Return a weight as arrays. `weight` may be a `StoredWeight`: a weight in a file. Its file is read later, when MLX
-    first computes with the arrays. Any other weight is returned as it is.
-    """
     return weight.read() if isinstance(weight, StoredWeight) else weight
 
 
 def read_all(weights: Mapping[str, Any]) -> dict[str, Weight]:
-    """Return all `weights` of a block as arrays, in a dict by name. Some of `weights` may lie in files. A file is read
-    later, when MLX first computes with its arrays.
-    """
     return {name: read(weight) for name, weight in weights.items()}
 
 
@@ -101,8 +75,8 @@ def _is_running(number: str) -> bool:
 
 
 def _delete(folder: Path) -> None:
-    """Delete `folder`. Then delete its parent folder too, if that is empty."""
     shutil.rmtree(folder, ignore_errors=True)
+    # The parent, if this was its last folder.
     try:
         folder.parent.rmdir()
     except OSError:

@@ -1,8 +1,4 @@
-"""Translate the names of Linears in adapter files of FLUX.2. The names may be those of diffusers, Black Forest Labs, kohya,
-LyCORIS or mflux.
-
-This program uses diffusers' names. Black Forest Labs' code (the FLUX.2 reference repository) fuses q, k and v into one Linear.
-"""
+"""Names of Linears in adapter files: diffusers (ours), Black Forest Labs, kohya, LyCORIS, mflux."""
 
 from __future__ import annotations
 
@@ -15,11 +11,6 @@ HALVES_SWAPPED = "final_layer.adaLN_modulation.1"  # its rows are shift, scale; 
 
 
 def _reference_linears() -> dict[str, tuple[str, ...]]:
-    """Return the Linears of Black Forest Labs' code and their diffusers names. The result maps each name in that code
-    to a tuple of diffusers names. A Linear that stacks q, k and v has three, in the order of its rows. Most have one.
-    In all names, "{}" replaces the block's number. For example, "double_blocks.{}.img_attn.proj" maps to
-    `("transformer_blocks.{}.attn.to_out.0",)`.
-    """
     double, single = "transformer_blocks.{}.", "single_transformer_blocks.{}."
     found: dict[str, tuple[str, ...]] = {name: (ours,) for name, ours in key_maps.TRANSFORMER.items()}
     found[HALVES_SWAPPED] = ("norm_out.linear",)
@@ -28,6 +19,8 @@ def _reference_linears() -> dict[str, tuple[str, ...]]:
     return found | {f"single_blocks.{{}}.{n}": (single + p,) for n, p in key_maps.SINGLE.items() if "norm" not in n}
 
 
+# Black Forest Labs' name -> diffusers' names, three in the order of its rows where q, k and v are one Linear. {} is the
+# block's number.
 FUSED = _reference_linears()
 FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
 PREFIXES = ("base_model.model.", "diffusion_model.", "transformer.")
@@ -41,10 +34,9 @@ _SPLIT = re.compile("(.+?)(" + "|".join(re.escape(e) for e in sorted(_READ, key=
 
 
 def parse_key(key: str) -> tuple[str, str]:
-    """Split a key of an adapter file into (name of the Linear, ending). "transformer.proj_out.lora_down.weight" gives
-    ("proj_out", ".lora_A.weight"). Keys of this program, diffusers, ComfyUI, kohya, LyCORIS and mflux are understood. The
-    name is that of diffusers or of Black Forest Labs' code. The ending is one of `adapters.ENDINGS`, ".alpha", ".lokr_w1_a"
-    or ".lokr_w1_b". Raises ValueError if the key is not of a LoRA, DoRA or LoKr, or is of another model.
+    """(Linear, ending): transformer.proj_out.lora_down.weight -> (proj_out, .lora_A.weight). Names may be Black Forest Labs'.
+
+    Endings are `adapters.ENDINGS`, ".alpha", ".lokr_w1_a" and ".lokr_w1_b". Raises ValueError for any other adapter or model.
     """
     match = _SPLIT.fullmatch(key)
     if not match:
@@ -59,11 +51,7 @@ def parse_key(key: str) -> tuple[str, str]:
 
 
 def _dotted(key: str, flat: str, known: dict[str, str]) -> str:
-    """Return the name of a Linear with dots, made from its name `flat` with underscores. For example,
-    "transformer_blocks_3_attn_to_q" gives "transformer_blocks.3.attn.to_q". `known` maps names with underscores to
-    names with dots. In both, "{}" stands for the block's number. Raises ValueError if `known` lacks the name. `key` is
-    the whole key of the adapter file, for the message.
-    """
+    # transformer_blocks_3_attn_to_q -> transformer_blocks.3.attn.to_q
     block = re.search(r"_(\d+)_", flat)
     pattern = re.sub(r"_(\d+)_", "_{}_", flat, count=1)
     if pattern not in known:
@@ -72,31 +60,22 @@ def _dotted(key: str, flat: str, known: dict[str, str]) -> str:
 
 
 def has_prefix(key: str) -> bool:
-    """Return True if a key of an adapter file starts with another program's prefix. "transformer." and "lora_unet_" are such
-    prefixes.
-    """
+    """Whether a key starts with another program's prefix."""
     return key.startswith((*PREFIXES, *_UNDERSCORED))
 
 
 def lycoris_name(name: str) -> str:
-    """Return LyCORIS' name of a Linear from its diffusers name. "norm_out.linear" gives "lycoris_norm_out_linear"."""
     return "lycoris_" + name.replace(".", "_")
 
 
 def diffusers_names(name: str) -> list[str]:
-    """Return the diffusers names of one Linear. `name` is the Linear's name in Black Forest Labs' code. A Linear that
-    stacks q, k and v, such as "double_blocks.3.img_attn.qkv", gives three names. They have the order of its rows. Most
-    Linears give one name. An unknown `name` gives `[name]`.
-    """
+    """diffusers' names of a Linear of Black Forest Labs' code: three if it stacks q, k and v; [name] if it is unknown."""
     pattern, block = _split_number(name)
     return [part.replace("{}", block) for part in FUSED.get(pattern, (name,))]
 
 
 def reference_name(name: str) -> str:
-    """Return the name that Black Forest Labs' code uses for a Linear. `name` is the Linear's diffusers name. For
-    example, "transformer_blocks.3.attn.to_q" gives "double_blocks.3.img_attn.qkv". There, q, k and v are one Linear, so
-    three diffusers names give this result. Raises ValueError if that code has no such Linear.
-    """
+    """Black Forest Labs' name of a diffusers Linear; q, k and v share one. Raises ValueError if that code has no such Linear."""
     pattern, block = _split_number(name)
     if pattern not in FUSED_OF:
         raise ValueError(f"{name} has no counterpart in the FLUX.2 reference layout; export it as diffusers")
@@ -104,8 +83,6 @@ def reference_name(name: str) -> str:
 
 
 def _split_number(name: str) -> tuple[str, str]:
-    """Return (name with "{}" for the block's number, the number). "a.3.b" gives ("a.{}.b", "3"). The number is the first one
-    between dots. A name without a number gives (`name`, "").
-    """
+    # "a.3.b" -> ("a.{}.b", "3")
     found = re.search(r"\.(\d+)\.", name)
     return re.sub(r"\.(\d+)\.", ".{}.", name, count=1), found[1] if found else ""

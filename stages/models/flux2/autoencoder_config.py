@@ -15,7 +15,7 @@ FIXED = {"act_fn": "silu", "patch_size": (2, 2)}  # the only supported values of
 
 @dataclass(frozen=True)
 class AutoencoderConfig:
-    """The sizes of FLUX.2's autoencoder. Fields have the names and meanings of the keys in vae/config.json."""
+    """Fields have the names and meanings of the keys in vae/config.json."""
 
     in_channels: int
     out_channels: int
@@ -31,9 +31,7 @@ class AutoencoderConfig:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> AutoencoderConfig:
-        """Build the sizes from `content`, the parsed vae/config.json. Keys without influence on the computation are ignored.
-        Raises ValueError if a key is missing or a value is not supported.
-        """
+        """Raises ValueError for a missing key or unsupported value. Keys without influence on the computation are ignored."""
         for key, value in FIXED.items():
             other = content.get(key, value)
             if (tuple(other) if isinstance(other, list) else other) != value:
@@ -52,18 +50,17 @@ class AutoencoderConfig:
 
     @property
     def decoder_channels(self) -> tuple[int, ...]:
-        """The number of channels at each level of the decoder, from the highest resolution to the lowest."""
+        """From the highest resolution to the lowest."""
         return self.decoder_block_out_channels or self.block_out_channels
 
     @property
     def scale(self) -> int:
-        """The number of image pixels per position of the latent, along one side. In released models it is 16."""
+        """Pixels per position of the latent, along one side: 16 in released models."""
+        # One halving between two levels each, and one by the 2 x 2 patches.
         return int(2 ** len(self.block_out_channels))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return a dict from the diffusers name of every weight to its shape in a file. A convolution's shape is (out, in,
-        height, width).
-        """
+        """Shapes in a file by diffusers' name; a convolution's is (out, in, height, width)."""
         latent = self.latent_channels
         shapes = dict(_encoder(self)) | dict(_decoder(self))
         if self.use_quant_conv:

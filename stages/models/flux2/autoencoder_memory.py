@@ -1,5 +1,6 @@
 """An estimate of the autoencoder's memory from shapes alone. It follows the strips of rows in which images are computed.
 
+Each large step yields (held, temporary): array values in memory during the whole step, and at most beside them.
 H and W are rows and columns of an activation, C channels.
 """
 
@@ -29,12 +30,7 @@ WINOGRAD = 64 / 36  # on Metal, if not exact: bytes of scratch per byte of input
 def autoencoder_bytes(
     path: Path | None, family: Family, height: int, width: int, itemsize: int, encodes: bool, exact: bool | None = None
 ) -> tuple[int, int]:
-    """Return the memory for encoding or decoding one image as `(weights, rest)`, in bytes. `weights` is the size of all
-    weights. `rest` is the largest memory needed at any time in addition. `path` is the autoencoder's folder or file. If
-    it is None, the sizes come from `family`. `height` and `width` are in pixels. `itemsize` is the bytes of one value.
-    `encodes` chooses encoding (True) or decoding. `exact` says whether float32 products are exact. If it is None,
-    `kernels.exact()` decides.
-    """
+    """(weights, most in use beside them) in bytes, to encode or decode one image; `Architecture.autoencoder_bytes`."""
     config = autoencoder_config(path, family)
     weights = sum(itemsize * math.prod(shape) for shape in config.shapes().values())
     half = (encoding if encodes else decoding)(config, height, width, kernels.exact() if exact is None else exact)
@@ -43,11 +39,6 @@ def autoencoder_bytes(
 
 
 def encoding(config: AutoencoderConfig, height: int, width: int, exact: bool) -> Iterator[tuple[float, float]]:
-    """Yield `(held, temporary)` for each large step of the encoder. `held` is the number of array values that are in
-    memory during the whole step. `temporary` is the peak number of additional values. Both count values, not bytes.
-    `config` holds the sizes of the autoencoder. `height` and `width` are those of the image, in pixels. `exact` is True
-    if float32 products are exact.
-    """
     channels, inputs = config.block_out_channels, config.block_out_channels[0]
     yield 0, conv_work(height, width, config.in_channels, inputs, exact)
     for level, outputs in enumerate(channels):
@@ -56,16 +47,12 @@ def encoding(config: AutoencoderConfig, height: int, width: int, exact: bool) ->
             yield from resnet(H, W, inputs, outputs, exact)
             inputs = outputs
         if level < len(channels) - 1:
+            # The input, and the output of a quarter of its positions.
             yield H * W * outputs * 1.25, conv_work(H, W, outputs, outputs, exact)
     yield from middle(config, height >> (len(channels) - 1), width >> (len(channels) - 1), inputs, exact)
 
 
 def decoding(config: AutoencoderConfig, height: int, width: int, exact: bool) -> Iterator[tuple[float, float]]:
-    """Yield `(held, temporary)` for each large step of the decoder. `held` is the number of array values that are in
-    memory during the whole step. `temporary` is the peak number of additional values. Both count values, not bytes.
-    `config` holds the sizes of the autoencoder. `height` and `width` are those of the image, in pixels. `exact` is True
-    if float32 products are exact.
-    """
     channels = config.decoder_channels[::-1]
     inputs, last = channels[0], len(channels) - 1
     yield from middle(config, height >> last, width >> last, inputs, exact)
@@ -75,36 +62,24 @@ def decoding(config: AutoencoderConfig, height: int, width: int, exact: bool) ->
             yield from resnet(H, W, inputs, outputs, exact)
             inputs = outputs
         if level < last:
+            # The input, and the output of four times its positions.
             yield 5 * H * W * outputs, conv_work(2 * H, 2 * W, outputs, outputs, exact)
 
 
 def resnet(H: int, W: int, inputs: int, outputs: int, exact: bool) -> Iterator[tuple[float, float]]:
-    """Yield `(held, temporary)` for each of the two convolutions of a residual block. `held` is the number of array
-    values that are in memory during the whole convolution. `temporary` is the peak number of additional values. Both
-    count values, not bytes. `H` and `W` are the height and width of the block's input. `inputs` and `outputs` are
-    numbers of channels. `exact` is True if float32 products are exact.
-    """
     yield H * W * (inputs + outputs), conv_work(H, W, inputs, outputs, exact)
     yield H * W * 2 * outputs, conv_work(H, W, outputs, outputs, exact)
 
 
 def middle(config: AutoencoderConfig, H: int, W: int, channels: int, exact: bool) -> Iterator[tuple[float, float]]:
-    """Yield `(held, temporary)` for each step of the autoencoder's middle block. `held` is the number of array values
-    that are in memory during the whole step. `temporary` is the peak number of additional values. Both count values,
-    not bytes. `config` holds the sizes of the autoencoder. `H`, `W` and `channels` are the height, width and channels
-    of the block's input. `exact` is True if float32 products are exact.
-    """
     yield from resnet(H, W, channels, channels, exact)
     if config.mid_block_add_attention:
+        # x, its normalised form, q, k, v, the parts of the result, and these joined.
         yield 7 * H * W * channels, 2 * query_rows(H * W, channels) * H * W
 
 
 def conv_work(H: int, W: int, inputs: int, outputs: int, exact: bool) -> float:
-    """Return how many additional array values a convolution needs in memory while it is computed. It is computed in
-    strips, one after another. A strip is some consecutive rows of the output. The result is the need of one strip. `H`
-    and `W` are the height and width of the whole output. `inputs` and `outputs` are numbers of channels. `exact` is
-    True if float32 products are exact.
-    """
+    """Array values beside input and output while one strip of a convolution is computed."""
     strip = min(strip_rows(H, W, inputs, outputs, exact=exact), H) * W
     if mx.default_device() == mx.cpu:
         return strip * (COLUMNS * inputs + EXTRA * max(inputs, outputs))

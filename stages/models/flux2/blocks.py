@@ -18,31 +18,18 @@ Linear = Callable[[str, Any, mx.array], mx.array]  # (name within the block, wei
 
 
 def plain_linear(name: str, weight: Any, x: mx.array) -> mx.array:
-    """Compute a Linear without bias: x @ weight.T. `name` is not used. `weight` is an array (outputs, inputs), or a packed
-    (quantised) weight. A packed weight has a method `dense()` that returns the array.
-    """
+    """x W^T. A packed weight has `dense()`."""
     return kernels.linear(x, weight if isinstance(weight, mx.array) else weight.dense())
 
 
 def text_rows(shared: Shared) -> int:
-    """Return the number of text rows in the sequence. They come before the image rows. `shared` is the dict that `Flux2.enter`
-    returned.
-
-    The number is read from a shape, so that a compiled block knows it.
-    """
+    # From a shape, so that a compiled block knows it.
     rows: int = shared["ctx_ids"].shape[0]
     return rows
 
 
 def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
-    """Compute a block with separate weights for text and image and one joint attention. `weights` maps names within the
-    block, such as "attn.to_q.weight", to arrays. The input `h_BSD` and the result are arrays (batch, text rows then
-    image rows, hidden). `shared` holds the arrays that all blocks read; `Flux2.enter` returns it. `linear(name, weight,
-    x)` computes one Linear, such as "attn.to_q". By default, it is `x @ weight.T`.
-
-    `shared` holds, for example, the rotary position embeddings. To apply an adapter, pass a function `linear` that adds
-    the adapter's change.
-    """
+    """Separate weights for text and image, one joint attention. `shared` is what `Flux2.enter` returned."""
 
     def apply(name: str, x: mx.array) -> mx.array:
         return linear(name, weights[f"{name}.weight"], x)
@@ -71,14 +58,7 @@ def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linea
 
 
 def single_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
-    """Compute a block that treats text and image as one sequence. `weights` maps names within the block, such as
-    "attn.to_out.weight", to arrays. The input `h_BSD` and the result are arrays (batch, text rows then image rows,
-    hidden). `shared` holds the arrays that all blocks read; `Flux2.enter` returns it. `linear(name, weight, x)`
-    computes one Linear, such as "attn.to_out". By default, it is `x @ weight.T`.
-
-    Attention and feed-forward run in parallel. `shared` holds, for example, the rotary position embeddings. To apply an
-    adapter, pass a function `linear` that adds the adapter's change.
-    """
+    """Text and image as one sequence, attention and feed-forward in parallel."""
     mods, rope, hidden = shared["single"], shared["rope"], h_BSD.shape[-1]
     q_norm, k_norm = weights["attn.norm_q.weight"], weights["attn.norm_k.weight"]
     name = "attn.to_qkv_mlp_proj"

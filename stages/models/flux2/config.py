@@ -22,9 +22,7 @@ OUTSIDE_BITS = 8  # the fewest bits per weight that are safe for a Linear outsid
 
 @dataclass(frozen=True)
 class Flux2Config:
-    """The sizes of a FLUX.2 transformer. Fields have the names and meanings of the keys in its config.json, such as
-    `num_layers` and `attention_head_dim`.
-    """
+    """Fields have the names and meanings of the keys in config.json."""
 
     in_channels: int
     num_layers: int
@@ -41,9 +39,7 @@ class Flux2Config:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Flux2Config:
-        """Return the sizes of a transformer. `config` is the content of its config.json. Unknown keys are ignored.
-        Raises ValueError if a key is missing or a value is not supported.
-        """
+        """Raises ValueError if a key is missing or a value is not supported. Unknown keys are ignored."""
         missing = [f.name for f in fields(cls) if f.name not in config]
         if missing:
             raise ValueError(f"the transformer's config lacks {', '.join(missing)}; is this a FLUX.2 transformer?")
@@ -58,13 +54,10 @@ class Flux2Config:
 
     @property
     def hidden(self) -> int:
-        """The number of features of each token within the blocks: number of heads times head width."""
         return self.num_attention_heads * self.attention_head_dim
 
     def shapes(self) -> Shapes:
-        """Return a dict from the diffusers name of every weight, such as "proj_out.weight", to its shape. The order is that of
-        the layers.
-        """
+        """By diffusers' name, in the order of the layers."""
         found = self._first_shapes()
         for i in range(self.num_layers):
             found |= {f"transformer_blocks.{i}.{n}": s for n, s in self._double_shapes().items()}
@@ -78,9 +71,6 @@ class Flux2Config:
         return int(self.hidden * self.mlp_ratio)
 
     def _first_shapes(self) -> Shapes:
-        """Return a dict from name to shape for the weights before the blocks. Names are without ".weight". The weights are the
-        modulations and the embedders of image, text, noise level and guidance.
-        """
         D = self.hidden
         found: Shapes = {"x_embedder": (D, self.in_channels), "context_embedder": (D, self.joint_attention_dim)}
         for kind in ("timestep", "guidance") if self.guidance_embeds else ("timestep",):
@@ -91,10 +81,6 @@ class Flux2Config:
         return found
 
     def _double_shapes(self) -> Shapes:
-        """Return the shapes of the weights of one double block. The result maps names to shapes. A name omits the
-        block's prefix and ".weight". For example, it is "attn.to_q". A double block has separate weights for text and
-        image.
-        """
         D, K, F = self.hidden, self.attention_head_dim, self._mlp
         linears = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_out.0", "to_add_out")
         found: Shapes = {f"attn.{n}": (D, D) for n in linears}
@@ -104,26 +90,15 @@ class Flux2Config:
         }
 
     def _single_shapes(self) -> Shapes:
-        """Return the shapes of the weights in a block of the kind "single", as a dict from name to shape. A FLUX.2
-        transformer has blocks of two kinds, double and single. A single block uses the same weights for text and image,
-        and its attention and feed-forward share two Linears. A name in the dict, such as "attn.to_out", omits the
-        block's prefix and ".weight".
-        """
         D, K, F = self.hidden, self.attention_head_dim, self._mlp
         return {"attn.to_qkv_mlp_proj": (3 * D + 2 * F, D), "attn.to_out": (D, D + F), "attn.norm_q": (K,), "attn.norm_k": (K,)}
 
 
 def in_block(name: str) -> bool:
-    """Return True if a weight or Linear belongs to one of the transformer's blocks. `name` is its full name, such as
-    "transformer_blocks.0.attn.to_q.weight".
-    """
+    # Within "single_transformer_blocks." too.
     return "transformer_blocks." in name
 
 
 def packs_outside(name: str) -> bool:
-    """Return True if a weight outside the blocks is worth packing (quantising to 8 bits). `name` is its full name, such as
-    "norm_out.linear.weight".
-
-    FLUX.2 dev has 1.6 GB of weights outside the blocks. All but a few MB are in weights for which this is True.
-    """
+    """Whether a weight outside the blocks is worth packing: dev has 1.6 GB of them, all but a few MB in these."""
     return name.startswith(("context_embedder", "time_guidance_embed", "norm_out", *MODULATIONS.values()))

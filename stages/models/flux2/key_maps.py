@@ -1,9 +1,4 @@
-"""Rename the weights of Black Forest Labs' single files to diffusers' names. The single files have the names of its reference
-repository.
-
-The arrays may be lazy: no function here evaluates them. Source of the tables: model.py and autoencoder.py of the reference
-repository beside the released diffusers folders; tests compare them in both directions at tiny sizes.
-"""
+"""Renames the weights of Black Forest Labs' single files to diffusers' names. No function evaluates an array."""
 
 from __future__ import annotations
 
@@ -17,6 +12,8 @@ PREFIXES = ("model.diffusion_model.", "diffusion_model.")  # some single files p
 QUANTISED = (".input_scale", ".weight_scale", ".weight_scale_2", ".scale_weight", ".scale_input", "scaled_fp8")
 
 # Black Forest Labs' name -> diffusers' name. Outside the blocks; then within a double, and within a single block.
+# Source: model.py and autoencoder.py of the reference repository beside the released diffusers folders. Tests compare them in
+# both directions at tiny sizes.
 TRANSFORMER = {
     "img_in": "x_embedder",
     "txt_in": "context_embedder",
@@ -59,32 +56,20 @@ ATTENTION = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_
 
 
 def strip_prefix(key: str) -> str:
-    """Return `key`, the name of a weight, without its prefix. Some files put "model.diffusion_model." or "diffusion_model."
-    before every name.
-    """
     return next((key[len(p) :] for p in PREFIXES if key.startswith(p)), key)
 
 
 def is_single_file(keys: Iterable[str]) -> bool:
-    """Return True if the weights of a model component have the names that Black Forest Labs' single files use. A single
-    file holds the whole component, with the names of the FLUX.2 reference code. `keys` are the names of the component's
-    weights. One name of that code, such as "img_in.weight", is enough for True. If all names are those of diffusers,
-    such as "x_embedder.weight", the result is False.
-    """
+    """Whether some name is of Black Forest Labs' code."""
     marks = ("double_blocks.", "single_blocks.", "encoder.down.", "decoder.up.", "img_in.")
     return any(strip_prefix(k).startswith(marks) for k in keys)
 
 
 def transformer_to_diffusers(arrays: dict[str, mx.array], path: Path) -> dict[str, mx.array]:
-    """Rename the transformer's weights from the names in Black Forest Labs' single files to diffusers' names. Return
-    them as a dict by name. `arrays` maps the names in the file to weights. A fused q, k, v weight is split into three.
-    An unknown name only loses its prefix (see `strip_prefix`). `path` is the file, for the message. Raises ValueError
-    if `arrays` still contains a scale for quantised weights.
-
-    The function `read_tensors` has already multiplied fp8 weights by their scales, and removed these scales.
-    """
+    """Fused q, k, v become three weights; an unknown name loses its prefix only. Raises ValueError for a scale."""
     converted: dict[str, mx.array] = {}
     for found, value in arrays.items():
+        # `read_tensors` has multiplied fp8 weights by their scales, and left these out.
         if found.endswith(QUANTISED):
             raise ValueError(f"{path} holds {found}, the scale of a weight that is not fp8: use the bfloat16 or the fp8 file")
         key = strip_prefix(found)
@@ -100,16 +85,13 @@ def transformer_to_diffusers(arrays: dict[str, mx.array], path: Path) -> dict[st
 
 
 def from_mflux(key: str) -> str:
-    """Return the diffusers name of a transformer's weight. `key` is its name in diffusers or in a model that mflux saved."""
+    """diffusers' name of a weight in a model that mflux saved. diffusers' own names stay."""
     for pattern, name in MFLUX.items():
         key = re.sub(pattern, name, key)
     return key
 
 
 def _block(key: str, value: mx.array) -> dict[str, mx.array]:
-    """Return {diffusers name: array} for one weight of a block. `key` is its name in Black Forest Labs' single file. `value` is
-    the weight. A fused q, k, v weight gives three entries. If `key` is not known, {key: value} is returned.
-    """
     match = re.fullmatch(r"(double|single)_blocks\.(\d+)\.(.+)\.(weight|scale)", key)
     if not match:
         return {key: value}
@@ -123,9 +105,7 @@ def _block(key: str, value: mx.array) -> dict[str, mx.array]:
 
 
 def autoencoder_to_diffusers(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Rename the autoencoder's weights from the names of Black Forest Labs' single file to diffusers' names. `arrays` and the
-    result map names to weights. The 1 x 1 convolutions of the attention become matrices.
-    """
+    """The 1 x 1 convolutions of the attention become matrices."""
     levels = 1 + max((int(m[1]) for k in arrays if (m := re.match(r"decoder\.up\.(\d+)\.", k))), default=0)
     converted: dict[str, mx.array] = {}
     for found, value in arrays.items():
@@ -136,10 +116,7 @@ def autoencoder_to_diffusers(arrays: dict[str, mx.array]) -> dict[str, mx.array]
 
 
 def _autoencoder_key(key: str, levels: int) -> str:
-    """Return the diffusers name of one autoencoder weight. `key` is its name in Black Forest Labs' single file.
-    `levels` is the number of levels of the decoder. The file and diffusers number the decoder's levels in opposite
-    order. An unknown name is returned unchanged.
-    """
+    # The file and diffusers number the decoder's levels in opposite order.
     if match := re.fullmatch(r"(encoder|decoder)\.(down|up)\.(\d+)\.block\.(\d+)\.(.+)", key):
         side, way, level, number, rest = match.groups()
         at = int(level) if way == "down" else levels - 1 - int(level)

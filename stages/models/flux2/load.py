@@ -18,23 +18,12 @@ from stages.models.folders import component_config, read_config
 
 
 def transformer_config(path: Path | None, family: Family) -> Flux2Config:
-    """Return the sizes of the transformer at `path`, a folder or a single file. They are read from the config.json at `path`. If
-    `path` is None or has no config.json, they come from `family`, the record of the model family. Raises ValueError if the config
-    is not that of a FLUX.2 transformer.
-    """
+    """From the config.json at `path`, else from `family`. Raises ValueError if it is not that of a FLUX.2 transformer."""
     return Flux2Config.from_dict(component_config(path, family.transformer) if path else family.transformer)
 
 
 def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[[str, mx.array], Any] | None = None) -> Flux2:
-    """Load the FLUX.2 transformer at `path` and return it. `path` is a folder in the diffusers layout, or a single
-    weights file. `family` is the record of the model family. `dtype` is the dtype to cast weights to; None keeps the
-    stored dtype. `arrange(name, weight)` returns an object to use in place of a cast weight, such as a packed
-    (quantised) one; None replaces no weight. Raises ValueError if a weight is missing, unknown, damaged or of another
-    shape.
-
-    The sizes are read from the config.json in the folder, or beside the file. If there is none, `family` gives the
-    sizes. Only one weight at a time is in memory before `arrange`.
-    """
+    """See `Architecture.load_transformer`. Raises ValueError if a weight is missing, unknown, damaged or of another shape."""
     config = transformer_config(path, family)
     foreign = key_maps.is_single_file(weights.read_keys(path))
     arrays = weights.load_component(
@@ -49,11 +38,7 @@ def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[
 
 
 def load_autoencoder(path: Path, family: Family, dtype: Any = None) -> autoencoder.Autoencoder:
-    """Load FLUX.2's autoencoder at `path` and return it. `path` is a folder in the diffusers layout, or a single
-    weights file. `family` is the record of the model family. `autoencoder_config(path, family)` gives the sizes.
-    Weights are cast to `dtype`. If `dtype` is None, they are not cast. The mean and variance of the latents are always
-    loaded as float32. Raises ValueError if a weight is missing, unknown, damaged or of another shape.
-    """
+    """Weights in `dtype`, or as stored; the statistics of the latents always in float32. Errors as in `load_flux2`."""
     config = autoencoder_config(path, family)
     arrays = weights.load_component(
         path,
@@ -67,13 +52,7 @@ def load_autoencoder(path: Path, family: Family, dtype: Any = None) -> autoencod
 
 
 def autoencoder_config(path: Path | None, family: Family) -> AutoencoderConfig:
-    """Return the sizes of FLUX.2's autoencoder. `path` is its folder, its single weights file, or None. A config.json
-    in the folder or beside the file gives all sizes. Without a config.json, the weights give the widths of the decoder,
-    and `family`, the record of the model family, gives all other sizes. If `path` is None, all sizes come from
-    `family`. Raises ValueError if the config is not that of FLUX.2's autoencoder.
-
-    If the weights lack the width of a level of the decoder, all sizes come from `family`.
-    """
+    """From config.json. Without one, the decoder's widths come from the weights, if all are there, and the rest from `family`."""
     if path is None or read_config(path):
         return AutoencoderConfig.from_dict(component_config(path, family.autoencoder) if path else family.autoencoder)
     levels = len(family.autoencoder["block_out_channels"])

@@ -1,9 +1,4 @@
-"""Write a FLUX.2 klein of random weights, in the true architecture and file layout. With it, every stage can run anywhere in
-seconds.
-
-diffusers loads the folder too. The model has learned nothing and draws noise. Numbers come from the raw stream of a bit generator
-and exact arithmetic, so that one seed gives the same bytes on every machine.
-"""
+"""Writes a FLUX.2 klein of random weights in the true layout, which diffusers loads too: every stage runs anywhere."""
 
 from __future__ import annotations
 
@@ -69,11 +64,7 @@ INDEX = {
 
 
 def write_random_weights(folder: Path, family: Family, seed: int) -> None:
-    """Write a complete model with random weights into `folder`, in the diffusers layout. `family` is the model family's record
-    and gives the sizes. `seed` chooses the weights. The same seed gives the same bytes on every machine.
-
-    model_index.json is written last, so that a folder with this file is complete.
-    """
+    """A complete model in the diffusers layout. One seed gives the same bytes on every machine."""
     flux2 = Flux2Config.from_dict(family.transformer)
     autoencoder = AutoencoderConfig.from_dict(family.autoencoder)
     qwen3 = Qwen3Config.from_dict(family.text_encoder)
@@ -84,6 +75,7 @@ def write_random_weights(folder: Path, family: Family, seed: int) -> None:
     _write_component(folder / "text_encoder", "model", {**family.text_encoder, **QWEN3}, text_shapes, seed)
     write_tokenizer(folder / "tokenizer", qwen3.vocab_size)
     write_json(folder / "scheduler" / "scheduler_config.json", SCHEDULER)
+    # Last: a folder with this file is complete.
     write_json(folder / "model_index.json", INDEX)
 
 
@@ -92,9 +84,6 @@ def _class(name: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_component(folder: Path, stem: str, config: Mapping[str, Any], shapes: Shapes, seed: int) -> None:
-    """Write one component of a model into `folder`. `stem` is the name of the weights file without ".safetensors". `config`
-    becomes config.json. `shapes` maps the name of each weight to its shape. `seed` chooses the weights.
-    """
     from safetensors.numpy import save_file
 
     write_json(folder / "config.json", config)
@@ -105,10 +94,7 @@ def _write_component(folder: Path, stem: str, config: Mapping[str, Any], shapes:
 
 
 def weight(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return random float32 values for a weight. `name` is the name of a component, a dot and the name of the weight,
-    such as "transformer.proj_out.weight". `shape` is the shape of the result. `seed` is an integer. The mean and the
-    standard deviation depend on `name` and `shape`. Equal arguments give equal values.
-    """
+    """float32 values of "<component>.<name of the weight>", with the spread that `GAINS` gives it."""
     if name.endswith("running_var"):
         return LATENT_VARIANCE + _uniform(name, shape, seed, BIAS)
     if name.endswith("running_mean"):
@@ -122,12 +108,7 @@ def weight(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def _uniform(name: str, shape: tuple[int, ...], seed: int, std: float) -> np.ndarray:
-    """Return a random float32 array of `shape` that depends only on the arguments. Its values have a uniform
-    distribution with mean 0 and standard deviation `std`. Another `name` (of a weight) or another integer `seed` gives
-    other values.
-
-    The values come from raw 24-bit words: the rounding of a library's random function could change.
-    """
+    # Raw 24-bit words and exact arithmetic: the rounding of a library's random function could change.
     stream = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16], "little")
     raw = np.random.PCG64(stream).random_raw(int(np.prod(shape)))
     unit = (raw >> np.uint64(40)).astype(np.float64) / 2**23 - 1

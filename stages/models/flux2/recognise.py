@@ -16,12 +16,8 @@ DOUBLE = ("transformer_blocks.", "double_blocks.")
 
 
 def recognise(shapes: Shapes, family: Family) -> str:
-    """Return the component of a FLUX.2 model that some weights belong to. The result is "transformer", "autoencoder" or
-    "text_encoder". It is "" if they fit no component of `family`. `shapes` maps the names of the weights to their
-    shapes, as the files store them.
-
-    Numbers of columns are not compared, because quantised weights have fewer columns.
-    """
+    """transformer, autoencoder or text_encoder; "" if the weights fit no component of `family`."""
+    # Numbers of columns are not compared: quantised weights have fewer.
     named = {strip_prefix(name): shape for name, shape in shapes.items()}
     if rows := _rows(named, INPUTS):
         sizes = family.transformer
@@ -38,10 +34,6 @@ def recognise(shapes: Shapes, family: Family) -> str:
 
 
 def _rows(shapes: Shapes, endings: tuple[str, ...]) -> int:
-    """Return the number of rows of one weight: the first number of its shape. `shapes` maps the names of weights to
-    their shapes. The weight is the first whose name is one of `endings`, or ends with a dot and one of them. Weights of
-    a vision tower are skipped. If there is no such weight, the result is 0.
-    """
     for name, shape in shapes.items():
         if name.endswith(endings) and "vision" not in name and shape:
             whole = name in endings or name.endswith(tuple(f".{ending}" for ending in endings))

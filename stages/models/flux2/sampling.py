@@ -39,18 +39,9 @@ def draw(
     predict: Predict | None = None,
     references: Sequence[mx.array] = (),
 ) -> Iterator[mx.array]:
-    """Draw one image with `model`, and yield its latent after each denoising step. A latent is a float32 array (1,
-    channels, height / 16, width / 16). `text_1TJ` is the prompt's embedding, (1, text rows, features). `negative_1TJ`
-    is that of the empty prompt, or None. `height` and `width` are in pixels. `seed` sets the starting noise. `steps` is
-    the number of steps. `guidance` is a number such as 4.0. `predict` is a function to call in place of `model`, or
-    None. `references` holds latents of reference images.
+    """Yield the latent (1, C, h, w), float32, after every step; the last is the image's. See `Architecture.draw`.
 
-    The last latent is the finished image. Raises ValueError if `height` or `width` is not a positive multiple of 16, or
-    if `steps` is less than 1.
-
-    The image follows the prompt more closely with a larger `guidance`. With `negative_1TJ`, `guidance` is the factor of
-    classifier-free guidance. Without it, `guidance` is an input of the model. `predict` gets the keyword arguments of
-    `Flux2.enter`, and returns the velocity as the model does. References may have different heights and widths.
+    Raises ValueError if a side is no positive multiple of 16, or `steps` is less than 1.
     """
     for name, pixels in (("width", width), ("height", height)):
         if pixels < PIXELS or pixels % PIXELS:
@@ -70,16 +61,8 @@ def velocity_function(
     predict: Predict | None = None,
     references: Sequence[mx.array] = (),
 ) -> Velocity:
-    """Return a function `velocity(x_1Chw, sigma)` that runs `model` on one prompt. `x_1Chw` is a noisy latent, (1,
-    channels, height, width). `sigma` is its noise level, from 0 (clean) to 1. The result is float32 in the shape of
-    `x_1Chw`. `size` is the latent's `(height, width)`. `text_1TJ` is the prompt's embedding, (1, text rows, features).
-    `negative_1TJ` is that of the empty prompt, or None. `guidance` is a number such as 4.0. `predict` is a function to
-    call in place of `model`, or None. `references` holds latents of reference images.
-
-    With `negative_1TJ`, `guidance` is the factor of classifier-free guidance. Without it, `guidance` is an input of the
-    model. `predict` gets the keyword arguments of `Flux2.enter`, and returns the velocity as the model does. Both
-    prompts are computed with the references.
-    """
+    """velocity(x_1Chw, sigma) of one prompt. With `negative_1TJ` guidance is classifier-free, else an input of the model."""
+    # References count too: they lengthen the sequence of both passes.
     tokens = sum(math.prod(each) for each in (size, *(latent.shape[2:] for latent in references)))
     run = predict or model
 
@@ -104,13 +87,7 @@ def velocity_function(
 
 
 def empirical_mu(tokens: int, steps: int) -> float:
-    """Return the number `mu` that sets how far the noise levels of FLUX.2 are shifted. A larger `mu` moves the levels
-    closer to 1 (pure noise). `tokens` is the number of image tokens (16 x 16 pixels each). `steps` is the number of
-    denoising steps.
-
-    The value is interpolated between FLUX.2's constants for 10 and for 200 steps. Above `LONG` tokens, only the
-    constants for 200 steps are used.
-    """
+    """FLUX.2's shift of noise levels towards 1, between its constants for 10 and 200 steps; above `LONG` tokens the latter."""
     at_10, at_200 = (slope * tokens + offset for slope, offset in (AT_10_STEPS, AT_200_STEPS))
     if tokens > LONG:
         return at_200
@@ -118,11 +95,7 @@ def empirical_mu(tokens: int, steps: int) -> float:
 
 
 def sigmas(tokens: int, steps: int) -> list[float]:
-    """Return the noise levels at which an image is drawn. There are `steps` + 1 levels. They fall from 1 (noise) to 0 (clean).
-    `tokens` is the number of image tokens (16 x 16 pixels each). Raises ValueError if `steps` is less than 1.
-
-    Evenly spaced levels s are shifted to m / (m + 1 / s - 1) with m = exp(mu). `empirical_mu` computes mu.
-    """
+    """Noise levels from 1 to 0: even levels s become m / (m + 1 / s - 1), m = exp(mu). Raises ValueError if steps < 1."""
     if steps < 1:
         raise ValueError(f"steps must be >= 1, got {steps}")
     shift = math.exp(empirical_mu(tokens, steps))
@@ -130,17 +103,13 @@ def sigmas(tokens: int, steps: int) -> list[float]:
 
 
 def noise(seed: int, shape: Sequence[int]) -> mx.array:
-    """Return Gaussian noise of mean 0 and variance 1 as a float32 array of `shape`. Equal `seed` and `shape` give equal noise
-    on every machine.
-    """
+    """Standard normal, float32; equal for one seed on every machine."""
     generator = np.random.Generator(np.random.Philox(seed))
     return mx.array(generator.standard_normal(tuple(shape), np.float32))
 
 
 def euler(velocity: Velocity, x: mx.array, levels: Sequence[float]) -> Iterator[mx.array]:
-    """Integrate `x` from the first noise level of `levels` to the last. There is one Euler step for each pair of neighbouring
-    levels. Yield the new x, float32 and evaluated, after every step. `velocity(x, sigma)` returns dx / dsigma in the shape of x.
-    """
+    """Yield x, float32 and evaluated, after each Euler step along `levels`. `velocity` is dx / dsigma."""
     x = x.astype(mx.float32)
     for sigma, following in pairwise(levels):
         x = x + (following - sigma) * velocity(x, sigma).astype(mx.float32)
@@ -149,7 +118,4 @@ def euler(velocity: Velocity, x: mx.array, levels: Sequence[float]) -> Iterator[
 
 
 def classifier_free_guidance(with_prompt: mx.array, without: mx.array, guidance: float) -> mx.array:
-    """Return `without` + `guidance` * (`with_prompt` - `without`). `with_prompt` is the velocity that the model predicts from the
-    prompt. `without` is the velocity that it predicts from the empty prompt. A `guidance` of 1 gives `with_prompt`.
-    """
     return without + guidance * (with_prompt - without)

@@ -23,10 +23,7 @@ AUTOENCODER: Mapping[str, Any] = {
 
 
 def transformer_sizes(double: int, single: int, heads: int, text_features: int, *, guidance: bool = False) -> dict[str, Any]:
-    """Return the content of a FLUX.2 transformer's config.json as a dict. `double` and `single` are the numbers of double and
-    single blocks. `heads` is the number of attention heads. `text_features` is the width of a text embedding. `guidance` is True
-    if the transformer takes a guidance value as an input. All other sizes are equal in every released model.
-    """
+    """A transformer's config.json from its numbers of double and single blocks; the rest is equal in every released model."""
     return {
         "in_channels": 128,
         "out_channels": None,

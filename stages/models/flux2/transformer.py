@@ -24,30 +24,16 @@ TABLES_KEPT = 32  # rotary tables in memory: one per image shape, 2.4 MB at 1024
 
 @dataclass(frozen=True)
 class Block:
-    """One block of the transformer. `kind` is "double" or "single". `name` is its full name, such as "transformer_blocks.0".
-    `weights` maps names within the block, such as "attn.to_q.weight", to arrays.
-    """
-
     kind: str  # double or single
     name: str  # transformer_blocks.0
-    weights: dict[str, Any]
+    weights: dict[str, Any]  # by name within the block: attn.to_q.weight
 
 
 class Flux2:
-    """The FLUX.2 diffusion transformer. Call `model(x_BLC, x_ids_L4, ctx_BTJ, ctx_ids_T4, timesteps_B, guidance_B)` to
-    predict the velocity (noise minus clean latent). The result has the shape of the latents `x_BLC`. `__call__`
-    explains the arguments.
-
-    To compute the blocks one at a time, call `enter`. Then call the function `block(kind)` for each of `blocks`. Then
-    call `leave`.
-    """
+    """Predicts the velocity, noise minus clean latent. See `protocols.Transformer`."""
 
     def __init__(self, config: Flux2Config, weights: Mapping[str, Any]) -> None:
-        """Build the transformer. `config` holds its sizes. `weights` maps every name in `config.shapes()` to an array
-        or a packed (quantised) weight. Outside the blocks, a packed weight must have a method `dense()` that returns
-        the array. Within a block, a packed weight may be any object that the block's `linear` function accepts.
-        "x_embedder.weight" must be an array.
-        """
+        """`weights`: arrays or packed ones; outside the blocks these have `dense()`, and x_embedder must be an array."""
         self.config = config
         self.top: dict[str, Any] = {}
         doubles = [Block("double", f"transformer_blocks.{i}", {}) for i in range(config.num_layers)]
@@ -64,29 +50,15 @@ class Flux2:
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The dtype in which the transformer computes."""
         found: mx.Dtype = self.top["x_embedder.weight"].dtype
         return found
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Return the sizes of the Linears in all blocks. The result maps the full name of each Linear to
-        `(outputs, inputs)`. Such a name is "transformer_blocks.0.attn.to_out.0".
-        """
         inside = {n.removesuffix(".weight"): s for n, s in self.config.shapes().items() if in_block(n)}
         return {name: (shape[0], shape[1]) for name, shape in inside.items() if len(shape) == 2}
 
     @staticmethod
     def block(kind: str) -> Callable[..., mx.array]:
-        """Return the function that computes blocks of the given `kind`, "double" or "single". Call it as
-        `function(weights, h_BSD, shared, linear)`. It returns the output of the block, in the shape of `h_BSD`.
-        `weights` maps names within the block, such as "attn.to_q.weight", to weights. `h_BSD` is the input of the
-        block, `(batch, text rows then image rows, hidden)`. `shared` is a dict of arrays that all blocks use, such as
-        rotary tables. `linear(name, weight, x)` computes one Linear of the block. By default, it is `plain_linear`.
-
-        For each `Block` in `self.blocks`, pass its attribute `weights`. The method `enter` of this class returns
-        `h_BSD` for the first block and `shared`. For every later block, `h_BSD` is the output of the previous block.
-        Pass another `linear` to apply an adapter.
-        """
         return {"double": double_block, "single": single_block}[kind]
 
     def enter(
@@ -100,16 +72,9 @@ class Flux2:
         references_BRC: mx.array | None = None,
         references_ids_R4: np.ndarray | None = None,
     ) -> tuple[mx.array, Shared]:
-        """Return `(h_BSD, shared)`: the input of the first block, and a dict of arrays that all blocks use. `h_BSD` is
-        (batch, text rows then image rows, hidden). `x_BLC` holds noisy latents, (batch, image tokens, channels).
-        `x_ids_L4` holds the positions of the tokens, four integers each. `ctx_BTJ` holds text embeddings, (batch, text
-        rows, features). `ctx_ids_T4` holds the positions of their rows. `timesteps_B` holds noise levels, from 0
-        (clean) to 1. `guidance_B` holds guidance values, such as 4.0, or is None. `references_BRC` and
-        `references_ids_R4` hold latents and positions of reference images, or are None.
+        """(h_BSD, what all blocks read). Ids are positions of four integers; timesteps are noise levels, 0 (clean) to 1.
 
-        A model without a guidance input ignores `guidance_B`. Raises ValueError if a model with a guidance input gets
-        None. `references_BRC` has the shape (batch, reference tokens, channels). In `h_BSD`, the rows of references
-        come after the image rows. `leave` drops them.
+        Rows of references, (B, R, C), follow the image's. Raises ValueError if a model with a guidance input gets no guidance.
         """
         temb_BD = self._embed("timestep", timesteps_B)
         if self.config.guidance_embeds:
@@ -129,16 +94,14 @@ class Flux2:
         scale_BD, shift_BD = mx.split(self._linear("norm_out.linear", temb_BD), 2, axis=-1)
         shared["out"] = spread([shift_BD, 1 + scale_BD], L)
         shared["rope"] = self._rope(ids_S4)
+        # Only the shape is read, by `text_rows`.
         shared["ctx_ids"] = mx.array(np.asarray(ctx_ids_T4, np.int32))
         h_BTD = self._linear("context_embedder", ctx_BTJ.astype(self.dtype))
         h_BLD = self._linear("x_embedder", x_BLC.astype(self.dtype))
         return mx.concatenate([h_BTD, h_BLD], axis=1), shared
 
     def leave(self, h_BSD: mx.array, shared: Shared) -> mx.array:
-        """Compute the velocity (noise minus clean latent) from the output of the last block. `h_BSD` is this output,
-        (batch, text rows then image rows, hidden). `shared` holds arrays that all blocks use. It is the second value
-        that `enter` returns. The result has the shape (batch, image tokens, channels).
-        """
+        """Velocity (B, L, C) of the image tokens."""
         T, L = text_rows(shared), shared["out"][0].shape[1]
         h_BLD = modulate(h_BSD[:, T : T + L], shared["out"])
         return self._linear("proj_out", h_BLD)
@@ -155,21 +118,7 @@ class Flux2:
         references_ids_R4: np.ndarray | None = None,
         linear_for: Callable[[str], Linear] | None = None,
     ) -> mx.array:
-        """Return the predicted velocity (noise minus clean latent), in the shape of `x_BLC`. `x_BLC` holds noisy
-        latents, (batch, image tokens, channels). `x_ids_L4` holds the positions of the tokens, four integers each.
-        `ctx_BTJ` holds text embeddings, (batch, text rows, features). `ctx_ids_T4` holds the positions of the text
-        rows. `timesteps_B` holds noise levels, from 0 (clean) to 1. `guidance_B` holds guidance values, or is None.
-        `references_BRC` and `references_ids_R4` hold latents and positions of reference images, or are None.
-        `linear_for` takes a block's name and returns the function that computes the Linears of this block. None means
-        `plain_linear`.
-
-        A model without a guidance input ignores `guidance_B`. Raises ValueError if a model with a guidance input gets
-        None.
-
-        To apply an adapter, pass `linear_for`. For example, `linear_for("transformer_blocks.0")` returns a function
-        `linear(name, weight, x)`. The function `linear` returns the output of the Linear `name`, such as "attn.to_q",
-        for the input `x`.
-        """
+        """Velocity in the shape of `x_BLC`. `linear_for(block name)` gives the `linear` of a block, to apply an adapter."""
         h_BSD, shared = self.enter(
             x_BLC, x_ids_L4, ctx_BTJ, ctx_ids_T4, timesteps_B, guidance_B, references_BRC, references_ids_R4
         )
@@ -179,13 +128,8 @@ class Flux2:
         return self.leave(h_BSD, shared)
 
     def _embed(self, kind: str, value_B: mx.array) -> mx.array:
-        """Embed one number per sample as a vector. `value_B` is `(batch,)`. The result is `(batch, hidden)`. `kind`
-        selects the weights: "timestep" for noise levels, "guidance" for guidance values. The number is multiplied by
-        1000 and encoded as sinusoids. Two Linears with a SiLU between them then turn the sinusoids into the vector.
-
-        The sinusoid is float32, as bfloat16 would round 937 to 936. The exponents are rounded to float32 as in Black Forest Labs'
-        code: the last bit of a frequency changes the angle a thousandfold.
-        """
+        # Exponents are rounded to float32 as in Black Forest Labs' code: the last bit of a frequency changes the angle a
+        # thousandfold. The sinusoid is float32, as bfloat16 would round 937 to 936.
         half = self.config.timestep_guidance_channels // 2
         exponents = np.float32(-math.log(10000)) * np.arange(half, dtype=np.float32) / np.float32(half)
         freqs = mx.array(np.exp(exponents.astype(np.float64)), mx.float32)
@@ -198,12 +142,7 @@ class Flux2:
         return plain_linear(name, self.top[f"{name}.weight"], x)
 
     def _rope(self, ids_S4: np.ndarray) -> list[mx.array]:
-        """Return the tables of the rotary position embedding, `[cosines, sines]`. Each is a float32 array (rows, 1,
-        head width). The features 2n and 2n + 1 of a head have the same value. `ids_S4` holds the positions of the rows
-        along four axes, (rows, 4).
-
-        Angles are computed in float64. The tables of the last TABLES_KEPT sets of positions are reused.
-        """
+        """[cosines, sines], float32 (S, 1, K), equal for features 2n and 2n + 1. Angles are computed in float64."""
         key = np.asarray(ids_S4, np.int64).tobytes()
         if key not in self._tables:
             axes = self.config.axes_dims_rope
@@ -217,7 +156,5 @@ class Flux2:
 
 
 def meta_transformer(config: Flux2Config, dtype: mx.Dtype) -> Flux2:
-    """Return a transformer for memory estimates. `config` gives its sizes. Its weights have the usual names and shapes.
-    Their values are lazy zeros of `dtype`, which take no memory until they are computed.
-    """
+    """For estimates of memory: weights are lazy zeros."""
     return Flux2(config, {name: mx.zeros(shape, dtype) for name, shape in config.shapes().items()})

@@ -1,4 +1,1 @@
-"""T5's encoder with a projection head: token vectors of queries and documents for late interaction.
-
-The names of the encoder's weights are those of transformers' `T5EncoderModel`. Imports `stages.models.weights`, no stage.
-"""
+"""T5's encoder with a projection head, for late interaction. Weights have the names of transformers' `T5EncoderModel`."""

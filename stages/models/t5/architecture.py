@@ -18,12 +18,7 @@ from stages.models.t5.random_weights import write_random_weights
 
 @dataclass(frozen=True)
 class RetrieverArchitecture:
-    """The functions that load, describe and write retrievers of one architecture. Each field is one function, such as
-    `sizes(path)` or `load_encoder(path, dtype, head_seed)`. `path` is the folder of the weights. Functions that read
-    files raise ValueError with a message of one line.
-
-    Stages and commands call them through `family.architecture`.
-    """
+    """Reached through `family.architecture`. `path` is the folder of the weights; reading raises ValueError with one line."""
 
     # sizes(path): the sizes of the encoder and its head.
     sizes: Callable[[Path], T5Config]
@@ -42,9 +37,7 @@ class RetrieverArchitecture:
 
 
 def meta_encoder(config: T5Config, dtype: mx.Dtype) -> T5:
-    """Return a T5 encoder with lazy zeros as weights, for estimates of memory. `config` holds its sizes, and `dtype` is
-    the dtype of the weights. The weights take no memory until they are computed.
-    """
+    """For estimates of memory: weights are lazy zeros."""
     return T5(config, {name: mx.zeros(shape, dtype) for name, shape in config.shapes().items()})
 
 

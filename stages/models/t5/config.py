@@ -20,11 +20,7 @@ HEAD = "head.linear.weight"  # the projection; its file names it linear.weight
 
 @dataclass(frozen=True)
 class T5Config:
-    """Hold the sizes of a T5 encoder with a projection head. Most fields have the names in the model's `config.json`.
-    `gated` is True for T5 v1.1. Its feed-forward layer computes `gelu(h @ W0) * (h @ W1)` before the last product. If
-    `gated` is False, the layer computes `relu(h @ W)` instead. `dimensions` is the width of the token vectors that the
-    head returns.
-    """
+    """Fields have the names of config.json, but for `gated` and `dimensions`."""
 
     vocab_size: int
     d_model: int
@@ -32,17 +28,15 @@ class T5Config:
     d_ff: int
     num_layers: int
     num_heads: int
-    gated: bool
+    gated: bool  # T5 v1.1: gelu(h W0) * (h W1) in the feed-forward; else relu(h W)
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
     layer_norm_epsilon: float = 1e-6
-    dimensions: int = 128
+    dimensions: int = 128  # width of a token vector, the output of the head
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], dimensions: int = 128) -> T5Config:
-        """Return the sizes of a T5 model. `config` is the content of its config.json. `dimensions` is the width of the head's
-        output. Raises ValueError if a size is missing, or if the feed-forward is of a kind that T5 v1.0 and v1.1 do not have.
-        """
+        """Raises ValueError if a size is missing, or the feed-forward is not that of T5 v1.0 or v1.1."""
         missing = [name for name in SIZES if name not in config]
         if missing:
             raise ValueError(f"the encoder's config lacks {', '.join(missing)}; is it a T5 model?")
@@ -58,7 +52,7 @@ class T5Config:
         return cls(**sizes, gated=gated, dimensions=dimensions)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sizes as the content of a config.json that transformers reads."""
+        """The content of a config.json that transformers reads."""
         sizes = {name: getattr(self, name) for name in SIZES}
         return {
             "architectures": ["T5EncoderModel"],
@@ -80,7 +74,7 @@ class T5Config:
         }
 
     def block_shapes(self) -> dict[str, Shape]:
-        """Return the shapes of the weights of one block, by name within the block."""
+        """By name within the block."""
         D, inner, F = self.d_model, self.num_heads * self.d_kv, self.d_ff
         attention = {f"layer.0.SelfAttention.{name}": (inner, D) for name in ("q", "k", "v")}
         forward = {"wi_0": (F, D), "wi_1": (F, D), "wo": (D, F)} if self.gated else {"wi": (F, D), "wo": (D, F)}
@@ -94,18 +88,14 @@ class T5Config:
         return {f"{name}.weight": shape for name, shape in shapes.items()}
 
     def encoder_shapes(self) -> dict[str, Shape]:
-        """Return a dict from the name of every weight of the encoder to its shape. The head is left out. The names are
-        those in the `T5EncoderModel` of transformers.
-        """
+        """Without the head."""
         blocks = {f"{block_name(n)}.{name}": shape for n in range(self.num_layers) for name, shape in self.block_shapes().items()}
         table = (self.relative_attention_num_buckets, self.num_heads)
         return {EMBEDDING: (self.vocab_size, self.d_model), BIAS: table, **blocks, FINAL_NORM: (self.d_model,)}
 
     def shapes(self) -> dict[str, Shape]:
-        """Return the shapes of all weights of the encoder and its head: name -> shape."""
         return {**self.encoder_shapes(), HEAD: (self.dimensions, self.d_model)}
 
 
 def block_name(number: int) -> str:
-    """Return the full name of the block with this number, counted from 0, such as "encoder.block.0"."""
     return f"encoder.block.{number}"

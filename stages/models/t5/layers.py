@@ -1,8 +1,7 @@
-"""The operations within a T5 block: RMS norm, relative positions, attention, feed-forward.
+"""The operations within a T5 block.
 
-Some have a gradient of their own, because MLX's keeps more in memory or computes gradients of frozen weights.
-T tokens of all parts, B texts of a part, b texts of a chunk, L tokens of a text, D model width, H heads, K head width, F
-feed-forward width.
+Some have a gradient of their own, as MLX's keeps more in memory or computes gradients of frozen weights.
+T tokens of all parts, B texts of a part, b texts of a chunk, L tokens of a text, D model width, H heads, K head width.
 """
 
 from __future__ import annotations
@@ -25,17 +24,16 @@ STEEP, CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715  # gelu(x) = x sigmoid(STEEP
 
 
 def buckets(length: int, count: int, furthest: int) -> np.ndarray:
-    """Return the buckets of relative positions, an int32 array (length, length). Row i, column j is the bucket of the
-    key at j for the query at i. A bucket is a number below `count`. The upper half of the buckets is for keys after the
-    query. Each small distance has its own bucket. Larger distances share buckets, and the range of a bucket grows with
-    the distance. All distances from `furthest` on share one bucket.
+    """(length, length) int32: the bucket of the key of column j for the query of row i, below `count`.
 
-    The logarithm is computed in float64 on the host. In float32, a device may round a power to the wrong bucket.
+    The upper half is for keys after the query. A small distance has its own bucket; larger ones share buckets of growing range,
+    and all from `furthest` on share one.
     """
     offset = np.arange(length)[None, :] - np.arange(length)[:, None]
     half = count // 2
     exact = half // 2
     distance = np.abs(offset)
+    # float64 on the host: in float32 a device may round a power to the wrong bucket.
     ratio = np.log(np.maximum(distance, 1) / exact) / math.log(furthest / exact)
     far = np.minimum(exact + (ratio * (half - exact)).astype(np.int64), half - 1)
     near = np.where(distance < exact, distance, far)
@@ -44,9 +42,7 @@ def buckets(length: int, count: int, furthest: int) -> np.ndarray:
 
 
 def rms_norm(x: mx.array, weight_D: mx.array, eps: float) -> mx.array:
-    """Return `x / sqrt(mean(x ** 2) + eps) * weight_D`. The mean is taken over the last axis. `x` has the shape `(...,
-    width)`, and `weight_D` has the shape `(width,)`. The weight is treated as a constant, so its gradient is zero.
-    """
+    """Over the last axis. The weight is a constant without gradient."""
 
     @OwnGradient
     def forward(x: mx.array) -> mx.array:
@@ -61,9 +57,7 @@ def rms_norm(x: mx.array, weight_D: mx.array, eps: float) -> mx.array:
 
 
 def gelu_times(gate: mx.array, up: mx.array) -> mx.array:
-    """Return gelu(gate) * up, element by element. `gate` and `up` must have the same shape. GELU has its tanh form, as
-    in T5 v1.1. The product is computed in float32 and returned in the dtype of `up`.
-    """
+    """gelu(gate) * up with GELU in its tanh form, as in T5 v1.1. Computed in float32, returned in the dtype of `up`."""
     made: Any = _gelu_times_kept(gate, up) if slow_exp(gate) else _gelu_times(gate, up)
     y: mx.array = made[0] if slow_exp(gate) else made
     return y
@@ -82,9 +76,7 @@ def _gelu_times_kept_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[m
 
 
 def _slope(wide: mx.array, share: mx.array) -> mx.array:
-    """Return the derivative of GELU at `wide`, element by element. `wide` is the input of GELU in float32. `share` is
-    GELU(wide) / wide, as `_wide_and_share` returns it.
-    """
+    # The derivative of wide * share.
     return share + (share - share * share) * (wide * (STEEP + 3 * STEEP * CUBIC * (wide * wide)))
 
 
@@ -110,25 +102,14 @@ def _gelu_times_vjp(primals: Any, dy: mx.array, _: mx.array) -> tuple[mx.array, 
 
 
 def _wide_and_share(gate: mx.array) -> tuple[mx.array, mx.array]:
-    """Return two arrays whose product is GELU(`gate`), the result of an activation function. The first array is `gate`
-    as float32. The second array is the share of each value that GELU lets through, from 0 to 1. Both have the shape of
-    `gate`.
-
-    GELU has its tanh form. For a value x, the share is (1 + tanh(z)) / 2 with z = sqrt(2 / pi) (x + 0.044715 x^3).
-    """
+    # gelu(x) = x share, share = (1 + tanh(z)) / 2 = sigmoid(2 z), z = sqrt(2 / pi) (x + 0.044715 x^3).
     wide = gate.astype(mx.float32)
     return wide, sigmoid(wide * (STEEP + STEEP * CUBIC * (wide * wide)))
 
 
 def attend(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL: mx.array) -> mx.array:
-    """Return the attention `softmax(q @ k.T + mask) @ v`, `(batch, heads, tokens, width)`. Queries, keys and values have
-    the same shape as the result. `mask_BHLL` has the shape `(batch, heads, tokens, tokens)`. It is added to the scores and
-    gets no gradient. The scores are not scaled, because T5's weights contain that factor.
-
-    The probabilities (the result of softmax) are not stored for the gradient. A fused gradient is used where the device has
-    one. Otherwise the probabilities are computed again. They are stored only on devices where softmax takes longer than the
-    matrix products.
-    """
+    """softmax(q k^T + mask) v. The mask gets no gradient. Probabilities are stored only where softmax is slow."""
+    # Scores are not scaled anywhere: T5's weights contain that factor.
     if slow_exp(q_BHLK):
         return _attend_kept(mx.contiguous(q_BHLK), mx.contiguous(k_BHLK), mx.contiguous(v_BHLK), mask_BHLL)
     # cuDNN's gradient with a mask is wrong for some lengths that are no multiple of 128: NaN for an odd multiple of 64.
@@ -168,13 +149,7 @@ def attend(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL: mx.a
 
 
 def _attend_kept(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL: mx.array) -> mx.array:
-    """Return the attention `softmax(q @ k.T + mask) @ v`, like `attend`. `q_BHLK`, `k_BHLK` and `v_BHLK` are the
-    queries, keys and values; they and the result are (batch, heads, tokens, width). `mask_BHLL`, (batch, heads, tokens,
-    tokens), is added to the scores and gets no gradient.
-
-    The attention is computed for a few texts at a time. The probabilities (the result of softmax) are stored for the
-    gradient.
-    """
+    """`attend` for a few texts at a time, with the probabilities stored for the gradient."""
     B, H, L, _ = q_BHLK.shape
     parts = slices(B, max(1, CHUNK_BYTES // (4 * H * L * L)))
 
@@ -205,11 +180,7 @@ def _attend_kept(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL
 
 
 def _pull(q: mx.array, k: mx.array, v: mx.array, p_bHLL: mx.array, y: mx.array, dy: mx.array) -> tuple[mx.array, ...]:
-    """Return the gradients of an attention with respect to `q`, `k` and `v`, as a tuple in this order. `q`, `k` and `v`
-    are the queries, keys and values, (texts, heads, tokens, width). `p_bHLL` holds the probabilities (the result of
-    softmax), (texts, heads, tokens, tokens). `y` is the output of the attention. `dy` is the gradient with respect to
-    `y`. `y`, `dy` and the results have the shape of `q`.
-    """
+    # sum(dp * p) over keys, as sum(dy * y).
     pull_bHL1 = (dy.astype(mx.float32) * y).sum(-1, keepdims=True)
     ds_bHLL = (p_bHLL * (dy @ v.swapaxes(-1, -2) - pull_bHL1)).astype(q.dtype)
     return ds_bHLL @ k, ds_bHLL.swapaxes(-1, -2) @ q, p_bHLL.swapaxes(-1, -2) @ dy

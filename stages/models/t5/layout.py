@@ -27,11 +27,9 @@ MODULES = (  # folder -> class of the module
 def write_model(
     folder: Path, config: T5Config, weights: Mapping[str, mx.array], settings: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a T5 encoder and its projection head (the last linear layer) into `folder`, in the form that the library
-    sentence-transformers reads. `config` holds the sizes. `weights` maps every name in `config.shapes()` to an array.
-    `settings` holds settings to add to those of the library's module `Transformer`, such as "query_length". If it is
-    None, none are added. The tokenizer's files are not written. Raises ValueError if a weight is missing or of another
-    shape.
+    """Writes all but the tokenizer's files. `settings` are added to those of the module `Transformer`, such as "query_length".
+
+    Raises ValueError if a weight is missing or of another shape.
     """
     for name, shape in config.shapes().items():
         if name not in weights:
@@ -48,9 +46,6 @@ def write_model(
 
 
 def _write_modules(folder: Path, config: T5Config, settings: Mapping[str, Any]) -> None:
-    """Write the JSON files with which the library sentence-transformers loads the model. `folder` is the folder of the
-    model. `config` gives its sizes. `settings` are added to the settings of the module `Transformer`.
-    """
     both = {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
     sizes = {"in_features": config.d_model, "out_features": config.dimensions, "bias": False}
     identity = "torch.nn.modules.linear.Identity"

@@ -27,10 +27,7 @@ DTYPES = ("BF16", "F16", "F32", "I8")
 
 
 def read_sizes(folder: Path, dimensions: int = 128) -> T5Config:
-    """Return the sizes of the T5 encoder in `folder`. They are read from its config.json and from its projection head
-    (the last linear layer). `dimensions` is the output width of the head if the folder has none. Raises ValueError if
-    config.json is missing or is that of another model.
-    """
+    """`dimensions`: of a folder without a head. Raises ValueError if config.json is missing or is that of another model."""
     config = read_config(folder)
     if not config:
         raise ValueError(f"{folder} has no config.json: a T5 encoder in the layout of transformers is needed")
@@ -39,21 +36,13 @@ def read_sizes(folder: Path, dimensions: int = 128) -> T5Config:
 
 
 def load_encoder(folder: Path, dtype: mx.Dtype | None = None, head_seed: int | None = None, dimensions: int = 128) -> T5:
-    """Return the T5 encoder in `folder` with its projection head (the last linear layer). `dtype` is the dtype to
-    compute in; None means float32. If there is no head file, a head of `dimensions` outputs is drawn at random from
-    `head_seed`. Raises ValueError if a file is missing or damaged, or has another shape. It also raises if there is no
-    head and no `head_seed`.
-    """
+    """`dtype` None is float32. A missing head is drawn from `head_seed` (ValueError without), with `dimensions` outputs."""
     config = read_sizes(folder, dimensions)
     return T5(config, load_weights(folder, config, dtype or mx.float32, head_seed))
 
 
 def load_weights(folder: Path, config: T5Config, dtype: mx.Dtype = mx.float32, head_seed: int | None = None) -> Arrays:
-    """Load the weights of a T5 encoder from `folder`, as a dict from name to array of dtype `dtype`. `config` gives the
-    names and the shapes. If the folder has no projection head (the last linear layer), one is drawn at random from
-    `head_seed`. Raises ValueError if a tensor is missing or of another shape, or if there is no head and no
-    `head_seed`.
-    """
+    """Weights by name, checked against `config`. A missing head is drawn from `head_seed`; without a seed it is a ValueError."""
     arrays = {_rename(key): value for key, value in _read_encoder(folder).items() if not _is_decoder(key)}
     check_shapes(arrays, config.encoder_shapes(), folder)
     arrays[HEAD] = _load_head(folder, config, head_seed)
@@ -65,7 +54,6 @@ def load_weights(folder: Path, config: T5Config, dtype: mx.Dtype = mx.float32, h
 
 
 def find_head(folder: Path) -> Path | None:
-    """Return the file with the weight of the projection head of the model in `folder`, or None if there is none."""
     files = (folder / dense / name for dense in DENSE for name in ("model.safetensors", "pytorch_model.bin"))
     return next((file for file in files if file.is_file()), None)
 
@@ -95,15 +83,13 @@ def _load_head(folder: Path, config: T5Config, seed: int | None) -> mx.array:
         return weight
     if seed is None:
         raise ValueError(f"{folder} has no projection head: looked for {' and '.join(f'{dense}/' for dense in DENSE)}")
+    # PyTorch's default for a Linear.
     bound = config.d_model**-0.5
     drawn = np.random.Generator(np.random.Philox(key=seed)).uniform(-bound, bound, shape)
     return mx.array(drawn.astype(np.float32))
 
 
 def _read_encoder(folder: Path) -> Arrays:
-    """Return all tensors of the model in `folder`, as a dict from name to array. They are read from its safetensors
-    files. If there are none, pytorch_model.bin is read. Raises ValueError if a file has a dtype that is not supported.
-    """
     plain = folder / "pytorch_model.bin"
     if plain.is_file() and not any(folder.glob("*.safetensors")):
         arrays = read_torch_file(plain)
@@ -122,9 +108,7 @@ def _is_decoder(key: str) -> bool:
 
 
 def _read(files: list[Path]) -> Arrays:
-    """Return the tensors of the safetensors files `files`, as a dict from name to array. Matrices stored in 8 bits are
-    converted to float32. Raises ValueError if a name is in two files, or if a dtype is not supported.
-    """
+    """Matrices in 8 bits become float32. Raises ValueError if a name is in two files or a dtype is not supported."""
     stored: Arrays = {}
     for file in files:
         for key, tensor in read_header(file).items():

@@ -1,7 +1,4 @@
-"""Write a T5 retriever of random weights with a tokenizer of its own, in the layout of sentence-transformers.
-
-It tests the pipeline. It knows nothing, but equal words have equal vectors, so that its scores are no noise.
-"""
+"""Writes a random T5 retriever to test the pipeline. Equal words have equal vectors, so that its scores are no noise."""
 
 from __future__ import annotations
 
@@ -22,9 +19,7 @@ LETTERS = [chr(code) for code in range(33, 127)]
 
 
 def write_random_weights(folder: Path, family: Any, seed: int) -> None:
-    """Write a T5 retriever of random weights, with its tokenizer, into `folder`. `family.sizes` is the content of the
-    model's config.json. Equal seeds give equal weights.
-    """
+    """`family.sizes` is the content of config.json. Equal seeds give equal weights."""
     config = T5Config.from_dict(family.sizes, family.sizes.get("dimensions", 128))
     weights = {name: mx.array(_weight(name, shape, seed, config)) for name, shape in config.shapes().items()}
     write_model(folder, config, weights)
@@ -44,12 +39,7 @@ def _weight(name: str, shape: tuple[int, ...], seed: int, config: T5Config) -> n
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
-    """Write a tokenizer as `tokenizer.json` and `tokenizer_config.json` into `folder`. `size` is the largest number of
-    vocabulary entries. The tokenizer lower-cases texts and splits them into words. A word is a run of letters or a run
-    of digits. A word is split into characters, and frequent pairs of letters are merged into one token.
-
-    The vocabulary has 97 other entries, so there are at most `size - 97` such pairs.
-    """
+    """Lower-cased words and numbers, split into characters and frequent pairs. 97 of at most `size` entries are no pairs."""
     pairs = [a + b for a in "etaoinshrdlu" for b in "etaoinshrdlucmfpgwybvk"]
     pieces = [*SPECIAL, *LETTERS, *pairs][:size]
     merges = [list(pair) for pair in pairs if pair in pieces]

@@ -18,21 +18,12 @@ STORAGES = {"FloatStorage": np.float32, "HalfStorage": np.float16}
 
 
 class _Storage:
-    """The dtype of a PyTorch storage, the memory that holds the values of a tensor. `name` is the name of the storage's
-    class in PyTorch, such as "FloatStorage". The attribute `dtype` is the NumPy dtype of the values. Raises KeyError if
-    `name` is not a key of the dict `STORAGES`.
-    """
-
     def __init__(self, name: str) -> None:
         self.dtype = STORAGES[name]
 
 
 class _Reader(pickle.Unpickler):
-    """An unpickler for a file of PyTorch tensors that runs no code from the file. `archive` is the zip file that
-    PyTorch wrote. `folder` is the name of its top folder. The method `load` returns the dict in the file, with tensors
-    as NumPy arrays. It raises `pickle.UnpicklingError` if the file names a class or function that a dict of tensors
-    does not need.
-    """
+    """Unpickles a dict of tensors as NumPy arrays. Raises UnpicklingError for a name that such a dict does not need."""
 
     def __init__(self, archive: zipfile.ZipFile, folder: str) -> None:
         super().__init__(archive.open(f"{folder}/data.pkl"))
@@ -45,6 +36,7 @@ class _Reader(pickle.Unpickler):
             return _rebuild
         if module == "torch" and name in STORAGES:
             return _Storage(name)
+        # Any other name could run code.
         raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
     def persistent_load(self, pid: Any) -> np.ndarray:
@@ -62,9 +54,7 @@ def _rebuild(storage: np.ndarray, offset: int, size: tuple[int, ...], stride: tu
 
 
 def read_torch_file(path: Path) -> dict[str, mx.array]:
-    """Return the tensors of the file `path` by name, as float32 arrays. The file must hold a dict of tensors in float32 or
-    float16. Raises ValueError if it holds anything else or is damaged.
-    """
+    """As float32. Raises ValueError if the file is damaged or holds anything but float32 and float16 tensors."""
     try:
         with zipfile.ZipFile(path) as archive:
             folder = next(name.rsplit("/", 1)[0] for name in archive.namelist() if name.endswith("/data.pkl"))

@@ -15,23 +15,15 @@ SYSTEM_MESSAGE = (
 
 @dataclass(frozen=True)
 class Chat:
-    """The form of the chats on which a text encoder was trained. `settings` holds keyword arguments of the chat
-    template, such as {"enable_thinking": False}. `system` is the system message, or "" for none. `removed` is a token
-    that is removed from prompts, such as "[IMG]", or "" for none. If `pads_left` is True, a short prompt is padded at
-    its start, else at its end. `pad` is the padding token that the tokenizer should have, such as "<pad>".
+    """The form of the chats on which a text encoder was trained."""
 
-    `pad` is only shown to the user, in the error message for a tokenizer without a padding token. Prompts are padded
-    with the tokenizer's own padding token. `removed` has no effect if `system` is "".
-    """
-
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    system: str = ""
-    removed: str = ""
-    pads_left: bool = False
-    pad: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the chat template
+    system: str = ""  # system message
+    removed: str = ""  # token that is taken out of prompts; without effect if there is no system message
+    pads_left: bool = False  # a short prompt is padded at its start
+    pad: str = ""  # named in the error message for a tokenizer without a padding token, and not used otherwise
 
     def messages(self, text: str) -> list[dict[str, Any]]:
-        """Return the messages of the chat as the chat template reads them. `text` is the prompt, the user's turn."""
         if not self.system:
             return [{"role": "user", "content": text}]
         cleaned = text.replace(self.removed, "") if self.removed else text

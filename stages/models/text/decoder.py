@@ -36,14 +36,11 @@ SIZES = (
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The sizes of a decoder. The fields have the names of the model's config.json. `title` names the architecture in
-    error messages. `head_norms` is True if queries and keys are normalised per head. `supported` holds further fields
-    of config.json, each with its only supported value, such as {"hidden_act": "silu"}.
-    """
+    """Fields have the names of config.json."""
 
-    title: ClassVar[str]
-    head_norms: ClassVar[bool]
-    supported: ClassVar[Mapping[str, Any]]
+    title: ClassVar[str]  # of the architecture, in messages
+    head_norms: ClassVar[bool]  # queries and keys are normalised per head
+    supported: ClassVar[Mapping[str, Any]]  # further field of config.json -> its only supported value
 
     vocab_size: int
     hidden_size: int
@@ -57,10 +54,7 @@ class DecoderConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
-        """Return the sizes of a decoder. `config` is the content of its config.json. Both the older form (`rope_theta`)
-        and the newer one (`rope_parameters`) are read. Raises ValueError if a field is missing or has a value that is
-        not supported.
-        """
+        """Reads `rope_theta` and the newer `rope_parameters`. Raises ValueError if a field is missing or not supported."""
         missing = [name for name in SIZES if name not in config]
         if missing:
             raise ValueError(f"the text encoder's config lacks {', '.join(missing)}; is it a {cls.title} model?")
@@ -85,10 +79,7 @@ class DecoderConfig:
         return made
 
     def shapes(self, layers: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the weights that compute the hidden state after `layers` layers, as a dict by name.
-        These weights are the token embedding and the first `layers` layers. The final norm is included only if `layers`
-        is the number of layers of the model. Raises ValueError if `layers` is larger than that number.
-        """
+        """What the hidden state after `layers` layers needs, by name. Raises ValueError if the model has fewer layers."""
         D, K, inner = self.hidden_size, self.head_dim, self.intermediate_size
         query, shared = self.num_attention_heads * K, self.num_key_value_heads * K
         layer = {
@@ -114,19 +105,12 @@ class DecoderConfig:
 
     @staticmethod
     def weight_name(key: str) -> str | None:
-        """Return the name of a decoder's weight without the prefix that the weight's file puts before it. `key` is the
-        name in the file. For example, "model.layers.0.mlp.up_proj.weight" has the prefix "model." and gives
-        "layers.0.mlp.up_proj.weight". Return None if the weight is of another part, such as a vision tower.
-        """
+        """`layers.0.mlp.up_proj.weight` for "model.layers.0.mlp.up_proj.weight"; None for a vision tower's weight."""
         raise NotImplementedError
 
 
 def unneeded_beyond(layers: int, total: int) -> Callable[[str], bool]:
-    """Return a function `unneeded(name)` that returns True if a decoder does not need a weight. The decoder has `total`
-    layers, but only the first `layers` are run. `name` is the weight's name without the prefix of its file, such as
-    "layers.0.mlp.up_proj.weight". Weights of later layers and of the output head are not needed. The final norm is
-    needed only if `layers` equals `total`.
-    """
+    """Whether the first `layers` of `total` layers do not need a weight: of later layers, the output head, the final norm."""
 
     def unneeded(key: str) -> bool:
         if key in ("norm.weight", "lm_head.weight"):
@@ -139,12 +123,7 @@ def unneeded_beyond(layers: int, total: int) -> Callable[[str], bool]:
 
 
 def mask(real_BT: mx.array) -> mx.array:
-    """Return the attention mask of a batch of texts. It is a boolean array `(batch, 1, tokens, tokens)`. The value at
-    `[b, 0, i, j]` is True if token `i` of text `b` attends to token `j`. Token `i` attends to all real tokens with
-    `j <= i`. `real_BT` is a boolean array `(batch, tokens)`, True for a real token and False for padding.
-
-    Padding at the end attends to the real tokens before it. Padding at the start attends to nothing.
-    """
+    """Boolean (B, 1, T, T): token i attends to the real tokens j <= i. Padding at the start attends to nothing."""
     T = real_BT.shape[1]
     place_T = mx.arange(T)
     causal_TT = place_T[:, None] >= place_T[None, :]
@@ -152,23 +131,14 @@ def mask(real_BT: mx.array) -> mx.array:
 
 
 class Decoder:
-    """Compute hidden states with a decoder. `config` holds its sizes. `weights` maps names to arrays or to
-    quantised weights with a method `dense()`. The token embedding and the norms must be arrays.
-
-    To call `encode` with `layers`, `weights` must have every name in `config.shapes(max(layers))`.
-    """
+    """`weights`: arrays, or quantised weights with `dense()`; the token embedding and the norms must be arrays."""
 
     def __init__(self, config: DecoderConfig, weights: Mapping[str, Any]) -> None:
         self.config = config
         self.weights = weights
 
     def encode(self, tokens_BT: mx.array, real_BT: mx.array, layers: Sequence[int]) -> mx.array:
-        """Return hidden states of a batch of texts, joined along the last axis. The result is `(batch, tokens,
-        len(layers) * hidden size)`. `tokens_BT` holds the token ids, `(batch, tokens)`. `real_BT` is a boolean array
-        `(batch, tokens)`, False for padding. `layers` lists the hidden states to return, in order of the result. The
-        number k means the hidden state after k layers, and 0 means the token embedding. The hidden state after the
-        model's last layer is normalised.
-        """
+        """Hidden states `layers`, joined: (B, T, len(layers) D). State 0 is the token embedding."""
         h_BTD = self.weights["embed_tokens.weight"][tokens_BT]
         seen_B1TT = mask(real_BT)
         states, running = {0: h_BTD}, deque[mx.array]()
@@ -182,17 +152,10 @@ class Decoder:
         return mx.concatenate([states[k] for k in layers], axis=-1)
 
     def state(self, k: int, h_BTD: mx.array) -> mx.array:
-        """Return the hidden state of a batch of texts after the first `k` layers, an array (batch, tokens, hidden
-        size). `h_BTD` is the output of layer number `k`, counted from 1, as `layer` returned it. `h_BTD` has the shape
-        of the result. If layer `k` is the model's last, the result is `h_BTD` normalised by the model's final norm. For
-        any other layer, the result is `h_BTD` unchanged.
-        """
+        """Hidden state `k` from the output of `layer(k - 1)`: the model's last one is normalised."""
         return h_BTD if k < self.config.num_hidden_layers else self._norm("norm", h_BTD)
 
     def layer(self, i: int, h_BTD: mx.array, seen_B1TT: mx.array) -> mx.array:
-        """Return the output of the layer with index `i`, (batch, tokens, hidden size). `h_BTD` is its input.
-        `seen_B1TT` is the attention mask that `mask` returns.
-        """
         h_BTD = h_BTD + self._attend(f"layers.{i}.self_attn", self._norm(f"layers.{i}.input_layernorm", h_BTD), seen_B1TT)
         return h_BTD + self._feed_forward(f"layers.{i}.mlp", self._norm(f"layers.{i}.post_attention_layernorm", h_BTD))
 
@@ -206,12 +169,6 @@ class Decoder:
         return self._linear(f"{name}.o_proj", out_BHTK.transpose(0, 2, 1, 3).reshape(*x_BTD.shape[:2], -1))
 
     def _heads(self, name: str, x_BTD: mx.array, heads: int) -> mx.array:
-        """Return the queries or keys of an attention, as an array (batch, heads, tokens, head width). `name` is the
-        start of the weights' names, such as "layers.0.self_attn.q". `x_BTD` is the attention's input, (batch, tokens,
-        hidden size). `heads` is the number of heads.
-
-        The values are projected, normalised per head if the architecture does so, and rotated by position.
-        """
         c = self.config
         x_BTHK = self._linear(f"{name}_proj", x_BTD).reshape(*x_BTD.shape[:2], heads, c.head_dim)
         x_BHTK = (self._norm(f"{name}_norm", x_BTHK) if c.head_norms else x_BTHK).transpose(0, 2, 1, 3)

@@ -17,17 +17,13 @@ HEADS = ("language_model.lm_head.", "model.lm_head.")
 
 @dataclass(frozen=True)
 class Mistral3Config(DecoderConfig):
-    """The sizes of the text part of Mistral Small 3. The fields have the names of the model's config.json."""
-
     title = "Mistral Small 3"
     head_norms = False
     supported = {"attention_bias": False, "hidden_act": "silu", "sliding_window": None}  # noqa: RUF012  (never changed)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
-        """Return the sizes of the text part. `config` is the content of a config.json, of the whole model or of its text part
-        alone. Raises ValueError if a field is missing or has a value that is not supported.
-        """
+        """`config` is that of the whole model or of its text part."""
         text = config.get("text_config", config)
         if not isinstance(text, Mapping):
             raise ValueError(f"the text encoder's config must have an object as text_config, got {text!r:.80}")
@@ -35,12 +31,7 @@ class Mistral3Config(DecoderConfig):
 
     @staticmethod
     def weight_name(key: str) -> str | None:
-        """Remove the prefix from the name of a weight, and return the rest. `key` is the weight's name in a checkpoint
-        file. The prefix depends on the file: "language_model.model.norm.weight" and "model.norm.weight" both give
-        "norm.weight". A weight of the output head keeps "lm_head.": "language_model.lm_head.weight" gives
-        "lm_head.weight". A name without a known prefix is returned unchanged. Return None for a weight of the vision
-        tower or its projector.
-        """
+        """As in `DecoderConfig`; the output head keeps "lm_head.", and a name without known prefix stays."""
         if key.startswith(VISION):
             return None
         if head := next((prefix for prefix in HEADS if key.startswith(prefix)), ""):

@@ -18,9 +18,7 @@ GROWING_NAMES = frozenset({"format", "center", "ljust", "rjust", "zfill", "inden
 
 
 def check_template(template: Any, folder: Path) -> None:
-    """Raise ValueError if a chat template cannot be parsed, is too long, or could fill the memory with one operation.
-    `template` is its text. `folder` is the tokenizer's folder, for the message.
-    """
+    """Raise ValueError if a template cannot be parsed, is too long, or could fill the memory with one operation."""
     from jinja2 import Environment, TemplateError, nodes
 
     where = f"the chat template in {folder}"
@@ -29,6 +27,7 @@ def check_template(template: Any, folder: Path) -> None:
     try:
         tree = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(template)
         kinds = tuple(getattr(nodes, name) for name in GROWING)
+        # A template that assigns `loop` could make `loop.index` a text.
         named_loop = any(name.name == "loop" and name.ctx != "load" for name in tree.find_all(nodes.Name))
         growing = [type(node).__name__ for node in tree.find_all(kinds) if named_loop or not _of_a_loop(node)]
         growing += [node.name for node in tree.find_all(nodes.Filter) if node.name in GROWING_NAMES]
@@ -41,26 +40,16 @@ def check_template(template: Any, folder: Path) -> None:
 
 
 def _of_a_loop(node: Any) -> bool:
-    """Return True if `node` is the operation `loop.index % x` or `loop.index0 % x`, where `x` is any expression. In a
-    chat template, `loop.index` and `loop.index0` count the rounds of a `for` loop, from 1 and from 0. `node` is an
-    operation in the syntax tree of the template, as Jinja parses it.
-
-    A template may use these two operations, because the result is a number, and a number cannot fill the memory. With a
-    text on the left, `%` inserts values into the text, which can make a text of any length.
-    """
     from jinja2 import nodes
 
+    # `loop.index % x` is a number, which cannot fill the memory. With a text on the left, % inserts values, which can.
     left = getattr(node, "left", None)
     named = isinstance(left, nodes.Getattr) and isinstance(left.node, nodes.Name) and left.node.name == "loop"
     return isinstance(node, nodes.Mod) and named and left is not None and left.attr in ("index", "index0")
 
 
 def within(seconds: float, function: Callable[[], Result], what: str) -> Result:
-    """Call `function` without arguments in a thread, and return its result. `seconds` is the longest time to wait.
-    `what` names the call in error messages. Raises ValueError if `function` raises an error or takes longer.
-
-    If `function` takes longer, its thread is told to exit. Native code in the thread still runs to its end.
-    """
+    """The result of `function`, run in a thread. Raises ValueError if it raises an error or takes longer."""
     results: list[Result] = []
     errors: list[BaseException] = []
 
@@ -74,6 +63,7 @@ def within(seconds: float, function: Callable[[], Result], what: str) -> Result:
     thread.start()
     thread.join(seconds)
     if thread.is_alive() and thread.ident is not None:
+        # Tells the thread to exit. Native code in it still runs to its end.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
         raise ValueError(f"{what} did not end within {seconds:g} s")
     if errors:

@@ -32,15 +32,13 @@ TEMPLATE = (
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` to `path` as indented JSON with sorted keys. Missing folders are created."""
+    """Indented, with sorted keys. Missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
-    """Write a tokenizer with at most `size` tokens into `folder`, in Qwen3's format. The files are tokenizer.json,
-    tokenizer_config.json and chat_template.jinja. `size` includes the 256 bytes and the special tokens.
-    """
+    """The tokenizer's files and the chat template in Qwen3's format. `size` includes the 256 bytes and special tokens."""
     merges = _merges(size - 256 - len(SPECIAL))
     tokens = [*_letters().values(), *("".join(pair) for pair in merges)]
     added = [_added(len(tokens) + i, name) for i, name in enumerate(SPECIAL)]
@@ -74,31 +72,19 @@ def write_tokenizer(folder: Path, size: int) -> None:
 
 
 def _added(number: int, token: str) -> dict[str, Any]:
-    """Return the entry for one special token in the list "added_tokens" of tokenizer.json, as a dict. `number` is the
-    token's id. `token` is its text.
-    """
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": number, "content": token, **plain, "special": token not in THINKING}
 
 
 def _letters() -> dict[int, str]:
-    """Return a dict from every byte (0 to 255) to a visible character. Byte-level tokenizers write bytes in this way. A
-    byte that is a printable Latin-1 character, other than a space, maps to that character. The other bytes, in
-    ascending order, map to the characters from code point 256 on.
-    """
+    # How byte-level tokenizers write bytes: printable Latin-1 characters as they are, the others from code point 256 on.
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = (b for b in range(256) if b not in shown)
     return {b: chr(b) for b in shown} | {b: chr(256 + i) for i, b in enumerate(hidden)}
 
 
 def _merges(most: int) -> list[tuple[str, str]]:
-    """Learn byte-pair merges from the word list of this module, and return at most `most` of them. They are (left
-    token, right token) pairs, in the order in which they are learned. Each merge joins the most frequent pair of
-    neighbouring tokens. Of equally frequent pairs, the alphabetically first is taken. Learning stops early if every
-    word is one token.
-
-    The words are those in `FRAME`, and those in `WORDS` with a leading space each.
-    """
+    """Learned from `FRAME` and `WORDS` (with a leading space): the most frequent pair, of equals the first."""
     letters = _letters()
     words = [*FRAME, *(" " + word for word in WORDS.split())]
     split = [[letters[b] for b in word.encode()] for word in words]
@@ -114,7 +100,6 @@ def _merges(most: int) -> list[tuple[str, str]]:
 
 
 def _join(word: list[str], pair: tuple[str, str]) -> list[str]:
-    """Return the tokens of a word after joining every occurrence of the neighbours `pair` into one token."""
     joined: list[str] = []
     for token in word:
         if joined and (joined[-1], token) == pair:

@@ -18,26 +18,17 @@ from stages.untrusted import JSON_BYTES, open_regular, read_json
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """One prompt as token ids. `ids` is an int32 array of fixed length, padded at the end or at the start. `real` is
-    the number of ids without padding. `dropped` is the number of tokens that were cut off from a prompt that is too
-    long. `first` is the index of the first id that is not padding.
-    """
-
-    ids: np.ndarray
-    real: int
-    dropped: int
-    first: int = 0
+    ids: np.ndarray  # int32, of fixed length, padded at the end or at the start
+    real: int  # ids without padding
+    dropped: int  # tokens cut off from a prompt that is too long
+    first: int = 0  # index of the first id that is not padding
 
 
 class PromptTokenizer:
-    """A tokenizer for prompts of one model family. `tokenizer(text)` returns a `TokenizedPrompt`. The prompt becomes
-    the user's turn of a chat, in the form that the family's text encoder was trained on.
-    """
+    """Prompts as the user's turn of a chat, each with `family.text_tokens` ids."""
 
     def __init__(self, folder: Path, family: Family) -> None:
-        """Load the tokenizer in `folder`. Every tokenized prompt has `family.text_tokens` token ids. Raises ValueError
-        if the family's text encoder is not supported. Raises it too if the folder lacks a file or a setting.
-        """
+        """Raises ValueError if the family's text encoder is not supported, or the folder lacks a file or a setting."""
         family.require("text_encoder")
         self.length = family.text_tokens
         self.chat = CHATS[family.text_kind]
@@ -51,18 +42,13 @@ class PromptTokenizer:
         self.highest = max(self.tokenizer.get_vocab().values(), default=0)
 
     def apply_template(self, text: str) -> str:
-        """Return `text` as the user's turn of a chat. The chat template of the tokenizer gives the form of the chat.
-        `text` may be empty.
-        """
         messages, settings = self.chat.messages(text), {"chat_template": self.template, **self.chat.settings}
         form = functools.partial(self.tokenizer.apply_chat_template, tokenize=False, **settings)
         found: str = within(TEMPLATE_SECONDS, lambda: form(messages), "the chat template")
         return found
 
     def __call__(self, text: str) -> TokenizedPrompt:
-        """Convert the prompt `text` to token ids, and return them as a `TokenizedPrompt` of fixed length. A prompt that
-        is too long is cut at its end. A shorter one is padded.
-        """
+        """A prompt that is too long is cut at its end; a shorter one is padded."""
         formed = self.apply_template(text)
         begin = self.tokenizer.bos_token
         complete = begin is not None and formed.startswith(begin)  # a tokenizer would put the first token there once more
@@ -76,18 +62,13 @@ class PromptTokenizer:
 
 
 def _older_template(folder: Path) -> Any:
-    """Return the chat template from the file chat_template.json in the folder of a tokenizer. Older tokenizers keep
-    their template in this file. Return None if the file or the template is missing.
-    """
+    # Older tokenizers keep their template in a file of its own.
     file = folder / "chat_template.json"
     found = read_json(file) if file.is_file() else None
     return found.get("chat_template") if isinstance(found, dict) else None
 
 
 def _load(folder: Path) -> Any:
-    """Load the transformers tokenizer in `folder` without using the network. Raises ValueError if the folder holds none or a
-    damaged one.
-    """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would advise to install torch, which is not needed
     from transformers import AutoTokenizer
 

@@ -28,10 +28,7 @@ GROUPS = (
 
 
 def layers() -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """Return the convolutions of the network in order, as a dict. It maps a layer's name to (batch norm's name, weight
-    shape, stride). The shape is (output channels, height, width, input channels). A depthwise convolution has 1 input
-    channel.
-    """
+    """Name -> (batch norm's name, weight shape (out, height, width, in), stride), in order. `in` is 1 if depthwise."""
     found: dict[str, tuple[str, tuple[int, ...], int]] = {"_conv_stem": ("_bn0", (32, 3, 3, 3), 2)}
     number = 0
     for group_in, out, expansion, kernel, stride, count in GROUPS:
@@ -48,10 +45,7 @@ def layers() -> dict[str, tuple[str, tuple[int, ...], int]]:
 
 
 class EfficientNet:
-    """The EfficientNet-Lite0 network without its classifier. `network(images)` returns 1280 features per image. `weights` maps
-    the name of each layer in `layers()` to (weight, bias). The weight is (output channels, height, width, input channels). The
-    bias is (output channels,). Both are float32, with the batch norm folded in.
-    """
+    """`weights`: layer -> (weight (out, height, width, in), bias (out,)), float32, with the batch norm folded in."""
 
     def __init__(self, weights: Mapping[str, tuple[mx.array, mx.array]]) -> None:
         self.strides = {name: stride for name, (_, _, stride) in layers().items()}
@@ -60,10 +54,7 @@ class EfficientNet:
 
     @classmethod
     def load(cls, file: Path) -> EfficientNet:
-        """Read the network from a safetensors file. Each layer has the keys "NAME.weight" and "NAME.bias". If its weight is int8,
-        it has a "NAME.scale" too, with one factor per output channel. Raises ValueError if the file is damaged or not
-        EfficientNet-Lite0.
-        """
+        """NAME.weight, NAME.bias and, for int8, NAME.scale per output channel. ValueError if damaged or of another network."""
         try:
             with safe_open(file, framework="numpy") as opened:
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (no mapping)
@@ -79,9 +70,7 @@ class EfficientNet:
         return cls(weights)
 
     def __call__(self, image_BHWC: mx.array) -> mx.array:
-        """Return the features of a batch of images, a float32 array `(batch, 1280)`. `image_BHWC` holds RGB images,
-        `(batch, 224, 224, 3)`, with values from 0 to 255.
-        """
+        """RGB (B, 224, 224, 3) from 0 to 255 -> float32 (B, 1280)."""
         x_BHWC = self._conv("_conv_stem", (image_BHWC - MEAN) / SPREAD)
         number = 0
         for *_, count in GROUPS:
@@ -92,20 +81,11 @@ class EfficientNet:
         return self._conv("_conv_head", x_BHWC).mean(axis=(1, 2))
 
     def _block(self, name: str, x_BHWC: mx.array) -> mx.array:
-        """Apply one inverted residual block without its shortcut addition, and return the output. `name` is the start
-        of the block's layer names, such as "_blocks.3.". `x_BHWC` is (batch, height, width, channels). The result has
-        the same axes, with the block's output height, width and channels.
-        """
         if name + "_expand_conv" in self.weights:
             x_BHWC = self._conv(name + "_expand_conv", x_BHWC)
         return self._conv(name + "_project_conv", self._conv(name + "_depthwise_conv", x_BHWC), act=False)
 
     def _conv(self, name: str, x_BHWC: mx.array, act: bool = True) -> mx.array:
-        """Apply a convolution and its bias, and return the result. `name` is the layer's name, a key of `layers()`.
-        `x_BHWC` is `(batch, height, width, channels)`. The edges are padded with zeros so that the result has
-        `ceil(height / stride)` rows and `ceil(width / stride)` columns. If `act` is True, the values are clipped to the
-        range from 0 to 6 (ReLU6).
-        """
         weight, bias = self.weights[name]
         kernel, stride = weight.shape[1], self.strides[name]
         edges = [(0, 0), *(same_padding(size, kernel, stride) for size in x_BHWC.shape[1:3]), (0, 0)]
@@ -119,14 +99,10 @@ class EfficientNet:
 
 
 def depthwise(x_BHWC: mx.array, weight: mx.array, stride: int) -> mx.array:
-    """Convolve each channel with its own kernel, without padding, and return the result. `x_BHWC` is
-    `(batch, height, width, channels)`. `weight` is `(channels, kernel, kernel, 1)`. `stride` is in pixels, for both
-    axes. The result has `(height - kernel) // stride + 1` rows. The number of columns follows in the same way.
-
-    A sum of shifted products is four times as fast as MLX's own grouped convolution on a CPU.
-    """
+    """Each channel with its own kernel, (C, k, k, 1), without padding."""
     kernel = weight.shape[1]
     H, W = ((size - kernel) // stride * stride + 1 for size in x_BHWC.shape[1:3])
+    # A sum of shifted products is four times as fast as MLX's own grouped convolution on a CPU.
     y_BHWC = mx.zeros(1)
     for i, j in np.ndindex(kernel, kernel):
         y_BHWC = y_BHWC + x_BHWC[:, i : i + H : stride, j : j + W : stride] * weight[:, i, j, 0]
@@ -134,16 +110,11 @@ def depthwise(x_BHWC: mx.array, weight: mx.array, stride: int) -> mx.array:
 
 
 def same_padding(size: int, kernel: int, stride: int) -> tuple[int, int]:
-    """Return (zeros before, zeros after) of TensorFlow's SAME padding along one axis. `size` is the number of pixels along it.
-    `kernel` and `stride` are those of the convolution. If the total is odd, the extra zero goes after.
-    """
+    """(zeros before, zeros after) of TensorFlow's SAME padding along one axis. An odd zero goes after."""
     total = max(0, (-(-size // stride) - 1) * stride + kernel - size)
     return total // 2, total - total // 2
 
 
 def dequantise(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return a quantised convolution weight as float32: `weight` times `scale`. `weight` is (output channels, height, width,
-    input channels). `scale` has one factor per output channel.
-    """
     product: np.ndarray = weight.astype(np.float32) * scale.astype(np.float32)[:, None, None, None]
     return product

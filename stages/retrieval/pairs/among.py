@@ -13,13 +13,11 @@ GRAM = 3  # words of a gram, by which documents are compared
 
 
 def groups(keys: Iterable[Sequence[Hashable]]) -> list[int]:
-    """Return the group number of each item, as a list. `keys` yields the keys of each item, as a sequence. Items with a
-    common key are in one group. If item A shares a key with B, and B shares one with C, all three are in one group. The
-    number of a group is the index of its first item.
-    """
+    """Group of each item, as the index of the group's first. Items with a common key are in one group, also through others."""
     parent: list[int] = []
     first: dict[Hashable, int] = {}
 
+    # Union-find with path halving. The root is always the smallest index.
     def top(item: int) -> int:
         while parent[item] != item:
             parent[item] = parent[parent[item]]
@@ -35,10 +33,7 @@ def groups(keys: Iterable[Sequence[Hashable]]) -> list[int]:
 
 
 def leaks(documents: Sequence[str], held_out: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays with one value per document: a similarity and a position. The similarity is the largest Jaccard
-    similarity of the document's word trigrams with those of a text in `held_out`, from 0 to 1. The position is the
-    index of that text. Both are 0 if no trigram is shared.
-    """
+    """(largest Jaccard similarity of word trigrams with a held-out text, its index) per document; 0 and 0 if none is shared."""
     likeness, position = np.zeros(len(documents), np.float32), np.zeros(len(documents), np.int32)
     postings: dict[tuple[str, ...], list[int]] = defaultdict(list)
     sizes = np.zeros(max(1, len(held_out)))

@@ -19,28 +19,20 @@ BOILERPLATE = re.compile(
 
 
 def overlap(query: str, document: str) -> float:
-    """Return the share of the query's distinct content words that occur in `document`, 0 to 1. If the query has no
-    content words, the share is 0.
-    """
+    """Share of the query's distinct content words in the document, 0 to 1; 0 without content words."""
     asked = texts.content_words(query)
     return len(asked & set(texts.words(document))) / len(asked) if asked else 0.0
 
 
 def is_vague(query: str, least_words: int) -> bool:
-    """Return True if `query` would fit many functions. It then has fewer words than `least_words`, or it begins with a phrase
-    that tells nothing about the code, such as "Constructor".
-    """
+    """It would fit many functions: too few words, or a phrase such as "Constructor"."""
     return len(query.split()) < least_words or BOILERPLATE.search(query) is not None
 
 
 def reason_against(
     query: str, document: str, body_lines: int, *, query_words: tuple[int, int], min_body_lines: int
 ) -> tuple[str, str] | None:
-    """Return why a pair is rejected, or None if it may be used. A reason is a tuple `(code, sentence)`. `code` is the
-    value for the column `rejected`, and `sentence` explains it to the user. `query_words` is the smallest and the
-    largest number of words that a query may have. `body_lines` is the number of lines of code in the document's body.
-    `min_body_lines` is the smallest number allowed.
-    """
+    """(value of `rejected`, sentence for the user), or None. `query_words`: fewest and most."""
     count = len(query.split())
     if count < query_words[0]:
         return "short_query", f"{count} words, fewer than pairs.min_query_words = {query_words[0]}"
@@ -56,8 +48,6 @@ def reason_against(
 
 
 def split_of(text: str, valid: float, test: float) -> str:
-    """Return the split to which the hash of a text assigns it: "test", "valid" or "train". `valid` and `test` are the shares of
-    these splits, 0 to 1.
-    """
+    """By a hash of `text`, so that a split does not change when pairs come or go."""
     place = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16) / 16**12
     return "test" if place < test else "valid" if place < test + valid else "train"

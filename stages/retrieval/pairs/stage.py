@@ -26,7 +26,7 @@ AMONG = (None, "duplicate", "leak")  # the values of `rejected` that depend on o
 
 @dataclass(frozen=True)
 class PairsConfig:
-    """The section [pairs] of project.toml: which docstrings are queries, and how pairs are split."""
+    """The section [pairs]: which docstrings are queries, and how pairs are split."""
 
     split: Literal["module", "unit"] = setting(
         "module",
@@ -56,10 +56,7 @@ class PairsConfig:
 
 
 def wanted_pairs(ctx: StageContext) -> pa.Table:
-    """Return one row for each unit with a docstring, as an Arrow table. A unit is a function, class or window of lines.
-    `ctx` is the stage's context: its input tables and settings. The columns are those in `KEPT`: the ids, the package
-    and the query. Raises ValueError if no unit has a docstring.
-    """
+    """The columns KEPT of every unit with a docstring. Raises ValueError if there is none."""
     rows = [_kept(row) for row in _units(ctx).values()]
     if not rows:
         raise ValueError(
@@ -69,10 +66,7 @@ def wanted_pairs(ctx: StageContext) -> pa.Table:
 
 
 def _units(ctx: StageContext) -> dict[str, Row]:
-    """Return the units with a docstring, as a dict from unit_id to row. A unit is a function, class or window of lines.
-    `ctx` is the stage's context: its input tables and settings. A row is a dict from column name to value. The dict is
-    in the order of path and line.
-    """
+    """The units with a docstring, in the order of path and line."""
     columns = ["unit_id", "path", "qualified_name", "package", "first_line", "code_lines", "query", "body", "text", "text_id"]
     rows = [row for row in ctx.rows(UNITS).select(columns).to_pylist() if row["query"]]
     return {row["unit_id"]: row for row in sorted(rows, key=lambda row: (row["path"], row["first_line"], row["unit_id"]))}
@@ -85,12 +79,7 @@ def _kept(unit: Row) -> Row:
 
 
 def judge_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Judge each pending pair and yield the rows of the table `pairs` as record batches. A row says whether the pair is
-    used. A pair is a unit (a function, class or window of lines) and the first sentence of its docstring. `ctx` is the
-    stage's context: its input tables and settings. If the user asks to stop, end early.
-
-    Each pair is judged without looking at other pairs. The function `finish_pairs` compares the pairs later.
-    """
+    """Each pair by itself; `finish_pairs` compares pairs."""
     units = _units(ctx)
     pending = ctx.pending["unit_id"].to_pylist()
     for start in range(0, len(pending), ctx.config.batch_size):
@@ -102,13 +91,6 @@ def judge_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def pair_row(unit: Row, config: PairsConfig) -> Row:
-    """Return the new row of the table `pairs` for one unit with a docstring, as a dict. A unit is a function, class or
-    window of lines. `unit` is its row of the table `units`. `config` holds the settings [pairs]. If the pair is not
-    used, the column `rejected` holds the reason, such as "short_query". Otherwise it holds None.
-
-    The pair is judged by itself. Pairs that are rejected because of another pair, such as duplicates, are found later
-    by `finish_pairs`.
-    """
     place = unit["package"] if config.split == "module" else f"{unit['path']} {unit['qualified_name']}"
     found = reason_against(
         unit["query"],
@@ -131,13 +113,10 @@ def pair_row(unit: Row, config: PairsConfig) -> Row:
 
 
 def finish_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Compare all pairs with each other, and yield the changed rows of the table `pairs` as record batches. `ctx` is
-    the stage's context: its tables and settings. Duplicates are rejected. Training pairs that are too similar to a
-    validation or test pair are rejected too. The user is told the number of pairs in each split. If some pairs have no
-    row yet, nothing is done.
-    """
+    """Reject duplicates and leaks among all pairs."""
     units = _units(ctx)
     stored = {row["unit_id"]: row for row in ctx.stored.select(PAIRS.batch.names).to_pylist()}
+    # The run was stopped before all pairs were judged.
     if not units.keys() <= stored.keys():
         return
     rows = [stored[unit_id] for unit_id in units]
@@ -149,18 +128,9 @@ def finish_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def mark_duplicates(rows: list[Row], units: dict[str, Row], config: PairsConfig) -> list[Row]:
-    """Return copies of `rows` in the same order, with duplicates rejected. `rows` are rows of the table `pairs`.
-    `units` maps the id of a unit (a piece of code) to its row in the table `units`. `config` holds the settings
-    [pairs]. Pairs with the same query or body form a group. Pairs that another rule has rejected stay rejected. Of the
-    other pairs in the group, the first is used, and the rest get "duplicate" in the column `rejected`. All pairs of the
-    group get one `duplicate_group`.
+    """Copies of the rows. Pairs with a common query or body are a group: the first that no other rule rejects is used.
 
-    For example, a group has the pairs A, B and C, and A is rejected as "long_query". Then A stays rejected, B is used,
-    and C is a duplicate. All three get the `pair_id` of A, the first pair, as `duplicate_group`. Earlier marks
-    "duplicate" and "leak" are judged anew, and the column `leak` is set to 0.
-
-    Two pairs belong to the same group if `shared_keys` gives them a common key. Pairs that are linked through other
-    pairs belong to the same group too.
+    All get the first pair's id as `duplicate_group`, whether it is used or not. Earlier "duplicate" and "leak" are judged anew.
     """
     keys = [shared_keys(row["query"], units[row["unit_id"]], config) for row in rows]
     taken: set[int] = set()
@@ -177,31 +147,19 @@ def mark_duplicates(rows: list[Row], units: dict[str, Row], config: PairsConfig)
 
 
 def shared_keys(query: str, unit: Row, config: PairsConfig) -> list[tuple[str, ...]]:
-    """Return what a pair has in common with its duplicates, as at most two keys: the words of `query`, and the body of its
-    unit without whitespace. `unit` is the row of the unit (a piece of code) in the table `units`. `config` holds the
-    settings [pairs].
-
-    A query that would fit many functions is left out, and so is a body of fewer lines than `min_body_lines`. Such
-    pairs would link functions that have nothing to do with each other.
-    """
+    """The words of the query, and the body without white space."""
+    # Vague queries and short bodies would link functions that have nothing to do with each other.
     keys = [("query", *texts.words(query))] if not is_vague(query, config.min_query_words) else []
     keys += [("body", *unit["body"].split())] if unit["code_lines"] >= config.min_body_lines else []
     return [key for key in keys if len(key) > 1]
 
 
 def mark_leaks(rows: list[Row], units: dict[str, Row], limit: float) -> list[Row]:
-    """Return `rows` in the same order, with training rows rejected that leak held-out data. `rows` are rows of the
-    table `pairs`. `units` maps the id of a unit (a piece of code, such as a function) to its row in the table `units`.
-    Each training row is compared with every validation and test row. The similarity of two rows is the Jaccard index of
-    the word trigrams of their code, from 0 to 1. A training row leaks if its largest similarity is above `limit`.
-
-    The code of a row is the column `body` of its unit. Rows that another rule has rejected are not compared. Each
-    compared training row is replaced by a copy, whose column `leak` holds the largest similarity. If the row leaks, its
-    column `rejected` is "leak".
-    """
+    """Reject train pairs whose body has a Jaccard similarity of trigrams above `limit` with a usable pair of valid or test."""
     used = [row for row in rows if row["rejected"] is None]
     held_out = [units[row["unit_id"]] for row in used if row["split"] != "train"]
     train = [row for row in used if row["split"] == "train"]
+    # site-packages holds forks of modules of the standard library, such as setuptools/_distutils.
     likeness, position = leaks([units[row["unit_id"]]["body"] for row in train], [unit["body"] for unit in held_out])
     marked = {}
     for row, value, place in zip(train, likeness.tolist(), position.tolist(), strict=True):

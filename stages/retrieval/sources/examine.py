@@ -39,9 +39,7 @@ UNREAD = {"source_id": "", "lines": 0, "skipped": None, "detail": ""}
 
 
 class Skip(Exception):  # noqa: N818  (not an error: the file has a row that gives the reason)
-    """Raised if a source file is left out of the search. `reason` is a short word for the column `skipped`, such as
-    "binary". `detail` is a sentence for the user.
-    """
+    """A file has no units. `reason` is a value of the column `skipped`, `detail` a sentence."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -49,17 +47,12 @@ class Skip(Exception):  # noqa: N818  (not an error: the file has a row that giv
 
 
 def examine(file: Path, row: Row, *, max_bytes: int, languages: tuple[str, ...]) -> Row:
-    """Read one source file and return its row of the table `sources`, as a dict. `file` is the path to read. `row`
-    holds the columns that are known before: path, root, size, time and inode. A file larger than `max_bytes` bytes is
-    not read. If `languages` is not empty, files of other languages are not used. If a file is not used, its row has the
-    reason in the columns `skipped` and `detail`. No error is raised for it.
-
-    Duplicates are not looked for.
-    """
+    """The row of the table `sources`. A file that is not used has the reason in `skipped`; nothing is raised."""
     suffix = PurePosixPath(row["path"]).suffix.lower()
     language = LANGUAGES.get(suffix, "")
     found = {**row, **UNREAD, "language": language}
     try:
+        # A header may turn out to be C++ once it is read.
         _check_language({language, "cpp"} if suffix == HEADER else {language}, languages)
         _check_place(row, max_bytes)
         content = _read(file)
@@ -76,9 +69,7 @@ def examine(file: Path, row: Row, *, max_bytes: int, languages: tuple[str, ...])
 
 
 def _check_language(possible: set[str], languages: tuple[str, ...]) -> None:
-    """Raise Skip if a file is in none of the wanted `languages`. `possible` are the languages that it may be in, or "" if
-    its suffix is not known. If `languages` is empty, every known language is wanted.
-    """
+    """Raise Skip if the file is in none of the wanted languages; no wanted language is every known one."""
     if not any(possible):
         raise Skip("language", "its suffix is of no known language")
     if languages and not possible.intersection(languages):

@@ -16,31 +16,22 @@ NOT_LIBRARY = ("/site-packages/", "/dist-packages/")  # folders in the standard 
 
 @dataclass(frozen=True)
 class Root:
-    """A source folder, or a single source file. `name` is the first part of the paths of its files. `given` is the root
-    as text: the user's entry, or the absolute path of an installed package. `exclude` holds patterns in .gitignore
-    syntax for files to leave out. If `own_rules` is True, the .gitignore files in and above the folder apply.
-    """
+    """A source folder, or a single source file."""
 
-    name: str
+    name: str  # first part of the paths of its files
     path: Path
-    given: str
-    exclude: tuple[str, ...] = ()
-    own_rules: bool = True
+    given: str  # the user's entry, or the absolute path of an installed package
+    exclude: tuple[str, ...] = ()  # patterns of .gitignore
+    own_rules: bool = True  # the .gitignore files in and above it apply
 
     @property
     def is_package(self) -> bool:
-        """True if this source folder is itself a Python package: it contains a file `__init__.py`. The dotted names of
-        its modules then begin with the attribute `name`. For example, "api.py" in a package folder named "requests" is
-        the module "requests.api". In a folder "src" that is not a package, "api.py" is the module "api".
-        """
+        """The names of its modules begin with `name`: api.py in a package requests is requests.api, in a folder src it is api."""
         return (self.path / "__init__.py").is_file()
 
 
 def find_roots(given: Iterable[str], project: Path) -> list[Root]:
-    """Return the source folders that the setting `sources.roots` names, as `Root` objects. `given` is the setting:
-    folders, or "package:NAME" for an installed package. A relative folder starts at `project`, the project's folder.
-    Raises ValueError if a folder or package does not exist, or if two roots have the same name.
-    """
+    """Raises ValueError if a folder or package does not exist, or two roots have one name."""
     roots: dict[str, Root] = {}
     for text in given:
         root = _package(text.removeprefix(PACKAGE)) if text.startswith(PACKAGE) else _folder(text, project)

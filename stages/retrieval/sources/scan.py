@@ -21,10 +21,10 @@ CACHES = ("__pycache__/", "*.pyc", "*.pyo", "*.egg-info/", "*.dist-info/")  # ne
 
 
 def scan(root: Root, exclude: Iterable[str] = ()) -> list[Row]:
-    """Return one dict per file below `root`, sorted by path. The keys are those of `FILE_COLUMNS`. No
-    file is opened except .gitignore files. Hidden files and folders are left out. So is every file that a .gitignore file
-    or a pattern of `exclude` names. Patterns have the syntax of .gitignore. Links to folders are followed. Raises
-    ValueError if a folder cannot be read or a pattern is wrong.
+    """FILE_COLUMNS of every file, by path; only .gitignore files are opened. Hidden files are left out, links to folders are
+    followed.
+
+    Raises ValueError if a folder cannot be read, or a pattern is wrong.
     """
     if root.path.is_file():
         return [_row(root, root.path.name, root.path.stat())]
@@ -40,15 +40,7 @@ Layer = tuple[str, "GitIgnoreSpec"]  # the folder of a .gitignore file as a pref
 def _walk(
     root: Root, folder: str, fixed: GitIgnoreSpec, layers: list[Layer], seen: set[tuple[int, int]]
 ) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield `(name, status)` of every file in a folder of `root` (a source folder) and its subfolders. `name` is the
-    file's path relative to the root, and `status` is the result of `stat`. `folder` is the folder's path relative to
-    the root: "" for the root itself, else with a final slash. `fixed` holds patterns of files to leave out everywhere.
-    `layers` holds the rules of the .gitignore files in the folders above. `seen` is the set of `(device, inode)` of the
-    folders visited so far.
-
-    `seen` is added to, and prevents endless loops through links. Hidden files are left out. Raises ValueError if a
-    folder cannot be read.
-    """
+    """(path relative to the root, status). `folder` is relative to the root, "" or with a final slash."""
     place = root.path / folder
     try:
         status = place.stat()
@@ -57,6 +49,7 @@ def _walk(
         raise ValueError(
             f"source folder {place} cannot be read ({error.strerror}): change its permissions, or exclude it"
         ) from None
+    # Loops of links end.
     if (status.st_dev, status.st_ino) in seen:
         return
     seen.add((status.st_dev, status.st_ino))
@@ -74,10 +67,7 @@ def _walk(
 
 
 def _ignored(name: str, layers: list[Layer]) -> bool:
-    """Return True if a .gitignore file ignores the path `name`. `name` is relative to the root folder of a search.
-    `layers` holds the rules of the .gitignore files, the outermost first. The innermost file with a pattern that
-    matches decides. If no pattern matches, return False.
-    """
+    # The innermost file with a pattern that matches decides.
     for prefix, rules in reversed(layers):
         found = rules.check_file(_below(name, prefix)).include
         if found is not None:
@@ -86,29 +76,15 @@ def _ignored(name: str, layers: list[Layer]) -> bool:
 
 
 def _below(name: str, prefix: str) -> str:
-    """Return a file's path relative to the folder of a .gitignore file. `name` is the file's path relative to the root,
-    which is the folder that is searched. `prefix` says where the .gitignore file lies. For the folder "a" in the root,
-    `prefix` is "a/", and "a/b.py" gives "b.py". For the root itself, `prefix` is "".
+    """The path relative to the folder of a .gitignore file: `name` of "a/b.py" is "b.py" for prefix "a/".
 
-    The .gitignore file may also lie above the root. Then `prefix` is "../", the path from the file's folder to the
-    root, and a slash. For a root "src" directly below the file's folder, `prefix` is "../src/", and "a/b.py" gives
-    "src/a/b.py".
+    Prefix "../src/" is of a file above the root src: "a/b.py" is "src/a/b.py" there.
     """
     return f"{prefix.removeprefix('../')}{name}" if prefix.startswith("../") else name.removeprefix(prefix)
 
 
 def _layers_above(folder: Path) -> list[Layer]:
-    """Return the rules of the .gitignore files above `folder`, as a list of pairs (prefix, patterns), the outermost
-    file first. Only files within the git repository of `folder` are read. `patterns` are the rules of one .gitignore
-    file. `prefix` is the fixed text "../" and then the path from the file's folder down to `folder`, with a final
-    slash. For example, if `folder` is "repo/a/b", the path down from "repo" is "a/b/". So the file "repo/.gitignore"
-    has the prefix "../a/b/".
-
-    The text "../" tells the caller that the .gitignore file lies above `folder`. `prefix` as a whole is not a path.
-
-    Return [] if `folder` is the top folder of a repository, or is in no repository. Return [] too if the rules ignore
-    `folder` itself. The user named `folder` as a source, and this takes precedence over the rules.
-    """
+    """Rules of the .gitignore files above `folder` within its repository, outermost first, with prefixes such as "../a/b/"."""
     folder = folder.resolve()
     above = [folder, *folder.parents]
     top = next((place for place in above if (place / ".git").exists()), None)
@@ -120,6 +96,7 @@ def _layers_above(folder: Path) -> list[Layer]:
         for place in places
         if (place / RULES).is_file()
     ]
+    # The user named this folder: that counts more than a rule that ignores it.
     return [] if _ignored("", layers) else layers
 
 
@@ -153,9 +130,7 @@ def _row(root: Root, name: str, status: os.stat_result) -> Row:
 
 
 def module_of(root: Root, name: str) -> str:
-    """Return the dotted module name of a file. `name` is the file's path below `root`. Leading folders "src", "lib" and
-    "python" are left out. If the root is a Python package itself, the module name begins with `root.name`.
-    """
+    """Dotted, without leading folders src, lib and python; below a package root with the root's name."""
     parts = list(PurePosixPath(name).with_suffix("").parts)
     while len(parts) > 1 and parts[0] in CONTAINERS:
         parts = parts[1:]

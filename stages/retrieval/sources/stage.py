@@ -25,7 +25,7 @@ QUIET = ("language",)  # reasons of which the summary names no files: a folder o
 
 @dataclass(frozen=True)
 class SourcesConfig:
-    """The section [sources] of project.toml: the folders and packages whose code is read, and which files are left out."""
+    """The section [sources]: the folders and packages whose code is read, and which files are left out."""
 
     roots: tuple[str, ...] = selects(
         ("code",),
@@ -49,13 +49,7 @@ class SourcesConfig:
 
 
 def wanted_sources(ctx: StageContext) -> pa.Table:
-    """Return one row per file of the roots, as an Arrow table. The roots are the folders and packages of the setting
-    `sources.roots`. `ctx` is the stage's context: its settings and project folder. The columns are path, root, file,
-    module, size in bytes, modification time and inode. Raises ValueError if a root does not exist, or if all roots are
-    empty.
-
-    The stage opens a file again only if one of these values has changed.
-    """
+    """FILE_COLUMNS, by which an unchanged file is recognised. Raises ValueError if a root does not exist, or all are empty."""
     rows = _listing(ctx)
     if not rows:
         raise ValueError(f"the roots {', '.join(ctx.config.roots)} hold no files: set sources.roots or sources.exclude")
@@ -67,12 +61,7 @@ def _listing(ctx: StageContext) -> list[Row]:
 
 
 def examine_sources(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Read the pending source files, and yield their rows of the table `sources` as record batches. A file is pending
-    if it has no up-to-date row. `ctx` is the stage's context: its pending rows and settings. If the user asks to stop,
-    end early.
-
-    A row of this function depends on its own file alone. `finish_sources` marks duplicates later.
-    """
+    """Each row from its own file alone; `finish_sources` marks duplicates."""
     pending = sorted(ctx.pending.to_pylist(), key=lambda row: str(row["path"]))
     limits = {"max_bytes": ctx.config.max_bytes, "languages": ctx.config.languages}
     for start in range(0, len(pending), ctx.config.batch_size):
@@ -84,12 +73,9 @@ def examine_sources(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def finish_sources(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Mark duplicates among all source files, and yield the changed rows as record batches. `ctx` is the stage's
-    context: its stored rows and settings. Of several files with the same bytes, the one whose path sorts first is used.
-    Tell the user how many files are used. Do nothing if the user stopped the run before all files were read.
-    """
     stored = {_file(row): row for row in ctx.stored.select(SOURCES.batch.names).to_pylist()}
     listed = [_file(row) for row in _listing(ctx)]
+    # The run was stopped before all files were read.
     if not all(_file(row) in stored for row in ctx.pending.to_pylist()):
         return
     rows = [stored[file] for file in listed if file in stored]
@@ -101,10 +87,7 @@ def finish_sources(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def mark_duplicates(rows: list[Row]) -> list[Row]:
-    """Return the given rows of the table `sources` with duplicates marked, in the same order. Of several files with the
-    same bytes, only the one whose path sorts first is used. The others get "duplicate" in the column `skipped`. A row
-    with another reason in `skipped` is returned unchanged.
-    """
+    """Of files with the same bytes, the first path is used. Rows that are skipped for another reason stay."""
     first: dict[str, str] = {}
     for row in (row for row in rows if row["skipped"] in (None, "duplicate")):
         first[row["source_id"]] = min(row["path"], first.get(row["source_id"], row["path"]))

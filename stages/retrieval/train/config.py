@@ -1,6 +1,4 @@
-"""The section [train] of a retrieval project: the settings of any training run (`stages.tuner.config`), and the settings
-that training on pairs of query and document needs.
-"""
+"""The section [train] of a retrieval project: the settings of any training run, and those of pairs of query and document."""
 
 from __future__ import annotations
 
@@ -15,10 +13,9 @@ from stages.tuner.config import ScheduleConfig, TrainingConfig
 
 @dataclass(frozen=True)
 class LossConfig:
-    """The settings [train.loss]: how the scores of a batch become a loss. A score is MaxSim: for each query token, the largest
-    similarity with a token of the document.
-    """
+    """The settings [train.loss]: how the MaxSim scores of a batch become a loss."""
 
+    # XTR's advantage over MaxSim was not reproduced under control (arXiv 2605.00646).
     kind: Literal["info_nce", "xtr"] = setting(
         "info_nce", "xtr: a query token sees only its top_k most similar tokens of the batch, as XTR was trained"
     )
@@ -38,9 +35,7 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig(tuner.ValidationConfig):
-    """The settings [train.validation] for measuring a run on the pairs of the split "valid". The validation loss of a
-    query is 1 minus the reciprocal rank of its own document. The mean loss is 1 minus MRR (mean reciprocal rank).
-    """
+    """The settings [train.validation]. The loss of a query is 1 - 1 / rank of its own document; its mean is 1 - MRR."""
 
     every: int = setting(50, "steps between two measurements; the first is before the first step")
     queries: int = setting(500, "pairs to measure at most; each query is ranked against the documents of all of them")
@@ -52,9 +47,7 @@ class ValidationConfig(tuner.ValidationConfig):
 
 @dataclass(frozen=True)
 class TrainConfig(TrainingConfig):
-    """The settings [train] of a retriever, which learns from pairs of a query and a document. Some are inherited from
-    `TrainingConfig`. Each field is described where it is declared. Raises ValueError if a setting is out of range.
-    """
+    """The section [train]."""
 
     steps: int = selects(500, "optimizer steps in all; raise it later and the run goes on from where it ended")
     batch_size: int = setting(64, "pairs that are compared with each other; micro_batch divides the work, not the comparison")
@@ -80,16 +73,11 @@ class TrainConfig(TrainingConfig):
 
     @property
     def trained_whole(self) -> tuple[str, ...]:
-        """Returns the name patterns of the Linears that are trained in full. These Linears get no adapter. Patterns may
-        contain wildcards.
-        """
         return self.full
 
 
 def bits_of(name: str, config: TrainingConfig) -> int:
-    """Return the number of bits in which the frozen weight of the Linear `name` is kept. `config` holds the settings
-    [train]: `base_bits` is the number, and `base_bits_for` maps patterns of names to other numbers.
-    """
+    """Bits in which the frozen weight of a Linear is kept: `base_bits_for` before `base_bits`."""
     from stages.tuner.adapters.targets import matches_pattern
 
     patterns: Mapping[str, int] = tuner.longest_first(config.base_bits_for)

@@ -17,60 +17,41 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pair:
-    """A query and its own document, with hard negatives (documents that search ranks high, but that do not answer the
-    query). `query_id`, `text_id` (the own document) and `negatives` are keys of the table `tokens`. The hardest
-    negative comes first. `length` is the number of tokens of the own document. `group` names the pair's duplicate
-    group. Pairs with equal queries or equal documents are in one group. Documents of the same group are never negatives
-    of this query.
-    """
+    """A query, its own document and hard negatives."""
 
     pair_id: str
-    query_id: str
-    text_id: str
-    group: str
-    length: int
-    negatives: tuple[str, ...] = ()
+    query_id: str  # key of the table `tokens`, as are `text_id` and `negatives`
+    text_id: str  # of its own document
+    group: str  # duplicate group, whose documents are never negatives of the query
+    length: int  # tokens of its own document
+    negatives: tuple[str, ...] = ()  # hard negatives, the hardest first
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Returns the keys of all texts of the pair. They are the query, the pair's own document and its hard
-        negatives, in this order.
-        """
+        """Query, own document, hard negatives."""
         return self.query_id, self.text_id, *self.negatives
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The pairs of a run. A pair is a query and the document that answers the query. `trained` are the training pairs,
-    and `held` are the held-out pairs for validation. Both are sorted by `pair_id`. `counts` maps the `text_id` of each
-    text, query or document, to its number of tokens. `groups` maps the `text_id` of a pair's document to the name of
-    the pair's duplicate group. Pairs with equal queries or equal documents are in one duplicate group.
+    """The pairs of a run."""
 
-    Documents that answer no query are not in `groups`.
-    """
-
-    trained: tuple[Pair, ...]
-    held: tuple[Pair, ...]
-    counts: dict[str, int]
-    groups: dict[str, str]
+    trained: tuple[Pair, ...]  # sorted by pair_id
+    held: tuple[Pair, ...]  # sorted by pair_id
+    counts: dict[str, int]  # text_id -> tokens
+    groups: dict[str, str]  # text_id of a pair's document -> duplicate group; lacks documents that answer no query
 
     @property
     def longest(self) -> tuple[int, int]:
-        """The number of tokens of the longest query and of the longest document, as a pair. Hard negatives count as
-        documents.
-        """
+        """Tokens of the longest query and of the longest document, hard negatives included."""
         pairs = (*self.trained, *self.held)
         documents = [text for pair in pairs for text in pair.texts[1:]]
         return max(self.counts[pair.query_id] for pair in pairs), max(self.counts[text] for text in documents)
 
 
 def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
-    """Read the tables, and return the training pairs and validation pairs of a run as a `Dataset`. A pair is a query
-    and its right answer. `ctx` is the stage's context: its input tables and settings. `config` holds the settings
-    [train]. Raises ValueError if there are too few pairs, or if a text has no token ids. Raises it too if hard
-    negatives are asked for, but the table `negatives` is empty.
-
-    At least as many training pairs are needed as a batch has. If validation is on, it needs at least 2 pairs.
+    """Raises ValueError if there are fewer training pairs than a batch has, fewer than 2 to validate on, a text without token
+    ids, or no hard negatives although they are asked for.
     """
     rows = [row for row in ctx.rows(PAIRS).to_pylist() if row["rejected"] is None]
     counts = dict(zip(*(ctx.rows(TOKENS)[name].to_pylist() for name in ("text_id", "count")), strict=True))
@@ -90,11 +71,7 @@ def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
 
 
 def _negatives(ctx: StageContext, config: TrainConfig) -> dict[str, tuple[str, ...]]:
-    """Return the hard negatives of each training pair, as a dict from `pair_id` to text_ids, the hardest first. A hard
-    negative is a document that search ranks high and that does not answer the query. `ctx` is the stage's context: its
-    input tables and settings. `config` holds the settings [train]. Its `hard_negatives` is the largest number per pair.
-    Pairs without hard negatives are left out. Raises ValueError if the table `negatives` is empty.
-    """
+    """pair_id -> text_ids, the hardest first."""
     found: dict[str, list[str]] = {}
     for row in sorted(ctx.rows(NEGATIVES).to_pylist(), key=lambda row: (row["pair_id"], row["position"])):
         found.setdefault(row["pair_id"], []).append(row["text_id"])

@@ -11,10 +11,6 @@ from stages.tuner.memory_plan import Candidate, cheapest_remedy
 
 
 def forecast(outlook: Outlook) -> Forecast:
-    """Return an estimate of the memory and disk space that the stage `train` needs. It is computed from array shapes
-    alone. All sizes are in bytes. If the memory exceeds the budget, the result also advises settings that would fit.
-    `outlook` holds the settings, the model family and the memory budget.
-    """
     config: TrainConfig = outlook.sections["train"]
     queries, documents = counts(outlook)
     longest = int(queries.max()), int(documents.max())

@@ -29,19 +29,11 @@ LOSS_WORK = 3  # copies of the similarities of all tokens of a batch while the l
 
 
 class MemoryEstimator:
-    """Estimate the memory that training a retriever needs with given settings. `estimate(samples)` returns an estimate
-    for `samples` pairs computed at once (a micro-batch). `best(limit)` chooses how to train with `limit` bytes of
-    memory: the number of pairs at once, and the blocks that keep their activations. The estimates use only the shapes
-    of the encoder's weights.
-    """
+    """Estimates from shapes alone. `longest`: tokens of the longest query and of the longest document."""
 
     def __init__(
         self, config: TrainConfig, architecture: RetrieverArchitecture, sizes: T5Config, longest: tuple[int, int]
     ) -> None:
-        """Prepare memory estimates. `config` holds the settings [train]. `architecture` holds the functions that build
-        the encoder. `sizes` holds the encoder's numbers, such as its layers. `longest` is a pair: the number of tokens
-        of the longest query, and that of the longest document. No weight is read.
-        """
         self.config, self.architecture, self.sizes = config, architecture, sizes
         self.query, self.document = (-(-n // step) * step for n, step in zip(longest, (QUERY_STEP, DOCUMENT_STEP), strict=True))
         self.dtype: Any = getattr(mx, config.precision)
@@ -60,20 +52,11 @@ class MemoryEstimator:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of one query with all its documents, padding included. The documents are the matching
-        one and the hard negatives.
-        """
+        """Of one query with all its documents, padding included."""
         return self.query + (1 + self.config.hard_negatives) * self.document
 
     def estimate(self, samples: int) -> Estimate:
-        """Return an estimate of the memory that training needs for its largest batch. `samples` is the number of pairs
-        that are computed at once. A pair is a query with its documents. Call the method `peak(plan)` of the result to
-        get the peak memory in bytes.
-
-        The argument `plan` of `peak` says how many of the last blocks of the encoder keep their activations until the
-        backward pass. "whole" means all blocks, "blocks" means only the last block, and a number means this number of
-        blocks.
-        """
+        """Of the largest batch, with `samples` pairs computed at once."""
         c, documents = self.config, 1 + self.config.hard_negatives
         inputs = zero_inputs(samples, documents, self.query, self.document)
         vectors = 4 * c.batch_size * self.tokens * self.sizes.dimensions
@@ -87,14 +70,7 @@ class MemoryEstimator:
         return planner.estimate(self.meta_model, inputs, self.weights, self.targets, kept, optimizer_work=self.update, **more)
 
     def best(self, limit: int, begun: Any = None) -> Candidate:
-        """Choose how to compute the largest batch of a run within `limit` bytes of memory. Return a `Candidate`: the
-        number of pairs computed at once, the memory plan and the estimate. The plan says how many blocks keep their
-        activations. `begun` is the plan of a resumed run, or None. If no choice fits, the result needs more than
-        `limit`.
-
-        If the setting `memory` is a plan, this plan is chosen. If it is "auto", `begun` is chosen if it fits. If
-        `begun` does not fit, the fastest plan that fits is chosen.
-        """
+        """What to compute at once within `limit` bytes. It needs more if nothing fits. `begun` is the plan of a resumed run."""
         return best_candidate(self.config, self.config.batch_size // connect().size, self.estimate, limit, begun)
 
 
@@ -106,12 +82,7 @@ def choose(
     start: Checkpoint | None,
     say: Callable[[str], None],
 ) -> MemoryPlan:
-    """Choose the memory plan of a training run, tell the user with `say`, and return it. The plan says how many pairs
-    are computed at once, and which blocks keep their activations. `config` holds the settings [train]. `architecture`
-    has the functions that build the encoder, and `sizes` its numbers, such as its layers. `data` holds the pairs.
-    `start` is the checkpoint to continue from, or None. If the plan needs too much memory, ValueError is raised. Its
-    message names settings that would fit.
-    """
+    """The plan of a run, told to the user. Raises ValueError with settings that would fit if it needs too much."""
     limit = memory_budget(config.memory_gb)
 
     def candidate(settings: TrainConfig) -> Candidate:

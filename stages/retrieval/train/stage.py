@@ -26,25 +26,12 @@ from stages.tuner.rows import wanted_rows
 
 
 def wanted_samples(ctx: StageContext) -> pa.Table:
-    """Return the keys of all rows that the run must produce, as an Arrow table. `ctx` is the stage's context: its input
-    tables and settings. A row stands for the use of one pair at one step. The column `step` is the training step.
-    `split` is "train", or "validation" for the measurement of a held-out pair. `sample` is the position of the pair in
-    the step, from 0.
-    """
     task = PairTask(ctx)
     return wanted_rows(task, loop.last_step(task, ctx.stored))
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return the data that the run's result depends on, as an Arrow table of texts. `ctx` is the stage's context: its
-    input tables and settings. The table has one row per pair. `use` is "train" or "held out". `query_id` and `text_id`
-    are the keys of query and document. `group` names the pair's duplicate group. `negatives` are the keys of the hard
-    negatives, separated by spaces. Raises ValueError if the tables lack needed rows, or if the adapter file that
-    [train] `initial` names does not exist.
-
-    Pairs with equal queries or equal documents are in one duplicate group. If [train] `initial` names an adapter, one
-    more row has the `use` "initial". Its `query_id` is the sha256 of the adapter's file.
-    """
+    """What the result depends on: the texts, group and negatives of every pair, and the initial adapter."""
     data = load_dataset(ctx, ctx.config)
     rows = [("train", p.query_id, p.text_id, p.group, " ".join(p.negatives)) for p in data.trained]
     rows += [("held out", p.query_id, p.text_id, p.group, "") for p in data.held]
@@ -58,9 +45,6 @@ def snapshot(ctx: StageContext) -> pa.Table:
 
 
 def train(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Train from the newest checkpoint to the last step, and yield the rows of each step as record batches. `ctx` is
-    the stage's context: its input tables and settings.
-    """
     control = Control(ctx, ctx.config)  # first, so that a `stop` that appears while tables are read takes effect
     yield from loop.train(ctx, PairTask(ctx), control)
 

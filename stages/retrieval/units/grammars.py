@@ -8,26 +8,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Grammar:
-    """The tree-sitter grammar of a language, for finding functions and classes. `module` is its Python package.
-    `function` is the name of the function in this package that returns the language. `signs` are what the lines of a
-    comment begin with. The other fields are sets of types of syntax nodes, such as "class_declaration". `functions` and
-    `classes` are the types of the nodes to find.
-    `values` are the types of functions without a name of their own, such as `x => x + 1`. They are found if a
-    declaration or an assignment gives them a name. The computed properties of Swift are among them. `comments` are the
-    types of comments. `inside` are the types of further nodes that contain functions, such as namespaces. These nodes
-    are not returned as units.
+    """A language's grammar and the types of the nodes that matter."""
 
-    The name of a node in `inside` comes first in the qualified names of its functions. For example, a function `f` in a
-    namespace `a` has the qualified name "a.f". A class without a body is not found.
-    """
-
-    module: str
+    module: str  # Python package
     functions: frozenset[str]
-    classes: frozenset[str] = frozenset()
+    classes: frozenset[str] = frozenset()  # found if they have a body
+    # Nodes that contain functions and are no unit, such as namespaces. Their name comes first in qualified names.
     inside: frozenset[str] = frozenset()
+    # Functions without a name of their own, such as x => x + 1: units if a declaration or an assignment names them.
     values: frozenset[str] = frozenset()
-    function: str = "language"
-    signs: tuple[str, ...] = ("//", "/*", "*")
+    function: str = "language"  # of the package, which returns the language
+    signs: tuple[str, ...] = ("//", "/*", "*")  # what lines of a comment begin with
     comments: frozenset[str] = field(default=frozenset({"comment", "line_comment", "block_comment", "multiline_comment"}))
 
 

@@ -11,10 +11,7 @@ TOKENS = ("default", "deinit", "constructor", "subscript")  # words in place of 
 
 
 def name_node(node: Any) -> Any:
-    """Return the syntax node of the name that `node` declares, or None if it has none. For a Rust `impl` block, it is
-    the type. For a C function, it is the name inside the declarator, such as `f` in `*f(int x)`. For a function that
-    JavaScript exports without a name, it is the word `default`. Other words of `TOKENS` count too.
-    """
+    """The type of a Rust `impl`, `f` of the C function `*f(int x)`, or a word of TOKENS; None without a name."""
     if node.type == "impl_item":
         return node.child_by_field_name("type")
     if token := next((child for child in node.children if child.type in TOKENS), None):
@@ -27,7 +24,7 @@ def name_node(node: Any) -> Any:
 
 
 def _declared(node: Any) -> Any:
-    """Return the name inside a declarator of C or C++: `f` in `*f(int x)`, `&f(int x)` and `(*f(int x))(int)`."""
+    """`f` in `*f(int x)`, `&f(int x)` and `(*f(int x))(int)`."""
     if node.type == "operator_cast":
         return node
     deeper = node.child_by_field_name("declarator")
@@ -37,19 +34,16 @@ def _declared(node: Any) -> Any:
 
 
 def name_end(named: Any) -> int:
-    """Return where a name ends, as an index in the bytes of the file. `named` is the syntax node of the name. Of the C++
-    name `operator bool() const`, the node also holds the parameters, which do not belong to the name.
-    """
+    """Index in the file's bytes."""
     if named.type == "qualified_identifier":
         return name_end(named.child_by_field_name("name"))
+    # The node of `operator bool() const` also holds the parameters.
     found = named.child_by_field_name("declarator") if named.type == "operator_cast" else None
     return int(named.end_byte if found is None else found.start_byte)
 
 
 def name_parts(named: Any) -> list[str]:
-    """Return the parts of a name, such as ["Stack", "push"] for `Stack::push` or `Stack<T>::push`. `named` is the syntax
-    node of the name, or None. The prefixes `module` and `exports` of JavaScript are left out.
-    """
+    """["Stack", "push"] for `Stack::push` and `Stack<T>::push`. JavaScript's `module` and `exports` are left out."""
     if named is None:
         return []
     if named.type == "qualified_identifier":
@@ -64,7 +58,7 @@ def name_parts(named: Any) -> list[str]:
 
 
 def first_type(node: Any) -> str:
-    """Return the first type name inside a syntax node with a period, such as "Stack." for `(s *Stack)`, or "" for None."""
+    """With a period: "Stack." for `(s *Stack)`; "" for None."""
     if node is None:
         return ""
     if node.type == "type_identifier":

@@ -15,7 +15,7 @@ BLOCKS = (ast.If, ast.Try, ast.With)  # statements whose definitions belong to t
 
 
 def parse(source: str) -> ast.Module | None:
-    """Return the syntax tree of Python source, or None if the running Python cannot parse it."""
+    """None if the running Python cannot parse it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in the user's code are not ours to report
@@ -25,11 +25,7 @@ def parse(source: str) -> ast.Module | None:
 
 
 def python_units(source: str, tree: ast.Module, *, classes: bool) -> Iterator[Unit]:
-    """Yield the units of a Python module: pieces of code that a search can find. `source` is the text of the module,
-    and `tree` is its syntax tree. Functions and methods are units. A function inside a function belongs to the outer
-    one. If `classes` is True, a class is a unit too. It holds the statements of the class and the signatures of its
-    methods.
-    """
+    """A function inside a function belongs to the outer one. A class is its statements and the signatures of its methods."""
     yield from _inside(tree, "", re.split(r"\r\n|\r|\n", source), classes)  # the line ends that `ast` knows
 
 
@@ -64,11 +60,6 @@ def _function(node: Function, owner: str, lines: list[str]) -> Unit:
 
 
 def _class(node: ast.ClassDef, owner: str, lines: list[str]) -> Unit:
-    """Return the class `node`, a syntax node, as a `Unit`: a piece of code that a search can find. Its field `body`
-    holds the statements of the class, without the docstring. Methods are reduced to their signatures, and nested
-    classes are left out. `owner` is the prefix of the qualified name, such as "Outer." or "". `lines` are the lines of
-    the file.
-    """
     signature, opened = _signature(node, lines)
     parts = []
     for statement in _without_docstring(node):
@@ -100,24 +91,19 @@ def _first_line(node: Function | ast.ClassDef) -> int:
 
 
 def _signature(node: Function | ast.ClassDef, lines: list[str]) -> tuple[str, int]:
-    """Return `(signature, end)` of a function or class. `signature` is its first lines, up to the body, joined into one
-    line. An example is "def f(x: int) -> str:". `end` is the index in `signature` of the character after the name.
-    `node` is the syntax node. `lines` are the lines of the file.
-    """
+    """(the lines up to the body, joined; index of the character after the name)."""
     first = node.body[0]
     last = max(node.lineno, _first_line(first) - 1 if isinstance(first, (Function, ast.ClassDef)) else first.lineno - 1)
     code = " ".join(line.strip() for line in lines[node.lineno - 1 : last])
     if first.lineno == node.lineno:  # the body stands on the line of the signature
+        # `ast` counts columns in bytes of UTF-8.
         code = lines[node.lineno - 1].encode()[node.col_offset : first.col_offset].decode(errors="replace").strip()
     name = re.search(r"(?:def|class)\s+\w+", code)
     return code, name.end() if name else 0
 
 
 def _source(node: Function, statements: list[ast.stmt], lines: list[str]) -> str:
-    """Return the source of the function `node`, a syntax node, without its decorators and its docstring. The source
-    begins with `def` or `async def`. Its common indentation is removed. `statements` is the body without the docstring.
-    `lines` are the lines of the file.
-    """
+    """From `def` on, dedented, without decorators and docstring."""
     last = node.end_lineno or node.lineno
     kept = lines[node.lineno - 1 : last]
     if len(statements) < len(node.body):
@@ -147,9 +133,6 @@ def _lines(first: int, last: int, lines: list[str]) -> str:
 
 
 def _code_lines(statements: list[ast.stmt], lines: list[str]) -> int:
-    """Return the number of lines of code in a function body. Empty lines and comment lines are not counted.
-    `statements` is the body without the docstring. `lines` are all lines of the file.
-    """
     if not statements:
         return 0
     body = lines[_first(statements[0]) - 1 : statements[-1].end_lineno]

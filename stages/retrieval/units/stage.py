@@ -29,9 +29,7 @@ KEPT = ("unit_id", "path", "source_id", "language", "module")  # the columns on 
 
 @dataclass(frozen=True)
 class UnitsConfig:
-    """The section [units] of project.toml. It sets which units a code search can find. A unit is a function, a method,
-    a class or a window of lines.
-    """
+    """The section [units]: which units a code search can find."""
 
     min_lines: int = setting(2, "fewest lines of code in a body, docstring excluded; shorter functions say little to a search")
     classes: bool = setting(True, "a class is a unit too: its first lines and the signatures of its methods")
@@ -48,19 +46,13 @@ class UnitsConfig:
 
 
 def wanted_units(ctx: StageContext) -> pa.Table:
-    """Return one row per unit of the source files in use, as an Arrow table. A unit is a function, method, class or
-    window of lines. `ctx` is the stage's context: its input tables and settings. The columns are `unit_id`, `path`,
-    `source_id`, `language` and `module`. Raises ValueError if no file is in use, or if a file has changed since the
-    stage `sources` read it.
-
-    A file with stored rows is not parsed again. Its stored rows are returned. The exception is a file that was cut into
-    windows of lines because the packages for its language were not installed, if they are installed now.
-    """
+    """The columns KEPT of every unit. Raises ValueError if no file is used, or one has changed since `sources` read it."""
     sources = _used(ctx)
     if not sources:
         raise ValueError("no source file is used: see `select path, skipped, detail from sources`, or set sources.roots")
     stored = defaultdict(list)
     for row in ctx.stored.select([*KEPT, "kind"]).to_pylist() if ctx.stored.num_rows else ():
+        # The packages of its language have been installed since: the file is parsed again.
         if row.pop("kind") == "lines" and can_parse(row["language"]):
             continue
         stored[tuple(row[name] for name in KEPT[1:])].append(row)
@@ -77,11 +69,6 @@ def _used(ctx: StageContext) -> list[Row]:
 
 
 def parse_units(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Parse the source files that still lack rows of the table `units`, and yield the missing rows as record batches.
-    `ctx` is the stage's context: its input tables and settings. Each row is a unit: a function, a method, a class or a
-    window of lines. A batch has the missing rows of at most [units] `batch_size` files. If the user asks to stop, end
-    early.
-    """
     pending = set(ctx.pending["unit_id"].to_pylist())
     paths = set(ctx.pending["path"].to_pylist())
     sources = [row for row in _used(ctx) if row["path"] in paths]
@@ -96,7 +83,6 @@ def parse_units(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _say_unparsed(ctx: StageContext, sources: list[Row]) -> None:
-    """Tell the user which of `sources` are cut into windows of lines only because packages are not installed."""
     missing = Counter(row["language"] for row in sources if row["language"] in GRAMMARS and not can_parse(row["language"]))
     if missing:
         counts = ", ".join(f"{count} of {language}" for language, count in sorted(missing.items()))
@@ -107,10 +93,7 @@ def _say_unparsed(ctx: StageContext, sources: list[Row]) -> None:
 
 
 def unit_rows(ctx: StageContext, source: Row) -> list[Row]:
-    """Return the rows of the table `units` for one source file, as a list of dicts. A unit is a function, method, class
-    or window of lines. `ctx` is the stage's context: its settings and the project folder. `source` is the file's row of
-    the table `sources`. Raises ValueError if the file cannot be read or has changed since the stage `sources` ran.
-    """
+    """Raises ValueError if the file cannot be read, or has changed since `sources` read it."""
     file = ctx.root / Path(source["file"]).expanduser()
     try:
         content = file.read_bytes()
@@ -128,10 +111,7 @@ def unit_rows(ctx: StageContext, source: Row) -> list[Row]:
 
 
 def find_units(text: str, language: str, config: UnitsConfig) -> list[Unit]:
-    """Return the functions, methods and classes in a source text as units. Units with fewer than `config.min_lines`
-    lines of code are left out. Python is parsed by `ast` and other languages by tree-sitter, if it supports them. Text
-    that cannot be parsed gives windows of lines.
-    """
+    """Units of at least `min_lines` lines of code; windows of lines where the text cannot be parsed."""
     if language == "python":
         tree = parse(text)
         found = None if tree is None else list(python_units(text, tree, classes=config.classes))

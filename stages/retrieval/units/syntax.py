@@ -26,18 +26,13 @@ MARKS = re.compile(r"^\s*(/\*\*?|\*/|\*(?!/)|///?!?|//!|#+)|\*/\s*$")  # what be
 
 
 def can_parse(language: str) -> bool:
-    """Return True if there is a grammar for `language`, and its packages are installed. They come with an extra of this
-    package: pip install "latentmill[languages]".
-    """
+    """There is a grammar, and its packages are installed."""
     grammar = GRAMMARS.get(language)
     return grammar is not None and all(map(find_spec, ("tree_sitter", grammar.module)))
 
 
 def syntax_units(text: str, language: str, *, classes: bool) -> list[Unit] | None:
-    """Parse a source text with tree-sitter, and return its functions and methods as a list of `Unit`. Classes are
-    included if `classes` is True. A unit's `docstring` is the comment before it. `language` is a key of `GRAMMARS`,
-    such as "rust". Returns None if `can_parse(language)` is False, or if the text is nested too deeply.
-    """
+    """Units with the comment before them as docstring; None if it cannot be parsed, or is nested too deeply."""
     if not can_parse(language):
         return None
     grammar = GRAMMARS[language]
@@ -53,10 +48,7 @@ def syntax_units(text: str, language: str, *, classes: bool) -> list[Unit] | Non
 
 
 def _units(node: Any, owner: str, methods: bool, source: bytes, grammar: Grammar, classes: bool) -> Iterator[Unit]:
-    """Yield the units inside a syntax node, in order. Units inside a function belong to the function. `owner` is the
-    prefix of qualified names, such as "Stack." or "". `methods` is True if functions directly inside `node` are
-    methods. `source` is the whole file. `classes` says whether classes are units.
-    """
+    """`methods`: functions directly inside `node` are methods. Units inside a function belong to it."""
     for child in node.named_children:
         if child.type in grammar.functions or _function_value(child, grammar):
             receiver = first_type(child.child_by_field_name("receiver"))  # only Go: func (s *Stack) Push(v int)
@@ -95,16 +87,12 @@ def _unit(node: Any, owner: str, method: bool, source: bytes, grammar: Grammar) 
 
 
 def _signature(head: str, grammar: Grammar) -> str:
-    """Return the code before a body on one line, without lines that are comments. `head` is this code."""
     signs = tuple(sign for sign in grammar.signs if sign in ("//", "#"))
     return " ".join(word for line in head.splitlines() if not line.lstrip().startswith(signs) for word in line.split())
 
 
 def _function_value(node: Any, grammar: Grammar) -> Any:
-    """Return the function that a syntax node names, or None. For the assignment `f = x => x + 1`, it is the node of
-    `x => x + 1`. For the expression `function f(x) {}`, it is the expression. A function that is only passed on, as in
-    `g(x => x + 1)`, has no name.
-    """
+    """The function that a node names: `x => x + 1` of `f = x => x + 1`. One that is only passed on has no name."""
     if node.type in grammar.values:
         return node if node.child_by_field_name("name") is not None else None
     found = next(filter(None, map(node.child_by_field_name, FIELDS)), None)
@@ -114,9 +102,7 @@ def _function_value(node: Any, grammar: Grammar) -> Any:
 
 
 def _body(node: Any, grammar: Grammar) -> tuple[int, int] | None:
-    """Return the first and the end index of the body of a function or class, in the bytes of the file, or None if there is
-    no body. `node` is the syntax node of the function or class. If `node` has no body itself, its descendants are searched.
-    """
+    """First and end index in the file's bytes."""
     if node.type in ("struct_type", "interface_type"):  # of Go: their braces have no node of their own
         inside = next((each for each in node.named_children if each.children and each.children[0].type == "{"), node)
         brace = next((each for each in inside.children if each.type == "{"), None)
@@ -132,12 +118,7 @@ def _body(node: Any, grammar: Grammar) -> tuple[int, int] | None:
 
 
 def _comment_before(node: Any, grammar: Grammar) -> str:
-    """Return the comment directly before a unit, without comment signs such as `//`. The result is "" if there is no
-    comment. `node` is the syntax node of the unit: a function or class. `grammar` says which nodes are comments in its
-    language.
-
-    Attributes and decorators may stand between the comment and the unit.
-    """
+    """Without its signs. Attributes and decorators may stand between it and the unit."""
     top = node
     while top.parent is not None and top.parent.type in AROUND:
         if top.prev_named_sibling is not None and top.parent.type != "template_declaration":

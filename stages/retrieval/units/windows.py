@@ -9,10 +9,7 @@ from stages.retrieval.units.unit import Unit
 
 
 def windows(text: str, size: int) -> Iterator[Unit]:
-    """Yield overlapping windows of the lines of `text` as units of kind "lines". A window has at most `size` lines. The
-    next window begins `size // 2` lines later. A window of blank lines is left out. Each `Unit` holds the window's text
-    and its first and last line, counted from 1.
-    """
+    """At most `size` lines, each `size // 2` after the one before. Blank windows are left out."""
     lines = text.splitlines()
     step = max(1, size // 2)
     for start in range(0, max(1, len(lines) - size + step), step):

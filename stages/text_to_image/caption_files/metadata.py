@@ -28,13 +28,9 @@ METADATA_BYTES = 256_000_000  # largest metadata file that is read: about a mill
 
 
 def read_metadata(folder: Path, paths: Iterable[str], column: str = "") -> tuple[dict[str, list[Caption]], list[str]]:
-    """Read the caption files of an image folder, and return (captions, notes). The captions are a dict from an image's
-    path to the list of its captions. The notes are texts for the user about rows whose image does not exist. `folder`
-    is the image folder. `paths` are the paths of all images, relative to `folder`. `column` is the name of the column
-    with the captions; "" means text, caption or prompt. Raises ValueError, with file and line, if a file is malformed.
+    """(image's path in NFC -> captions, notes about rows whose image does not exist). `column` "" is text, caption or prompt.
 
-    Files are searched in the folders of the images and in the folders above them, up to `folder`. The paths in the
-    result are in Unicode form NFC.
+    The folders of the images and those above them are searched. Raises ValueError with file and line if a file is malformed.
     """
     paths = list(paths)
     captions: dict[str, list[Caption]] = {}
@@ -57,11 +53,7 @@ def read_metadata(folder: Path, paths: Iterable[str], column: str = "") -> tuple
 
 
 def _metadata_files(folder: Path, paths: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield (path, read) for every file with captions, such as metadata.jsonl. `path` is relative to `folder`, the
-    image folder. `read` is a function. It takes the full path of the file and yields (place, row) for each entry.
-    `place` is a text such as "line 3", and `row` is a dict. `paths` are the images, relative to `folder`. Their folders
-    are searched, and all folders above them up to `folder`.
-    """
+    """(path, reader) of every file of captions. A reader yields (place, row), where the place is a text such as "line 3"."""
     parents = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
     for parent in sorted(parents):
         for file_name, read in READERS.items():
@@ -71,10 +63,6 @@ def _metadata_files(folder: Path, paths: list[str]) -> Iterator[tuple[str, Any]]
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Row]]:
-    """Read the file `path`, a metadata.jsonl, and yield (place, row) for every line that is not blank. A place is a
-    text such as "line 3". A row is the JSON object of the line, as a dict. Raises ValueError if a line is not a JSON
-    object.
-    """
     for line, text in enumerate(read_text(path, METADATA_BYTES).split("\n"), 1):
         if not text.strip():
             continue
@@ -87,13 +75,7 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _json(path: Path) -> Iterator[tuple[str, Row]]:
-    """Read the file `path`, a captions.json, and yield (place, row) for every entry. A place is a text such as "entry
-    3". A row is a dict such as {"file_name": "a.png", "caption": "a cat"}. The file is a list of such rows, or a map
-    such as {"a.png": "a cat"}.
-
-    Raises ValueError if the file is no map or list, or if an entry of the list is no object. In a map, the value can
-    also be a list of captions, or an object such as {"caption": "a cat"}.
-    """
+    """A list of objects, or a map from file name to a caption, a list of captions, or an object with the caption."""
     found = parse_json(read_text(path, METADATA_BYTES), str(path))
     wanted = 'must be a map such as {"a.png": "a cat"}, or a list such as [{"file_name": "a.png", "caption": "a cat"}]'
     entries = [{"file_name": name, **_as_row(value)} for name, value in found.items()] if isinstance(found, dict) else found
@@ -114,19 +96,14 @@ def _tsv(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _csv(path: Path, delimiter: str = ",") -> Iterator[tuple[str, Row]]:
-    """Read the file `path`, a CSV file of captions, and yield (place, row) for every row. A place is a text such as
-    "line 3". A row is a dict from a column's name to a text. `delimiter` is the character between two columns, a comma
-    by default. The first row of the file has the names of the columns.
-
-    Raises ValueError if the file is not CSV, if a name is there twice, or if the first row is repeated. Raises it too
-    if the number of fields of a row is wrong.
-    """
+    """Raises ValueError if it is not CSV, a column is there twice, the header is repeated, or a row has more or fewer fields."""
     text = io.StringIO(read_text(path, METADATA_BYTES), newline="")
     reader = csv.reader(text, delimiter=delimiter, strict=True, skipinitialspace=True)
     columns: list[str] = []
     last = 0
     try:
         for fields in reader:
+            # A field may span lines: the row begins after the last line of the one before.
             line, last = last + 1, reader.line_num
             if not fields:
                 continue
@@ -158,13 +135,7 @@ def _check_columns(columns: list[str], where: str, delimiter: str) -> None:
 
 
 def _missing_column(row: Row, column: str, columns: str) -> str:
-    """Return an error message for a row of a caption file that has no column of captions. The message also says what
-    the user can do. `row` is this row. `column` is the setting captions.caption_column: the name of the column with the
-    captions, or "" if the user has named none. `columns` lists the columns of the row as text.
-
-    If `column` is "", the message lists the columns that a row can have: text, caption and prompt. Otherwise, it says
-    that `column` must name a column, and suggests a similar name if there is one.
-    """
+    """The error for a row without a column of captions, with the remedy."""
     if not column:
         remedy = "set captions.caption_column to the column that holds the captions"
         return f"must have one of {', '.join(TEXT_COLUMNS)}; columns: {columns}; {remedy}"
@@ -174,13 +145,7 @@ def _missing_column(row: Row, column: str, columns: str) -> str:
 
 
 def _parse(where: str, row: Row, file_columns: tuple[str, ...], column: str) -> tuple[str, list[str]]:
-    """Return (file name, captions) of one row of a caption file. The file name is that of the image. The captions are a
-    list of texts. `file_columns` are the columns that may name the image, the preferred one first. `column` is the
-    column of captions, or "" for the usual ones. `where` says in errors where the row is from. Raises ValueError if the
-    file name or the column of captions is missing.
-
-    A ValueError is also raised if a caption is no text. Blank captions are left out, so the list may be empty.
-    """
+    """(file name, captions) of a row. Blank captions are left out. Raises ValueError if one of the two is missing."""
     columns = f"{', '.join(map(str, row)):.300}"
     named = next((name for name in file_columns if name in row), file_columns[0])
     file_name = row.get(named)

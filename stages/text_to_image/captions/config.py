@@ -13,7 +13,7 @@ from stages.text_to_image.captions.template import check_placeholders
 
 @dataclass(frozen=True)
 class CaptionsConfig:
-    """The section [captions] of project.toml: where captions are found, and how training texts are made from them."""
+    """The section [captions]: where captions are found, and how training texts are made from them."""
 
     sources: tuple[Literal["sidecar", "metadata", "filename"], ...] = setting(
         ("sidecar", "metadata"),
@@ -89,20 +89,13 @@ class CaptionsConfig:
 
     @property
     def extensions(self) -> tuple[str, ...]:
-        """The suffixes of sidecar files, the preferred one first."""
         return (self.extension,) if isinstance(self.extension, str) else self.extension
 
     @property
     def where(self) -> CaptionSources:
-        """Return the places where captions of images are looked for, as a `CaptionSources`."""
         return CaptionSources(self.sources, self.extension, self.folder, self.caption_column, self.lines)
 
     def _check_trigger(self) -> None:
-        """Raise ValueError if `trigger` is empty although another setting uses it, or if `class_word` contains it.
-
-        Four settings can use it: `template` and `preview_prompts` with {trigger} in their text, `missing` with the value
-        "trigger", and `class_word`.
-        """
         uses = {
             "captions.template has {trigger}": "{trigger}" in self.template,
             "captions.preview_prompts has {trigger}": any("{trigger}" in prompt for prompt in self.preview_prompts),

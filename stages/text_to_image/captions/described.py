@@ -8,13 +8,11 @@ from stages.text_to_image.caption_files.text import Caption
 
 
 def described_captions(ctx: StageContext) -> dict[str, list[Caption]]:
-    """Return the captions that a model wrote, as a dict from image_id to a list of one caption. They come from the
-    table `descriptions`. The dict is empty if this table is not built. `ctx` is the stage's context: its input tables
-    and settings.
-    """
+    """image_id -> its one caption by a model. Empty if the table `descriptions` is not built."""
     try:
         rows = ctx.rows(DESCRIPTIONS).to_pylist()
     except ValueError as error:
+        # `NotBuilt` of pipeline, which stages may not import, names its table.
         if getattr(error, "table", "") != DESCRIPTIONS.name:
             raise
         return {}

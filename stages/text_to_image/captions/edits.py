@@ -17,11 +17,7 @@ LONGEST = 20_000  # letters of a caption; every text encoder cuts much earlier
 
 
 def read_edits(project: Path) -> dict[str, str]:
-    """Return the captions that the user edited, as a dict. Its keys have the form "IMAGE_ID:POSITION", and its values
-    are the edited texts. `project` is the project folder. The dict is empty if there is no file of edits. Raises
-    ValueError if the file cannot be read or a line is damaged. For a damaged line, the message names the file and the
-    line.
-    """
+    """Edited texts by "IMAGE_ID:POSITION", the newest of each. Raises ValueError with file and line if a line is damaged."""
     found: dict[str, str | None] = {}
     try:
         lines = (project / FILE).read_text(encoding="utf-8").splitlines()
@@ -41,16 +37,14 @@ def read_edits(project: Path) -> dict[str, str]:
 
 
 def write_edits(project: Path, edits: Mapping[str, str | None]) -> None:
-    """Add edited captions to the file of edits in the folder `project`. `edits` maps "IMAGE_ID:POSITION" to the new
-    text. The value None restores the original caption. Raises ValueError if a text is empty, too long or not valid
-    Unicode. Nothing is written in this case.
-    """
+    """Append edits; None takes one back. If one is blank, too long or invalid, raises ValueError and writes nothing."""
     lines = []
     for key, text in edits.items():
         if text is not None and (not text.strip() or len(text) > LONGEST):
             raise ValueError(f"a caption must have 1 to {LONGEST} letters, got {len(text.strip())}")
         try:
             lines.append(json.dumps({"key": key, "text": text if text is None else text.strip()}, ensure_ascii=False) + "\n")
+            # `json.dumps` lets half of a surrogate pair through.
             lines[-1].encode()
         except UnicodeEncodeError:
             raise ValueError("a caption must be valid Unicode, got half of a surrogate pair") from None
@@ -61,14 +55,12 @@ def write_edits(project: Path, edits: Mapping[str, str | None]) -> None:
 
 
 def apply_edits(rows: Iterable[Mapping[str, Any]], edits: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the rows of the table `captions` with the user's edits, as a list of dicts. `edits` maps
-    "IMAGE_ID:POSITION" to the new text of a caption. Only rows with the role "caption" are edited. If two rows of an
-    image then have the same role and text, only the first is returned.
-    """
+    """The rows of `captions` with the edits. Where an edit makes two texts of an image equal, only the first row is left."""
     import hashlib
 
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
+        # Positions of other roles count separately, so the key of an edit may also fit a row that is no caption.
         text = edits.get(f"{row['image_id']}:{row['position']}") if row["role"] == "caption" else None
         changed = dict(row)
         if text is not None:

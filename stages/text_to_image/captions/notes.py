@@ -14,11 +14,7 @@ KNOWN = "metadata.jsonl, metadata.csv, captions.json, captions.jsonl, captions.c
 
 
 def describe_sources(captions: list[Caption], config: CaptionsConfig) -> list[str]:
-    """Return a list with one line for the user, such as "24 captions: 20 from .txt, 4 from captions.json". The line
-    counts `captions` by the kind of file that they are from. Captions from settings, templates and file names are not
-    counted. `config` holds the settings [captions]. The list is empty if no caption is counted, or if all are from
-    files with the first suffix in `config.extensions`.
-    """
+    """A line such as "24 captions: 20 from .txt, 4 from captions.json"; none if all are from the preferred suffix."""
     counts = Counter(_kind(each) for each in captions if each.source not in ("config", "template", "filename"))
     if not counts or set(counts) == {config.extensions[0]}:
         return []
@@ -33,10 +29,7 @@ def _kind(caption: Caption) -> str:
 
 
 def describe_triggers(filled: list[tuple[Filled, Caption]]) -> list[str]:
-    """Return lines that say how many captions did not get the trigger from the template, and why. The list is empty if
-    there are none. The trigger is the word that the adapter learns; the template is a text that adds words to a
-    caption. `filled` holds pairs (training text, caption).
-    """
+    """Lines that say how many captions did not get the trigger from the template, and why."""
     counts = Counter(text.reason for text, _ in filled)
     first = {text.reason: caption.origin for text, caption in reversed(filled)}
     notes = []
@@ -51,20 +44,13 @@ def describe_triggers(filled: list[tuple[Filled, Caption]]) -> list[str]:
 
 
 def _file_names(folder: Path, paths: list[str]) -> list[str]:
-    """Return the paths of all files in the folders that hold the images `paths`, and in the folders above them up to `folder`,
-    the image folder. All paths are relative to `folder`.
-    """
     parents = sorted({str(parent) for path in paths for parent in PurePosixPath(path).parents})
     files = [entry for parent in parents for entry in sorted((folder / parent).iterdir()) if entry.is_file()]
     return [entry.relative_to(folder).as_posix() for entry in files]
 
 
 def other_captions(folder: Path, paths: list[str], config: CaptionsConfig, notes: list[str]) -> str:
-    """Return the end of an error message about missing captions, or "". It tells the user where the captions may be,
-    such as in text files that belong to no image. `folder` is the image folder. `paths` are all images, relative to
-    `folder`. `config` holds the settings [captions], such as the suffixes of caption files. `notes` are messages about
-    captions whose image does not exist. If there are any, the result gives the first one.
-    """
+    """The end of the error about missing captions: where they may be. `notes` are those about rows of unknown images."""
     if notes:
         return f"; {notes[0]}; names must be relative to the folder of the file"
     stems = {normalise(name) for path in paths for name in (path, str(PurePosixPath(path).with_suffix("")))}

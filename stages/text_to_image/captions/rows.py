@@ -29,16 +29,10 @@ def caption_rows(
     project: Path = Path(),
     described: Mapping[str, list[Caption]] | None = None,
 ) -> tuple[list[Row], list[str]]:
-    """Return (rows, notes). The rows are all rows of the table `captions`, as dicts. The notes are lines for the user.
-    `images` is the table `images`. `folder` is the folder with the image files. `config` has the settings [captions].
-    `edits` maps a key such as "IMAGE_ID:0" to an edited text, where 0 is the caption's position; None means no edits.
-    `project` is the project's folder. `described` maps an image_id to a list with the caption that a model wrote, or is
-    None.
+    """All rows of the table `captions`, and notes for the user.
 
-    The notes say where the captions are from, and what is unusual. The position of a caption is its place among those
-    of the image. Raises ValueError if no image is usable, or if a file with captions cannot be read. Also raises
-    ValueError if the trigger word is in no caption, or if a caption has "[trigger]" and no trigger is set. If
-    `config.missing` is "error", an image without a caption raises ValueError too.
+    Raises ValueError if no image is usable, a file of captions cannot be read, the trigger is in no caption, a caption has
+    "[trigger]" without a trigger to put there, or an image has no caption and `missing` is "error".
     """
     subjects = subjects_of(images, config)
     found, notes = find_captions(subjects, images["path"].to_pylist(), folder, config, project, described)
@@ -51,6 +45,7 @@ def caption_rows(
         filled += texts
     _check_foreign(found, subjects)
     notes += describe_sources([caption for _, caption in filled], config) + describe_triggers(filled)
+    # Edits replace training texts, so they come after the template, and before the check that looks for the trigger.
     rows = apply_edits(rows, edits or {})
     notes += _check_trigger([row["text"] for row in rows if not subjects[row["image_id"]].class_only], subjects, config)
     rows.append(_row("", "empty", "", "config", "", 0))
@@ -71,21 +66,13 @@ def find_captions(
     project: Path,
     described: Mapping[str, list[Caption]] | None = None,
 ) -> tuple[dict[str, list[Caption]], list[str]]:
-    """Return (captions, notes): a dict from image_id to the list of the image's captions, and lines for the user.
-    `subjects` has the facts about each usable image, by image_id. `every_path` lists the paths of all images, also of
-    rejected ones. `folder` is the folder with the image files. `config` has the settings [captions]. A relative path in
-    `config.folder` starts at `project`. `described` maps an image_id to a list with a model's caption; None means none.
-    Raises ValueError if an image has no caption and `config.missing` is "error".
-
-    The template is not applied yet. An image may have several paths, its duplicates. The first path with a caption
-    gives the captions. If no path has one, the caption is that of a model in `described`. If there is none, the caption
-    is the subject in the folder's name, if there is any. Otherwise the list is empty. If the template has no
-    "{caption}", no file is read, and every image has one empty caption.
-    """
+    """image_id -> captions before the template is applied, and notes for the user. `every_path` also has the rejected images."""
     if "{caption}" not in config.template:  # no file is read
         return {image_id: [Caption("", "template", "captions.template")] for image_id in subjects}, []
     sources, notes = make_lookups(folder, every_path, config.where, project)
     found = {
+        # The first path with a caption wins, whatever its source: duplicates are asked only where the image has none.
+        # A model's caption comes after all files, the name of the folder last.
         image_id: next((captions for name in each.paths for lookup in sources if (captions := lookup(name))), [])
         or (described or {}).get(image_id)
         or each.named
@@ -107,11 +94,6 @@ def find_captions(
 
 
 def _substitutes(subject: Subject, config: CaptionsConfig) -> list[tuple[Filled, Caption]]:
-    """Return the training texts of an image that has no captions. `subject` holds the facts about the image. `config.missing`
-    decides what is returned. For "filename", it is the file name, with the template applied. For "trigger", it is the
-    trigger alone. For "empty", it is an empty text. For "skip", there is no text. The result is a list of at most one
-    pair (training text, `Caption`).
-    """
     if config.missing == "filename":
         return [(subject.fill(config, each), each) for each in from_file_name(subject.paths[0])]
     if config.missing in ("empty", "trigger"):
@@ -121,10 +103,7 @@ def _substitutes(subject: Subject, config: CaptionsConfig) -> list[tuple[Filled,
 
 
 def _check_foreign(found: Mapping[str, list[Caption]], subjects: Mapping[str, Subject]) -> None:
-    """Raise ValueError if a caption has the text "[trigger]" and its image has no trigger. `found` maps an image_id to
-    the list of the image's captions. `subjects` maps an image_id to the facts about the image, such as its trigger. The
-    message names the first such caption and counts the rest.
-    """
+    # Left in, "[trigger]" would be trained as a word.
     foreign = [
         each
         for image_id, captions in found.items()
@@ -137,15 +116,8 @@ def _check_foreign(found: Mapping[str, list[Caption]], subjects: Mapping[str, Su
 
 
 def _check_trigger(texts: list[str], subjects: Mapping[str, Subject], config: CaptionsConfig) -> list[str]:
-    """Check that training texts contain the trigger word of the settings, `config.trigger`, such as "ohwx". Return a
-    list of notes for the user: one note if only some texts contain the word, else none. `texts` are the training texts.
-    `subjects` maps an image_id to the facts about the image. `config` has the settings [captions]. Raises ValueError if
-    no text contains the word.
-
-    The trigger word of an image, `subjects[image_id].trigger`, can differ from `config.trigger`. If it differs for at
-    least one image, nothing is checked. Regularisation images do not count here, because their texts get no trigger.
-    Nothing is checked either if `texts` or `config.trigger` is empty.
-    """
+    """A note if only some texts have the trigger. Raises ValueError if none has it."""
+    # A folder with a trigger of its own: no single word belongs in all captions.
     own = any(each.trigger != config.trigger for each in subjects.values() if not each.class_only)
     if not config.trigger or not texts or own:
         return []
@@ -159,10 +131,7 @@ def _check_trigger(texts: list[str], subjects: Mapping[str, Subject], config: Ca
 
 
 def _image_rows(image_id: str, texts: list[tuple[Filled, Caption]]) -> list[Row]:
-    """Return the rows of the table `captions` for one image: one dict per different training text, in order. `image_id`
-    is the image's key. `texts` are pairs (training text, original caption). If a text occurs several times, its first
-    pair is used, and the weights of its captions are added up.
-    """
+    """One row per different text: the first caption that gave it, with the weights added up."""
     weights: dict[str, float | None] = {}
     for filled, caption in texts:
         weights[filled.text] = None if caption.weight is None else (weights.get(filled.text) or 0.0) + caption.weight
@@ -175,15 +144,7 @@ def _image_rows(image_id: str, texts: list[tuple[Filled, Caption]]) -> list[Row]
 
 
 def _class_rows(rows: list[Row], subjects: Mapping[str, Subject], config: CaptionsConfig) -> list[Row]:
-    """Return new rows for the table `captions`, with the role "class". Each new row is made from a row of `rows` with
-    the role "caption" or "trigger", if the text of the row contains its trigger word. In the new text, the class
-    replaces the trigger word: "photo of ohwx" becomes "photo of a cat". `subjects` maps an image_id to the facts about
-    the image. The trigger word of a row is `subjects[image_id].trigger`, for the image_id of the row. `config` has the
-    settings [captions]. Its `class_word`, such as "a cat", is the class.
-
-    If the image_id of a row is empty, the trigger word of the row is `config.trigger`. Equal texts of one image are
-    returned once.
-    """
+    """Each caption and trigger again with the class in place of the trigger, for prior preservation."""
     found: dict[tuple[str, str], Row] = {}
     for row in rows:
         trigger = subjects[row["image_id"]].trigger if row["image_id"] else config.trigger

@@ -31,35 +31,33 @@ FILE = "captions.written.jsonl"
 
 @dataclass
 class Change:
-    """A caption file that is to be written. `name` is its path relative to the image folder. `text` is its new content.
-    `edits` holds the edited captions in the file: a dict from a caption's key to its edited text. A key has the form
-    `IMAGE_ID:0`. In this key, 0 is the position of the caption among the captions of the image.
-    """
+    """A caption file that is to be written."""
 
-    name: str
-    text: str
-    edits: dict[str, str | None] = field(default_factory=dict)
+    name: str  # path below the image folder
+    text: str  # new content
+    edits: dict[str, str | None] = field(default_factory=dict)  # "IMAGE_ID:POSITION" -> edited text
 
 
 def write_sidecars(ctx: StageContext) -> str:
-    """Write the edited captions of the project into the caption files of their images. Return a sentence for the user.
-    It counts the written captions and files, and it names the images whose captions were not written. `ctx` is the
-    context of the stage `captions`. Raises ValueError if no caption is edited.
+    """Write the edited captions into the caption files of their images; returns a sentence for the user.
 
-    A written caption is no longer an edit of the project: the stage reads it from its file. No training text changes. A
-    file is not written, and its captions stay edits, if the stage would read another text afterwards. This happens if
-    the template adds words that the text lacks, if a metadata file comes first in `captions.sources`, or if two images
-    share the file.
+    No training text changes. A file is left as it was, and its captions stay edits, where the stage would read another text
+    afterwards: the template adds words that the text lacks, a metadata file comes first in `sources`, or two images share the
+    file.
     """
     edits = read_edits(ctx.root)
     if not edits:
         raise ValueError("no caption is edited, so there is nothing to write")
+    # The number of lines so far is a new number for this writing: the file only grows.
     folder, batch = ctx.need("image_folder"), len(_read(ctx.root))
     texts, changes = _texts(ctx, folder, edits), list(_changes(ctx, folder, edits))
     before = {change.name: _content(folder / change.name) for change in changes}
+    # First, so that a kill between two files can be undone.
     _add(ctx.root, [_entry(batch, change, before[change.name]) for change in changes])
     taken = {key for change in changes for key in change.edits}
     left = {key: text for key, text in edits.items() if key not in taken}
+    # The files are read again as the stage reads them, without the edits they took: only that shows what sources, template
+    # and shared files do.
     good = _write(folder, changes, before, lambda: _harmless(changes, texts, _texts(ctx, folder, left)))
     written = {key for change in good for key in change.edits}
     write_edits(ctx.root, dict.fromkeys(written))
@@ -72,13 +70,7 @@ def write_sidecars(ctx: StageContext) -> str:
 def _write(
     folder: Path, changes: list[Change], before: Mapping[str, bytes | None], check: Callable[[], list[Change]]
 ) -> list[Change]:
-    """Write caption files, and return the changes that were kept. First, the files of all `changes` are written into
-    `folder`. Then `check()` is called. It takes no arguments and returns the changes to keep. At the end, the files of
-    all other changes are restored. `before` maps the name of each file to its old content, or to None if the file did
-    not exist. If an error occurs, all files are restored.
-
-    To restore a file is to write its old content again. A file that did not exist before is removed.
-    """
+    """Write all changes, keep those that `check()` returns, and restore the other files; after an error, all."""
     good: list[Change] = []
     done: list[str] = []
     try:
@@ -95,15 +87,10 @@ def _write(
 
 
 def undo_sidecars(ctx: StageContext) -> str:
-    """Undo the last writing of edited captions into caption files, and return a sentence for the user. Each caption
-    file gets the content that it had before the writing. The edited texts are stored in the project again, in the file
-    captions.edits.jsonl. `ctx` is the context of the stage `captions`. Raises ValueError if there is nothing to undo.
+    """Take the last writing back: the files get their old content, and the captions are edits again. Returns a sentence.
 
-    Afterwards, the stage reads the old captions from the caption files. It then replaces them with the edited texts
-    from captions.edits.jsonl. A caption file that the writing created is removed.
-
-    A file that was changed after the writing stays as it is. The sentence counts these files and names the first ones.
-    A caption that was edited again after the writing keeps the newer edit. The next call undoes the writing before.
+    A file that was changed since stays as it is; a caption that was edited since keeps the newer edit. Called again, it takes
+    the writing before that back.
     """
     folder, lines = ctx.need("image_folder"), _read(ctx.root)
     undone = {line["undone"] for line in lines if "undone" in line}
@@ -132,15 +119,12 @@ def undo_sidecars(ctx: StageContext) -> str:
 
 
 def _texts(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Read all captions with the edits `edits`, and return them as a dict. Its keys have the form `IMAGE_ID:0`, where 0
-    is the caption's position. Its values are pairs (training text, origin). The origin is usually the path of the
-    caption file. `edits` has keys of the same form; its values are the edited texts. `ctx` is the context of the stage
-    `captions`. `folder` is the image folder.
-    """
+    """(training text, path of its file) by "IMAGE_ID:POSITION", as the stage would read them with these edits."""
     rows, _ = caption_rows(ctx.rows(IMAGES), folder, ctx.config, edits, ctx.root, described_captions(ctx))
     found = {}
     for row in rows:
         if row["role"] == "caption":
+            # In a file of many captions, the origin ends with the line.
             numbered = row["source"] == "sidecar" and ctx.config.lines == "many"
             origin = row["origin"].rpartition(":")[0] if numbered else row["origin"]
             found[f"{row['image_id']}:{row['position']}"] = row["text"], origin
@@ -148,18 +132,7 @@ def _texts(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> dict[st
 
 
 def _harmless(changes: list[Change], before: Mapping[str, tuple[str, str]], after: Mapping[str, tuple[str, str]]) -> list[Change]:
-    """Return those of `changes` that altered no training text. Each change describes one caption file that was written.
-    A training text is a caption with the template around it. `before` holds all captions as they were read before the
-    files were written. `after` holds all captions as they are read now. Both are dicts. A key has the form
-    `IMAGE_ID:0`, where 0 is the position of the caption. A value is a pair (training text, origin). The origin is
-    usually the path of the caption file from which the caption was read.
-
-    A caption is altered if its training text differs between `before` and `after`, or if only one of them has the
-    caption. A change is left out if its attribute `edits` has the key of an altered caption. It is also left out if its
-    file is the origin of an altered caption, in `before` or in `after`. For example, two images share the file cat.txt,
-    and only the caption of the first one was edited. If the training text of the second one differs now, the change of
-    cat.txt is left out.
-    """
+    """The changes after which no training text differs: neither one that they edit, nor one that is read from their files."""
     absent = (None, "")
     differing = {key for key in before.keys() | after.keys() if before.get(key, absent)[0] != after.get(key, absent)[0]}
     files = {texts.get(key, absent)[1] for texts in (before, after) for key in differing}
@@ -167,10 +140,7 @@ def _harmless(changes: list[Change], before: Mapping[str, tuple[str, str]], afte
 
 
 def _changes(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> Iterator[Change]:
-    """Yield the caption files to write, as `Change` objects. `ctx` is the stage's context: its input tables and
-    settings. `folder` is the image folder. `edits` is a dict from a key such as `IMAGE_ID:0` to the edited text. The
-    number is the caption's position. An edit is left out if no file can hold it.
-    """
+    """The files to write. An edit that no file can hold is left out."""
     images = ctx.rows(IMAGES)
     subjects, paths = subjects_of(images, ctx.config), images["path"].to_pylist()
     found, _ = find_captions(subjects, paths, folder, ctx.config, ctx.root, described_captions(ctx))
@@ -184,9 +154,11 @@ def _changes(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> Itera
         distinct: dict[str, Caption] = {}
         for caption in found[image_id]:
             distinct.setdefault(subject.fill(ctx.config, caption).text, caption)
+        # The positions of edits count distinct training texts, as `_image_rows` does.
         captions = list(distinct.values())
         name, line = _place(captions, int(position), ctx, subject.paths[0], paths)
         if line and "\n" not in plain:
+            # Several captions may lie in one file: their lines are edited in one change.
             change = made.setdefault(name, Change(name, read_text(folder / name, SIDECAR_BYTES)))
             lines = change.text.split("\n")
             change.text = "\n".join([*lines[: line - 1], plain, *lines[line:]])
@@ -199,12 +171,7 @@ def _changes(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> Itera
 
 
 def _place(captions: list[Caption], position: int, ctx: StageContext, path: str, paths: list[str]) -> tuple[str, int]:
-    """Return (name, line): where one caption of an image is to be written. `name` is the path of the caption file,
-    relative to the image folder, or "" if no file can hold the caption. `line` counts from 1; 0 means that the caption
-    is the whole file. `captions` are the captions of the image, and `position` is the index of the one to write. `ctx`
-    is the stage's context: its tables and settings. `path` is the path of the image. `paths` are the paths of all
-    images.
-    """
+    """(file, line) to write a caption to; line 0 is the whole file, file "" is none."""
     if position < len(captions) and captions[position].source == "sidecar":
         name, _, line = captions[position].origin.rpartition(":")
         return (name, int(line)) if ctx.config.lines == "many" else (captions[position].origin, 0)
@@ -213,16 +180,9 @@ def _place(captions: list[Caption], position: int, ctx: StageContext, path: str,
 
 
 def _without_template(config: Any, subject: Subject, text: str) -> str | None:
-    """Remove the words of the template from the training text `text`, and return the caption that is left. The template
-    is a setting in `config`: it puts words around every caption. For example, the template "{caption}, film grain"
-    turns the caption "a cat" into the training text "a cat, film grain". If `text` is "a cat, film grain", the result
-    is "a cat". If `text` is "a cat", the result is None, because the template turns no caption into this text.
-    `subject` is the image that the caption belongs to.
-
-    If the template adds nothing to `text`, the result is `text` itself. For example, the template "{trigger},
-    {caption}" adds nothing to a caption that has the trigger word.
-    """
+    """The caption that the template turns into `text`, or None if there is none."""
     inner = [text]
+    # "\0" stands for the caption: what is before and after it are the template's words.
     for template in (config.template, without_trigger(config.template)):
         before, _, after = fill_template(template, "\0", subject.trigger).partition("\0")
         if text.startswith(before) and text.endswith(after) and len(before) + len(after) < len(text):
@@ -255,14 +215,11 @@ def _content(path: Path) -> bytes | None:
 
 
 def _leads_out(path: Path) -> bool:
-    """Return True if `path` is a link to a file outside the folder of `path`. Such a file is never written."""
     return path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve())
 
 
 def _put(path: Path, content: bytes | None) -> None:
-    """Write `content` to the file `path` in one step: a reader sees the old file or the new one. If `content` is None,
-    remove the file. A link stays a link; the file it leads to is written or removed. The file keeps its permissions.
-    """
+    """Write or remove (None) a file in one step. A link stays a link, and the file keeps its permissions."""
     path = path.resolve()
     if content is None:
         path.unlink(missing_ok=True)

@@ -25,36 +25,22 @@ BATCH = 4096  # rows per record batch
 
 
 def wanted_captions(ctx: StageContext) -> pa.Table:
-    """Return all rows of the table `captions`, with all columns. `ctx` is the stage's context: its input tables and
-    settings. Raises ValueError if a caption is missing or a file with captions cannot be read.
-
-    All texts are read each time. Finding out which have changed would cost more.
-    """
+    # All texts are read each time: finding out which have changed would cost more.
     rows, _ = _rows(ctx)
     return pa.Table.from_pylist(rows, schema=CAPTIONS.batch)
 
 
 def _rows(ctx: StageContext) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return (rows, notes): all rows of the table `captions` as dicts, and lines for the user. `ctx` is the stage's
-    context: its input tables and settings.
-    """
     folder, described = ctx.need("image_folder"), described_captions(ctx)
     return caption_rows(ctx.rows(IMAGES), folder, ctx.config, read_edits(ctx.root), ctx.root, described)
 
 
 def write_captions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Yield the pending rows of the table `captions` as record batches. A row is pending if it is new or has changed.
-    `ctx` is the stage's context, which holds the pending rows. Nothing is computed here: `wanted_captions` has already
-    filled in all columns of these rows.
-    """
+    # `wanted_captions` has filled in all columns.
     yield from ctx.pending.select(CAPTIONS.batch.names).to_batches(max_chunksize=BATCH)
 
 
 def finish_captions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Tell the user about unusual captions, such as an image without a caption. Say nothing if no row was pending (new
-    or changed) or the user stopped the run. `ctx` is the stage's context: its tables and settings. The generator yields
-    no batch.
-    """
     if ctx.pending.num_rows and not ctx.stop():
         _, notes = _rows(ctx)
         for note in notes:

@@ -18,43 +18,22 @@ NO_TRIGGER = "its folder has no trigger"
 
 @dataclass(frozen=True)
 class Subject:
-    """The facts about a usable image that decide its training texts. `paths` are the paths of the image. The first path
-    with a caption, such as a/cat.png with a/cat.txt, gives the caption. `trigger` is the word that the texts get, or
-    "". `concept` is the subject in the name of the image's folder, such as "cat", or "". `class_only` is True for a
-    regularisation image: it shows the class in general, and its texts get no trigger. `own_trigger` is True if
-    `trigger` is a setting of the folder, not of [captions]. `folder` is the path of the folder whose name or settings
-    give these facts, or "".
+    """What decides the training texts of a usable image."""
 
-    `paths` also has the paths of the image's duplicates and references. If the image a/cat_out.png has a reference,
-    a/cat.png is added, because a caption file may be named after both. If the folder of a regularisation image names no
-    subject, its `concept` is `config.class_word`. For a regularisation image, `own_trigger` is False.
-    """
-
-    paths: tuple[str, ...]
-    trigger: str = ""
-    concept: str = ""
-    class_only: bool = False
-    own_trigger: bool = False
-    folder: str = ""
+    paths: tuple[str, ...]  # of the image, its duplicates and its references: the first with a caption gives it
+    trigger: str = ""  # word that the texts get
+    concept: str = ""  # subject in the folder's name, such as cat of 10_cat; of the class, else the class word
+    class_only: bool = False  # a regularisation image: its texts get no trigger
+    own_trigger: bool = False  # the trigger is a setting of the folder, not of [captions]
+    folder: str = ""  # whose name or settings give these facts
 
     @property
     def named(self) -> list[Caption]:
-        """The substitute for a missing caption of this image: a list with one `Caption`. The text of this `Caption` is
-        `concept`, the subject that the image's folder is named after, such as "cat" for the folder "10_cat". If
-        `concept` is "", the list is empty.
-
-        If the folder of a regularisation image names no subject, `concept` is the setting `class_word`.
-        """
+        """The name of the folder as the caption of last resort: "cat" of 10_cat."""
         return [Caption(self.concept, "folder", self.folder)] if self.concept else []
 
     def fill(self, config: CaptionsConfig, caption: Caption) -> Filled:
-        """Return the training text of one caption of this image, as a `Filled`. `caption` is the caption. `config` has
-        the settings [captions]. Its `template` is the text into which the caption and the trigger word are put, such as
-        "{trigger}, {caption}".
-
-        A folder of images can have a trigger setting of its own. If this setting is "", the template is used without
-        {trigger}. If it is a word and the template lacks {trigger}, "{trigger}, " is put before the template.
-        """
+        """The training text of one caption. A folder's own trigger is used even where the template has no {trigger}."""
         template = config.template
         if self.own_trigger and not self.trigger:
             return dataclasses.replace(fill(without_trigger(template), caption.text, ""), reason=NO_TRIGGER)
@@ -64,10 +43,6 @@ class Subject:
 
 
 def subjects_of(images: pa.Table, config: CaptionsConfig) -> dict[str, Subject]:
-    """Return a dict from image_id to the `Subject` of every usable image: the facts that decide its training texts.
-    `images` is the table `images`. `config` has the settings [captions], such as the trigger word. Raises ValueError if
-    no image is usable.
-    """
     every = images.to_pylist()
     rows = {row["image_id"]: row for row in every if row["rejected"] is None and row["use"] != USE}
     beside: dict[str, list[str]] = {}
@@ -80,6 +55,7 @@ def subjects_of(images: pa.Table, config: CaptionsConfig) -> dict[str, Subject]:
         own, class_only = row["trigger"] is not None, row["use"] is not None
         trigger = "" if class_only else row["trigger"] if own else config.trigger
         concept = row["concept"] or (config.class_word if class_only else "")
+        # The caption of an edit's picture may be named after the pair: cat.txt for cat_in.png and cat_out.png.
         named = [other for path in paths if path in beside for other in (*beside[path], *without_ending(path))]
         found[image_id] = Subject((*paths, *named), trigger, concept, class_only, own and not class_only, row["folder"] or "")
     return found

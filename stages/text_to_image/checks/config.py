@@ -9,9 +9,7 @@ from stages.settings import check_bounds, runtime, selects
 
 @dataclass(frozen=True)
 class ChecksConfig:
-    """The section [checks] of project.toml: the thresholds of the warnings about images and captions. No threshold excludes
-    an image.
-    """
+    """The section [checks]: thresholds of the warnings. None of them excludes an image."""
 
     blur: float = selects(
         0.5,

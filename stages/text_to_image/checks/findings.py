@@ -30,9 +30,7 @@ WORDS = {  # warning -> how a line for the user names the images
 
 
 def picture_warnings(row: Row, config: ChecksConfig) -> dict[str, str]:
-    """Return the warnings about one picture, as a dict from the warning's name to a sentence. `row` is the picture's
-    row of the table `checks`. `config` has the settings [checks]: the limits beyond which the picture gets a warning.
-    """
+    """Name of the warning -> sentence."""
     found = {
         "near_duplicate": (row["duplicate_of"] is not None, "a near-duplicate of a larger image"),
         "blurred": (row["blur"] >= config.blur, f"blur {row['blur']:.2f}"),
@@ -43,35 +41,27 @@ def picture_warnings(row: Row, config: ChecksConfig) -> dict[str, str]:
         "aspect": (row["aspect"] > config.aspect, f"aspect ratio {row['aspect']:.1f}"),
     }
     if row["clipped"] >= config.clipped and not (found["dark"][0] or found["bright"][0]):
+        # Clipped detail counts as over- or underexposed, unless the brightness has said so already.
         name = "bright" if row["brightness"] >= 0.5 else "dark"
         found[name] = (True, f"{row['clipped']:.0%} of the detail is clipped")
     return {name: sentence for name, (warned, sentence) in found.items() if warned}
 
 
 def mark_near_duplicates(rows: Iterable[Row], least: float) -> list[Row]:
-    """Return copies of `rows` in the given order, with near-duplicates marked. `rows` are rows of the table `checks`,
-    one per picture. `least` is the smallest similarity of two near-duplicates, at most 1. Of two near-duplicates, the
-    picture with more pixels on its shorter side is the original. The other picture is the duplicate. The row of the
-    duplicate gets the original's image_id in `duplicate_of`, and the similarity of the two pictures in `similarity`. In
-    all other rows, both columns are None.
-
-    If the shorter sides have the same number of pixels, the picture whose path sorts first is the original. A duplicate
-    is never the original of another picture.
-    """
+    """Copies with `duplicate_of` (an image_id) and `similarity`. Of two, that with the longer short side is the original."""
     rows = [row | {"duplicate_of": None, "similarity": None} for row in rows]
     ranked = sorted(range(len(rows)), key=lambda n: (-rows[n]["short_side"], rows[n]["path"]))
     thumbnails = np.frombuffer(b"".join(rows[n]["thumbnail"] for n in ranked), np.uint8).reshape(-1, SIDE, SIDE)
     for i, j, similarity in near_pairs(thumbnails, least):
         original, other = rows[ranked[i]], rows[ranked[j]]
+        # A duplicate is never an original, so that chains end at one picture that stays.
         if other["duplicate_of"] is None and original["duplicate_of"] is None:
             other |= {"duplicate_of": original["image_id"], "similarity": round(similarity, 4)}
     return rows
 
 
 def lines(rows: Iterable[Mapping[str, Any]], named: int = 3) -> list[str]:
-    """Return one line per kind of warning, as a list: how many images have it, and the paths of the first `named` of
-    them. `rows` are rows of the table `checks`.
-    """
+    """One line per kind of warning, with the number of its images and the first `named` paths."""
     paths: dict[str, list[str]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: str(row["path"])):
         for name in filter(None, row["warnings"].split(", ")):

@@ -21,29 +21,23 @@ CROPS = (0.0, 0.025, 0.05)  # share of a side that a crop leaves out
 
 
 def perceptual_hashes(thumbnails: np.ndarray) -> np.ndarray:
-    """Return one 64-bit hash per thumbnail, uint64. `thumbnails` are grey pictures (n, 32, 32). Each bit says if a low
-    frequency of the picture's cosine transform is above the median.
-    """
+    """One uint64 per grey thumbnail (n, 32, 32): which low frequencies of its cosine transform are above their median."""
     if not len(thumbnails):
         return np.zeros(0, np.uint64)
     basis = _cosines()
     low = np.einsum("ki,nij,lj->nkl", basis, thumbnails.astype(np.float32), basis).reshape(len(thumbnails), -1)
+    # Without the mean, lighter and darker copies hash alike.
     low[:, 0] = 0  # the mean brightness
     bits = low > np.median(low, axis=1, keepdims=True)
     return np.packbits(bits, axis=1).view(">u8")[:, 0].astype(np.uint64)
 
 
 def near_pairs(thumbnails: np.ndarray, least: float) -> list[tuple[int, int, float]]:
-    """Return the near-duplicates among pictures, as a list of (i, j, similarity) with i < j. `thumbnails` are grey
-    pictures, uint8 (n, 32, 32). i and j are the indices of two pictures in `thumbnails`. Their similarity is a
-    correlation of their pixels, at most 1 (see `similarities`). `least` is the smallest similarity of a near-duplicate.
-
-    Picture j is compared with picture i and with the mirror image of picture i. The larger of the two similarities is
-    returned.
-    """
+    """(i, j, similarity) with i < j. `thumbnails`: uint8 (n, 32, 32). Mirrored copies are found too."""
     hashes, mirrored = perceptual_hashes(thumbnails), perceptual_hashes(thumbnails[:, :, ::-1])
     found: dict[tuple[int, int], float] = {}
     coarse, coarse_mirrored = _coarse(thumbnails), _coarse(thumbnails[:, :, ::-1])
+    # The mirror images' hashes against the plain ones: with `hashes` as the first, only unmirrored copies are found.
     for flip, first in ((False, hashes), (True, mirrored)):
         for pairs in _candidates(first, hashes):
             rough = (coarse_mirrored if flip else coarse)[pairs[:, 0]]
@@ -57,17 +51,12 @@ def near_pairs(thumbnails: np.ndarray, least: float) -> list[tuple[int, int, flo
 
 
 def similarities(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return the similarity of each pair of pictures, float32 (n,), -1 to 1. `left` and `right` hold grey pictures (n,
-    32, 32). Picture i of `left` is compared with picture i of `right`. A picture and a slightly cropped copy of it are
-    similar.
-
-    Each picture of a pair is cropped in several ways by at most 5 % of a side and stretched again. The similarity is
-    the largest correlation of such a crop with the other picture.
-    """
+    """Largest correlation over crops of either picture by up to 5 % of a side: float32 (n,), -1 to 1. Inputs are (n, 32, 32)."""
     best = np.full(len(left), -1.0, np.float32)
     whole = [_standardised(each.astype(np.float32)) for each in (left, right)]
     for down in _windows():
         for across in _windows():
+            # Either picture may be the cropped one.
             for cropped, other in ((left, whole[1]), (right, whole[0])):
                 part = np.einsum("ki,nij,lj->nkl", down, cropped.astype(np.float32), across, optimize=True)
                 best = np.maximum(best, np.einsum("nk,nk->n", _standardised(part), other))
@@ -75,14 +64,7 @@ def similarities(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def _candidates(first: np.ndarray, second: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield index pairs (i, j) of pictures that may be near-duplicates, with i < j, as int64 arrays `(pairs, 2)`.
-    `first` and `second` are arrays with one 64-bit hash per picture. The hash `first[i]` is compared with the hash
-    `second[j]`. A pair is yielded if the two hashes differ in at most `CANDIDATE` (18) bits.
-
-    The caller passes the hashes of the pictures as `second`. To find copies that are not mirrored, the caller passes
-    these hashes as `first` too. To find mirrored copies, the caller passes the hashes of the mirror images as `first`.
-    A yielded array has at most `CHUNK` pairs.
-    """
+    """Index pairs (pairs, 2), i < j, whose hashes first[i] and second[j] differ in at most CANDIDATE bits; CHUNK at a time."""
     for start in range(0, len(first), CHUNK):
         differ = np.bitwise_count(first[start : start + CHUNK, None] ^ second[None, :])
         i, j = np.nonzero(differ <= CANDIDATE)
@@ -98,7 +80,7 @@ def _coarse(pictures: np.ndarray) -> np.ndarray:
 
 
 def _standardised(pictures: np.ndarray) -> np.ndarray:
-    """Return pictures (n, side, side) as rows (n, side * side) of mean 0 and length 1. A picture of one colour becomes zeros."""
+    """Pictures (n, side, side) as rows of mean 0 and length 1; a plain picture becomes zeros."""
     flat = pictures.reshape(len(pictures), pictures.shape[1] * pictures.shape[2])
     flat = flat - flat.mean(axis=1, keepdims=True)
     norm = np.linalg.norm(flat, axis=1, keepdims=True)
@@ -113,13 +95,7 @@ def _cosines() -> np.ndarray:
 
 @cache
 def _windows() -> tuple[np.ndarray, ...]:
-    """Return 7 matrices that crop a line of 32 pixels in different ways. Each matrix is float32 (32, 32). A matrix
-    multiplied by a line cuts off a part of the line and stretches the rest to 32 pixels. The first matrix cuts off
-    nothing. Three matrices cut off 2.5 % of the line: at the start, at the end, or one half at each end. Three more cut
-    off 5 % in these three ways.
-
-    `CROPS` holds the shares of the line that are cut off: 0, 0.025 and 0.05.
-    """
+    """Matrices (32, 32) that crop a line by a share of CROPS at its start, its end or both, and stretch it linearly."""
     found = {}
     for share in CROPS:
         for start in {0.0, share / 2, share}:

@@ -27,30 +27,22 @@ WANTED = ("image_id", "path", "short_side", "aspect")
 
 
 def wanted_checks(ctx: StageContext) -> pa.Table:
-    """Return one row per usable image, with the columns `image_id`, `path`, `short_side` (pixels) and `aspect` (long
-    side divided by short side). `ctx` is the stage's context: its input tables and settings. Raises ValueError if no
-    image is usable.
-
-    An image is checked again only if one of these four values has changed.
-    """
     found = []
     for row in usable_rows(ctx.rows(IMAGES)):
         short, long = sorted((row["width"], row["height"]))
+        # An image is measured again only if one of these values has changed.
         found.append({"image_id": row["image_id"], "path": row["path"], "short_side": short, "aspect": long / short})
     return pa.Table.from_pylist(found, schema=pa.schema([CHECKS.batch.field(name) for name in WANTED]))
 
 
 def measure_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Measure the pending pictures and yield their rows of the table `checks` as record batches. A picture is pending
-    if it has no up-to-date row. `ctx` is the stage's context, with its pending rows and settings. The columns that
-    depend on other images are empty; `finish_checks` fills them in.
-    """
     folder = ctx.need("image_folder")
     pending = sorted(ctx.pending.to_pylist(), key=lambda row: str(row["path"]))
     with ThreadPoolExecutor(ctx.config.workers) as pool:
         for start in range(0, len(pending), BATCH):
             batch = pending[start : start + BATCH]
             measured = pool.map(lambda row: measure(folder / row["path"]), batch)
+            # These depend on other images: `finish_checks` fills them in.
             empty = {"duplicate_of": None, "similarity": None, "warnings": "", "detail": ""}
             rows = [row | values | empty for row, values in zip(batch, measured, strict=True)]
             yield pa.RecordBatch.from_pylist(rows, schema=CHECKS.batch)
@@ -60,20 +52,14 @@ def measure_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def opened_files(ctx: StageContext) -> Iterator[Path]:
-    """Yield the paths of the image files that the run will open: those of the pending (new or changed) rows. `ctx` is
-    the stage's context, which holds these rows.
-    """
     folder: Path = ctx.need("image_folder")
     yield from (packed.file_to_open(folder / path) for path in ctx.pending["path"].to_pylist())
 
 
 def finish_checks(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Compare all pictures and all captions, and tell the user about the warnings. Yield the rows of the table `checks`
-    that change, as record batches. `ctx` is the stage's context: its tables and settings. Do nothing if the user
-    stopped the run before all pictures were measured.
-    """
     wanted = {row["image_id"]: row for row in wanted_checks(ctx).to_pylist()}
     rows = [row for row in ctx.stored.select(CHECKS.batch.names).to_pylist() if row["image_id"] in wanted]
+    # The run was stopped before all pictures were measured.
     if len(rows) < len(wanted):
         return
     images = {row["image_id"]: row for row in usable_rows(ctx.rows(IMAGES))}
@@ -95,19 +81,13 @@ def finish_checks(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _captions(ctx: StageContext, images: dict[str, Row]) -> tuple[list[Row], str]:
-    """Return (rows, trigger) for the images in `images`, which maps an image_id to a row of the table `images`. `rows`
-    are the captions of these images, as dicts: rows of the table `captions`, sorted by path and position. `trigger` is
-    the trigger word that all captions should contain. It is "" if the settings have no trigger word. It is also "" if a
-    folder of images has a trigger setting of its own, because then no single word belongs in all captions. `ctx` is the
-    stage's context: its input tables.
-
-    Captions of regularisation images are left out. These images are trained without the trigger word. A folder's
-    setting also counts if it is the empty text.
-    """
+    """(rows of the captions, sorted by path and position; the trigger that all should have, or "")."""
     rows = ctx.rows(CAPTIONS).to_pylist()
+    # No single word belongs in all captions if a folder has a trigger of its own, even an empty one.
     own = any(row["trigger"] is not None for row in images.values())
     trigger = next((str(row["text"]) for row in rows if row["role"] == "trigger"), "")
     used = [row for row in rows if row["role"] == "caption" and row["image_id"] in images]
+    # Regularisation images are trained without the trigger.
     kept = [row for row in used if images[row["image_id"]]["use"] is None]
     ordered = sorted(kept, key=lambda row: (images[row["image_id"]]["path"], row["position"]))
     return ordered, "" if own else trigger

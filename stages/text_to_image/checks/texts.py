@@ -20,11 +20,7 @@ MOJIBAKE = re.compile(
 
 
 def text_warnings(rows: Sequence[Row], trigger: str, longest: int) -> Iterator[Warning]:
-    """Yield warnings about captions, each as (image_id, name of the warning, sentence). A caption gets a warning if it
-    lacks the trigger, is too long, or has letters of a wrong encoding. It also gets one if it is nearly the caption of
-    another image. `rows` are rows of the table `captions` with the role "caption", without those of regularisation
-    images. `trigger` is the trigger word, or "". `longest` is the largest number of words without a warning.
-    """
+    """Warnings about rows of the role "caption", without regularisation images."""
     for row in rows:
         text, count = row["text"], len(row["text"].split())
         if trigger and trigger not in text:
@@ -37,18 +33,16 @@ def text_warnings(rows: Sequence[Row], trigger: str, longest: int) -> Iterator[W
 
 
 def _equal(rows: Sequence[Row]) -> Iterator[Warning]:
-    """Yield a warning for every caption that is nearly the caption of another image in an earlier row. A warning is
-    (image_id, name of the warning, sentence). `rows` are rows of the table `captions`. Captions that have the same
-    words get a warning. So do captions that differ in one word, if they have at least `SHORT` words. Captions made by
-    the template alone are left out.
-    """
+    """Captions with the words of another image's caption, or, from SHORT words on, all but one of them."""
     whole: dict[tuple[str, ...], str] = {}
     nearly: dict[tuple[int, tuple[str, ...]], str] = {}
     for row in rows:
         words = tuple(re.findall(r"\w+", row["text"].lower()))
         image = row["image_id"]
+        # A template without {caption} gives all images the same text on purpose.
         if not words or row["source"] == "template":
             continue
+        # The caption without one of its words, for each word: captions that differ in word n share part n.
         parts = [(n, words[:n] + words[n + 1 :]) for n in range(len(words))] if len(words) >= SHORT else []
         if whole.setdefault(words, image) != image:
             yield image, "equal_caption", "another image has the same caption"
@@ -59,11 +53,7 @@ def _equal(rows: Sequence[Row]) -> Iterator[Warning]:
 
 
 def repeated_phrase(rows: Sequence[Row], trigger: str, share: float) -> str:
-    """Return a line for the user about the phrase of five words that occurs in the most captions, or "". `rows` are
-    rows of the table `captions`. Equal captions count once. `share` (0 to 1) is the share of the captions that must
-    have the phrase. If fewer than this share or fewer than `LEAST` captions have it, the result is "". `trigger` is the
-    trigger word, or "". It is not counted as a word.
-    """
+    """A line about the commonest phrase of five words, if at least LEAST and `share` of the distinct captions have it."""
     texts = {row["text"].replace(trigger, " ") if trigger else row["text"] for row in rows}
     counts: Counter[str] = Counter()
     for text in texts:
@@ -78,14 +68,11 @@ def repeated_phrase(rows: Sequence[Row], trigger: str, share: float) -> str:
 
 
 def imbalance(images: Sequence[Row], most: float) -> str:
-    """Return a line for the user about folders of very different size, or "". `images` are the usable rows of the table
-    `images`. The size of a folder is its number of images, each counted as often as its `repeats` say. Images with a
-    `weight` and regularisation images are left out. The line is returned if the largest folder has at least `most`
-    times the size of the smallest.
-    """
+    """A line if the largest folder has at least `most` times the images of the smallest, repeats counted; else ""."""
     counts: dict[str, float] = {}
     for row in images:
         folder = row["folder"] or row["path"].rpartition("/")[0]
+        # A weight balances folders already.
         if row["use"] is None and row["weight"] is None:
             counts[folder] = counts.get(folder, 0.0) + (1.0 if row["repeats"] is None else row["repeats"])
     counts = {name: count for name, count in counts.items() if count}

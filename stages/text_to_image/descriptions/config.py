@@ -17,10 +17,7 @@ PROMPT = (
 
 @dataclass(frozen=True)
 class DescriptionsConfig:
-    """The settings of the section [descriptions] of project.toml. They say which model writes captions, and how. The
-    model describes only images without a caption. If `model` is "", no captions are written. Raises ValueError if a
-    setting is out of range, or if `server` is on another machine.
-    """
+    """The section [descriptions]: which model writes captions, and how. Raises ValueError if `server` is on another machine."""
 
     model: str = setting(
         "",

@@ -12,16 +12,9 @@ if TYPE_CHECKING:
 
 
 class LocalModel:
-    """A model on this machine that writes captions of images. It is a vision-language model in a folder, and the
-    library transformers runs it. `describe(image)` returns a caption. `name` is the setting `model`. `version` is the
-    version of transformers, such as "transformers 4.57.0".
-    """
+    """Downloads nothing. Raises ValueError if the folder, a library or the vision-language model in it is missing."""
 
     def __init__(self, config: DescriptionsConfig, project: Path) -> None:
-        """Load the model. `config.model` is its folder. A relative path starts at `project`, the project's folder.
-        Nothing is downloaded. Raises ValueError if the folder or a library is missing, or if the folder holds no
-        vision-language model.
-        """
         folder = project / Path(config.model).expanduser()
         if not (folder / "config.json").is_file():
             raise ValueError(
@@ -47,14 +40,13 @@ class LocalModel:
         self.name, self.version = config.model, f"transformers {transformers.__version__}"
 
     def describe(self, image: Image) -> str:
-        """Return the model's caption of an image. `image` is a PIL image in mode RGB. The model takes the most probable
-        word each time. So equal images get equal captions.
-        """
         content = [{"type": "image"}, {"type": "text", "text": self.config.prompt}]
         text = self.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
         inputs = self.processor(images=image, text=text, return_tensors="pt").to(self.device)
         with self.torch.inference_mode():
+            # Greedy, so that equal images get equal captions.
             made = self.model.generate(**inputs, max_new_tokens=self.config.most_tokens, do_sample=False)
+        # What is generated begins with the prompt.
         new = made[:, inputs["input_ids"].shape[1] :]
         caption: str = self.processor.batch_decode(new, skip_special_tokens=True)[0]
         return caption

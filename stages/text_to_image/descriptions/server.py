@@ -19,22 +19,14 @@ MOST = 1_000_000  # bytes of an answer that are read
 
 
 class ServerModel:
-    """A model that captions images and runs in a server on this machine. `describe(image)` returns a caption. `name`
-    and `version` identify the model. They are stored with each caption.
-    """
+    """No request is sent before the first `describe`. `name` and `version` are those of the last answer."""
 
     def __init__(self, config: DescriptionsConfig) -> None:
-        """Prepare to ask a server for captions. `config` has the settings, such as the address `server`. No request is
-        sent yet.
-        """
         self.config, self.name, self.version = config, config.model, ""
         self.address = f"{config.server.rstrip('/')}/chat/completions"
 
     def describe(self, image: Image) -> str:
-        """Ask the server for the caption of an image, and return the caption. `image` is a PIL image in mode RGB.
-        Raises ValueError if the server cannot be reached or does not answer in time. Raises ValueError if the answer
-        has no caption. The message is one line.
-        """
+        """Raises ValueError, in one line, if the server cannot be reached, is late, or answers no caption."""
         answer = self._ask(image)
         try:
             choice = answer["choices"][0]
@@ -66,6 +58,7 @@ class ServerModel:
         except urllib.error.HTTPError as error:
             said = " ".join(error.read(200).decode("utf-8", "replace").split())
             raise ValueError(f"{self.address} answered {error.code}: {said or error.reason}") from None
+        # The answer is late; a late connection arrives as URLError below.
         except TimeoutError:
             raise ValueError(self._late()) from None
         except urllib.error.URLError as error:

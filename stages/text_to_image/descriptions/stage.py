@@ -1,6 +1,7 @@
 """The stage `descriptions`: a vision-language model writes the captions of images that have none.
 
-A caption that exists is never written again: the stage reads caption files only to find out which images have none. Each caption
+A caption that exists is never written again: the stage reads caption files only to find out which images have none. Each
+caption
 is a record batch of its own, so a kill loses at most one.
 """
 
@@ -26,23 +27,17 @@ WANTED = ("image_id", "path", "prompt")
 
 
 class Model(Protocol):
-    """A vision-language model that writes captions. `name` and `version` identify the model. They are stored with each
-    caption.
-    """
+    """`name` and `version` are stored with each caption."""
 
     name: str
     version: str
 
     def describe(self, image: Image.Image) -> str:
-        """Return the caption of `image`, a PIL image in mode RGB."""
+        """The caption of a picture in mode RGB."""
 
 
 def wanted_descriptions(ctx: StageContext) -> pa.Table:
-    """Return the images that need a caption by a model, one row per image. These are the usable images for which no
-    caption is found in a file. The columns are `image_id`, `path` and `prompt`. `ctx` is the stage's context: its input
-    tables and settings. If no model is set, the table is empty. Raises ValueError if no image is usable, or if a file
-    with captions cannot be read.
-    """
+    """One row per usable image for which no file has a caption; none if no model is set."""
     schema = pa.schema([DESCRIPTIONS.batch.field(name) for name in WANTED])
     if not ctx.config.model:
         return schema.empty_table()
@@ -63,15 +58,12 @@ def _paths(images: pa.Table) -> list[str]:
 
 
 def describe_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Let a model caption the pending images (those without a stored caption). Yield one record batch per image, with
-    one row. `ctx` is the stage's context: its tables and settings. Captions that were yielded before an error are kept.
-    Raises ValueError if the model cannot be loaded, if an image cannot be read, or if the server fails.
-    """
     pending = ctx.pending.to_pylist()
     if not pending:
         if not ctx.config.model:
             ctx.say("no model is set: set [descriptions] model, and server for a model behind a server")
         return
+    # `kept` in `wanted_descriptions` may be the path of a file that was renamed since.
     model, paths = ctx.reuse("describer", lambda: load_model(ctx)), usable_paths(ctx.rows(IMAGES))
     for done, row in enumerate(pending):
         if ctx.stop():
@@ -92,10 +84,7 @@ def describe_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def load_model(ctx: StageContext) -> Model:
-    """Return the model that captions images, as the settings choose it. It is a model behind a server if the setting
-    `server` is not empty. Otherwise it runs in this process. `ctx` is the stage's context, which holds the settings.
-    Raises ValueError if the model cannot be loaded.
-    """
+    """A server if [descriptions] `server` is set, else transformers in this process. Raises ValueError if it cannot be loaded."""
     if ctx.config.server:
         from stages.text_to_image.descriptions.server import ServerModel
 
@@ -112,9 +101,6 @@ def _picture(ctx: StageContext, path: str) -> Image.Image:
 
 
 def finish_descriptions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Tell the user how many captions were written. Name the command that shows and changes them. `ctx` is the stage's
-    context, which holds the stored rows. The generator yields no batch.
-    """
     if ctx.pending.num_rows:
         pending = set(ctx.pending["image_id"].to_pylist())
         count = sum(image_id in pending for image_id in ctx.stored["image_id"].to_pylist())

@@ -13,10 +13,6 @@ MAX_BATCH = 64  # texts per batch: 64 embeddings of the largest family are 1 GB
 
 @dataclass(frozen=True)
 class EmbeddingsConfig:
-    """The section [embeddings] of project.toml. It sets how the text encoder of an image model encodes captions: dtype,
-    bits of a weight, memory use and batch size.
-    """
-
     precision: Literal["bfloat16", "float32"] = setting(
         "bfloat16",
         "dtype that the text encoder computes in: bfloat16 as it was released, or float32, which is far faster on a CPU",

@@ -25,46 +25,31 @@ UNFREED = 1  # on a GPU, layers that are done but whose memory is not free yet, 
 
 @dataclass(frozen=True)
 class EncoderPlan:
-    """A way of encoding texts, with the memory that it takes. `by_layer` is True if the layers are read from disk for every
-    batch of texts. Otherwise all layers stay in memory. `held` is the memory in use all the time, in bytes. `work` is the
-    largest additional memory at any time, in bytes. `layer_work` is how much of `work` one layer takes.
-    """
+    """A way of encoding texts, with the memory that it takes."""
 
-    by_layer: bool
-    held: int
-    work: int
-    layer_work: int
+    by_layer: bool  # layers are read from disk for every batch of texts; else all stay in memory
+    held: int  # bytes, all the time
+    work: int  # bytes, the most in addition
+    layer_work: int  # bytes of `work` that one layer takes
 
     @property
     def peak(self) -> int:
-        """The estimated peak memory of encoding texts, in bytes."""
         return self.held + self.work
 
     @property
     def live_bytes(self) -> int:
-        """The memory limit of MLX while texts are encoded, in bytes. If more memory is in use, MLX waits for the
-        running operations to end before it starts further operations.
-
-        If all layers are in memory, the limit is `peak` minus `layer_work` times 1.5 on a GPU, and times 0.5 on a CPU. If
-        layers are read one at a time, it is `peak` plus half of `layer_work`.
-        """
+        """While more is in use, MLX waits for running operations before it starts others."""
+        # Whole: the peak less 1.5 layers on a GPU, less 0.5 on a CPU. By layer: half a layer more than the peak.
         halves = 1 if self.by_layer else 1 - 2 * blocks_in_flight()
         return self.peak + halves * self.layer_work // 2
 
     @property
     def words(self) -> str:
-        """How the layers of the text encoder are kept, as text. "layer by layer" means that they are read when needed.
-        "whole" means that all layers stay in memory.
-        """
         return "layer by layer" if self.by_layer else "whole"
 
 
 def estimate(config: EmbeddingsConfig, family: Family, weights: Path | None, by_layer: bool) -> EncoderPlan:
-    """Return an estimate of the memory that encoding texts takes, as an `EncoderPlan` in bytes. It is computed from
-    shapes alone. `config` has the settings [embeddings]. `family` is the record of the model family. `weights` is the
-    path of the text encoder. If it is None, the sizes come from `family`. `by_layer` is True if the layers are read
-    from disk one at a time, and False if all stay in memory.
-    """
+    """From shapes alone. `weights`: None takes the sizes of `family`."""
     sizes, item = family.architecture.text_encoder_sizes(weights, family), ITEMSIZES[config.precision]
     shapes = sizes.shapes(max(family.text_layers))
     layers: dict[str, list[tuple[tuple[int, ...], int]]] = {}
@@ -84,14 +69,10 @@ def estimate(config: EmbeddingsConfig, family: Family, weights: Path | None, by_
 
 
 def layer_values(sizes: Any, tokens: int) -> int:
-    """Return how many values the arrays of one decoder layer hold at the same time, for one text of `tokens` tokens.
-    `sizes` holds the sizes of the decoder, such as `hidden_size`. The result depends on the device: it is larger on a
-    GPU than on a CPU.
-
-    On a GPU, all arrays of the layer exist until the layer is done. On a CPU, each array is freed after its last use.
-    The attention scores count twice: the scores and their softmax are separate arrays.
-    """
+    """Values that the arrays of one decoder layer hold at once, for one text of `tokens` tokens."""
+    # The scores and their softmax are separate arrays.
     scores = 2 * sizes.num_attention_heads * tokens * tokens
+    # A CPU frees each array after its last use. On a GPU, all arrays of a layer exist until the layer is done.
     if mx.default_device() == mx.cpu:
         return int(max(scores, 4 * tokens * sizes.intermediate_size))
     hidden = 6 * sizes.hidden_size  # two norms, two outputs, two sums
@@ -102,24 +83,12 @@ def layer_values(sizes: Any, tokens: int) -> int:
 
 
 def unpacked_layer(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> list[int]:
-    """Return how many bytes each packed (quantised) weight of a layer takes once it is unpacked, as a list with one
-    number per packed weight. `shapes` holds a pair `(shape, bits)` for every weight of the layer. `shape` is the shape
-    of the unpacked weight. `bits` is the number of bits to which a value is packed; 16 means no packing. `itemsize` is
-    the number of bytes of an unpacked value. For example, `shapes` = [((128, 64), 4), ((128, 64), 16)] and
-    `itemsize` = 2 give [16384].
-
-    Weights that are not packed are left out. With `bits` below 16, only matrices (outputs, inputs) with `inputs` a
-    multiple of 64 are packed.
-    """
+    """Bytes of each packed weight of a layer once it is unpacked. `shapes`: (shape, bits); 16 bits: not packed."""
     return [shape[0] * shape[1] * itemsize for shape, bits in shapes if bits < 16 and quantize.is_packable(shape)]
 
 
 def choose_plan(config: EmbeddingsConfig, family: Family, weights: Path | None, budget: int) -> EncoderPlan:
-    """Decide whether all layers of the text encoder stay in memory, and return the `EncoderPlan`. `config` has the
-    settings [embeddings]. Its `memory` is "whole" (all layers), "layers" (one at a time) or "auto" (whole if that
-    fits). `family` is the record of the model family. `weights` is the path of the encoder, or None for the sizes of
-    `family`. Raises ValueError if the plan needs more than `budget` bytes. The message names settings that would fit.
-    """
+    """As [embeddings] memory says; auto: whole if that fits. Raises ValueError with settings that would fit."""
     plan = estimate(config, family, weights, config.memory == "layers")
     if config.memory == "auto" and plan.peak > budget:
         plan = estimate(config, family, weights, True)
@@ -134,10 +103,7 @@ def choose_plan(config: EmbeddingsConfig, family: Family, weights: Path | None, 
 
 
 def remedy(config: EmbeddingsConfig, family: Family, weights: Path | None, budget: int) -> str:
-    """Return settings of [embeddings] with which the text encoder fits into `budget` bytes. The result is text in the
-    form of the settings file. It is empty if no settings fit. `config` has the present settings. `family` is the record
-    of the model family. `weights` is the path of the text encoder. If it is None, the sizes of `family` are used.
-    """
+    """Settings of [embeddings] that fit into `budget` bytes, as text; "" if none do."""
     if estimate(config, family, weights, True).peak <= budget:
         return '[embeddings] memory = "layers"'
     for bits in BITS:
@@ -147,20 +113,12 @@ def remedy(config: EmbeddingsConfig, family: Family, weights: Path | None, budge
 
 
 def load_encoder(family: Family, weights: Path, tokenizer: Path, config: EmbeddingsConfig, by_layer: bool = False) -> TextEncoder:
-    """Load the text encoder of `family` and return it. `weights` and `tokenizer` are paths. `config` gives the
-    precision and the number of bits per weight. If `by_layer` is true, layers are read from disk one at a time.
-    Otherwise all layers stay in memory.
-    """
     arrange = None if config.bits == 16 else lambda name, weight: quantize.pack_if_possible(weight, config.bits)
     found: TextEncoder = family.architecture.load_text_encoder(weights, tokenizer, family, config.precision, arrange, by_layer)
     return found
 
 
 def forecast(outlook: Outlook) -> Forecast:
-    """Return an estimate of what the stage `embeddings` needs, as a `Forecast` in bytes: its peak memory, and the disk
-    space of one text. It is computed from array shapes alone. `outlook` holds the settings, the model family and the
-    memory budget. If the memory exceeds the budget, the result also names settings that would fit.
-    """
     config, family, weights = outlook.sections["embeddings"], outlook.family, outlook.weights("text_encoder")
     plan = estimate(config, family, weights, config.memory == "layers")
     if config.memory == "auto" and plan.peak > outlook.budget:

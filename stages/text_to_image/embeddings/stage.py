@@ -27,18 +27,13 @@ Row = dict[str, Any]
 
 
 def wanted_embeddings(ctx: StageContext) -> pa.Table:
-    """Return a table with one row per distinct text of the table `captions`. The only column is `caption_id`, the
-    sha256 of the text. The rows are sorted by `caption_id`. `ctx` is the stage's context, with its input tables.
-    """
+    """One row per distinct text."""
     ids = pc.unique(ctx.rows(CAPTIONS)["caption_id"])
     return pa.table({"caption_id": ids.take(pc.sort_indices(ids))})
 
 
 def encode_embeddings(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Encode the pending texts, and yield record batches of the table `embeddings`. A text is pending if its embedding
-    is not stored yet. If no text is pending, the text encoder is not loaded. `ctx` is the stage's context: its tables
-    and settings. If the user asks to stop, end early. Raises ValueError if a value of an embedding is not finite.
-    """
+    """Raises ValueError if a value of an embedding is not finite."""
     pending: list[str] = ctx.pending["caption_id"].to_pylist()
     if not pending:
         return
@@ -63,10 +58,6 @@ def encode_embeddings(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _rows_by_text(rows: pa.Table) -> dict[str, list[Row]]:
-    """Return the rows of the table `captions` by text, as a dict from `caption_id` to a list of rows. A `caption_id` is
-    the sha256 of a text. A row is a dict of `caption_id`, `text`, `role` (the use of the text) and `origin` (the file
-    or setting that it is from). `rows` is the table `captions`.
-    """
     found: dict[str, list[Row]] = defaultdict(list)
     for row in rows.select(["caption_id", "text", "role", "origin"]).to_pylist():
         found[row["caption_id"]].append(row)
@@ -76,11 +67,6 @@ def _rows_by_text(rows: pa.Table) -> dict[str, list[Row]]:
 def _batch(
     ctx: StageContext, encoder: TextEncoder, pending: list[str], start: int, captions: dict[str, list[Row]]
 ) -> pa.RecordBatch:
-    """Encode the next texts of `pending` and return their rows as a record batch. `ctx` is the stage's context, which
-    holds the settings. `encoder` is the loaded text encoder. `pending` is a list of caption_ids. `start` is the index
-    of the first text in it. At most [embeddings] `batch_size` texts are encoded. `captions` maps a caption_id to its
-    rows of the table `captions`.
-    """
     ids = pending[start : start + ctx.config.batch_size]
     embeddings = encoder.encode([captions[caption_id][0]["text"] for caption_id in ids])
     rows = []
@@ -93,13 +79,7 @@ def _batch(
 
 
 def _row(caption_id: str, embedding: Embedding, stored: str, states: int) -> Row:
-    """Return the row of the table `embeddings` for one text, as a dict from column to value. `caption_id` is the sha256
-    of the text. `embedding` is its embedding. `stored` is the form of the values on disk, "bfloat16" or "int8".
-    `states` is the number of hidden states in the embedding. Raises ValueError if a value is not finite.
-
-    The row holds the values of the embedding, their mean, standard deviation and largest magnitude, and token counts.
-    The mean, deviation and magnitude leave padding out.
-    """
+    # Mean, deviation and magnitude leave padding out.
     real = widen(embedding.real)
     if not np.isfinite(real).all():
         raise ValueError(
@@ -121,10 +101,6 @@ def _row(caption_id: str, embedding: Embedding, stored: str, states: int) -> Row
 
 
 def _too_long(rows: list[Row], embedding: Embedding) -> str:
-    """Return one line for the user about a text that was cut at its end. The line says where the text is from, and how
-    many tokens were cut off. `rows` are all rows of the table `captions` that have the text. `embedding` is the
-    embedding of the text.
-    """
     first = rows[0]
     where = first["origin"] or ("a preview prompt" if first["role"] == "preview" else "a caption")
     more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""

@@ -11,9 +11,7 @@ from stages.text_to_image.imaging.decode import CEILING, CEILING_BYTES, MAX_BYTE
 
 @dataclass(frozen=True)
 class FolderConfig:
-    """One entry [[images.folder]] of project.toml: a folder of images, and how often and with which trigger its images
-    are trained. Raises ValueError if `path` is missing or a number is out of range.
-    """
+    """One entry [[images.folder]]: a folder of images, and how often and with which trigger its images are trained."""
 
     path: str = selects("", "the folder, searched with all folders below it; relative to the project", path=True)
     repeats: float | None = selects(
@@ -37,7 +35,7 @@ class FolderConfig:
 
 @dataclass(frozen=True)
 class ImagesConfig:
-    """The section [images] of project.toml: the image folder, and the limits on the size of an image."""
+    """The section [images]: the image folder, and the limits on the size of an image."""
 
     folder: str | tuple[FolderConfig, ...] = selects(
         "images",
@@ -81,12 +79,10 @@ class ImagesConfig:
 
     @property
     def folders(self) -> tuple[FolderConfig, ...]:
-        """The entries [[images.folder]] of project.toml, one for each image folder. The attribute `folder` holds either
-        these entries or a single path, such as "images". If it holds a single path, the tuple is empty.
-        """
+        """The entries [[images.folder]]; empty if `folder` is a single path."""
         return self.folder if isinstance(self.folder, tuple) else ()
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The paths of all image folders, as the user wrote them."""
+        """As the user wrote them."""
         return tuple(each.path for each in self.folders) if isinstance(self.folder, tuple) else (self.folder,)

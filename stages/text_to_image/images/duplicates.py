@@ -11,14 +11,7 @@ Row = dict[str, Any]
 
 
 def mark_duplicates(rows: Iterable[Row]) -> list[Row]:
-    """Mark duplicates among rows of the table `images`, and return all rows in the given order. Rows with the same
-    `image_id` (sha256 of the file) are duplicates. One of them stays usable. The others get "duplicate" in the column
-    `rejected`. Their column `detail` gets the path of the usable file.
-
-    The usable row is the one with the first path in sorted order. Images to train on come before regularisation images.
-    References are compared with each other only: a reference may be equal to an image. Rows that are rejected for another
-    reason are returned unchanged.
-    """
+    """All rows of `images` in the given order. Of rows with one image_id the first path stays, subject before regularisation."""
     rows = list(rows)
     first: dict[tuple[str, bool], str] = {}
     for row in sorted(filter(_decodes, rows), key=lambda row: (row["use"] or "", row["path"])):
@@ -27,6 +20,7 @@ def mark_duplicates(rows: Iterable[Row]) -> list[Row]:
 
 
 def _group(row: Row) -> tuple[str, bool]:
+    # A reference may have the bytes of an image.
     return row["image_id"], row["use"] == USE
 
 

@@ -19,22 +19,13 @@ UNKNOWN = {"image_id": "", "format": "", "mode": "", "width": 0, "height": 0, "f
 
 
 def may_be_image(path: str) -> bool:
-    """Return True if a file may be an image, judged by its name alone. `path` is its path or name. This is so if the
-    suffix is that of a known image format, or if there is no suffix.
-    """
+    """By its suffix, or the lack of one."""
     suffix = Path(path).suffix.lower()
     return not suffix or suffix in IMAGE_SUFFIXES
 
 
 def examine(folder: Path, file: Row, *, min_side: int, max_pixels: int, max_bytes: int) -> Row:
-    """Decode one image file and return its complete row of the table `images`. `folder` is the image folder. `file` is
-    the wanted row: `path` (relative to `folder`), `bytes`, `mtime_ns`, `inode` and columns such as `repeats`. An image
-    is rejected if it is damaged, has a side below `min_side` pixels, or has more than `max_pixels` pixels. A file of
-    more than `max_bytes` bytes is rejected unread. A rejected image raises no error; the columns `rejected` and
-    `detail` of the result hold the reason.
-
-    Duplicates are not looked for.
-    """
+    """The row of the table `images`. A file that cannot be used has the reason in `rejected`; nothing is raised."""
     row: Row = {**dict.fromkeys(IMAGES.batch.names), **file, **UNKNOWN}
     suffix = Path(row["path"]).suffix.lower()
     try:
@@ -46,6 +37,7 @@ def examine(folder: Path, file: Row, *, min_side: int, max_pixels: int, max_byte
             raise ImageError("too_small", f"{size}: its shorter side is below images.min_side = {min_side}")
     except ImageError as error:
         row |= {"rejected": error.reason, "detail": error.detail}
+    # Such a file need not be an image, so it is not called damaged.
     if not suffix and row["rejected"] in ("unreadable", "truncated"):
         row |= {
             "image_id": "",
@@ -56,20 +48,15 @@ def examine(folder: Path, file: Row, *, min_side: int, max_pixels: int, max_byte
 
 
 def _read(path: Path, max_pixels: int, max_bytes: int, row: Row) -> None:
-    """Read the image file at `path` and add its facts to the dict `row`. The keys are `format`, `mode`, `width`,
-    `height`, `frames` and `image_id` (the file's sha256). Raises ImageError if the file cannot be read or decoded, has
-    more than `max_bytes` bytes, or has an image of more than `max_pixels` pixels.
-
-    If ImageError is raised, `row` gets only `image_id`. It gets nothing if the file is empty or cannot be opened, or if
-    the error's reason is "unsupported" or "too_large" (too many bytes).
-
-    The file is opened once, so that all values describe the same bytes even if another file is renamed to this path.
-    """
+    """Add the facts of the file to `row`. After an ImageError, `row` has at most `image_id`."""
     try:
+        # Opened once, so that all values describe the same bytes even if another file is renamed to this path.
         with _opened(path, max_bytes) as file, ROOM.taken(min(pixel_count(file), max_pixels)):
             try:
                 row |= vars(probe(file, max_pixels))
             except ImageError as error:
+                # A damaged file keeps its hash and is not read again while it is unchanged. An unsupported one has none: a
+                # decoder may be installed later.
                 if error.reason != "unsupported":
                     row["image_id"] = file_sha256(file)
                 raise
@@ -81,10 +68,6 @@ def _read(path: Path, max_pixels: int, max_bytes: int, row: Row) -> None:
 
 
 def _opened(path: Path, max_bytes: int) -> BinaryIO:
-    """Open an image file and return it as a binary file object. `path` may also lead to an image inside a tar, Parquet
-    or Arrow file. Raises ImageError if the image is empty or has more than `max_bytes` bytes. Raises it too if the file
-    is not a regular file, or if the image inside a file cannot be read. Raises OSError if the file cannot be opened.
-    """
     if packed.split(path):
         return _opened_member(path, max_bytes)
     size = path.stat().st_size

@@ -20,9 +20,7 @@ KINDS = {  # suffix -> what the user should do
 
 
 def no_images(folder: Path) -> str:
-    """Return the error message for an image folder without images. It names the most frequent kind of file that lies in
-    `folder` instead, and what to do with it.
-    """
+    """The first of KINDS that lies in the folder, and what to do with it."""
     files = [path for path in islice(folder.rglob("*"), MOST) if path.is_file()]
     counts = Counter(path.suffix.lower() for path in files if not path.name.startswith("."))
     plain = f"image folder {folder} holds no images"

@@ -1,6 +1,7 @@
 """What the names of folders say about their images: kohya's 10_ohwx cat and reg, and the entries [[images.folder]].
 
-kohya's trainers read repeats and the subject from the name of a folder: the images of "10_ohwx cat" occur 10 times per epoch, and
+kohya's trainers read repeats and the subject from the name of a folder: the images of "10_ohwx cat" occur 10 times per epoch,
+and
 "ohwx cat" is the caption of an image without a caption file. Images below "reg" are of the class alone (regularisation).
 """
 
@@ -29,12 +30,7 @@ USE = "regularisation"
 
 
 def rules(paths: Iterable[str], folders: Sequence[Root], read_names: bool) -> dict[str, Row]:
-    """Return the settings that each image gets from its folder, as a dict from the image's path to a dict of settings.
-    The settings are the columns of the table `images` that `RULES` lists, such as `repeats` and `trigger`. A setting
-    that the folder does not give is None. `paths` are the images' paths relative to the image folder. `folders` are the
-    folders that were searched, with the settings of their entries [[images.folder]]. If `read_names` is True, folder
-    names give settings too: "10_cat" gives 10 repeats.
-    """
+    """Path -> its columns RULES of the table `images`; None where the folder says nothing."""
     paths = list(paths)
     names = {str(PurePosixPath(path).parent) for path in paths}
     by_parent = {parent: _rule(PurePosixPath(parent), folders, read_names) for parent in names}
@@ -42,16 +38,7 @@ def rules(paths: Iterable[str], folders: Sequence[Root], read_names: bool) -> di
 
 
 def reference_rules(paths: Iterable[str], folders: Sequence[str] | None) -> dict[str, Row]:
-    """Find the reference images among the files `paths`, and return a dict from the path of each reference image to its
-    values in the table `images`. A reference image is a picture that an edit starts from. For example, control/cat.png
-    is the reference image of cat.png. Its values are {"folder": "control", "use": "reference", "reference_of":
-    "cat.png", "reference": 1}. Every other column in `RULES` is None. `paths` are relative to the image folder.
-    `folders` are the names of folders that hold reference images. If `folders` is None, the usual names such as
-    "control" are used.
-
-    `RULES` lists the columns of the table `images` that depend on an image's folder. `reference_of` is the path of the
-    image after the edit, or None if there is none. `reference` numbers the reference images of one image, from 1.
-    """
+    """The same of the reference images alone: control/cat.png is reference 1 of cat.png."""
     pairs = references.pair_references(paths, folders)
     return {
         path: NOTHING
@@ -61,18 +48,11 @@ def reference_rules(paths: Iterable[str], folders: Sequence[str] | None) -> dict
 
 
 def _rule(parent: PurePosixPath, folders: Sequence[Root], read_names: bool) -> Row:
-    """Return the settings that a folder gives to the images in it. The result is a dict from each column in `RULES` to
-    its value, such as 10.0 for "repeats". A column without a setting is None. `parent` is the folder's path relative to
-    the image folder. `folders` are the folders in which the search for images began. `parent` equals one of `folders`
-    or lies below one. If `read_names` is True, folder names such as "10_cat" give settings. Settings in an entry
-    [[images.folder]] replace settings from names.
-
-    The entries [[images.folder]] of project.toml are in `folders`, as the attribute `settings`. Only the entry of the
-    folder at or above `parent` counts. A `weight` in the entry sets "repeats" to None.
-    """
+    """Entries [[images.folder]] replace what names say. `parent` lies in one of `folders`."""
     root = next(each for each in folders if parent.is_relative_to(each.path))
     found = dict(NOTHING)
     if read_names:
+        # The name of an entry's own folder counts too.
         inner = parent.relative_to(root.path).parts if root.settings is None else parent.parts
         found |= _named(parent.parts[: len(parent.parts) - len(inner)], inner)
     if root.settings:
@@ -80,20 +60,13 @@ def _rule(parent: PurePosixPath, folders: Sequence[Root], read_names: bool) -> R
         found["folder"] = root.path or "."
         found["use"] = USE if given.regularisation else found["use"]
         found |= {name: getattr(given, name) for name in ("repeats", "weight", "trigger") if getattr(given, name) is not None}
+        # A weight replaces repeats, also those of the name.
         found["repeats"] = None if given.weight is not None else found["repeats"]
     return found
 
 
 def _named(above: tuple[str, ...], parts: tuple[str, ...]) -> Row:
-    """Return the settings that folder names give to the images inside, as a dict from a column of the table `images` to
-    its value. `parts` are the names of nested folders, outermost first. For example, `parts` = ("10_cat",) gives
-    {"folder": "10_cat", "repeats": 10.0, "concept": "cat"}, and `parts` = ("reg",) gives {"folder": "reg", "use":
-    "regularisation"}. `above` are the names of the folders above `parts`. The names in `above` give no settings, and
-    are only put before the path in "folder". With `above` = ("data",), "folder" is "data/10_cat".
-
-    Names of other forms give no settings. If no name gives a setting, the dict is empty. The form of the names comes
-    from kohya's trainers. If two names give the same column, the inner one counts.
-    """
+    """("10_cat",) gives {"folder": "10_cat", "repeats": 10.0, "concept": "cat"}. Names in `above` say nothing; inner ones win."""
     found: Row = {}
     for number, part in enumerate(parts, 1):
         where = str(PurePosixPath(*above, *parts[:number]))
@@ -105,11 +78,7 @@ def _named(above: tuple[str, ...], parts: tuple[str, ...]) -> Row:
 
 
 def check_rules(found: Mapping[str, Row], folder: Path) -> None:
-    """Raise ValueError if no image is left to train on. An image is trained on if its `use` is None and its `repeats`
-    is not 0. `use` is set for regularisation images and for reference images. `found` maps the path of each image to a
-    dict with its columns of the table `images`, as `rules` returns it. Only the columns `use`, `repeats` and `folder`
-    are read. `folder` is the image folder, for the message.
-    """
+    """Raise ValueError if no image is left to train on."""
     remedy = 'or set images.layout = "plain" if the names of the folders mean nothing'
     trained = [rule for rule in found.values() if rule["use"] is None]
     if not trained:
@@ -121,14 +90,7 @@ def check_rules(found: Mapping[str, Row], folder: Path) -> None:
 
 
 def describe(rows: Iterable[Row]) -> Iterator[str]:
-    """Yield lines for the user that say where the images lie. One line counts the images inside other files, such as
-    "12 images inside a.tar". One line lists the folders that decide how their images are used, such as "kohya folder:
-    10 repeats of 'ohwx cat', 24 images; reg/: 100 class images". The last lines report the reference images, the
-    pictures that an edit starts from. A line that does not apply is left out. `rows` are rows of the table `images`.
-
-    Rejected images are not counted, with one exception: a reference counts even if it or its image is a duplicate. Equal
-    images count once.
-    """
+    """Lines for the user: images inside other files, folders with settings of their own, references."""
     rows = list(rows)
     usable = [row for row in rows if not row["rejected"]]
     yield from _describe_packed([row["path"] for row in usable if row["offset"] is not None])
@@ -137,9 +99,6 @@ def describe(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def _describe_packed(paths: Sequence[str]) -> Iterator[str]:
-    """Yield one line that counts the images inside other files and names the files, such as "12 images inside a.tar". `paths`
-    are the paths of these images, such as "a.tar/0001.jpg". Without paths, nothing is yielded.
-    """
     if not paths:
         return
     parents = (PurePosixPath(path).parents for path in paths)
@@ -149,11 +108,6 @@ def _describe_packed(paths: Sequence[str]) -> Iterator[str]:
 
 
 def _describe_folders(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield one line for the user that lists the folders with settings of their own, such as "kohya folder: 10 repeats
-    of 'ohwx cat', 24 images; reg/: 100 class images". A folder gets settings from its name, such as "10_ohwx cat", or
-    from its entry [[images.folder]]. For each folder, the line gives the settings and the number of images. `rows` are
-    the rows of the table `images` for the images in these folders. If `rows` is empty, nothing is yielded.
-    """
     groups = Counter(tuple(row[name] for name in RULES) for row in rows)
     found = [(dict(zip(RULES, key, strict=True)), count) for key, count in groups.items()]
     if found:
@@ -162,12 +116,9 @@ def _describe_folders(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _describe_references(found: list[Row], rows: list[Row]) -> Iterator[str]:
-    """Yield lines for the user about reference images. A reference is an image that an edit starts from. The lines say
-    how many references there are, and name a reference whose image is missing. `found` are the rows of the table
-    `images` that are references. `rows` are all rows of the table.
-    """
     if not found:
         return
+    # A reference may be a duplicate, and so may the image that it names: equal images count once.
     usable = {row["path"]: row["image_id"] for row in rows if row["rejected"] in (None, "duplicate")}
     trained = {row["image_id"] for row in rows if row["rejected"] is None and row["use"] is None}
     paired = [row for row in found if row["path"] in usable and usable.get(row["reference_of"]) in trained]
@@ -194,12 +145,7 @@ def _words(rule: Row, count: int) -> str:
 
 
 def near_misses(paths: Iterable[str]) -> Iterator[str]:
-    """Yield a line for the user if the name of a folder is nearly, but not quite, in kohya's form. Kohya's form is a
-    number, an underscore and a name, such as "10_ohwx cat". A name with a hyphen or a space in place of the underscore,
-    such as "10-ohwx cat", is reported. `paths` are the paths of the images.
-
-    The line names only the first such folder, in the order of names.
-    """
+    """A line if a folder's name is nearly in kohya's form, such as "10-ohwx cat"."""
     names = sorted({part for path in paths for part in PurePosixPath(path).parts[:-1] if NEARLY.fullmatch(part)})
     if names:
         right = re.sub(r"^(\d+) ?[- ] ?", r"\1_", names[0])

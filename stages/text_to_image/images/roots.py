@@ -12,20 +12,14 @@ from stages.text_to_image.images.config import FolderConfig, ImagesConfig
 
 @dataclass(frozen=True)
 class Root:
-    """A folder that is searched for images. `path` is relative to the image folder, with forward slashes; "" is the image
-    folder itself. `settings` is the entry [[images.folder]] of the folder, or None if there are no such entries.
-    """
+    """A folder that is searched for images."""
 
-    path: str
-    settings: FolderConfig | None = None
+    path: str  # relative to the image folder, with forward slashes; "": the image folder itself
+    settings: FolderConfig | None = None  # the entry [[images.folder]]
 
 
 def roots(config: ImagesConfig, folder: Path, project: Path) -> list[Root]:
-    """Return the folders that are searched for images, as `Root` objects. `config` has the settings [images]. `folder`
-    is the image folder, which contains all of them. A relative path in an entry [[images.folder]] starts at `project`,
-    the project's folder. Without entries, the result is the image folder alone. Raises ValueError if the folder of an
-    entry does not exist, or if it lies in the folder of a different entry.
-    """
+    """Raises ValueError if the folder of an entry does not exist, or lies in that of another."""
     if not config.folders:
         return [Root("")]
     found = [Root(_below(folder, project, each.path), each) for each in config.folders]

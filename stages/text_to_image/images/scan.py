@@ -31,21 +31,17 @@ PROJECT_FOLDERS = frozenset({"tables", "weights", "exports"})
 
 @dataclass(frozen=True)
 class Listing:
-    """The content of an image folder. `files` has one dict of the columns `FILE_COLUMNS` per image, sorted by path.
-    `masks` is the number of files that are masks of other images. They are left out of `files`.
-    """
+    """The content of an image folder."""
 
-    files: list[Row]
-    masks: int
+    files: list[Row]  # with FILE_COLUMNS, sorted by path
+    masks: int  # files that are masks of others, and not in `files`
 
 
 def scan(folder: Path, below: Sequence[str] = ("",)) -> Listing:
-    """List the image files in the image folder `folder`, without opening them. `below` lists the subfolders to search,
-    as paths relative to `folder`. The path "" is `folder` itself. All folders below these are searched too. Raises
-    ValueError if `folder` is not a folder, or if a folder to search cannot be read.
+    """List the image files without opening them, in the subfolders `below` and all folders in these. Links to folders are
+    followed.
 
-    Hidden files, captions, licences and masks are left out. If `folder` also contains a project, the files that the
-    project writes are left out too. Links to folders are followed.
+    Raises ValueError if `folder` is no folder, or one of the folders cannot be read.
     """
     if not folder.is_dir():
         raise ValueError(_no_folder(folder))
@@ -57,16 +53,10 @@ def scan(folder: Path, below: Sequence[str] = ("",)) -> Listing:
 
 
 def _rows_of(folder: Path, entry: os.DirEntry[str]) -> list[Row]:
-    """Return the table rows of one file in the image folder, as a list with one row per image. An ordinary image file
-    has one row. A tar, Parquet or Arrow file has one row for each image in it. A file that is no image, such as a
-    caption file or a licence, has no row. `folder` is the image folder. `entry` is the file. Raises ValueError if a
-    tar, Parquet or Arrow file is damaged.
-
-    A file that is no image is known by its name: its suffix is in `SIDE_SUFFIXES`, or its name is in `SIDE_NAMES`.
-    Every other ordinary file counts as an image file, whatever is in it.
-    """
+    """One row per image: several for a tar, Parquet or Arrow file, none for a caption file or a licence."""
     name = Path(entry.name)
     if name.suffix.lower() not in packed.SUFFIXES:
+        # Anything else becomes a row, whatever is in it.
         return [] if _describes_others(name) else [_file_row(folder, entry)]
     whole = _file_row(folder, entry)
     return [
@@ -92,9 +82,7 @@ def _no_folder(folder: Path) -> str:
 
 
 def _files_below(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield the files in `folder` and in all folders below it, sorted by name within each folder. A folder is entered once,
-    so that loops of links end. Raises ValueError if a folder cannot be read, or is one of the system's own, such as /proc.
-    """
+    """Raises ValueError if a folder cannot be read, or is one of the system's."""
     seen: set[tuple[int, int]] = set()
     waiting: list[Iterator[os.DirEntry[str]]] = [iter(_entries(folder, seen))]
     while waiting:  # without recursion: folders may be nested a thousand deep
@@ -110,14 +98,12 @@ def _files_below(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _entries(folder: Path, seen: set[tuple[int, int]]) -> list[os.DirEntry[str]]:
-    """Return the visible entries of `folder`, sorted by name. `seen` is a set with a pair `(device, inode)` for every
-    folder read so far. This call adds the pair of `folder`. If the pair is there already, the result is empty. Raises
-    ValueError if the folder cannot be read, or if it leads to /proc or /sys.
-    """
     try:
         status = folder.stat()
+        # Loops of links end.
         if (status.st_dev, status.st_ino) in seen:
             return []
+        # Only the start or a link can lead there.
         if (folder.is_symlink() or not seen) and any(folder.resolve().is_relative_to(each) for each in SYSTEM):
             raise ValueError(f"folder {folder} leads to {folder.resolve()}, a folder of the system, which holds no images")
         seen.add((status.st_dev, status.st_ino))
@@ -128,9 +114,7 @@ def _entries(folder: Path, seen: set[tuple[int, int]]) -> list[os.DirEntry[str]]
 
 
 def _visible(entries: list[os.DirEntry[str]]) -> list[os.DirEntry[str]]:
-    """Return the entries of one folder without the hidden ones. `entries` are all its entries. If one of them is
-    project.toml, the folders `tables`, `weights` and `exports` are left out too, because the project writes them.
-    """
+    """Without hidden entries, and in a project's folder without what the project writes."""
     is_project = any(entry.name == PROJECT_FILE for entry in entries)
     written = PROJECT_FOLDERS if is_project else frozenset()
     return [entry for entry in entries if not entry.name.startswith((".", "__MACOSX")) and entry.name not in written]

@@ -32,11 +32,7 @@ NAMED = 5  # rejected files that the summary names
 
 
 def wanted_images(ctx: StageContext) -> pa.Table:
-    """List the image folder. Return one row per file that belongs in the table `images`. The columns are `path`,
-    `bytes`, `mtime_ns`, `inode` and those that the file's folder decides, such as `repeats`. If the stored row of a
-    file has the same values, the file is not opened again. `ctx` is the stage's context: its image folder and settings.
-    Raises ValueError if the folder does not exist or holds no images.
-    """
+    """FILE_COLUMNS, by which an unchanged file is recognised, and RULES, which follow from its folder."""
     folder = ctx.need("image_folder")
     files = _listing(ctx).files
     if not any(may_be_image(row["path"]) for row in files):
@@ -53,11 +49,7 @@ def wanted_images(ctx: StageContext) -> pa.Table:
 
 
 def unread_images(ctx: StageContext) -> pa.Table:
-    """Return the rows of files that an earlier run could not read, so that they are tried again. The columns are those
-    of `wanted_images`. `ctx` is the stage's context: its stored rows and settings.
-
-    Since the earlier run, a decoder may have been installed, or a permission given.
-    """
+    """Files that an earlier run could not read: a decoder may have been installed since, or a permission given."""
     unread = {_file(row) for row in _rows(ctx.stored) if not row["image_id"]}
     wanted = wanted_images(ctx) if unread else IMAGES.batch.empty_table().select([*FILE_COLUMNS, *RULES])
     return wanted.filter(pa.array([_file(row) in unread for row in wanted.to_pylist()], pa.bool_()))
@@ -69,13 +61,7 @@ def _listing(ctx: StageContext) -> Listing:
 
 
 def examine_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Hash and decode the pending image files, and yield their rows of the table `images` as record batches. A file is
-    pending if it has no up-to-date row. If a row equals its stored row, it is left out. `ctx` is the stage's context:
-    its rows and settings. `finish_images` marks duplicates later.
-
-    A row of this function depends on its own file alone. If only the columns that its folder decides have changed, the
-    file is not read again.
-    """
+    """The rows of the pending files, each from its own file alone: `finish_images` marks duplicates."""
     stored = {row["path"]: row for row in _rows(ctx.stored)}
     pending = sorted(ctx.pending.to_pylist(), key=_path)
     limits = {name: getattr(ctx.config, name) for name in ("min_side", "max_pixels", "max_bytes")}
@@ -83,6 +69,7 @@ def examine_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     with ThreadPoolExecutor(ctx.config.workers) as pool:
         for start in range(0, len(pending), BATCH):
             rows = list(_until_stop(ctx, pool, read, pending[start : start + BATCH]))
+            # A row may be as before, where only a failed read was tried again.
             yield from _batches([row for row in rows if row != stored.get(row["path"])])
             ctx.progress(start + len(rows), len(pending), "images")
             if ctx.stop():
@@ -90,14 +77,7 @@ def examine_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def _row_of(stored: dict[str, Row], read: Callable[[Row], Row], file: Row) -> Row:
-    """Return the row of the table `images` for one image file. `stored` maps paths to the rows that the table already
-    has. `read(file)` opens the file and returns its row. `file` is a dict that describes the file as it is now, such as
-    its path, size and modification time. If the file is unchanged and could be read before, its row in `stored` is
-    reused. Otherwise, the result is `read(file)`.
-
-    The dict `file` is a row of the table that `wanted_images` returns. It also has the columns that the folder decides,
-    such as `repeats`. In a reused row, these columns are taken from `file`.
-    """
+    """The row of a file. It is read only if it has changed, or could not be read before."""
     old = stored.get(file["path"])
     if old and old["image_id"] and _file(old) == _file(file):
         return old | {name: file[name] for name in RULES}
@@ -105,10 +85,7 @@ def _row_of(stored: dict[str, Row], read: Callable[[Row], Row], file: Row) -> Ro
 
 
 def _until_stop(ctx: StageContext, pool: ThreadPoolExecutor, read: Callable[[Row], Row], files: list[Row]) -> Iterator[Row]:
-    """Yield `read(file)` for each of `files`, in order. `files` are rows of the table `images`. The calls run in the
-    threads of `pool`. `ctx` is the stage's context, which tells if the user asks to stop. Then no further call begins.
-    The results of calls that have already begun are still yielded.
-    """
+    """`read(file)` of each, in order. After a stop no call begins, but those that have begun are yielded."""
     waiting: deque[Future[Row]] = deque()
     todo = iter(files)
     while True:
@@ -122,24 +99,18 @@ def _until_stop(ctx: StageContext, pool: ThreadPoolExecutor, read: Callable[[Row
 
 
 def opened_files(ctx: StageContext) -> Iterator[Path]:
-    """Yield the path of every image that this stage still has to examine. `ctx` is the stage's context, which gives the
-    image folder. The attribute `ctx.pending` has one row for each of these images, because the table `images` has no
-    up-to-date row for them.
-    """
     folder: Path = ctx.need("image_folder")
     yield from (packed.file_to_open(folder / path) for path in ctx.pending["path"].to_pylist())
 
 
 def finish_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Mark duplicates among all files of the image folder, and yield the changed rows as record batches. Duplicates are
-    files with the same bytes. Tell the user how many files can be used. `ctx` is the stage's context: its rows and
-    settings. Do nothing if the user stopped the run before all files were read.
-    """
     listing = _listing(ctx)
     stored = {_file(row): row for row in _rows(ctx.stored)}
     pending = [_file(row) for row in ctx.pending.to_pylist()]
+    # The run was stopped before all files were read.
     if not all(file in stored for file in pending):
         return
+    # `pending` too: a file may have changed since it was listed for `wants`.
     present = {*map(_file, listing.files), *pending}
     rows = sorted((row for file, row in stored.items() if file in present), key=_path)
     marked = mark_duplicates(rows)
@@ -166,10 +137,6 @@ def _batches(rows: list[Row]) -> Iterator[pa.RecordBatch]:
 
 
 def _summarise(ctx: StageContext, rows: list[Row], masks: int) -> None:
-    """Tell the user how many images are used, and name the first files that are not used. `ctx` is the stage's context,
-    which passes lines to the user. `rows` are all rows of the table `images`. `masks` is the number of mask files in
-    the folder.
-    """
     rejected = [row for row in rows if row["rejected"]]
     counts = sorted(Counter(row["rejected"] for row in rejected).items())
     reasons = "".join(f", {count} {reason}" for reason, count in counts)

@@ -21,19 +21,14 @@ BITS = 258  # the TIFF tag: bits per sample
 
 
 class RangeError(ValueError):
-    """The error for an image whose pixel values have no usual range, so that it is unknown which value is white."""
+    """It is unknown which pixel value is white."""
 
 
 def eight_bit(image: Image.Image) -> Image.Image:
-    """Scale a grey image to 8 bits and return it in mode "L". The image may have 16 bits, 32 bits or floats. If one
-    grey value is transparent, the result has mode "LA". An image in another mode is returned unchanged. Raises
-    RangeError if it is unclear which value is white.
-
-    White is 65535 for unsigned 16 bits. For other modes, it is the smallest usual white (such as FLOAT_WHITES) that
-    fits the largest value. Pillow's convert() would clip the values instead of scaling them.
-    """
+    """Grey of 16 bits, 32 bits or floats becomes "L", or "LA" if one value is transparent. Other modes stay."""
     if not image.mode.startswith(("I", "F")):
         return image
+    # Pillow's convert("L") would clip the values at 255, not scale them.
     white = _white(image)
     transparent = image.info.get("transparency")
     grey = Image.new("L", image.size)
@@ -51,21 +46,13 @@ def eight_bit(image: Image.Image) -> Image.Image:
 
 
 def check_range(image: Image.Image) -> None:
-    """Raise RangeError if it is unclear which pixel value of a grey `image` is white. This can happen only in the
-    Pillow modes "I" and "F". Colour images and 8-bit images are accepted without a check.
-    """
+    """Raise RangeError if it is unclear which value of a grey image is white: only in the modes "I" and "F"."""
     if image.mode.startswith(("I", "F")):
         _white(image)
 
 
 def _white(image: Image.Image) -> float:
-    """Return the pixel value that stands for white in a grey image of 16 bits, 32 bits or floats. It is 65535 for
-    unsigned 16 bits. Otherwise, the pixel values decide between a few usual whites, such as 1, 255 and 65535 for
-    floats. Raises RangeError if the pixel values do not tell which white is meant.
-
-    Of the usual whites, the smallest is taken that is not below the largest pixel value. Floats may exceed white a
-    little.
-    """
+    """65535 for unsigned 16 bits; else the smallest usual white that no pixel exceeds. Raises RangeError if that is unclear."""
     if image.mode not in ("I", "F") or (image.mode == "I" and image.format == "PPM"):  # Pillow scales a PPM to 16 bits
         return 65535.0
     is_float = image.mode == "F"
@@ -87,10 +74,7 @@ def _white(image: Image.Image) -> float:
 
 
 def _strips(image: Image.Image) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (row, values) for each horizontal strip of a grey image, from top to bottom. `row` is the number of the
-    strip's first row, counted from 0. `values` is a float64 array of shape `(rows, width)`. A strip has about `STRIP`
-    pixels.
-    """
+    """(first row, float64 (rows, width)), from the top."""
     unsigned = image.mode == "I" and _is_unsigned(image)
     rows = max(1, STRIP // max(1, image.width))
     for top in range(0, image.height, rows):
@@ -99,23 +83,19 @@ def _strips(image: Image.Image) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _is_unsigned(image: Image.Image) -> bool:
-    """Return True if the whole numbers of a TIFF image are unsigned. Pillow reads them as signed 32-bit numbers."""
+    """Pillow reads the unsigned integers of a TIFF as signed."""
     return image.format == "TIFF" and _tag(image, SAMPLE_FORMAT) in (None, 1)
 
 
 def _tag(image: Image.Image, number: int) -> int | None:
-    """Return the value of the TIFF tag `number` of an image. Of several values, the first is returned. Return None if
-    the value is not an integer, if the image has no such tag, or if it is not a TIFF image.
-    """
+    """The first value of a TIFF tag, if it is an integer."""
     value = getattr(image, "tag_v2", {}).get(number)
     first = value[0] if isinstance(value, tuple) and value else value
     return first if isinstance(first, int) else None
 
 
 def to_srgb(image: Image.Image) -> Image.Image:
-    """Convert an 8-bit image of any mode to sRGB. If it has transparency, return it in mode "RGBA", otherwise in mode
-    "RGB". The image's own colour profile is applied. If the profile is broken or does not fit the mode, it is ignored.
-    """
+    """Any 8-bit mode to "RGB", or "RGBA" if it has transparency. A profile that is broken or does not fit the mode is ignored."""
     profile = image.info.get("icc_profile")
     if image.mode == "LAB":
         return _convert(image, ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")))
@@ -140,10 +120,6 @@ def _apply_profile(image: Image.Image, profile: bytes | None) -> Image.Image:
 
 
 def _convert(image: Image.Image, profile: ImageCms.ImageCmsProfile) -> Image.Image:
-    """Convert an image from the colours of `profile` to sRGB and return it in mode "RGB". The rendering intent is
-    relative colorimetric, with black point compensation (black maps to black). Raises ImageCms.PyCMSError if `profile`
-    does not fit the image's mode.
-    """
     converted = ImageCms.profileToProfile(
         image,
         profile,
@@ -157,9 +133,7 @@ def _convert(image: Image.Image, profile: ImageCms.ImageCmsProfile) -> Image.Ima
 
 
 def composite(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
-    """Blend the transparent pixels of an image with a background colour, and return it in mode "RGB". `background` is
-    red, green and blue, 0 to 255. An image whose mode is not "RGBA" is only converted to "RGB".
-    """
+    """Blend an "RGBA" image over the background. Others become "RGB"."""
     if image.mode != "RGBA":
         return image if image.mode == "RGB" else image.convert("RGB")
     base = Image.new("RGBA", image.size, (*background, 255))
@@ -167,9 +141,7 @@ def composite(image: Image.Image, background: tuple[int, int, int]) -> Image.Ima
 
 
 def parse_colour(text: str) -> tuple[int, int, int]:
-    """Return the red, green and blue (0 to 255) of a colour such as "#ffffff" or "white". Raises ValueError if `text` is
-    not a colour. The message names the setting "background".
-    """
+    """Raises ValueError, about the setting `background`."""
     try:
         red, green, blue = ImageColor.getrgb(text)[:3]
     except ValueError:

@@ -67,9 +67,8 @@ IMAGE_SUFFIXES = frozenset({
 
 
 class ImageError(ValueError):
-    """An error that says why an image file cannot be used. `detail` explains the reason in a sentence. `reason` is one
-    word: "unreadable", "truncated", "bomb", "too_large", "range", "unsupported", "too_small" or "mask". "bomb" means
-    too many pixels. "too_large" means too many bytes. "range" means that it is unknown which pixel value is white.
+    """Why an image file cannot be used. `reason` is unreadable, truncated, bomb (too many pixels), too_large (too many bytes),
+    range (white is unknown), unsupported, too_small or mask; `detail` is a sentence.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -80,28 +79,17 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True)
 class Probe:
-    """Facts about an image file. `format` and `mode` are as Pillow names them. `width` and `height` are those of the
-    upright image in pixels. `frames` is the number of frames.
-    """
+    """Facts about an image file."""
 
-    format: str
-    mode: str
-    width: int
-    height: int
+    format: str  # Pillow's name
+    mode: str  # Pillow's name, of the pixels in the file
+    width: int  # upright, pixels
+    height: int  # upright, pixels
     frames: int
 
 
 def probe(file: Path | BinaryIO, max_pixels: int = MAX_PIXELS) -> Probe:
-    """Decode the first frame of an image file and return facts about the file, such as the format and the size. `file`
-    is a path or an open binary file. Raises ImageError if the file is damaged, in no known format, or has more than
-    `max_pixels` pixels. Also raises ImageError if the file is a grey image and it is unclear which pixel value is
-    white.
-
-    For example, white is usually 255 or 65535 in a grey image of 32-bit integers. If the largest pixel value is 1000,
-    white cannot be 255. But with white at 65535, the whole image would be almost black. So white is unclear.
-
-    The pixels are decoded because damage shows only then.
-    """
+    """Decode the first frame, since damage shows only then. Raises ImageError, also if the white of a grey image is unclear."""
     with _decoded(file, max_pixels) as (image, mode, frames):
         check_range(image)
         sideways = _orientation(image) >= 5
@@ -110,9 +98,7 @@ def probe(file: Path | BinaryIO, max_pixels: int = MAX_PIXELS) -> Probe:
 
 
 def pixel_count(file: BinaryIO) -> int:
-    """Return width x height of an open image file, from its header. Return 0 if the header cannot be read; decoding the file
-    then says why. The file position is set to the start.
-    """
+    """Width x height from the header; 0 if it cannot be read, and decoding says why. Seeks to the start."""
     try:
         with Image.open(file, formats=_formats(file)) as image:
             return image.width * image.height
@@ -125,11 +111,9 @@ def pixel_count(file: BinaryIO) -> int:
 def open_image(
     file: Path | BinaryIO, background: str = "#ffffff", max_pixels: int = CEILING, at_least: int | None = None
 ) -> Image.Image:
-    """Return the first frame of an image file, upright, in mode "RGB" (8-bit sRGB). `file` is a path or an open file.
-    Transparent pixels are blended with the colour `background`, such as "#ffffff". `at_least` allows a JPEG file to be
-    decoded at a reduced size, which is faster. No side is reduced below `at_least` pixels. None means full size. Raises
-    ImageError if the file cannot be decoded or has more than `max_pixels` pixels. Raises ValueError if `background` is
-    not a colour.
+    """The first frame, upright, as 8-bit sRGB, with `background` behind transparent pixels.
+
+    `at_least` lets a JPEG be decoded at a reduced size, which is faster: no side falls below that many pixels.
     """
     colour = parse_colour(background)
     with _decoded(file, max_pixels, at_least) as (image, _, _):
@@ -137,10 +121,7 @@ def open_image(
 
 
 def open_alpha(file: Path | BinaryIO, max_pixels: int = CEILING) -> Image.Image | None:
-    """Return the opacity of an image file's first frame, upright, in mode "L". The value 0 is transparent, 255 is opaque.
-    If the file has no transparency, None is returned. Raises ImageError if the file cannot be decoded or has more than
-    `max_pixels` pixels.
-    """
+    """The opacity of the first frame, upright, in mode "L" (255 is opaque); None without transparency."""
     with _decoded(file, max_pixels) as (image, _, _):
         pixels = eight_bit(image)
         if not pixels.has_transparency_data:
@@ -150,14 +131,7 @@ def open_alpha(file: Path | BinaryIO, max_pixels: int = CEILING) -> Image.Image 
 
 @contextmanager
 def _decoded(file: Path | BinaryIO, max_pixels: int, at_least: int | None = None) -> Iterator[tuple[Image.Image, str, int]]:
-    """Decode the first frame of an image file, for a `with` statement. The statement gets (image, mode, frames). `mode`
-    is Pillow's name of the pixel format in the file, such as "CMYK". `frames` is the number of frames. `file` is a path
-    or an open file. An image with more than `max_pixels` pixels raises ImageError. `at_least` allows a JPEG file to be
-    decoded at a reduced size, with no side below `at_least` pixels; None means full size.
-
-    A reduced size is faster. Raises ImageError if the file cannot be opened or decoded, or has too many pixels. Every
-    exception in the body of the `with` statement becomes an ImageError too.
-    """
+    """(image, mode in the file, frames). An exception in the body of the `with` becomes an ImageError too."""
     with _opened(file) as opened:
         try:
             with Image.open(opened, formats=_formats(opened)) as image:
@@ -196,12 +170,11 @@ def _opened(file: Path | BinaryIO) -> Iterator[BinaryIO]:
 
 
 def _formats(file: BinaryIO) -> tuple[str, ...]:
-    """Return the names of the formats that Pillow may try on a file. Raises ImageError if the file is empty. Also raises
-    it if the file is a HEIC file and pillow-heif is not installed.
-    """
+    """The formats that Pillow may try. Raises ImageError for an empty file, and for HEIC without pillow-heif."""
     head = peek(file, 0, 64)
     if not head:
         raise ImageError("unreadable", "the file is empty")
+    # The brand mif1 may be HEIC or AVIF.
     if head[4:8] != b"ftyp" or head[8:12] not in HEIC_BRANDS or b"avif" in head:
         return FORMATS
     if not _register_heif():
@@ -220,9 +193,7 @@ def _register_heif() -> bool:
 
 
 def _image_error(error: Exception, file: BinaryIO) -> ImageError:
-    """Return an ImageError for an exception that a decoder raised. `error` is the exception. `file` is the open image
-    file, which is checked for truncation. The text of the result has no path and no memory address.
-    """
+    """Texts have no path and no memory address: they are stored in tables."""
     if isinstance(error, RangeError):
         return ImageError("range", str(error))
     if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):
@@ -241,11 +212,7 @@ def _image_error(error: Exception, file: BinaryIO) -> ImageError:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation of an image, 1 (upright) to 8. A missing or broken value gives 1. Call it after
-    `image.load()`.
-
-    Pillow turns images of some formats upright while it loads them.
-    """
+    """EXIF orientation, 1 (upright) to 8. After `image.load()`: Pillow turns some formats upright while it loads them."""
     try:
         value = image.getexif().get(ORIENTATION, 1)
     except (OSError, ValueError, SyntaxError, TypeError, KeyError, AttributeError, EOFError, struct.error):

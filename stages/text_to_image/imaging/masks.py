@@ -25,10 +25,7 @@ TOLERANCE = 0.01  # relative difference of the aspect ratios that is allowed: th
 
 
 def mask_candidates(path: str) -> Iterator[str]:
-    """Yield the paths at which the mask of an image may lie, without the suffix of the mask's format. The preferred
-    path comes first. `path` is the path of the image. For example, "a/cat.jpg" gives "a/cat.mask", "a/masks/cat" and
-    "masks/a/cat". A mask at "a/cat.mask" is a file such as "a/cat.mask.png".
-    """
+    """Paths of the mask without suffix, the preferred one first: a/cat.mask, a/masks/cat and masks/a/cat for "a/cat.jpg"."""
     image = PurePosixPath(path)
     yield str(image.with_name(f"{image.stem}.mask"))
     for above in image.parents:
@@ -36,24 +33,19 @@ def mask_candidates(path: str) -> Iterator[str]:
 
 
 def which_are_masks(paths: Iterable[str]) -> set[str]:
-    """Return the paths in `paths` whose names say that they are masks of other files in `paths`. For example,
-    "a.mask.png" is a mask if "a.jpg" is there too. No file is opened.
-    """
+    """Those of `paths` that are masks of others in it, by their names."""
     paths = list(paths)
     places = {composed(place) for path in paths for place in mask_candidates(path)}
     return {path for path in paths if _may_be_mask(path) and _without_suffix(path) in places}
 
 
 def mask_finder(folder: Path) -> Callable[[Iterable[str]], str | None]:
-    """Return a function that finds the mask file of an image in the image folder `folder`. The function takes the paths
-    of an image and its duplicates. It returns the path of the mask, or None. All paths are relative to `folder`.
-
-    Every folder is listed once. If several files could be the mask at one place, the first by name is taken.
-    """
+    """A function from the paths of an image and its duplicates to its mask file. It lists every folder once."""
 
     @functools.cache
     def masks_in(parent: str) -> dict[str, str]:
         try:
+            # Reversed, so that of several files for one image the first by name is left in the dict.
             names = sorted((file.name for file in (folder / parent).iterdir() if not file.name.startswith(".")), reverse=True)
         except OSError:
             return {}
@@ -69,9 +61,7 @@ def mask_finder(folder: Path) -> Callable[[Iterable[str]], str | None]:
 
 
 def read_mask(path: Path, data: bytes) -> Image.Image:
-    """Decode a mask file and return the mask in mode "L". `path` is the file's path, for errors. `data` holds the file's
-    bytes. Transparent pixels become black. Raises ImageError if `data` is not an image.
-    """
+    """Mode "L"; transparent pixels become black. `path` is for errors."""
     try:
         return open_image(io.BytesIO(data), "#000000").convert("L")
     except ImageError as error:
@@ -79,18 +69,14 @@ def read_mask(path: Path, data: bytes) -> Image.Image:
 
 
 def same_aspect_ratio(mask: Image.Image, image: Image.Image) -> bool:
-    """Return True if the aspect ratios of the mask and the image differ by at most 1 percent."""
     skew = mask.width * image.height / (mask.height * image.width)
     return abs(skew - 1) <= TOLERANCE
 
 
 def token_mask(mask: Image.Image, image_size: tuple[int, int], crop: Mapping[str, Any]) -> bytes:
-    """Return the mask of one crop as bytes, row by row. Each byte (0 to 255) is the mean over the 16 x 16 pixels of one
-    token. `mask` is the mask of the whole image, of any size. `image_size` is the width and height of the image in
-    pixels. `crop` is a row of the table `latents`. It holds `crop_x`, `crop_y`, `crop_w` and `crop_h` in image pixels,
-    `width` and `height` of the resized crop, and `flip`.
-    """
+    """The mask of one crop, row by row: each byte the mean over one token. `crop`: a row of the table `latents`."""
     across, down = mask.width / image_size[0], mask.height / image_size[1]
+    # Pillow refuses a box that rounding puts outside the mask.
     left, top = max(0.0, crop["crop_x"] * across), max(0.0, crop["crop_y"] * down)
     right = min(float(mask.width), (crop["crop_x"] + crop["crop_w"]) * across)
     bottom = min(float(mask.height), (crop["crop_y"] + crop["crop_h"]) * down)
@@ -108,5 +94,5 @@ def _without_suffix(path: str) -> str:
 
 
 def composed(path: str) -> str:
-    """Return a path in Unicode's composed form (NFC). macOS may store an umlaut as two characters, other systems as one."""
+    """NFC: macOS may store an umlaut as two characters, other systems as one."""
     return unicodedata.normalize("NFC", path)

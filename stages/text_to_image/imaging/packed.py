@@ -25,20 +25,15 @@ READ = threading.local()  # the column of the row group that a thread read last
 
 @dataclass(frozen=True)
 class Member:
-    """The place of one image or text inside another file. In a tar, `offset` is the position of its first byte, and
-    `size` is its number of bytes. In a table, `offset` is the number of its row, and `size` is 0. `column` is the name
-    of its column in a table. It is "" in a tar.
-    """
+    """The place of one image or text inside another file."""
 
-    offset: int
-    size: int
-    column: str = ""
+    offset: int  # of the first byte in a tar; number of the row in a table
+    size: int  # bytes in a tar; 0 in a table
+    column: str = ""  # of a table; "" in a tar
 
 
 def split(path: Path) -> tuple[Path, str] | None:
-    """Split the path of an image inside another file. For example, "a/b.tar/0001.jpg" gives (Path("a/b.tar"),
-    "0001.jpg"). The other file is a tar, Parquet or Arrow file. Return None if no parent of `path` is such a file.
-    """
+    """File and name: "a/b.tar/0001.jpg" gives (a/b.tar, "0001.jpg"); None if no parent is a tar, Parquet or Arrow file."""
     for above in path.parents:
         if above.suffix.lower() in SUFFIXES and above.is_file():
             return above, path.relative_to(above).as_posix()
@@ -46,28 +41,19 @@ def split(path: Path) -> tuple[Path, str] | None:
 
 
 def file_to_open(path: Path) -> Path:
-    """Return the file that must be opened to read the image `path`. It is `path` itself, or the tar, Parquet or Arrow file that
-    holds the image: "a/b.tar" for "a/b.tar/0001.jpg".
-    """
+    """The path itself, or the file that holds the image."""
     found = split(path)
     return found[0] if found else path
 
 
 def members(file: Path) -> dict[str, Member]:
-    """Return the content of a tar, Parquet or Arrow file. The result is a dict from a name, such as "0001.jpg", to a
-    `Member`: the place in the file. A tar gives one entry per file. Absolute names and names with .. are left out. A
-    table gives one entry per row, for its image. A table without a column of images gives an empty dict. Raises
-    ValueError if the file is damaged.
-    """
+    """Name -> place of everything in a tar, or of every row's image in a table. Raises ValueError if the file is damaged."""
     status = file.stat()
     return _members(file, status.st_size, status.st_mtime_ns)
 
 
 def read_member(path: Path) -> bytes:
-    """Return the bytes of an image inside a tar, Parquet or Arrow file. `path` is the path of that file, followed by
-    the image's name, such as "a/b.tar/0001.jpg". Raises ValueError if there is no such image, or if the file is
-    damaged.
-    """
+    """Raises ValueError if there is no such image, or the file is damaged."""
     found = split(path)
     member = members(found[0]).get(found[1]) if found else None
     if found is None or member is None:
@@ -81,17 +67,14 @@ def read_member(path: Path) -> bytes:
 
 
 def texts(file: Path, column: str = "") -> dict[str, tuple[str, str]]:
-    """Return the captions in a tar, Parquet or Arrow file, as a dict from an image's name to (caption, place). In a
-    table, the place is a text such as "row 7". In a tar, it is the name of the caption's file. `column` is the table's
-    column of captions, or the key of the caption in a JSON file of a tar. If it is "", the first of text, caption and
-    prompt is used. Raises ValueError if a table with images has no column `column`.
-    """
+    """Image's name -> (caption, place: "row 7", or a file of the tar). Raises ValueError if a table lacks `column`."""
     status = file.stat()
     return _texts(file, column, status.st_size, status.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=INDEXES)
 def _members(file: Path, size: int, mtime_ns: int) -> dict[str, Member]:
+    # Size and time are in the key of the cache, so that a file that was replaced is read again.
     import pyarrow as pa
 
     try:
@@ -114,6 +97,7 @@ def _table_members(file: Path) -> Iterator[tuple[str, Member]]:
     used = set()
     for row, given in enumerate(names):
         name = PurePosixPath((given or "").replace("\\", "/")).name
+        # Rows without a usable name are named by their number, so that paths are unique.
         if not name or name in used or not PurePosixPath(name).suffix:
             name = f"{row:09d}{PurePosixPath(name).suffix or '.png'}"
         used.add(name)
@@ -126,10 +110,7 @@ def _texts(file: Path, column: str, size: int, mtime_ns: int) -> dict[str, tuple
 
 
 def _tar_texts(file: Path, column: str) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield (image name, (caption, file name)) for every image of a tar that has a caption. The file name is that of
-    the caption's file in the tar. The caption of 0001.jpg is in 0001.txt, 0001.caption or 0001.json. `column` is the
-    caption's key in a JSON file. If it is "", the keys text, caption and prompt are tried.
-    """
+    """The caption of 0001.jpg is in 0001.txt, 0001.caption or 0001.json."""
     found = members(file)
     with file.open("rb") as opened:
         for name in found:
@@ -173,10 +154,7 @@ def _table_texts(file: Path, column: str) -> Iterator[tuple[str, tuple[str, str]
 
 
 def image_column(schema: Any) -> str:
-    """Return the name of the column that holds images, or "" if there is none. `schema` is the Arrow schema of a table.
-    A column of images is binary, or a struct with a field bytes. Hugging Face's datasets write such structs. A column
-    called image, img, jpg or png is preferred.
-    """
+    """The column that holds images: binary, or a struct with bytes as Hugging Face's datasets write it; "" if there is none."""
     import pyarrow as pa
 
     def holds_images(kind: pa.DataType) -> bool:
@@ -189,10 +167,7 @@ def image_column(schema: Any) -> str:
 
 
 def _names(file: Path) -> tuple[Any, list[str | None]]:
-    """Return (schema, names) of a table file. The schema is an Arrow schema. The names are one per row: the path or
-    file name that is stored with the row's image, or None. The list is empty if the table has no images. No image is
-    read.
-    """
+    """(schema, stored file name per row or None), without reading an image. No names if the table has no images."""
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
@@ -225,13 +200,7 @@ def _column(file: Path, name: str) -> Any:
 
 
 def _cell(file: Path, member: Member) -> Any:
-    """Return the value of one cell of a table. `file` is the table's file, in Parquet or Arrow format. `member` names
-    the row and column of the cell.
-
-    A Parquet file is divided into blocks of rows, the row groups. The whole column of the cell's row group is read into
-    memory. Each thread keeps the column that it read last, for the next call. Return None if a Parquet file has no such
-    row.
-    """
+    """The value of one cell. A Parquet file is read by row group; each thread keeps the last one."""
     import pyarrow.parquet as pq
 
     if file.suffix.lower() == ".arrow":
@@ -252,9 +221,7 @@ def _cell(file: Path, member: Member) -> Any:
 
 
 def _arrow(file: Path) -> Any:
-    """Return the table in an Arrow file. The file is mapped into memory. It may be in Arrow's stream format, which
-    `save_to_disk` of Hugging Face's datasets writes, or in Arrow's file format.
-    """
+    """Memory-mapped, in the stream format that `save_to_disk` writes, or the file format."""
     import pyarrow as pa
 
     mapped = pa.memory_map(str(file))

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 
 
 class Room:
-    """A limit on the number of pixels that threads decode at the same time. `pixels` is the limit. A thread reserves
-    its pixels with `with room.taken(n):`.
-    """
+    """At most `pixels` are taken at once; a larger image waits until it is alone."""
 
     def __init__(self, pixels: int) -> None:
         self.pixels = pixels
@@ -19,9 +17,6 @@ class Room:
 
     @contextmanager
     def taken(self, pixels: int) -> Iterator[None]:
-        """Return a context manager that reserves `pixels` pixels. It waits until that many are free, and releases them
-        at the end of the `with` block. If `pixels` exceeds the limit, it waits until nothing else is reserved.
-        """
         with self._changed:
             self._changed.wait_for(lambda: not self._used or self._used + pixels <= self.pixels)
             self._used += pixels

@@ -1,6 +1,4 @@
-"""Read lengths and sizes from the headers of image files: to detect files that are cut short, and to know an AVIF's size in
-pixels.
-"""
+"""Lengths and sizes from the headers of image files: whether a file is cut short, and how many pixels an AVIF has."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ TAIL = 64  # bytes at the end of a file in which its end marker must lie
 
 
 def is_truncated(file: BinaryIO) -> bool:
-    """Return True if an open image file seems to be cut off. The headers then name more bytes than the file has, or the
-    end marker is missing. The result is False for an unknown format. The file position changes.
+    """The headers name more bytes than there are, or the end marker is missing. False for an unknown format. Moves the
+    position.
 
-    A good file may lack its end marker. Call this function only for a file that failed to decode.
+    Only for a file that failed to decode: a good one may lack its end marker.
     """
     try:
         size = file.seek(0, io.SEEK_END)
@@ -32,9 +30,7 @@ def is_truncated(file: BinaryIO) -> bool:
 
 
 def peek(file: BinaryIO, offset: int, count: int) -> bytes:
-    """Return up to `count` bytes of the open file `file`, from byte `offset` on. If the file cannot be read, return
-    `b""`. The file position is then undefined. Otherwise it is set to the start of the file.
-    """
+    """Bytes at `offset`, and back to the start; b"" if the file cannot be read."""
     try:
         file.seek(offset)
         data = file.read(count)
@@ -45,12 +41,7 @@ def peek(file: BinaryIO, offset: int, count: int) -> bytes:
 
 
 def avif_size(file: BinaryIO) -> tuple[int, int] | None:
-    """Return (width, height) in pixels of an open AVIF file, or None if `file` is not AVIF or no size is found. Only
-    the header is read. If the file has several images, the size is that of the largest. The file position is set to the
-    start of the file.
-
-    The size is not changed by a rotation that the file asks for.
-    """
+    """(width, height) of the largest image in an AVIF header, before rotation; None for other files. Seeks to the start."""
     head = peek(file, 0, HEADER)
     if head[4:8] != b"ftyp" or b"avif" not in head[8:64]:
         return None
@@ -60,9 +51,6 @@ def avif_size(file: BinaryIO) -> tuple[int, int] | None:
 
 
 def _lacks(marker: bytes) -> Callable[[BinaryIO, int], bool]:
-    """Return a function that tells whether the end of a file lacks the bytes `marker`. The function takes an open file
-    and its size in bytes. It returns True if `marker` is not among the last 64 bytes.
-    """
     return lambda file, size: marker not in peek(file, max(0, size - TAIL), TAIL)
 
 
@@ -79,17 +67,14 @@ def _bmp(file: BinaryIO, size: int) -> bool:
 
 
 def _boxes(file: BinaryIO, size: int) -> bool:
-    """Return True if an AVIF, HEIC or JPEG 2000 file is cut off. These formats consist of boxes, and each box begins with its
-    length. A cut file ends before its last box does. `size` is the size of the file in bytes.
-
-    A length of 0 means that the box reaches to the end of the file.
-    """
+    """AVIF, HEIC and JPEG 2000 are boxes that begin with their length."""
     at = 0
     while at < size:
         box = peek(file, at, 16)
         if len(box) < 8:
             return True
         length = _number(">I", box[:4])
+        # 1: the length follows as 64 bits. 0: the box reaches to the end of the file.
         if length == 1 and len(box) == 16:
             length = _number(">Q", box[8:])
         if length < 8:
@@ -99,10 +84,7 @@ def _boxes(file: BinaryIO, size: int) -> bool:
 
 
 def _tiff(file: BinaryIO, size: int) -> bool:
-    """Return True if a TIFF file is cut off. Only its first directory is checked, a list of fields with values. The
-    file is cut off if this directory or a value of one of its fields lies beyond the end of the file. `size` is the
-    file's size in bytes.
-    """
+    """Whether the first directory, or a value of one of its fields, lies beyond the end."""
     order = "<" if peek(file, 0, 1) == b"I" else ">"
     at = _number(order + "I", peek(file, 4, 4))
     count = peek(file, at, 2)

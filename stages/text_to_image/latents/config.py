@@ -11,8 +11,6 @@ from stages.text_to_image.imaging.colour import parse_colour
 
 @dataclass(frozen=True)
 class LatentsConfig:
-    """The section [latents] of project.toml: how crops are encoded, and where masks are taken from."""
-
     flip: bool = selects(False, "encode a mirrored copy of every crop too; off, because text and faces are not symmetric")
     jitter: int = selects(
         0, "further crops of each image, a little smaller and moved at random; none for images with references", bounds=(0, 100)

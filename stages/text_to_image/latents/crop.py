@@ -25,29 +25,20 @@ Crop = tuple[np.ndarray, bytes | None]  # pixels, uint8 (height, width, 3), and 
 
 
 class FileChanged(Exception):  # noqa: N818  (the program did not fail)
-    """The error for an image or mask file that has changed. Its sha256 differs from the recorded one, or it can no longer
-    be read.
-    """
+    """An image or mask file has another sha256 than the recorded one, or can no longer be read."""
 
 
 @dataclass(frozen=True)
 class ImageJob:
-    """One image to decode, and the crops to cut from it. `image_id` is the sha256 of the image file. `path` is the path
-    of this file. `mask` is the path of the image's mask file, or None. `rows` has one dict per crop that still has to
-    be encoded. The dict holds the columns of the table `latents` that are known before encoding, such as `crop_x`.
-    """
-
     image_id: str
     path: Path
-    rows: list[Row]
+    rows: list[Row]  # the pending crops: the columns that are known before encoding
     mask: Path | None
 
 
 def decode_ahead(jobs: list[ImageJob], background: str, workers: int) -> Iterator[tuple[ImageJob, Future[list[Crop]]]]:
-    """Decode images in `workers` threads, and yield (job, future) for each job of `jobs`, in order. The future's result
-    is the list of the image's crops, one pair (pixels, mask) per row of the job. Transparent pixels are blended with
-    the colour `background`, such as "#ffffff". At most `workers` + 1 images are decoded ahead. Closing the iterator
-    waits for the threads.
+    """Yield (job, future of its crops) in order, with at most `workers` + 1 images ahead. Closing the iterator waits for
+    the threads.
     """
     waiting: deque[tuple[ImageJob, Future[list[Crop]]]] = deque()
     todo = iter(jobs)
@@ -64,12 +55,8 @@ def decode_ahead(jobs: list[ImageJob], background: str, workers: int) -> Iterato
 
 
 def decode_crops(job: ImageJob, background: str) -> list[Crop]:
-    """Decode the image of a job and return its crops, one pair (pixels, mask) per row of `job.rows`. `pixels` is a
-    uint8 array `(height, width, 3)`. `mask` is None if the image has no mask. Transparent pixels are blended with the
-    colour `background`, such as "#ffffff". Raises ImageError if the image or its mask cannot be used.
-
-    Also raises FileChanged if the image or mask file has changed. A mask has one byte (0 to 255) per 16 x 16 pixels,
-    row by row.
+    """One pair (pixels, mask) per row. Raises ImageError if image or mask cannot be used, and FileChanged if a file has
+    changed.
     """
     data = _read_unchanged(job.path, job.image_id)
     with ROOM.taken(pixel_count(io.BytesIO(data))):
@@ -79,10 +66,7 @@ def decode_crops(job: ImageJob, background: str) -> list[Crop]:
 
 
 def cut_crop(image: Image.Image, row: Row) -> np.ndarray:
-    """Cut one crop out of `image` and resize it with Lanczos. Return its pixels, uint8 (height, width, 3). `row` holds
-    `crop_x`, `crop_y`, `crop_w` and `crop_h` (image pixels, fractions allowed), the final `width` and `height`, and
-    `flip`. If `flip` is True, the crop is mirrored left to right.
-    """
+    """Resized with Lanczos, uint8 (height, width, 3). The edges of a crop may be fractions of a pixel."""
     left, top = max(0.0, row["crop_x"]), max(0.0, row["crop_y"])
     right = min(float(image.width), row["crop_x"] + row["crop_w"])
     bottom = min(float(image.height), row["crop_y"] + row["crop_h"])
@@ -91,13 +75,10 @@ def cut_crop(image: Image.Image, row: Row) -> np.ndarray:
 
 
 def _read_mask(job: ImageJob, data: bytes, image: Image.Image) -> Image.Image | None:
-    """Return the mask of a job's whole image in mode "L". If the image has no mask, return None. `data` holds the bytes
-    of the image file. `image` holds its pixels. Raises ImageError if the mask cannot be decoded or has another aspect
-    ratio. Raises FileChanged if the mask file has changed.
-    """
     mask_id = job.rows[0]["mask_id"]
     if mask_id in ("", ALPHA):
         return open_alpha(io.BytesIO(data)) if mask_id else None
+    # The row has the sha256 of a mask file, which is gone since.
     if job.mask is None:
         raise FileChanged(job.path.name)
     mask = masks.read_mask(job.mask, _read_unchanged(job.mask, mask_id))
@@ -108,9 +89,6 @@ def _read_mask(job: ImageJob, data: bytes, image: Image.Image) -> Image.Image | 
 
 
 def _read_unchanged(path: Path, sha256: str) -> bytes:
-    """Return the bytes of the file at `path`. Raises FileChanged if the file cannot be read. Also raises it if the sha256
-    of its bytes is not `sha256` (hex digits).
-    """
     try:
         data = packed.read_member(path) if packed.split(path) else read_bytes(path, CEILING_BYTES)
     except ValueError as error:

@@ -18,14 +18,9 @@ MAY_HIDE_ALPHA = ("PNG", "GIF", "WEBP")  # formats with transparent pixels even 
 
 
 def mask_ids(images: pa.Table, folder: Path, mask: Literal["none", "alpha", "file"]) -> dict[str, str]:
-    """Return a dict from image_id to mask_id for all usable images, including reference images. A mask_id is a text
-    that identifies the mask of an image. It is "" if the image has no mask. `images` is the table `images`, and
-    `folder` is the image folder. `mask` is the setting [latents] `mask`. With "none", every mask_id is "". With
-    "alpha", the mask_id is "alpha" for images that may have transparent pixels. With "file", it is the sha256 of the
-    mask file.
+    """mask_id of every usable image, references included: the sha256 of its mask file, "alpha", or "" for no mask.
 
-    Raises ValueError if no image is usable or if a mask file cannot be read. Also raises ValueError if `mask` is "file"
-    and no image has a mask file.
+    Raises ValueError if no image is usable, if a mask file cannot be read, or if files are asked for and there is none.
     """
     usable = usable_rows(images, references=True)
     if mask == "none":
@@ -43,10 +38,7 @@ def mask_ids(images: pa.Table, folder: Path, mask: Literal["none", "alpha", "fil
 
 
 def mask_files(paths: dict[str, list[str]], folder: Path) -> dict[str, Path]:
-    """Return a dict from image_id to the path of the image's mask file. For the image `cat.jpg`, such a file is
-    `cat.mask.png` beside it or `masks/cat.png`. Images without a mask file are left out. `paths` maps image_id to the
-    paths of the image and its duplicates, relative to the image folder `folder`.
-    """
+    """Mask file by image_id: cat.mask.png or masks/cat.png for cat.jpg. Images without one are left out."""
     find = mask_finder(folder)
     return {image_id: folder / path for image_id, names in paths.items() if (path := find(names))}
 

@@ -11,10 +11,6 @@ LOWEST_RESOLUTION = 256  # pixels: no lower resolution is advised
 
 
 def forecast(outlook: Outlook) -> Forecast:
-    """Return an estimate of the memory and disk space that the stage `latents` needs. It is computed from array shapes
-    alone. All sizes are in bytes. If the memory exceeds the budget, the result also advises settings that would fit.
-    `outlook` holds the settings, the model family and the memory budget.
-    """
     config: LatentsConfig = outlook.sections["latents"]
     width, height = largest_image(outlook)
     peak = peak_bytes(outlook, config, width, height)
@@ -30,10 +26,6 @@ def forecast(outlook: Outlook) -> Forecast:
 
 
 def peak_bytes(outlook: Outlook, config: LatentsConfig, width: int, height: int) -> int:
-    """Return the estimated peak memory for encoding one image, in bytes. `width` and `height` are its size in pixels.
-    `config` holds the settings [latents]: the dtype of the computation, and whether its products are exact. `outlook`
-    gives the model family and the weights.
-    """
     weights, item = outlook.weights("autoencoder"), ITEMSIZES[config.precision]
     architecture = outlook.family.architecture
     return sum(architecture.autoencoder_bytes(weights, outlook.family, height, width, item, True, config.exact))

@@ -1,9 +1,4 @@
-"""The stage `latents`: encode every crop with the autoencoder, once. Threads decode and resize images ahead of the
-autoencoder.
-
-Images are encoded one by one: a convolution over a batch may round differently than over one image, and a row must not
-depend on other rows. At these sizes, one image keeps a device busy.
-"""
+"""The stage `latents`: encode every crop once, while threads decode and resize images ahead of the autoencoder."""
 
 from __future__ import annotations
 
@@ -36,9 +31,7 @@ CROP = ("crop_x", "crop_y", "crop_w", "crop_h")
 
 
 def latent_id(row: Row) -> str:
-    """Return the key of a latent, a sha256 in hex digits. It covers everything that the latent's values depend on. `row`
-    holds `image_id`, `width`, `height`, `crop_x`, `crop_y`, `crop_w`, `crop_h` and `flip`. `mask_id` is optional.
-    """
+    """The key of a latent: the sha256 of everything that its values depend on."""
     crop = [repr(float(row[name])) for name in CROP]
     parts = [row["image_id"], str(row["width"]), str(row["height"]), *crop, str(bool(row["flip"])).lower()]
     parts += [row["mask_id"]] if row.get("mask_id") else []
@@ -46,14 +39,9 @@ def latent_id(row: Row) -> str:
 
 
 def wanted_latents(ctx: StageContext) -> pa.Table:
-    """Return a table with one row for each latent that the table `latents` should have. `ctx` is the stage's context:
-    its input tables and settings. The columns are `WANTED`: the key `latent_id`, the image, its crop (the part that is
-    trained) and its mask. There is one row per accepted row of the table `buckets`. Raises ValueError if no image is
-    usable, or if mask files are needed but missing or unreadable.
-
-    With [latents] `jitter`, there are further rows for smaller crops. Images of edit training have none. With [latents]
-    `flip`, each crop has a second row for its mirror image. Crops with equal keys share one row. Crops of unusable
-    images are left out.
+    """One row per accepted bucket, jittered crop and mirror image of these. Raises ValueError if no image is usable, or if mask
+    files are
+    needed but missing or unreadable.
     """
     masks = mask_ids(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config.mask)
     edited = with_references(ctx.rows(IMAGES))
@@ -61,24 +49,21 @@ def wanted_latents(ctx: StageContext) -> pa.Table:
     for bucket in ctx.rows(BUCKETS).to_pylist():
         if bucket["rejected"] is not None or bucket["image_id"] not in masks:
             continue
+        # A crop moved at random would no longer show the same part as its references.
         count = 0 if bucket["image_id"] in edited else ctx.config.jitter
         crops = [bucket, *(jittered(bucket, n, ctx.config.jitter_share) for n in range(1, count + 1))]
         for crop, flip in itertools.product(crops, (False, True) if ctx.config.flip else (False,)):
             row = {name: crop[name] for name in WANTED if name in crop}
             row |= {"flip": flip, "mask_id": masks[bucket["image_id"]]}
             row["latent_id"] = latent_id(row)
+            # Crops with equal keys share one row.
             rows[row["latent_id"]] = row
     return pa.Table.from_pylist(list(rows.values()), schema=pa.schema([LATENTS.batch.field(name) for name in WANTED]))
 
 
 def jittered(bucket: Row, number: int, share: float) -> Row:
-    """Return a copy of a row of the table `buckets` with a smaller crop (part of the image that is trained). `bucket`
-    is the row. Its crop contains the smaller crop. Both sides of the crop shrink by the same random fraction, from 0 to
-    `share`, such as 0.1. `number` counts the smaller crops of a row, from 1. The random values depend only on the
-    image, the trained size and `number`.
-
-    The aspect ratio stays the same. So does the trained size, to which the crop is resized.
-    """
+    """A smaller crop inside that of `bucket`, with its aspect ratio and trained size; sides shrink by up to `share`."""
+    # The draws depend on the image, the trained size and the number alone.
     name = f"jitter {bucket['image_id']} {bucket['width']}x{bucket['height']}"
     less, across, down = (draws.uniform(0, name, number, n) for n in range(3))
     width, height = (bucket[side] * (1 - share * less) for side in ("crop_w", "crop_h"))
@@ -88,20 +73,14 @@ def jittered(bucket: Row, number: int, share: float) -> Row:
 
 
 def with_references(images: pa.Table) -> set[str]:
-    """Return the image_ids of the images that take part in edit training: images with reference images, and the references.
-    `images` is the table `images`.
-    """
+    """image_ids of edit training: images with references, and the references."""
     rows = images.select(["path", "image_id", "use", "reference_of"]).to_pylist()
     shown = {row["reference_of"] for row in rows if row["reference_of"]}
     return {row["image_id"] for row in rows if row["use"] == USE or row["path"] in shown}
 
 
 def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Encode the crops (parts of images) that have no row in the table `latents` yet. Yield their rows as record
-    batches of at most [latents] `batch_size` rows. `ctx` is the stage's context: its tables and settings. If an image
-    cannot be decoded, its rows say why in the column `rejected`. Raises ValueError, after the last batch, if image
-    files have changed since the table `images` was written.
-    """
+    """Raises ValueError, after the last batch, if image files have changed since the table `images` was written."""
     if not ctx.pending.num_rows:
         return
     import mlx.core as mx
@@ -142,12 +121,8 @@ def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def live_bytes(ctx: StageContext) -> int:
-    """Return the memory limit for encoding the pending images, in bytes. The limit is the estimated peak memory for the
-    largest pending image. `ctx` is the stage's context, which holds the pending rows and settings.
-
-    The limit is for MLX. When MLX uses this much memory, it waits for running work to end before it starts more.
-    Without the limit, a GPU could start several strips of an image ahead of time, and hold them all in memory.
-    """
+    """The limit for MLX: the estimated peak for the largest pending image."""
+    # Without the limit, a GPU could start several strips of an image ahead of time, and hold them all in memory.
     family = ctx.need("family")
     width, height = max(((row["width"], row["height"]) for row in ctx.pending.to_pylist()), key=lambda size: size[0] * size[1])
     item = ITEMSIZES[ctx.config.precision]
@@ -157,10 +132,8 @@ def live_bytes(ctx: StageContext) -> int:
 
 
 def _encoded_rows(ctx: StageContext, model: Any, changed: list[str]) -> Generator[Row]:
-    """Encode the pending crops (parts of images without a stored latent), and yield one complete row of the table
-    `latents` per crop. `ctx` is the stage's context: its tables and settings. `model` is the autoencoder. `changed` is
-    a list that this function extends. If an image or mask file has changed since the table `images` was written, its
-    image gives no rows. The image's file name is then appended to `changed`.
+    """Complete rows of the pending crops. If an image or its mask has changed, it gives no rows and its name goes to
+    `changed`.
     """
     from stages.text_to_image.latents.encode import encoded_row, rejected_row
 
@@ -176,6 +149,8 @@ def _encoded_rows(ctx: StageContext, model: Any, changed: list[str]) -> Generato
             reason = str(error)
             rows = (rejected_row(row, reason) for row in job.rows)
         else:
+            # One by one: a convolution over a batch may round differently than over one image, and a row must not depend on
+            # other rows. At these sizes, one image keeps a device busy.
             rows = (encoded_row(model, row, crop) for row, crop in zip(job.rows, crops, strict=True))
         for row in rows:
             yield row
@@ -184,10 +159,6 @@ def _encoded_rows(ctx: StageContext, model: Any, changed: list[str]) -> Generato
 
 
 def _jobs(ctx: StageContext) -> list[ImageJob]:
-    """Return one `ImageJob` for each image with pending crops (parts to encode). A job holds the image's path, its
-    pending rows and its mask file. Jobs are in the order in which the images first appear in the pending rows. `ctx` is
-    the stage's context: its tables and settings.
-    """
     by_image: dict[str, list[Row]] = {}
     for row in ctx.pending.to_pylist():
         by_image.setdefault(row["image_id"], []).append(row)
@@ -198,10 +169,7 @@ def _jobs(ctx: StageContext) -> list[ImageJob]:
 
 
 def opened_files(ctx: StageContext) -> Iterator[Path]:
-    """Yield the paths of the images and masks that the stage will open. These are the images with crops still to be
-    encoded, and their masks. A crop is the part of an image that is trained. `ctx` is the stage's context, which holds
-    the pending rows.
-    """
+    """The files that encoding the pending crops opens: images, and masks if they are files."""
     for job in _jobs(ctx):
         yield packed.file_to_open(job.path)
         if job.mask:

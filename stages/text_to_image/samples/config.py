@@ -14,8 +14,6 @@ MULTIPLE = 16  # pixels: widths and heights are multiples of this
 
 @dataclass(frozen=True)
 class SamplesConfig:
-    """The section [samples] of project.toml: which previews are drawn, and how."""
-
     checkpoints: str | tuple[int, ...] = selects(
         "last",
         'checkpoints that draw: "last", "all", or a list of steps; a preview takes minutes on a Mac',

@@ -1,4 +1,4 @@
-"""Drawing latents: the transformer with an adapter, and the denoising steps of one image."""
+"""Drawing latents: the transformer with an adapter, and the denoising steps of one image. Also serves the Python API."""
 
 from __future__ import annotations
 
@@ -20,22 +20,13 @@ DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
 
 @dataclass(frozen=True)
 class LatentSampler:
-    """A sampler that draws images with a diffusion transformer. The method `draw` returns the latent of one image.
-    `label` names the sampler in error messages, such as "step 500". `family` is the model family. `model` is the
-    transformer. `predict` is the forward pass of `model` with its adapters, block by block. `steps` is the number of
-    denoising steps. `guidance` is the guidance scale. `negative` is the embedding of the empty prompt, (1, text tokens,
-    features), or None.
-
-    If `negative` is None, each step takes one forward pass instead of two.
-    """
-
-    label: str
+    label: str  # in error messages, such as "step 500"
     family: Family
     model: Transformer
-    predict: BlockwiseForward
-    steps: int
+    predict: BlockwiseForward  # of `model` with its adapters
+    steps: int  # denoising steps
     guidance: float
-    negative: mx.array | None
+    negative: mx.array | None  # embedding of the empty prompt, (1, T, J); None: one forward pass per step instead of two
 
     def draw(
         self,
@@ -46,11 +37,10 @@ class LatentSampler:
         stop_after: Callable[[int], bool] = lambda step: False,
         references: Sequence[mx.array] = (),
     ) -> mx.array | None:
-        """Draw one image and return its latent, (1, channels, height / 16, width / 16), float32. `text_1TJ` is the
-        prompt's embedding, (1, text tokens, features). `seed` determines the starting noise. `width` and `height` are
-        in pixels. `stop_after(step)` is called after each denoising step, from 1. If it returns True before the last
-        step, the result is None. `references` are the latents of reference images, (1, channels, rows, columns) each. Raises
-        ValueError if the latent has values that are not finite.
+        """A float32 latent (1, channels, height / 16, width / 16); None if `stop_after(step)` ended it before the last step.
+
+        `text_1TJ`: embedding of the prompt. `references`: latents (1, channels, rows, columns). Raises ValueError if values
+        are not finite.
         """
         latents = self.family.architecture.draw(
             self.model,
@@ -88,24 +78,14 @@ def load_sampler(
     folder: Path | None = None,
     copies: Path | None = None,
 ) -> LatentSampler:
-    """Load a transformer and return a sampler that draws images with it. `label` names the sampler in error messages.
-    `transformer` is the path of the weights, and `family` is the model family. `read_negative()` returns the embedding
-    of the empty prompt. `adapters` lists pairs (file, strength). `precision` is the dtype of the weights. `packed` says
-    how weights are quantised. `steps` is the number of denoising steps, and `guidance` is the guidance scale.
-    `live_bytes` is a memory limit in bytes. `folder` is the place on disk into which this function writes weights that
-    memory must not hold. `copies` is a folder of already quantised weights, which are read instead of `transformer`.
+    """Load the transformer and adapters, (file, strength), whose changes are added. Raises ValueError if one does not fit.
 
-    `precision` is "bfloat16" or "float32". `packed` None means that no weight is quantised. If `steps` or `guidance` is
-    None, the value of `family` is used. While `live_bytes` bytes of memory are in use, MLX starts no further operation;
-    None means no limit. `folder` is used only if `packed.stream_blocks` is true: the weights of the blocks (layers) are
-    written there, and each step reads them again (see `load_packed`). Otherwise, `folder` may be None.
-
-    A file in `copies` is a converted copy: the weights after casting and packing (quantising), written by an earlier
-    training run. If `copies` is None or has no copy of this transformer, `transformer` is read. Copies are not used if
-    `packed` is None or `packed.stream_blocks` is true.
-
-    The embedding has the shape (1, text tokens, features). `read_negative` is only called if a denoising step takes two
-    forward passes. The changes of all adapters are added. Raises ValueError if an adapter does not fit the transformer.
+    `read_negative`: called only if a denoising step takes two forward passes. `packed`: None packs no weight. `steps`,
+    `guidance`:
+    those of the family if None. `live_bytes`: while so many are in use, MLX starts no further operation. `folder`: takes the
+    weights of the blocks if `packed.stream_blocks`; each step reads them again. `copies`: folder of converted copies of
+    training;
+    one of this transformer is read instead of `transformer`.
     """
     dtype = DTYPES[precision]
     model = None
@@ -122,12 +102,11 @@ def load_sampler(
 
 
 def check_file(file: Path, transformer: Path, family: Family) -> int:
-    """Check that an adapter file fits a transformer, before the transformer is loaded. Return the number of its values.
-    `file` is the adapter. `transformer` is the path of the weights, of which only the sizes are read. `family` is the
-    record of the model family. Raises ValueError if the file is damaged, is no adapter that can be read, or is one of
-    another model. The message names a part that does not fit.
+    """Number of values of an adapter that fits the transformer, checked before it is loaded. Raises ValueError with a
+    part that does not.
     """
     architecture = family.architecture
+    # Only the sizes of the transformer are read.
     meta = architecture.meta_transformer(architecture.transformer_config(transformer, family), mx.float32)
     try:
         arrays, scales = architecture.read_adapter(file)
@@ -138,14 +117,9 @@ def check_file(file: Path, transformer: Path, family: Family) -> int:
 
 
 def adapted_forward(model: Transformer, family: Family, adapters: Sequence[tuple[Path, float]]) -> BlockwiseForward:
-    """Return the forward pass of `model` with adapters, computed block by block. `adapters` has (file, strength) pairs,
-    in the file format of `family`. The change that an adapter makes is multiplied by its strength: 1 is full, 0 is
-    none. The changes of several adapters are added.
-
-    Raises ValueError if an adapter does not match the transformer. If there are several adapters, each must be a plain
-    LoRA.
-    """
+    """The changes of adapters are added; several must be plain LoRAs. Raises ValueError if one does not match the transformer."""
     read = [(*family.architecture.read_adapter(file), strength) for file, strength in adapters]
+    # One by one, so that the message names the file that does not match.
     for (file, _), (arrays, scales, strength) in zip(adapters, read, strict=True):
         try:
             forward = model_forward(model, (arrays, scales), strength)

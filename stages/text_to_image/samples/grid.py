@@ -27,17 +27,13 @@ PAPER, INK, BLANK = (255, 255, 255), (30, 30, 30), (225, 225, 225)
 
 
 def write_grid(ctx: StageContext, sources: list[SampleSource], wanted: list[dict[str, Any]], paths: Sequence[str | None]) -> None:
-    """Write `grid.png`: a table of previews with one column per source and one row per prompt and seed. `ctx` is the
-    stage's context: its tables and settings. `sources` are the models that draw, the base or an adapter. `wanted` holds
-    the rows of the table `samples` that should exist, as dicts. `paths[i]` is the preview of `wanted[i]`, relative to
-    the folder `ctx.artifacts`. It is None if the preview does not exist yet. A missing preview becomes a grey field.
-
-    Only the first `samples.grid` prompts are shown. Nothing is written if there is no row to show. The file also stays
-    as it is if no row is pending and it already shows the same rows.
+    """Write the grid of the first [samples] grid prompts. `paths[i]`: the preview of `wanted[i]`, None if it does not
+    exist yet.
     """
     first = list(dict.fromkeys(row["caption_id"] for row in wanted))[: ctx.config.grid]
     rows = [(row, path) for row, path in zip(wanted, paths, strict=True) if row["caption_id"] in first]
     content = hashlib.sha256(json.dumps([list(row.values()) for row, _ in rows]).encode()).hexdigest()
+    # The file stays if no row was pending and it already shows the same rows.
     if not rows or (not ctx.pending.num_rows and grid_content(ctx.artifacts / GRID) == content):
         return
     labels = {(row["caption_id"], row["seed"]): f"{row['prompt']}\nseed {row['seed']}" for row, _ in rows}
@@ -49,12 +45,7 @@ def write_grid(ctx: StageContext, sources: list[SampleSource], wanted: list[dict
 
 
 def grid_content(path: Path) -> str:
-    """Return the hash that `write_grid` stored in a grid of previews. `path` is the PNG file of the grid. The hash is
-    the sha256 of the rows of the table `samples` that the grid shows, in hex digits. Return "" if the file is missing,
-    cannot be read or has no such hash.
-
-    The hash is the text chunk "content" of the PNG file.
-    """
+    """sha256 of the rows that a grid shows, from its text chunk "content"; "" if it has none or cannot be read."""
     try:
         with Image.open(path) as image:
             return str(image.info.get("content", ""))
@@ -65,10 +56,7 @@ def grid_content(path: Path) -> str:
 def draw_grid(
     cells: Sequence[Sequence[Path | None]], columns: Sequence[str], rows: Sequence[str], size: tuple[int, int]
 ) -> Image.Image:
-    """Return one picture that shows pictures as a table with labels. `cells[row][column]` is the file of a picture. None
-    stands for a grey field. `columns` and `rows` are the labels. `size` is the width and height of the pictures in
-    pixels. If the longer side exceeds 512, the pictures are shrunk.
-    """
+    """`cells[row][column]`: file of a picture, None for a grey field. `size`: of the pictures in pixels, reduced to `CELL`."""
     scale = min(1.0, CELL / max(size))
     width, height = max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
     page = Image.new("RGB", (LABEL + len(columns) * (width + GAP), HEAD + len(rows) * (height + GAP)), PAPER)
@@ -84,9 +72,6 @@ def draw_grid(
 
 
 def open_picture(path: Path | None, size: tuple[int, int]) -> Image.Image:
-    """Return the picture at `path` in mode "RGB", resized to `size`. `size` is its width and height in pixels. A `path`
-    of None gives a grey field.
-    """
     if path is None:
         return Image.new("RGB", size, BLANK)
     with Image.open(path) as image:
@@ -94,9 +79,7 @@ def open_picture(path: Path | None, size: tuple[int, int]) -> Image.Image:
 
 
 def wrap_label(text: str, height: int) -> str:
-    """Wrap the text of a label into lines of at most 24 letters. As many lines are returned as fit into `height` pixels,
-    but at least one. If lines are left over, the last line is "...".
-    """
+    """As many lines of `LETTERS` letters as fit into `height` pixels, at least one; the last is "..." if lines are left over."""
     room = max(1, height // (FONT + 4))
     lines = [line for paragraph in text.splitlines() for line in textwrap.wrap(paragraph, LETTERS) or [""]]
     return "\n".join(lines if len(lines) <= room else [*lines[: room - 1], "..."])

@@ -28,33 +28,23 @@ PNG = 1.5  # bytes per pixel of a preview on disk, about
 
 @dataclass(frozen=True)
 class DrawingMemory:
-    """The estimated memory of drawing previews, in bytes. `held` is the size of the weights and the adapter in memory,
-    all the time. `block_work` is the most additional memory for computing one block (layer). `on_disk` is the size of
-    the weights that stay on disk. `held` counts only those of them that are in memory at once. `on_disk` is 0 without
-    the setting `stream_blocks`.
-    """
-
-    held: int
-    block_work: int
-    on_disk: int = 0
+    held: int  # bytes in memory all the time: weights and adapter
+    block_work: int  # bytes, the most in addition while a block is computed
+    on_disk: int = 0  # bytes of streamed weights; `held` counts those of them that are in memory at once
 
     @property
     def at_once(self) -> int:
-        """How many blocks are computed at the same time: one on a CPU, and two on a GPU. If weights are on disk, it is
-        one everywhere, because a block is computed before the weights of the block after the next are read.
-        """
+        """Blocks that are computed at the same time."""
+        # A streamed block is computed before the weights of the block after the next are read.
         return 1 if self.on_disk else blocks_in_flight()
 
     @property
     def peak(self) -> int:
-        """The estimated peak memory of drawing previews, in bytes. It is `held` plus `block_work` for each block that
-        is computed at the same time.
-        """
         return self.held + self.at_once * self.block_work
 
     @property
     def live_bytes(self) -> int:
-        """A limit of memory in bytes. While this much or more is in use, MLX starts no further work."""
+        """While so many bytes are in use, MLX starts no further work."""
         if blocks_in_flight() == 1:
             return self.held + self.block_work // 2
         return self.held + int(min(AHEAD, self.at_once) * self.block_work)
@@ -70,11 +60,11 @@ def drawing_memory(
     adapter: int = 0,
     references: Sequence[tuple[int, int]] = (),
 ) -> DrawingMemory:
-    """Estimate the memory of one denoising step of a preview, from array shapes alone. `weights` is the path of the
-    transformer. If it is None, the sizes of `family` are used. `packed` says how weights are stored: in how many bits,
-    and whether on disk. `precision` is a dtype such as "bfloat16". `size` is (width, height) in pixels. `passes` is the
-    number of prompts per step, 1 or 2. `adapter` is the size of the adapter in bytes. `references` has the latent sizes
-    of reference images in tokens, as (height, width).
+    """The memory of one denoising step, from shapes alone.
+
+    `weights`: None takes the sizes of `family`. `size`: (width, height) in pixels. `passes`: prompts per step, 1 or 2.
+    `adapter`:
+    bytes. `references`: (height, width) of their latents, in tokens.
     """
     architecture, dtype = family.architecture, getattr(mx, precision)
     sizes: Any = architecture.transformer_config(weights, family)
@@ -84,6 +74,7 @@ def drawing_memory(
     stored = planner.stored_bytes(meta_model.blocks, shapes, dtype.size) if packed.stream_blocks else ()
     grid = size[1] // architecture.pixels_per_token, size[0] // architecture.pixels_per_token
     tokens = sum(each[0] * each[1] for each in (grid, *references))
+    # With more tokens, the passes of guidance are computed one after the other.
     together = passes if tokens <= architecture.guided_together else 1
     rows = tokens + family.text_tokens
     q_BHSK = mx.zeros((together, sizes.num_attention_heads, rows, sizes.attention_head_dim), dtype)
@@ -101,29 +92,22 @@ def drawing_memory(
 
 
 def stored_at_once(stored: Sequence[int]) -> int:
-    """Return how many bytes of weights on disk are in memory at once while a model draws. `stored` holds the size of
-    every block's weights, in bytes. They are the weights of a block and, on a CPU, those of the next block. On a GPU,
-    most of the next block counts. The result is 0 if `stored` is empty.
-    """
+    """Bytes of streamed weights in memory at once: those of a block, and all (CPU) or most (GPU) of the next."""
     share = READ if blocks_in_flight() > 1 else 1
     return max((now + int(share * after) for now, after in pairwise([*stored, 0])), default=0)
 
 
 def passes(config: SamplesConfig, family: Family) -> int:
-    """Return how many prompts a denoising step computes: 2 with classifier-free guidance, else 1. `config` has the
-    settings [samples], such as `guidance`. `family` is the record of the model family.
-    """
+    """Prompts that a denoising step computes: 2 with classifier-free guidance, else 1."""
     guidance = family.guidance if config.guidance is None else config.guidance
     return 2 if family.real_cfg and guidance > 1 else 1
 
 
 def stage_drawing(config: SamplesConfig, outlook: Outlook) -> DrawingMemory:
-    """Return the estimated memory of drawing previews in the stage `samples`. `config` holds the stage's settings.
-    `outlook` holds the model family and the settings of training. The size of the adapter follows from them.
-    """
     family, weights, size = outlook.family, outlook.weights("transformer"), (config.width, config.height)
     architecture = family.architecture
     linears = architecture.meta_transformer(architecture.transformer_config(weights, family), mx.float32).linears()
+    # The adapter is as large as [train] makes it.
     targets = choose_targets(linears, outlook.sections["train"])
     values = sum(shape[0] * shape[-1] for target in targets for shape in target.shapes.values())
     adapter = values * getattr(mx, config.precision).size
@@ -131,22 +115,13 @@ def stage_drawing(config: SamplesConfig, outlook: Outlook) -> DrawingMemory:
 
 
 def stage_peak(config: SamplesConfig, outlook: Outlook) -> tuple[int, str]:
-    """Return (bytes, work): the estimated peak memory of the stage `samples`, and the work that needs it. The work is
-    "drawing" (the transformer) or "decoding" (the autoencoder). `config` has the settings [samples]. `outlook` holds
-    the model family, the paths of its weights and the settings of all stages.
-    """
+    """(bytes, "drawing" or "decoding"): the peak of the stage, and the part that needs it."""
     weights, family = outlook.weights("autoencoder"), outlook.family
     decoding = sum(family.architecture.autoencoder_bytes(weights, family, config.height, config.width, 4, False))
     return max((stage_drawing(config, outlook).peak, "drawing"), (decoding, "decoding"))
 
 
 def forecast(outlook: Outlook) -> Forecast:
-    """Estimate the memory and the disk space that the stage `samples` needs to draw preview images. All sizes are in
-    bytes. `outlook` holds the settings, the model family and the memory budget. If the memory exceeds the budget, the
-    result also names settings that would fit.
-
-    The estimate is computed from array shapes alone.
-    """
     config: SamplesConfig = outlook.sections["samples"]
     peak, part = stage_peak(config, outlook)
     size = f"{config.width} x {config.height} px, {config.base_bits or 16} bits, most in {part}"
@@ -159,11 +134,7 @@ def forecast(outlook: Outlook) -> Forecast:
 
 
 def remedy(config: SamplesConfig, outlook: Outlook) -> str:
-    """Return settings of the section [samples] that make the stage `samples` fit into memory. The result is text such
-    as "[samples] base_bits = 4". It is "" if no settings fit. `config` holds the present settings. `outlook.budget` is
-    the available memory in bytes. Fewer bits per weight are tried first. Then weights stay on disk. Smaller images come
-    last.
-    """
+    """Settings of [samples] that fit, as text: fewer bits, else weights on disk too, else smaller images too. "" if none fit."""
     fewer = [bits for bits in BITS if bits < (config.base_bits or 16)]
     for bits in fewer:
         if stage_peak(replace(config, base_bits=bits), outlook)[0] <= outlook.budget:

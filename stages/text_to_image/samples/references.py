@@ -26,9 +26,8 @@ SHORTEST, LONGEST = 64, 8  # the shorter side in pixels, and the largest aspect 
 
 
 def read_reference(file: Path) -> Image.Image:
-    """Read a reference image from `file` and return it. The image is upright and has the mode RGB. Transparent pixels
-    become white. Raises ValueError if the file cannot be read. Raises it too if a side is shorter than 64 pixels, or if
-    the longer side is more than 8 times the shorter.
+    """Upright and RGB, transparent pixels white. Raises ValueError if the file cannot be read, or its shape is one that
+    diffusers refuses.
     """
     try:
         image = open_image(io.BytesIO(read_bytes(file, CEILING_BYTES)), "#ffffff")
@@ -46,10 +45,8 @@ def read_reference(file: Path) -> Image.Image:
 def references_by_prompt(
     prompts: Iterable[str], usual: Sequence[str], special: Mapping[str, Sequence[str]], trigger: str
 ) -> dict[str, tuple[str, ...]]:
-    """Return a dict from each preview prompt to the paths of its reference images, a tuple. `prompts` are the preview
-    prompts. `special` maps some of these prompts to paths. In its keys, {trigger} stands for the word `trigger`. All
-    other prompts get the paths `usual`. Paths are returned as they are given. Raises ValueError if a key of `special`
-    is not in `prompts`.
+    """Paths by prompt: those of `special`, whose keys may have {trigger}, else `usual`. Raises ValueError if a key is no
+    prompt.
     """
     found = {prompt: tuple(usual) for prompt in prompts}
     for key, paths in special.items():
@@ -63,9 +60,7 @@ def references_by_prompt(
 
 
 def reference_id(files: Sequence[Path]) -> str | None:
-    """Return a text that identifies reference images by their content. It is the sha256 of each file, joined by "+".
-    Return None if `files` is empty. Raises ValueError if a file cannot be read.
-    """
+    """sha256 of each file, joined by "+"; None without files. Raises ValueError if a file cannot be read."""
     try:
         return "+".join(hashlib.sha256(read_bytes(file, CEILING_BYTES)).hexdigest() for file in files) or None
     except ValueError as error:
@@ -73,9 +68,7 @@ def reference_id(files: Sequence[Path]) -> str | None:
 
 
 def cut_reference(image: Image.Image) -> Image.Image:
-    """Return `image` in a size that the model can take: both sides are multiples of 16 pixels. First, an image of more
-    than 1024 x 1024 pixels is reduced to this area. Then the edges are cut off evenly.
-    """
+    """Reduced to an area of at most `MOST`, then cut evenly to sides that are multiples of 16 pixels."""
     if image.width * image.height > MOST:
         scale = math.sqrt(MOST / (image.width * image.height))
         image = image.resize((int(image.width * scale), int(image.height * scale)), Image.Resampling.LANCZOS)
@@ -85,13 +78,11 @@ def cut_reference(image: Image.Image) -> Image.Image:
 
 
 def encode_references(autoencoder: Autoencoder, images: Iterable[Image.Image]) -> list[mx.array]:
-    """Return the latents of reference images. A latent is an image as the autoencoder encodes it. There is one float32
-    array per image, of the shape (1, channels, height / 16, width / 16). Height and width are those after
-    `cut_reference`. `images` are PIL images of any size in mode RGB.
-    """
+    """One float32 latent (1, channels, height / 16, width / 16) per image, of its size after `cut_reference`."""
     found = []
     for image in images:
         pixels_1HWC = mx.array(np.asarray(cut_reference(image)))[None].astype(mx.float32) / 127.5 - 1.0
         found.append(autoencoder.encode(pixels_1HWC).astype(mx.float32))
+        # MLX is lazy: without this, the work of all encodings would wait and run together.
         mx.eval(found[-1])
     return found

@@ -42,14 +42,7 @@ References = Mapping[str, Sequence[mx.array]]  # `reference_id` -> the latents o
 
 
 def wanted_samples(ctx: StageContext) -> pa.Table:
-    """Return a table with one row for every preview image that should exist. Its columns are `WANTED`, such as
-    `adapter_id`, `prompt` and `seed`. The rows are sorted by model (the base or an adapter), then by prompt, then by
-    seed. `ctx` is the stage's context: its input tables and settings. Raises ValueError if a chosen checkpoint is
-    missing or damaged, or if a file in the settings is missing or cannot be read.
-
-    An adapter is that of a checkpoint, or the file [samples] `adapter`. Files in the settings are this file and the
-    reference images.
-    """
+    """One row per preview that should exist. Raises ValueError if a checkpoint or file of the settings is missing or damaged."""
     config = ctx.config
     captions = sorted(ctx.rows(CAPTIONS).to_pylist(), key=lambda row: row["position"])
     prompts = {row["caption_id"]: row["text"] for row in captions if row["role"] == "preview"}
@@ -66,16 +59,13 @@ def wanted_samples(ctx: StageContext) -> pa.Table:
 
 
 def draw_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Draw the pending previews (those not stored yet) and yield one record batch per preview. `ctx` is the stage's
-    context: its tables and settings. For each source (the base or an adapter), all latents are drawn first. A latent is
-    an image before it is decoded. Then all images are decoded. So the transformer and the autoencoder are never in
-    memory together.
-    """
     configure_scheduler()  # must come before the first MLX array
     pending = ctx.pending.to_pylist()
     undrawn = [row for row in pending if not is_drawn(ctx, row)]
     progress = StepProgress(ctx, len(undrawn) * (ctx.config.steps or ctx.need("family").sampling_steps))
     references = _encoded_references(ctx, undrawn)
+    # All latents of a source are drawn before any is decoded, so that the transformer and the autoencoder are never in memory
+    # together.
     for source in sample_sources(ctx):
         rows = [row for row in pending if row["adapter_id"] == source.adapter_id]
         if not rows or ctx.stop():
@@ -88,16 +78,14 @@ def draw_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 
 def finish_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Write the previews as one image, a grid, and return an empty iterator. No rows are added. Once every wanted
-    preview exists, also delete the stored latents (images before they are decoded). `ctx` is the stage's context: its
-    tables and settings.
-    """
+    """Write the grid. Adds no rows."""
     wanted = wanted_samples(ctx).to_pylist()
     if not wanted:
         ctx.say("no previews to draw: set [captions] preview_prompts, and set [samples] base = true or run train first")
     stored = {tuple(row[name] for name in WANTED): row["path"] for row in ctx.stored.to_pylist()}
     paths = [stored.get(tuple(row.values())) for row in wanted]
     write_grid(ctx, sample_sources(ctx), wanted, paths)
+    # A later run could still need the latents of previews that do not exist yet.
     if None not in paths:
         shutil.rmtree(ctx.artifacts / LATENTS, ignore_errors=True)
     return iter(())
@@ -105,39 +93,25 @@ def finish_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
 
 @dataclass
 class StepProgress:
-    """A counter of denoising steps that shows the user the progress of the stage `samples`. `ctx` is the stage's
-    context, through which progress is reported. `total` is the number of denoising steps of all previews that have to
-    be drawn. `done` is the number of steps so far.
-    """
-
     ctx: StageContext
     total: int
     done: int = 0
 
     def stop_after(self, step: int) -> bool:
-        """Count one denoising step and report it. Return True if the user asked to stop. `step` is not used. It is the
-        number of the step within its image.
-        """
+        """Report one more step of all; True if the user asked to stop."""
         self.done += 1
         self.ctx.progress(self.done, self.total, "steps")
         return self.ctx.stop()
 
 
 def _references(ctx: StageContext, captions: Sequence[Row]) -> dict[str, tuple[str, ...]]:
-    """Return the reference images of each preview prompt, as a dict from prompt to a tuple of paths, as the settings
-    have them. An image edit starts from its reference images. `ctx` is the stage's context, which holds the settings.
-    `captions` are all rows of the table `captions`. Raises ValueError if a setting names a prompt that does not exist.
-    """
     prompts = [row["text"] for row in captions if row["role"] == "preview"]
     trigger = next((str(row["text"]) for row in captions if row["role"] == "trigger"), "")
     return references_by_prompt(prompts, ctx.config.references, ctx.config.prompt_references or {}, trigger)
 
 
 def _encoded_references(ctx: StageContext, rows: Sequence[Row]) -> References:
-    """Return the latents of the reference images of `rows`, rows of the table `samples`. A latent is an image as the
-    autoencoder encodes it. The result maps a row's `reference_id` to one array per image. It is empty if no row has
-    references. `ctx` is the stage's context: its input tables and settings. The autoencoder is released at the end.
-    """
+    """Latents by `reference_id`."""
     paths = _references(ctx, ctx.rows(CAPTIONS).to_pylist())
     wanted = {row["reference_id"]: paths[row["prompt"]] for row in rows if row["reference_id"]}
     if not wanted:
@@ -147,6 +121,7 @@ def _encoded_references(ctx: StageContext, rows: Sequence[Row]) -> References:
     found = {}
     for name, files in wanted.items():
         found[name] = encode_references(autoencoder, [read_reference(ctx.root / file) for file in files])
+    # The transformer is loaded next.
     del autoencoder
     mx.clear_cache()
     return found
@@ -155,16 +130,10 @@ def _encoded_references(ctx: StageContext, rows: Sequence[Row]) -> References:
 def draw_latents(
     ctx: StageContext, source: SampleSource, rows: list[Row], progress: StepProgress, references: References
 ) -> Iterator[tuple[str, Path]]:
-    """Draw the latent of every row in `rows`, and write it to a file. A latent is an image before it is decoded. Yield
-    the row's `file_name` and the path of the file. `ctx` is the stage's context: its tables and settings. `source` is
-    the model that draws: the base or an adapter. `progress` counts the denoising steps. `references` maps a
-    `reference_id` to latents of reference images. If the user asks to stop, end early. Raises ValueError if a latent is
-    not finite.
-
-    The transformer is released at the end.
-    """
+    """Draw and store the latent of each row; yield (file_name, path). Ends early if the user asks to stop."""
     if not rows:
         return
+    # The sampler's memory limit must suffice for every preview.
     largest = max(references.values(), key=lambda latents: sum(each.size for each in latents), default=[])
     with reading("the transformer", ctx.note):
         sampler = ctx.reuse(f"sampler {source.adapter_id}", lambda: sampler_for(ctx, source, largest))
@@ -175,6 +144,7 @@ def draw_latents(
         latent_1Chw = sampler.draw(text_1TJ, row["seed"], row["width"], row["height"], progress.stop_after, beside)
         if latent_1Chw is None:
             return
+        # The time is kept with the latent, since the row is made only when it is decoded, perhaps by a later run.
         arrays, about = {"latents": latent_1Chw}, {"seconds": repr(time.perf_counter() - started)}
         write = partial(checkpoint.write_arrays, arrays=arrays, metadata=about)
         yield file_name(row), ctx.write_artifact(f"{LATENTS}/{file_name(row)}.safetensors", write)
@@ -183,12 +153,7 @@ def draw_latents(
 
 
 def sampler_for(ctx: StageContext, source: SampleSource, references: Sequence[mx.array] = ()) -> LatentSampler:
-    """Load the model of `source`, and return a sampler that draws latents with it. A latent is an image before it is
-    decoded. The model is the base transformer, plus an adapter if `source` has one. `ctx` is the stage's context: its
-    tables and settings. Settings such as the number of steps come from the section [samples]. `references` are latents
-    of reference images, empty by default. Raises ValueError if the adapter's file is damaged or belongs to another
-    transformer.
-    """
+    """`references`: the largest that it will draw with. Raises ValueError if the adapter is damaged or does not fit."""
     config, family, file = ctx.config, ctx.need("family"), source.adapter_file()
     size, dtype = (config.width, config.height), DTYPES[config.precision]
     values = file.stat().st_size // 4 if file else 0  # stored as float32
@@ -213,13 +178,7 @@ def sampler_for(ctx: StageContext, source: SampleSource, references: Sequence[mx
 
 
 def decode_latents(ctx: StageContext, source: SampleSource, rows: list[Row], latents: dict[str, Path]) -> Iterator[Row]:
-    """Decode the latents of previews, and write each image as a PNG file of the stage. A latent is an image before it
-    is decoded. Yield the complete row of each image. `ctx` is the stage's context: its settings and its folder of
-    files. `source` is the model that drew the latents. `rows` are rows of the table `samples`. `latents` maps a row's
-    `file_name` to the path of its latent. Rows without a latent are skipped. If the user asks to stop, end early.
-
-    The autoencoder is released at the end.
-    """
+    """Decode the latents, by file_name, into PNG files; yield complete rows. Ends early if the user asks to stop."""
     drawn = [row for row in rows if file_name(row) in latents]
     if not drawn or ctx.stop():
         return
@@ -242,10 +201,8 @@ def decode_latents(ctx: StageContext, source: SampleSource, rows: list[Row], lat
 
 
 def file_name(row: Row) -> str:
-    """Return the name of the files of one preview image, without a suffix. `row` is the preview's row of the table
-    `samples`. The name joins four parts by "-": adapter id or "base", caption id, seed, and size in pixels, such as
-    "1024x768". If reference images were used, a hash of their contents is a fifth part. Ids and the hash are cut to 16
-    hex digits.
+    """The stem of a preview's files: adapter or "base", caption, seed, size such as "1024x768", and a hash of the
+    references if any.
     """
     source, caption = row["adapter_id"][:ID_DIGITS] or "base", row["caption_id"][:ID_DIGITS]
     name = f"{source}-{caption}-{row['seed']}-{row['width']}x{row['height']}"
@@ -254,37 +211,23 @@ def file_name(row: Row) -> str:
 
 
 def latent_path(ctx: StageContext, row: Row) -> Path:
-    """Return the path of the file for the latent of one preview. A latent is an image before it is decoded. `ctx` is
-    the stage's context, which holds the folder. `row` is the preview's row of the table `samples`. The file may be
-    missing: the stage writes the file when the latent is drawn, and deletes the file once all previews exist.
-    """
     return ctx.artifacts / LATENTS / f"{file_name(row)}.safetensors"
 
 
 def is_drawn(ctx: StageContext, row: Row) -> bool:
-    """Return True if the latent of one preview image is on disk and undamaged. A latent is an image before it is
-    decoded. `ctx` is the stage's context, which holds the folder. `row` is the preview's row of the table `samples`. An
-    earlier run may have stored the latent before it was stopped.
-    """
     path = latent_path(ctx, row)
     return path.exists() and ctx.intact(SAMPLES, path.relative_to(ctx.artifacts).as_posix())
 
 
 def read_embedding(ctx: StageContext, caption_id: str) -> mx.array:
-    """Return the embedding of a caption from the table `embeddings`: an array (1, text tokens, features), bfloat16.
-    `ctx` is the stage's context, with its input tables. `caption_id` is the sha256 of the caption's text. Raises
-    KeyError if the caption has no embedding.
-    """
+    """(1, text tokens, features), bfloat16."""
     reader = embedding_reader(ctx)
     reader.ahead([caption_id])
     return mx.array(reader.read(caption_id)).view(mx.bfloat16)[None]
 
 
 def opened_files(ctx: StageContext) -> Iterator[Path]:
-    """Yield the paths of the user's files that the stage `samples` reads, in this order: the reference images of the
-    settings [samples] `references` and `prompt_references`, then the adapter file of the setting `adapter`, if it is
-    set. A reference is an image that an edit starts from. `ctx` is the stage's context, which holds the settings.
-    """
+    """The user's files that the stage reads: references and the given adapter."""
     of_prompts = (ctx.config.prompt_references or {}).values()
     yield from (ctx.root / name for names in (ctx.config.references, *of_prompts) for name in names)
     if given := given_adapter(ctx):
@@ -292,9 +235,6 @@ def opened_files(ctx: StageContext) -> Iterator[Path]:
 
 
 def empty_caption(ctx: StageContext) -> str:
-    """Return the `caption_id` of the empty prompt: the sha256 of its text, in hex. It is looked up in the table
-    `captions`. `ctx` is the stage's context, with its input tables.
-    """
     ids: list[str] = [row["caption_id"] for row in ctx.rows(CAPTIONS).to_pylist() if row["role"] == "empty"]
     assert ids, "captions always holds the empty caption"
     return ids[0]

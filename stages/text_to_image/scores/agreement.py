@@ -13,30 +13,18 @@ ARRAYS = ("mean", "scale", "weight", "text")
 
 @dataclass(frozen=True)
 class AgreementMap:
-    """A linear map from the features of an image to the sentence embedding of its caption, fitted by ridge regression.
-    A prediction is `((features - mean) / scale) @ weight`. It estimates the caption's sentence embedding minus `text`.
-    `text` is the mean sentence embedding of the captions used for the fit. The map is valid only for the image encoder
-    and the text encoder with which it was fitted. `images_sha256` and `texts_sha256` are the hashes of the weights of
-    these encoders.
+    """Ridge regression from image features to the caption's sentence embedding less `text`. Valid only for its own encoders."""
 
-    `mean` and `scale` have the shape `(features,)`, `weight` has the shape `(features, embedding)`, and `text` has the
-    shape `(embedding,)`.
-    """
-
-    mean: np.ndarray
-    scale: np.ndarray
-    weight: np.ndarray
-    text: np.ndarray
-    images_sha256: str
-    texts_sha256: str
+    mean: np.ndarray  # (features,)
+    scale: np.ndarray  # (features,)
+    weight: np.ndarray  # (features, embedding)
+    text: np.ndarray  # (embedding,): mean sentence embedding of the captions of the fit
+    images_sha256: str  # of the weights of the image encoder
+    texts_sha256: str  # of the weights of the text encoder
 
     @classmethod
     def load(cls, file: Path) -> AgreementMap:
-        """Read an agreement map (from image features to caption embeddings) from the safetensors file `file`. Raises
-        ValueError if the file is missing or is not such a map.
-
-        data/micro/training/agreement.py writes such files.
-        """
+        """Raises ValueError if the file is missing or is no such map."""
         try:
             with safe_open(file, framework="numpy") as opened:
                 arrays = {name: opened.get_tensor(name).astype(np.float64) for name in ARRAYS}
@@ -46,13 +34,7 @@ class AgreementMap:
             raise ValueError(f"scores.map: {file} is not a map that agreement.py has written: {error}") from None
 
     def cosines(self, feature_D: np.ndarray, texts_NE: np.ndarray) -> np.ndarray:
-        """Return the cosine similarity of one image with each text, as an array (texts,). `feature_D` holds the
-        features of the image, (features,). This `AgreementMap` predicts a sentence embedding from these features. The
-        prediction is then compared with the embedding of each text. `texts_NE` holds one sentence embedding per text,
-        (texts, embedding).
-
-        The mean embedding `text` is first subtracted from the embeddings of the texts.
-        """
+        """The cosine of one image with each text, (texts,)."""
         predicted_E = ((feature_D - self.mean) / self.scale) @ self.weight
         centred_NE = texts_NE - self.text
         cosines_N: np.ndarray = centred_NE @ predicted_E / (np.linalg.norm(centred_NE, axis=1) * np.linalg.norm(predicted_E))

@@ -26,28 +26,21 @@ D = FEATURES  # numbers in the feature vector of an image
 
 
 class ImageEncoder:
-    """A network that turns an image into a feature vector. `network` is EfficientNet-Lite0. `source_sha256` is the sha256 of
-    the released file that the weights come from. Images are encoded one at a time, so that the features of an image do not
-    depend on other images.
-    """
+    """EfficientNet-Lite0. Images are encoded one at a time, so that the features of one do not depend on others."""
 
     def __init__(self, network: EfficientNet, source_sha256: str) -> None:
         self.network = network
-        self.source_sha256 = source_sha256
+        self.source_sha256 = source_sha256  # of the released file that the weights are from
 
     @classmethod
     def load(cls, file: Path = IMAGE_WEIGHTS) -> ImageEncoder:
-        """Return an encoder with the weights of the safetensors file `file`. The script `data/judges/convert.py` writes
-        this file. Raises ValueError if the file is damaged or holds another network than EfficientNet-Lite0.
-        """
+        """Raises ValueError if `file`, which data/judges/convert.py writes, is damaged or holds another network."""
         network = EfficientNet.load(file)
         with safe_open(file, framework="numpy") as opened:
             return cls(network, (opened.metadata() or {}).get("source_sha256", ""))
 
     def encode(self, image: Image.Image) -> np.ndarray:
-        """Return the features of an image, shape (1280,), float64, scaled to length 1. The image is first resized to a square,
-        whatever its aspect ratio.
-        """
+        """(1280,), float64, of length 1. The image is resized to a square, whatever its aspect ratio."""
         square = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
         features_BD = self.network(mx.array(np.asarray(square, np.float32)[None]))
         feature_D = np.array(features_BD[0], np.float64)
@@ -55,28 +48,18 @@ class ImageEncoder:
         return unit_D
 
     def encode_file(self, path: Path) -> np.ndarray:
-        """Return the features of the image file at `path`, shape (1280,), float64, scaled to length 1. Raises ImageError
-        if the file cannot be decoded.
-        """
+        """`encode`. Raises ImageError if the file cannot be decoded."""
         return self.encode(open_image(path))
 
 
 @dataclass(frozen=True)
 class TextVectors:
-    """Precomputed sentence embeddings. `vectors` maps a text to its embedding, float16 (384,). `source_sha256` is the sha256
-    of the weights that computed the embeddings.
-
-    `data/judges/texts.py` writes the file that `load` reads.
-    """
-
-    vectors: Mapping[str, np.ndarray]
-    source_sha256: str
+    vectors: Mapping[str, np.ndarray]  # text -> float16 (384,)
+    source_sha256: str  # of the weights that computed them
 
     @classmethod
     def load(cls, file: Path) -> TextVectors:
-        """Read sentence embeddings from an Arrow file with the columns text and vector. Raises ValueError if the file
-        cannot be read or lacks a column.
-        """
+        """Read the Arrow file that data/judges/texts.py writes. Raises ValueError if it cannot be read or lacks a column."""
         try:
             with pa.memory_map(str(file)) as opened:
                 table = pa.ipc.open_file(opened).read_all()
@@ -87,15 +70,12 @@ class TextVectors:
             raise ValueError(f"{file} cannot be read as sentence embeddings: {error}") from None
 
     def missing(self, texts: Sequence[str]) -> list[str]:
-        """Return the texts of `texts` that have no embedding, in the order given."""
         return [text for text in texts if text not in self.vectors]
 
     def stack(self, texts: Sequence[str]) -> np.ndarray:
-        """Return the embeddings of `texts` as one array, (texts, 384), float64. Raises KeyError if a text has no
-        embedding.
-        """
+        """(texts, 384), float64. Raises KeyError if a text has no embedding."""
         return np.stack([self.vectors[text] for text in texts]).astype(np.float64)
 
     def sha256(self, text: str) -> str:
-        """Return the sha256 (hex digits) of the embedding of `text`, or "" if the text has no embedding."""
+        """Of the embedding of `text`, hex; "" if it has none."""
         return hashlib.sha256(self.vectors[text].tobytes()).hexdigest() if text in self.vectors else ""

@@ -16,11 +16,7 @@ Row = dict[str, Any]
 
 
 def preview_rows(ctx: StageContext) -> list[Row]:
-    """Return one dict per preview in the table `samples`. A preview is a picture drawn by an adapter or by the base
-    model. The keys of a dict are `picture_id`, `kind`, `adapter_id`, `step`, `prompt`, `seed` and `path`, columns of
-    the table `scores`. `kind` is "base" if the base model drew it, else "adapter". Previews whose file is missing or
-    damaged are left out. `ctx` is the stage's context, with its input tables.
-    """
+    """One row per preview whose file is there and intact, without scores. `kind` is "base" or "adapter"."""
     folder = ctx.files(SAMPLES)
     rows = []
     for row in ctx.rows(SAMPLES).to_pylist():
@@ -33,19 +29,13 @@ def preview_rows(ctx: StageContext) -> list[Row]:
 
 
 def reference_rows(ctx: StageContext) -> list[Row]:
-    """Return one dict per reference (a real picture of the style). Its keys are `picture_id`, `kind`, `adapter_id`,
-    `step`, `prompt`, `seed` and `path`, columns of the table `scores`. `kind` is "real". `ctx` is the stage's context:
-    its input tables and settings.
-    """
+    """One row per reference, without scores."""
     same: Row = {"kind": "real", "adapter_id": "", "step": 0, "seed": 0}
     return [same | {"picture_id": one.picture_id, "prompt": one.caption, "path": one.path} for one in find_references(ctx)]
 
 
 def find_references(ctx: StageContext) -> list[Reference]:
-    """Return the references (real pictures of the style) as `Reference` objects, sorted by path. They are read from the
-    folder that the setting `scores.references` names. If the setting is empty, the list is empty. `ctx` is the stage's
-    context: its input tables and settings. Raises ValueError if a reference is also a training image.
-    """
+    """Sorted by path; empty without the setting. Raises ValueError if a reference is also a training image."""
     if not ctx.config.references:
         return []
     found = read_references(ctx.root / ctx.config.references)
@@ -58,35 +48,23 @@ def find_references(ctx: StageContext) -> list[Reference]:
 
 
 def usable_images(ctx: StageContext) -> list[Row]:
-    """Return the usable rows of the table `images`, one dict per row. A row is usable if its column `rejected` is None
-    and it is no regularisation image. `ctx` is the context of a stage that reads the table.
-    """
+    """Accepted rows of `images`, without regularisation images and references of edit training."""
     return [row for row in ctx.rows(IMAGES).to_pylist() if row["rejected"] is None and row["use"] is None]
 
 
 def trigger_word(ctx: StageContext) -> str:
-    """Return the project's trigger word, or "" if the project has none. `ctx` is the stage's context, with its input
-    tables.
-    """
     found = [row["text"] for row in ctx.rows(CAPTIONS).to_pylist() if row["role"] == "trigger"]
     return str(found[0]) if found else ""
 
 
 def candidate_texts(ctx: StageContext) -> list[str]:
-    """Return the texts of all previews and references, sorted, each once. A preview is a drawn picture. A reference is
-    a real picture of the style. The trigger word is removed from the texts, and empty texts are left out. `ctx` is the
-    stage's context: its input tables and settings.
-
-    The score `agreement_rank` is the rank of a picture's own text among these texts.
-    """
+    """The distinct texts among which `agreement_rank` ranks: those of all previews and references."""
     trigger = trigger_word(ctx)
     texts = [row["prompt"] for row in [*preview_rows(ctx), *reference_rows(ctx)]]
     return sorted({without_trigger(text, trigger) for text in texts} - {""})
 
 
 def without_trigger(text: str, trigger: str) -> str:
-    """Return `text` without the word `trigger` and without the comma beside it. For example, "ohwx, a fox" becomes "a
-    fox". If `trigger` is empty, only white space is cleaned.
-    """
+    """Also without the comma beside it: "ohwx, a fox" becomes "a fox"."""
     parts = [part.strip() for part in (text.replace(trigger, "") if trigger else text).split(",")]
     return re.sub(r"\s+", " ", ", ".join(part for part in parts if part))

@@ -15,22 +15,14 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".tif", ".tiff", ".bmp", 
 
 @dataclass(frozen=True)
 class Reference:
-    """One reference (a real picture of the style). `path` is relative to the folder of references. `picture_id` is the sha256
-    of the file, hex digits. `caption` may be empty.
-    """
-
-    path: str
-    picture_id: str
-    caption: str
+    path: str  # relative to the folder of references
+    picture_id: str  # sha256 of the file
+    caption: str  # may be empty
 
 
 def read_references(folder: Path) -> list[Reference]:
-    """Return the pictures in `folder` and its subfolders as a list of `Reference`, sorted by path. The list is empty if
-    there is no such folder. Of files with equal content, only the first is returned. Raises ValueError if
-    `metadata.jsonl` is malformed or names a missing picture.
-
-    The caption of a picture is read from `metadata.jsonl` in `folder`. Otherwise it is read from the text file of the
-    same name, such as `a.txt` for `a.png`. Without both, the caption is empty.
+    """Sorted by path; of equal files, only the first. Raises ValueError if metadata.jsonl is malformed or names a
+    missing picture.
     """
     captions = _read_metadata(folder / METADATA)
     found: dict[str, Reference] = {}
@@ -38,6 +30,7 @@ def read_references(folder: Path) -> list[Reference]:
     for path in sorted(p for p in pictures if p.is_file()):
         name = path.relative_to(folder).as_posix()
         picture_id, sidecar = file_sha256(path), path.with_suffix(".txt")
+        # metadata.jsonl, else the text file of the same name, such as a.txt for a.png.
         caption = captions.get(name) or (read_utf8(sidecar, TEXT_BYTES) if sidecar.is_file() else "")
         found.setdefault(picture_id, Reference(name, picture_id, caption.strip()))
     absent = sorted(name for name in captions if not (folder / name).is_file())
@@ -47,9 +40,6 @@ def read_references(folder: Path) -> list[Reference]:
 
 
 def _read_metadata(file: Path) -> dict[str, str]:
-    """Return a dict from file name to text, read from the metadata.jsonl `file`. If there is no such file, the dict is
-    empty. Raises ValueError, with the line number, if a line is not an object with `file_name` and `text`.
-    """
     if not file.is_file():
         return {}
     found: dict[str, str] = {}

@@ -31,13 +31,7 @@ Row = dict[str, Any]
 
 
 class Scorer:
-    """A scorer of the pictures of a project. `ctx` is the context of the stage `scores`: its input tables and settings.
-    `encoder` turns a picture into a feature vector. The method `score` returns the scores of one picture.
-
-    The score `style` is the picture's position between the base model's previews (0) and the training images (1). The
-    score `real` has the references (real pictures of the style) at 1 instead. The score `agreement` compares the
-    picture with its text.
-    """
+    """Compares pictures with the base's previews, the training images, the references and their own text."""
 
     def __init__(self, ctx: StageContext, encoder: ImageEncoder) -> None:
         self.ctx = ctx
@@ -60,12 +54,8 @@ class Scorer:
         return self.ctx.root / str(self.ctx.config.references)
 
     def _group_features(self, files: dict[str, dict[str, Path]]) -> dict[str, np.ndarray]:
-        """Return the features of groups of pictures. The result is a dict from group name to an array of shape
-        `(pictures, 1280)`. `files` maps each group name to a dict from picture id to path. The features are saved in an
-        artifact (a file of the table). If an earlier run has saved them, they are read from it.
-
-        The recipe covers the groups' files and the encoder, so the artifact of a table's folder is never stale.
-        """
+        """(pictures, 1280) by group. `files`: path by picture id, by group."""
+        # Never stale: the recipe, which names the folder, covers the files of the groups and the encoder.
         try:
             found: dict[str, np.ndarray] = load_file(self.ctx.artifacts / FEATURES)
             return found
@@ -76,15 +66,14 @@ class Scorer:
         return arrays
 
     def _load_agreement(self) -> tuple[AgreementMap, np.ndarray] | None:
-        """Return (agreement map, embeddings), or None if the agreement cannot be computed. The agreement map is a
-        linear map from image features to sentence embeddings. The embeddings are those of the texts in `self.texts`,
-        shape `(texts, 384)`. The result is None if no map is set, if there are no texts, or if a text has no embedding.
-        Raises ValueError if the map is missing or was fitted to other encoders.
+        """The map, and the embeddings (texts, 384) of `self.texts`; None if one of them is missing. Raises ValueError if
+        the map is.
         """
         if not self.ctx.config.map or not self.texts:
             return None
         vectors = text_vectors()
         found = AgreementMap.load(map_file(self.ctx))
+        # A map is valid only for the encoders that it was fitted with.
         expected = (self.encoder.source_sha256, vectors.source_sha256)
         if (found.images_sha256, found.texts_sha256) != expected:
             raise ValueError(
@@ -93,29 +82,19 @@ class Scorer:
         return None if vectors.missing(self.texts) else (found, vectors.stack(self.texts))
 
     def score(self, row: Row) -> Row:
-        """Score one picture and return its complete row of the table `scores`. `row` holds the columns `picture_id`,
-        `kind`, `adapter_id`, `step`, `prompt`, `seed` and `path`. The scores `style`, `real`, `agreement` and
-        `agreement_rank` are added. A score that cannot be computed is None.
-
-        The column `texts` is added too. It holds the number of texts among which `agreement_rank` ranks the picture's
-        own text.
-        """
+        """The complete row of a picture. A score that cannot be computed is None."""
         folder = self._references if row["kind"] == "real" else self.ctx.files(SAMPLES)
         feature_D = self.encoder.encode_file(folder / row["path"])
         # Without the base's previews of the same prompt, since those would put the base's own previews at exactly 0.
         base = self.base.mean(without=without_trigger(row["prompt"], self.trigger))
+        # The plain cosine to the training images separates styles badly, because subject and background weigh more than
+        # style. So style is a position on the axis between two means: 0 for the base's previews, 1 for the training images
+        # (`real`: the references).
         style = axis_position(feature_D, base, self.images.mean())
         real = axis_position(feature_D, base, self.references.mean(without=row["picture_id"]))
         return {**row, "style": style, "real": real, **self._agreement(row, feature_D), "texts": len(self.texts)}
 
     def _agreement(self, row: Row, feature_D: np.ndarray) -> dict[str, float | int | None]:
-        """Return how well a picture agrees with its text, as the columns `agreement` and `agreement_rank`. `row` is the
-        picture's row of the table `scores`. `feature_D` holds its features, shape `(features,)`. `agreement` is a
-        cosine, from -1 to 1. `agreement_rank` is the rank of the picture's own text among the texts in `self.texts`,
-        and 1 is best. Both values are None if they cannot be computed.
-
-        This is so if the picture has no text, if there is no agreement map, or if a text has no sentence embedding.
-        """
         text = without_trigger(row["prompt"], self.trigger)
         if self.agreement is None or not text:
             return {"agreement": None, "agreement_rank": None}
@@ -125,9 +104,7 @@ class Scorer:
         return {"agreement": float(own), "agreement_rank": 1 + int((cosines_N > own).sum())}
 
     def missing_inputs(self) -> Iterator[str]:
-        """Yield one line of text for each missing input of the scores. An example of an input is the agreement map.
-        Each line tells the user which scores are not measured without the input.
-        """
+        """A line for each missing input: which scores are not measured without it."""
         if not self.base.names:
             yield "no previews of the base, so style and real are not measured; set base = true in [samples]"
         if not self.references.names:
@@ -141,17 +118,10 @@ class Scorer:
 
 
 def text_vectors() -> TextVectors:
-    """Return the precomputed sentence embeddings of the file `TEXT_VECTORS`, as a `TextVectors`. Its field `vectors`
-    maps a text to its embedding, float16 of shape `(384,)`. Raises ValueError if the file cannot be read.
-    """
     return TextVectors.load(encoders.TEXT_VECTORS)
 
 
 def map_file(ctx: StageContext) -> Path:
-    """Return the path of the file that the setting `scores.map` names. The file holds the agreement map, a linear map
-    from image features to sentence embeddings. `ctx` is the stage's context, which holds the setting. Raises ValueError
-    if there is no such file.
-    """
     file = ctx.root / ctx.config.map
     if not file.is_file():
         raise ValueError(f"scores.map: there is no file {file}; data/micro/training/agreement.py writes one")

@@ -24,26 +24,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Crop:
-    """One crop: the part of an image that is trained, with the image's captions. `latent_id` is the crop's key in the
-    table `latents`. `image_id` is the sha256 of the image file. `width` and `height` are in pixels. `grid` is (height,
-    width) in image tokens. `captions` lists the captions' keys in the table `captions`. `rate` is the mean number of
-    times that an epoch uses the crop.
-
-    `classes` holds one caption_id per caption: the class caption, or "" if there is none. A class caption has the class
-    word (such as "cat") in place of the trigger word. If no caption has one, `classes` may be empty. `mask` has the
-    weight of each image token as one byte, 0 to 255. If it is None, all tokens have full weight. `resolution` is the
-    resolution of the crop's bucket. `references` are shown to the model beside the noisy latent. `weights` holds one
-    number per caption: how often it is drawn relative to the others. If it is empty, all are drawn equally often.
-    """
-
     latent_id: str
     image_id: str
     width: int  # pixels
     height: int
-    grid: tuple[int, int]  # (height, width) of the latent
-    captions: tuple[str, ...]
+    grid: tuple[int, int]  # (height, width) of the latent, in tokens
+    captions: tuple[str, ...]  # caption_ids
     classes: tuple[str, ...] = ()  # for each caption, its class caption; "": it has none
-    rate: float = 1.0  # occurrences per epoch
+    rate: float = 1.0  # mean occurrences per epoch
     mask: bytes | None = None  # the weight of each token, one byte each; None: all count in full
     resolution: int = 0  # of its bucket
     references: tuple[Reference, ...] = ()  # what an edit starts from
@@ -51,80 +39,51 @@ class Crop:
 
     @property
     def tokens(self) -> int:
-        """Return the number of image tokens of the crop, one per position of the latent."""
         return self.grid[0] * self.grid[1]
 
     @property
     def reference_tokens(self) -> int:
-        """Return the number of image tokens of all references of the crop. A reference is an image that the model sees
-        beside the noisy one.
-        """
         return sum(each.grid[0] * each.grid[1] for each in self.references)
 
     @property
     def shape(self) -> tuple[tuple[int, int], ...]:
-        """Return the sizes of the crop's latent and of its references, as (height, width) in tokens. The latent comes
-        first. Crops of one shape can share a batch.
-        """
+        """Sizes of the latent and of its references, (height, width) in tokens. Crops of one shape can share a batch."""
         return (self.grid, *(each.grid for each in self.references))
 
     def class_of(self, caption: int) -> str:
-        """Return the caption_id of a class caption, or "" if there is none. A class caption is made from a caption: the
-        class word (such as "cat") replaces the trigger word. `caption` is the index in `captions` of the caption from
-        which the class caption was made.
-        """
+        """The class caption made from caption number `caption`; "" if there is none."""
         return self.classes[caption] if self.classes else ""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The crops (parts of images) and captions of a training run. `crops` are trained on. `held` are only used for
-    measurement. `empty` is the caption_id of the text that replaces a dropped caption: the empty caption or the trigger
-    word. `text_rows` maps each caption_id to the number of rows of its embedding. A class caption has the class word,
-    such as "cat", in place of the trigger word. `empty_class` is the caption_id of the text that replaces the class
-    caption of a dropped caption: the class word alone.
-
-    `empty` is "" if no caption is dropped. `empty_class` is "" unless two things hold: `empty` is the trigger word, and
-    class captions are used. The order of `crops` and `held` depends only on their content.
-    """
+    """What a run trains on. The order of `crops` and `held` depends on their content alone."""
 
     crops: tuple[Crop, ...]
     empty: str  # caption_id of what a dropped caption becomes, the empty caption or the trigger; "": no caption is dropped
     text_rows: dict[str, int]  # caption_id -> rows of its embedding
     held: tuple[Crop, ...] = ()  # crops that are never trained on: the run is measured by them
-    empty_class: str = ""  # caption_id of the class word alone, if a dropped caption becomes the trigger alone
+    empty_class: str = ""  # caption_id of the class word alone, if a dropped caption becomes the trigger and classes are used
 
     @property
     def rates(self) -> list[float] | None:
-        """Return how often each crop of `crops` occurs per epoch, as a list of floats in the same order. Return None if
-        every crop occurs exactly once.
-        """
+        """None if every crop occurs exactly once per epoch."""
         found = [crop.rate for crop in self.crops]
         return None if set(found) == {1.0} else found
 
     def pairs(self) -> list[tuple[str, str, str]]:
-        """Return every pair of a crop and one of its captions that a run may use. The result is a list of tuples
-        (latent_id, image_id, caption_id). It contains the pairs for training and the held-out pairs for measurement.
-        Class captions count as captions too. A class caption has the class word in place of the trigger word.
-
-        The list ends with ("", "", `empty`), for dropped captions. If `empty_class` is not "", ("", "", `empty_class`)
-        follows. These pairs are part of the run's recipe (the hash that identifies it).
+        """Every (latent_id, image_id, caption_id) that the run may read, held-out crops and class captions included.
+        Part of the recipe.
         """
         crops = [*self.crops, *self.held]
         pairs = [(crop.latent_id, crop.image_id, caption) for crop in crops for caption in crop.captions]
         pairs += [(crop.latent_id, crop.image_id, caption) for crop in crops for caption in crop.classes if caption]
+        # What replaces a dropped caption belongs to no crop.
         return [*pairs, ("", "", self.empty), *([("", "", self.empty_class)] if self.empty_class else [])]
 
 
 def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
-    """Read the tables of the project and return the crops (trained parts of images) and captions to train on. `ctx` is
-    the stage's context, with its input tables. `config` holds the settings [train]. Rejected crops, images that cannot
-    be used and images without a caption are left out. Raises ValueError if no crop remains, or if a table lacks rows
-    that the settings need.
-
-    The settings choose the held-out images (never regularisation images), how often crops occur, and whether masks and
-    class captions are used.
-    """
+    """What [train] chooses to train on. Raises ValueError if nothing is left, or if a table lacks rows that the settings need."""
     paths = usable_paths(ctx.rows(IMAGES))
     every = ctx.rows(IMAGES).to_pylist()
     images = {row["image_id"]: row for row in every if row["rejected"] is None and row["use"] != USE}
@@ -140,6 +99,7 @@ def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
     crops = [_crop(row, rate, texts, config.mask is not None) for row, rate in drawn if row["image_id"] not in aside]
     if not crops:
         raise ValueError(f"[train.validation]: all {len(aside)} images are held out; lower share, or name fewer paths")
+    # Validation measures the plain crops: no mirrored copies, no jittered ones.
     plain = [(row, rate) for row, rate in drawn if row["image_id"] in aside and not row["flip"] and not row["further"]]
     held = [_crop(row, rate, texts, config.mask is not None) for row, rate in plain]
     return _with_embeddings(ctx, Dataset(tuple(crops), texts.empty, {}, tuple(held), texts.empty_class))
@@ -148,12 +108,6 @@ def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
 def _with_rates(
     latents: Sequence[Row], images: Mapping[str, Row], paths: Mapping[str, list[str]], data: DataConfig
 ) -> list[tuple[Row, float]]:
-    """Return the crops that an epoch uses, as a list of (row, rate). The row is a crop's row in `latents`. The rate is
-    how many times an epoch uses the crop on average. Crops with the rate 0 are left out. `latents` has one row of the
-    table `latents` per crop. `images` maps an image_id to the image's row of the table `images`. `paths` maps an
-    image_id to the image's paths. `data` holds the settings that decide the rates. Raises ValueError if no crop
-    remains.
-    """
     found = rates(data, [(row["resolution"], paths[row["image_id"]][0]) for row in latents])
     found = folder_rates(found, [images[row["image_id"]] for row in latents], data.regularisation)
     drawn = [(row, rate) for row, rate in zip(latents, found, strict=True) if rate]
@@ -165,43 +119,31 @@ def _with_rates(
 def _held_images(
     drawn: Sequence[tuple[Row, float]], images: Mapping[str, Row], paths: Mapping[str, list[str]], config: TrainConfig
 ) -> frozenset[str]:
-    """Return the image_ids of the images that are held out from training, as [train.validation] says. Regularisation
-    images are never held out. `drawn` lists the crops that an epoch uses, as (row, rate). The row is a crop's row in
-    `latents`. The rate is how many times an epoch uses the crop on average. `images` maps an image_id to the image's
-    row of the table `images`. `paths` maps an image_id to the image's paths. `config` holds the settings [train].
-
-    Regularisation images show the class of the subject: for one cat, they show other cats. Only images with a crop in
-    `drawn` are held out. Without [train.validation], the set is empty. Raises ValueError if the setting `paths` of
-    [train.validation] matches no image.
-    """
+    """The image_ids that [train.validation] holds out, of those with a crop in `drawn`."""
     if not config.validation:
         return frozenset()
+    # Regularisation images show the class of the subject, not the subject, and are never held out.
     own = {row["image_id"] for row, _ in drawn if images[row["image_id"]]["use"] is None}
     return held_out(config.validation, {image_id: paths[image_id] for image_id in own})
 
 
 def _latents(ctx: StageContext, paths: Container[str], texts: Texts) -> list[Row]:
-    """Return the rows of the table `latents` that can be trained on, as dicts sorted by `latent_id`. `ctx` is the
-    stage's context. `paths` contains the image_ids to use: it is a set, or a dict with image_ids as keys. `texts` holds
-    the captions of each image. Each dict has two more keys. `resolution` is the resolution at which the crop is
-    trained, such as 512. `further` is True for an additional, smaller crop. Raises ValueError if a crop has no latent,
-    or if no row remains.
-
-    The setting [latents] `jitter` makes the smaller crops. The table `buckets` gives the resolution. Images without a
-    caption and crops that could not be encoded are left out.
-    """
+    """Rows of `latents` to train on, with two more keys. Raises ValueError if a crop has no latent."""
     buckets = [row for row in ctx.rows(BUCKETS).to_pylist() if row["rejected"] is None]
     places = {place(row) for row in buckets if row["image_id"] in paths}
     by_size = {size(row): row for row in buckets if row["image_id"] in paths}
+    # A jittered crop lies inside its bucket's crop and is resized to the same size.
     latents = [row for row in ctx.rows(LATENTS).to_pylist() if is_inside(row, by_size.get(size(row)))]
     lost = len(places - {place(row) for row in latents})
     if lost:
         raise ValueError(f"train: {lost} of {len(places)} crops have no latent; run the stage latents")
+    # `further`: made by [latents] jitter, in addition to the crop of the bucket.
     encoded = [
         row | {"resolution": by_size[size(row)]["resolution"], "further": place(row) not in places}
         for row in latents
         if row["rejected"] is None
     ]
+    # Sorted by key, so that what is drawn does not depend on the order of the table.
     used = sorted((row for row in encoded if row["image_id"] in texts.captions), key=lambda row: str(row["latent_id"]))
     if not used:
         raise ValueError(
@@ -212,10 +154,6 @@ def _latents(ctx: StageContext, paths: Container[str], texts: Texts) -> list[Row
 
 
 def _with_embeddings(ctx: StageContext, data: Dataset) -> Dataset:
-    """Return a copy of `data`, the crops and captions of a run, whose dict `text_rows` is filled. It maps each
-    caption_id to the number of rows of the caption's embedding. `ctx` is the stage's context, with its input tables.
-    Raises ValueError if a caption of the run has no embedding.
-    """
     text_rows = {row["caption_id"]: row["shape"][0] for row in ctx.rows(EMBEDDINGS).to_pylist()}
     read = {caption for _, _, caption in data.pairs() if caption}
     if read - set(text_rows):
@@ -245,31 +183,17 @@ def _crop(row: Row, rate: float, texts: Texts, masked: bool) -> Crop:
 
 @dataclass(frozen=True)
 class Texts:
-    """The captions that a training run may use, as caption_ids of the table `captions`. `captions` maps each image_id
-    to the captions of the image. `classes` maps each image_id to class captions, one for each caption of the image. A
-    class caption has the class word, such as "cat", in place of the trigger word. If a caption is dropped, `empty`
-    replaces the caption and `empty_class` replaces its class caption. `weights` maps an image_id to one number for each
-    caption: how often the caption is drawn.
-
-    An image_id is the sha256 of the image file. A class caption is "" if there is none. `weights` lacks images whose
-    captions are drawn equally often. `empty` is "" if captions are never dropped. `empty_class` is "" unless `empty` is
-    the trigger word and class captions are used.
-    """
+    """The caption_ids that a run may use, by image_id."""
 
     captions: dict[str, tuple[str, ...]]  # the captions of the image, in order
     classes: dict[str, tuple[str, ...]]  # the class caption of each of them, "" if there is none
     empty: str  # used in place of a dropped caption; "" if captions are never dropped
-    empty_class: str  # used in place of the class caption of a dropped caption; "" if captions are never dropped
+    empty_class: str  # the class word alone, if `empty` is the trigger word and class captions are used; else ""
     weights: dict[str, tuple[float, ...]]  # how often each caption is drawn; without images whose captions are drawn equally
 
 
 def _texts(ctx: StageContext, data: DataConfig, dropout: bool, with_classes: bool) -> Texts:
-    """Return the captions of a training run as `Texts`: their caption_ids, read from the table `captions`. `ctx` is the
-    stage's context, with its input tables. `data` holds the settings [train.data]. `dropout` is True if captions are
-    dropped at random. `with_classes` is True if the result must contain class captions. A class caption has the class
-    word (such as "cat") in place of the trigger word. Raises ValueError if the table lacks a kind of caption that the
-    settings need.
-    """
+    """Raises ValueError if the table `captions` lacks a kind of caption that the settings need."""
     by_role: dict[str, list[Row]] = {}
     for row in sorted(ctx.rows(CAPTIONS).to_pylist(), key=lambda row: (row["position"], row["caption_id"])):
         by_role.setdefault(row["role"], []).append(row)
@@ -282,6 +206,7 @@ def _texts(ctx: StageContext, data: DataConfig, dropout: bool, with_classes: boo
     empty = empty_class = ""
     if dropout:
         empty = _dropped_caption(by_role, data)
+        # The class caption of the trigger word alone has no image and position 0: it is the class word.
         empty_class = class_of.get(("", 0), "") if data.dropped == "trigger" else ""
     return Texts(
         {image: tuple(row["caption_id"] for row in rows) for image, rows in captions.items()},
@@ -293,11 +218,6 @@ def _texts(ctx: StageContext, data: DataConfig, dropout: bool, with_classes: boo
 
 
 def _dropped_caption(by_role: dict[str, list[Row]], data: DataConfig) -> str:
-    """Return the caption_id of the text that replaces a dropped caption. `by_role` maps a role to the rows of the table
-    `captions` that have this role. A role is the purpose of a caption, such as "caption" or "empty". `data.dropped` is
-    the role of the wanted text: "empty" for the empty caption, or "trigger" for the trigger word. Raises ValueError if
-    no row has this role.
-    """
     if data.dropped in by_role:
         caption: str = by_role[data.dropped][0]["caption_id"]
         return caption

@@ -13,10 +13,6 @@ from stages.tuner.blockwise.device import memory_budget
 
 
 def forecast(outlook: Outlook) -> Forecast:
-    """Return an estimate of the memory and disk space that the stage `train` needs. It is computed from array shapes
-    alone. All sizes are in bytes. If the memory exceeds the budget, the result also advises settings that would fit.
-    `outlook` holds the settings, the model family and the memory budget.
-    """
     config: TrainConfig = outlook.sections["train"]
     family, architecture = outlook.family, outlook.family.architecture
     width, height = largest_image(outlook)
@@ -30,6 +26,7 @@ def forecast(outlook: Outlook) -> Forecast:
     advice = ""
     if found.needs > budget:
         cheapest = cheapest_fit(estimator, batch, budget)
+        # A lower resolution is the last remedy.
         advice, needs = (
             (str(cheapest), cheapest.needs) if cheapest.needs <= budget else lower_resolution(estimator, batch, budget)
         )

@@ -26,13 +26,11 @@ def load_transformer(
     copies: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Transformer:
-    """Return the transformer of `family`, read from the folder `path`. Its weights are packed (quantised) as the
-    settings [train] `config` say. `folder` is needed if the setting `stream_blocks` is on. The weights of the blocks
-    (layers) then stay in files there. `copies` is a folder for a copy of the packed weights. If it is None, no copy is
-    written. `say(line)` receives messages about the copy.
+    """The frozen transformer, its weights packed as [train] says.
 
-    If `stream_blocks` is on, `copies` is not used. Otherwise, a copy that is already in `copies` is read instead of
-    `path`. By default, `say` does nothing.
+    `folder`: takes the weights of the blocks with stream_blocks. `copies`: folder of converted copies; a copy that is there
+    is read
+    instead of `path`, else one is written and `say` reports it. Unused with stream_blocks.
     """
     dtype = getattr(mx, config.precision)
     if copies is not None and not config.stream_blocks:
@@ -41,15 +39,13 @@ def load_transformer(
 
 
 def read_initial_adapter(file: Path, weights: Path, family: Family, config: TrainConfig) -> InitialAdapter:
-    """Read the adapter file that a training run starts from. Return (arrays, scales), both dicts. `arrays` maps
-    "<linear><ending>" to a float32 array. `scales` maps the name of a linear layer to its scale. `file` is the adapter.
-    `weights` is the folder of the transformer, from which only its sizes are read. `family` is the model family.
-    `config` holds the settings [train]. Raises ValueError if the adapter is damaged or does not fit the model or the
-    settings.
+    """(float32 arrays by "<linear><ending>", scale by Linear). Raises ValueError if the file is damaged or does not fit
+    model or [train].
     """
     if damage := adapter_damage(file):
         raise ValueError(f"[train] initial: {file} {damage}; run `latentmill verify --repair` in its project")
     architecture = family.architecture
+    # Only the sizes of the transformer are read.
     meta = architecture.meta_transformer(architecture.transformer_config(weights, family), mx.float32)
     targets = choose_targets(meta.linears(), config)
     try:

@@ -1,7 +1,4 @@
-"""Training steps on random weights in a family's true shape, to measure time and memory. Nothing is read from disk.
-
-The step is the one that training takes (`stages.tuner.step`); memory and time depend on shapes alone.
-"""
+"""Training steps on random weights in a family's true shape, to measure time and memory; both depend on shapes alone."""
 
 from __future__ import annotations
 
@@ -29,22 +26,14 @@ from stages.tuner.stored import WeightFolder
 
 
 def profile_settings(method: Any = "adamw", **others: Any) -> TrainConfig:
-    """Return [train] settings for measuring the time and memory of training. `method` is the kind of the optimizer,
-    such as "adamw". The learning rate is the usual one of this optimizer. The precision is "float32" on a CPU and
-    "bfloat16" elsewhere. Further keyword arguments, `**others`, set [train] settings by name, such as `base_bits=4`.
-    They can also replace the optimizer, the learning rate (`lr`) and the precision. All other settings have their
-    defaults.
-    """
+    """[train] settings to measure with: the usual lr of the optimizer `method`, and float32 on a CPU. `others` override."""
     precision = "bfloat16" if compiles() else "float32"
     usual: Any = {"optimizer": OptimizerConfig(kind=method), "lr": make_optimizer(method).usual_lr, "precision": precision}
     return TrainConfig(**(usual | others))
 
 
 def random_transformer(family: Family, config: TrainConfig) -> Transformer:
-    """Build a transformer with random weights. The shapes of the weights are those of the model family `family`. Each
-    weight is quantised if `config`, the settings of training, says so. With `config.stream_blocks`, the weights of the
-    blocks lie in files in the system's temporary folder. The files are deleted together with the transformer.
-    """
+    """With stream_blocks, the blocks' weights are in files in the system's temporary folder, deleted together with the model."""
     architecture = family.architecture
     sizes = architecture.transformer_config(None, family)
     dtype, stored = getattr(mx, config.precision), WeightFolder(Path(gettempdir(), STREAMED)) if config.stream_blocks else None
@@ -61,10 +50,7 @@ def random_transformer(family: Family, config: TrainConfig) -> Transformer:
 
 
 def random_training(family: Family, config: TrainConfig) -> TrainingStep:
-    """Build a training step for a transformer with random weights. `family` gives the shapes of the weights. `config`
-    holds the settings [train]. All blocks keep their activations until the backward pass (plan "whole"). The memory has
-    no limit. To use less memory, set the attributes `plan` and `live_bytes` of the result.
-    """
+    """A step with plan "whole" and no memory limit; set `plan` and `live_bytes` of the result to use less."""
     model = random_transformer(family, config)
     targets = choose_targets(model.linears(), config)
     objective = FlowMatching(family.architecture, config.loss, config.preservation)
@@ -72,21 +58,13 @@ def random_training(family: Family, config: TrainConfig) -> TrainingStep:
 
 
 def random_batch(family: Family, batch: BatchShape) -> MicroBatch:
-    """Return a micro-batch of random latents, noise and embeddings for the transformer of `family`. `batch` gives its size. All
-    samples have noise level 0.5.
-    """
+    """Random latents, noise and embeddings; every noise level is 0.5."""
     sizes: Any = family.architecture.transformer_config(None, family)
     draw = np.random.default_rng(0)
 
     def words(*shape: int) -> np.ndarray:
-        """Return random bfloat16 values for all samples of the batch, as a uint16 array with the bits of the values.
-        The call takes any number of integers as positional arguments (`*shape`). They are the shape of the values of
-        one sample. For example, `words(3, 4)` returns an array of shape `(8, 3, 4)` for a batch of 8 samples.
-
-        The number of samples is `batch.samples` of the enclosing function `random_batch`. The values have the standard
-        normal distribution and are truncated to bfloat16.
-        """
         values = draw.standard_normal((batch.samples, *shape), dtype=np.float32)
+        # The upper half of a float32 is a bfloat16.
         return (values.view(np.uint32) >> 16).astype(np.uint16)
 
     crop = Crop("", "", batch.width, batch.height, batch.grid, ("",))

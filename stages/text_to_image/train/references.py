@@ -13,27 +13,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Reference:
-    """A reference: an image that the model sees beside the noisy image, in edit training. `latent_id` is the key of its
-    latent in the table `latents`. `grid` is the (height, width) of the latent in image tokens.
-    """
-
     latent_id: str
-    grid: tuple[int, int]
+    grid: tuple[int, int]  # (height, width) of the latent, in tokens
 
 
 class References:
-    """A lookup of references. A reference is an image that the model sees beside the noisy image, in edit training.
-    Call `of` for the references of one crop. A crop is the part of an image that is trained.
-    """
-
     def __init__(self, images: Iterable[Row], buckets: Iterable[Row], latents: Iterable[Row]) -> None:
-        """Prepare the method `of`, which finds the references of a crop (the trained part of an image). A reference is
-        an image that the model sees beside the noisy image. `images`, `buckets` and `latents` are the rows of the
-        tables with these names. Each row is a dict from column to value. `images` says which image is a reference of
-        which image. `buckets` gives the resolutions and crops of each reference. `latents` gives the key and shape of
-        each reference's latent.
-        """
         rows = list(images)
+        # The file of a reference may be a duplicate; its latent is that of the image with the same content.
         self.ids = {row["path"]: row["image_id"] for row in rows if row["rejected"] in (None, "duplicate")}
         self.paths: dict[str, list[str]] = {}
         for row in sorted(rows, key=lambda row: row["reference"] or 0):
@@ -42,22 +29,18 @@ class References:
         wanted = {self.ids[path] for paths in self.paths.values() for path in paths}
         self.encoded = {(*place(row), row["flip"]): row for row in latents if row["image_id"] in wanted and not row["rejected"]}
         self.buckets: dict[str, list[Row]] = {}
+        # By resolution, so that `_reference` finds the highest that fits at the end.
         for row in sorted(buckets, key=lambda row: int(row["resolution"])):
             if row["image_id"] in wanted and row["rejected"] is None:
                 self.buckets.setdefault(row["image_id"], []).append(row)
 
     def of(self, image_id: str, resolution: int, flip: bool) -> tuple[Reference, ...]:
-        """Return the references of one crop, in their order. A crop is the part of an image that is trained. `image_id`
-        is the image of the crop. `resolution` is the resolution at which the crop is trained. `flip` is True if the
-        crop is mirrored. Its references are then mirrored too. Raises ValueError if a reference has no latent.
-
-        A reference has the resolution of the crop. If it does not exist at this resolution, the next lower one is
-        taken. If there is no lower one, its lowest is taken.
-        """
+        """The references of a crop, in order, mirrored if the crop is. Raises ValueError if one has no latent."""
         return tuple(self._reference(path, resolution, flip) for path in self.paths.get(image_id, ()))
 
     def _reference(self, path: str, resolution: int, flip: bool) -> Reference:
         buckets = self.buckets.get(self.ids[path], [])
+        # The crop's resolution, else the next lower one, else the reference's lowest.
         fitting = [row for row in buckets if row["resolution"] <= resolution] or buckets[:1]
         latent = self.encoded.get((*place(fitting[-1]), flip)) if fitting else None
         if latent is None:
@@ -69,20 +52,12 @@ PLACE = ("image_id", "width", "height", "crop_x", "crop_y", "crop_w", "crop_h") 
 
 
 def size(row: Row) -> tuple[Any, ...]:
-    """Return (image_id, width, height) of a row of the table `buckets` or `latents`. `row` is the row as a dict. The
-    width and the height are the trained size: the size in pixels to which the crop of the row is resized. A crop is the
-    part of an image that is trained.
-
-    With the setting [latents] `jitter`, the table `latents` also has smaller crops of an image. A smaller crop is
-    resized to the same width and height as the crop in the table `buckets` from which it was made.
-    """
+    """Image and trained size: equal for a bucket and the jittered crops made from it."""
     return row["image_id"], row["width"], row["height"]
 
 
 def is_inside(row: Row, bucket: Row | None) -> bool:
-    """Return True if the crop of a row of the table `latents` lies inside the crop of a row of the table `buckets`, with a
-    tolerance of a thousandth of a pixel. If `bucket` is None, return False.
-    """
+    """Whether the crop of a latent lies inside that of its bucket, to a thousandth of a pixel."""
     if bucket is None or None in (row["crop_x"], row["crop_y"], row["crop_w"], row["crop_h"]):
         return False
     return all(
@@ -92,7 +67,5 @@ def is_inside(row: Row, bucket: Row | None) -> bool:
 
 
 def place(row: Row) -> tuple[Any, ...]:
-    """Return the values that say which part of an image a row is about. They are the image_id, the trained size, and
-    the edges of the crop. `row` is a row of the table `buckets` or `latents`, as a dict.
-    """
+    """Image, trained size and crop: equal for a bucket and its own latents."""
     return tuple(row[name] for name in PLACE)

@@ -1,7 +1,4 @@
-"""Settings and functions that choose which rows a run trains on, how often, and which images are held out.
-
-A rate is how often a crop occurs per epoch: 1 without settings.
-"""
+"""How often a run trains on which rows (rate: occurrences per epoch, 1 without settings), and which images are held out."""
 
 from __future__ import annotations
 
@@ -22,15 +19,6 @@ LEAST, MOST = 1e-3, 1e3  # of a rate in a setting: an epoch is a list in memory,
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The settings [train.data]: how often images are drawn for training. `resolutions` maps a resolution to a relative
-    frequency. `repeats` maps a folder to the occurrences of its images per epoch. `regularisation` is the number of
-    regularisation images per subject image. `reference_dropout` is the share of batches trained without reference
-    images. `dropped` replaces a dropped caption. It is "empty", or "trigger" for the trigger word.
-
-    Regularisation images show the class of the subject, and lie in the folder reg. With `regularisation` = 0.5, one of
-    them is drawn for every two images of the subject.
-    """
-
     resolutions: Mapping[str, float] | None = setting(
         None,
         "how often a crop of each resolution is drawn, relative to the others: {512 = 2, 768 = 1}; 0: never; unset: equally",
@@ -41,6 +29,7 @@ class DataConfig:
         'how often per epoch the images of a folder occur: {"rare" = 3, "blurred" = 0}; the longest path that matches; others 1',
         bounds=(0.0, MOST),
     )
+    # With 0.5, one regularisation image is drawn for every two images of the subject.
     regularisation: float = setting(
         1.0,
         "draws of regularisation images (folder reg) per draw of another image; kohya: 1; 0: never",
@@ -71,11 +60,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class MaskConfig:
-    """The settings [train.mask]: image tokens count less in the loss where the image's mask is dark. `floor` is the
-    smallest weight of a token, from 0 to 1. Training raises ValueError if no crop has a mask.
-
-    The masks are read from the table `latents`. It has masks if the setting [latents] `mask` is "alpha" or "file".
-    """
+    """Image tokens count less in the loss where the mask, from [latents] mask, is dark."""
 
     floor: float = setting(
         0.1, "the least weight of a token, where the mask is black: a little preserves the surroundings", bounds=(0.0, 1.0)
@@ -87,10 +72,6 @@ class MaskConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig(tuner.ValidationConfig):
-    """The settings [train.validation] of a run on images: which images are held out from training, and the noise levels at which
-    they are measured.
-    """
-
     share: float = setting(
         0.1, "share of the images that is held out, at least one image; the choice depends on content alone", bounds=(0.001, 1.0)
     )
@@ -110,16 +91,14 @@ class ValidationConfig(tuner.ValidationConfig):
 
 
 def rates(config: DataConfig, crops: Sequence[tuple[int, str]]) -> list[float]:
-    """Return how often each crop occurs per epoch, on average. The result is a list in the order of `crops`. A crop is
-    a pair (resolution, path of its image). `config` sets the frequencies. Raises ValueError if it names a folder or a
-    resolution without crops. Raises it too if `config.resolutions` lacks the resolution of a crop.
-    """
+    """By crop, (resolution, path of its image). Raises ValueError if a setting names what no crop has, or lacks a resolution."""
     weights = _weights(config, {resolution for resolution, _ in crops})
     folders = {folder.strip("/").removeprefix("./"): count for folder, count in (config.repeats or {}).items()}
     for given, folder in zip(config.repeats or {}, folders, strict=True):
         if not any(_below(path, folder) for _, path in crops):
             near = _near(folder, {str(above) for _, path in crops for above in PurePosixPath(path).parents})
             raise ValueError(f"[train.data] repeats: no image that is trained on has the path {given!r}{near}")
+    # The longest path that matches decides.
     longest = sorted(folders, key=len, reverse=True)
     times = [next((folders[f] for f in longest if _below(path, f)), 1.0) for _, path in crops]
     found = [weights[resolution] * count for (resolution, _), count in zip(crops, times, strict=True)]
@@ -128,11 +107,7 @@ def rates(config: DataConfig, crops: Sequence[tuple[int, str]]) -> list[float]:
 
 
 def _weights(config: DataConfig, present: Iterable[int]) -> dict[int, float]:
-    """Return how often a crop (trained part of an image) of each resolution in `present` is drawn. The result is a dict
-    from resolution to relative frequency. The most frequent resolution has 1. The frequencies come from
-    `config.resolutions`, a setting of [train.data]. If it is None, every frequency is 1. Raises ValueError if it does
-    not name exactly the resolutions in `present`.
-    """
+    """Relative frequency by resolution; the largest is 1."""
     resolutions = sorted(present)
     if config.resolutions is None:
         return dict.fromkeys(resolutions, 1.0)
@@ -148,18 +123,13 @@ def _weights(config: DataConfig, present: Iterable[int]) -> dict[int, float]:
 
 
 def held_out(config: ValidationConfig, paths: Mapping[str, Sequence[str]]) -> frozenset[str]:
-    """Choose the images to hold out from training, and return their image_ids. `paths` maps each image_id to all file
-    paths of the image. With `config.paths`, images that match one of these wildcards are chosen. Otherwise about the
-    share `config.share` is drawn at random. Raises ValueError if no wildcard matches.
-
-    A random choice has at least one and at most `config.most` images. It depends only on the image_ids and
-    `config.seed`.
-    """
+    """The image_ids to hold out. `paths`: all paths of each image. Raises ValueError if `config.paths` matches none."""
     if config.paths:
         found = {i for i, own in paths.items() if any(fnmatchcase(nfc(path), nfc(p)) for path in own for p in config.paths)}
         if not found:
             raise ValueError(f"[train.validation] paths: {list(config.paths)} matches none of the {len(paths)} images")
         return frozenset(found)
+    # The choice depends on image_ids and seed alone. Each image has a draw of its own, which added images do not change.
     drawn = sorted((draws.uniform(config.seed, f"held out {image_id}"), image_id) for image_id in paths)
     below = [image_id for u, image_id in drawn if u < config.share][: config.most]
     return frozenset(below or [image_id for _, image_id in drawn[:1]])
@@ -170,7 +140,7 @@ def _below(path: str, folder: str) -> bool:
 
 
 def nfc(path: str) -> str:
-    """Return a path in Unicode's composed form. macOS may store an umlaut as two characters, other systems as one."""
+    """macOS may store an umlaut as two characters, other systems as one."""
     return unicodedata.normalize("NFC", path)
 
 

@@ -1,9 +1,4 @@
-"""Check latents, embeddings and losses at the start of a run, and warn the user if they are not those of a sound run.
-
-The loss alone does not show every mistake. With the model `micro` on data/example, other hidden states of the text encoder
-change it by 2 %, padding at the wrong end by 10 %, and FLUX.1's normalisation of latents by 37 %: less than another data
-set does. So latents and embeddings are checked by themselves.
-"""
+"""Warnings at the start of a run if its latents, embeddings or first losses are not those of a sound run."""
 
 from __future__ import annotations
 
@@ -17,6 +12,9 @@ from stages.text_to_image.train.config import LossConfig
 from stages.tuner.diffusion.weighting import weight
 from stages.tuner.task import ExpectedLoss, Row
 
+# The loss alone does not show every mistake. With the model `micro` on data/example, other hidden states of the text encoder
+# change it by 2 %, padding at the wrong end by 10 %, and FLUX.1's normalisation of latents by 37 %: less than another data
+# set does. So latents and embeddings are checked by themselves.
 CROPS, CAPTIONS = 16, 4  # latents and embeddings that are looked at
 DEVIATIONS = (0.5, 2.0)  # sound standard deviations of latents; photographs and flat pictures have 0.9 to 1.3
 MOST_MEAN = 0.5  # largest sound mean of latents, in either direction
@@ -26,9 +24,7 @@ BELONG = "autoencoder, text encoder and transformer must be those of one model"
 
 
 def check_latents(latents: Iterable[np.ndarray]) -> Iterator[str]:
-    """Yield a warning if the latents are not normalised as FLUX.2's are. FLUX.2's have mean 0 and standard deviation 1
-    over many pictures. `latents` has one array per picture. The arrays hold bfloat16 values as uint16 words.
-    """
+    """A warning if the latents do not have FLUX.2's mean 0 and standard deviation 1. bfloat16 as uint16."""
     values = np.concatenate([widen(words).ravel() for words in latents])
     mean, deviation = float(values.mean()), float(values.std())
     if abs(mean) > MOST_MEAN or not DEVIATIONS[0] <= deviation <= DEVIATIONS[1]:
@@ -39,19 +35,13 @@ def check_latents(latents: Iterable[np.ndarray]) -> Iterator[str]:
 
 
 def check_embeddings(embeddings: Iterable[tuple[np.ndarray, int]], family: Family) -> Iterator[str]:
-    """Yield a warning if the text embeddings do not suit the transformer of `family`. There are two checks. The padding
-    must be where `family.text_padding` says: at the start or at the end. The embeddings must be made from the hidden
-    states of the text encoder that the family uses. `embeddings` yields pairs (rows, tokens). The rows are bfloat16
-    values as uint16 words. `tokens` is the number of rows that are not padding.
-
-    The first rows show both. Padding at the start gives equal rows. Without it, the first row belongs to the first
-    token of the chat, which no caption changes. Its values are compared with `family.first_row`, if that is known.
-    Embeddings with fewer than two rows of padding are not checked. At most one warning is yielded.
-    """
+    """At most one warning. `embeddings`: (bfloat16 rows as uint16, number of rows that are not padding)."""
     for words_TJ, tokens in embeddings:
+        # With fewer than two rows of padding, the first two rows cannot both be padding.
         if tokens > len(words_TJ) - 2:
             continue
         first_TJ = widen(words_TJ[:2])
+        # Padding at the start gives equal rows.
         end = "start" if np.allclose(first_TJ[0], first_TJ[1], rtol=1e-2, atol=1e-3) else "end"
         if end != family.text_padding:
             yield (
@@ -59,6 +49,7 @@ def check_embeddings(embeddings: Iterable[tuple[np.ndarray, int]], family: Famil
                 f"{family.text_padding}: check the tokenizer, and make the embeddings again"
             )
             return
+        # Without padding at the start, the first row is that of the chat's first token, which no caption changes.
         sizes = np.sqrt(np.square(np.split(first_TJ[0], len(family.text_layers))).mean(-1))
         if family.first_row and np.abs(sizes / np.array(family.first_row) - 1).max() > NEAR:
             found, right = (", ".join(f"{size:.3g}" for size in each) for each in (sizes, family.first_row))
@@ -70,13 +61,7 @@ def check_embeddings(embeddings: Iterable[tuple[np.ndarray, int]], family: Famil
 
 
 def expected_loss(config: LossConfig, family: Family) -> ExpectedLoss | None:
-    """Return the loss that a training run should start with, as an `ExpectedLoss`. `config` holds the settings
-    [train.loss]. `family` is the model family. The result is None if the loss is not a mean squared error. It is also
-    None for a family with random weights.
-
-    The result's function `uninformed` gives the loss of a model that knows nothing about pictures. Its pair `start` is
-    the usual range of the run's first loss divided by the value of `uninformed`.
-    """
+    """None if the loss is not a mean squared error, and for a family with random weights."""
     if config.kind != "mse" or family.seeded is not None:
         return None
 
@@ -96,8 +81,5 @@ def expected_loss(config: LossConfig, family: Family) -> ExpectedLoss | None:
 
 
 def uninformed_mse(sigma: float) -> float:
-    """Return the loss of a model that knows nothing about pictures, at the noise level `sigma` from 0 to 1. The loss is
-    the mean squared error of the best linear prediction of the velocity. The values of clean latents are taken as
-    independent, with mean 0 and variance 1.
-    """
+    """Error of the best linear prediction of the velocity, for clean latents that are independent with mean 0 and variance 1."""
     return 1 / (sigma**2 + (1 - sigma) ** 2)

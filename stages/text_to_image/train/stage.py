@@ -29,22 +29,16 @@ from stages.tuner.rows import wanted_rows
 
 
 def wanted_samples(ctx: StageContext) -> pa.Table:
-    """Return a table with one row for every sample that the run trains on or measures. The columns are `step`, `split`
-    and `sample`. `split` is "train" or "validation". `sample` is the number of the sample in the step or measurement,
-    from 0. `ctx` is the stage's context: its tables and settings.
-    """
+    """One row per sample that is trained on or measured: step, split ("train" or "validation") and number in the step, from 0."""
     task = ImageTask(ctx)
     return wanted_rows(task, loop.last_step(task, ctx.stored))
 
 
 def snapshot(ctx: StageContext) -> pa.Table:
-    """Return a table of the data on which the result of the run depends. Its columns are `latent_id`, `image_id` and
-    `caption_id`. There is one row for every crop (trained part of an image) and caption that may be drawn together.
-    Further rows record other facts, such as which crops are held out and which file is the initial adapter. `ctx` is
-    the stage's context: its input tables and settings. Raises ValueError if the file of the initial adapter is missing.
+    """What the result depends on: every pair that may be drawn, then facts with an empty latent_id.
 
-    A further row has an empty `latent_id`. Its `image_id` is the id of the crop or the sha256 of the adapter. Its
-    `caption_id` is "held out", "reference 1 LATENT_ID", "rate 0.5", "weights [3.0, 1.0]" or "initial".
+    The image_id of a fact is a latent_id, or the sha256 of the initial adapter. Its caption_id is "held out", "rate 0.5",
+    "weights [3.0, 1.0]", "reference 1 LATENT_ID" or "initial". Raises ValueError if the initial adapter is missing.
     """
     data = load_dataset(ctx, ctx.config)
     facts = [("", crop.latent_id, f"rate {crop.rate!r}") for crop in data.crops if crop.rate != 1]
@@ -62,18 +56,14 @@ def snapshot(ctx: StageContext) -> pa.Table:
 
 
 def train(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    """Train from the newest checkpoint to the last step, and yield the rows of each step as record batches. A row
-    describes one sample that was trained on or measured. If a step gets a checkpoint, its rows are yielded after the
-    checkpoint is written. `ctx` is the stage's context: its tables and settings.
-    """
+    """The rows of each step; those of a step with a checkpoint come after the checkpoint is written."""
     control = Control(ctx, ctx.config)  # first, so that a `stop` that appears while tables are read takes effect
     yield from loop.train(ctx, ImageTask(ctx), control)
 
 
 def repair(ctx: StageContext) -> Iterator[str]:
-    """Train again to recreate the damaged checkpoints of a finished run. Yield one line of text for the user per
-    checkpoint. If training now gives another adapter than before, the checkpoint stays damaged, and its line says so.
-    `ctx` is the stage's context: its tables and settings.
+    """Train again to recreate damaged checkpoints, with one line for the user each. If training now gives another adapter, the
+    checkpoint stays damaged.
     """
     if checkpoint.damaged_checkpoints(ctx.artifacts):
         yield from remake_checkpoints(ctx, ImageTask(ctx))

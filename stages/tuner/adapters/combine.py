@@ -1,8 +1,4 @@
-"""LoRAs joined into one, cut to a lower rank, and extracted from a tuned weight. Singular values decide what a lower
-rank keeps.
-
-Matrices are decomposed in float64 by NumPy. In names of arrays: O outputs, I inputs, R rank.
-"""
+"""LoRAs joined into one, cut to a lower rank by singular values, and extracted. O outputs, I inputs, R rank."""
 
 from __future__ import annotations
 
@@ -24,53 +20,35 @@ NEGLIGIBLE = 1e-6  # singular values below this share of a Linear's largest are 
 
 @dataclass(frozen=True)
 class Cut:
-    """A LoRA of limited rank that approximates a given change of weights. `arrays` maps "<linear><suffix>", such as
-    "proj_out.lora_A.weight", to a float32 array. `errors` maps the name of each Linear to (lost, whole). `whole` is the
-    squared Frobenius norm of the given change. `lost` is the squared norm of the part that the LoRA leaves out. The
-    scale of each Linear, which multiplies the LoRA's change, is 1.
-    """
+    """A LoRA of limited rank that approximates a given change of weights."""
 
-    arrays: Arrays
-    errors: Mapping[str, tuple[float, float]]
+    arrays: Arrays  # float32, made for scales of 1
+    errors: Mapping[str, tuple[float, float]]  # by Linear: squared Frobenius norms of what is lost, of the whole change
 
     @property
     def scales(self) -> Scales:
-        """The scale of each Linear's LoRA, as a dict from the Linear's name to 1.0."""
         return dict.fromkeys(self.errors, 1.0)
 
     @property
     def error(self) -> float:
-        """The relative error of the LoRA, from 0 to 1. The LoRA approximates the given change of the weights. The error
-        is the norm of the difference between the given change and the LoRA's change, divided by the norm of the given
-        change. The norm is the Frobenius norm over the weights of all Linears (linear layers) together. If the given
-        change is 0, the error is 0.
-        """
+        """Norm of what is lost over the norm of the whole change, Frobenius over all Linears; 0 if nothing was to change."""
         lost, whole = (sum(pair[side] for pair in self.errors.values()) for side in (0, 1))
         return math.sqrt(lost / whole) if whole else 0.0
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The Linear with the largest relative error, and that error."""
         relative = {name: math.sqrt(lost / whole) if whole else 0.0 for name, (lost, whole) in self.errors.items()}
         return max(relative.items(), key=lambda item: item[1])
 
     def __or__(self, other: Cut) -> Cut:
-        """Return a LoRA with the Linears of this LoRA and of the LoRA `other`. For a Linear that is in both, the arrays
-        and the approximation error of `other` are used.
-        """
         return Cut(self.arrays | other.arrays, {**self.errors, **other.errors})
 
 
 def join(parts: Sequence[Part]) -> tuple[Arrays, Scales]:
-    """Join several LoRAs into one LoRA, and return its (arrays, scales). `parts` lists (arrays, scales, strength), one
-    for each LoRA. The change of each LoRA is multiplied by its strength. The joined LoRA makes the sum of these
-    changes, with scales of 1.
-
-    The rank of a Linear is the sum of its ranks in `parts`. Raises ValueError if a part is not a plain LoRA, or if the
-    shapes of a Linear differ.
-    """
+    """A LoRA whose change is the sum of the parts' changes. Raises ValueError for parts that do not fit together."""
     arrays: Arrays = {}
     for name in dict.fromkeys(name for _, scales, _ in parts for name in scales):
+        # The ranks of a Linear add up, and the scales and strengths go into B.
         downs, ups = [], []
         for source, scales, strength in parts:
             if name in scales:
@@ -85,9 +63,7 @@ def join(parts: Sequence[Part]) -> tuple[Arrays, Scales]:
 
 
 def plain_pair(arrays: Mapping[str, mx.array], name: str) -> tuple[mx.array, mx.array]:
-    """Return the matrices (A, B) of the Linear `name` in float32. `arrays` maps names such as "<linear>.lora_A.weight"
-    to the arrays of an adapter. Raises ValueError if the adapter of this Linear is not a plain LoRA.
-    """
+    """Raises ValueError unless the Linear has a plain LoRA."""
     own = lora.arrays_of_linear(arrays, name)
     if own.keys() != {lora.A, lora.B}:
         raise ValueError(f"{name} has a DoRA, a LoKr or a whole difference; only plain LoRAs can be combined and resized")
@@ -95,15 +71,11 @@ def plain_pair(arrays: Mapping[str, mx.array], name: str) -> tuple[mx.array, mx.
 
 
 def resize(arrays: Mapping[str, mx.array], scales: Mapping[str, float], rank: int) -> Cut:
-    """Approximate a LoRA by a LoRA of lower rank, as closely as possible, and return it as a `Cut`. `arrays` maps names
-    such as "<linear>.lora_A.weight" to the arrays of the given LoRA. `scales` maps each of its Linears to the factor of
-    its change. `rank` is the largest rank of the result. Raises ValueError if the given adapter is not a plain LoRA.
-
-    Each Linear of the new LoRA is made from the largest singular values of the given change.
-    """
+    """The best approximation of a plain LoRA by one of at most this rank. Raises ValueError for another variant."""
     found: Arrays = {}
     errors = {}
     for name, scale in scales.items():
+        # In float64, by NumPy.
         down_RI, up_OR = (np.asarray(each, dtype=np.float64) for each in plain_pair(arrays, name))
         # B A = Q_b (R_b R_a^T) Q_a^T: the singular values of the large product are those of the small one in brackets.
         basis_OR, upper_b = np.linalg.qr(up_OR * scale)
@@ -115,10 +87,7 @@ def resize(arrays: Mapping[str, mx.array], scales: Mapping[str, float], rank: in
 
 
 def extract(name: str, difference_OI: mx.array, rank: int) -> Cut:
-    """Return a LoRA that approximates the change of one weight matrix. `name` is the name of the Linear.
-    `difference_OI` is the changed matrix minus the original one, `(outputs, inputs)`. The LoRA has at most the rank
-    `rank`. If all differences are 0, the result has no arrays.
-    """
+    """The best LoRA of at most this rank for one change of a weight. No arrays if the change is zero."""
     change_OI = np.asarray(difference_OI.astype(mx.float32), dtype=np.float64)
     whole = float((change_OI**2).sum())
     if not whole:
@@ -129,15 +98,11 @@ def extract(name: str, difference_OI: mx.array, rank: int) -> Cut:
 
 
 def _largest(matrix_OI: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the largest singular values of a matrix with their vectors, as (left, values, right). At most `rank`
-    values are returned, the largest first. Values so small that they are only rounding errors are left out. For R
-    values, `left` has the shape `(outputs, R)` and `right` has the shape `(R, inputs)`.
-
-    The eigenvectors of the smaller Gram matrix take a fraction of the time of a whole decomposition.
-    """
+    """The `rank` largest singular values, largest first, with their vectors; those that are rounding errors are left out."""
     if matrix_OI.shape[0] < matrix_OI.shape[1]:
         left, values, right = _largest(matrix_OI.T, rank)
         return right.T, values, left.T
+    # The eigenvectors of the smaller Gram matrix take a fraction of the time of a whole decomposition.
     squares, vectors = np.linalg.eigh(matrix_OI.T @ matrix_OI)
     values = np.sqrt(np.maximum(squares[::-1][:rank], 0))
     kept = values > NEGLIGIBLE * values[0]
@@ -146,10 +111,7 @@ def _largest(matrix_OI: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, 
 
 
 def _pair(name: str, left_OR: np.ndarray, values_R: np.ndarray, right_RI: np.ndarray) -> Arrays:
-    """Return the LoRA of the Linear `name` as a dict with its two arrays, A and B in float32. The product B A is
-    `left_OR diag(values_R) right_RI`, a singular value decomposition. Both A and B are multiplied by the square roots
-    of the singular values. A and B then have values of similar size.
-    """
+    # Both factors take the root of a singular value, so A and B have values of similar size.
     roots = np.sqrt(values_R)
     down, up = roots[:, None] * right_RI, left_OR * roots
     return {name + lora.A: mx.array(down.astype(np.float32)), name + lora.B: mx.array(up.astype(np.float32))}

@@ -1,6 +1,6 @@
-"""Training of a Linear in full: y = x (W + D)^T, where the difference D has the shape of W and starts at zero.
+"""Training of a Linear in full: y = x (W + D)^T, with D of W's shape and zero at the start.
 
-For Linears that are small or fresh, such as a projection head. The adapter's file holds D, not W + D, like that of any adapter.
+For Linears that are small or fresh, such as a projection head. The adapter's file holds D, not W + D.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""How an adapter starts: fresh, so that it changes nothing, or with the arrays of another adapter.
-
-If the other adapter has a smaller rank, fresh rows and columns that change nothing yet fill it up. A larger rank is refused.
-Cutting it by singular values would give another adapter than the one that was named.
-"""
+"""How an adapter starts: fresh, so that it changes nothing, or with the arrays of another adapter."""
 
 from __future__ import annotations
 
@@ -24,22 +20,12 @@ RANK_AXIS = {lora.A: 0, lora.B: 1, lokr.W2_A: 1, lokr.W2_B: 0}  # the axis of le
 
 
 def target_weights(blocks: Iterable[Any], targets: Iterable[Target]) -> dict[str, quantize.Weight]:
-    """Return the frozen weight of each target, as target name -> weight. A target is a Linear that gets an adapter. `blocks`
-    are the model's blocks. Each block has a `name` and a dict `weights` with keys "<linear>.weight". In these keys,
-    "<linear>" is the name of a Linear within the block.
-    """
     every = {f"{block.name}.{name}": weight for block in blocks for name, weight in block.weights.items()}
     return {target.name: every[f"{target.name}.weight"] for target in targets}
 
 
 def fresh_adapter(targets: Iterable[Target], seed: int, weights: Mapping[str, quantize.Weight] | None = None) -> Arrays:
-    """Return the float32 arrays of a new adapter for `targets`. A model with the new adapter gives the same output as
-    the base model. Keys are "<linear><suffix>", such as "<linear>.lora_A.weight". Random values depend only on `seed`,
-    the keys and the shapes. `weights` maps target names to frozen weights. It is needed only for DoRA.
-
-    Random values are uniform within 1 / sqrt(columns). This is Kaiming's bound with a = sqrt(5), as in PEFT and
-    LyCORIS.
-    """
+    """Float32 arrays that change nothing yet; random values depend only on seed, key and shape. Only DoRA needs `weights`."""
     arrays: Arrays = {}
     for target in targets:
         for suffix, shape in target.shapes.items():
@@ -57,6 +43,7 @@ def fresh_adapter(targets: Iterable[Target], seed: int, weights: Mapping[str, qu
 def _uniform(seed: int, name: str, suffix: str, shape: tuple[int, ...]) -> mx.array:
     purpose = f"init {name}" if suffix == lora.A else f"init {name}{suffix}"
     unit = draws.generator(seed, purpose).random(shape, dtype=np.float32)
+    # Within 1 / sqrt(columns): Kaiming's bound with a = sqrt(5), as in PEFT and LyCORIS.
     return mx.array((2 * unit - 1) * np.float32(1 / math.sqrt(shape[1])))
 
 
@@ -67,18 +54,7 @@ def start_from_adapter(
     fresh: Mapping[str, mx.array],
     weights: Mapping[str, quantize.Weight] | None = None,
 ) -> Arrays:
-    """Return the float32 arrays of a new adapter that changes the model as the adapter `source` does. `source` maps
-    keys such as "<linear>.lora_A.weight" to arrays. `scales` maps each Linear of `source` to the factor that multiplies
-    the change of this Linear. `targets` are the Linears of the new adapter. `fresh` is an untrained adapter for
-    `targets`, used where `source` lacks arrays. `weights` maps the names of `targets` to the frozen weights of the
-    model. It is needed only if `source` is a LoRA and the new adapter is a DoRA; otherwise, it may be None. Raises
-    ValueError if `source` does not fit `targets`.
-
-    A DoRA is a LoRA with a magnitude per output. The magnitudes are computed from `weights` if `source` has none. The
-    keys of `fresh` and of the result have the same form as the keys of `source`. `fresh_adapter` makes `fresh`. A
-    Linear that `source` lacks gets its arrays from `fresh`. If a target has a larger rank than `source`, the additional
-    rows and columns are taken from `fresh`. The change of the model is the same up to rounding.
-    """
+    """Arrays that change the model as `source` does, up to rounding; what it lacks comes from `fresh`. Raises ValueError."""
     chosen = list(targets)
     check_initial(source, scales, chosen)
     arrays: Arrays = {}
@@ -95,10 +71,7 @@ def start_from_adapter(
 
 
 def check_initial(source: Mapping[str, mx.array], scales: Mapping[str, float], targets: Iterable[Target]) -> None:
-    """Raise ValueError if the adapter `source` cannot start an adapter for `targets`. Every Linear of `source` must be a
-    target, with the same variant and shape. Its rank must not be larger than the target's. All values must be finite.
-    `source` maps "<linear><suffix>" to arrays. `scales` has a key "<linear>" for each Linear of `source`.
-    """
+    """Raises ValueError unless `source` can start `targets`: same variant and shapes, no larger rank, finite values."""
     chosen = {target.name: target for target in targets}
     for name in scales:
         if name not in chosen:
@@ -124,6 +97,7 @@ def _check_linear(target: Target, arrays: Arrays) -> None:
 
 def _check_array(target: Target, suffix: str, shape: tuple[int, ...]) -> None:
     expected, rank_axis = target.shapes[suffix], RANK_AXIS.get(suffix)
+    # A larger rank is refused: cutting it by singular values would give another adapter than the one that was named.
     if rank_axis is not None and shape[rank_axis] > expected[rank_axis]:
         most, rank = expected[rank_axis], shape[rank_axis]
         raise ValueError(f"the adapter of {target.name} must have a rank <= {most}, got {rank}: raise the rank to {rank}")
@@ -133,29 +107,19 @@ def _check_array(target: Target, suffix: str, shape: tuple[int, ...]) -> None:
 
 
 def _resized(target: Target, arrays: Arrays, scale: float, fresh: Arrays) -> Arrays:
-    """Return the adapter of one Linear, converted to the scale and rank of `target`, as a dict from suffix to float32
-    array. `target` is the Linear with the settings of the new adapter. `arrays` maps suffixes, such as
-    ".lora_A.weight", to the arrays of the old adapter. `scale` is the scale of the old adapter: the factor that
-    multiplies its change of the weight. `fresh` maps suffixes to the arrays of an untrained adapter for `target`. If
-    the new rank is larger, `fresh` supplies the additional rows and columns.
-
-    The change of the weight stays the same. For this, the arrays in `lora.ZERO_AT_START`, such as B of a LoRA, are
-    multiplied by `scale / target.scale`. `fresh` must have every suffix of `arrays`.
-    """
     resized = {}
     for suffix, value in arrays.items():
+        # B, or LoKr's w2, takes the ratio of the scales, so that the change of the weight stays the same.
         ratio = scale / target.scale if suffix in lora.ZERO_AT_START else 1.0
         resized[suffix] = _filled_up(suffix, value.astype(mx.float32) * ratio, fresh[suffix])
     return resized
 
 
 def _filled_up(suffix: str, value: mx.array, fresh: mx.array) -> mx.array:
-    """Return `value`, extended along its rank axis to the rank of `fresh`. The last rows or columns of `fresh` are appended.
-    `suffix`, such as ".lora_A.weight", determines the rank axis.
-    """
     axis = RANK_AXIS.get(suffix)
     if axis is None or value.shape[axis] == fresh.shape[axis]:
         return value
+    # What is filled in changes nothing yet: the fresh part of B, or of LoKr's w2_b, is zero.
     return mx.concatenate([value, mx.split(fresh, [value.shape[axis]], axis=axis)[1]], axis=axis)
 
 

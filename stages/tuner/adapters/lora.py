@@ -1,10 +1,6 @@
-"""The arrays of an adapter and what they add to a frozen Linear. Hu et al. 2021, arXiv 2106.09685.
+"""The arrays of an adapter and what they add to a frozen Linear. LoRA: Hu et al. 2021, arXiv 2106.09685.
 
-LoRA computes y = x W^T + scale (x A^T) B^T with A of shape (rank, inputs) and B of shape (outputs, rank). DoRA adds a
-magnitude per output (dora.py). LoKr replaces B A by a Kronecker product (lokr.py), and full training by one whole matrix
-(full.py).
-
-An adapter is a flat dict of float32 arrays named "<linear><suffix>". The suffixes that a Linear has give its variant.
+y = x W^T + scale (x A^T) B^T with A (rank, inputs) and B (outputs, rank).
 """
 
 from __future__ import annotations
@@ -18,6 +14,7 @@ from stages import kernels
 from stages.tuner.adapters import dora, full, lokr
 from stages.tuner.adapters.product import product, scaled
 
+# An adapter: float32 arrays by "<linear><suffix>". The suffixes that a Linear has give its variant.
 Arrays = dict[str, mx.array]
 Linear = Callable[[str, Any, mx.array], mx.array]  # (name within the block, weight, x) -> y
 
@@ -27,11 +24,7 @@ ZERO_AT_START = (B, lokr.W2, lokr.W2_B, full.DIFF)  # arrays that start at zero,
 
 
 def adapted_linear(adapters: Mapping[str, mx.array], scales: Mapping[str, float]) -> Linear:
-    """Return a function (name, weight, x) -> y that computes the Linears of one block with their adapters. `adapters` maps
-    "<linear><suffix>", such as "attn.to_q.lora_A.weight", to arrays. `scales` maps "<linear>" to the factor that multiplies the
-    adapter's change. All names are within the block. y has the dtype of x. For a Linear without an adapter, y is x W^T, where W
-    is `weight`.
-    """
+    """The function that computes the Linears of one block with their adapters. Names are within the block."""
 
     # The arrays are cast to the dtype of x here, inside the gradient: float32 arrays would widen all activations.
     def apply(name: str, weight: Any, x: mx.array) -> mx.array:
@@ -51,14 +44,10 @@ def adapted_linear(adapters: Mapping[str, mx.array], scales: Mapping[str, float]
 
 
 def split_by_block(blocks: Sequence[str], values: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Divide a dict whose keys begin with block names into one dict per block. The keys of `values` are "<block>.<name>".
-    `blocks` are the names of the model's blocks. Return two lists: the dicts from "<name>" to value, in the order of
-    `blocks`, and the keys that belong to no block.
-
-    Each key is looked at once: the device has no work while a step begins.
-    """
+    """One dict per block from the part of the key after the block's name, and the keys that belong to no block."""
     found: dict[str, dict[str, Any]] = {block: {} for block in blocks}
     unknown = []
+    # Each key is looked at once: the device has no work while a step begins.
     for key, value in values.items():
         end = key.find(".")
         while end >= 0 and key[:end] not in found:
@@ -71,16 +60,12 @@ def split_by_block(blocks: Sequence[str], values: Mapping[str, Any]) -> tuple[li
 
 
 def arrays_of_linear(adapters: Mapping[str, mx.array], name: str) -> Arrays:
-    """Return the adapter's arrays for the Linear `name`, as suffix -> array. The keys for LoRA are ".lora_A.weight" and
-    ".lora_B.weight". `adapters` maps "<linear><suffix>" to arrays. The result is empty if the Linear has no adapter.
-    """
+    # By suffix; empty if the Linear has no adapter.
     return {suffix: adapters[name + suffix] for suffix in SUFFIXES if name + suffix in adapters}
 
 
 def linear_shape(arrays: Mapping[str, mx.array]) -> tuple[int, int]:
-    """Return the shape (outputs, inputs) of the Linear that an adapter's arrays belong to. `arrays` maps suffixes, such as
-    ".lora_A.weight", to the arrays of this Linear.
-    """
+    """(outputs, inputs)."""
     if full.DIFF in arrays:
         outputs, inputs = arrays[full.DIFF].shape
         return outputs, inputs
@@ -91,10 +76,5 @@ def linear_shape(arrays: Mapping[str, mx.array]) -> tuple[int, int]:
 
 
 def largest_change(adapters: Mapping[str, mx.array]) -> mx.array:
-    """Return a measure of how far training has changed an adapter, as a lazy scalar array. It is the largest absolute
-    value in those arrays that start at zero. It is 0 before the first update. `adapters` maps "<linear><suffix>" to
-    arrays.
-
-    These arrays are `B` of a LoRA, the second matrix of a LoKr, and the weight difference of full training.
-    """
+    """Largest absolute value of the arrays that start at zero: 0 before the first update. Lazy."""
     return mx.max(mx.stack([mx.max(mx.abs(value)) for name, value in adapters.items() if name.endswith(ZERO_AT_START)]))

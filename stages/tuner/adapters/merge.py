@@ -1,7 +1,4 @@
-"""Merging an adapter into the weight that it adapts, for readers that know no adapters.
-
-In names of arrays: O outputs, I inputs, R rank.
-"""
+"""Merging an adapter into the weight that it adapts. In names of arrays: O outputs, I inputs, R rank."""
 
 from __future__ import annotations
 
@@ -14,13 +11,8 @@ from stages.tuner.adapters import dora, full, lokr, lora
 
 
 def merge(weight: quantize.Weight, arrays: Mapping[str, mx.array], scale: float) -> mx.array:
-    """Return the weight of a Linear with its adapter merged in. `weight` has the shape `(outputs, inputs)`. It is an
-    array, or a quantised weight packed in 8 or 4 bits. `arrays` maps suffixes, such as ".lora_A.weight", to the
-    adapter's arrays for this Linear. `scale` is the factor that multiplies the adapter's change. The result is a plain
-    array, and its dtype is that of the unpacked weight.
-
-    It is computed in float32 and rounded once. Packing it again would lose a change as small as an adapter's.
-    """
+    """The unpacked weight with its adapter, in its own dtype; computed in float32 and rounded once."""
+    # Not packed again afterwards: that would lose a change as small as an adapter's.
     dense_OI = quantize.dense(weight)
     wide_OI = dense_OI.astype(mx.float32)
     if full.DIFF in arrays:
@@ -36,11 +28,7 @@ def merge(weight: quantize.Weight, arrays: Mapping[str, mx.array], scale: float)
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], adapters: Mapping[str, mx.array], scales: Mapping[str, float]) -> None:
-    """Raise ValueError if an adapter does not fit a model. The model must have every Linear of the adapter, with the
-    same shape. `shapes` maps the names of the model's weights, "<linear>.weight", to `(outputs, inputs)`. `adapters`
-    maps names such as "<linear>.lora_A.weight" to arrays. The keys of `scales` are the names of the adapter's Linears.
-    Its values are not used.
-    """
+    """Raises ValueError unless the model has every Linear of the adapter in the same shape. `shapes`: by "<linear>.weight"."""
     for name in scales:
         shape, expected = lora.linear_shape(lora.arrays_of_linear(adapters, name)), shapes.get(f"{name}.weight")
         if expected is None:

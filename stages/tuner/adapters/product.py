@@ -1,13 +1,4 @@
-"""x W^T + scale (x A^T) B^T as one operation with its own gradient: W frozen, A and B trained or absent.
-
-Automatic differentiation would pass over the wide outputs once more to add the low-rank change, and over the gradient of x
-once more to add its two terms. Here both are added within the matrix products.
-
-A packed W is unpacked for the product and again for its gradient, and kept for neither; a large one in chunks of rows. Over
-thousands of tokens this is faster than a quantised product, which unpacks every tile of W once per tile of tokens.
-
-In names of arrays: c a chunk of the outputs, I inputs.
-"""
+"""x W^T + scale (x A^T) B^T as one operation with its own gradient. c a chunk of the outputs, I inputs."""
 
 from __future__ import annotations
 
@@ -23,18 +14,16 @@ Pair = tuple[mx.array, mx.array]  # A (rank, inputs) and B (outputs, rank), in t
 
 
 def product(x: mx.array, weight: quantize.Weight, pair: Pair | None = None, scale: float = 1.0) -> mx.array:
-    """Compute a Linear with an optional low-rank change of its weight. Return `x W^T + scale (x A^T) B^T`, of shape
-    `(..., outputs)`. `x` has the shape `(..., inputs)`. `weight` is the frozen `W`. `pair` is `(A, B)`. If `pair` is
-    None, the result is `x W^T`. Gradients are computed for `x`, `A` and `B`, but not for `W`.
-
-    `weight` is an array of shape `(outputs, inputs)`, or a quantised weight packed in 8 or 4 bits. `A` has the shape
-    `(rank, inputs)`, and `B` has the shape `(outputs, rank)`. Both have the dtype of `x`.
-    """
+    """x W^T + scale (x A^T) B^T, or x W^T without `pair`. No gradient for `weight`, which may be packed."""
+    # A packed W is unpacked for the product and again for its gradient, and kept for neither. Over thousands of tokens this
+    # is faster than a quantised product, which unpacks every tile of W once per tile of tokens.
     chunks = quantize.row_chunks(weight, x.size // x.shape[-1])
 
     def project_down(x: mx.array, down: mx.array) -> mx.array:
         return scaled(kernels.linear(x, down), scale)
 
+    # Automatic differentiation would pass over the wide outputs, and over the gradient of x, once more to add their terms.
+    # Here they are added within the matrix products.
     @OwnGradient
     def forward(x: mx.array, *pair: mx.array) -> mx.array:
         low = project_down(x, pair[0]) if pair else None
@@ -68,16 +57,12 @@ def product(x: mx.array, weight: quantize.Weight, pair: Pair | None = None, scal
 
 
 def scaled(x: mx.array, scale: float) -> mx.array:
-    """Return scale * x; if the scale is 1, return x itself without an operation."""
+    # Without an operation if the scale is 1.
     return x if scale == 1 else scale * x
 
 
 def _dense_rows(weight: quantize.Weight, rows: slice, after: mx.array) -> mx.array:
-    """Return some rows of a weight as an array without quantisation. `weight` may be quantised. `rows` is the slice of
-    the rows to return. A quantised weight is unpacked only after the array `after` is computed.
-
-    To keep only one unpacked chunk in memory at a time, pass the result of the previous chunk as `after`.
-    """
+    # Unpacked only after `after` is computed, the result of the chunk before: one unpacked chunk in memory at a time.
     own = quantize.select_rows(weight, rows)
     return own if isinstance(own, mx.array) else quantize.unpack_after(own, after).dense()
 

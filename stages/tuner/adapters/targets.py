@@ -19,44 +19,25 @@ Shapes = Mapping[str, tuple[int, int]]  # name of a Linear -> (outputs, inputs)
 
 @dataclass(frozen=True)
 class Target:
-    """A Linear that gets an adapter, with the settings of this adapter. `name` is the name of the Linear. Its weight
-    has the shape `(outputs, inputs)`. `variant` is "lora", "dora", "lokr" or "full". The variant "full" trains the
-    whole weight and ignores `rank` and `alpha`. The property `scale` is the factor of the weight's change; it depends
-    on `rank`, `alpha` and `rslora`. `factor` limits a LoKr's first matrix `w1` to `factor` rows and `factor` columns;
-    None means no such limit.
-
-    rsLoRA: Kalajdzievski 2023, arXiv 2312.03732. `lokr.factorize` applies `factor`.
-    """
-
     name: str
     outputs: int
     inputs: int
-    rank: int
+    rank: int  # without effect, like alpha, if the variant is "full"
     alpha: float
     variant: Variant | Literal["full"] = "lora"
-    rslora: bool = False
-    factor: int | None = None
+    rslora: bool = False  # scale alpha / sqrt(rank): Kalajdzievski 2023, arXiv 2312.03732
+    factor: int | None = None  # most rows, and columns, of LoKr's w1; None: no such limit
 
     @property
     def scale(self) -> float:
-        """The factor that multiplies the adapter's change of the weight. It is `alpha / rank`, or `alpha / sqrt(rank)`
-        if `rslora` is true. For a LoKr with a whole (not low-rank) second matrix `w2`, the factor is 1. It is also 1 for
-        the variant "full".
-        """
+        """Factor of the adapter's change; 1 for "full" and for a LoKr whose w2 is whole."""
         if lokr.W2 in self.shapes or self.variant == "full":
             return 1.0
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the adapter's arrays, as a dict from key ending to shape. LoRA has ".lora_A.weight", `(rank,
-        inputs)`, and ".lora_B.weight", `(outputs, rank)`. DoRA also has a magnitude, `(outputs,)`. LoKr has ".lokr_w1",
-        `(a, b)`, and ".lokr_w2", `(c, d)`, with `a * c = outputs` and `b * d = inputs`. The variant "full" has one
-        array, `(outputs, inputs)`.
-
-        If the rank of a LoKr is below `max(c, d) / 2`, two low-rank arrays replace ".lokr_w2". These are ".lokr_w2_a",
-        `(c, rank)`, and ".lokr_w2_b", `(rank, d)`.
-        """
+        """By suffix."""
         if self.variant == "full":
             return {full.DIFF: (self.outputs, self.inputs)}
         if self.variant == "lokr":
@@ -78,29 +59,19 @@ def select_targets(
     factor: int | None = None,
     whole: Sequence[str] = (),
 ) -> list[Target]:
-    """Return one `Target` for each Linear (linear layer) to train. `linears` maps names of Linears to (outputs,
-    inputs). Linears that match `patterns`, such as "attn.to_q" or "*", get an adapter. `variant` is the adapter's kind:
-    "lora", "dora" or "lokr". The adapter has the rank `rank` and the scale `alpha` / `rank`, or `alpha` / sqrt(`rank`)
-    if `rslora` is True. If `alpha` is None, the rank is used as alpha. `ranks` and `alphas` map a pattern to another
-    rank or alpha for matching Linears. `factor` is the largest number of rows, and of columns, of a LoKr's first
-    matrix. Linears that match `whole` get no adapter: their whole weight is trained.
-
-    The scale multiplies the adapter's change of the weight. `alpha` None is an error if `rslora` is True. `factor` None
-    means no limit. In `ranks` and `alphas`, the first matching pattern counts. Rank 0 leaves a Linear out. A LoKr with
-    a whole (not low-rank) second matrix is not scaled. The result has the order of `linears`; the targets of `whole`
-    come last. Raises ValueError if a pattern matches nothing, if a value is out of range, or if no Linear gets an
-    adapter.
-    """
+    """The Linears to train, in the order of `linears`; those trained in full (`whole`) last. Raises ValueError."""
     trained_whole = _matching_linears(linears, whole, "full") if whole else {}
     rest = {name: shape for name, shape in linears.items() if name not in trained_whole}
     chosen = _matching_linears(rest, list(patterns))
     _check_overrides("rank_for", ranks or {}, chosen, zero_allowed=True)
     _check_overrides("alpha_for", alphas or {}, chosen, zero_allowed=False)
+    # Alpha's default, the rank, would give a scale of sqrt(rank).
     if rslora and alpha is None:
         neutral = f"{math.sqrt(rank):.3g}"
         raise ValueError(f"rslora needs an alpha, which it divides by sqrt(rank); alpha = {neutral} gives a scale of 1")
     targets = []
     for name, (outputs, inputs) in chosen.items():
+        # The first matching pattern counts; rank 0 leaves a Linear out.
         if own_rank := _first_match(name, ranks, rank):
             if own_rank > min(outputs, inputs) and variant != "lokr":
                 narrow = f"{min(outputs, inputs)} for {name} ({outputs} x {inputs})"
@@ -136,18 +107,12 @@ def _first_match(name: str, values: Mapping[str, float] | None, default: float) 
 
 
 def matches_pattern(name: str, pattern: str) -> bool:
-    """Return True if `pattern` matches the name of a Linear. `pattern` may have shell wildcards. It must match the whole
-    name, or the end of the name after any dot. "*" matches every name. "attn.to_q" matches this Linear in every block.
-    "single_transformer_blocks.*" matches every Linear of these blocks.
-    """
+    """Whether a pattern with shell wildcards matches the whole name, or its end after any dot."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def similar_names(pattern: str, names: Iterable[str]) -> str:
-    """Return a hint for an error message, such as "; nearest: a, b". It lists up to three names that are similar to
-    `pattern`. `names` are the names of all Linears. The part of a name after any dot is compared too, such as "to_q"
-    for "blocks.0.to_q". The hint shows "*" in place of a block number. Return "" if no name is similar.
-    """
+    """A hint for an error: "; nearest: a, b" with "*" for the number of a block, or nothing."""
     endings: dict[str, None] = {}
     for name in names:
         parts = ["*" if part.isdigit() and at == 1 else part for at, part in enumerate(name.split("."))]
@@ -157,29 +122,17 @@ def similar_names(pattern: str, names: Iterable[str]) -> str:
 
 
 def target_scales(targets: Iterable[Target]) -> dict[str, float]:
-    """Return the scale of each target's adapter, as name of the Linear -> scale. The adapter's change of the weight is
-    multiplied by the scale.
-    """
     return {target.name: target.scale for target in targets}
 
 
 def adapter_metadata(targets: Iterable[Target]) -> dict[str, str]:
-    """Return the metadata for the header of an adapter file, as a dict of strings. `targets` are the Linears (linear
-    layers) in the file. The keys "variant", "rank" and "alpha" hold the values of the first target. The key "scales" is
-    added if the scale of any target differs from "alpha" divided by the rank of this target. "scales" is a JSON object
-    from the name of each Linear to its scale.
-
-    For example, the first target has rank 8 and alpha 8. The second has rank 16 and alpha 16, so its scale is 1. But
-    `8 / 16` is 0.5, so "scales" is added. Without "scales", a program that reads the file divides "alpha" by the rank
-    of each Linear's own arrays.
-
-    A LoKr with a whole (not low-rank) matrix `w2` and a Linear that is trained in full always have scale 1. Their
-    scales are not compared.
-    """
+    """Header of an adapter's file. "scales" is there only where alpha / rank of a Linear is not its scale."""
     chosen = list(targets)
     first = chosen[0]
     metadata = {"variant": first.variant, "rank": str(first.rank), "alpha": f"{first.alpha:g}"}
     unscaled = (lokr.W2, full.DIFF)
+    # Without "scales", readers divide the one alpha by the rank of each Linear's own arrays: with alpha 8 in the header, a
+    # Linear of rank 16 and alpha 16 would get 0.5 instead of 1. Linears that always have scale 1 are not compared.
     if any(t.scale != float(metadata["alpha"]) / t.rank and not any(suffix in t.shapes for suffix in unscaled) for t in chosen):
         metadata["scales"] = json.dumps(target_scales(chosen))
     return metadata

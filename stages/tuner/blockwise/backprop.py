@@ -1,12 +1,7 @@
 """Gradients of a chain of blocks: block by block, as one graph, or a mixture. Knows no architecture.
 
-Differentiating a whole graph keeps every block's activations until the backward pass. Block by block, the forward pass keeps
-only each block's input; the backward pass computes each block again, last block first, differentiates it alone and evaluates
-it before the next begins. Only adapters are trained, so this costs one more forward pass, and memory holds the weights, one
-activation per block, and the work of one block.
-
-A plan says how many of the last blocks are differentiated as one graph, which keeps their activations and does not compute
-them again: "whole" is all blocks, "blocks" is one.
+Block by block, the forward pass keeps only each block's input. The backward pass computes each block again, last block first,
+differentiates it alone and evaluates it before the next begins: one more forward pass, as only adapters are trained.
 """
 
 from __future__ import annotations
@@ -39,22 +34,10 @@ def loss_and_grads(
     loss: Loss,
     plan: Plan = "whole",
 ) -> tuple[mx.array | Values, Arrays]:
-    """Compute the losses of a batch and the gradients of their mean. Return (result of `loss`, dict from the names in
-    `adapters` to gradients). `chain` is the model. `adapters` maps names such as "<block>.<linear>.lora_A.weight" to
-    arrays. `scales` maps "<block>.<linear>" to the factor of the adapter's change. `inputs` are the keyword arguments
-    of `chain.enter`. `loss(prediction)` returns one loss per sample, or a dict of values per sample with the key
-    "loss". `plan` says how many of the last blocks keep their activations: a number, "whole" for all blocks, or
-    "blocks" for only the last block.
+    """The result of `loss` and the gradients of its mean by the names in `adapters`, both lazy. All plans agree up to rounding.
 
-    The backward pass computes the activations of the other blocks again, one block at a time. The plan "blocks" is
-    named after this. A number below 1 counts as 1, and a number above the number of blocks means all blocks.
-
-    All plans give the same gradients up to rounding. Raises ValueError if `plan` is anything else, if there are no
-    adapters, or if an adapter belongs to no block.
-
-    The results may not be computed yet on return. Only a loss that is a `functools.partial(function, name=array, ...)`
-    is compiled. Its arrays become arguments of the graph. An array captured by a closure would be frozen into the
-    graph.
+    Only a loss that is a `functools.partial(function, name=array, ...)` is compiled; its arrays become arguments of the graph.
+    Raises ValueError for an unknown plan, and unless every adapter belongs to a block.
     """
     chain = on_cores(chain, inputs)
     backprop = BlockwiseBackprop(chain, adapters, scales)
@@ -81,18 +64,10 @@ def loss_and_grads(
 
 
 def main_losses(found: mx.array | Values) -> mx.array:
-    """Return the losses that training minimises, one per sample. `found` is the result of a loss: the losses alone, or a dict
-    with the key "loss".
-    """
     return found["loss"] if isinstance(found, dict) else found
 
 
 def predict(chain: Chain, adapters: Arrays, scales: Mapping[str, float], inputs: Mapping[str, Any]) -> Tree:
-    """Return the prediction of `chain` with an adapter, without a gradient. `adapters` maps names such as
-    "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the factor of the adapter's change.
-    `inputs` are the keyword arguments of `chain.enter`. The function does not wait for the device: the prediction may
-    still be in computation.
-    """
     chain = on_cores(chain, inputs)
     blocks = BlockwiseBackprop(chain, adapters, scales)
     h, shared = chain.enter(**inputs)
@@ -106,9 +81,6 @@ def predict(chain: Chain, adapters: Arrays, scales: Mapping[str, float], inputs:
 
 
 def predict_base(chain: Chain, inputs: Mapping[str, Any]) -> Tree:
-    """Return the prediction of the model `chain` without an adapter. `inputs` are the keyword arguments of `chain.enter`. The
-    returned array may not be computed yet.
-    """
     chain = on_cores(chain, inputs)
     h, shared = chain.enter(**inputs)
     visit = Visit(chain.blocks, range(len(chain.blocks)))
@@ -121,12 +93,8 @@ def predict_base(chain: Chain, inputs: Mapping[str, Any]) -> Tree:
 
 
 def kept_blocks(plan: Plan, blocks: int) -> int:
-    """Return how many of the last blocks keep their activations until the backward pass. `plan` is "whole" (all blocks),
-    "blocks" (1 block) or a number. `blocks` is the number of blocks of the model. The result is at least 1 and at most
-    `blocks`. Raises ValueError for any other plan.
-
-    The last block costs nothing, because the backward pass begins with it.
-    """
+    """How many of the last blocks keep their activations: at least 1, at most all. Raises ValueError for an unknown plan."""
+    # The last block costs nothing: the backward pass begins with it.
     if isinstance(plan, int):
         return min(max(plan, 1), blocks)
     if plan not in ("whole", "blocks"):
@@ -135,11 +103,7 @@ def kept_blocks(plan: Plan, blocks: int) -> int:
 
 
 class BlockwiseBackprop:
-    """A model with adapters that is computed block by block, forward and backward. `adapters` maps names such as
-    "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the factor that multiplies the adapter's
-    change. `first_trained` is the index of the first block with an adapter. Raises ValueError if there is no adapter, or if an
-    adapter belongs to no block.
-    """
+    """The blocks of a model with their adapters, forward and backward. Raises ValueError as `loss_and_grads` does."""
 
     def __init__(self, chain: Chain, adapters: Arrays, scales: Mapping[str, float]) -> None:
         self.chain = chain
@@ -154,29 +118,18 @@ class BlockwiseBackprop:
         self.first_trained = min(n for n, own in enumerate(self.adapters) if own)
 
     def forward(self, n: int, weights: Tree, h: Tree, shared: Tree) -> Tree:
-        """Return the output of the block with index `n`. `h` is the block's input. `weights` holds the block's weights
-        by name. `shared` is a value that all blocks read; `chain.enter` returned it.
-        """
         block = self.chain.blocks[n]
         return self.compiled(forward_function, block.kind)(self.adapters[n], weights, h, shared, self.scales[n])
 
     def backward(self, n: int, weights: Tree, h: Tree, shared: Tree, cotangent: Tree) -> tuple[Tree, Arrays]:
-        """Compute the block with index `n` again, and differentiate it. `h` is the block's input. `weights` holds the
-        block's weights by name. `shared` is the value that all blocks read. `cotangent` is the gradient of the loss
-        with respect to the block's output. Return two values: the gradient with respect to `h`, and a dict of gradients
-        by adapter name.
-        """
+        """Computes a block again and differentiates it: gradients by its input, and by name of its adapter's arrays."""
         block = self.chain.blocks[n]
         run = self.compiled(_backward, block.kind)
         by_input, grads = run(self.adapters[n], weights, h, shared, self.scales[n], cotangent)
         return by_input, {f"{block.name}.{key}": grad for key, grad in grads.items()}
 
     def tail(self, head: int, h: Tree, shared: Tree, loss: Loss) -> tuple[mx.array | Values, Tree, Arrays]:
-        """Compute the last blocks and the loss, and differentiate them as one graph. The first of these blocks has the
-        index `head`. `h` is the input of this block. `shared` is the value that all blocks read. `loss` maps the
-        prediction to one loss per sample, or to a dict of values per sample. Returns three values: the result of `loss`,
-        the gradient of the mean loss with respect to `h`, and a dict of gradients by adapter name.
-        """
+        """The blocks from `head` on and the loss as one graph: result of `loss`, gradient of its mean by `h`, and by name."""
         blocks = self.chain.blocks[head:]
         kinds = tuple(b.kind for b in blocks)
         if isinstance(loss, functools.partial):
@@ -193,12 +146,6 @@ class BlockwiseBackprop:
 
 
 def forward_function(chain: Chain, kind: str) -> Callable[..., Tree]:
-    """Return a function that computes any block of one kind with its adapter. `chain` is the model. `kind` is the name
-    of the kind of block. The function takes `(adapters, weights, h, shared, scales)` and returns the block's output.
-    `adapters` maps names such as "<linear>.lora_A.weight" to arrays. `scales` maps "<linear>" to the factor of the
-    adapter's change. `h` is the block's input. `shared` is the value that all blocks read.
-    """
-
     def forward(adapters: Arrays, weights: Tree, h: Tree, shared: Tree, scales: dict[str, float]) -> Tree:
         return chain.block(kind)(weights, h, shared, lora.adapted_linear(adapters, scales))
 
@@ -236,9 +183,8 @@ def _tail(chain: Chain, kinds: tuple[str, ...], loss: Callable[..., mx.array | V
 
 
 def _vjp(run: Callable[[Tree, Arrays], Tree], h: Tree, adapters: Arrays, cotangent: Tree) -> tuple[Tree, Arrays]:
-    """Return two gradients of run(h, adapters). The first is for `h`, in the structure of `h`. The second is for `adapters`, by
-    name. `cotangent` is the gradient of the loss with respect to the result of `run`.
-    """
+    """Gradients of run(h, adapters) by `h`, in its structure, and by name."""
+    # mx.vjp takes and returns flat lists of arrays only.
     leaves = [leaf for _, leaf in tree_flatten(h)]
 
     def flat(*primals: mx.array) -> list[mx.array]:
@@ -250,17 +196,13 @@ def _vjp(run: Callable[[Tree, Arrays], Tree], h: Tree, adapters: Arrays, cotange
 
 
 def _arranged_like(tree: Tree, leaves: Sequence[mx.array]) -> Tree:
-    """Return a tree with the structure of `tree` and the values of `leaves`, in order. Surplus leaves are ignored."""
     each = iter(leaves)
     return tree_map(lambda _: next(each), tree)
 
 
 class CompiledFunctions:
-    """A cache of the compiled functions of one model. It refers to the model weakly. Dropping the model therefore frees its
-    weights.
-    """
-
     def __init__(self, chain: Chain) -> None:
+        # Weak: the functions must not keep the weights of a model that was dropped.
         self.chain: Chain = weakref.proxy(chain)
         self.functions: dict[Any, Callable[..., Any]] = {}
 
@@ -276,10 +218,7 @@ _COMPILED: dict[int, CompiledFunctions] = {}
 
 
 def compiled_functions(chain: Chain) -> CompiledFunctions:
-    """Return the cache of the compiled functions of `chain`. `chain` is a model as a sequence of blocks. The first call
-    for a model creates the model's cache, and later calls for this model return the cache. When the model is freed, the
-    cache is removed.
-    """
+    """The model's cache, removed when the model is freed."""
     if id(chain) not in _COMPILED:
         _COMPILED[id(chain)] = CompiledFunctions(chain)
         weakref.finalize(chain, _COMPILED.pop, id(chain))

@@ -1,4 +1,4 @@
-"""What the device can do and how much it may hold: memory budget, limits on work in flight, whether to compile."""
+"""What the device can do and how much it may hold: memory budget, limits on work in flight, how MLX schedules."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ IN_FLIGHT = 2  # blocks whose arrays a GPU holds at once: one is computed while 
 
 
 def device_bytes() -> int:
-    """Return the bytes of memory that MLX may use. On a Mac, this is the working set size that Metal recommends. On
-    CUDA, it is the total memory of the GPU. Otherwise, it is the memory of the machine.
-    """
+    """Memory that MLX may use: Metal's recommended working set, a CUDA GPU's total, else the machine's."""
     info: Mapping[str, Any] = mx.device_info()
     for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
         if key in info:
@@ -46,12 +44,7 @@ def device_bytes() -> int:
 
 
 def memory_budget(limit_gb: float | None = None) -> int:
-    """Return how many bytes of memory a stage may take. `limit_gb` is a limit from the settings, in gigabytes (10^9
-    bytes). The result is this limit in bytes. If `limit_gb` is None, the result is 85 % of `device_bytes()`.
-
-    If `limit_gb` is None, three more rules hold on a Mac. The result is at most the machine's memory less 6 GB. It is
-    at most the memory that was free at the first call of `free_bytes`. It is at least 1 GB.
-    """
+    """Bytes that a stage may take: the user's limit, else 85 % of the device's, on a Mac less if the machine has less free."""
     if limit_gb is not None:
         return int(limit_gb * GB)
     found = int(device_bytes() * (1 - HEADROOM))
@@ -62,17 +55,13 @@ def memory_budget(limit_gb: float | None = None) -> int:
 
 
 def physical_bytes() -> int:
-    """Return the bytes of memory of the machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @functools.cache
 def free_bytes() -> int | None:
-    """Return the free memory of a Mac, in bytes. Memory that the system could free at once is included. The value is
-    measured at the first call and does not change afterwards. Return None if `vm_stat` does not give it.
-
-    Without enough free memory, a Mac pages to disk instead of failing. Training is then many times slower.
-    """
+    """Bytes that macOS has free or could free at once, measured at the first call. None if `vm_stat` does not say."""
+    # Without enough free memory, a Mac pages to disk instead of failing, and training is many times slower.
     try:
         done = subprocess.run(["vm_stat"], capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -84,21 +73,14 @@ def free_bytes() -> int | None:
 
 @contextmanager
 def live_memory_limit(limit: int | None) -> Iterator[None]:
-    """Return a context manager that limits the memory of MLX to `limit` bytes. At this limit, MLX waits for running
-    operations before it starts more. MLX's cache of freed memory gets the same limit. On exit, the previous limits are
-    restored. If `limit` is None, nothing is changed.
-
-    On Metal, up to `limit` bytes are also wired: macOS does not page them to disk. They stay wired after the exit,
-    because wiring them again in every step would take time.
-
-    MLX starts operations before earlier ones have finished. The limit bounds the memory of this work. Results do not
-    change.
-    """
+    """Limits what MLX allocates, and its cache, to `limit` bytes; results do not change."""
     if limit is None:
         yield
         return
+    # MLX starts operations before earlier ones have finished; at the limit it waits for them first.
     before, cache = mx.set_memory_limit(limit), mx.set_cache_limit(limit)
     if limited():
+        # Wired memory is not paged to disk. It stays wired after the exit: wiring it again would cost time in every step.
         mx.set_wired_limit(min(limit, device_bytes()))
     try:
         yield
@@ -108,22 +90,13 @@ def live_memory_limit(limit: int | None) -> Iterator[None]:
 
 
 def blocks_in_flight() -> int:
-    """Return how many blocks of a model have arrays in memory at the same time: 2 on a GPU, 1 on a CPU.
-
-    Each block is handed to the device while the previous block is computed. A GPU frees arrays only when a batch of operations
-    ends. A CPU frees each array after its last use.
-    """
+    # A GPU frees arrays only when a batch of operations ends, and the next block is handed over while one is computed. A CPU
+    # frees each array after its last use.
     return 1 if mx.default_device() == mx.cpu else IN_FLIGHT
 
 
 def gathers_large_command_buffers() -> bool:
-    """Return True if MLX submits operations to the default device in large batches. MLX does this on CUDA GPUs with the
-    compute capability 8.0, 9.0, 10.0 or 12.0. On these GPUs, the operations of one batch read up to 400 or 1000 MB,
-    depending on the GPU. On every other device, the result is False.
-
-    Large batches take memory, because all arrays of a batch are alive until it is done. `configure_scheduler` makes
-    these batches smaller.
-    """
+    """Whether MLX on this GPU submits operations in batches that read 400 or 1000 MB; all arrays of a batch stay alive."""
     if not mx.cuda.is_available() or mx.default_device() != mx.gpu:
         return False
     info: Mapping[str, Any] = mx.device_info()
@@ -131,41 +104,26 @@ def gathers_large_command_buffers() -> bool:
 
 
 def configure_scheduler() -> None:
-    """Set how MLX orders operations on this device, for less memory and time. Call it before the first MLX operation of the
-    process. It sets environment variables, unless the user has set them. MLX reads each of them only once.
-
-    On the GPUs for which `gathers_large_command_buffers` returns True, the variable is `MLX_MAX_MB_PER_BUFFER`. MLX then
-    submits operations in smaller batches, each reading about 200 MB. All arrays of a batch are alive until it is done.
-    data/bench.md compares the peaks.
-
-    On a CPU with several cores, the variable is `MLX_BFS_MAX_WIDTH`. MLX then takes operations from all parts of a graph in
-    turn. By default, it computes a graph with many results depth first, and cores wait for each other.
-    """
+    """Sets MLX's environment variables, unless the user did, for less memory and time. Before the first MLX operation."""
+    # Smaller batches of operations free their arrays earlier: data/bench.md compares the peaks.
     if gathers_large_command_buffers():
         os.environ.setdefault(BUFFER_VARIABLE, BUFFER_MB)
+    # By default, MLX computes a graph with many results depth first, and cores wait for each other.
     if mx.default_device() == mx.cpu and len(cores().streams) > 1:
         os.environ.setdefault(WIDTH_VARIABLE, WIDTH)
 
 
 def configure_convolutions() -> None:
-    """Set how MLX starts the operations of an autoencoder on a CUDA GPU, for less time. Call it before the first MLX
-    operation of the process. It sets the environment variables of `CONVOLUTIONS`, unless the user has set them. MLX reads each of
-    them only once. On other devices, nothing is set.
-
-    By default, MLX gathers operations in CUDA graphs. A graph with a convolution of cuDNN is often built anew each time, which
-    takes the CPU longer than the GPU computes. Without graphs, arrays are freed after every third operation.
-    """
+    """Sets MLX's environment variables, unless the user did, for an autoencoder on CUDA. Before the first MLX operation."""
+    # By default, MLX gathers operations in CUDA graphs. One with a cuDNN convolution is often built anew each time, which
+    # takes the CPU longer than the GPU computes. Without graphs, arrays are freed after every third operation.
     if mx.cuda.is_available() and mx.default_device() == mx.gpu:
         for name, value in CONVOLUTIONS.items():
             os.environ.setdefault(name, value)
 
 
 def compute_exactly() -> None:
-    """Make MLX compute float32 products and convolutions in full float32. Call it before the first product of the
-    process. MLX's defaults round the inputs of products to TF32 on some GPUs. On Metal, they also compute convolutions
-    with Winograd's method, which loses digits.
-
-    It sets the environment variables of `EXACT`, unless the user has set them. MLX reads each of them only once.
-    """
+    """Full float32 in products and convolutions, unless the user's environment differs. Before the first MLX operation."""
+    # MLX's defaults round the inputs of products to TF32 on some GPUs; Winograd convolutions on Metal lose digits.
     for name, value in EXACT.items():
         os.environ.setdefault(name, value)

@@ -16,41 +16,24 @@ from stages.tuner.blockwise.visit import Visit
 
 
 class AdapterMismatch(ValueError):  # noqa: N818  (a mistake of the user, described in one line)
-    """Raised if an adapter does not fit the model. The message begins with the name of the Linear."""
+    """The adapter does not fit the model. The message begins with the name of the Linear."""
 
 
 class BlockwiseForward:
-    """The forward pass of a model, with or without an adapter, computed block by block. Call the object with the
-    model's inputs as keyword arguments. They are the same as for the model's method `enter`. The call returns the
-    model's prediction as an array.
-
-    The function of each kind of block is compiled once, where compilation is on. Each block is handed to the device
-    before the next one is built. While `live_bytes` bytes or more are in use, MLX starts no further operation; None
-    means no limit.
-    """
+    """Computes predictions of a model, with or without an adapter, block by block. Takes the inputs of `chain.enter`."""
 
     def __init__(
         self, chain: Chain, adapters: Arrays | None = None, scales: Mapping[str, float] | None = None, dtype: Any = None
     ) -> None:
-        """Prepare the forward pass of a model with an adapter. `chain` is the model, a chain of blocks. `adapters` maps
-        names such as "<block>.<linear>.lora_A.weight" to arrays. `scales` maps "<block>.<linear>" to the factor that
-        multiplies the adapter's change of this Linear. Without an adapter, both are None. Matrices of the adapter are
-        cast to `dtype`. If `dtype` is None, they keep their dtype.
-        """
         self.chain = chain
         arrays = {name: cast_matrix(array, dtype) for name, array in (adapters or {}).items()}
         mx.eval(arrays)
         names = [block.name for block in chain.blocks]
         self.adapters, _ = lora.split_by_block(names, arrays)
         self.scales, _ = lora.split_by_block(names, scales or {})
-        self.live_bytes: int | None = None
+        self.live_bytes: int | None = None  # MLX starts no operation while so much is in use; None: no limit
 
     def __call__(self, **inputs: Any) -> mx.array:
-        """Compute the prediction of the model and return it as an array. Pass the model's inputs as keyword arguments
-        (`**inputs`). Their names are those of the arguments of the model's method `enter`. For example, if the model
-        has the method `enter(ids, real)`, call `forward(ids=ids, real=real)`. The call waits until the device has
-        computed the result.
-        """
         with live_memory_limit(self.live_bytes):
             chain = on_cores(self.chain, inputs)
             compiled = compiled_functions(chain)
@@ -59,6 +42,7 @@ class BlockwiseForward:
             visit = Visit(chain.blocks, range(len(chain.blocks)))
             for n in visit:
                 run: Callable[..., Tree] = compiled(forward_function, chain.blocks[n].kind)
+                # One compiled function per kind of block; each block is handed to the device before the next is built.
                 h = run(self.adapters[n], visit.weights, h, shared, self.scales[n])
                 visit.dispatch(h)
             prediction: mx.array = chain.leave(h, shared)
@@ -67,27 +51,19 @@ class BlockwiseForward:
 
 
 def cast_matrix(array: mx.array, dtype: Any) -> mx.array:
-    """Return a LoRA matrix in `dtype`. Arrays with fewer than two axes, and all arrays if `dtype` is None, stay as they are.
-
-    A vector scales outputs and needs float32.
-    """
+    # A vector scales outputs and needs float32.
     return array.astype(dtype) if dtype is not None and array.ndim == 2 else array
 
 
 def model_forward(model: Any, adapter: tuple[Arrays, dict[str, float]] | None, strength: float = 1.0) -> BlockwiseForward:
-    """Return an object that computes predictions of `model`, block by block. `adapter` is a pair (arrays by name, scale
-    of each Linear), or None for no adapter. `strength` multiplies the scales. Raises AdapterMismatch if a Linear of the
-    adapter is missing in the model or has another shape.
-    """
+    """The forward pass with an adapter of (arrays, scales), times `strength`. Raises AdapterMismatch."""
     arrays, scales = adapter or ({}, {})
     check_adapter(model, arrays, scales)
     return BlockwiseForward(model, arrays, {name: scale * strength for name, scale in scales.items()}, model.dtype)
 
 
 def check_adapter(model: Any, arrays: Arrays, scales: Mapping[str, float]) -> None:
-    """Raise AdapterMismatch if a Linear of an adapter is missing in `model` or has another shape. `arrays` maps names such as
-    "<linear>.lora_A.weight" to arrays. `scales` has a key for each Linear. No weight of `model` is read.
-    """
+    """Raises AdapterMismatch if the model lacks a Linear of the adapter or has it in another shape. Reads no weight."""
     known = model.linears()
     for name in scales:
         shape = lora.linear_shape(lora.arrays_of_linear(arrays, name))

@@ -1,8 +1,7 @@
 """An estimate of training's peak memory from shapes alone, before any weight is loaded.
 
-A run that cannot fit thus ends at once. It names the setting that would make it fit. Tests compare the estimate with the
-measured peaks of steps, small and at full size. Blocks are traced on arrays that are never computed. What passes through the
-Linears of a block determines how much it keeps for its gradient. The constants are measured on FLUX.2's blocks.
+Blocks are traced on arrays that are never computed: what passes through a block's Linears determines what it keeps. The
+constants are measured on FLUX.2's blocks; tests compare the estimate with measured peaks.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ FACTOR = 1.25  # a step's measured peak is within this factor of the estimate, e
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimate of the memory that training needs for its largest batch. The comments beside the fields say what each
-    field means. Sizes are in bytes. `peak(plan)` returns the peak of the whole run, in bytes. `plan` says how many of
-    the last blocks keep their activations until the backward pass.
-    """
+    """The memory of training on the largest batch, in bytes."""
 
     weights: int  # frozen weights
     adapter: int
@@ -55,36 +51,21 @@ class Estimate:
     stored: tuple[int, ...] = ()  # per block: weights that are read from disk when they are needed, besides `weights`
 
     def peak(self, plan: Plan) -> int:
-        """Return the estimated peak memory of training in bytes. The peak is in the backward pass, the optimizer step
-        or validation, whichever needs the most memory. `plan` says how many of the last blocks keep their activations
-        until the backward pass: "whole" for all blocks, a number, or "blocks" for only the last block. The value
-        "blocks" is short for "block by block": the backward pass computes the other blocks again, one at a time.
-        """
+        """Peak of the backward pass, the optimizer's step or validation, whichever is highest."""
         backward = self._kept_activations(plan) + self.block_work + self.unpacked_work + self.stored_work(plan)
         validation = self.validation and self.validation + self.stored_work("blocks")
         return self.held + int(max(backward, self.optimizer_work, validation))
 
     def stored_work(self, plan: Plan) -> int:
-        """Return the most memory, in bytes, that block weights from the disk take at one time. Weights that stay on
-        disk are read before their block is computed, and freed afterwards. If no block weights stay on disk, the result
-        is 0. `plan` says how many of the last blocks keep their activations until the backward pass: "whole" for all
-        blocks, a number, or "blocks" (short for "block by block") for only the last block.
-
-        Blocks that keep their activations also keep their weights in memory until the backward pass. The result is the
-        larger of two cases. In the first case, the weights of all these blocks are in memory. The weights of the block
-        before them are in memory too, and on a GPU those of the two blocks before them. In the second case, the weights
-        of two successive blocks are in memory, and on a GPU those of three.
-        """
+        """The most that weights read from disk take at once."""
         ahead, head = blocks_in_flight(), self.blocks - kept_blocks(plan, self.blocks)
         together = [self.stored[n : n + ahead + 1] for n in range(len(self.stored))]
+        # Blocks that keep their activations keep their weights too: all of them with the blocks in flight before them, or the
+        # blocks in flight elsewhere.
         return max(sum(self.stored[max(head - ahead, 0) :]), *(sum(each) for each in together), 0)
 
     def _kept_activations(self, plan: Plan) -> float:
-        """Return the largest memory for block inputs, kept activations and gradients together during the backward pass,
-        in bytes. Memory for computing the current block is not counted. `plan` says how many of the last blocks of the
-        model keep their activations: "whole" for all blocks, a number, or "blocks". The value "blocks" is short for
-        "block by block" and means only the last block.
-        """
+        """Largest sum of block inputs, kept activations and gradients, without the work of the block being computed."""
         tail = kept_blocks(plan, self.blocks)
         head = self.blocks - tail
         rate = SAVED[self.itemsize] if self.saved_rate is None else self.saved_rate
@@ -99,50 +80,32 @@ class Estimate:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks of the model."""
         return len(self.linear_traffic)
 
     @property
     def block_work(self) -> float:
-        """The bytes in use while the largest block is computed and differentiated. Weights are not counted. The block inputs
-        that are kept for the backward pass are not counted either.
-        """
+        """In use while the largest block is differentiated, without weights and the kept inputs of blocks."""
         moments = ((linear * traffic + own, rate) for linear, rate in self.work_rates for traffic, own in self._per_block())
         return max(work + rate * self.scores for work, rate in moments)
 
     @property
     def unpacked_work(self) -> int:
-        """The bytes of the unpacked copies of packed (quantised) weights while one block is computed. It is 0 if no
-        weight is packed.
-        """
         return UNPACKED * self.unpacked
 
     @property
     def forward_peak(self) -> int:
-        """The bytes in use while the largest batch is computed without a gradient. Weights, adapter and optimizer state
-        are not counted.
-        """
+        """Without a gradient, besides what `held` counts."""
         return int(self.block_input + FORWARD_WORK * (max(self.linear_traffic) + self.scores)) + self.unpacked_work
 
     @property
     def held(self) -> int:
-        """The bytes that stay allocated between steps: weights, adapter and optimizer state."""
         return self.weights + self.optimizer_state + self.adapter
 
 
 def estimate(
     chain: Chain, inputs: Mapping[str, Any], weights: int, targets: Sequence[Target], optimizer_state: int, **parts: Any
 ) -> Estimate:
-    """Return an `Estimate` of the memory for training an adapter on the largest batch. `chain` is the model, a chain of
-    blocks. `inputs` are the model's inputs for this batch, as keyword arguments of `chain.enter`. `weights` is the size
-    of the frozen weights in bytes. `optimizer_state` is the size of the optimizer's state in bytes. `targets` lists the
-    Linears that have an adapter.
-
-    `parts` sets further fields of the `Estimate` in bytes, such as `scores`, the attention scores of a block. A field
-    that is not given is 0. The fields in `parts` are `optimizer_work`, `scores`, `saved_scores`, `unpacked`,
-    `validation`, `saved_rate`, `work_rates` and `stored`; comments in `Estimate` explain them. Nothing is computed.
-    The arrays in `chain` and `inputs` need not be computed either.
-    """
+    """Traces the largest batch, computing nothing. `parts`: further fields of the Estimate."""
     h, shared = chain.enter(**inputs)
     by_kind = {block.kind: block for block in chain.blocks}
     traced = {kind: _trace_linears(chain, block, h, shared) for kind, block in by_kind.items()}
@@ -158,10 +121,7 @@ def estimate(
 
 
 def _trace_linears(chain: Chain, block: Any, h: Tree, shared: Tree) -> dict[str, tuple[mx.array, mx.array]]:
-    """Return the input x and the output y of each Linear in `block`, as a dict from name to (x, y). Names are relative
-    to the block. The arrays have the right shapes but are never computed. `h` is the block's input. `shared` is the
-    value that all blocks of `chain` read.
-    """
+    # (input, output) by name within the block: right shapes and dtypes, values that are never computed.
     seen = {}
 
     def linear(name: str, weight: Any, x: mx.array) -> mx.array:
@@ -173,12 +133,7 @@ def _trace_linears(chain: Chain, block: Any, h: Tree, shared: Tree) -> dict[str,
 
 
 def _saved_per_token(target: Target) -> int:
-    """Return how many values per token the adapter of `target` keeps for its gradient. `target` is a Linear with its adapter.
-    The input and the output of the Linear are not counted.
-
-    A LoRA keeps `rank` values. A DoRA also keeps one value per output. A LoKr keeps the intermediate products with its
-    matrices. A Linear that is trained in full keeps nothing more.
-    """
+    """Values per token that the adapter keeps for its gradient, besides the Linear's input and output."""
     shapes = target.shapes
     if full.DIFF in shapes:
         return 0
@@ -192,34 +147,23 @@ def _saved_per_token(target: Target) -> int:
 
 
 def weight_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> int:
-    """Return the bytes of all weights together. `shapes` yields (shape, bits) for each weight. bits is 8 or 4 for a packed
-    (quantised) weight, and 16 for any other. `itemsize` is the bytes of one unpacked value. A scale or offset of a packed
-    weight also takes `itemsize` bytes.
-    """
+    """Bytes of all weights from (shape, bits), bits 8 or 4 if packed, else 16. `itemsize`: of one unpacked value."""
     total = 0
     for shape, bits in shapes:
         count = math.prod(shape)
+        # A packed weight has a scale and an offset of `itemsize` for each group.
         total += count * bits // 8 + 2 * itemsize * count // GROUP if _is_packed(shape, bits) else count * itemsize
     return total
 
 
 def stored_bytes(blocks: Iterable[Any], shapes: Mapping[str, tuple[tuple[int, ...], int]], itemsize: int) -> tuple[int, ...]:
-    """Return the size of each block's weight matrices in bytes, as a tuple with one number per block. Weights that are
-    not matrices are left out. `blocks` are the blocks of the model. `shapes` maps the full name of a weight to (shape,
-    bits). The bits are 8 or 4 for a packed (quantised) weight, and 16 for any other. `itemsize` is the bytes of one
-    unpacked value.
-
-    The weight matrices can stay on disk until they are needed.
-    """
+    """Per block, the bytes of its matrices, which can stay on disk. `shapes`: name -> (shape, bits)."""
     matrices = ([shapes[f"{block.name}.{name}"] for name in block.weights] for block in blocks)
     return tuple(weight_bytes((each for each in block if len(each[0]) == 2), itemsize) for block in matrices)
 
 
 def unpacked_bytes(shapes: Iterable[tuple[tuple[int, ...], int]], itemsize: int) -> int:
-    """Return the bytes of the largest packed (quantised) weight in unpacked form. Return 0 if none is packed. The result is
-    at most 256 MiB, because large weights are unpacked in chunks. `shapes` yields (shape, bits) for each weight. bits is 8 or
-    4 for a packed weight, and 16 for any other. `itemsize` is the bytes of one unpacked value.
-    """
+    """The largest packed weight in unpacked form, or chunk of it; 0 if none is packed."""
     return max((min(math.prod(shape) * itemsize, CHUNK) for shape, bits in shapes if _is_packed(shape, bits)), default=0)
 
 

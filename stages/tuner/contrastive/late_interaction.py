@@ -1,7 +1,7 @@
-"""Scores of late interaction and their losses: MaxSim, InfoNCE, margin, and XTR's training objective.
+"""MaxSim (Khattab and Zaharia 2020, arXiv 2004.12832), XTR (Lee et al. 2023, arXiv 2304.01982) and their losses.
 
-Token vectors have length 1 and are zero for padding. MaxSim: Khattab and Zaharia 2020, arXiv 2004.12832. XTR: Lee et al. 2023,
-arXiv 2304.01982. B queries, N documents, Q tokens of a query, K tokens of a document, E width of a vector.
+Token vectors have length 1 and are zero for padding, where the `real` masks are False. Document b is the positive of query b.
+B queries, N documents, Q tokens of a query, K tokens of a document, E width of a vector.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ CHUNK_BYTES = 256 << 20  # of the similarities of some queries with all document
 
 
 def token_similarities(query_BQE: mx.array, document_NKE: mx.array, document_real_NK: mx.array) -> mx.array:
-    """Return the dot product of every query token with every document token, shape `(B, Q, N, K)`. `query_BQE` holds B
-    queries of Q token vectors. `document_NKE` holds N documents of K token vectors. `document_real_NK` is False for
-    padding. The result is -1e9 there.
-    """
+    """Dot product of every query token with every document token, (B, Q, N, K); HIDDEN for padding of documents."""
     (B, Q, E), (N, K, _) = query_BQE.shape, document_NKE.shape
     flat = kernels.linear(query_BQE.reshape(B * Q, E), document_NKE.reshape(N * K, E))
     return mx.where(document_real_NK[None, None], flat.reshape(B, Q, N, K), HIDDEN)
@@ -29,13 +26,8 @@ def token_similarities(query_BQE: mx.array, document_NKE: mx.array, document_rea
 def maxsim(
     query_BQE: mx.array, query_real_BQ: mx.array, document_NKE: mx.array, document_real_NK: mx.array, mean: bool = True
 ) -> mx.array:
-    """Return the MaxSim score of every query with every document, shape `(B, N)`. `query_BQE` holds B queries of Q
-    token vectors. `document_NKE` holds N documents of K token vectors. `query_real_BQ` and `document_real_NK` are False
-    for padding. For each query token, the score adds the largest similarity with a document token. If `mean` is True,
-    the sum is divided by the number of query tokens.
-
-    Queries are computed in chunks, so that their similarities take at most 256 MiB at once in the forward pass.
-    """
+    """Score of every query with every document, (B, N): each query token's largest similarity, summed or averaged."""
+    # At most CHUNK_BYTES of similarities at once in the forward pass.
     per_query = 4 * query_BQE.shape[1] * document_real_NK.size
     step = max(1, CHUNK_BYTES // per_query)
     scores_BN = mx.concatenate(
@@ -53,56 +45,36 @@ def _summed_maxima(query_BQE: mx.array, query_real_BQ: mx.array, document_NKE: m
 
 
 def _lengths(real_BQ: mx.array) -> mx.array:
-    """Return the number of tokens of each query, float32 of shape `(B, 1)`. `real_BQ` is a boolean array that is False
-    for padding. A query without tokens gives 1.
-
-    The result can therefore be used as a divisor.
-    """
+    # At least 1, as a divisor.
     return mx.maximum(real_BQ.sum(axis=1, keepdims=True), 1).astype(mx.float32)
 
 
 def xtr_scores(
     query_BQE: mx.array, query_real_BQ: mx.array, document_NKE: mx.array, document_real_NK: mx.array, k: int
 ) -> mx.array:
-    """Return the XTR training score of every query with every document, shape `(B, N)`. `query_BQE` holds B queries of
-    Q token vectors. `document_NKE` holds N documents of K token vectors. `query_real_BQ` and `document_real_NK` are
-    False for padding. First, each query token selects the `k` most similar tokens among the tokens of all N documents.
-    To score a query with a document, each query token that selected a token of the document gives its largest
-    similarity to the document's tokens. The score is the mean of these similarities.
-
-    For example, a query has three tokens. Two of them selected tokens of a document, with the largest similarities 0.9
-    and 0.7. The third selected only tokens of other documents and is ignored. The score is (0.9 + 0.7) / 2 = 0.8. If no
-    query token selected a token of the document, the score is 0. Ties with the last of the `k` tokens are selected too.
-    The choice of the selected tokens is constant for the gradient.
-    """
+    """XTR's training score of every query with every document, (B, N); constant in which tokens are retrieved."""
     similarity_BQNK = token_similarities(query_BQE, document_NKE, document_real_NK)
     B, Q, N, K = similarity_BQNK.shape
     flat = mx.stop_gradient(similarity_BQNK).reshape(B, Q, N * K)
+    # Each query token retrieves its k most similar tokens among those of all N documents, and any tied with the last.
     least_BQ = mx.topk(flat, min(k, N * K), axis=-1).min(axis=-1)
     retrieved = mx.stop_gradient(similarity_BQNK) >= mx.maximum(least_BQ, HIDDEN / 2)[:, :, None, None]
     retrieved = retrieved & query_real_BQ[:, :, None, None]
     best_BQN = mx.where(retrieved, similarity_BQNK, HIDDEN).max(axis=-1)
     found_BQN = retrieved.any(axis=-1)
+    # The mean over the query tokens that retrieved a token of the document; 0 if none did.
     return mx.where(found_BQN, best_BQN, 0.0).sum(axis=1) / mx.maximum(found_BQN.sum(axis=1), 1)
 
 
 def same_group(groups: Sequence[int], document_groups: Sequence[int]) -> mx.array:
-    """Return a boolean array `(B, N)` that is True where a document must not count as a negative of a query. `groups`
-    holds the duplicate group of each of the B queries. `document_groups` holds the duplicate group of each of the N
-    documents. Entry `(b, n)` is True if query `b` and document `n` have the same group. Entry `(b, b)` is always False,
-    because document `b` is the positive of query `b`.
-    """
+    """True (B, N) where a duplicate of the positive must not count as a negative; False for the positive itself."""
     same_BN = mx.array(list(groups))[:, None] == mx.array(list(document_groups))[None]
     own_BN = mx.arange(len(groups))[:, None] == mx.arange(len(document_groups))[None]
     return same_BN & ~own_BN
 
 
 def info_nce(scores_BN: mx.array, temperature: mx.array, same_BN: mx.array, symmetric: bool = False) -> mx.array:
-    """Return the InfoNCE loss of each query, shape `(B,)`. `scores_BN` holds the score of each query with each document.
-    Document `b` is the positive of query `b`. The scores are divided by `temperature`. Pairs that are True in `same_BN` are
-    left out. If `symmetric` is false, the loss is the cross-entropy of choosing document `b` for query `b`. If it is true, this
-    is averaged with the cross-entropy of choosing query `b` for document `b`.
-    """
+    """Cross-entropy of choosing document b for query b, (B,). `symmetric`: averaged with choosing query b for document b."""
     logits_BN = mx.where(same_BN, HIDDEN, scores_BN / temperature)
     B = len(logits_BN)
     own_B = mx.diag(logits_BN[:, :B])
@@ -113,41 +85,27 @@ def info_nce(scores_BN: mx.array, temperature: mx.array, same_BN: mx.array, symm
 
 
 def hardest(scores_BN: mx.array, same_BN: mx.array) -> mx.array:
-    """Return `scores_BN` with only the scores of negatives kept, shape `(B, N)`. All other scores become -1e9. Document
-    `b` is the positive of query `b`, so it is no negative. Pairs that are True in `same_BN` are no negatives either.
-    """
     own_BN = mx.arange(scores_BN.shape[0])[:, None] == mx.arange(scores_BN.shape[1])[None]
+    # HIDDEN where the document is no negative of the query.
     return mx.where(same_BN | own_BN, HIDDEN, scores_BN)
 
 
 def margin_loss(scores_BN: mx.array, margin: mx.array, same_BN: mx.array) -> mx.array:
-    """Return the margin loss of each query, shape `(B,)`. `scores_BN` holds the scores of B queries with N documents.
-    Document `b` is the positive of query `b`. All other documents are its negatives, except pairs that are True in the
-    boolean array `same_BN`. `margin` is a scalar: the least wanted lead of the positive. The loss is
-    `max(0, margin - positive + negative)`. Here `positive` is the score of the positive, and `negative` is the highest
-    score of a negative.
-    """
+    """max(0, margin - positive + hardest negative), (B,)."""
     own_B = mx.diag(scores_BN[:, : len(scores_BN)])
     return mx.maximum(margin - own_B + hardest(scores_BN, same_BN).max(axis=1), 0.0)
 
 
 def in_batch_rows(scores_BN: mx.array, same_BN: mx.array) -> dict[str, mx.array]:
-    """Return how well each query of a batch finds its document, as a dict from table column to array `(B,)`. `scores_BN` holds
-    the score of each query with each document. Document `b` is the positive of query `b`. The other documents are negatives,
-    except pairs that are True in `same_BN`.
-
-    The column "rank" is the rank of the positive, counted from 1; a tie counts against the positive. "score" is the score of
-    the positive. "candidates" is the number of documents compared, including the positive. "hardest_id" is the index of the
-    negative with the highest score, or -1 if there is none. "hardest_score" is the score of this negative, or NaN.
-    """
+    """How well each query finds its document in the batch, by table column, (B,)."""
     scores_BN = mx.stop_gradient(scores_BN)
     own_B = mx.diag(scores_BN[:, : len(scores_BN)])
     others_BN = hardest(scores_BN, same_BN)
     best_B = others_BN.max(axis=1)
     none_B = best_B <= HIDDEN / 2
     return {
-        "rank": 1 + (others_BN >= own_B[:, None]).sum(axis=1).astype(mx.int32),
-        "candidates": 1 + (others_BN > HIDDEN / 2).sum(axis=1).astype(mx.int32),
+        "rank": 1 + (others_BN >= own_B[:, None]).sum(axis=1).astype(mx.int32),  # a tie counts against the positive
+        "candidates": 1 + (others_BN > HIDDEN / 2).sum(axis=1).astype(mx.int32),  # with the positive
         "hardest_id": mx.where(none_B, -1, others_BN.argmax(axis=1).astype(mx.int32)),
         "score": own_B,
         "hardest_score": mx.where(none_B, mx.nan, best_B),

@@ -1,7 +1,4 @@
-"""Adafactor: the second moment of a matrix from those of its rows and columns. Shazeer and Stern 2018, arXiv 1804.04235.
-
-In names of arrays: R rows, C columns. An array with more axes than two is a stack of matrices.
-"""
+"""Adafactor: Shazeer and Stern 2018, arXiv 1804.04235. R rows, C columns; more than two axes are a stack of matrices."""
 
 from __future__ import annotations
 
@@ -17,19 +14,9 @@ from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 @dataclass(frozen=True)
 class Adafactor:
-    """The Adafactor optimizer, which needs almost no memory for its state. For a matrix, it stores one mean of squared
-    gradients per row and one per column. `init(params)` returns the state, and `update(...)` takes a step.
-    `clip_threshold` limits the root mean square of an update. `beta1` is the decay rate of the average of updates
-    (momentum), or 0 for none. `weight_decay` shrinks matrices only.
+    """The second moment of a matrix from those of its rows and columns: almost no state, for the largest models and ranks.
 
-    Each gradient is divided by the root of an estimated second moment. An update is scaled down if its root mean square
-    is above `clip_threshold`. Then it is multiplied by the learning rate. Each step also multiplies every matrix by
-    `1 - weight_decay * lr`, where `lr` is the learning rate. Adafactor suits the largest models and ranks.
-
-    It is a little less steady than AdamW, because it has no first moment unless `beta1` is set. As LoRA trainers use it, it takes
-    the schedule's learning rate for every array. The paper's own form has `scale_parameter` and `relative_step`.
-    `scale_parameter` multiplies the rate by an array's root mean square, at least `floor`. An array B at zero then hardly starts.
-    `relative_step` uses 1 / sqrt(step), at most 0.01, as the learning rate.
+    A little less steady than AdamW, as it has no first moment unless `beta1` is set.
     """
 
     usual_lr: ClassVar[float] = 1e-4
@@ -37,21 +24,15 @@ class Adafactor:
 
     decay_rate: float = 0.8  # the second moment's decay at a step is 1 - step^-decay_rate
     eps: float = 1e-30  # added to squared gradients
-    floor: float = 1e-3
+    floor: float = 1e-3  # least root mean square of an array for scale_parameter
     clip_threshold: float = 1.0  # largest root mean square of an array's update before lr
-    beta1: float = 0.0
-    scale_parameter: bool = False
-    relative_step: bool = False
+    beta1: float = 0.0  # decay of a mean of updates (momentum); 0: none
+    # The paper's form has both; as LoRA trainers use it, Adafactor takes the schedule's learning rate for every array.
+    scale_parameter: bool = False  # lr times an array's root mean square; an array B at zero then hardly starts
+    relative_step: bool = False  # 1 / sqrt(step), at most 0.01, in place of lr
     weight_decay: float = 0.0
 
     def init(self, params: Params) -> Arrays:
-        """Return the optimizer's state before the first step, as a dict from key to array of zeros. `params` maps names to
-        arrays. A matrix has the keys "<name>.row" and "<name>.column". A vector or scalar has the key "<name>.v". If `beta1` is
-        not 0, every array also has the key "<name>.m". The key "step" has the number of updates, int32.
-
-        "row", "column" and "v" are second moments, that is, means of squared gradients. "m" is the first moment, a mean of
-        updates.
-        """
         state = {"step": mx.zeros((), mx.int32)}
         for name, value in params.items():
             if value.ndim < 2:
@@ -66,10 +47,6 @@ class Adafactor:
     def update(
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """Take one step and return (new arrays, new state). `params` maps names to arrays. `grads` maps the same names to
-        gradients. `state` is the result of `init` or of the step before. `lr` is the learning rate. If `apply` is false, arrays
-        and state are returned unchanged.
-        """
         n = (state["step"] + 1).astype(mx.float32)
         base = mx.minimum(1e-2, mx.rsqrt(n)) if self.relative_step else lr
         both = mean_weights(1 - n**-self.decay_rate, apply)
@@ -90,15 +67,7 @@ class Adafactor:
         return new_params, new_state
 
     def _normalized(self, name: str, grad: mx.array, state: Arrays, old: mx.array, new: mx.array) -> tuple[mx.array, Arrays]:
-        """Return `(normalised gradient, new means)` for the array `name`. `grad` is the gradient of the array. Each
-        value of the gradient is divided by the root of a running mean of squared gradients. `state` is the optimizer's
-        state before the step, which holds the old means. `old` and `new` are the two factors that update a running
-        mean: the new mean is `old` times the old mean, plus `new` times the squared gradient.
-
-        A matrix has one mean per row and one per column. The mean for a single value is estimated from the means of its
-        row and its column. The new means are a dict with the keys "<name>.row" and "<name>.column". For a vector or
-        scalar, there is one mean per value, with the key "<name>.v".
-        """
+        """The gradient over the root of its estimated second moment, and the new moments."""
         square = mx.square(grad) + self.eps
         if grad.ndim < 2:
             v = old * state[f"{name}.v"] + new * square
@@ -111,6 +80,5 @@ class Adafactor:
 
 
 def _rms(x: mx.array) -> mx.array:
-    """Return the root mean square of `x` over its last two axes, which remain as axes of length 1."""
     axes = tuple(range(x.ndim))[-2:]
     return mx.sqrt(mx.mean(mx.square(x), axis=axes, keepdims=True))

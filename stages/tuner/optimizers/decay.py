@@ -1,7 +1,4 @@
-"""Decoupled weight decay: it acts on the array itself and never enters the moments.
-
-Loshchilov and Hutter 2019, arXiv 1711.05101: a step takes the share lr * weight_decay of an array away.
-"""
+"""Decoupled weight decay: it acts on the array and never enters the moments. Loshchilov and Hutter 2019, arXiv 1711.05101."""
 
 from __future__ import annotations
 
@@ -9,9 +6,6 @@ import mlx.core as mx
 
 
 def decayed(value: mx.array, share: mx.array) -> mx.array:
-    """Return (1 - share) * value if `value` is a matrix or a stack of matrices. Return a vector or a scalar unchanged. `share` is
-    the part of the value that one step of weight decay removes. It is the learning rate times the weight decay.
-
-    An adapter's matrix is an offset, which may decay towards the base model. A DoRA magnitude must not decay to zero.
-    """
+    """A matrix or stack less `share` of it, lr times the weight decay; others unchanged."""
+    # An adapter's matrix is an offset, which may decay towards the base model; a DoRA magnitude must not decay to zero.
     return (1 - share) * value if value.ndim > 1 else value

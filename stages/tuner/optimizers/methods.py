@@ -33,10 +33,7 @@ LIMITS = {  # number -> (least value, value that it must stay below)
 
 
 def make_optimizer(name: str, **numbers: Any) -> Method:
-    """Return a new optimizer of the kind `name`, a key of METHODS such as "adamw". Further keyword arguments
-    (`**numbers`) set fields of the optimizer, such as `beta1=0.9`. All other fields keep their defaults. Raises
-    ValueError if the kind or a field is unknown, or if a number is out of range.
-    """
+    """Raises ValueError for an unknown kind or field, and for a number out of range."""
     if name not in METHODS:
         raise ValueError(f"kind must be one of {', '.join(METHODS)}, got {name!r}{_nearest(name, METHODS)}")
     fields = [field.name for field in dataclasses.fields(METHODS[name])]  # type: ignore[arg-type]
@@ -48,9 +45,6 @@ def make_optimizer(name: str, **numbers: Any) -> Method:
 
 
 def _check_range(number: str, value: float | None) -> None:
-    """Raise ValueError if `value` is outside the range that LIMITS gives for an optimizer's field. `number` is the name
-    of the field, such as "beta1". The value None is always valid. A field that LIMITS does not list may have any value.
-    """
     if number not in LIMITS or value is None:
         return
     low, high = LIMITS[number]
@@ -60,5 +54,4 @@ def _check_range(number: str, value: float | None) -> None:
 
 
 def _nearest(word: str, words: Iterable[str]) -> str:
-    """Return "; did you mean X?" with the name in `words` that is nearest to `word`. Return "" if none is similar."""
     return "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(word, words, n=1))

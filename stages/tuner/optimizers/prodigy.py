@@ -1,8 +1,4 @@
-"""Prodigy: AdamW that estimates its own learning rate. Mishchenko and Defazio 2023, arXiv 2306.06101, as in its authors' code.
-
-The estimate d is one number for all arrays: a lower bound of the distance from their start to a solution. It only grows:
-gradients that keep pointing away from the start show that d is too small.
-"""
+"""Prodigy: Mishchenko and Defazio 2023, arXiv 2306.06101, as in its authors' code."""
 
 from __future__ import annotations
 
@@ -19,14 +15,7 @@ from stages.tuner.optimizers.protocol import Arrays, Flag, Params
 
 @dataclass(frozen=True)
 class Prodigy:
-    """The Prodigy optimizer: AdamW with the learning rate `lr * d`. The factor `d` is estimated during training. It starts at
-    `d0` and never falls. Use Prodigy if no good learning rate is known. Keep `lr` at 1, and steer with `d_coef` (0.5 is slower,
-    2 is faster). After the first growth of `d`, `growth_rate` is the largest factor by which `d` grows in one step. The state
-    takes four times the memory of the trained arrays.
-
-    A `growth_rate` of 1.02 acts as a warm-up. `safeguard_warmup` keeps a warm-up from inflating d, and `bias_correction` is
-    Adam's. Both are on, as in trainers of diffusion models; in the authors' code they are off.
-    """
+    """AdamW with the learning rate lr d, if no good one is known: keep lr at 1. Its state is four times the trained arrays."""
 
     usual_lr: ClassVar[float] = 1.0
     coupled: ClassVar[bool] = True  # d is estimated over all arrays
@@ -36,21 +25,16 @@ class Prodigy:
     beta3: float | None = None  # decay of the sums that d is estimated from; None: sqrt(beta2)
     eps: float = 1e-8
     d0: float = 1e-6
-    d_coef: float = 1.0
-    growth_rate: float = math.inf
-    safeguard_warmup: bool = True
-    bias_correction: bool = True
+    d_coef: float = 1.0  # 0.5 is slower, 2 is faster
+    growth_rate: float = math.inf  # of d per step, at most, after its first growth; 1.02 acts as a warm-up
+    # On, as in trainers of diffusion models; off in the authors' code.
+    safeguard_warmup: bool = True  # keeps a warm-up of lr from inflating d
+    bias_correction: bool = True  # Adam's
     weight_decay: float = 0.0
 
     def init(self, params: Params) -> Arrays:
-        """Return the state before the first step, as a dict from key to array. `params` maps the names of the trained arrays to
-        their start values. Each array has the keys "<name>.start", "<name>.m", "<name>.v" and "<name>.s". The other keys are
-        "d", "d_max", "numerator" and "step".
-
-        "start" is the start value. "m" and "v" are the moments. "s" and "numerator" are running sums. "d" and "d_max" are the
-        estimate of the learning rate, at first `d0`. "step" is the number of updates. Moments, sums and "step" are 0.
-        """
         state = {"step": mx.zeros((), mx.int32), "numerator": mx.zeros((), mx.float32)}
+        # The estimate and the largest so far; "numerator" and "<name>.s" are the sums that give it.
         state["d"] = state["d_max"] = mx.array(self.d0, mx.float32)
         for name, value in params.items():
             state[f"{name}.start"] = value
@@ -60,10 +44,6 @@ class Prodigy:
     def update(
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
-        """Take one step and return (new arrays, new state). `params` maps names to arrays. `grads` maps the same names to
-        gradients. `state` is the result of `init` or of the step before. `lr` multiplies the estimated learning rate and is
-        normally 1. If `apply` is false, arrays and state are returned unchanged.
-        """
         step, d = state["step"] + 1, state["d"]
         rate = d * lr
         if self.bias_correction:
@@ -81,15 +61,9 @@ class Prodigy:
         return new_params, new_state
 
     def _estimate(self, params: Params, grads: Params, state: Arrays, rate: mx.array, apply: Flag) -> Arrays:
-        """Estimate the factor `d` anew, and return the changed entries of the optimizer's state as a dict. Prodigy
-        multiplies the user's learning rate by `d`. The entries are "d", "d_max", "numerator", and "<name>.s" for each
-        trained array. `params` and `grads` map names to the trained arrays and their gradients. `state` is the state
-        before this step. `rate` is the learning rate of this step, already multiplied by the old `d`. `apply` is false
-        to skip the step; the entries then keep their values.
-
-        "d_max" is the largest estimate so far. "numerator" and "<name>.s" are the running sums from which `d` is
-        estimated. `rate` must be 0 if `apply` is false.
-        """
+        """The new "d", "d_max" and sums. `rate` has the old d in it, and is 0 without `apply`."""
+        # One number for all arrays: a lower bound of the distance from their start to a solution. It only grows: gradients
+        # that keep pointing away from the start show that it is too small.
         d = state["d"]
         decay = mx.where(apply, math.sqrt(self.beta2) if self.beta3 is None else self.beta3, 1.0)
         gain = d / self.d0 * (mx.where(apply, d, 0.0) if self.safeguard_warmup else rate)
