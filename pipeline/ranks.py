@@ -28,6 +28,6 @@ def follow(project: Project, stage: Stage) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
         provenance = {"recipe": recipe_id(project.recipe(stage.name))}
-        ctx = project.context(stage, artifacts=Path(folder), provenance=provenance)
-        for _ in stage.run(ctx):
+        run = project.open(stage.name, artifacts=Path(folder), provenance=provenance)
+        for _ in stage.run(run):
             pass

@@ -22,11 +22,13 @@ import ray
 from pipeline.machine import peak_rss
 from pipeline.project.outlook import forecast, outlook
 from pipeline.project.project import Project
+from pipeline.project.stage_run import Kept
 from pipeline.ray_cluster import Host, actor_options, answers, check_hosts, connected, worker_count, worker_needs
 from pipeline.shipping import Mirror, Packer, ShippedFile, lasting_files
-from pipeline.work import Kept, divide, perform
+from pipeline.work import divide, perform
 from stages.pipelines import Weights
-from stages.stage import Artifact, StageContext, WorkUnit
+from stages.run import Report, Run
+from stages.stage import Artifact, WorkUnit
 
 AHEAD = 2  # units under way for each worker: one is computed, one waits
 RETRIES = 10  # deaths of its worker that one unit may meet
@@ -87,7 +89,7 @@ class Worker:
         """`stored`: old rows with keys of `pending`. After an error or a stop, the result holds the rows computed so far."""
         unit, result = dataclasses.replace(self.common, pending=pending, stored=stored), Result()
         try:
-            for item in perform(self._placed(unit, files), result.lines.append, stop=lambda: self.stopping, kept=self.kept):
+            for item in perform(self._placed(unit, files), Report(result.lines.append, stop=lambda: self.stopping), self.kept):
                 result.items.append(item)
         except ERRORS as error:
             result.error = error
@@ -125,32 +127,32 @@ def device() -> str:
     return os.environ.get("CUDA_VISIBLE_DEVICES") or "0" if mx.cuda.is_available() else ""
 
 
-def compute(project: Project, name: str, ctx: StageContext) -> Iterator[Item]:
+def compute(project: Project, name: str, run: Run[Any]) -> Iterator[Item]:
     """Units come as they are finished. ValueError if workers cannot start, or crash repeatedly on the same rows."""
     settings = project.config.project
     stage, inputs = project.stage(name), project.inputs(name)
-    units = divide(project.pipeline.stages[name], stage, ctx, inputs, settings.unit_rows)
+    units = divide(project.pipeline.stages[name], stage, run, inputs, settings.unit_rows)
     weighs = has_model(project, name)
     folders = [found.folder for found in inputs.values()]
-    paths = [project.path, *folders, *(path for path in map(ctx.need, stage.needs) if isinstance(path, Path))]
+    paths = [project.path, *folders, *(path for path in map(run.needs.__getitem__, stage.needs) if isinstance(path, Path))]
     with connected(settings):
         needs = worker_needs(model_bytes(project, name) if weighs else None)
-        most = -(-ctx.pending.num_rows // settings.unit_rows)
-        count = worker_count(name, settings.worker_count, most, needs, ctx.say)
+        most = -(-run.output.pending.num_rows // settings.unit_rows)
+        count = worker_count(name, settings.worker_count, most, needs, run.report.say)
         lasting: list[ShippedFile] | None = None
         files: Files = nothing
         if settings.worker_inputs == "shipped":
-            lasting = Packer(ray.put).pack(lasting_files(stage, project.pipeline.resources, folders, ctx))
-            paths, files = [], unit_files(ctx, stage.opens)
+            lasting = Packer(ray.put).pack(lasting_files(stage, project.pipeline.resources, folders, run))
+            paths, files = [], unit_files(run, stage.opens)
         first = next(units)
         workers = start_workers(count, needs, without_rows(first), lasting)
         try:
-            hosts = hosts_of(workers, paths, model_bytes(project, name, 0) if weighs else None, ctx)
+            hosts = hosts_of(workers, paths, model_bytes(project, name, 0) if weighs else None, run)
             if hosts is None:
                 return
             check_hosts(hosts, sum(file.size for file in lasting or ()))
-            ctx.say(f"{len(workers)} workers on Ray, {settings.unit_rows} rows at a time")
-            yield from results(workers, itertools.chain([first], units), ctx, files)
+            run.report.say(f"{len(workers)} workers on Ray, {settings.unit_rows} rows at a time")
+            yield from results(workers, itertools.chain([first], units), run, files)
         except ray.exceptions.RayActorError as error:
             raise ValueError(
                 f"{name}: a unit of {settings.unit_rows} rows ended its worker {RETRIES + 1} times, perhaps for lack of memory; "
@@ -167,10 +169,10 @@ def has_model(project: Project, name: str) -> bool:
     return any(isinstance(project.pipeline.resources[need], Weights) for need in stage.needs)
 
 
-def hosts_of(workers: Sequence[Any], paths: list[Path], least: int | None, ctx: StageContext) -> list[Host] | None:
+def hosts_of(workers: Sequence[Any], paths: list[Path], least: int | None, run: Run[Any]) -> list[Host] | None:
     """What each worker finds on its machine; None once the user stops. `least`: bytes that a model needs, None without one."""
     try:
-        return answers([worker.check.remote(version(), paths, least) for worker in workers], ctx.stop, ctx.say)
+        return answers([worker.check.remote(version(), paths, least) for worker in workers], run.report.stop, run.report.say)
     except ray.exceptions.RayError as error:
         why = " ".join(str(error).split())[-300:]
         raise ValueError(
@@ -187,10 +189,15 @@ def nothing(unit: WorkUnit) -> list[ShippedFile]:
     return []
 
 
-def unit_files(ctx: StageContext, opens: Callable[[StageContext], Iterator[Path]] | None) -> Files:
+def unit_files(run: Run[Any], opens: Callable[[Run[Any]], Iterator[Path]] | None) -> Files:
     """A function that packs the files that a unit's rows open (`Stage.opens`). Missing files are left out."""
     packer = Packer(ray.put)
-    return lambda unit: packer.pack(opens(dataclasses.replace(ctx, pending=unit.pending))) if opens else []
+
+    def files(unit: WorkUnit) -> list[ShippedFile]:
+        of_unit = dataclasses.replace(run, output=dataclasses.replace(run.output, pending=unit.pending))
+        return packer.pack(opens(of_unit)) if opens else []
+
+    return files
 
 
 def without_rows(unit: WorkUnit) -> WorkUnit:
@@ -214,13 +221,13 @@ def end_workers(workers: Sequence[Any], shipped: bool) -> None:
         ray.kill(worker)
 
 
-def results(workers: list[Any], units: Iterator[WorkUnit], ctx: StageContext, files: Files = nothing) -> Iterator[Item]:
+def results(workers: list[Any], units: Iterator[WorkUnit], run: Run[Any], files: Files = nothing) -> Iterator[Item]:
     """Results of the unit that is finished first come first. Those of a unit with an error are yielded before it is raised."""
     under_way: dict[Any, tuple[Any, int]] = {}
-    total, done, peak, stopped = ctx.pending.num_rows, 0, 0, False
+    total, done, peak, stopped = run.output.pending.num_rows, 0, 0, False
 
     def give(worker: Any) -> None:
-        if not ctx.stop() and (unit := next(units, None)):
+        if not run.report.stop() and (unit := next(units, None)):
             sent = files(unit)
             reference = worker.compute.remote(unit.pending, unit.stored, *([sent] if sent else []))
             under_way[reference] = worker, unit.pending.num_rows
@@ -230,7 +237,7 @@ def results(workers: list[Any], units: Iterator[WorkUnit], ctx: StageContext, fi
             give(worker)
     while under_way:
         ready, _ = ray.wait(list(under_way), num_returns=1, timeout=0.5)
-        if ctx.stop() and not stopped:
+        if run.report.stop() and not stopped:
             stopped = True
             for worker in workers:
                 worker.stop.remote()
@@ -240,11 +247,11 @@ def results(workers: list[Any], units: Iterator[WorkUnit], ctx: StageContext, fi
             give(worker)
             # By now the worker has its next unit: it does not wait until these rows are committed.
             for line in result.lines:
-                ctx.say(line)
+                run.report.say(line)
             yield from result.items
             if result.error:
                 raise result.error
             done, peak = done + rows, max(peak, result.peak)
-            ctx.progress(done, total, "rows")
+            run.report.progress(done, total, "rows")
     if peak:
-        ctx.say(f"peak memory {peak / 1e9:.2g} GB a worker")
+        run.report.say(f"peak memory {peak / 1e9:.2g} GB a worker")

@@ -29,7 +29,8 @@ from pipeline.store.catalog import link_table
 from pipeline.store.rows import matches, missing
 from pipeline.store.writer import Writer
 from pipeline.tracking.tracker import tracked
-from stages.stage import Artifact, Stage, StageContext
+from stages.run import Report, Run
+from stages.stage import Artifact, Stage
 
 if TYPE_CHECKING:
     from stages.tuner.blockwise.meter import Meter
@@ -75,12 +76,12 @@ def run(
     name: str,
     console: Console,
     meter: Meter | None = None,
-    compute: Callable[[StageContext], Computed] | None = None,
+    compute: Callable[[Run[Any]], Computed] | None = None,
     run_name: str = "",
 ) -> Outcome:
     """Compute and store the rows that the table `name` lacks, and publish it. A rank other than 0 only computes.
 
-    `compute(ctx)` replaces the stage's `run`. Raises Stopped after an interrupt, ValueError for mistakes of the user.
+    `compute(run)` replaces the stage's `run`. Raises Stopped after an interrupt, ValueError for mistakes of the user.
     """
     stage = project.stage(name)
     if ranks.following():
@@ -97,13 +98,13 @@ def run(
         Writer(folder, project.recipe(name), flush_seconds=project.config.project.commit_seconds) as writer,
         tracked(project, name, writer, console.say) as follow,
     ):
-        ctx = _context(project, stage, writer, console, stop, reasons)
-        wanted = stage.wants(ctx)
-        ctx.pending = pending_rows(stage, ctx, wanted)
-        _begin(project, stage, ctx, run_name, notes)
+        run = _open(project, stage, writer, console, stop, reasons)
+        wanted = stage.wants(run)
+        run.output.pending = pending_rows(stage, run, wanted)
+        _begin(project, stage, run, run_name, notes)
         published = folder.rows().select(wanted.column_names) if folder.exists else wanted.slice(0, 0)
-        commit(follow((compute or workers.computation(project, name))(ctx)), stage, writer, meter)
-        wanted = _finish(stage, ctx, writer, wanted)
+        commit(follow((compute or workers.computation(project, name))(run)), stage, writer, meter)
+        wanted = _finish(stage, run, writer, wanted)
         written, left = writer.rows_written, missing(wanted, writer.stored).num_rows
         if left and stop.is_set():
             raise Stopped(f"{name}: stopped; {written} new rows are kept, {left} are still to do. Run the same command to go on.")
@@ -119,25 +120,25 @@ def run(
     return outcome
 
 
-def _begin(project: Project, stage: Stage, ctx: StageContext, run_name: str, notes: Iterable[str]) -> None:
-    if runs.trains(stage.writes) and (ctx.pending.num_rows or run_name):
+def _begin(project: Project, stage: Stage, run: Run[Any], run_name: str, notes: Iterable[str]) -> None:
+    if runs.trains(stage.writes) and (run.output.pending.num_rows or run_name):
         runs.begin(project, stage.name, software(), run_name)
     for note in notes:
-        ctx.say(note)
-    if ctx.pending.num_rows and (line := announcement(project, stage.name, ctx.pending.num_rows)):
-        ctx.say(line)
+        run.report.say(note)
+    if run.output.pending.num_rows and (line := announcement(project, stage.name, run.output.pending.num_rows)):
+        run.report.say(line)
 
 
-def _finish(stage: Stage, ctx: StageContext, writer: Writer, wanted: pa.Table) -> pa.Table:
+def _finish(stage: Stage, run: Run[Any], writer: Writer, wanted: pa.Table) -> pa.Table:
     """Commit the rows of `stage.finish`. Returns the rows that the table should have at the end of the run."""
-    ctx.stored = writer.stored
+    run.output.stored = writer.stored
     if stage.finish:
-        commit(stage.finish(ctx), stage, writer)
+        commit(stage.finish(run), stage, writer)
     if not missing(wanted, writer.stored).num_rows:
         return wanted
-    ctx.stored = writer.stored
+    run.output.stored = writer.stored
     # A stage may want fewer rows now: early stopping has ended a training run.
-    return stage.wants(ctx)
+    return stage.wants(run)
 
 
 def repair(project: Project, name: str, console: Console) -> None:
@@ -146,33 +147,29 @@ def repair(project: Project, name: str, console: Console) -> None:
     if stage.repair is None or not folder.exists:
         return
     with interruptible() as stop, Writer(folder, project.recipe(name)) as writer:
-        for line in stage.repair(_context(project, stage, writer, console, stop, [])):
+        for line in stage.repair(_open(project, stage, writer, console, stop, [])):
             console.say(line)
 
 
-def _context(
+def _open(
     project: Project, stage: Stage, writer: Writer, console: Console, stop: threading.Event, reasons: list[str]
-) -> StageContext:
-    return project.context(
-        stage,
+) -> Run[Any]:
+    return project.open(
+        stage.name,
+        Report(console.say, console.note, console.progress, stop.is_set, reasons.append),
         artifacts=writer.table.folder / "artifacts",
         stored=writer.stored,
-        write_artifact=writer.write_artifact,
-        say=console.say,
-        progress=console.progress,
-        note=console.note,
-        stop=stop.is_set,
-        pause=reasons.append,
+        write=writer.write_artifact,
         provenance=provenance(project, stage.name),
     )
 
 
-def pending_rows(stage: Stage, ctx: StageContext, wanted: pa.Table) -> pa.Table:
+def pending_rows(stage: Stage, run: Run[Any], wanted: pa.Table) -> pa.Table:
     """Rows of `wanted` that the table lacks, then stored ones that `stage.redo` asks for again."""
-    absent = missing(wanted, ctx.stored)
+    absent = missing(wanted, run.output.stored)
     if stage.redo is None:
         return absent
-    again = stage.redo(ctx).select(wanted.column_names).cast(wanted.schema)
+    again = stage.redo(run).select(wanted.column_names).cast(wanted.schema)
     return pa.concat_tables([absent, again.filter(pc.invert(matches(again, absent, list(stage.writes.key))))])
 
 

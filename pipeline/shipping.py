@@ -17,7 +17,8 @@ from typing import Any
 
 from pipeline.store.disk import from_home
 from stages.pipelines import Folder, Resource, Weights
-from stages.stage import Stage, StageContext, WorkUnit
+from stages.run import Run
+from stages.stage import Stage, WorkUnit
 
 CHUNK_BYTES = 64 << 20  # of a file: the most that is in memory at once while it is packed
 Put = Callable[[bytes], Any]  # stores bytes, and returns a reference that travels
@@ -75,14 +76,14 @@ def files_below(path: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in sorted(names))
 
 
-def lasting_files(stage: Stage, resources: Mapping[str, Resource], inputs: Iterable[Path], ctx: StageContext) -> Iterator[Path]:
+def lasting_files(stage: Stage, resources: Mapping[str, Resource], inputs: Iterable[Path], run: Run[Any]) -> Iterator[Path]:
     """Files that every unit needs: input tables, weights, and folders of which `stage.opens` does not say what a unit opens."""
     for folder in inputs:
         yield from files_below(folder)
     for need in stage.needs:
         kind = resources[need]
         if isinstance(kind, Weights) or (isinstance(kind, Folder) and stage.opens is None):
-            yield from files_below(ctx.need(need))
+            yield from files_below(run.needs[need])
 
 
 class Mirror:

@@ -6,13 +6,15 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
 from pipeline.project.project import Project
-from stages.stage import Artifact, StageContext
+from stages.run import Run
+from stages.stage import Artifact
 
-Compute = Callable[[StageContext], Iterator[pa.RecordBatch | Artifact]]
+Compute = Callable[[Run[Any]], Iterator[pa.RecordBatch | Artifact]]
 
 
 def computation(project: Project, name: str) -> Compute:
@@ -23,20 +25,20 @@ def computation(project: Project, name: str) -> Compute:
     if importlib.util.find_spec("ray") is None:
         raise ValueError(f'project.workers = "{settings.workers}" needs Ray; pip install "latentmill[ray]"')
 
-    def compute(ctx: StageContext) -> Iterator[pa.RecordBatch | Artifact]:
-        if not settings.divides(stage.divisible, ctx.pending.num_rows):
-            yield from stage.run(ctx)
+    def compute(run: Run[Any]) -> Iterator[pa.RecordBatch | Artifact]:
+        if not settings.divides(stage.divisible, run.output.pending.num_rows):
+            yield from stage.run(run)
             return
         # The workers do not share the files, and the stage's cannot be sent.
         if settings.worker_inputs == "shipped" and not stage.ships:
-            ctx.say("computed here, because its input files cannot be sent to workers (project.worker_inputs)")
-            yield from stage.run(ctx)
+            run.report.say("computed here, because its input files cannot be sent to workers (project.worker_inputs)")
+            yield from stage.run(run)
             return
         if settings.workers != "ray" and (Path.home() / ".ray" / "auth_token").exists():
             # The cluster asks for the token, but Ray's client does not look for it unless told. Elsewhere Ray decides itself.
             os.environ.setdefault("RAY_AUTH_MODE", "token")
         from pipeline import ray_workers
 
-        yield from ray_workers.compute(project, name, ctx)
+        yield from ray_workers.compute(project, name, run)
 
     return compute

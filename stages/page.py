@@ -50,7 +50,7 @@ class Editor:
     write: str  # write(project_folder, {key: new text, None to undo}); ValueError for a text that cannot be used
     read: str  # read(project_folder) -> all edits, key -> text
     note: str = ""  # for the user: what an edit does
-    stage: str = ""  # whose StageContext the next two get
+    stage: str = ""  # whose Run the next two get
     write_files: str = ""  # writes all edits into files of the user and returns a sentence for the user
     undo_files: str = ""  # takes that back
 

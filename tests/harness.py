@@ -1,4 +1,4 @@
-"""Runs one stage in memory: a StageContext over Arrow tables, and a short form of the runner's loop."""
+"""Runs one stage in memory: a Run over Arrow tables, and a short form of the runner's loop."""
 
 from __future__ import annotations
 
@@ -9,25 +9,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.errors import NotBuilt
+from pipeline.project.stage_run import open_run
 from pipeline.runner import pending_rows
 from pipeline.store.rows import newest_per_key
-from schemas.table import TableSchema
-from stages.stage import Stage, StageContext
+from stages.run import Report, Run
+from stages.stage import Input, Stage, WorkUnit
 
 
-class MemoryTensors:
-    """A TensorReader over a table in memory that still has its `tensor` column."""
-
-    def __init__(self, table: pa.Table, key: str) -> None:
-        columns = zip(table[key].to_pylist(), table["shape"].to_pylist(), table["tensor"].to_pylist(), strict=True)
-        self.values = {k: np.array(v, np.uint16).reshape(shape) for k, shape, v in columns}
-
-    def read(self, key: str, name: str = "") -> np.ndarray:
-        return self.values[key]
-
-    def ahead(self, keys: Iterable[str]) -> None:
-        assert all(k in self.values for k in keys)
+def tensors_of(table: pa.Table, key: str) -> dict[str, np.ndarray]:
+    """The tensors of a table in memory, by key."""
+    columns = zip(table[key].to_pylist(), table["shape"].to_pylist(), table["tensor"].to_pylist(), strict=True)
+    return {k: np.array(v, np.uint16).reshape(shape) for k, shape, v in columns}
 
 
 def missing(wanted: pa.Table, stored: pa.Table) -> pa.Table:
@@ -48,54 +40,51 @@ def context(
     stored: pa.Table | None = None,
     stop: Callable[[], bool] = lambda: False,
     source: Path | None = None,
-) -> StageContext:
+) -> Run[Any]:
     """Return the context of a stage whose inputs are `tables`, by name; tables with tensors have their `tensor` column."""
-    tables = tables or {}
     needs = {"family": family, "image_folder": source or folder, **(weights or {})}
     (folder / "artifacts").mkdir(parents=True, exist_ok=True)
+    inputs = {}
+    for each in (*stage.reads, *stage.optional):
+        if each.name in needs:  # the folder of its artifacts
+            link = folder / "inputs" / each.name / "artifacts"
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.unlink(missing_ok=True)
+            link.symlink_to(needs[each.name].absolute())
+        if each.name in needs or each.name in (tables or {}):
+            inputs[each.name] = Input(folder / "inputs" / each.name, rows=(tables or {}).get(each.name))
 
-    def rows(schema: TableSchema) -> pa.Table:
-        if schema in stage.optional and schema.name not in tables:
-            raise NotBuilt(f"{schema.name} is not built", schema.name)
-        assert schema in (*stage.reads, *stage.optional), f"{stage.name} does not say that it reads {schema.name}"
-        return tables[schema.name].drop_columns([tensor.name for tensor in schema.tensors])
-
-    def tensors(schema: TableSchema) -> MemoryTensors:
-        return MemoryTensors(tables[schema.name], schema.key[0])
-
-    def write_artifact(name: str, write: Callable[[Path], None]) -> Path:
+    def write(name: str, write: Callable[[Path], None]) -> Path:
         path = folder / "artifacts" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
         return path
 
     empty = pa.table({f.name: pa.array([], f.type) for f in stage.writes.columns})
-    made = StageContext(
+    unit = WorkUnit(
+        stage=stage.run.__module__,
         config=config if config is not None else stage.config(),
-        artifacts=folder / "artifacts",
-        stored=stored if stored is not None else empty,
         pending=empty,
-        rows=rows,
-        tensors=tensors,
-        files=lambda schema: needs[schema.name],
-        need=needs.__getitem__,
-        write_artifact=write_artifact,
-        say=lambda line: None,
-        progress=lambda done, total, unit: None,
-        stop=stop,
+        stored=stored if stored is not None else empty,
+        inputs=inputs,
+        needs=needs,
+        artifacts=folder / "artifacts",
+        root=Path(),
+        provenance={},
     )
-    made.pending = pending_rows(stage, made, stage.wants(made))
+    made = open_run(unit, Report(stop=stop), write)
+    made.output.pending = pending_rows(stage, made, stage.wants(made))
     return made
 
 
-def run(stage: Stage, made: StageContext) -> pa.Table:
+def run(stage: Stage, made: Run[Any]) -> pa.Table:
     """Compute the pending rows and finish, as the runner does. Returns every batch that the stage yields, as one table."""
     rows = collect(stage, stage.run(made))
     if stage.finish is None:
         return rows
     stored = rows.select([column.name for column in stage.writes.columns])
-    before = made.stored.select(stored.column_names).cast(stored.schema)
-    made.stored = newest_per_key(pa.concat_tables([before, stored]), stage.writes.key)
+    before = made.output.stored.select(stored.column_names).cast(stored.schema)
+    made.output.stored = newest_per_key(pa.concat_tables([before, stored]), stage.writes.key)
     return pa.concat_tables([rows, collect(stage, stage.finish(made))])
 
 

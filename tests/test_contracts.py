@@ -30,7 +30,7 @@ BREAKS = {  # contract -> a module and an import in it that the contract forbids
         "stages/text_to_image/samples/stage.py",
         "import stages.models.flux2.sampling",
     ),
-    "The tuner knows no stage and no schema": ("stages/tuner/draws.py", "import stages.stage"),
+    "The tuner knows no stage and no table": ("stages/tuner/draws.py", "import stages.stage"),
     "Inside the pipeline: commands > project > store": ("pipeline/project/config.py", "import pipeline.runner"),
     "The store knows no stage": ("pipeline/store/disk.py", "import stages.settings"),
     "Inside the store: catalog, writer > table > repair and reader > shards, index, rows > checksums > lock, disk": (

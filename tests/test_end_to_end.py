@@ -98,7 +98,7 @@ def test_the_losses_and_gradients_of_the_first_step_are_those_of_diffusers(proje
     from stages.tuner.loop import load_training
 
     opened = Project(project)
-    task = ImageTask(opened.context(opened.stage("train")))
+    task = ImageTask(opened.open("train"))
     (samples,) = task.draw(1)
     batch = task.reader().read(1, samples)
     made = load_training(task, None)

@@ -31,13 +31,13 @@ class HeldOutLoss:
     """
 
     def __init__(self, project: Project) -> None:
-        ctx = project.context(project.stage("train"))
-        task = ImageTask(ctx)
+        run = project.open("train")
+        task = ImageTask(run)
         own = task.held_out
         assert own, "the project has [train.validation]"
-        empty = next(row["caption_id"] for row in ctx.rows(CAPTIONS).to_pylist() if row["role"] == "empty")
+        empty = next(row["caption_id"] for row in run.inputs.rows(CAPTIONS).to_pylist() if row["role"] == "empty")
         crops = [dataclasses.replace(crop, captions=(empty,)) for crop in own.crops]
-        self.images = {"own": own, "empty": HeldOutImages(ctx, crops, own.config, ctx.config.batch_size)}
+        self.images = {"own": own, "empty": HeldOutImages(run, crops, own.config, run.config.batch_size)}
         self.training = load_training(task, None)
         self.untrained = self.training.masters
 

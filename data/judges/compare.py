@@ -38,11 +38,11 @@ def scores(project: Project, encoder: ImageEncoder, *, fresh_texts: bool) -> Row
     """
     stage = project.stage("scores")
     with tempfile.TemporaryDirectory() as folder:
-        ctx = project.context(stage, artifacts=Path(folder))
-        scorer = Scorer(ctx, encoder)
+        run = project.open(stage.name, artifacts=Path(folder))
+        scorer = Scorer(run, encoder)
         if fresh_texts and scorer.agreement:
             scorer.agreement = (scorer.agreement[0], texts.encode(scorer.texts))
-        return [scorer.score(row) for row in stage.wants(ctx).to_pylist()]
+        return [scorer.score(row) for row in stage.wants(run).to_pylist()]
 
 
 def compare(released: Rows, stored: Rows) -> list[tuple[str, ...]]:

@@ -35,10 +35,11 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from data.experiments.in_memory import ArrayReader, MemoryTables
+from data.experiments.in_memory import MemoryTables
 from data.library import by_mlx, by_torch
 from data.library.report import STRENGTHS, Row, best_recipe, read, reciprocal, report
 from pipeline.project.project import Project
+from pipeline.project.stage_run import ArrayReader
 from schemas.retrieval.tokens import TOKENS
 from stages.retrieval.search import measures
 

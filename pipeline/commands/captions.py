@@ -59,9 +59,9 @@ def write_files(project: Project, undo: bool) -> str:
     """Write the edited captions beside the images, or undo the last time. Raises ValueError if there is nothing to do."""
     from stages.text_to_image.captions.sidecars import undo_sidecars, write_sidecars
 
-    ctx = project.context(project.stage(STAGE))
+    run = project.open(STAGE)
     with texts_lock(project.path):
-        return undo_sidecars(ctx) if undo else write_sidecars(ctx)
+        return undo_sidecars(run) if undo else write_sidecars(run)
 
 
 def caption_rows(project: Project) -> list[dict[str, Any]]:

@@ -92,7 +92,7 @@ def _examine(project: Project, found: TableState) -> None:
     found.interrupted = bool(committed["live"].null_count)
     stored = committed.select(folder.schema.stored.names).cast(folder.schema.stored)
     published = folder.rows() if folder.exists else stored.slice(0, 0)
-    wanted = stage.wants(project.context(stage, artifacts=folder.folder / "artifacts", stored=stored))
+    wanted = stage.wants(project.open(stage.name, artifacts=folder.folder / "artifacts", stored=stored))
     found.missing = missing(wanted, stored).num_rows
     found.unpublished = missing(wanted, published).num_rows - found.missing
     found.surplus = missing(published.select(wanted.column_names), wanted).num_rows

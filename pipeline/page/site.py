@@ -198,7 +198,7 @@ class Site:
             raise ValueError(f"the edits of the page {page!r} have no files")
         stage = self.project.stage(block.stage)
         with texts_lock(self.path):
-            said: str = load(block.undo_files if undo else block.write_files)(self.project.context(stage))
+            said: str = load(block.undo_files if undo else block.write_files)(self.project.open(stage.name))
         try:
             runner.run(self.project, block.stage, Quiet(block.stage))
         except ValueError as error:  # the files are written all the same

@@ -52,7 +52,7 @@ def outlook(project: Project, budget: int | None = None) -> Outlook:
 
     def rows(schema: TableSchema) -> pa.Table | None:
         try:
-            return project.context(project.stage(schema.name)).rows(schema)
+            return project.rows(schema, schema.name)
         except ValueError:  # not built yet
             return None
 
@@ -87,7 +87,7 @@ def need(project: Project, name: str, seen: Outlook) -> Need:
     try:
         folder = project.current(name)
         stored = folder.rows() if folder.exists else None
-        rows = stage.wants(project.context(stage, **({"stored": stored} if stored is not None else {})))
+        rows = stage.wants(project.open(name, stored=stored))
         wanted = rows.num_rows
         left = wanted if stored is None else missing(rows, stored).num_rows
         if stage.writes.tensors and found:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 import stages
-from pipeline.errors import NotBuilt
 from pipeline.project import config as configuration
 from pipeline.project import recipe as recipes
 from pipeline.project.config import Overrides
 from pipeline.project.parse import nearest
-from pipeline.store.disk import common_folder, from_home, shell_path
+from pipeline.project.stage_run import Kept, Lazy, Write, not_built, open_run
+from pipeline.store.disk import common_folder, from_home
 from stages.pipelines import FamilyRecord, Folder, Weights, load
-from stages.stage import Input, Stage, StageContext
+from stages.run import Report, Run
+from stages.stage import Input, Stage, WorkUnit
 
 if TYPE_CHECKING:
-    from pipeline.store.reader import ShardReader
     from pipeline.store.table import TableFolder
     from schemas.table import TableSchema
     from stages.models.family import Family
@@ -55,7 +56,9 @@ class Project:
         self.pipeline = stages.pipeline(self.config.project.pipeline)
         self.hashes = recipes.FileHashes(folder / "tables" / "weights.json")
         self._recipes: dict[str, dict[str, Any]] = {}
-        self._rows: dict[str, pa.Table] = {}
+        self._tables: dict[str, TableFolder] = {}  # those of the present settings
+        self._known: dict[str, dict[Any, Any]] = {}  # stage -> what its functions compute once
+        self.kept = Kept()
         self._seen = self._manifests()
         self.fixed: FixedTable | None = None
         if self.pipeline.families:
@@ -65,16 +68,20 @@ class Project:
         """Use this table for its stage from now on, with the settings that it was made with."""
         self.config, self.fixed = config, table
         self.__dict__.pop("family", None)
+        self._forget()
+
+    def _forget(self) -> None:
         self._recipes.clear()
-        self._rows.clear()
+        self._tables.clear()
+        self._known.clear()
+        self.kept = Kept()
 
     def refresh(self) -> None:
         """Discard what is cached if a stage, in any process, has finished a run since the last call or the opening."""
         found = self._manifests()
         if found != self._seen:
             self._seen = found
-            self._recipes.clear()
-            self._rows.clear()
+            self._forget()
 
     def _manifests(self) -> frozenset[tuple[str, int, int]]:
         # A stage that finishes a run replaces its manifest.
@@ -164,7 +171,7 @@ class Project:
                 self.config.sections[name],
                 {need: self.weight_recipe(need) for need in weights},
                 {read.name: recipes.recipe_id(self.recipe(read.name)) for read in stage.reads if read.tensors},
-                stage.snapshot(self.context(stage)) if stage.snapshot else None,
+                stage.snapshot(self.open(name)) if stage.snapshot else None,
             )
         return self._recipes[name]
 
@@ -174,7 +181,10 @@ class Project:
 
         if self.fixed and self.fixed.stage == name:
             return self.fixed.table
-        return TableFolder(self.path / "tables" / name / recipes.recipe_id(self.recipe(name)), self.stage(name).writes)
+        if name not in self._tables:
+            folder = self.path / "tables" / name / recipes.recipe_id(self.recipe(name))
+            self._tables[name] = TableFolder(folder, self.stage(name).writes)
+        return self._tables[name]
 
     def folder(self, name: str) -> TableFolder:
         """The table to read from: `current` if it is built, else the newest of other settings, else one that does not exist."""
@@ -197,62 +207,62 @@ class Project:
         """`current`, or NotBuilt with the command that builds it. `reader`: the stage or command that needs it."""
         found = self.current(schema.name)
         if not found.exists:
-            raise NotBuilt(
-                f"{reader} needs the table {schema.name}, which is not built for this configuration; "
-                f"run: make {schema.name} PROJECT={shell_path(self.path)}",
-                schema.name,
-            )
+            raise not_built(schema.name, reader, self.path)
         return found
 
     def inputs(self, name: str) -> dict[str, Input]:
-        """The tables that a stage reads; optional ones if they exist. Raises NotBuilt."""
+        """The tables that a stage reads, at their present versions; optional ones if they exist. Raises NotBuilt."""
+        found = {}
+        for each in (*(stage := self.stage(name)).reads, *stage.optional):
+            with contextlib.suppress(KeyError):  # an optional table that is not built
+                one = self._input(stage, each.name)
+                found[each.name] = replace(one, version=self.folder(each.name).manifest()["lance_version"])
+        return found
+
+    def rows(self, schema: TableSchema, reader: str) -> pa.Table:
+        """The rows of a built table. Raises NotBuilt."""
+        key = self.built(schema, reader).folder, None
+        if key not in self.kept.rows:
+            self.kept.rows[key] = self._tables[schema.name].rows()
+        return self.kept.rows[key]
+
+    def open(
+        self,
+        name: str,
+        report: Report | None = None,
+        *,
+        artifacts: Path | None = None,
+        inputs: Mapping[str, Input] | None = None,
+        stored: pa.Table | None = None,
+        write: Write | None = None,
+        provenance: Mapping[str, str] | None = None,
+    ) -> Run[Any]:
+        """A run of a stage, before its pending rows are known. Outside the runner it has no rows and writes nothing."""
         stage = self.stage(name)
-        folders = {read.name: self.built(read, name) for read in stage.reads}
-        newest = {read.name: self.folder(read.name) for read in stage.optional}
-        folders |= {read: found for read, found in newest.items() if found.exists}
-        return {read: Input(folder.folder, folder.manifest()["lance_version"]) for read, folder in folders.items()}
-
-    def context(self, stage: Stage, **replaced: Any) -> StageContext:
-        """For calling a function of `stage` outside a run: no rows, reports go nowhere. `replaced`: fields of the context."""
         empty = pa.table({f.name: pa.array([], f.type) for f in stage.writes.stored})
-        nothing: Callable[..., Any] = lambda *arguments: None  # noqa: E731
-        fields: dict[str, Any] = {
-            "config": self.config.sections[stage.name],
-            "artifacts": self.path / "tables" / stage.name,
-            "stored": empty,
-            "pending": empty,
-            "rows": lambda schema: self._read(schema, stage.name),
-            "tensors": lambda schema: self._tensors(schema, stage.name),
-            "files": lambda schema: self._files(schema, stage),
-            "need": lambda name: self._need(stage, name),
-            "write_artifact": nothing,
-            "say": nothing,
-            "progress": nothing,
-            "stop": lambda: False,
-            "root": self.path,
-            "intact": self._intact,
-        }
-        return StageContext(**(fields | replaced))
+        unit = WorkUnit(
+            stage=self.pipeline.stages[name],
+            config=self.config.sections[name],
+            pending=empty,
+            stored=empty if stored is None else stored,
+            inputs=Lazy([each.name for each in (*stage.reads, *stage.optional)], functools.partial(self._input, stage))
+            if inputs is None
+            else inputs,
+            needs=Lazy(stage.needs, self.resource),
+            artifacts=artifacts or self.path / "tables" / name,
+            root=self.path,
+            provenance=provenance or {},
+        )
+        run = open_run(unit, report, write, self.kept)
+        run.known = self._known.setdefault(name, {})
+        return run
 
-    def _files(self, schema: TableSchema, stage: Stage) -> Path:
-        optional = schema in stage.optional
-        return (self.folder(schema.name) if optional else self.built(schema, stage.name)).folder / "artifacts"
-
-    def _read(self, schema: TableSchema, reader: str) -> pa.Table:
-        if schema.name not in self._rows:
-            self._rows[schema.name] = self.built(schema, reader).rows()
-        return self._rows[schema.name]
-
-    def _tensors(self, schema: TableSchema, reader: str) -> ShardReader:
-        from pipeline.store.reader import ShardReader
-
-        # The rows as this project has read them: later ones are left out.
-        return ShardReader(self.built(schema, reader).folder, self._read(schema, reader), schema)
-
-    def _intact(self, schema: TableSchema, name: str) -> bool:
-        """Whether a file of the table agrees with its checksum; one without a checksum only has to exist."""
-        return not self.current(schema.name).checksums.damage(f"artifacts/{name}")
-
-    def _need(self, stage: Stage, name: str) -> Any:
-        assert name in stage.needs, f"{stage.name} does not list {name} in its needs"
-        return self.resource(name)
+    def _input(self, stage: Stage, name: str) -> Input:
+        if any(name == schema.name for schema in stage.reads):
+            return Input(self.built(self.stage(name).writes, stage.name).folder)
+        found = self.folder(name)
+        if not found.exists:
+            raise KeyError(name)
+        with contextlib.suppress(ValueError):  # weights or inputs are missing, so the recipe is unknown
+            return Input(found.folder, current=found.folder == self.current(name).folder)
+        return Input(found.folder, current=False)

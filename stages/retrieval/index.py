@@ -24,8 +24,9 @@ from schemas.retrieval.vectors import VECTORS
 from stages.retrieval.forecasts import forecast_index
 from stages.retrieval.search import lexical, maxsim, partitions
 from stages.retrieval.texts import BASE
+from stages.run import Run
 from stages.settings import require, runtime, selects
-from stages.stage import Stage, StageContext
+from stages.stage import Stage
 
 Row = dict[str, Any]
 
@@ -50,18 +51,18 @@ class IndexConfig:
         require(self, "batch_size", 1)
 
 
-def wanted_index(ctx: StageContext) -> pa.Table:
-    rows = [{name: row[name] for name in KEPT} for row in _rows(ctx)]
+def wanted_index(run: Run[IndexConfig]) -> pa.Table:
+    rows = [{name: row[name] for name in KEPT} for row in _rows(run)]
     return pa.Table.from_pylist(rows, schema=pa.schema([INDEX.batch.field(name) for name in KEPT]))
 
 
-def _rows(ctx: StageContext) -> list[Row]:
+def _rows(run: Run[IndexConfig]) -> list[Row]:
     """One row per unit in document order. Raises ValueError if a unit has no vectors of the chosen encoder."""
     columns = ["unit_id", "path", "qualified_name", "first_line", "last_line", "signature", "text_id", "words"]
-    units = ctx.rows(UNITS).select(columns).to_pylist()
-    files = dict(zip(*(ctx.rows(SOURCES)[name].to_pylist() for name in ("path", "file")), strict=True))
-    vectors = ctx.rows(VECTORS).select(["vector_id", "encoder", "text_id", "role", "count"]).to_pylist()
-    chosen = choose_encoder({row["encoder"] for row in vectors}, ctx.config.encoder)
+    units = run.inputs.rows(UNITS).select(columns).to_pylist()
+    files = dict(zip(*(run.inputs.rows(SOURCES)[name].to_pylist() for name in ("path", "file")), strict=True))
+    vectors = run.inputs.rows(VECTORS).select(["vector_id", "encoder", "text_id", "role", "count"]).to_pylist()
+    chosen = choose_encoder({row["encoder"] for row in vectors}, run.config.encoder)
     of_text = {row["text_id"]: row for row in vectors if row["encoder"] == chosen and row["role"] == "document"}
     if missing := [unit for unit in units if unit["text_id"] not in of_text]:
         raise ValueError(f"{len(missing)} units have no vectors, such as {missing[0]['path']}: run make vectors")
@@ -91,13 +92,13 @@ def choose_encoder(encoders: set[str], wanted: str) -> str:
     return tuned[0]
 
 
-def list_units(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    pending = set(ctx.pending["unit_id"].to_pylist())
-    rows = [row for row in _rows(ctx) if row["unit_id"] in pending] if pending else []
-    for start in range(0, len(rows), ctx.config.batch_size):
-        if ctx.stop():
+def list_units(run: Run[IndexConfig]) -> Iterator[pa.RecordBatch]:
+    pending = set(run.output.pending["unit_id"].to_pylist())
+    rows = [row for row in _rows(run) if row["unit_id"] in pending] if pending else []
+    for start in range(0, len(rows), run.config.batch_size):
+        if run.report.stop():
             return
-        yield INDEX.table(rows[start : start + ctx.config.batch_size]).combine_chunks().to_batches()[0]
+        yield INDEX.table(rows[start : start + run.config.batch_size]).combine_chunks().to_batches()[0]
 
 
 def digest(rows: list[Row]) -> str:
@@ -106,14 +107,14 @@ def digest(rows: list[Row]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def write_index(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+def write_index(run: Run[IndexConfig]) -> Iterator[pa.RecordBatch]:
     """Write the artifacts that are missing, and delete those of an earlier index."""
-    rows = _rows(ctx)
-    stored = {tuple(row[name] for name in KEPT) for row in ctx.stored.select(list(KEPT)).to_pylist()}
+    rows = _rows(run)
+    stored = {tuple(row[name] for name in KEPT) for row in run.output.stored.select(list(KEPT)).to_pylist()}
     # The run was stopped before all rows were stored.
     if not all(tuple(row[name] for name in KEPT) in stored for row in rows):
         return
-    name, reader = digest(rows), ctx.tensors(VECTORS)
+    name, reader = digest(rows), run.inputs.tensors(VECTORS)
     tokens = sum(row["count"] for row in rows)
     width = reader.read(rows[0]["vector_id"]).shape[1]
 
@@ -122,19 +123,19 @@ def write_index(ctx: StageContext) -> Iterator[pa.RecordBatch]:
             yield reader.read(row["vector_id"]).view(np.float16)
             if number % 256 == 0:
                 reader.ahead(())  # release what was read
-                ctx.progress(number, len(rows), "units")
+                run.report.progress(number, len(rows), "units")
 
     wanted = {
         WORDS.format(name): lambda path: lexical.build(path, [row["words"] for row in rows]),
         MATRIX.format(name): lambda path: maxsim.write_matrix(path, vectors(), tokens, width),
     }
-    if tokens > ctx.config.exact_tokens:
+    if tokens > run.config.exact_tokens:
         wanted[PARTITIONS.format(name)] = lambda path: partitions.build(path, vectors(), width, tokens)
     for artifact, write in wanted.items():
-        if not (ctx.artifacts / artifact).exists():
-            ctx.write_artifact(artifact, write)
-            ctx.say(f"{artifact}: {len(rows)} units, {tokens} vectors")
-    _delete_others(ctx.artifacts, set(wanted))
+        if not (run.output.artifacts / artifact).exists():
+            run.output.write(artifact, write)
+            run.report.say(f"{artifact}: {len(rows)} units, {tokens} vectors")
+    _delete_others(run.output.artifacts, set(wanted))
     yield from ()
 
 

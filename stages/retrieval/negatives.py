@@ -28,8 +28,9 @@ from stages.retrieval.forecasts import forecast_negatives
 from stages.retrieval.search import lexical
 from stages.retrieval.search.maxsim import TokenMatrix
 from stages.retrieval.texts import BASE
+from stages.run import Run
 from stages.settings import require, runtime, setting
-from stages.stage import Stage, StageContext
+from stages.stage import Stage
 
 Row = dict[str, Any]
 Search = Callable[[Row], np.ndarray]  # pair -> the score of every unit for its query, in the order of `_units`
@@ -59,44 +60,44 @@ class NegativesConfig:
         require(self, "batch_size", 1)
 
 
-def wanted_negatives(ctx: StageContext) -> pa.Table:
+def wanted_negatives(run: Run[NegativesConfig]) -> pa.Table:
     """`pair_id` and `position`: `count` per training pair, or as many as there are documents outside its duplicate group."""
-    units = _units(ctx)
-    pairs = [row for row in _pairs(ctx) if _is_trained(row)]
-    groups = _groups(ctx)
+    units = _units(run)
+    pairs = [row for row in _pairs(run) if _is_trained(row)]
+    groups = _groups(run)
     sizes = {pair["pair_id"]: len(units) - len(groups[pair["duplicate_group"]] & units.keys()) for pair in pairs}
     rows = [
         {"pair_id": pair_id, "position": position}
         for pair_id, others in sorted(sizes.items())
-        for position in range(min(ctx.config.count, others))
+        for position in range(min(run.config.count, others))
     ]
     fields = [NEGATIVES.batch.field(name) for name in NEGATIVES.key]
     return pa.Table.from_pylist(rows, schema=pa.schema(fields))
 
 
-def snapshot(ctx: StageContext) -> pa.Table:
+def snapshot(run: Run[NegativesConfig]) -> pa.Table:
     """What the rows depend on: the words of each unit, the group of each pair, and the adapter file."""
     # Held-out units are not in it: a change of theirs changes no row.
-    units = {unit_id: _digest(row["words"]) for unit_id, row in _units(ctx).items()}
-    pairs = {row["pair_id"]: f"{row['unit_id']} {row['duplicate_group']} {_is_trained(row)}" for row in _pairs(ctx)}
-    file = _adapter(ctx)
+    units = {unit_id: _digest(row["words"]) for unit_id, row in _units(run).items()}
+    pairs = {row["pair_id"]: f"{row['unit_id']} {row['duplicate_group']} {_is_trained(row)}" for row in _pairs(run)}
+    file = _adapter(run)
     adapter = {"adapter": file_sha256(file)} if file else {}
     found = {**units, **pairs, **adapter}
     return pa.table({"key": list(found), "value": list(found.values())})
 
 
-def _adapter(ctx: StageContext) -> Path | None:
+def _adapter(run: Run[NegativesConfig]) -> Path | None:
     """The adapter file of an earlier run; None for full-text search and the base. Raises ValueError if it is missing."""
-    name = ctx.config.encoder
+    name = run.config.encoder
     if name in ("", BASE):
         return None
-    if not (file := ctx.root / name).is_file():
+    if not (file := run.root / name).is_file():
         raise ValueError(f'negatives.encoder must be "", "base" or an adapter file, got {name}: there is no file {file}')
     return Path(file)
 
 
-def opened_files(ctx: StageContext) -> Iterator[Path]:
-    if file := _adapter(ctx):
+def opened_files(run: Run[NegativesConfig]) -> Iterator[Path]:
+    if file := _adapter(run):
         yield file
 
 
@@ -104,16 +105,18 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _units(ctx: StageContext) -> dict[str, Row]:
+def _units(run: Run[NegativesConfig]) -> dict[str, Row]:
     """The units that may be negatives, by unit_id, which is also their order."""
-    held = {pair["unit_id"] for pair in _pairs(ctx) if pair["split"] != "train"}
-    rows = ctx.rows(UNITS).select(["unit_id", "text_id", "words"]).to_pylist()
+    held = {pair["unit_id"] for pair in _pairs(run) if pair["split"] != "train"}
+    rows = run.inputs.rows(UNITS).select(["unit_id", "text_id", "words"]).to_pylist()
     return {row["unit_id"]: row for row in sorted(rows, key=lambda row: str(row["unit_id"])) if row["unit_id"] not in held}
 
 
-def _pairs(ctx: StageContext) -> list[Row]:
+def _pairs(run: Run[NegativesConfig]) -> list[Row]:
     return list(
-        ctx.rows(PAIRS).select(["pair_id", "unit_id", "query", "query_id", "split", "rejected", "duplicate_group"]).to_pylist()
+        run.inputs.rows(PAIRS)
+        .select(["pair_id", "unit_id", "query", "query_id", "split", "rejected", "duplicate_group"])
+        .to_pylist()
     )
 
 
@@ -121,34 +124,34 @@ def _is_trained(pair: Row) -> bool:
     return pair["rejected"] is None and pair["split"] == "train"
 
 
-def _groups(ctx: StageContext) -> dict[str, set[str]]:
+def _groups(run: Run[NegativesConfig]) -> dict[str, set[str]]:
     """Duplicate group -> its units, all of which may answer its queries."""
     found: dict[str, set[str]] = {}
-    for row in _pairs(ctx):
+    for row in _pairs(run):
         found.setdefault(row["duplicate_group"], set()).add(row["unit_id"])
     return found
 
 
-def find_negatives(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+def find_negatives(run: Run[NegativesConfig]) -> Iterator[pa.RecordBatch]:
     """The hard negatives of the pending pairs."""
-    pending = sorted(set(ctx.pending["pair_id"].to_pylist()))
+    pending = sorted(set(run.output.pending["pair_id"].to_pylist()))
     if not pending:
         return
-    units, groups = _units(ctx), _groups(ctx)
-    pairs = {row["pair_id"]: row for row in _pairs(ctx)}
+    units, groups = _units(run), _groups(run)
+    pairs = {row["pair_id"]: row for row in _pairs(run)}
     ids = list(units)
     places = {unit_id: place for place, unit_id in enumerate(ids)}
-    with _semantic(ctx, units) if ctx.config.encoder else _lexical(units) as search:
-        for start in range(0, len(pending), ctx.config.batch_size):
-            if ctx.stop():
+    with _semantic(run, units) if run.config.encoder else _lexical(units) as search:
+        for start in range(0, len(pending), run.config.batch_size):
+            if run.report.stop():
                 return
-            some = pending[start : start + ctx.config.batch_size]
+            some = pending[start : start + run.config.batch_size]
             rows = []
             for pair in (pairs[pair_id] for pair_id in some):
                 excluded = [places[unit_id] for unit_id in groups[pair["duplicate_group"]] if unit_id in places]
-                rows += _rows(pair, search(pair), places, excluded, ids, units, ctx.config)
+                rows += _rows(pair, search(pair), places, excluded, ids, units, run.config)
             yield NEGATIVES.table(rows).combine_chunks().to_batches()[0]
-            ctx.progress(start + len(some), len(pending), "queries")
+            run.report.progress(start + len(some), len(pending), "queries")
 
 
 @contextmanager
@@ -161,27 +164,27 @@ def _lexical(units: dict[str, Row]) -> Iterator[Search]:
 
 
 @contextmanager
-def _semantic(ctx: StageContext, units: dict[str, Row]) -> Iterator[Search]:
+def _semantic(run: Run[NegativesConfig], units: dict[str, Row]) -> Iterator[Search]:
     """MaxSim scores over the vectors of all units, which are encoded first."""
     import mlx.core as mx
 
     from stages.retrieval.encoder import load_encoder
 
-    tokens = ctx.tensors(TOKENS)
-    held = [load_encoder(ctx.need("encoder"), None, ctx.need("family"), _adapter(ctx))]
+    tokens = run.inputs.tensors(TOKENS)
+    held = [load_encoder(run.needs["encoder"], None, run.needs["family"], _adapter(run))]
 
     def encode(text_id: str) -> np.ndarray:
         return held[0].encode_ids([tokens.read(text_id)])[0]  # one at a time, so that no row depends on another
 
     try:
-        lengths = dict(zip(*(ctx.rows(TOKENS)[name].to_pylist() for name in ("text_id", "count")), strict=True))
+        lengths = dict(zip(*(run.inputs.rows(TOKENS)[name].to_pylist() for name in ("text_id", "count")), strict=True))
         counts = [lengths[row["text_id"]] for row in units.values()]
         vectors_TD, end = np.empty((sum(counts), held[0].width), np.float16), 0
         for number, (row, count) in enumerate(zip(units.values(), counts, strict=True), 1):
             vectors_TD[end : end + count] = encode(row["text_id"])
             end += count
             if number % 64 == 0:
-                ctx.progress(number, len(units), "documents encoded")
+                run.report.progress(number, len(units), "documents encoded")
         matrix = TokenMatrix(vectors_TD, counts)
         yield lambda pair: matrix.scores([encode(pair["query_id"])])[0]
     finally:

@@ -24,8 +24,9 @@ from stages.retrieval import texts
 from stages.retrieval.forecasts import forecast_ranks
 from stages.retrieval.search import fusion, lexical, measures
 from stages.retrieval.search.maxsim import TokenMatrix
+from stages.run import Run
 from stages.settings import require, runtime, setting
-from stages.stage import Stage, StageContext
+from stages.stage import Stage
 
 Row = dict[str, Any]
 
@@ -47,79 +48,81 @@ class RanksConfig:
         require(self, "batch_size", 1)
 
 
-def wanted_ranks(ctx: StageContext) -> pa.Table:
+def wanted_ranks(run: Run[RanksConfig]) -> pa.Table:
     """One row per encoder, mode and pair of valid and test. Raises ValueError if there is no such pair."""
-    pairs = _held_out(ctx)
+    pairs = _held_out(run)
     if not pairs:
         raise ValueError('no pair is in valid or test, so there is nothing to rank: set pairs.test, or pairs.split to "unit"')
-    modes = ("plain", "hard") if ctx.config.hard else ("plain",)
+    modes = ("plain", "hard") if run.config.hard else ("plain",)
     rows = [
         {"pair_id": pair["pair_id"], "encoder": encoder, "mode": mode}
-        for encoder in _encoders(ctx)
+        for encoder in _encoders(run)
         for mode in modes
         for pair in pairs
     ]
     return pa.Table.from_pylist(rows, schema=pa.schema([RANKS.batch.field(name) for name in RANKS.key]))
 
 
-def snapshot(ctx: StageContext) -> pa.Table:
+def snapshot(run: Run[RanksConfig]) -> pa.Table:
     """What the rows depend on: text of each unit, state of each pair, number of vectors of each encoder."""
-    units = {row["unit_id"]: row["text_id"] for row in ctx.rows(UNITS).select(["unit_id", "text_id"]).to_pylist()}
+    units = {row["unit_id"]: row["text_id"] for row in run.inputs.rows(UNITS).select(["unit_id", "text_id"]).to_pylist()}
     columns = ["pair_id", "split", "rejected", "duplicate_group"]
-    pairs = {row["pair_id"]: str([row[name] for name in columns[1:]]) for row in ctx.rows(PAIRS).select(columns).to_pylist()}
-    vectors = Counter(ctx.rows(VECTORS)["encoder"].to_pylist())  # documents without names are encoded or not
+    pairs = {
+        row["pair_id"]: str([row[name] for name in columns[1:]]) for row in run.inputs.rows(PAIRS).select(columns).to_pylist()
+    }
+    vectors = Counter(run.inputs.rows(VECTORS)["encoder"].to_pylist())  # documents without names are encoded or not
     numbers = {encoder: str(count) for encoder, count in vectors.items()}
     found = {**units, **pairs, **numbers}
     return pa.table({"key": list(found), "value": list(found.values())})
 
 
-def _held_out(ctx: StageContext) -> list[Row]:
+def _held_out(run: Run[RanksConfig]) -> list[Row]:
     """Usable pairs, valid before test, each by pair_id."""
-    rows = [row for row in ctx.rows(PAIRS).to_pylist() if row["rejected"] is None and row["split"] != "train"]
+    rows = [row for row in run.inputs.rows(PAIRS).to_pylist() if row["rejected"] is None and row["split"] != "train"]
     return sorted(rows, key=lambda row: (row["split"] != "valid", row["pair_id"]))
 
 
-def _encoders(ctx: StageContext) -> list[str]:
-    return sorted(set(ctx.rows(VECTORS)["encoder"].to_pylist()))
+def _encoders(run: Run[RanksConfig]) -> list[str]:
+    return sorted(set(run.inputs.rows(VECTORS)["encoder"].to_pylist()))
 
 
-def rank_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    pending = {tuple(row.values()) for row in ctx.pending.select(list(RANKS.key)).to_pylist()}
-    pairs, done = _held_out(ctx), 0
+def rank_pairs(run: Run[RanksConfig]) -> Iterator[pa.RecordBatch]:
+    pending = {tuple(row.values()) for row in run.output.pending.select(list(RANKS.key)).to_pylist()}
+    pairs, done = _held_out(run), 0
     for mode in ("plain", "hard"):
         if not any(key[2] == mode for key in pending):
             continue
         with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
-            corpus = Corpus(ctx, mode, Path(folder))
-            for encoder in _encoders(ctx):
+            corpus = Corpus(run, mode, Path(folder))
+            for encoder in _encoders(run):
                 weight: float | None = None
-                for start in range(0, len(pairs), ctx.config.batch_size):
-                    some = pairs[start : start + ctx.config.batch_size]
+                for start in range(0, len(pairs), run.config.batch_size):
+                    some = pairs[start : start + run.config.batch_size]
                     wanted = [row for row in some if (row["pair_id"], encoder, mode) in pending]
                     # On all pairs of valid, so that it does not depend on which rows are missing.
                     if weight is None and wanted:
                         weight = corpus.best_weight(encoder, [row for row in pairs if row["split"] == "valid"])
-                    if ctx.stop():
+                    if run.report.stop():
                         return
                     if wanted:
                         rows = corpus.rank(encoder, wanted, weight if weight is not None else fusion.DEFAULT_WEIGHT)
                         yield RANKS.table(rows).combine_chunks().to_batches()[0]
                         done += len(wanted)
-                        ctx.progress(done, len(pending), "queries")
+                        run.report.progress(done, len(pending), "queries")
 
 
 class Corpus:
     """The documents of an evaluation. In the mode "hard", those that answer a query have "f" in place of their name."""
 
-    def __init__(self, ctx: StageContext, mode: str, folder: Path) -> None:
+    def __init__(self, run: Run[RanksConfig], mode: str, folder: Path) -> None:
         self.mode = mode
-        self.tensors = ctx.tensors(VECTORS)
-        rows = ctx.rows(VECTORS).select(["vector_id", "encoder", "text_id", "count"]).to_pylist()
+        self.tensors = run.inputs.tensors(VECTORS)
+        rows = run.inputs.rows(VECTORS).select(["vector_id", "encoder", "text_id", "count"]).to_pylist()
         self.vectors = {(row["encoder"], row["text_id"]): row for row in rows}
-        pairs = ctx.rows(PAIRS).to_pylist()
-        kept = {row["unit_id"] for row in pairs if row["rejected"] is None} if ctx.config.candidates == "pairs" else None
+        pairs = run.inputs.rows(PAIRS).to_pylist()
+        kept = {row["unit_id"] for row in pairs if row["rejected"] is None} if run.config.candidates == "pairs" else None
         columns = ["unit_id", "name", "text", "text_id", "words", "path", "first_line"]
-        units = [row for row in ctx.rows(UNITS).select(columns).to_pylist() if kept is None or row["unit_id"] in kept]
+        units = [row for row in run.inputs.rows(UNITS).select(columns).to_pylist() if kept is None or row["unit_id"] in kept]
         self.units = sorted(units, key=lambda row: (row["path"], row["first_line"], row["unit_id"]))
         self.place = {row["unit_id"]: place for place, row in enumerate(self.units)}
         self.groups: dict[str, list[int]] = {}

@@ -15,8 +15,9 @@ from schemas.retrieval.units import UNITS
 from stages.retrieval import texts
 from stages.retrieval.forecasts import forecast_tokens
 from stages.retrieval.tokenizer import TextTokenizer
+from stages.run import Run
 from stages.settings import require, runtime, selects, setting
-from stages.stage import Stage, StageContext
+from stages.stage import Stage
 
 Row = dict[str, Any]
 
@@ -38,41 +39,41 @@ class TokensConfig:
         require(self, "batch_size", 1)
 
 
-def wanted_tokens(ctx: StageContext) -> pa.Table:
+def wanted_tokens(run: Run[TokensConfig]) -> pa.Table:
     """`text_id` and `role` of every distinct text, by role and text_id."""
-    wanted = sorted((row["role"], text_id) for text_id, row in _texts(ctx).items())
+    wanted = sorted((row["role"], text_id) for text_id, row in _texts(run).items())
     fields = [TOKENS.batch.field(name) for name in ("text_id", "role")]
     return pa.Table.from_pylist([{"text_id": text_id, "role": role} for role, text_id in wanted], schema=pa.schema(fields))
 
 
-def _texts(ctx: StageContext) -> dict[str, Row]:
+def _texts(run: Run[TokensConfig]) -> dict[str, Row]:
     """text_id -> role and text. With `hard`, documents of pairs come a second time, without their names."""
-    units = ctx.rows(UNITS).select(["unit_id", "name", "text", "text_id"]).to_pylist()
-    pairs = [row for row in ctx.rows(PAIRS).to_pylist() if row["rejected"] is None]
+    units = run.inputs.rows(UNITS).select(["unit_id", "name", "text", "text_id"]).to_pylist()
+    pairs = [row for row in run.inputs.rows(PAIRS).to_pylist() if row["rejected"] is None]
     found = {row["text_id"]: {"role": "document", "text": row["text"]} for row in units}
     found |= {row["query_id"]: {"role": "query", "text": row["query"]} for row in pairs}
-    if ctx.config.hard:
+    if run.config.hard:
         paired = {row["unit_id"] for row in pairs}
         for text in (texts.without_name(row["text"], row["name"]) for row in units if row["unit_id"] in paired):
             found[texts.text_id("document", text)] = {"role": "document", "text": text}
     return found
 
 
-def encode_tokens(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    pending = ctx.pending.to_pylist()
+def encode_tokens(run: Run[TokensConfig]) -> Iterator[pa.RecordBatch]:
+    pending = run.output.pending.to_pylist()
     if not pending:
         return
-    known = _texts(ctx)
-    tokenizer = TextTokenizer(ctx.need("tokenizer"), lower_case=ctx.need("family").lower_case)
-    longest = {"query": ctx.config.query_tokens, "document": ctx.config.document_tokens}
-    for start in range(0, len(pending), ctx.config.batch_size):
-        if ctx.stop():
+    known = _texts(run)
+    tokenizer = TextTokenizer(run.needs["tokenizer"], lower_case=run.needs["family"].lower_case)
+    longest = {"query": run.config.query_tokens, "document": run.config.document_tokens}
+    for start in range(0, len(pending), run.config.batch_size):
+        if run.report.stop():
             return
-        some = pending[start : start + ctx.config.batch_size]
+        some = pending[start : start + run.config.batch_size]
         encoded = tokenizer.encode([known[row["text_id"]]["text"] for row in some])
         rows = [_row(row, ids, longest[row["role"]], tokenizer) for row, ids in zip(some, encoded, strict=True)]
         yield TOKENS.table(rows).combine_chunks().to_batches()[0]
-        ctx.progress(start + len(some), len(pending), "texts")
+        run.report.progress(start + len(some), len(pending), "texts")
 
 
 def _row(row: Row, ids: list[int], longest: int, tokenizer: TextTokenizer) -> Row:

@@ -21,8 +21,9 @@ from schemas.retrieval.vectors import VECTORS
 from stages.hashing import file_sha256
 from stages.retrieval.forecasts import forecast_vectors
 from stages.retrieval.texts import BASE, vector_id
+from stages.run import Run
 from stages.settings import require, runtime, selects, setting
-from stages.stage import Stage, StageContext
+from stages.stage import Stage
 from stages.tuner.checkpoint import ADAPTER
 
 Row = dict[str, Any]
@@ -46,56 +47,59 @@ class VectorsConfig:
         require(self, "batch_size", 1)
 
 
-def wanted_vectors(ctx: StageContext) -> pa.Table:
-    tokens = ctx.rows(TOKENS).select(["text_id", "role"]).to_pylist()
-    held_out = {row["query_id"] for row in ctx.rows(PAIRS).to_pylist() if row["rejected"] is None and row["split"] != "train"}
+def wanted_vectors(run: Run[VectorsConfig]) -> pa.Table:
+    tokens = run.inputs.rows(TOKENS).select(["text_id", "role"]).to_pylist()
+    held_out = {
+        row["query_id"] for row in run.inputs.rows(PAIRS).to_pylist() if row["rejected"] is None and row["split"] != "train"
+    }
     texts = sorted((row for row in tokens if row["role"] == "document" or row["text_id"] in held_out), key=_text_id)
-    rows = [{"vector_id": vector_id(name, row["text_id"]), "encoder": name, **row} for name in encoders(ctx) for row in texts]
+    rows = [{"vector_id": vector_id(name, row["text_id"]), "encoder": name, **row} for name in encoders(run) for row in texts]
     fields = [VECTORS.batch.field(name) for name in ("vector_id", "encoder", "text_id", "role")]
     return pa.Table.from_pylist(rows, schema=pa.schema(fields))
 
 
-def encoders(ctx: StageContext) -> dict[str, Path | None]:
+def encoders(run: Run[VectorsConfig]) -> dict[str, Path | None]:
     """Name -> adapter file: "base" -> None, and the sha256 of the trained one. Raises ValueError if there are none."""
-    adapter = ctx.files(TRAIN) / ADAPTER
+    adapter = run.inputs.files(TRAIN) / ADAPTER
     tuned: dict[str, Path | None] = {file_sha256(adapter): adapter} if adapter.is_file() else {}
-    if not tuned and not ctx.config.base:
+    if not tuned and not run.config.base:
         raise ValueError("vectors.base must be true: no adapter is trained; run make train, or leave out base = false")
-    return ({BASE: None} if ctx.config.base else {}) | tuned
+    return ({BASE: None} if run.config.base else {}) | tuned
 
 
 def _text_id(row: Row) -> str:
     return str(row["text_id"])
 
 
-def encode_vectors(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+def encode_vectors(run: Run[VectorsConfig]) -> Iterator[pa.RecordBatch]:
     """All texts of one encoder, then those of the next. No weights are loaded if nothing is pending."""
-    pending = ctx.pending.to_pylist()
+    pending = run.output.pending.to_pylist()
     done = 0
-    for name, adapter in encoders(ctx).items() if pending else ():
+    for name, adapter in encoders(run).items() if pending else ():
         own = [row for row in pending if row["encoder"] == name]
-        for batch in _encoded(ctx, own, adapter):
+        for batch in _encoded(run, own, adapter):
             done += batch.num_rows
             yield batch
-            ctx.progress(done, len(pending), "texts")
+            run.report.progress(done, len(pending), "texts")
 
 
-def _encoded(ctx: StageContext, pending: list[Row], adapter: Path | None) -> Iterator[pa.RecordBatch]:
+def _encoded(run: Run[VectorsConfig], pending: list[Row], adapter: Path | None) -> Iterator[pa.RecordBatch]:
     if not pending:
         return
     import mlx.core as mx
 
     from stages.retrieval.encoder import load_encoder
 
-    tokens = ctx.tensors(TOKENS)
-    config = ctx.config
-    more = {"precision": config.precision, "strength": config.strength}
-    encoder = load_encoder(ctx.need("encoder"), None, ctx.need("family"), adapter, **more)
+    tokens = run.inputs.tensors(TOKENS)
+    config = run.config
+    encoder = load_encoder(
+        run.needs["encoder"], None, run.needs["family"], adapter, precision=config.precision, strength=config.strength
+    )
     try:
-        for start in range(0, len(pending), ctx.config.batch_size):
-            if ctx.stop():
+        for start in range(0, len(pending), run.config.batch_size):
+            if run.report.stop():
                 return
-            some = pending[start : start + ctx.config.batch_size]
+            some = pending[start : start + run.config.batch_size]
             tokens.ahead(row["text_id"] for row in some)
             # One text at a time, so that no row depends on another.
             rows = [_row(row, encoder.encode_ids([tokens.read(row["text_id"])])[0]) for row in some]

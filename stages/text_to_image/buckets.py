@@ -17,8 +17,9 @@ import pyarrow as pa
 from schemas.text_to_image.buckets import BUCKETS
 from schemas.text_to_image.checks import CHECKS
 from schemas.text_to_image.images import IMAGES
+from stages.run import Run
 from stages.settings import check_bounds, selects, setting
-from stages.stage import Stage, StageContext
+from stages.stage import Stage
 from stages.text_to_image.imaging.references import USE
 from stages.text_to_image.imaging.usable import usable_rows
 from stages.text_to_image.selecting import select_images
@@ -141,20 +142,22 @@ def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 # The table
 
 
-def wanted_buckets(ctx: StageContext) -> pa.Table:
+def wanted_buckets(run: Run[BucketsConfig]) -> pa.Table:
     """Raises ValueError if no image is usable, or if `where` is wrong or chooses none."""
-    images = usable_rows(ctx.rows(IMAGES).select(["image_id", "path", "width", "height", "rejected", "use"]), references=True)
+    images = usable_rows(
+        run.inputs.rows(IMAGES).select(["image_id", "path", "width", "height", "rejected", "use"]), references=True
+    )
     sizes = {row["image_id"]: (row["width"], row["height"]) for row in images}
     # All rows, also stored ones: this is cheap.
-    rows = [row for image_id in sorted(sizes) for row in _rows(image_id, *sizes[image_id], ctx.config)]
-    if ctx.config.where.strip():
-        chosen = select_images(ctx.config.where, ctx.rows(IMAGES), ctx.rows(CHECKS)) | _only_references(ctx)
+    rows = [row for image_id in sorted(sizes) for row in _rows(image_id, *sizes[image_id], run.config)]
+    if run.config.where.strip():
+        chosen = select_images(run.config.where, run.inputs.rows(IMAGES), run.inputs.rows(CHECKS)) | _only_references(run)
         rows = [row if row["image_id"] in chosen else row | {"rejected": "where"} for row in rows]
     return pa.Table.from_pylist(rows, schema=BUCKETS.batch)
 
 
-def _only_references(ctx: StageContext) -> set[str]:
-    found = usable_rows(ctx.rows(IMAGES), references=True)
+def _only_references(run: Run[BucketsConfig]) -> set[str]:
+    found = usable_rows(run.inputs.rows(IMAGES), references=True)
     return {row["image_id"] for row in found} - {row["image_id"] for row in found if row["use"] != USE}
 
 
@@ -172,21 +175,21 @@ def _rows(image_id: str, width: int, height: int, config: BucketsConfig) -> Iter
 _cached_bucket = functools.lru_cache(maxsize=65536)(choose_bucket)  # a folder holds many images of the same size
 
 
-def write_buckets(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    yield from ctx.pending.select(BUCKETS.batch.names).to_batches(max_chunksize=BATCH)
+def write_buckets(run: Run[BucketsConfig]) -> Iterator[pa.RecordBatch]:
+    yield from run.output.pending.select(BUCKETS.batch.names).to_batches(max_chunksize=BATCH)
 
 
-def finish_buckets(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+def finish_buckets(run: Run[BucketsConfig]) -> Iterator[pa.RecordBatch]:
     """Tells the user about the new rows; yields none."""
-    if ctx.stop():
+    if run.report.stop():
         return
     # References are not trained at these sizes, only seen.
-    beside = _only_references(ctx)
-    used = [row for row in ctx.pending.to_pylist() if row["rejected"] is None and row["image_id"] not in beside]
-    if left_out := {row["image_id"] for row in ctx.pending.to_pylist() if row["rejected"] == "where"}:
-        ctx.say(f"{len(left_out)} images are left out by buckets.where: {ctx.config.where}")
+    beside = _only_references(run)
+    used = [row for row in run.output.pending.to_pylist() if row["rejected"] is None and row["image_id"] not in beside]
+    if left_out := {row["image_id"] for row in run.output.pending.to_pylist() if row["rejected"] == "where"}:
+        run.report.say(f"{len(left_out)} images are left out by buckets.where: {run.config.where}")
     for resolution in sorted({row["resolution"] for row in used}):
-        ctx.say(_summary(resolution, [row for row in used if row["resolution"] == resolution]))
+        run.report.say(_summary(resolution, [row for row in used if row["resolution"] == resolution]))
     yield from ()
 
 

@@ -7,12 +7,13 @@ differ in magnitude; the scales come first, then the values, two per word. T tex
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from schemas.text_to_image.embeddings import EMBEDDINGS
 from stages.models.text.encoder import widen
-from stages.stage import StageContext, TensorReader
+from stages.run import Run, TensorReader
 
 INT8 = "int8"  # value of the column dtype
 SCALE_WORDS = 2  # 16-bit words of one scale
@@ -59,8 +60,8 @@ class UnpackingReader:
         self.stored.ahead(keys)
 
 
-def embedding_reader(ctx: StageContext) -> TensorReader:
+def embedding_reader(run: Run[Any]) -> TensorReader:
     """Reads embeddings as bfloat16 in uint16, (T, J), however they are stored."""
-    reader, dtypes = ctx.tensors(EMBEDDINGS), ctx.rows(EMBEDDINGS)["dtype"]
+    reader, dtypes = run.inputs.tensors(EMBEDDINGS), run.inputs.rows(EMBEDDINGS)["dtype"]
     packed = len(dtypes) > 0 and dtypes[0].as_py() == INT8
-    return UnpackingReader(reader, len(ctx.need("family").text_layers)) if packed else reader
+    return UnpackingReader(reader, len(run.needs["family"].text_layers)) if packed else reader

@@ -13,9 +13,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+from stages.run import Run
 from stages.tuner.config import TrainingConfig
-from stages.tuner.task import TrainingContext
 
 STOP, CHECKPOINT, PAUSE = "stop", "checkpoint", "pause"
 POLL_SECONDS = 0.2  # between two checks whether the file `pause` exists
@@ -23,7 +24,7 @@ POLL_SECONDS = 0.2  # between two checks whether the file `pause` exists
 
 @dataclass
 class Control:
-    ctx: TrainingContext
+    run: Run[Any]
     config: TrainingConfig
     clock: Callable[[], float] = time.monotonic  # tests replace it and `sleep`
     sleep: Callable[[float], None] = time.sleep
@@ -62,8 +63,8 @@ class Control:
 
     def stop_requested(self) -> bool:
         """Like `ending`, but looks for an interrupt and the file `stop` first. Deletes the file."""
-        # No `ctx.pause(reason)` after an interrupt: whoever pressed Ctrl-C knows why the run ends.
-        if self.ctx.stop():
+        # No `run.report.pause(reason)` after an interrupt: whoever pressed Ctrl-C knows why the run ends.
+        if self.run.report.stop():
             self.ending = True
         elif self._take(STOP):
             self._end("stopped by the file `stop`")
@@ -72,22 +73,22 @@ class Control:
     def wait_while_paused(self) -> None:
         if not self.pausing or self.ending:
             return
-        self.ctx.say(f"paused; remove {self.ctx.artifacts / PAUSE} to go on")
+        self.run.report.say(f"paused; remove {self.run.output.artifacts / PAUSE} to go on")
         while self._pause_requested and not self.ending:
             self.sleep(POLL_SECONDS)
             self.stop_requested()
 
     @property
     def _pause_requested(self) -> bool:
-        return (self.ctx.artifacts / PAUSE).exists()
+        return (self.run.output.artifacts / PAUSE).exists()
 
     def _take(self, name: str) -> bool:
         try:
-            (self.ctx.artifacts / name).unlink()
+            (self.run.output.artifacts / name).unlink()
         except FileNotFoundError:
             return False
         return True
 
     def _end(self, reason: str) -> None:
         self.ending = True
-        self.ctx.pause(reason)
+        self.run.report.pause(reason)

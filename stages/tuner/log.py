@@ -9,9 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from stages.run import Run
 from stages.tuner.config import TrainingConfig
 from stages.tuner.step import TrainingStep
-from stages.tuner.task import Row, Task, TrainingContext
+from stages.tuner.task import Row, Task
 from stages.tuner.validation import TRAIN, Validation
 
 SMOOTHED = 50  # steps whose mean is the smoothed loss
@@ -71,11 +72,11 @@ def schedule_warnings(config: TrainingConfig) -> Iterator[str]:
         yield f"the rate reaches its floor at step {end}, after the last: lower [train.schedule] decay_steps ({s.decay_steps})"
 
 
-def announce(ctx: TrainingContext, task: Task[Any, Any], training: TrainingStep, steps: range) -> None:
+def announce(run: Run[Any], task: Task[Any, Any], training: TrainingStep, steps: range) -> None:
     values = sum(value.size for value in training.adapter.values())
     ranks = sorted({target.rank for target in training.targets})
     adapter = f"{task.config.variant} of rank {' to '.join(map(str, sorted({ranks[0], ranks[-1]})))}"
     stretch = f"steps {steps.start} to {steps[-1]}" if steps else "one measurement is left to do"
-    ctx.say(f"files named stop, checkpoint or pause in {ctx.artifacts} control this run")
-    ctx.say(f"{adapter} on {len(training.targets)} Linears: {values / 1e6:.2g} M values; {stretch}")
-    ctx.say(task.description())
+    run.report.say(f"files named stop, checkpoint or pause in {run.output.artifacts} control this run")
+    run.report.say(f"{adapter} on {len(training.targets)} Linears: {values / 1e6:.2g} M values; {stretch}")
+    run.report.say(task.description())

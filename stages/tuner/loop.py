@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pyarrow as pa
 
+from stages.run import Run
 from stages.tuner import checkpoint
 from stages.tuner.adapters.targets import adapter_metadata
 from stages.tuner.blockwise.device import configure_scheduler
@@ -29,38 +30,38 @@ from stages.tuner.ranks import Ranks, connect
 from stages.tuner.resume import Start, find_start
 from stages.tuner.rows import record_batches, rows_table, sample_rows
 from stages.tuner.step import StepResult, TrainingStep, choose_targets, starting_adapter
-from stages.tuner.task import MicroBatch, Row, Task, TrainingContext
+from stages.tuner.task import MicroBatch, Row, Task
 from stages.tuner.validation import TRAIN, VALIDATION, Validation
 
 
-def train(ctx: TrainingContext, task: Task[Any, Any], control: Control) -> Iterator[pa.RecordBatch]:
+def train(run: Run[Any], task: Task[Any, Any], control: Control) -> Iterator[pa.RecordBatch]:
     """Train from the newest usable checkpoint to the last step, publish the adapter, and yield the rows of the run's
     table.
 
     A request that ends the run early writes a checkpoint first. Raises ValueError if the run cannot continue.
     """
     ranks = connect()
-    check_ranks(ctx, task.config, ranks)
+    check_ranks(run, task.config, ranks)
     # The checkpoints lie with rank 0; the others get its decision.
-    start = ranks.first(next_start(ctx, task) if ranks.leads else None)
+    start = ranks.first(next_start(run, task) if ranks.leads else None)
     if start is None:
         return
     yield from record_batches(task.schema, start.recovered)
-    yield from TrainingRun(ctx, task, control, start, ranks).go()
+    yield from TrainingRun(run, task, control, start, ranks).go()
 
 
-def next_start(ctx: TrainingContext, task: Task[Any, Any]) -> Start | None:
+def next_start(run: Run[Any], task: Task[Any, Any]) -> Start | None:
     """Where the run goes on; None: every row is stored and the result is published."""
     validation = validation_of(task)
-    validation.add_table(ctx.stored)
+    validation.add_table(run.output.stored)
     last = validation.last_step
-    for step, problem in sorted(checkpoint.damaged_checkpoints(ctx.artifacts).items()):
-        ctx.say(f"the checkpoint of step {step} is damaged: {problem}; latentmill verify --repair makes it again")
-    if not ctx.pending.num_rows and checkpoint.is_published(ctx.artifacts, last, validation.best_step):
+    for step, problem in sorted(checkpoint.damaged_checkpoints(run.output.artifacts).items()):
+        run.report.say(f"the checkpoint of step {step} is damaged: {problem}; latentmill verify --repair makes it again")
+    if not run.output.pending.num_rows and checkpoint.is_published(run.output.artifacts, last, validation.best_step):
         return None
-    start = find_start(ctx, last)
+    start = find_start(run, last)
     # Later folders would be taken for damaged checkpoints once the run passes them.
-    checkpoint.delete_incomplete(ctx.artifacts, start.step)
+    checkpoint.delete_incomplete(run.output.artifacts, start.step)
     return start
 
 
@@ -91,19 +92,17 @@ def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPl
 
 
 class TrainingRun:
-    def __init__(
-        self, ctx: TrainingContext, task: Task[Any, Any], control: Control, start: Start, ranks: Ranks | None = None
-    ) -> None:
-        self.ctx, self.task, self.control, self.start, self.ranks = ctx, task, control, start, ranks or Ranks()
+    def __init__(self, run: Run[Any], task: Task[Any, Any], control: Control, start: Start, ranks: Ranks | None = None) -> None:
+        self.run, self.task, self.control, self.start, self.ranks = run, task, control, start, ranks or Ranks()
         # A run that begins again ignores the stored rows: they are made again with the same values.
-        past = [row for row in ctx.stored.to_pylist() if row["step"] <= start.step and start.checkpoint] + start.recovered
+        past = [row for row in run.output.stored.to_pylist() if row["step"] <= start.step and start.checkpoint] + start.recovered
         self.past = self.ranks.first(past)
         self.validation = validation_of(task)
         self.validation.add(self.past)
         # The measurement after the start's step may have been interrupted; then it is repeated.
         self.unmeasured = bool(start.checkpoint) and self.validation.discard_incomplete(start.step)
         self.summary = Summary(task.config, self.past)
-        self.loss_check = LossCheck(ctx.say, task.expected_loss, self.past)
+        self.loss_check = LossCheck(run.report.say, task.expected_loss, self.past)
         self.skipped: int = start.checkpoint.state["skipped"] if start.checkpoint else 0  # steps in a row that were not finite
         self.unsaved: list[Row] = []  # rows that no checkpoint holds yet
         self.timed = False  # the last checkpoint was written only because of its time
@@ -129,15 +128,15 @@ class TrainingRun:
             yield from self.take_steps()
 
     def prepare(self) -> None:
-        warn(self.ctx.say, self.task)
+        warn(self.run.report.say, self.task)
         configure_scheduler()  # must come before the first MLX array
         self.plan = self.task.memory_plan(self.start.checkpoint)
         # Ranks other than 0 start fresh, and `same_state` gives them the adapter and the optimizer's state.
         self.training = load_training(self.task, self.start.checkpoint if self.ranks.leads else None, self.plan)
         self.training.ranks = self.ranks
         same_state(self.training, self.ranks)
-        announce_ranks(self.ctx.say, self.ranks, self.start.checkpoint)
-        announce(self.ctx, self.task, self.training, self.steps)
+        announce_ranks(self.run.report.say, self.ranks, self.start.checkpoint)
+        announce(self.run, self.task, self.training, self.steps)
 
     @property
     def steps(self) -> range:
@@ -155,7 +154,7 @@ class TrainingRun:
             samples = step_samples(self.task, step, batches, self.ranks)
             rows = self.step_rows(samples, result, shared | {"seconds": seconds, "read_seconds": waited})
             self.skipped = 0 if result.finite else self.skipped + 1
-            check_health(self.ctx.say, self.task.config, self.training, step, self.skipped, result)
+            check_health(self.run.report.say, self.task.config, self.training, step, self.skipped, result)
             self.loss_check.after(step, rows)
             rows += self.measure(shared)
             began = time.perf_counter()
@@ -166,8 +165,8 @@ class TrainingRun:
             if saves:
                 self.save(step)
             yield from record_batches(self.task.schema, rows)
-            self.ctx.note(self.summary.after(rows, self.validation))
-            self.ctx.progress(step, self.validation.last_step, "step")
+            self.run.report.note(self.summary.after(rows, self.validation))
+            self.run.report.progress(step, self.validation.last_step, "step")
             self.control.wait_while_paused()
             if (self.ranks.agreed(self.control.ending) if pauses else ends) or step >= self.validation.last_step:
                 return
@@ -184,7 +183,7 @@ class TrainingRun:
         before, used = training.max_tokens, result.largest_tokens
         after = adjust_max_tokens(before, used, mx.get_active_memory(), mx.get_peak_memory(), self.plan.limit)
         if after != before:
-            self.ctx.say(f"the micro-batch is now {after} tokens, {'fewer' if after < before else 'more'} than before")
+            self.run.report.say(f"the micro-batch is now {after} tokens, {'fewer' if after < before else 'more'} than before")
         training.max_tokens = after
         return result
 
@@ -222,7 +221,7 @@ class TrainingRun:
         self.validation.add(rows)
         self.unsaved += rows
         best = ", the best so far" if step == self.validation.best_step else ""
-        self.ctx.say(f"step {step}: validation loss {self.validation.means[step]:.4f}{best}")
+        self.run.report.say(f"step {step}: validation loss {self.validation.means[step]:.4f}{best}")
         return rows
 
     def interrupted(self) -> bool:
@@ -244,8 +243,8 @@ class TrainingRun:
         if not self.ranks.leads:
             self.unsaved = []
             return
-        training, write = self.training, self.ctx.write_artifact
-        metadata = {**self.ctx.provenance, **self.task.metadata, **adapter_metadata(training.targets)}
+        training, write = self.training, self.run.output.write
+        metadata = {**self.run.output.provenance, **self.task.metadata, **adapter_metadata(training.targets)}
         facts = {"skipped": self.skipped, "plan": training.plan, "max_tokens": training.max_tokens}
         facts |= {"timed": True} if self.timed else {}
         facts |= {"ranks": self.ranks.size} if self.ranks.size > 1 else {}
@@ -254,8 +253,8 @@ class TrainingRun:
         self.unsaved = []
         self.control.saved()
         if self.timed:
-            checkpoint.prune_timed(self.ctx.artifacts, step)
-        checkpoint.prune(self.ctx.artifacts, step, self.task.config.keep_states)
+            checkpoint.prune_timed(self.run.output.artifacts, step)
+        checkpoint.prune(self.run.output.artifacts, step, self.task.config.keep_states)
         # An interrupted measurement is repeated first: it may change which checkpoint is the best.
         if step >= self.validation.last_step and not self.unmeasured:
             self.publish(saved)
@@ -265,9 +264,9 @@ class TrainingRun:
             return
         if self.task.config.validation and final.step < self.task.config.steps:
             patience = self.task.config.validation.patience
-            self.ctx.say(
+            self.run.report.say(
                 f"ended after step {final.step}: {patience} measurements in a row were no better ([train.validation] patience)"
             )
-        saved = checkpoint.find_checkpoints(self.ctx.artifacts)
+        saved = checkpoint.find_checkpoints(self.run.output.artifacts)
         best = next((found for found in saved if found.step == self.validation.best_step), None)
-        checkpoint.publish(self.ctx.write_artifact, final, best)
+        checkpoint.publish(self.run.output.write, final, best)

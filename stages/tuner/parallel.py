@@ -10,15 +10,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from stages.run import Run
 from stages.tuner.adapters.stacks import Stacks
 from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.config import TrainingConfig
 from stages.tuner.ranks import Ranks, merged
 from stages.tuner.step import StepResult, TrainingStep
-from stages.tuner.task import HeldOut, MicroBatch, Task, TrainingContext
+from stages.tuner.task import HeldOut, MicroBatch, Task
 
 
-def check_ranks(ctx: TrainingContext, config: TrainingConfig, ranks: Ranks) -> None:
+def check_ranks(run: Run[Any], config: TrainingConfig, ranks: Ranks) -> None:
     """Raises ValueError, in every rank, if the ranks differ in recipe or cannot divide the batch."""
     if config.data_parallel not in (None, ranks.size):
         raise ValueError(
@@ -27,7 +28,7 @@ def check_ranks(ctx: TrainingContext, config: TrainingConfig, ranks: Ranks) -> N
         )
     if config.batch_size % ranks.size:
         raise ValueError(f"train.batch_size must be a multiple of the number of ranks ({ranks.size}), got {config.batch_size}")
-    recipes = ranks.each(ctx.provenance.get("recipe", ""))
+    recipes = ranks.each(run.output.provenance.get("recipe", ""))
     other = next((rank for rank, recipe in enumerate(recipes) if recipe != recipes[0]), None)
     if other is not None:
         raise ValueError(

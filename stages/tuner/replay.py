@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stages.run import Run
 from stages.tuner.blockwise.device import configure_scheduler
 from stages.tuner.checkpoint import ADAPTER, OPTIMIZER, Checkpoint, find_checkpoints
 from stages.tuner.loader import Loader
 from stages.tuner.loop import load_training
 from stages.tuner.memory_plan import MemoryPlan, saved_max_tokens
-from stages.tuner.task import Task, TrainingContext
+from stages.tuner.task import Task
 from stages.tuner.validation import TRAIN
 
 
@@ -22,9 +23,9 @@ class ReplayedSample:
     logged: float | None  # in the table of the run; None: no such row
 
 
-def replay_step(ctx: TrainingContext, task: Task[Any, Any], step: int) -> list[ReplayedSample]:
+def replay_step(run: Run[Any], task: Task[Any, Any], step: int) -> list[ReplayedSample]:
     """Losses of a step, computed again from the newest checkpoint before it. Raises ValueError if the run has no such step."""
-    checkpoints = find_checkpoints(ctx.artifacts)
+    checkpoints = find_checkpoints(run.output.artifacts)
     if not 1 <= step <= task.config.steps:
         raise ValueError(f"replay: the step must be 1 to {task.config.steps}, got {step}")
     start = checkpoint_before(checkpoints, step)
@@ -38,8 +39,8 @@ def replay_step(ctx: TrainingContext, task: Task[Any, Any], step: int) -> list[R
     for at, batches, _ in Loader(task, range(start.step + 1 if start else 1, step + 1)):
         samples = [sample for batch in batches for sample in batch.samples]
         losses = training.step(batches, schedule.at(at)).losses
-        ctx.progress(at, step, "steps")
-    rows = ctx.stored.select(["step", "split", "sample", "loss"]).to_pylist()
+        run.report.progress(at, step, "steps")
+    rows = run.output.stored.select(["step", "split", "sample", "loss"]).to_pylist()
     logged = {row["sample"]: row["loss"] for row in rows if (row["step"], row["split"]) == (step, TRAIN)}
     return [ReplayedSample(n, sample, loss, logged.get(n)) for n, (sample, loss) in enumerate(zip(samples, losses, strict=True))]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from stages.run import Run
 from stages.tuner.checkpoint import OPTIMIZER, ROWS, Checkpoint, find_checkpoints
-from stages.tuner.task import TrainingContext
 from stages.tuner.validation import VALIDATION
 
 Row = dict[str, Any]
@@ -27,10 +27,10 @@ def row_key(row: Row) -> Key:
     return row["step"], row["split"], row["sample"]
 
 
-def find_start(ctx: TrainingContext, last: int) -> Start:
+def find_start(run: Run[Any], last: int) -> Start:
     """The newest intact checkpoint before which no row is lost (in neither the table nor an intact checkpoint); else step 0."""
-    pending = {row_key(row) for row in ctx.pending.to_pylist()}
-    checkpoints = [saved for saved in find_checkpoints(ctx.artifacts) if saved.step <= last]
+    pending = {row_key(row) for row in run.output.pending.to_pylist()}
+    checkpoints = [saved for saved in find_checkpoints(run.output.artifacts) if saved.step <= last]
     held: dict[Key, Row] = {}
     # The rows of the checkpoints are needed only after a kill between a checkpoint and the commit of its rows.
     if checkpoints and any(step <= checkpoints[0].step for step, _, _ in pending):
@@ -42,10 +42,10 @@ def find_start(ctx: TrainingContext, last: int) -> Start:
             if saved is not checkpoints[0]:
                 newest = checkpoints[0]
                 why = "is damaged" if not newest.intact(*newest.state["files"]) else "lacks rows that are lost"
-                ctx.say(f"the checkpoint of step {newest.step} {why}; the run goes on from step {saved.step}")
+                run.report.say(f"the checkpoint of step {newest.step} {why}; the run goes on from step {saved.step}")
             return Start(saved, [held[key] for key in past if key in held])
-    if ctx.stored.num_rows:
-        ctx.say("no checkpoint is left to go on from; the run begins again at step 1 and will end with the same result")
+    if run.output.stored.num_rows:
+        run.report.say("no checkpoint is left to go on from; the run begins again at step 1 and will end with the same result")
     return Start(None, [])
 
 

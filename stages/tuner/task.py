@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 import mlx.core as mx
@@ -164,47 +163,3 @@ class Task(Protocol[S, M]):
 
     def load_model(self) -> Model:
         """The frozen model, packed to [train] `base_bits`."""
-
-
-class TrainingContext(Protocol):
-    """What the loop needs from the code that runs it. `stages.stage.StageContext` has all of it."""
-
-    @property
-    def artifacts(self) -> Path:
-        """Checkpoints, results and control files. The loop writes here only through `write_artifact`."""
-
-    @property
-    def stored(self) -> pa.Table:
-        """Rows of the run's table."""
-
-    @property
-    def pending(self) -> pa.Table:
-        """Keys (step, split, sample) of the rows that are wanted but not stored."""
-
-    @property
-    def provenance(self) -> dict[str, str]:
-        """Entries for the header of every adapter file: recipe ids and software versions."""
-
-    @property
-    def write_artifact(self) -> Callable[[str, Callable[[Path], None]], Path]:
-        """(name, write(path)) -> path. Readers see the whole file or none."""
-
-    @property
-    def say(self) -> Callable[[str], None]:
-        """Prints a line."""
-
-    @property
-    def progress(self) -> Callable[[int, int, str], None]:
-        """(done, total, unit)."""
-
-    @property
-    def note(self) -> Callable[[str], None]:
-        """Shows a text beside the progress bar."""
-
-    @property
-    def stop(self) -> Callable[[], bool]:
-        """True once a stop is requested."""
-
-    @property
-    def pause(self) -> Callable[[str], None]:
-        """Tells the user why the run ends before its last step; ends nothing itself."""

@@ -20,7 +20,8 @@ from pipeline.store.table import TableFolder
 from pipeline.store.writer import Writer
 from pipeline.terminal import Quiet
 from schemas.text_to_image.latents import LATENTS
-from stages.stage import Artifact, StageContext
+from stages.run import Run
+from stages.stage import Artifact
 from tests.bench.reading import empty_row
 
 ROWS_PER_BATCH = 64
@@ -92,8 +93,8 @@ def measure_workers(workers: int, count: int, seconds: float) -> dict[str, Any]:
     used: list[tuple[float, float]] = []  # CPU seconds of this process and of the workers
     processes: set[int] = set()
 
-    def compute(ctx: StageContext) -> Iterator[pa.RecordBatch | Artifact]:
-        for number, item in enumerate(ray_workers.compute(project, "waits", ctx), 1):
+    def compute(run: Run[Any]) -> Iterator[pa.RecordBatch | Artifact]:
+        for number, item in enumerate(ray_workers.compute(project, "waits", run), 1):
             assert isinstance(item, pa.RecordBatch)
             if len(processes) < workers:  # the time begins when every worker has shown its first result
                 processes.add(item["process"][0].as_py())

@@ -7,13 +7,15 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 
 from schemas.table import TableSchema, column
 from stages.pipelines import Pipeline
+from stages.run import Run
 from stages.settings import runtime, selects
-from stages.stage import Stage, StageContext
+from stages.stage import Stage
 
 WAITS = TableSchema(
     name="waits",
@@ -36,16 +38,16 @@ class WaitsConfig:
     seconds: float = runtime(0.1, "what a row costs, seconds in which no CPU is used")
 
 
-def wanted_waits(ctx: StageContext) -> pa.Table:
+def wanted_waits(run: Run[Any]) -> pa.Table:
     """Return the numbers of all rows."""
-    return pa.table({"number": pa.array(range(ctx.config.count), pa.int32())})
+    return pa.table({"number": pa.array(range(run.config.count), pa.int32())})
 
 
-def wait(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+def wait(run: Run[Any]) -> Iterator[pa.RecordBatch]:
     """Wait once for each pending row."""
-    loads = ctx.reuse("model", lambda: next(_loads))
-    for number in ctx.pending["number"].to_pylist():
-        time.sleep(ctx.config.seconds)
+    loads = run.reuse("model", lambda: next(_loads))
+    for number in run.output.pending["number"].to_pylist():
+        time.sleep(run.config.seconds)
         yield from WAITS.table([{"number": number, "process": os.getpid(), "loads": loads}]).to_batches()
 
 

@@ -112,7 +112,7 @@ def test_a_worker_is_sent_the_references_of_all_previews_and_those_of_single_pro
     project = Project(folder, (of_all, of_one))
     stage = project.stage("samples")
     assert stage.opens is not None
-    opened = {path.resolve() for path in stage.opens(project.context(stage))}
+    opened = {path.resolve() for path in stage.opens(project.open(stage.name))}
     assert opened == {(folder / "images" / name).resolve() for name in ("picture0.png", "picture2.png")}
 
 

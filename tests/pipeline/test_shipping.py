@@ -56,15 +56,15 @@ def test_units_of_shipped_files_need_nothing_else(pipeline: Pipeline, name: str,
         (folder / "project.toml").write_text(text.replace(str(Project(folder).config.project.weights), "../weights"))
     project = Project(folder)
     stage, inputs, store = project.stage(name), project.inputs(name), Store()
-    ctx = project.context(stage)
-    ctx.pending = stage.wants(ctx)
-    units = list(divide(project.pipeline.stages[name], stage, ctx, inputs, ROWS))
+    run = project.open(stage.name)
+    run.output.pending = stage.wants(run)
+    units = list(divide(project.pipeline.stages[name], stage, run, inputs, ROWS))
     expected = [plain(list(perform(unit))) for unit in units]
-    lasting = Packer(store.put).pack(lasting_files(stage, project.pipeline.resources, [i.folder for i in inputs.values()], ctx))
+    lasting = Packer(store.put).pack(lasting_files(stage, project.pipeline.resources, [i.folder for i in inputs.values()], run))
     packer, own = Packer(store.put), []
     for unit in units:
-        ctx.pending = unit.pending
-        own.append(packer.pack(stage.opens(ctx)) if stage.opens else [])
+        run.output.pending = unit.pending
+        own.append(packer.pack(stage.opens(run)) if stage.opens else [])
     for hidden in (folder, weights):
         shutil.rmtree(hidden, ignore_errors=True)
     mirror, found = Mirror(tmp_path / "worker"), []

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -15,7 +16,8 @@ from pipeline.project.project import Project
 from pipeline.store.writer import Writer
 from pipeline.work import divide, perform
 from stages.pipelines import Pipeline
-from stages.stage import Artifact, StageContext, WorkUnit
+from stages.run import Run
+from stages.stage import Artifact, WorkUnit
 from stages.text_to_image import PIPELINE
 from tests import projects, toy
 from tests.toy.project import make as make_toy
@@ -69,14 +71,14 @@ def without(source: Path, folder: Path, name: str) -> Path:
     return folder
 
 
-def in_another_process(project: Project, name: str, sizes: list[int]) -> Callable[[StageContext], Iterator]:
+def in_another_process(project: Project, name: str, sizes: list[int]) -> Callable[[Run[Any]], Iterator]:
     """A `compute` for the runner: units of ROWS rows, pickled, performed in a fresh process, their results pickled back.
 
     Adds to `sizes` the number of bytes of every pickled unit.
     """
 
-    def compute(ctx: StageContext) -> Iterator[pa.RecordBatch | Artifact]:
-        units = divide(project.pipeline.stages[name], project.stage(name), ctx, project.inputs(name), ROWS)
+    def compute(run: Run[Any]) -> Iterator[pa.RecordBatch | Artifact]:
+        units = divide(project.pipeline.stages[name], project.stage(name), run, project.inputs(name), ROWS)
         pickled = [pickle.dumps(unit) for unit in units]
         sizes.extend(map(len, pickled))
         words, given = [sys.executable, "-c", PERFORM], pickle.dumps(pickled)
@@ -115,11 +117,11 @@ def test_what_is_stored_already_is_in_no_unit(finished, tmp_path):
     project, sizes = Project(folder), list[int]()
     ordinary = projects.content(finished(toy.PIPELINE), "tokens")
     stage, table = project.stage("tokens"), project.current("tokens")
-    ctx = project.context(stage)
-    wanted = stage.wants(ctx)
-    ctx.pending = wanted.slice(0, 3)
+    run = project.open(stage.name)
+    wanted = stage.wants(run)
+    run.output.pending = wanted.slice(0, 3)
     with Writer(table, project.recipe("tokens")) as writer:
-        runner.commit(stage.run(ctx), stage, writer)
+        runner.commit(stage.run(run), stage, writer)
         assert writer.rows_written == 3
     runner.run(project, "tokens", projects.Silent(), compute=in_another_process(project, "tokens", sizes))
     assert len(sizes) == -(-(wanted.num_rows - 3) // ROWS)
@@ -130,25 +132,25 @@ def test_a_stage_that_is_not_divisible_is_one_unit(finished, tmp_path):
     folder = without(finished(toy.PIPELINE), tmp_path / "project", "lines")
     project = Project(folder)
     stage = project.stage("lines")
-    ctx = project.context(stage)
-    ctx.pending = stage.wants(ctx)
+    run = project.open(stage.name)
+    run.output.pending = stage.wants(run)
     module = project.pipeline.stages["lines"]
-    assert len(list(divide(module, stage, ctx, {}, ROWS))) == 4
+    assert len(list(divide(module, stage, run, {}, ROWS))) == 4
     whole = type(stage)(**{**vars(stage), "divisible": False})
-    (unit,) = divide(module, whole, ctx, {}, ROWS)
-    assert isinstance(unit, WorkUnit) and unit.pending.equals(ctx.pending)
-    ctx.pending = ctx.pending.slice(0, 0)
-    assert not list(divide(module, whole, ctx, {}, ROWS))
+    (unit,) = divide(module, whole, run, {}, ROWS)
+    assert isinstance(unit, WorkUnit) and unit.pending.equals(run.output.pending)
+    run.output.pending = run.output.pending.slice(0, 0)
+    assert not list(divide(module, whole, run, {}, ROWS))
 
 
 def test_artifacts_come_before_the_batch_that_names_them_and_nothing_is_written(finished, tmp_path):
     folder = without(finished(toy.PIPELINE), tmp_path / "project", "tokens")
     project = Project(folder)
     stage = project.stage("tokens")
-    ctx = project.context(stage)
-    ctx.pending = stage.wants(ctx)
+    run = project.open(stage.name)
+    run.output.pending = stage.wants(run)
     before = {str(path) for path in folder.rglob("*")}
-    (unit, *_) = divide("tests.toy.tokens", stage, ctx, project.inputs("tokens"), ROWS)
+    (unit, *_) = divide("tests.toy.tokens", stage, run, project.inputs("tokens"), ROWS)
     results = list(perform(unit))
     assert all(isinstance(item, pa.RecordBatch | Artifact) for item in results)
     assert sum(batch.num_rows for batch in results if isinstance(batch, pa.RecordBatch)) == ROWS

@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from stages.run import Run
 from stages.settings import runtime, setting
-from stages.stage import Stage, StageContext
+from stages.stage import Stage
 from tests.toy.schemas import LINES, TOKENS
 
 VOCABULARY = "vocabulary.json"
@@ -25,21 +27,21 @@ class TokensConfig:
     batch_size: int = runtime(2, "rows per batch")
 
 
-def wanted_tokens(ctx: StageContext) -> pa.Table:
+def wanted_tokens(run: Run[Any]) -> pa.Table:
     """One row per line."""
-    return ctx.rows(LINES).select(["line_id"]).sort_by("line_id")
+    return run.inputs.rows(LINES).select(["line_id"]).sort_by("line_id")
 
 
-def encode_tokens(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+def encode_tokens(run: Run[Any]) -> Iterator[pa.RecordBatch]:
     """Encode the pending lines; each row depends on its own line alone."""
-    texts = dict(zip(*(ctx.rows(LINES)[name].to_pylist() for name in ("line_id", "text")), strict=True))
-    pending = ctx.pending["line_id"].to_pylist()
-    for start in range(0, len(pending), ctx.config.batch_size):
-        if ctx.stop():
+    texts = dict(zip(*(run.inputs.rows(LINES)[name].to_pylist() for name in ("line_id", "text")), strict=True))
+    pending = run.output.pending["line_id"].to_pylist()
+    for start in range(0, len(pending), run.config.batch_size):
+        if run.report.stop():
             return
-        rows = [_row(line_id, texts[line_id][: ctx.config.most]) for line_id in pending[start : start + ctx.config.batch_size]]
+        rows = [_row(line_id, texts[line_id][: run.config.most]) for line_id in pending[start : start + run.config.batch_size]]
         yield from TOKENS.table(rows).combine_chunks().to_batches()
-        ctx.progress(min(start + ctx.config.batch_size, len(pending)), len(pending), "lines")
+        run.report.progress(min(start + run.config.batch_size, len(pending)), len(pending), "lines")
 
 
 def _row(line_id: str, text: str) -> dict[str, object]:
@@ -50,15 +52,15 @@ def _row(line_id: str, text: str) -> dict[str, object]:
     return {"line_id": line_id, "ids": ids, "rarity": rarity, "ids_shape": shape, "rarity_shape": shape, "scale": 1 / 127}
 
 
-def write_vocabulary(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+def write_vocabulary(run: Run[Any]) -> Iterator[pa.RecordBatch]:
     """Write the number of rows as an artifact of the whole table. Yields no rows."""
-    if ctx.pending.num_rows:
-        text = json.dumps({"rows": ctx.stored.num_rows})
+    if run.output.pending.num_rows:
+        text = json.dumps({"rows": run.output.stored.num_rows})
 
         def write(path: Path) -> None:
             path.write_text(text)
 
-        ctx.write_artifact(VOCABULARY, write)
+        run.output.write(VOCABULARY, write)
     yield from ()
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from stages.run import Run
 from stages.settings import setting
-from stages.stage import Stage, StageContext
+from stages.stage import Stage
 from stages.tuner import loop
 from stages.tuner.checkpoint import ADAPTER
 from stages.tuner.config import ScheduleConfig, TrainingConfig
@@ -37,8 +38,8 @@ class TrainConfig(TrainingConfig):
 class LineReader:
     """Reads the token ids of lines from the table tokens."""
 
-    def __init__(self, ctx: StageContext) -> None:
-        self.tokens = ctx.tensors(TOKENS)
+    def __init__(self, run: Run[Any]) -> None:
+        self.tokens = run.inputs.tensors(TOKENS)
 
     def prefetch(self, samples: Iterable[str]) -> None:
         self.tokens.ahead(samples)
@@ -53,10 +54,10 @@ class LineReader:
 class LineTask(ToyTask):
     """The toy task of the tuner's tests, on the lines of a project."""
 
-    def __init__(self, ctx: StageContext) -> None:
-        super().__init__(ctx.config, ctx.say)
-        self.ctx = ctx
-        self.lines = sorted(ctx.rows(LINES)["line_id"].to_pylist())
+    def __init__(self, run: Run[Any]) -> None:
+        super().__init__(run.config, run.report.say)
+        self.run = run
+        self.lines = sorted(run.inputs.rows(LINES)["line_id"].to_pylist())
         self.schema = TRAIN.batch
         self.order = Order([LENGTH] * len(self.lines), self.config.batch_size, self.config.seed, self.config.accumulate)
 
@@ -64,7 +65,7 @@ class LineTask(ToyTask):
         return [[self.lines[row] for row in batch.rows] for batch in self.order.step(step)]
 
     def reader(self) -> LineReader:
-        return LineReader(self.ctx)
+        return LineReader(self.run)
 
     def row(self, sample: str) -> dict[str, Any]:
         return {"line_id": sample}
@@ -73,20 +74,20 @@ class LineTask(ToyTask):
         return f"{len(self.lines)} lines"
 
 
-def wanted_samples(ctx: StageContext) -> pa.Table:
+def wanted_samples(run: Run[Any]) -> pa.Table:
     """(step, split, sample) of every line that the run draws."""
-    task = LineTask(ctx)
-    return wanted_rows(task, loop.last_step(task, ctx.stored))
+    task = LineTask(run)
+    return wanted_rows(task, loop.last_step(task, run.output.stored))
 
 
-def train(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+def train(run: Run[Any]) -> Iterator[pa.RecordBatch]:
     """Train from the newest checkpoint to the last step."""
-    yield from loop.train(ctx, LineTask(ctx), Control(ctx, ctx.config))
+    yield from loop.train(run, LineTask(run), Control(run, run.config))
 
 
-def snapshot(ctx: StageContext) -> pa.Table:
+def snapshot(run: Run[Any]) -> pa.Table:
     """All lines: the run depends on every one of them."""
-    return ctx.rows(LINES).select(["line_id"])
+    return run.inputs.rows(LINES).select(["line_id"])
 
 
 STAGE = Stage(

@@ -15,8 +15,9 @@ from schemas.retrieval.units import UNITS
 from stages.retrieval import texts
 from stages.retrieval.pairs.among import groups, leaks
 from stages.retrieval.pairs.rules import is_vague, overlap, reason_against, split_of
+from stages.run import Run
 from stages.settings import require, runtime, setting
-from stages.stage import Stage, StageContext
+from stages.stage import Stage
 
 Row = dict[str, Any]
 
@@ -55,9 +56,9 @@ class PairsConfig:
         require(self, "batch_size", 1)
 
 
-def wanted_pairs(ctx: StageContext) -> pa.Table:
+def wanted_pairs(run: Run[PairsConfig]) -> pa.Table:
     """The columns KEPT of every unit with a docstring. Raises ValueError if there is none."""
-    rows = [_kept(row) for row in _units(ctx).values()]
+    rows = [_kept(row) for row in _units(run).values()]
     if not rows:
         raise ValueError(
             "no unit has a docstring, so there are no pairs: set sources.roots to documented code, or units.min_lines"
@@ -65,10 +66,10 @@ def wanted_pairs(ctx: StageContext) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=pa.schema([PAIRS.batch.field(name) for name in KEPT]))
 
 
-def _units(ctx: StageContext) -> dict[str, Row]:
+def _units(run: Run[PairsConfig]) -> dict[str, Row]:
     """The units with a docstring, in the order of path and line."""
     columns = ["unit_id", "path", "qualified_name", "package", "first_line", "code_lines", "query", "body", "text", "text_id"]
-    rows = [row for row in ctx.rows(UNITS).select(columns).to_pylist() if row["query"]]
+    rows = [row for row in run.inputs.rows(UNITS).select(columns).to_pylist() if row["query"]]
     return {row["unit_id"]: row for row in sorted(rows, key=lambda row: (row["path"], row["first_line"], row["unit_id"]))}
 
 
@@ -78,16 +79,16 @@ def _kept(unit: Row) -> Row:
     return {"pair_id": pair_id, "query_id": query_id, **{name: unit[name] for name in ("unit_id", "package", "query", "text_id")}}
 
 
-def judge_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+def judge_pairs(run: Run[PairsConfig]) -> Iterator[pa.RecordBatch]:
     """Each pair by itself; `finish_pairs` compares pairs."""
-    units = _units(ctx)
-    pending = ctx.pending["unit_id"].to_pylist()
-    for start in range(0, len(pending), ctx.config.batch_size):
-        if ctx.stop():
+    units = _units(run)
+    pending = run.output.pending["unit_id"].to_pylist()
+    for start in range(0, len(pending), run.config.batch_size):
+        if run.report.stop():
             return
-        some = pending[start : start + ctx.config.batch_size]
-        yield _batch([pair_row(units[unit_id], ctx.config) for unit_id in some])
-        ctx.progress(start + len(some), len(pending), "pairs")
+        some = pending[start : start + run.config.batch_size]
+        yield _batch([pair_row(units[unit_id], run.config) for unit_id in some])
+        run.report.progress(start + len(some), len(pending), "pairs")
 
 
 def pair_row(unit: Row, config: PairsConfig) -> Row:
@@ -112,19 +113,19 @@ def pair_row(unit: Row, config: PairsConfig) -> Row:
     return {**row, "duplicate_group": row["pair_id"]}
 
 
-def finish_pairs(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+def finish_pairs(run: Run[PairsConfig]) -> Iterator[pa.RecordBatch]:
     """Reject duplicates and leaks among all pairs."""
-    units = _units(ctx)
-    stored = {row["unit_id"]: row for row in ctx.stored.select(PAIRS.batch.names).to_pylist()}
+    units = _units(run)
+    stored = {row["unit_id"]: row for row in run.output.stored.select(PAIRS.batch.names).to_pylist()}
     # The run was stopped before all pairs were judged.
     if not units.keys() <= stored.keys():
         return
     rows = [stored[unit_id] for unit_id in units]
-    judged = mark_leaks(mark_duplicates(rows, units, ctx.config), units, ctx.config.max_leak)
+    judged = mark_leaks(mark_duplicates(rows, units, run.config), units, run.config.max_leak)
     changed = [new for new, old in zip(judged, rows, strict=True) if _batch([new]) != _batch([old])]
-    for start in range(0, len(changed), ctx.config.batch_size):
-        yield _batch(changed[start : start + ctx.config.batch_size])
-    _summarise(ctx, judged)
+    for start in range(0, len(changed), run.config.batch_size):
+        yield _batch(changed[start : start + run.config.batch_size])
+    _summarise(run, judged)
 
 
 def mark_duplicates(rows: list[Row], units: dict[str, Row], config: PairsConfig) -> list[Row]:
@@ -175,17 +176,17 @@ def _batch(rows: list[Row]) -> pa.RecordBatch:
     return pa.RecordBatch.from_pylist(rows, schema=PAIRS.batch)
 
 
-def _summarise(ctx: StageContext, rows: list[Row]) -> None:
+def _summarise(run: Run[PairsConfig], rows: list[Row]) -> None:
     splits = Counter(row["split"] for row in rows if not row["rejected"])
     reasons = sorted(Counter(row["rejected"] for row in rows if row["rejected"]).items())
     counts = ", ".join(f"{splits[split]} {split}" for split in ("train", "valid", "test"))
-    ctx.say(f"{len(rows)} pairs: {counts}{''.join(f', {count} {reason}' for reason, count in reasons)}")
+    run.report.say(f"{len(rows)} pairs: {counts}{''.join(f', {count} {reason}' for reason, count in reasons)}")
     if not all(splits[split] for split in ("train", "valid", "test")):
         packages = len({row["package"] for row in rows})
         remedy = (
-            'pairs.split = "unit" splits within a module' if ctx.config.split == "module" else "set pairs.valid and pairs.test"
+            'pairs.split = "unit" splits within a module' if run.config.split == "module" else "set pairs.valid and pairs.test"
         )
-        ctx.say(f"a split is empty: the pairs are of {packages} top-level modules; {remedy}")
+        run.report.say(f"a split is empty: the pairs are of {packages} top-level modules; {remedy}")
 
 
 STAGE = Stage(

@@ -14,8 +14,9 @@ from schemas.retrieval.sources import SOURCES
 from stages.retrieval.sources.examine import LANGUAGES, examine
 from stages.retrieval.sources.roots import find_roots
 from stages.retrieval.sources.scan import FILE_COLUMNS, scan
+from stages.run import Run
 from stages.settings import require, runtime, selects, setting
-from stages.stage import Stage, StageContext
+from stages.stage import Stage
 
 Row = dict[str, Any]
 
@@ -48,42 +49,42 @@ class SourcesConfig:
         require(self, "batch_size", 1)
 
 
-def wanted_sources(ctx: StageContext) -> pa.Table:
+def wanted_sources(run: Run[SourcesConfig]) -> pa.Table:
     """FILE_COLUMNS, by which an unchanged file is recognised. Raises ValueError if a root does not exist, or all are empty."""
-    rows = _listing(ctx)
+    rows = _listing(run)
     if not rows:
-        raise ValueError(f"the roots {', '.join(ctx.config.roots)} hold no files: set sources.roots or sources.exclude")
+        raise ValueError(f"the roots {', '.join(run.config.roots)} hold no files: set sources.roots or sources.exclude")
     return pa.Table.from_pylist(rows, schema=pa.schema([SOURCES.batch.field(name) for name in FILE_COLUMNS]))
 
 
-def _listing(ctx: StageContext) -> list[Row]:
-    return [row for root in find_roots(ctx.config.roots, ctx.root) for row in scan(root, ctx.config.exclude)]
+def _listing(run: Run[SourcesConfig]) -> list[Row]:
+    return [row for root in find_roots(run.config.roots, run.root) for row in scan(root, run.config.exclude)]
 
 
-def examine_sources(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+def examine_sources(run: Run[SourcesConfig]) -> Iterator[pa.RecordBatch]:
     """Each row from its own file alone; `finish_sources` marks duplicates."""
-    pending = sorted(ctx.pending.to_pylist(), key=lambda row: str(row["path"]))
-    limits = {"max_bytes": ctx.config.max_bytes, "languages": ctx.config.languages}
-    for start in range(0, len(pending), ctx.config.batch_size):
-        if ctx.stop():
+    pending = sorted(run.output.pending.to_pylist(), key=lambda row: str(row["path"]))
+    limits: dict[str, Any] = {"max_bytes": run.config.max_bytes, "languages": run.config.languages}
+    for start in range(0, len(pending), run.config.batch_size):
+        if run.report.stop():
             return
-        files = pending[start : start + ctx.config.batch_size]
-        yield _batch([examine(ctx.root / Path(row["file"]).expanduser(), row, **limits) for row in files])
-        ctx.progress(start + len(files), len(pending), "files")
+        files = pending[start : start + run.config.batch_size]
+        yield _batch([examine(run.root / Path(row["file"]).expanduser(), row, **limits) for row in files])
+        run.report.progress(start + len(files), len(pending), "files")
 
 
-def finish_sources(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    stored = {_file(row): row for row in ctx.stored.select(SOURCES.batch.names).to_pylist()}
-    listed = [_file(row) for row in _listing(ctx)]
+def finish_sources(run: Run[SourcesConfig]) -> Iterator[pa.RecordBatch]:
+    stored = {_file(row): row for row in run.output.stored.select(SOURCES.batch.names).to_pylist()}
+    listed = [_file(row) for row in _listing(run)]
     # The run was stopped before all files were read.
-    if not all(_file(row) in stored for row in ctx.pending.to_pylist()):
+    if not all(_file(row) in stored for row in run.output.pending.to_pylist()):
         return
     rows = [stored[file] for file in listed if file in stored]
     marked = mark_duplicates(rows)
     changed = [new for new, old in zip(marked, rows, strict=True) if new != old]
     if changed:
         yield _batch(changed)
-    _summarise(ctx, marked)
+    _summarise(run, marked)
 
 
 def mark_duplicates(rows: list[Row]) -> list[Row]:
@@ -108,14 +109,14 @@ def _batch(rows: list[Row]) -> pa.RecordBatch:
     return pa.RecordBatch.from_pylist(rows, schema=SOURCES.batch)
 
 
-def _summarise(ctx: StageContext, rows: list[Row]) -> None:
+def _summarise(run: Run[SourcesConfig], rows: list[Row]) -> None:
     skipped = [row for row in rows if row["skipped"]]
     counts = "".join(f", {count} {reason}" for reason, count in sorted(Counter(row["skipped"] for row in skipped).items()))
-    ctx.say(f"{len(rows)} files: {len(rows) - len(skipped)} used{counts}")
+    run.report.say(f"{len(rows)} files: {len(rows) - len(skipped)} used{counts}")
     named = [f"{row['path']} ({row['skipped']})" for row in skipped if row["skipped"] not in QUIET]
     if named:
         more = f" and {len(named) - 5} more" if len(named) > 5 else ""
-        ctx.say(f"not used: {', '.join(named[:5])}{more}")
+        run.report.say(f"not used: {', '.join(named[:5])}{more}")
 
 
 STAGE = Stage(

@@ -9,7 +9,7 @@ from schemas.retrieval.negatives import NEGATIVES
 from schemas.retrieval.pairs import PAIRS
 from schemas.retrieval.tokens import TOKENS
 from stages.retrieval.train.config import TrainConfig, ValidationConfig
-from stages.stage import StageContext
+from stages.run import Run
 from stages.tuner import draws
 
 Row = dict[str, Any]
@@ -49,12 +49,12 @@ class Dataset:
         return max(self.counts[pair.query_id] for pair in pairs), max(self.counts[text] for text in documents)
 
 
-def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
+def load_dataset(run: Run[Any], config: TrainConfig) -> Dataset:
     """Raises ValueError if there are fewer training pairs than a batch has, fewer than 2 to validate on, a text without token
     ids, or no hard negatives although they are asked for.
     """
-    rows = [row for row in ctx.rows(PAIRS).to_pylist() if row["rejected"] is None]
-    counts = dict(zip(*(ctx.rows(TOKENS)[name].to_pylist() for name in ("text_id", "count")), strict=True))
+    rows = [row for row in run.inputs.rows(PAIRS).to_pylist() if row["rejected"] is None]
+    counts = dict(zip(*(run.inputs.rows(TOKENS)[name].to_pylist() for name in ("text_id", "count")), strict=True))
     groups = {row["text_id"]: row["duplicate_group"] for row in rows}
     by_split: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: str(row["pair_id"])):
@@ -64,16 +64,16 @@ def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
         raise ValueError(f"train: there are no pairs to train on: of {len(rows)} usable pairs none is in the split train")
     if len(training) < config.batch_size:
         raise ValueError(f"train.batch_size must be <= {len(training)}, the number of training pairs, got {config.batch_size}")
-    negatives = _negatives(ctx, config) if config.hard_negatives else {}
+    negatives = _negatives(run, config) if config.hard_negatives else {}
     trained = tuple(_pair(row, counts, negatives.get(row["pair_id"], ())) for row in training)
     held = _held(config.validation, config.seed, by_split.get("valid", []), counts) if config.validation else ()
     return Dataset(trained, held, counts, groups)
 
 
-def _negatives(ctx: StageContext, config: TrainConfig) -> dict[str, tuple[str, ...]]:
+def _negatives(run: Run[Any], config: TrainConfig) -> dict[str, tuple[str, ...]]:
     """pair_id -> text_ids, the hardest first."""
     found: dict[str, list[str]] = {}
-    for row in sorted(ctx.rows(NEGATIVES).to_pylist(), key=lambda row: (row["pair_id"], row["position"])):
+    for row in sorted(run.inputs.rows(NEGATIVES).to_pylist(), key=lambda row: (row["pair_id"], row["position"])):
         found.setdefault(row["pair_id"], []).append(row["text_id"])
     if not found:
         raise ValueError("train.hard_negatives must be 0: the table negatives is empty; set [negatives] count")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from schemas.retrieval.tokens import TOKENS
 from stages.retrieval.train.dataset import Dataset, Pair
-from stages.stage import StageContext, TensorReader
+from stages.run import Run, TensorReader
 
 QUERY_STEP, DOCUMENT_STEP = 16, 32  # texts are padded to multiples of these: few shapes, so a GPU compiles few kernels
 
@@ -50,8 +51,8 @@ class PairBatch:
 class PairReader:
     """Token ids of the table `tokens`. `negatives`: hard negatives per pair."""
 
-    def __init__(self, ctx: StageContext, data: Dataset, negatives: int) -> None:
-        self.tokens: TensorReader = ctx.tensors(TOKENS)
+    def __init__(self, run: Run[Any], data: Dataset, negatives: int) -> None:
+        self.tokens: TensorReader = run.inputs.tensors(TOKENS)
         self.data, self.negatives = data, negatives
 
     def prefetch(self, samples: Iterable[Sample]) -> None:
@@ -98,8 +99,8 @@ def padded(many: Sequence[np.ndarray], step: int) -> tuple[np.ndarray, np.ndarra
 class HeldOutPairs:
     """The validation pairs as one batch, in which each query is ranked against all documents."""
 
-    def __init__(self, ctx: StageContext, data: Dataset) -> None:
-        self.ctx, self.data = ctx, data
+    def __init__(self, run: Run[Any], data: Dataset) -> None:
+        self.run, self.data = run, data
 
     @property
     def count(self) -> int:
@@ -107,5 +108,5 @@ class HeldOutPairs:
 
     def micro_batches(self) -> Iterator[PairBatch]:
         # A reader of its own: this and the training reader release memory at different times.
-        reader = PairReader(self.ctx, self.data, 0)
+        reader = PairReader(self.run, self.data, 0)
         yield reader.read(0, [Sample(pair) for pair in self.data.held])

@@ -6,6 +6,7 @@ The training loop is `stages.tuner.loop`; its task is `task.PairTask`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pyarrow as pa
 
@@ -18,25 +19,26 @@ from stages.retrieval.train.config import TrainConfig
 from stages.retrieval.train.dataset import load_dataset
 from stages.retrieval.train.forecast import forecast
 from stages.retrieval.train.task import PairTask
-from stages.stage import Stage, StageContext
+from stages.run import Run
+from stages.stage import Stage
 from stages.tuner import loop
 from stages.tuner.checkpoint import ADAPTER
 from stages.tuner.control import Control
 from stages.tuner.rows import wanted_rows
 
 
-def wanted_samples(ctx: StageContext) -> pa.Table:
-    task = PairTask(ctx)
-    return wanted_rows(task, loop.last_step(task, ctx.stored))
+def wanted_samples(run: Run[Any]) -> pa.Table:
+    task = PairTask(run)
+    return wanted_rows(task, loop.last_step(task, run.output.stored))
 
 
-def snapshot(ctx: StageContext) -> pa.Table:
+def snapshot(run: Run[Any]) -> pa.Table:
     """What the result depends on: the texts, group and negatives of every pair, and the initial adapter."""
-    data = load_dataset(ctx, ctx.config)
+    data = load_dataset(run, run.config)
     rows = [("train", p.query_id, p.text_id, p.group, " ".join(p.negatives)) for p in data.trained]
     rows += [("held out", p.query_id, p.text_id, p.group, "") for p in data.held]
-    if ctx.config.initial:
-        file = ctx.root / ctx.config.initial
+    if run.config.initial:
+        file = run.root / run.config.initial
         if not file.is_file():
             raise ValueError(f"[train] initial: there is no file {file}")
         rows.append(("initial", file_sha256(file), "", "", ""))
@@ -44,9 +46,9 @@ def snapshot(ctx: StageContext) -> pa.Table:
     return pa.table({name: [row[n] for row in rows] for n, name in enumerate(names)})
 
 
-def train(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    control = Control(ctx, ctx.config)  # first, so that a `stop` that appears while tables are read takes effect
-    yield from loop.train(ctx, PairTask(ctx), control)
+def train(run: Run[Any]) -> Iterator[pa.RecordBatch]:
+    control = Control(run, run.config)  # first, so that a `stop` that appears while tables are read takes effect
+    yield from loop.train(run, PairTask(run), control)
 
 
 STAGE = Stage(

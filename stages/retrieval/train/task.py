@@ -20,7 +20,7 @@ from stages.retrieval.train.config import TrainConfig, bits_of
 from stages.retrieval.train.dataset import Dataset, load_dataset
 from stages.retrieval.train.objective import Contrast
 from stages.retrieval.train.reader import HeldOutPairs, PairReader, Sample
-from stages.stage import StageContext
+from stages.run import Run
 from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.memory_plan import MemoryPlan
 from stages.tuner.order import Order
@@ -35,14 +35,14 @@ POOL_BATCHES = 4  # batches that a group has at least, so that its pairs meet in
 class PairTask:
     """`stages.tuner.task.Task` for pairs of a query and its document. Raises ValueError if there is nothing to train on."""
 
-    def __init__(self, ctx: StageContext, data: Dataset | None = None) -> None:
-        config: TrainConfig = ctx.config
-        self.ctx, self.config = ctx, config
-        self.family = ctx.need("family")
-        self.data = data or load_dataset(ctx, config)
+    def __init__(self, run: Run[Any], data: Dataset | None = None) -> None:
+        config: TrainConfig = run.config
+        self.run, self.config = run, config
+        self.family = run.needs["family"]
+        self.data = data or load_dataset(run, config)
         pools = length_pools([pair.length for pair in self.data.trained], config.batch_size)
         self.order = Order(pools, config.batch_size, config.seed, config.accumulate)
-        self.held_out = HeldOutPairs(ctx, self.data) if config.validation else None
+        self.held_out = HeldOutPairs(run, self.data) if config.validation else None
         self.objective = Contrast(config.loss)
 
     @property
@@ -52,7 +52,7 @@ class PairTask:
 
     @functools.cached_property
     def sizes_of_model(self) -> T5Config:
-        found: T5Config = self.family.architecture.sizes(self.ctx.need("encoder"))
+        found: T5Config = self.family.architecture.sizes(self.run.needs["encoder"])
         return found
 
     @functools.cached_property
@@ -74,7 +74,7 @@ class PairTask:
         return [[Sample(self.data.trained[row], batch.epoch) for row in batch.rows] for batch in self.order.step(step)]
 
     def reader(self) -> PairReader:
-        return PairReader(self.ctx, self.data, self.config.hard_negatives)
+        return PairReader(self.run, self.data, self.config.hard_negatives)
 
     def row(self, sample: Sample) -> dict[str, Any]:
         pair = sample.pair
@@ -106,19 +106,19 @@ class PairTask:
         plan fits.
         """
         config = dataclasses.replace(self.config, memory="auto") if recorded else self.config
-        return memory_plan.choose(config, self.family.architecture, self.sizes_of_model, self.data, start, self.ctx.say)
+        return memory_plan.choose(config, self.family.architecture, self.sizes_of_model, self.data, start, self.run.report.say)
 
     def initial_adapter(self) -> InitialAdapter | None:
         """(arrays, scales) of [train] initial. Raises ValueError if it is incomplete or does not fit the model."""
         if not self.config.initial:
             return None
-        return read_adapter(self.ctx.root / self.config.initial, self.linears)
+        return read_adapter(self.run.root / self.config.initial, self.linears)
 
     def load_model(self) -> T5:
         """Quantised as [train] says; a weight whose shape does not allow it keeps `precision`."""
         architecture, sizes = self.family.architecture, self.sizes_of_model
         dtype = getattr(mx, self.config.precision)
-        weights: dict[str, Any] = architecture.load_weights(self.ctx.need("encoder"), sizes, dtype, self.family.head_seed)
+        weights: dict[str, Any] = architecture.load_weights(self.run.needs["encoder"], sizes, dtype, self.family.head_seed)
         for name in self.linears:
             weights[f"{name}.weight"] = pack_if_possible(weights[f"{name}.weight"], bits_of(name, self.config))
         model: T5 = architecture.build_encoder(sizes, weights)

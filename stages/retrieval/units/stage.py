@@ -19,8 +19,9 @@ from stages.retrieval.units.python import parse, python_units
 from stages.retrieval.units.syntax import can_parse, syntax_units
 from stages.retrieval.units.unit import Unit, package_of
 from stages.retrieval.units.windows import windows
+from stages.run import Run
 from stages.settings import require, runtime, setting
-from stages.stage import Stage, StageContext
+from stages.stage import Stage
 
 Row = dict[str, Any]
 
@@ -45,13 +46,13 @@ class UnitsConfig:
         require(self, "batch_size", 1)
 
 
-def wanted_units(ctx: StageContext) -> pa.Table:
+def wanted_units(run: Run[UnitsConfig]) -> pa.Table:
     """The columns KEPT of every unit. Raises ValueError if no file is used, or one has changed since `sources` read it."""
-    sources = _used(ctx)
+    sources = _used(run)
     if not sources:
         raise ValueError("no source file is used: see `select path, skipped, detail from sources`, or set sources.roots")
     stored = defaultdict(list)
-    for row in ctx.stored.select([*KEPT, "kind"]).to_pylist() if ctx.stored.num_rows else ():
+    for row in run.output.stored.select([*KEPT, "kind"]).to_pylist() if run.output.stored.num_rows else ():
         # The packages of its language have been installed since: the file is parsed again.
         if row.pop("kind") == "lines" and can_parse(row["language"]):
             continue
@@ -59,42 +60,42 @@ def wanted_units(ctx: StageContext) -> pa.Table:
     rows: list[Row] = []
     for source in sources:
         known = stored.get(tuple(source[name] for name in KEPT[1:]))
-        rows += known or ({name: row[name] for name in KEPT} for row in unit_rows(ctx, source))
+        rows += known or ({name: row[name] for name in KEPT} for row in unit_rows(run, source))
     return pa.Table.from_pylist(rows, schema=pa.schema([UNITS.batch.field(name) for name in KEPT]))
 
 
-def _used(ctx: StageContext) -> list[Row]:
-    rows = [row for row in ctx.rows(SOURCES).to_pylist() if row["skipped"] is None]
+def _used(run: Run[UnitsConfig]) -> list[Row]:
+    rows = [row for row in run.inputs.rows(SOURCES).to_pylist() if row["skipped"] is None]
     return sorted(rows, key=lambda row: str(row["path"]))
 
 
-def parse_units(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    pending = set(ctx.pending["unit_id"].to_pylist())
-    paths = set(ctx.pending["path"].to_pylist())
-    sources = [row for row in _used(ctx) if row["path"] in paths]
-    _say_unparsed(ctx, sources)
-    for start in range(0, len(sources), ctx.config.batch_size):
-        if ctx.stop():
+def parse_units(run: Run[UnitsConfig]) -> Iterator[pa.RecordBatch]:
+    pending = set(run.output.pending["unit_id"].to_pylist())
+    paths = set(run.output.pending["path"].to_pylist())
+    sources = [row for row in _used(run) if row["path"] in paths]
+    _say_unparsed(run, sources)
+    for start in range(0, len(sources), run.config.batch_size):
+        if run.report.stop():
             return
-        some = sources[start : start + ctx.config.batch_size]
-        rows = [row for source in some for row in unit_rows(ctx, source) if row["unit_id"] in pending]
+        some = sources[start : start + run.config.batch_size]
+        rows = [row for source in some for row in unit_rows(run, source) if row["unit_id"] in pending]
         yield UNITS.table(rows).combine_chunks().to_batches()[0]
-        ctx.progress(start + len(some), len(sources), "files")
+        run.report.progress(start + len(some), len(sources), "files")
 
 
-def _say_unparsed(ctx: StageContext, sources: list[Row]) -> None:
+def _say_unparsed(run: Run[UnitsConfig], sources: list[Row]) -> None:
     missing = Counter(row["language"] for row in sources if row["language"] in GRAMMARS and not can_parse(row["language"]))
     if missing:
         counts = ", ".join(f"{count} of {language}" for language, count in sorted(missing.items()))
-        ctx.say(
+        run.report.say(
             f"files that are cut into windows of lines: {counts}; their functions are found after "
             'pip install "latentmill[languages]"'
         )
 
 
-def unit_rows(ctx: StageContext, source: Row) -> list[Row]:
+def unit_rows(run: Run[UnitsConfig], source: Row) -> list[Row]:
     """Raises ValueError if the file cannot be read, or has changed since `sources` read it."""
-    file = ctx.root / Path(source["file"]).expanduser()
+    file = run.root / Path(source["file"]).expanduser()
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -102,10 +103,10 @@ def unit_rows(ctx: StageContext, source: Row) -> list[Row]:
     if hashlib.sha256(content).hexdigest() != source["source_id"]:
         raise ValueError(f"{file} has changed since its row in sources was written: run make sources")
     found = {}
-    for unit in find_units(content.decode("utf-8-sig"), source["language"], ctx.config):
-        if not (ctx.config.undocumented or unit.docstring or unit.kind == "lines"):
+    for unit in find_units(content.decode("utf-8-sig"), source["language"], run.config):
+        if not (run.config.undocumented or unit.docstring or unit.kind == "lines"):
             continue
-        row = _row(unit, source, ctx.config.max_characters)
+        row = _row(unit, source, run.config.max_characters)
         found[row["unit_id"]] = row
     return list(found.values())
 

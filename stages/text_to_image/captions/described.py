@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from schemas.text_to_image.descriptions import DESCRIPTIONS
-from stages.stage import StageContext
+from stages.run import Run
 from stages.text_to_image.caption_files.text import Caption
+from stages.text_to_image.captions.config import CaptionsConfig
 
 
-def described_captions(ctx: StageContext) -> dict[str, list[Caption]]:
+def described_captions(run: Run[CaptionsConfig]) -> dict[str, list[Caption]]:
     """image_id -> its one caption by a model. Empty if the table `descriptions` is not built."""
     try:
-        rows = ctx.rows(DESCRIPTIONS).to_pylist()
+        rows = run.inputs.rows(DESCRIPTIONS).to_pylist()
     except ValueError as error:
         # `NotBuilt` of pipeline, which stages may not import, names its table.
         if getattr(error, "table", "") != DESCRIPTIONS.name:

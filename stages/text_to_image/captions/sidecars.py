@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from schemas.text_to_image.images import IMAGES
-from stages.stage import StageContext
+from stages.run import Run
 from stages.text_to_image.caption_files.lookup import SIDECAR_BYTES, caption_file
 from stages.text_to_image.caption_files.text import Caption, first_names, read_text
+from stages.text_to_image.captions.config import CaptionsConfig
 from stages.text_to_image.captions.described import described_captions
 from stages.text_to_image.captions.edits import read_edits, write_edits
 from stages.text_to_image.captions.rows import caption_rows, find_captions
@@ -38,30 +39,30 @@ class Change:
     edits: dict[str, str | None] = field(default_factory=dict)  # "IMAGE_ID:POSITION" -> edited text
 
 
-def write_sidecars(ctx: StageContext) -> str:
+def write_sidecars(run: Run[CaptionsConfig]) -> str:
     """Write the edited captions into the caption files of their images; returns a sentence for the user.
 
     No training text changes. A file is left as it was, and its captions stay edits, where the stage would read another text
     afterwards: the template adds words that the text lacks, a metadata file comes first in `sources`, or two images share the
     file.
     """
-    edits = read_edits(ctx.root)
+    edits = read_edits(run.root)
     if not edits:
         raise ValueError("no caption is edited, so there is nothing to write")
     # The number of lines so far is a new number for this writing: the file only grows.
-    folder, batch = ctx.need("image_folder"), len(_read(ctx.root))
-    texts, changes = _texts(ctx, folder, edits), list(_changes(ctx, folder, edits))
+    folder, batch = run.needs["image_folder"], len(_read(run.root))
+    texts, changes = _texts(run, folder, edits), list(_changes(run, folder, edits))
     before = {change.name: _content(folder / change.name) for change in changes}
     # First, so that a kill between two files can be undone.
-    _add(ctx.root, [_entry(batch, change, before[change.name]) for change in changes])
+    _add(run.root, [_entry(batch, change, before[change.name]) for change in changes])
     taken = {key for change in changes for key in change.edits}
     left = {key: text for key, text in edits.items() if key not in taken}
     # The files are read again as the stage reads them, without the edits they took: only that shows what sources, template
     # and shared files do.
-    good = _write(folder, changes, before, lambda: _harmless(changes, texts, _texts(ctx, folder, left)))
+    good = _write(folder, changes, before, lambda: _harmless(changes, texts, _texts(run, folder, left)))
     written = {key for change in good for key in change.edits}
-    write_edits(ctx.root, dict.fromkeys(written))
-    paths = {image_id: each.paths[0] for image_id, each in subjects_of(ctx.rows(IMAGES), ctx.config).items()}
+    write_edits(run.root, dict.fromkeys(written))
+    paths = {image_id: each.paths[0] for image_id, each in subjects_of(run.inputs.rows(IMAGES), run.config).items()}
     stay = [paths.get(key.rpartition(":")[0], key) for key in edits if key not in written]
     rest = f"; {len(stay)} stay edits of the project, since a file would give another text: {first_names(stay)}" if stay else ""
     return f"{len(written)} captions written into {len(good)} files{rest}"
@@ -86,13 +87,13 @@ def _write(
     return good
 
 
-def undo_sidecars(ctx: StageContext) -> str:
+def undo_sidecars(run: Run[CaptionsConfig]) -> str:
     """Take the last writing back: the files get their old content, and the captions are edits again. Returns a sentence.
 
     A file that was changed since stays as it is; a caption that was edited since keeps the newer edit. Called again, it takes
     the writing before that back.
     """
-    folder, lines = ctx.need("image_folder"), _read(ctx.root)
+    folder, lines = run.needs["image_folder"], _read(run.root)
     undone = {line["undone"] for line in lines if "undone" in line}
     batches = [line["batch"] for line in lines if "batch" in line and line["batch"] not in undone]
     if not batches:
@@ -109,23 +110,23 @@ def undo_sidecars(ctx: StageContext) -> str:
             continue
         restored[entry["file"]] = old
         edits |= entry["edits"]
-    newer = read_edits(ctx.root)
-    write_edits(ctx.root, {key: text for key, text in edits.items() if key not in newer})  # first: if killed, no text is lost
+    newer = read_edits(run.root)
+    write_edits(run.root, {key: text for key, text in edits.items() if key not in newer})  # first: if killed, no text is lost
     for name, old in restored.items():
         _put(folder / name, old)
-    _add(ctx.root, [{"undone": batches[-1]}])
+    _add(run.root, [{"undone": batches[-1]}])
     rest = f"; {len(changed)} were changed since and stay: {first_names(changed)}" if changed else ""
     return f"{len(restored)} files have their old content again; their captions are edits of the project{rest}"
 
 
-def _texts(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+def _texts(run: Run[CaptionsConfig], folder: Path, edits: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """(training text, path of its file) by "IMAGE_ID:POSITION", as the stage would read them with these edits."""
-    rows, _ = caption_rows(ctx.rows(IMAGES), folder, ctx.config, edits, ctx.root, described_captions(ctx))
+    rows, _ = caption_rows(run.inputs.rows(IMAGES), folder, run.config, edits, run.root, described_captions(run))
     found = {}
     for row in rows:
         if row["role"] == "caption":
             # In a file of many captions, the origin ends with the line.
-            numbered = row["source"] == "sidecar" and ctx.config.lines == "many"
+            numbered = row["source"] == "sidecar" and run.config.lines == "many"
             origin = row["origin"].rpartition(":")[0] if numbered else row["origin"]
             found[f"{row['image_id']}:{row['position']}"] = row["text"], origin
     return found
@@ -139,24 +140,24 @@ def _harmless(changes: list[Change], before: Mapping[str, tuple[str, str]], afte
     return [change for change in changes if change.name not in files and not differing & change.edits.keys()]
 
 
-def _changes(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> Iterator[Change]:
+def _changes(run: Run[CaptionsConfig], folder: Path, edits: Mapping[str, str]) -> Iterator[Change]:
     """The files to write. An edit that no file can hold is left out."""
-    images = ctx.rows(IMAGES)
-    subjects, paths = subjects_of(images, ctx.config), images["path"].to_pylist()
-    found, _ = find_captions(subjects, paths, folder, ctx.config, ctx.root, described_captions(ctx))
+    images = run.inputs.rows(IMAGES)
+    subjects, paths = subjects_of(images, run.config), images["path"].to_pylist()
+    found, _ = find_captions(subjects, paths, folder, run.config, run.root, described_captions(run))
     made: dict[str, Change] = {}
     for key, text in edits.items():
         image_id, _, position = key.rpartition(":")
         subject = subjects.get(image_id)
-        plain = _without_template(ctx.config, subject, text) if subject else None
+        plain = _without_template(run.config, subject, text) if subject else None
         if subject is None or plain is None:
             continue
         distinct: dict[str, Caption] = {}
         for caption in found[image_id]:
-            distinct.setdefault(subject.fill(ctx.config, caption).text, caption)
+            distinct.setdefault(subject.fill(run.config, caption).text, caption)
         # The positions of edits count distinct training texts, as `_image_rows` does.
         captions = list(distinct.values())
-        name, line = _place(captions, int(position), ctx, subject.paths[0], paths)
+        name, line = _place(captions, int(position), run, subject.paths[0], paths)
         if line and "\n" not in plain:
             # Several captions may lie in one file: their lines are edited in one change.
             change = made.setdefault(name, Change(name, read_text(folder / name, SIDECAR_BYTES)))
@@ -170,13 +171,13 @@ def _changes(ctx: StageContext, folder: Path, edits: Mapping[str, str]) -> Itera
     yield from made.values()
 
 
-def _place(captions: list[Caption], position: int, ctx: StageContext, path: str, paths: list[str]) -> tuple[str, int]:
+def _place(captions: list[Caption], position: int, run: Run[CaptionsConfig], path: str, paths: list[str]) -> tuple[str, int]:
     """(file, line) to write a caption to; line 0 is the whole file, file "" is none."""
     if position < len(captions) and captions[position].source == "sidecar":
         name, _, line = captions[position].origin.rpartition(":")
-        return (name, int(line)) if ctx.config.lines == "many" else (captions[position].origin, 0)
+        return (name, int(line)) if run.config.lines == "many" else (captions[position].origin, 0)
     alone = position == 0 and len(captions) <= 1  # of several, a new file would replace all
-    return (caption_file(path, paths, ctx.need("image_folder"), ctx.config.where, ctx.root), 0) if alone else ("", 0)
+    return (caption_file(path, paths, run.needs["image_folder"], run.config.where, run.root), 0) if alone else ("", 0)
 
 
 def _without_template(config: Any, subject: Subject, text: str) -> str | None:

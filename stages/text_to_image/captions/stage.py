@@ -15,7 +15,8 @@ import pyarrow as pa
 from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.descriptions import DESCRIPTIONS
 from schemas.text_to_image.images import IMAGES
-from stages.stage import Stage, StageContext
+from stages.run import Run
+from stages.stage import Stage
 from stages.text_to_image.captions.config import CaptionsConfig
 from stages.text_to_image.captions.described import described_captions
 from stages.text_to_image.captions.edits import read_edits
@@ -24,27 +25,27 @@ from stages.text_to_image.captions.rows import caption_rows
 BATCH = 4096  # rows per record batch
 
 
-def wanted_captions(ctx: StageContext) -> pa.Table:
+def wanted_captions(run: Run[CaptionsConfig]) -> pa.Table:
     # All texts are read each time: finding out which have changed would cost more.
-    rows, _ = _rows(ctx)
+    rows, _ = _rows(run)
     return pa.Table.from_pylist(rows, schema=CAPTIONS.batch)
 
 
-def _rows(ctx: StageContext) -> tuple[list[dict[str, Any]], list[str]]:
-    folder, described = ctx.need("image_folder"), described_captions(ctx)
-    return caption_rows(ctx.rows(IMAGES), folder, ctx.config, read_edits(ctx.root), ctx.root, described)
+def _rows(run: Run[CaptionsConfig]) -> tuple[list[dict[str, Any]], list[str]]:
+    folder, described = run.needs["image_folder"], described_captions(run)
+    return caption_rows(run.inputs.rows(IMAGES), folder, run.config, read_edits(run.root), run.root, described)
 
 
-def write_captions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+def write_captions(run: Run[CaptionsConfig]) -> Iterator[pa.RecordBatch]:
     # `wanted_captions` has filled in all columns.
-    yield from ctx.pending.select(CAPTIONS.batch.names).to_batches(max_chunksize=BATCH)
+    yield from run.output.pending.select(CAPTIONS.batch.names).to_batches(max_chunksize=BATCH)
 
 
-def finish_captions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    if ctx.pending.num_rows and not ctx.stop():
-        _, notes = _rows(ctx)
+def finish_captions(run: Run[CaptionsConfig]) -> Iterator[pa.RecordBatch]:
+    if run.output.pending.num_rows and not run.report.stop():
+        _, notes = _rows(run)
         for note in notes:
-            ctx.say(note)
+            run.report.say(note)
     yield from ()
 
 
@@ -57,5 +58,5 @@ STAGE = Stage(
     wants=wanted_captions,
     run=write_captions,
     finish=finish_captions,
-    opens=lambda ctx: iter(()),  # the pending rows hold all texts
+    opens=lambda run: iter(()),  # the pending rows hold all texts
 )

@@ -12,7 +12,8 @@ import pyarrow as pa
 from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.checks import CHECKS
 from schemas.text_to_image.images import IMAGES
-from stages.stage import Stage, StageContext
+from stages.run import Run
+from stages.stage import Stage
 from stages.text_to_image.checks.config import ChecksConfig
 from stages.text_to_image.checks.findings import lines, mark_near_duplicates, picture_warnings
 from stages.text_to_image.checks.measures import measure
@@ -26,19 +27,19 @@ BATCH = 64  # images per record batch
 WANTED = ("image_id", "path", "short_side", "aspect")
 
 
-def wanted_checks(ctx: StageContext) -> pa.Table:
+def wanted_checks(run: Run[ChecksConfig]) -> pa.Table:
     found = []
-    for row in usable_rows(ctx.rows(IMAGES)):
+    for row in usable_rows(run.inputs.rows(IMAGES)):
         short, long = sorted((row["width"], row["height"]))
         # An image is measured again only if one of these values has changed.
         found.append({"image_id": row["image_id"], "path": row["path"], "short_side": short, "aspect": long / short})
     return pa.Table.from_pylist(found, schema=pa.schema([CHECKS.batch.field(name) for name in WANTED]))
 
 
-def measure_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    folder = ctx.need("image_folder")
-    pending = sorted(ctx.pending.to_pylist(), key=lambda row: str(row["path"]))
-    with ThreadPoolExecutor(ctx.config.workers) as pool:
+def measure_images(run: Run[ChecksConfig]) -> Iterator[pa.RecordBatch]:
+    folder = run.needs["image_folder"]
+    pending = sorted(run.output.pending.to_pylist(), key=lambda row: str(row["path"]))
+    with ThreadPoolExecutor(run.config.workers) as pool:
         for start in range(0, len(pending), BATCH):
             batch = pending[start : start + BATCH]
             measured = pool.map(lambda row: measure(folder / row["path"]), batch)
@@ -46,43 +47,43 @@ def measure_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
             empty = {"duplicate_of": None, "similarity": None, "warnings": "", "detail": ""}
             rows = [row | values | empty for row, values in zip(batch, measured, strict=True)]
             yield pa.RecordBatch.from_pylist(rows, schema=CHECKS.batch)
-            ctx.progress(start + len(batch), len(pending), "images")
-            if ctx.stop():
+            run.report.progress(start + len(batch), len(pending), "images")
+            if run.report.stop():
                 return
 
 
-def opened_files(ctx: StageContext) -> Iterator[Path]:
-    folder: Path = ctx.need("image_folder")
-    yield from (packed.file_to_open(folder / path) for path in ctx.pending["path"].to_pylist())
+def opened_files(run: Run[ChecksConfig]) -> Iterator[Path]:
+    folder: Path = run.needs["image_folder"]
+    yield from (packed.file_to_open(folder / path) for path in run.output.pending["path"].to_pylist())
 
 
-def finish_checks(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    wanted = {row["image_id"]: row for row in wanted_checks(ctx).to_pylist()}
-    rows = [row for row in ctx.stored.select(CHECKS.batch.names).to_pylist() if row["image_id"] in wanted]
+def finish_checks(run: Run[ChecksConfig]) -> Iterator[pa.RecordBatch]:
+    wanted = {row["image_id"]: row for row in wanted_checks(run).to_pylist()}
+    rows = [row for row in run.output.stored.select(CHECKS.batch.names).to_pylist() if row["image_id"] in wanted]
     # The run was stopped before all pictures were measured.
     if len(rows) < len(wanted):
         return
-    images = {row["image_id"]: row for row in usable_rows(ctx.rows(IMAGES))}
-    captions, trigger = _captions(ctx, images)
+    images = {row["image_id"]: row for row in usable_rows(run.inputs.rows(IMAGES))}
+    captions, trigger = _captions(run, images)
     of_texts: dict[str, dict[str, str]] = {}
-    for image_id, name, sentence in text_warnings(captions, trigger, ctx.config.words):
+    for image_id, name, sentence in text_warnings(captions, trigger, run.config.words):
         of_texts.setdefault(image_id, {})[name] = sentence
     marked = []
-    for row in mark_near_duplicates(rows, ctx.config.similarity):
-        found = picture_warnings(row, ctx.config) | of_texts.get(row["image_id"], {})
+    for row in mark_near_duplicates(rows, run.config.similarity):
+        found = picture_warnings(row, run.config) | of_texts.get(row["image_id"], {})
         marked.append(row | {"warnings": ", ".join(found), "detail": "; ".join(found.values())})
     changed = [new for new, old in zip(marked, rows, strict=True) if new != old]
     for start in range(0, len(changed), BATCH):
         yield pa.RecordBatch.from_pylist(changed[start : start + BATCH], schema=CHECKS.batch)
-    if changed or ctx.pending.num_rows:
-        whole = (repeated_phrase(captions, trigger, ctx.config.repeated), imbalance(list(images.values()), ctx.config.imbalance))
+    if changed or run.output.pending.num_rows:
+        whole = (repeated_phrase(captions, trigger, run.config.repeated), imbalance(list(images.values()), run.config.imbalance))
         for line in (*lines(marked), *filter(None, whole)):
-            ctx.say(line)
+            run.report.say(line)
 
 
-def _captions(ctx: StageContext, images: dict[str, Row]) -> tuple[list[Row], str]:
+def _captions(run: Run[ChecksConfig], images: dict[str, Row]) -> tuple[list[Row], str]:
     """(rows of the captions, sorted by path and position; the trigger that all should have, or "")."""
-    rows = ctx.rows(CAPTIONS).to_pylist()
+    rows = run.inputs.rows(CAPTIONS).to_pylist()
     # No single word belongs in all captions if a folder has a trigger of its own, even an empty one.
     own = any(row["trigger"] is not None for row in images.values())
     trigger = next((str(row["text"]) for row in rows if row["role"] == "trigger"), "")

@@ -16,7 +16,8 @@ from PIL import Image
 
 from schemas.text_to_image.descriptions import DESCRIPTIONS
 from schemas.text_to_image.images import IMAGES
-from stages.stage import Stage, StageContext
+from stages.run import Run
+from stages.stage import Stage
 from stages.text_to_image.caption_files.lookup import CaptionSources, make_lookups
 from stages.text_to_image.descriptions.config import DescriptionsConfig
 from stages.text_to_image.imaging.decode import ImageError, open_image
@@ -36,20 +37,22 @@ class Model(Protocol):
         """The caption of a picture in mode RGB."""
 
 
-def wanted_descriptions(ctx: StageContext) -> pa.Table:
+def wanted_descriptions(run: Run[DescriptionsConfig]) -> pa.Table:
     """One row per usable image for which no file has a caption; none if no model is set."""
     schema = pa.schema([DESCRIPTIONS.batch.field(name) for name in WANTED])
-    if not ctx.config.model:
+    if not run.config.model:
         return schema.empty_table()
-    images, config = ctx.rows(IMAGES), ctx.config
+    images, config = run.inputs.rows(IMAGES), run.config
     sources = CaptionSources(config.sources or (), config.extension or (), config.folder or "", config.caption_column or "")
-    lookups, _ = make_lookups(ctx.need("image_folder"), _paths(images), sources, ctx.root)
+    lookups, _ = make_lookups(run.needs["image_folder"], _paths(images), sources, run.root)
     rows = [
         {"image_id": image_id, "path": paths[0], "prompt": config.prompt}
         for image_id, paths in usable_paths(images).items()
         if not any(lookup(path) for path in paths for lookup in lookups)
     ]
-    kept = {row["image_id"]: row["path"] for row in ctx.stored.to_pylist()}  # a file that was renamed is not captioned again
+    kept = {
+        row["image_id"]: row["path"] for row in run.output.stored.to_pylist()
+    }  # a file that was renamed is not captioned again
     return pa.Table.from_pylist([row | {"path": kept.get(row["image_id"], row["path"])} for row in rows], schema=schema)
 
 
@@ -57,54 +60,54 @@ def _paths(images: pa.Table) -> list[str]:
     return [row["path"] for row in images.to_pylist() if row["use"] != USE]
 
 
-def describe_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    pending = ctx.pending.to_pylist()
+def describe_images(run: Run[DescriptionsConfig]) -> Iterator[pa.RecordBatch]:
+    pending = run.output.pending.to_pylist()
     if not pending:
-        if not ctx.config.model:
-            ctx.say("no model is set: set [descriptions] model, and server for a model behind a server")
+        if not run.config.model:
+            run.report.say("no model is set: set [descriptions] model, and server for a model behind a server")
         return
     # `kept` in `wanted_descriptions` may be the path of a file that was renamed since.
-    model, paths = ctx.reuse("describer", lambda: load_model(ctx)), usable_paths(ctx.rows(IMAGES))
+    model, paths = run.reuse("describer", lambda: load_model(run)), usable_paths(run.inputs.rows(IMAGES))
     for done, row in enumerate(pending):
-        if ctx.stop():
+        if run.report.stop():
             return
-        ctx.progress(done, len(pending), "images")
+        run.report.progress(done, len(pending), "images")
         path = paths[row["image_id"]][0]
         began = time.perf_counter()
         try:
-            text = " ".join(model.describe(_picture(ctx, path)).split())
+            text = " ".join(model.describe(_picture(run, path)).split())
         except (ValueError, ImageError) as error:
             raise ValueError(f"descriptions: {path}: {error} ({done} of {len(pending)} captions are written)") from None
         if not text:
-            ctx.say(f"{path}: the model wrote nothing")
+            run.report.say(f"{path}: the model wrote nothing")
             continue
         facts = {"text": text, "model": model.name, "version": model.version, "seconds": time.perf_counter() - began}
         yield pa.RecordBatch.from_pylist([row | facts], schema=DESCRIPTIONS.batch)
-    ctx.progress(len(pending), len(pending), "images")
+    run.report.progress(len(pending), len(pending), "images")
 
 
-def load_model(ctx: StageContext) -> Model:
+def load_model(run: Run[DescriptionsConfig]) -> Model:
     """A server if [descriptions] `server` is set, else transformers in this process. Raises ValueError if it cannot be loaded."""
-    if ctx.config.server:
+    if run.config.server:
         from stages.text_to_image.descriptions.server import ServerModel
 
-        return ServerModel(ctx.config)
+        return ServerModel(run.config)
     from stages.text_to_image.descriptions.local import LocalModel
 
-    return LocalModel(ctx.config, ctx.root)
+    return LocalModel(run.config, run.root)
 
 
-def _picture(ctx: StageContext, path: str) -> Image.Image:
-    image = open_image(ctx.need("image_folder") / path)
-    image.thumbnail((ctx.config.side, ctx.config.side), Image.Resampling.LANCZOS)
+def _picture(run: Run[DescriptionsConfig], path: str) -> Image.Image:
+    image = open_image(run.needs["image_folder"] / path)
+    image.thumbnail((run.config.side, run.config.side), Image.Resampling.LANCZOS)
     return image
 
 
-def finish_descriptions(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    if ctx.pending.num_rows:
-        pending = set(ctx.pending["image_id"].to_pylist())
-        count = sum(image_id in pending for image_id in ctx.stored["image_id"].to_pylist())
-        ctx.say(f"{count} captions written; read and change them with: latentmill captions --edit captions.csv")
+def finish_descriptions(run: Run[DescriptionsConfig]) -> Iterator[pa.RecordBatch]:
+    if run.output.pending.num_rows:
+        pending = set(run.output.pending["image_id"].to_pylist())
+        count = sum(image_id in pending for image_id in run.output.stored["image_id"].to_pylist())
+        run.report.say(f"{count} captions written; read and change them with: latentmill captions --edit captions.csv")
     yield from ()
 
 

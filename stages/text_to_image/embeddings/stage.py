@@ -17,7 +17,8 @@ from schemas.text_to_image.embeddings import EMBEDDINGS
 from stages.models.protocols import TextEncoder
 from stages.models.reading import reading
 from stages.models.text.encoder import Embedding, widen
-from stages.stage import Stage, StageContext
+from stages.run import Run
+from stages.stage import Stage
 from stages.text_to_image.embeddings.config import EmbeddingsConfig
 from stages.text_to_image.embeddings.memory_plan import choose_plan, forecast, load_encoder
 from stages.text_to_image.stored_embeddings import INT8, pack
@@ -26,31 +27,31 @@ from stages.tuner.blockwise.device import live_memory_limit, memory_budget
 Row = dict[str, Any]
 
 
-def wanted_embeddings(ctx: StageContext) -> pa.Table:
+def wanted_embeddings(run: Run[EmbeddingsConfig]) -> pa.Table:
     """One row per distinct text."""
-    ids = pc.unique(ctx.rows(CAPTIONS)["caption_id"])
+    ids = pc.unique(run.inputs.rows(CAPTIONS)["caption_id"])
     return pa.table({"caption_id": ids.take(pc.sort_indices(ids))})
 
 
-def encode_embeddings(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+def encode_embeddings(run: Run[EmbeddingsConfig]) -> Iterator[pa.RecordBatch]:
     """Raises ValueError if a value of an embedding is not finite."""
-    pending: list[str] = ctx.pending["caption_id"].to_pylist()
+    pending: list[str] = run.output.pending["caption_id"].to_pylist()
     if not pending:
         return
-    family = ctx.need("family")
+    family = run.needs["family"]
     family.require("text_encoder")
-    captions = _rows_by_text(ctx.rows(CAPTIONS))
-    path = ctx.need("text_encoder")
-    plan = choose_plan(ctx.config, family, path, memory_budget())
-    tokenizer = ctx.need("tokenizer")
-    with reading("the text encoder", ctx.note):
-        encoder = ctx.reuse("text encoder", lambda: load_encoder(family, path, tokenizer, ctx.config, plan.by_layer))
+    captions = _rows_by_text(run.inputs.rows(CAPTIONS))
+    path = run.needs["text_encoder"]
+    plan = choose_plan(run.config, family, path, memory_budget())
+    tokenizer = run.needs["tokenizer"]
+    with reading("the text encoder", run.report.note):
+        encoder = run.reuse("text encoder", lambda: load_encoder(family, path, tokenizer, run.config, plan.by_layer))
     try:
         with live_memory_limit(plan.live_bytes):
-            for start in range(0, len(pending), ctx.config.batch_size):
-                if ctx.stop():
+            for start in range(0, len(pending), run.config.batch_size):
+                if run.report.stop():
                     return
-                yield _batch(ctx, encoder, pending, start, captions)
+                yield _batch(run, encoder, pending, start, captions)
     finally:
         del encoder
         gc.collect()
@@ -65,16 +66,16 @@ def _rows_by_text(rows: pa.Table) -> dict[str, list[Row]]:
 
 
 def _batch(
-    ctx: StageContext, encoder: TextEncoder, pending: list[str], start: int, captions: dict[str, list[Row]]
+    run: Run[EmbeddingsConfig], encoder: TextEncoder, pending: list[str], start: int, captions: dict[str, list[Row]]
 ) -> pa.RecordBatch:
-    ids = pending[start : start + ctx.config.batch_size]
+    ids = pending[start : start + run.config.batch_size]
     embeddings = encoder.encode([captions[caption_id][0]["text"] for caption_id in ids])
     rows = []
     for done, (caption_id, embedding) in enumerate(zip(ids, embeddings, strict=True), start + 1):
         if embedding.dropped:
-            ctx.say(_too_long(captions[caption_id], embedding))
-        rows.append(_row(caption_id, embedding, ctx.config.stored, len(ctx.need("family").text_layers)))
-        ctx.progress(done, len(pending), "texts")
+            run.report.say(_too_long(captions[caption_id], embedding))
+        rows.append(_row(caption_id, embedding, run.config.stored, len(run.needs["family"].text_layers)))
+        run.report.progress(done, len(pending), "texts")
     return EMBEDDINGS.table(rows).combine_chunks().to_batches()[0]
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import pyarrow as pa
 
 from schemas.text_to_image.images import IMAGES
-from stages.stage import Stage, StageContext
+from stages.run import Run
+from stages.stage import Stage
 from stages.text_to_image.images.config import ImagesConfig
 from stages.text_to_image.images.duplicates import mark_duplicates
 from stages.text_to_image.images.examine import examine, may_be_image
@@ -31,15 +32,15 @@ BATCH = 64  # files per record batch: at a few milliseconds per file, a kill los
 NAMED = 5  # rejected files that the summary names
 
 
-def wanted_images(ctx: StageContext) -> pa.Table:
+def wanted_images(run: Run[Any]) -> pa.Table:
     """FILE_COLUMNS, by which an unchanged file is recognised, and RULES, which follow from its folder."""
-    folder = ctx.need("image_folder")
-    files = _listing(ctx).files
+    folder = run.needs["image_folder"]
+    files = _listing(run).files
     if not any(may_be_image(row["path"]) for row in files):
         raise ValueError(no_images(folder))
-    paths, read_names = [row["path"] for row in files], ctx.config.layout == "auto"
-    found = rules(paths, roots(ctx.config, folder, ctx.root), read_names)
-    given = ctx.config.references
+    paths, read_names = [row["path"] for row in files], run.config.layout == "auto"
+    found = rules(paths, roots(run.config, folder, run.root), read_names)
+    given = run.config.references
     if read_names or given is not None:
         pictures = [path for path in paths if may_be_image(path)]
         found |= reference_rules(pictures, given)
@@ -48,31 +49,31 @@ def wanted_images(ctx: StageContext) -> pa.Table:
     return pa.Table.from_pylist([row | found[row["path"]] for row in files], schema=schema)
 
 
-def unread_images(ctx: StageContext) -> pa.Table:
+def unread_images(run: Run[Any]) -> pa.Table:
     """Files that an earlier run could not read: a decoder may have been installed since, or a permission given."""
-    unread = {_file(row) for row in _rows(ctx.stored) if not row["image_id"]}
-    wanted = wanted_images(ctx) if unread else IMAGES.batch.empty_table().select([*FILE_COLUMNS, *RULES])
+    unread = {_file(row) for row in _rows(run.output.stored) if not row["image_id"]}
+    wanted = wanted_images(run) if unread else IMAGES.batch.empty_table().select([*FILE_COLUMNS, *RULES])
     return wanted.filter(pa.array([_file(row) in unread for row in wanted.to_pylist()], pa.bool_()))
 
 
-def _listing(ctx: StageContext) -> Listing:
-    folder: Path = ctx.need("image_folder")
-    return scan(folder, [root.path for root in roots(ctx.config, folder, ctx.root)])
+def _listing(run: Run[Any]) -> Listing:
+    folder: Path = run.needs["image_folder"]
+    return scan(folder, [root.path for root in roots(run.config, folder, run.root)])
 
 
-def examine_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+def examine_images(run: Run[Any]) -> Iterator[pa.RecordBatch]:
     """The rows of the pending files, each from its own file alone: `finish_images` marks duplicates."""
-    stored = {row["path"]: row for row in _rows(ctx.stored)}
-    pending = sorted(ctx.pending.to_pylist(), key=_path)
-    limits = {name: getattr(ctx.config, name) for name in ("min_side", "max_pixels", "max_bytes")}
-    read = partial(_row_of, stored, partial(examine, ctx.need("image_folder"), **limits))
-    with ThreadPoolExecutor(ctx.config.workers) as pool:
+    stored = {row["path"]: row for row in _rows(run.output.stored)}
+    pending = sorted(run.output.pending.to_pylist(), key=_path)
+    limits = {name: getattr(run.config, name) for name in ("min_side", "max_pixels", "max_bytes")}
+    read = partial(_row_of, stored, partial(examine, run.needs["image_folder"], **limits))
+    with ThreadPoolExecutor(run.config.workers) as pool:
         for start in range(0, len(pending), BATCH):
-            rows = list(_until_stop(ctx, pool, read, pending[start : start + BATCH]))
+            rows = list(_until_stop(run, pool, read, pending[start : start + BATCH]))
             # A row may be as before, where only a failed read was tried again.
             yield from _batches([row for row in rows if row != stored.get(row["path"])])
-            ctx.progress(start + len(rows), len(pending), "images")
-            if ctx.stop():
+            run.report.progress(start + len(rows), len(pending), "images")
+            if run.report.stop():
                 return
 
 
@@ -84,29 +85,29 @@ def _row_of(stored: dict[str, Row], read: Callable[[Row], Row], file: Row) -> Ro
     return read(file)
 
 
-def _until_stop(ctx: StageContext, pool: ThreadPoolExecutor, read: Callable[[Row], Row], files: list[Row]) -> Iterator[Row]:
+def _until_stop(run: Run[Any], pool: ThreadPoolExecutor, read: Callable[[Row], Row], files: list[Row]) -> Iterator[Row]:
     """`read(file)` of each, in order. After a stop no call begins, but those that have begun are yielded."""
     waiting: deque[Future[Row]] = deque()
     todo = iter(files)
     while True:
-        while len(waiting) < 2 * ctx.config.workers and not ctx.stop() and (file := next(todo, None)):
+        while len(waiting) < 2 * run.config.workers and not run.report.stop() and (file := next(todo, None)):
             waiting.append(pool.submit(read, file))
         if not waiting:
             return
         future = waiting.popleft()
-        if not (ctx.stop() and future.cancel()):
+        if not (run.report.stop() and future.cancel()):
             yield future.result()
 
 
-def opened_files(ctx: StageContext) -> Iterator[Path]:
-    folder: Path = ctx.need("image_folder")
-    yield from (packed.file_to_open(folder / path) for path in ctx.pending["path"].to_pylist())
+def opened_files(run: Run[Any]) -> Iterator[Path]:
+    folder: Path = run.needs["image_folder"]
+    yield from (packed.file_to_open(folder / path) for path in run.output.pending["path"].to_pylist())
 
 
-def finish_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    listing = _listing(ctx)
-    stored = {_file(row): row for row in _rows(ctx.stored)}
-    pending = [_file(row) for row in ctx.pending.to_pylist()]
+def finish_images(run: Run[Any]) -> Iterator[pa.RecordBatch]:
+    listing = _listing(run)
+    stored = {_file(row): row for row in _rows(run.output.stored)}
+    pending = [_file(row) for row in run.output.pending.to_pylist()]
     # The run was stopped before all files were read.
     if not all(file in stored for file in pending):
         return
@@ -115,7 +116,7 @@ def finish_images(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     rows = sorted((row for file, row in stored.items() if file in present), key=_path)
     marked = mark_duplicates(rows)
     yield from _batches([new for new, old in zip(marked, rows, strict=True) if new != old])
-    _summarise(ctx, marked, listing.masks)
+    _summarise(run, marked, listing.masks)
 
 
 def _rows(stored: pa.Table) -> list[Row]:
@@ -136,18 +137,18 @@ def _batches(rows: list[Row]) -> Iterator[pa.RecordBatch]:
         yield pa.RecordBatch.from_pylist(rows[start : start + BATCH], schema=IMAGES.batch)
 
 
-def _summarise(ctx: StageContext, rows: list[Row], masks: int) -> None:
+def _summarise(run: Run[Any], rows: list[Row], masks: int) -> None:
     rejected = [row for row in rows if row["rejected"]]
     counts = sorted(Counter(row["rejected"] for row in rejected).items())
     reasons = "".join(f", {count} {reason}" for reason, count in counts)
     skipped = f"; {masks} more {'is a mask' if masks == 1 else 'are masks'} of other images" if masks else ""
     for line in (*describe(rows), *near_misses(row["path"] for row in rows)):
-        ctx.say(line)
-    ctx.say(f"{len(rows)} files: {len(rows) - len(rejected)} usable{reasons}{skipped}")
+        run.report.say(line)
+    run.report.say(f"{len(rows)} files: {len(rows) - len(rejected)} usable{reasons}{skipped}")
     if rejected:
         names = ", ".join(f"{row['path']} ({row['rejected']})" for row in rejected[:NAMED])
         more = f" and {len(rejected) - NAMED} more" if len(rejected) > NAMED else ""
-        ctx.say(f"not used: {names}{more}")
+        run.report.say(f"not used: {names}{more}")
 
 
 STAGE = Stage(

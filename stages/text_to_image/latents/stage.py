@@ -13,7 +13,8 @@ import pyarrow as pa
 from schemas.text_to_image.buckets import BUCKETS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
-from stages.stage import Stage, StageContext
+from stages.run import Run
+from stages.stage import Stage
 from stages.text_to_image.imaging import packed
 from stages.text_to_image.imaging.decode import ImageError
 from stages.text_to_image.imaging.references import USE
@@ -38,21 +39,21 @@ def latent_id(row: Row) -> str:
     return hashlib.sha256("|".join(parts).encode()).hexdigest()
 
 
-def wanted_latents(ctx: StageContext) -> pa.Table:
+def wanted_latents(run: Run[LatentsConfig]) -> pa.Table:
     """One row per accepted bucket, jittered crop and mirror image of these. Raises ValueError if no image is usable, or if mask
     files are
     needed but missing or unreadable.
     """
-    masks = mask_ids(ctx.rows(IMAGES), ctx.need("image_folder"), ctx.config.mask)
-    edited = with_references(ctx.rows(IMAGES))
+    masks = mask_ids(run.inputs.rows(IMAGES), run.needs["image_folder"], run.config.mask)
+    edited = with_references(run.inputs.rows(IMAGES))
     rows: dict[str, Row] = {}
-    for bucket in ctx.rows(BUCKETS).to_pylist():
+    for bucket in run.inputs.rows(BUCKETS).to_pylist():
         if bucket["rejected"] is not None or bucket["image_id"] not in masks:
             continue
         # A crop moved at random would no longer show the same part as its references.
-        count = 0 if bucket["image_id"] in edited else ctx.config.jitter
-        crops = [bucket, *(jittered(bucket, n, ctx.config.jitter_share) for n in range(1, count + 1))]
-        for crop, flip in itertools.product(crops, (False, True) if ctx.config.flip else (False,)):
+        count = 0 if bucket["image_id"] in edited else run.config.jitter
+        crops = [bucket, *(jittered(bucket, n, run.config.jitter_share) for n in range(1, count + 1))]
+        for crop, flip in itertools.product(crops, (False, True) if run.config.flip else (False,)):
             row = {name: crop[name] for name in WANTED if name in crop}
             row |= {"flip": flip, "mask_id": masks[bucket["image_id"]]}
             row["latent_id"] = latent_id(row)
@@ -79,9 +80,9 @@ def with_references(images: pa.Table) -> set[str]:
     return {row["image_id"] for row in rows if row["use"] == USE or row["path"] in shown}
 
 
-def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+def encode_latents(run: Run[LatentsConfig]) -> Iterator[pa.RecordBatch]:
     """Raises ValueError, after the last batch, if image files have changed since the table `images` was written."""
-    if not ctx.pending.num_rows:
+    if not run.output.pending.num_rows:
         return
     import mlx.core as mx
 
@@ -89,21 +90,21 @@ def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
     from stages.tuner.blockwise.device import compute_exactly, configure_convolutions, live_memory_limit
 
     configure_convolutions()  # before the first MLX operation, as is the next
-    if ctx.config.exact:
+    if run.config.exact:
         compute_exactly()
-    family = ctx.need("family")
-    path, dtype = ctx.need("autoencoder"), getattr(mx, ctx.config.precision)
-    model = ctx.reuse("autoencoder", lambda: family.architecture.load_autoencoder(path, family, dtype))
-    limit = live_bytes(ctx)
+    family = run.needs["family"]
+    path, dtype = run.needs["autoencoder"], getattr(mx, run.config.precision)
+    model = run.reuse("autoencoder", lambda: family.architecture.load_autoencoder(path, family, dtype))
+    limit = live_bytes(run)
     changed: list[str] = []
-    rows = _encoded_rows(ctx, model, changed)
+    rows = _encoded_rows(run, model, changed)
     held: list[Row] = []
     try:
         with live_memory_limit(limit):
             for row in rows:
                 held.append(row)
-                stopping = ctx.stop()
-                if stopping or len(held) == ctx.config.batch_size:
+                stopping = run.report.stop()
+                if stopping or len(held) == run.config.batch_size:
                     yield record_batch(held)
                     held = []
                     mx.clear_cache()
@@ -120,26 +121,28 @@ def encode_latents(ctx: StageContext) -> Iterator[pa.RecordBatch]:
         raise ValueError(f"{len(changed)} image files changed since the table images was written ({names}): run images again")
 
 
-def live_bytes(ctx: StageContext) -> int:
+def live_bytes(run: Run[LatentsConfig]) -> int:
     """The limit for MLX: the estimated peak for the largest pending image."""
     # Without the limit, a GPU could start several strips of an image ahead of time, and hold them all in memory.
-    family = ctx.need("family")
-    width, height = max(((row["width"], row["height"]) for row in ctx.pending.to_pylist()), key=lambda size: size[0] * size[1])
-    item = ITEMSIZES[ctx.config.precision]
-    path, exact = ctx.need("autoencoder"), ctx.config.exact
+    family = run.needs["family"]
+    width, height = max(
+        ((row["width"], row["height"]) for row in run.output.pending.to_pylist()), key=lambda size: size[0] * size[1]
+    )
+    item = ITEMSIZES[run.config.precision]
+    path, exact = run.needs["autoencoder"], run.config.exact
     held, work = family.architecture.autoencoder_bytes(path, family, height, width, item, True, exact)
     return int(held + work)
 
 
-def _encoded_rows(ctx: StageContext, model: Any, changed: list[str]) -> Generator[Row]:
+def _encoded_rows(run: Run[LatentsConfig], model: Any, changed: list[str]) -> Generator[Row]:
     """Complete rows of the pending crops. If an image or its mask has changed, it gives no rows and its name goes to
     `changed`.
     """
     from stages.text_to_image.latents.encode import encoded_row, rejected_row
 
-    done, total = 0, ctx.pending.num_rows
-    ctx.progress(done, total, "images")
-    for job, future in decode_ahead(_jobs(ctx), ctx.config.background, ctx.config.workers):
+    done, total = 0, run.output.pending.num_rows
+    run.report.progress(done, total, "images")
+    for job, future in decode_ahead(_jobs(run), run.config.background, run.config.workers):
         try:
             crops = future.result()
         except FileChanged:
@@ -155,22 +158,22 @@ def _encoded_rows(ctx: StageContext, model: Any, changed: list[str]) -> Generato
         for row in rows:
             yield row
             done += 1
-            ctx.progress(done, total, "images")
+            run.report.progress(done, total, "images")
 
 
-def _jobs(ctx: StageContext) -> list[ImageJob]:
+def _jobs(run: Run[LatentsConfig]) -> list[ImageJob]:
     by_image: dict[str, list[Row]] = {}
-    for row in ctx.pending.to_pylist():
+    for row in run.output.pending.to_pylist():
         by_image.setdefault(row["image_id"], []).append(row)
-    folder = ctx.need("image_folder")
-    paths = usable_paths(ctx.rows(IMAGES), references=True)
-    masks = mask_files(paths, folder) if ctx.config.mask == "file" else {}
+    folder = run.needs["image_folder"]
+    paths = usable_paths(run.inputs.rows(IMAGES), references=True)
+    masks = mask_files(paths, folder) if run.config.mask == "file" else {}
     return [ImageJob(image_id, folder / paths[image_id][0], rows, masks.get(image_id)) for image_id, rows in by_image.items()]
 
 
-def opened_files(ctx: StageContext) -> Iterator[Path]:
+def opened_files(run: Run[LatentsConfig]) -> Iterator[Path]:
     """The files that encoding the pending crops opens: images, and masks if they are files."""
-    for job in _jobs(ctx):
+    for job in _jobs(run):
         yield packed.file_to_open(job.path)
         if job.mask:
             yield packed.file_to_open(job.mask)

@@ -12,7 +12,8 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from stages.stage import StageContext
+from stages.run import Run
+from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.decoding import save_png
 from stages.text_to_image.samples.sources import SampleSource
 
@@ -26,22 +27,24 @@ LETTERS = 24  # letters on a line of a row's label
 PAPER, INK, BLANK = (255, 255, 255), (30, 30, 30), (225, 225, 225)
 
 
-def write_grid(ctx: StageContext, sources: list[SampleSource], wanted: list[dict[str, Any]], paths: Sequence[str | None]) -> None:
+def write_grid(
+    run: Run[SamplesConfig], sources: list[SampleSource], wanted: list[dict[str, Any]], paths: Sequence[str | None]
+) -> None:
     """Write the grid of the first [samples] grid prompts. `paths[i]`: the preview of `wanted[i]`, None if it does not
     exist yet.
     """
-    first = list(dict.fromkeys(row["caption_id"] for row in wanted))[: ctx.config.grid]
+    first = list(dict.fromkeys(row["caption_id"] for row in wanted))[: run.config.grid]
     rows = [(row, path) for row, path in zip(wanted, paths, strict=True) if row["caption_id"] in first]
     content = hashlib.sha256(json.dumps([list(row.values()) for row, _ in rows]).encode()).hexdigest()
     # The file stays if no row was pending and it already shows the same rows.
-    if not rows or (not ctx.pending.num_rows and grid_content(ctx.artifacts / GRID) == content):
+    if not rows or (not run.output.pending.num_rows and grid_content(run.output.artifacts / GRID) == content):
         return
     labels = {(row["caption_id"], row["seed"]): f"{row['prompt']}\nseed {row['seed']}" for row, _ in rows}
-    files = {(row["adapter_id"], row["caption_id"], row["seed"]): ctx.artifacts / path for row, path in rows if path}
+    files = {(row["adapter_id"], row["caption_id"], row["seed"]): run.output.artifacts / path for row, path in rows if path}
     existing = {key: file for key, file in files.items() if file.exists()}
     cells = [[existing.get((source.adapter_id, *key)) for source in sources] for key in labels]
-    page = draw_grid(cells, [one.label for one in sources], list(labels.values()), (ctx.config.width, ctx.config.height))
-    ctx.write_artifact(GRID, partial(save_png, image=page, metadata={"content": content} | ctx.provenance))
+    page = draw_grid(cells, [one.label for one in sources], list(labels.values()), (run.config.width, run.config.height))
+    run.output.write(GRID, partial(save_png, image=page, metadata={"content": content} | dict(run.output.provenance)))
 
 
 def grid_content(path: Path) -> str:

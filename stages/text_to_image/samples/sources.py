@@ -8,7 +8,8 @@ from pathlib import Path
 
 from schemas.text_to_image.train import TRAIN
 from stages.hashing import file_sha256
-from stages.stage import StageContext
+from stages.run import Run
+from stages.text_to_image.samples.config import SamplesConfig
 from stages.tuner import checkpoint
 from stages.tuner.checkpoint import ADAPTER, EMA, Checkpoint
 
@@ -40,31 +41,31 @@ class SampleSource:
         return file
 
 
-def sample_sources(ctx: StageContext) -> list[SampleSource]:
+def sample_sources(run: Run[SamplesConfig]) -> list[SampleSource]:
     """The base, the chosen checkpoints by step, and the given adapter; of identical files, only the first. Raises ValueError if a
     chosen one is missing or damaged.
     """
-    saved = {one.step: one for one in checkpoint.find_checkpoints(ctx.files(TRAIN))}
-    refuse_damaged(ctx.config.checkpoints, checkpoint.damaged_checkpoints(ctx.files(TRAIN)), max(saved, default=0))
-    sources = {"": SampleSource()} if ctx.config.base else {}
-    for step in chosen_steps(ctx.config.checkpoints, sorted(saved)):
+    saved = {one.step: one for one in checkpoint.find_checkpoints(run.inputs.files(TRAIN))}
+    refuse_damaged(run.config.checkpoints, checkpoint.damaged_checkpoints(run.inputs.files(TRAIN)), max(saved, default=0))
+    sources = {"": SampleSource()} if run.config.base else {}
+    for step in chosen_steps(run.config.checkpoints, sorted(saved)):
         files = saved[step].state["files"]
-        name = EMA if ctx.config.average and EMA in files else ADAPTER
+        name = EMA if run.config.average and EMA in files else ADAPTER
         # The contents of the file are checked when it is needed, by `SampleSource.adapter_file`.
         digest = files[name]["sha256"]
         sources.setdefault(digest, SampleSource(digest, step, saved[step], name))
-    if given := given_adapter(ctx):
+    if given := given_adapter(run):
         digest = file_sha256(given)
         sources.setdefault(digest, SampleSource(digest, given=given))
     return list(sources.values())
 
 
-def given_adapter(ctx: StageContext) -> Path | None:
-    if not ctx.config.adapter:
+def given_adapter(run: Run[SamplesConfig]) -> Path | None:
+    if not run.config.adapter:
         return None
-    file = ctx.root / Path(ctx.config.adapter).expanduser()
+    file = run.root / Path(run.config.adapter).expanduser()
     if not file.is_file():
-        raise ValueError(f"samples.adapter must be an adapter's file, got {ctx.config.adapter!r}: {file} does not exist")
+        raise ValueError(f"samples.adapter must be an adapter's file, got {run.config.adapter!r}: {file} does not exist")
     return file
 
 

@@ -19,7 +19,8 @@ from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.samples import SAMPLES
 from schemas.text_to_image.train import TRAIN
 from stages.models.reading import reading
-from stages.stage import Stage, StageContext
+from stages.run import Run
+from stages.stage import Stage
 from stages.text_to_image import converted
 from stages.text_to_image.packing import STREAMED
 from stages.text_to_image.samples.config import SamplesConfig
@@ -41,16 +42,16 @@ Row = dict[str, Any]
 References = Mapping[str, Sequence[mx.array]]  # `reference_id` -> the latents of its reference images
 
 
-def wanted_samples(ctx: StageContext) -> pa.Table:
+def wanted_samples(run: Run[SamplesConfig]) -> pa.Table:
     """One row per preview that should exist. Raises ValueError if a checkpoint or file of the settings is missing or damaged."""
-    config = ctx.config
-    captions = sorted(ctx.rows(CAPTIONS).to_pylist(), key=lambda row: row["position"])
+    config = run.config
+    captions = sorted(run.inputs.rows(CAPTIONS).to_pylist(), key=lambda row: row["position"])
     prompts = {row["caption_id"]: row["text"] for row in captions if row["role"] == "preview"}
-    shown = {paths: reference_id([ctx.root / name for name in paths]) for paths in set(_references(ctx, captions).values())}
-    references = {prompt: shown[paths] for prompt, paths in _references(ctx, captions).items()}
+    shown = {paths: reference_id([run.root / name for name in paths]) for paths in set(_references(run, captions).values())}
+    references = {prompt: shown[paths] for prompt, paths in _references(run, captions).items()}
     rows = [
         (source.adapter_id, source.step, caption_id, prompt, seed, config.width, config.height, references[prompt])
-        for source in sample_sources(ctx)
+        for source in sample_sources(run)
         for caption_id, prompt in list(prompts.items())[: config.first_prompts or None]
         for seed in config.seeds
     ]
@@ -58,69 +59,69 @@ def wanted_samples(ctx: StageContext) -> pa.Table:
     return pa.Table.from_pylist([dict(zip(WANTED, row, strict=True)) for row in rows], schema=schema)
 
 
-def draw_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+def draw_samples(run: Run[SamplesConfig]) -> Iterator[pa.RecordBatch]:
     configure_scheduler()  # must come before the first MLX array
-    pending = ctx.pending.to_pylist()
-    undrawn = [row for row in pending if not is_drawn(ctx, row)]
-    progress = StepProgress(ctx, len(undrawn) * (ctx.config.steps or ctx.need("family").sampling_steps))
-    references = _encoded_references(ctx, undrawn)
+    pending = run.output.pending.to_pylist()
+    undrawn = [row for row in pending if not is_drawn(run, row)]
+    progress = StepProgress(run, len(undrawn) * (run.config.steps or run.needs["family"].sampling_steps))
+    references = _encoded_references(run, undrawn)
     # All latents of a source are drawn before any is decoded, so that the transformer and the autoencoder are never in memory
     # together.
-    for source in sample_sources(ctx):
+    for source in sample_sources(run):
         rows = [row for row in pending if row["adapter_id"] == source.adapter_id]
-        if not rows or ctx.stop():
+        if not rows or run.report.stop():
             continue
-        latents = {file_name(row): latent_path(ctx, row) for row in rows if row not in undrawn}
-        latents |= dict(draw_latents(ctx, source, [row for row in rows if row in undrawn], progress, references))
+        latents = {file_name(row): latent_path(run, row) for row in rows if row not in undrawn}
+        latents |= dict(draw_latents(run, source, [row for row in rows if row in undrawn], progress, references))
         mx.clear_cache()  # give the transformer's memory back before the autoencoder is loaded
-        for row in decode_latents(ctx, source, rows, latents):
+        for row in decode_latents(run, source, rows, latents):
             yield from SAMPLES.table([row]).to_batches()
 
 
-def finish_samples(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+def finish_samples(run: Run[SamplesConfig]) -> Iterator[pa.RecordBatch]:
     """Write the grid. Adds no rows."""
-    wanted = wanted_samples(ctx).to_pylist()
+    wanted = wanted_samples(run).to_pylist()
     if not wanted:
-        ctx.say("no previews to draw: set [captions] preview_prompts, and set [samples] base = true or run train first")
-    stored = {tuple(row[name] for name in WANTED): row["path"] for row in ctx.stored.to_pylist()}
+        run.report.say("no previews to draw: set [captions] preview_prompts, and set [samples] base = true or run train first")
+    stored = {tuple(row[name] for name in WANTED): row["path"] for row in run.output.stored.to_pylist()}
     paths = [stored.get(tuple(row.values())) for row in wanted]
-    write_grid(ctx, sample_sources(ctx), wanted, paths)
+    write_grid(run, sample_sources(run), wanted, paths)
     # A later run could still need the latents of previews that do not exist yet.
     if None not in paths:
-        shutil.rmtree(ctx.artifacts / LATENTS, ignore_errors=True)
+        shutil.rmtree(run.output.artifacts / LATENTS, ignore_errors=True)
     return iter(())
 
 
 @dataclass
 class StepProgress:
-    ctx: StageContext
+    run: Run[SamplesConfig]
     total: int
     done: int = 0
 
     def stop_after(self, step: int) -> bool:
         """Report one more step of all; True if the user asked to stop."""
         self.done += 1
-        self.ctx.progress(self.done, self.total, "steps")
-        return self.ctx.stop()
+        self.run.report.progress(self.done, self.total, "steps")
+        return self.run.report.stop()
 
 
-def _references(ctx: StageContext, captions: Sequence[Row]) -> dict[str, tuple[str, ...]]:
+def _references(run: Run[SamplesConfig], captions: Sequence[Row]) -> dict[str, tuple[str, ...]]:
     prompts = [row["text"] for row in captions if row["role"] == "preview"]
     trigger = next((str(row["text"]) for row in captions if row["role"] == "trigger"), "")
-    return references_by_prompt(prompts, ctx.config.references, ctx.config.prompt_references or {}, trigger)
+    return references_by_prompt(prompts, run.config.references, run.config.prompt_references or {}, trigger)
 
 
-def _encoded_references(ctx: StageContext, rows: Sequence[Row]) -> References:
+def _encoded_references(run: Run[SamplesConfig], rows: Sequence[Row]) -> References:
     """Latents by `reference_id`."""
-    paths = _references(ctx, ctx.rows(CAPTIONS).to_pylist())
+    paths = _references(run, run.inputs.rows(CAPTIONS).to_pylist())
     wanted = {row["reference_id"]: paths[row["prompt"]] for row in rows if row["reference_id"]}
     if not wanted:
         return {}
-    family, path = ctx.need("family"), ctx.need("autoencoder")
+    family, path = run.needs["family"], run.needs["autoencoder"]
     autoencoder = family.architecture.load_autoencoder(path, family, mx.float32)
     found = {}
     for name, files in wanted.items():
-        found[name] = encode_references(autoencoder, [read_reference(ctx.root / file) for file in files])
+        found[name] = encode_references(autoencoder, [read_reference(run.root / file) for file in files])
     # The transformer is loaded next.
     del autoencoder
     mx.clear_cache()
@@ -128,18 +129,18 @@ def _encoded_references(ctx: StageContext, rows: Sequence[Row]) -> References:
 
 
 def draw_latents(
-    ctx: StageContext, source: SampleSource, rows: list[Row], progress: StepProgress, references: References
+    run: Run[SamplesConfig], source: SampleSource, rows: list[Row], progress: StepProgress, references: References
 ) -> Iterator[tuple[str, Path]]:
     """Draw and store the latent of each row; yield (file_name, path). Ends early if the user asks to stop."""
     if not rows:
         return
     # The sampler's memory limit must suffice for every preview.
     largest = max(references.values(), key=lambda latents: sum(each.size for each in latents), default=[])
-    with reading("the transformer", ctx.note):
-        sampler = ctx.reuse(f"sampler {source.adapter_id}", lambda: sampler_for(ctx, source, largest))
+    with reading("the transformer", run.report.note):
+        sampler = run.reuse(f"sampler {source.adapter_id}", lambda: sampler_for(run, source, largest))
     for row in rows:
         started = time.perf_counter()
-        text_1TJ = read_embedding(ctx, row["caption_id"])
+        text_1TJ = read_embedding(run, row["caption_id"])
         beside = references.get(row["reference_id"] or "", ())
         latent_1Chw = sampler.draw(text_1TJ, row["seed"], row["width"], row["height"], progress.stop_after, beside)
         if latent_1Chw is None:
@@ -147,47 +148,47 @@ def draw_latents(
         # The time is kept with the latent, since the row is made only when it is decoded, perhaps by a later run.
         arrays, about = {"latents": latent_1Chw}, {"seconds": repr(time.perf_counter() - started)}
         write = partial(checkpoint.write_arrays, arrays=arrays, metadata=about)
-        yield file_name(row), ctx.write_artifact(f"{LATENTS}/{file_name(row)}.safetensors", write)
-        if ctx.stop():
+        yield file_name(row), run.output.write(f"{LATENTS}/{file_name(row)}.safetensors", write)
+        if run.report.stop():
             return
 
 
-def sampler_for(ctx: StageContext, source: SampleSource, references: Sequence[mx.array] = ()) -> LatentSampler:
+def sampler_for(run: Run[SamplesConfig], source: SampleSource, references: Sequence[mx.array] = ()) -> LatentSampler:
     """`references`: the largest that it will draw with. Raises ValueError if the adapter is damaged or does not fit."""
-    config, family, file = ctx.config, ctx.need("family"), source.adapter_file()
+    config, family, file = run.config, run.needs["family"], source.adapter_file()
     size, dtype = (config.width, config.height), DTYPES[config.precision]
     values = file.stat().st_size // 4 if file else 0  # stored as float32
     if source.given:
-        values = check_file(source.given, ctx.need("transformer"), family)
+        values = check_file(source.given, run.needs["transformer"], family)
     shown, both = [(each.shape[2], each.shape[3]) for each in references], passes(config, family)
-    memory = drawing_memory(family, ctx.need("transformer"), config, config.precision, size, both, values * dtype.size, shown)
+    memory = drawing_memory(family, run.needs["transformer"], config, config.precision, size, both, values * dtype.size, shown)
     return load_sampler(
         f"samples: {source.label}",
-        ctx.need("transformer"),
+        run.needs["transformer"],
         family,
-        lambda: read_embedding(ctx, empty_caption(ctx)),
+        lambda: read_embedding(run, empty_caption(run)),
         [(file, 1.0)] if file else [],
         precision=config.precision,
         packed=config,
         steps=config.steps,
         guidance=config.guidance,
         live_bytes=memory.live_bytes,
-        folder=ctx.artifacts.parent / STREAMED,
-        copies=ctx.root / converted.FOLDER,
+        folder=run.output.artifacts.parent / STREAMED,
+        copies=run.root / converted.FOLDER,
     )
 
 
-def decode_latents(ctx: StageContext, source: SampleSource, rows: list[Row], latents: dict[str, Path]) -> Iterator[Row]:
+def decode_latents(run: Run[SamplesConfig], source: SampleSource, rows: list[Row], latents: dict[str, Path]) -> Iterator[Row]:
     """Decode the latents, by file_name, into PNG files; yield complete rows. Ends early if the user asks to stop."""
     drawn = [row for row in rows if file_name(row) in latents]
-    if not drawn or ctx.stop():
+    if not drawn or run.report.stop():
         return
-    family = ctx.need("family")
-    path, size = ctx.need("autoencoder"), (ctx.config.height, ctx.config.width)
-    autoencoder = ctx.reuse("autoencoder", lambda: family.architecture.load_autoencoder(path, family, mx.float32))
+    family = run.needs["family"]
+    path, size = run.needs["autoencoder"], (run.config.height, run.config.width)
+    autoencoder = run.reuse("autoencoder", lambda: family.architecture.load_autoencoder(path, family, mx.float32))
     held, work = family.architecture.autoencoder_bytes(path, family, *size, 4, False)
     for row in drawn:
-        if ctx.stop():
+        if run.report.stop():
             return
         started = time.perf_counter()
         loaded: Any = mx.load(str(latents[file_name(row)]), return_metadata=True)
@@ -196,7 +197,7 @@ def decode_latents(ctx: StageContext, source: SampleSource, rows: list[Row], lat
             image = decode(autoencoder, arrays["latents"])
         name = f"images/{file_name(row)}.png"
         facts = {"prompt": row["prompt"], "seed": row["seed"], "step": source.step, "adapter_id": source.adapter_id}
-        ctx.write_artifact(name, partial(save_png, image=image, metadata=facts | ctx.provenance))
+        run.output.write(name, partial(save_png, image=image, metadata={**facts, **run.output.provenance}))
         yield {**row, "path": name, "seconds": float(about["seconds"]) + time.perf_counter() - started}
 
 
@@ -210,32 +211,32 @@ def file_name(row: Row) -> str:
     return f"{name}-{hashlib.sha256(shown.encode()).hexdigest()[:ID_DIGITS]}" if shown else name
 
 
-def latent_path(ctx: StageContext, row: Row) -> Path:
-    return ctx.artifacts / LATENTS / f"{file_name(row)}.safetensors"
+def latent_path(run: Run[SamplesConfig], row: Row) -> Path:
+    return run.output.artifacts / LATENTS / f"{file_name(row)}.safetensors"
 
 
-def is_drawn(ctx: StageContext, row: Row) -> bool:
-    path = latent_path(ctx, row)
-    return path.exists() and ctx.intact(SAMPLES, path.relative_to(ctx.artifacts).as_posix())
+def is_drawn(run: Run[SamplesConfig], row: Row) -> bool:
+    path = latent_path(run, row)
+    return path.exists() and run.inputs.intact(SAMPLES, path.relative_to(run.output.artifacts).as_posix())
 
 
-def read_embedding(ctx: StageContext, caption_id: str) -> mx.array:
+def read_embedding(run: Run[SamplesConfig], caption_id: str) -> mx.array:
     """(1, text tokens, features), bfloat16."""
-    reader = embedding_reader(ctx)
+    reader = embedding_reader(run)
     reader.ahead([caption_id])
     return mx.array(reader.read(caption_id)).view(mx.bfloat16)[None]
 
 
-def opened_files(ctx: StageContext) -> Iterator[Path]:
+def opened_files(run: Run[SamplesConfig]) -> Iterator[Path]:
     """The user's files that the stage reads: references and the given adapter."""
-    of_prompts = (ctx.config.prompt_references or {}).values()
-    yield from (ctx.root / name for names in (ctx.config.references, *of_prompts) for name in names)
-    if given := given_adapter(ctx):
+    of_prompts = (run.config.prompt_references or {}).values()
+    yield from (run.root / name for names in (run.config.references, *of_prompts) for name in names)
+    if given := given_adapter(run):
         yield given
 
 
-def empty_caption(ctx: StageContext) -> str:
-    ids: list[str] = [row["caption_id"] for row in ctx.rows(CAPTIONS).to_pylist() if row["role"] == "empty"]
+def empty_caption(run: Run[SamplesConfig]) -> str:
+    ids: list[str] = [row["caption_id"] for row in run.inputs.rows(CAPTIONS).to_pylist() if row["role"] == "empty"]
     assert ids, "captions always holds the empty caption"
     return ids[0]
 

@@ -9,18 +9,19 @@ from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.samples import SAMPLES
 from stages.hashing import file_sha256
-from stages.stage import StageContext
+from stages.run import Run
+from stages.text_to_image.scores.config import ScoresConfig
 from stages.text_to_image.scores.references import Reference, read_references
 
 Row = dict[str, Any]
 
 
-def preview_rows(ctx: StageContext) -> list[Row]:
+def preview_rows(run: Run[ScoresConfig]) -> list[Row]:
     """One row per preview whose file is there and intact, without scores. `kind` is "base" or "adapter"."""
-    folder = ctx.files(SAMPLES)
+    folder = run.inputs.files(SAMPLES)
     rows = []
-    for row in ctx.rows(SAMPLES).to_pylist():
-        if not ctx.intact(SAMPLES, row["path"]):  # deleted since the rows were read, or damaged: no preview
+    for row in run.inputs.rows(SAMPLES).to_pylist():
+        if not run.inputs.intact(SAMPLES, row["path"]):  # deleted since the rows were read, or damaged: no preview
             continue
         copied = {name: row[name] for name in ("adapter_id", "step", "prompt", "seed", "path")}
         kind = "adapter" if row["adapter_id"] else "base"
@@ -28,18 +29,18 @@ def preview_rows(ctx: StageContext) -> list[Row]:
     return rows
 
 
-def reference_rows(ctx: StageContext) -> list[Row]:
+def reference_rows(run: Run[ScoresConfig]) -> list[Row]:
     """One row per reference, without scores."""
     same: Row = {"kind": "real", "adapter_id": "", "step": 0, "seed": 0}
-    return [same | {"picture_id": one.picture_id, "prompt": one.caption, "path": one.path} for one in find_references(ctx)]
+    return [same | {"picture_id": one.picture_id, "prompt": one.caption, "path": one.path} for one in find_references(run)]
 
 
-def find_references(ctx: StageContext) -> list[Reference]:
+def find_references(run: Run[ScoresConfig]) -> list[Reference]:
     """Sorted by path; empty without the setting. Raises ValueError if a reference is also a training image."""
-    if not ctx.config.references:
+    if not run.config.references:
         return []
-    found = read_references(ctx.root / ctx.config.references)
-    trained = {row["image_id"]: row["path"] for row in usable_images(ctx)}
+    found = read_references(run.root / run.config.references)
+    trained = {row["image_id"]: row["path"] for row in usable_images(run)}
     for one in found:
         if one.picture_id in trained:
             where = f"{one.path} is also the training image {trained[one.picture_id]}"
@@ -47,20 +48,20 @@ def find_references(ctx: StageContext) -> list[Reference]:
     return found
 
 
-def usable_images(ctx: StageContext) -> list[Row]:
+def usable_images(run: Run[ScoresConfig]) -> list[Row]:
     """Accepted rows of `images`, without regularisation images and references of edit training."""
-    return [row for row in ctx.rows(IMAGES).to_pylist() if row["rejected"] is None and row["use"] is None]
+    return [row for row in run.inputs.rows(IMAGES).to_pylist() if row["rejected"] is None and row["use"] is None]
 
 
-def trigger_word(ctx: StageContext) -> str:
-    found = [row["text"] for row in ctx.rows(CAPTIONS).to_pylist() if row["role"] == "trigger"]
+def trigger_word(run: Run[ScoresConfig]) -> str:
+    found = [row["text"] for row in run.inputs.rows(CAPTIONS).to_pylist() if row["role"] == "trigger"]
     return str(found[0]) if found else ""
 
 
-def candidate_texts(ctx: StageContext) -> list[str]:
+def candidate_texts(run: Run[ScoresConfig]) -> list[str]:
     """The distinct texts among which `agreement_rank` ranks: those of all previews and references."""
-    trigger = trigger_word(ctx)
-    texts = [row["prompt"] for row in [*preview_rows(ctx), *reference_rows(ctx)]]
+    trigger = trigger_word(run)
+    texts = [row["prompt"] for row in [*preview_rows(run), *reference_rows(run)]]
     return sorted({without_trigger(text, trigger) for text in texts} - {""})
 
 

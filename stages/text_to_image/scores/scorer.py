@@ -11,10 +11,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from schemas.text_to_image.samples import SAMPLES
-from stages.stage import StageContext
+from stages.run import Run
 from stages.text_to_image.scores import encoders
 from stages.text_to_image.scores.agreement import AgreementMap
 from stages.text_to_image.scores.axis import FeatureGroup, axis_position
+from stages.text_to_image.scores.config import ScoresConfig
 from stages.text_to_image.scores.encoders import ImageEncoder, TextVectors
 from stages.text_to_image.scores.pictures import (
     candidate_texts,
@@ -33,16 +34,16 @@ Row = dict[str, Any]
 class Scorer:
     """Compares pictures with the base's previews, the training images, the references and their own text."""
 
-    def __init__(self, ctx: StageContext, encoder: ImageEncoder) -> None:
-        self.ctx = ctx
+    def __init__(self, run: Run[ScoresConfig], encoder: ImageEncoder) -> None:
+        self.run = run
         self.encoder = encoder
-        self.trigger = trigger_word(ctx)
-        self.texts = candidate_texts(ctx)
-        base = [row for row in preview_rows(ctx) if row["kind"] == "base"]
+        self.trigger = trigger_word(run)
+        self.texts = candidate_texts(run)
+        base = [row for row in preview_rows(run) if row["kind"] == "base"]
         files = {
-            "images": {row["image_id"]: ctx.need("image_folder") / row["path"] for row in usable_images(ctx)},
-            "base": {row["picture_id"]: ctx.files(SAMPLES) / row["path"] for row in base},
-            "references": {one.picture_id: self._references / one.path for one in find_references(ctx)},
+            "images": {row["image_id"]: run.needs["image_folder"] / row["path"] for row in usable_images(run)},
+            "base": {row["picture_id"]: run.inputs.files(SAMPLES) / row["path"] for row in base},
+            "references": {one.picture_id: self._references / one.path for one in find_references(run)},
         }
         features = self._group_features(files)
         self.images, self.references = (FeatureGroup(list(files[n]), features[n]) for n in ("images", "references"))
@@ -51,39 +52,39 @@ class Scorer:
 
     @property
     def _references(self) -> Path:
-        return self.ctx.root / str(self.ctx.config.references)
+        return self.run.root / str(self.run.config.references)
 
     def _group_features(self, files: dict[str, dict[str, Path]]) -> dict[str, np.ndarray]:
         """(pictures, 1280) by group. `files`: path by picture id, by group."""
         # Never stale: the recipe, which names the folder, covers the files of the groups and the encoder.
         try:
-            found: dict[str, np.ndarray] = load_file(self.ctx.artifacts / FEATURES)
+            found: dict[str, np.ndarray] = load_file(self.run.output.artifacts / FEATURES)
             return found
         except (OSError, SafetensorError):  # not written yet, or cut short
             rows = {name: [self.encoder.encode_file(path) for path in group.values()] for name, group in files.items()}
         arrays = {name: np.array(group).reshape(len(group), encoders.D) for name, group in rows.items()}
-        self.ctx.write_artifact(FEATURES, lambda path: _write(path, save(arrays)))
+        self.run.output.write(FEATURES, lambda path: _write(path, save(arrays)))
         return arrays
 
     def _load_agreement(self) -> tuple[AgreementMap, np.ndarray] | None:
         """The map, and the embeddings (texts, 384) of `self.texts`; None if one of them is missing. Raises ValueError if
         the map is.
         """
-        if not self.ctx.config.map or not self.texts:
+        if not self.run.config.map or not self.texts:
             return None
         vectors = text_vectors()
-        found = AgreementMap.load(map_file(self.ctx))
+        found = AgreementMap.load(map_file(self.run))
         # A map is valid only for the encoders that it was fitted with.
         expected = (self.encoder.source_sha256, vectors.source_sha256)
         if (found.images_sha256, found.texts_sha256) != expected:
             raise ValueError(
-                f"scores.map: {map_file(self.ctx)} was fitted to other encoders than those in data/judges; fit it again"
+                f"scores.map: {map_file(self.run)} was fitted to other encoders than those in data/judges; fit it again"
             )
         return None if vectors.missing(self.texts) else (found, vectors.stack(self.texts))
 
     def score(self, row: Row) -> Row:
         """The complete row of a picture. A score that cannot be computed is None."""
-        folder = self._references if row["kind"] == "real" else self.ctx.files(SAMPLES)
+        folder = self._references if row["kind"] == "real" else self.run.inputs.files(SAMPLES)
         feature_D = self.encoder.encode_file(folder / row["path"])
         # Without the base's previews of the same prompt, since those would put the base's own previews at exactly 0.
         base = self.base.mean(without=without_trigger(row["prompt"], self.trigger))
@@ -109,7 +110,7 @@ class Scorer:
             yield "no previews of the base, so style and real are not measured; set base = true in [samples]"
         if not self.references.names:
             yield f"no pictures in {self._references}, so real is not measured"
-        if not self.ctx.config.map:
+        if not self.run.config.map:
             yield "scores.map is not set, so agreement is not measured"
         elif self.texts and self.agreement is None:
             absent = text_vectors().missing(self.texts)
@@ -121,8 +122,8 @@ def text_vectors() -> TextVectors:
     return TextVectors.load(encoders.TEXT_VECTORS)
 
 
-def map_file(ctx: StageContext) -> Path:
-    file = ctx.root / ctx.config.map
+def map_file(run: Run[ScoresConfig]) -> Path:
+    file = run.root / run.config.map
     if not file.is_file():
         raise ValueError(f"scores.map: there is no file {file}; data/micro/training/agreement.py writes one")
     return Path(file)

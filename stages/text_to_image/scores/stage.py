@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,10 +12,11 @@ from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.samples import SAMPLES
 from schemas.text_to_image.scores import SCORES
 from stages.hashing import file_sha256
-from stages.settings import selects
-from stages.stage import Stage, StageContext
+from stages.run import Run
+from stages.stage import Stage
 from stages.text_to_image.imaging import packed
 from stages.text_to_image.scores import encoders
+from stages.text_to_image.scores.config import ScoresConfig
 from stages.text_to_image.scores.encoders import ImageEncoder
 from stages.text_to_image.scores.pictures import candidate_texts, find_references, preview_rows, reference_rows, usable_images
 from stages.text_to_image.scores.scorer import Scorer, map_file, text_vectors
@@ -24,64 +24,50 @@ from stages.text_to_image.scores.scorer import Scorer, map_file, text_vectors
 WANTED = ("picture_id", "kind", "adapter_id", "step", "prompt", "seed", "path")
 
 
-@dataclass(frozen=True)
-class ScoresConfig:
-    # Recorded by content in `snapshot`: another path to the same files changes nothing, other content gives a new table
-    # folder.
-    references: str = selects(
-        "references", "folder of real pictures of the style, with captions, none of which is a training image", path=True
-    )
-    map: str = selects(
-        "",
-        "safetensors file with the map from pictures to texts, which data/micro/training/agreement.py fits; empty: no agreement",
-        path=True,
-    )
-
-
-def wanted_scores(ctx: StageContext) -> pa.Table:
+def wanted_scores(run: Run[ScoresConfig]) -> pa.Table:
     """One row per distinct picture: previews, then references."""
     # Reversed twice: of pictures with equal content, the first row stays.
-    rows = {row["picture_id"]: row for row in reversed([*preview_rows(ctx), *reference_rows(ctx)])}
+    rows = {row["picture_id"]: row for row in reversed([*preview_rows(run), *reference_rows(run)])}
     schema = pa.schema([SCORES.stored.field(name) for name in WANTED])
     return pa.Table.from_pylist(list(rows.values())[::-1], schema=schema)
 
 
-def snapshot(ctx: StageContext) -> pa.Table:
+def snapshot(run: Run[ScoresConfig]) -> pa.Table:
     """What all scores depend on, one row per input. It is part of the recipe, so a changed input gives a new folder."""
-    parts = [("image", row["image_id"]) for row in usable_images(ctx)]
-    parts += [("base", f"{row['picture_id']} {row['prompt']}") for row in preview_rows(ctx) if row["kind"] == "base"]
-    parts += [("reference", one.picture_id) for one in find_references(ctx)]
+    parts = [("image", row["image_id"]) for row in usable_images(run)]
+    parts += [("base", f"{row['picture_id']} {row['prompt']}") for row in preview_rows(run) if row["kind"] == "base"]
+    parts += [("reference", one.picture_id) for one in find_references(run)]
     parts += [("encoder", file_sha256(encoders.IMAGE_WEIGHTS))]
-    parts += [("text", text) for text in candidate_texts(ctx)]
-    if ctx.config.map:
+    parts += [("text", text) for text in candidate_texts(run)]
+    if run.config.map:
         vectors = text_vectors()
-        parts += [("map", file_sha256(map_file(ctx)))]
-        parts += [("vector", f"{text} {vectors.sha256(text)}") for text in candidate_texts(ctx)]
+        parts += [("map", file_sha256(map_file(run)))]
+        parts += [("vector", f"{text} {vectors.sha256(text)}") for text in candidate_texts(run)]
     return pa.table({"what": [what for what, _ in parts], "which": [which for _, which in parts]})
 
 
-def score_pictures(ctx: StageContext) -> Iterator[pa.RecordBatch]:
-    pending = ctx.pending.to_pylist()
+def score_pictures(run: Run[ScoresConfig]) -> Iterator[pa.RecordBatch]:
+    pending = run.output.pending.to_pylist()
     if not pending:
         return
-    scorer = Scorer(ctx, ctx.reuse("image encoder", ImageEncoder.load))
+    scorer = Scorer(run, run.reuse("image encoder", ImageEncoder.load))
     for line in scorer.missing_inputs():
-        ctx.say(line)
+        run.report.say(line)
     for number, row in enumerate(pending, 1):
-        if ctx.stop():
+        if run.report.stop():
             return
         yield from SCORES.table([scorer.score(row)]).to_batches()
-        ctx.progress(number, len(pending), "pictures")
+        run.report.progress(number, len(pending), "pictures")
 
 
-def opened_files(ctx: StageContext) -> Iterator[Path]:
+def opened_files(run: Run[ScoresConfig]) -> Iterator[Path]:
     """The training images, references and map that pictures are compared with."""
-    folder: Path = ctx.need("image_folder")
-    yield from (packed.file_to_open(folder / row["path"]) for row in usable_images(ctx))
-    if ctx.config.references:
-        yield from sorted(path for path in (ctx.root / ctx.config.references).rglob("*") if path.is_file())
-    if ctx.config.map:
-        yield map_file(ctx)
+    folder: Path = run.needs["image_folder"]
+    yield from (packed.file_to_open(folder / row["path"]) for row in usable_images(run))
+    if run.config.references:
+        yield from sorted(path for path in (run.root / run.config.references).rglob("*") if path.is_file())
+    if run.config.map:
+        yield map_file(run)
 
 
 STAGE = Stage(

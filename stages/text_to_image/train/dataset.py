@@ -11,7 +11,7 @@ from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
-from stages.stage import StageContext
+from stages.run import Run
 from stages.text_to_image.imaging.references import USE
 from stages.text_to_image.imaging.usable import usable_paths
 from stages.text_to_image.train.config import TrainConfig
@@ -82,16 +82,16 @@ class Dataset:
         return [*pairs, ("", "", self.empty), *([("", "", self.empty_class)] if self.empty_class else [])]
 
 
-def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
+def load_dataset(run: Run[Any], config: TrainConfig) -> Dataset:
     """What [train] chooses to train on. Raises ValueError if nothing is left, or if a table lacks rows that the settings need."""
-    paths = usable_paths(ctx.rows(IMAGES))
-    every = ctx.rows(IMAGES).to_pylist()
+    paths = usable_paths(run.inputs.rows(IMAGES))
+    every = run.inputs.rows(IMAGES).to_pylist()
     images = {row["image_id"]: row for row in every if row["rejected"] is None and row["use"] != USE}
-    texts = _texts(ctx, config.data, bool(config.caption_dropout), config.preservation is not None)
-    latents = _latents(ctx, paths, texts)
+    texts = _texts(run, config.data, bool(config.caption_dropout), config.preservation is not None)
+    latents = _latents(run, paths, texts)
     if config.mask and not any(row["mask"] for row in latents):
         raise ValueError('[train.mask]: no crop has a mask; set mask = "alpha" or "file" in [latents] and run that stage')
-    references = References(every, ctx.rows(BUCKETS).to_pylist(), ctx.rows(LATENTS).to_pylist())
+    references = References(every, run.inputs.rows(BUCKETS).to_pylist(), run.inputs.rows(LATENTS).to_pylist())
     for row in latents:
         row["references"] = references.of(row["image_id"], row["resolution"], row["flip"])
     drawn = _with_rates(latents, images, paths, config.data)
@@ -102,7 +102,7 @@ def load_dataset(ctx: StageContext, config: TrainConfig) -> Dataset:
     # Validation measures the plain crops: no mirrored copies, no jittered ones.
     plain = [(row, rate) for row, rate in drawn if row["image_id"] in aside and not row["flip"] and not row["further"]]
     held = [_crop(row, rate, texts, config.mask is not None) for row, rate in plain]
-    return _with_embeddings(ctx, Dataset(tuple(crops), texts.empty, {}, tuple(held), texts.empty_class))
+    return _with_embeddings(run, Dataset(tuple(crops), texts.empty, {}, tuple(held), texts.empty_class))
 
 
 def _with_rates(
@@ -127,13 +127,13 @@ def _held_images(
     return held_out(config.validation, {image_id: paths[image_id] for image_id in own})
 
 
-def _latents(ctx: StageContext, paths: Container[str], texts: Texts) -> list[Row]:
+def _latents(run: Run[Any], paths: Container[str], texts: Texts) -> list[Row]:
     """Rows of `latents` to train on, with two more keys. Raises ValueError if a crop has no latent."""
-    buckets = [row for row in ctx.rows(BUCKETS).to_pylist() if row["rejected"] is None]
+    buckets = [row for row in run.inputs.rows(BUCKETS).to_pylist() if row["rejected"] is None]
     places = {place(row) for row in buckets if row["image_id"] in paths}
     by_size = {size(row): row for row in buckets if row["image_id"] in paths}
     # A jittered crop lies inside its bucket's crop and is resized to the same size.
-    latents = [row for row in ctx.rows(LATENTS).to_pylist() if is_inside(row, by_size.get(size(row)))]
+    latents = [row for row in run.inputs.rows(LATENTS).to_pylist() if is_inside(row, by_size.get(size(row)))]
     lost = len(places - {place(row) for row in latents})
     if lost:
         raise ValueError(f"train: {lost} of {len(places)} crops have no latent; run the stage latents")
@@ -153,8 +153,8 @@ def _latents(ctx: StageContext, paths: Container[str], texts: Texts) -> list[Row
     return used
 
 
-def _with_embeddings(ctx: StageContext, data: Dataset) -> Dataset:
-    text_rows = {row["caption_id"]: row["shape"][0] for row in ctx.rows(EMBEDDINGS).to_pylist()}
+def _with_embeddings(run: Run[Any], data: Dataset) -> Dataset:
+    text_rows = {row["caption_id"]: row["shape"][0] for row in run.inputs.rows(EMBEDDINGS).to_pylist()}
     read = {caption for _, _, caption in data.pairs() if caption}
     if read - set(text_rows):
         raise ValueError(
@@ -192,10 +192,10 @@ class Texts:
     weights: dict[str, tuple[float, ...]]  # how often each caption is drawn; without images whose captions are drawn equally
 
 
-def _texts(ctx: StageContext, data: DataConfig, dropout: bool, with_classes: bool) -> Texts:
+def _texts(run: Run[Any], data: DataConfig, dropout: bool, with_classes: bool) -> Texts:
     """Raises ValueError if the table `captions` lacks a kind of caption that the settings need."""
     by_role: dict[str, list[Row]] = {}
-    for row in sorted(ctx.rows(CAPTIONS).to_pylist(), key=lambda row: (row["position"], row["caption_id"])):
+    for row in sorted(run.inputs.rows(CAPTIONS).to_pylist(), key=lambda row: (row["position"], row["caption_id"])):
         by_role.setdefault(row["role"], []).append(row)
     if with_classes and "class" not in by_role:
         raise ValueError("[train.preservation] needs captions with a class word: set trigger and class_word in [captions]")

@@ -8,11 +8,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from schemas.text_to_image.latents import LATENTS
-from stages.stage import StageContext, TensorReader
+from stages.run import Run, TensorReader
 from stages.text_to_image.stored_embeddings import embedding_reader
 from stages.text_to_image.train.sampler import Sample, TrainingSampler
 
@@ -43,8 +44,8 @@ class MicroBatch:
 
 
 class BatchReader:
-    def __init__(self, ctx: StageContext, sampler: TrainingSampler, mask_floor: float) -> None:
-        self.latents, self.embeddings = ctx.tensors(LATENTS), embedding_reader(ctx)
+    def __init__(self, run: Run[Any], sampler: TrainingSampler, mask_floor: float) -> None:
+        self.latents, self.embeddings = run.inputs.tensors(LATENTS), embedding_reader(run)
         self.sampler, self.mask_floor = sampler, mask_floor
 
     def prefetch(self, samples: Iterable[Sample]) -> None:

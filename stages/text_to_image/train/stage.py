@@ -6,6 +6,7 @@ The training loop is `stages.tuner.loop`; its task is `task.ImageTask`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pyarrow as pa
 
@@ -16,7 +17,8 @@ from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
 from schemas.text_to_image.train import TRAIN
 from stages.hashing import file_sha256
-from stages.stage import Stage, StageContext
+from stages.run import Run
+from stages.stage import Stage
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.dataset import load_dataset
 from stages.text_to_image.train.forecast import forecast
@@ -28,26 +30,26 @@ from stages.tuner.remake import remake_checkpoints
 from stages.tuner.rows import wanted_rows
 
 
-def wanted_samples(ctx: StageContext) -> pa.Table:
+def wanted_samples(run: Run[Any]) -> pa.Table:
     """One row per sample that is trained on or measured: step, split ("train" or "validation") and number in the step, from 0."""
-    task = ImageTask(ctx)
-    return wanted_rows(task, loop.last_step(task, ctx.stored))
+    task = ImageTask(run)
+    return wanted_rows(task, loop.last_step(task, run.output.stored))
 
 
-def snapshot(ctx: StageContext) -> pa.Table:
+def snapshot(run: Run[Any]) -> pa.Table:
     """What the result depends on: every pair that may be drawn, then facts with an empty latent_id.
 
     The image_id of a fact is a latent_id, or the sha256 of the initial adapter. Its caption_id is "held out", "rate 0.5",
     "weights [3.0, 1.0]", "reference 1 LATENT_ID" or "initial". Raises ValueError if the initial adapter is missing.
     """
-    data = load_dataset(ctx, ctx.config)
+    data = load_dataset(run, run.config)
     facts = [("", crop.latent_id, f"rate {crop.rate!r}") for crop in data.crops if crop.rate != 1]
     facts += [("", crop.latent_id, f"weights {list(crop.weights)}") for crop in data.crops if crop.weights]
     facts += [("", crop.latent_id, "held out") for crop in data.held]
     shown = [(crop, number, each) for crop in (*data.crops, *data.held) for number, each in enumerate(crop.references, 1)]
     facts += [("", crop.latent_id, f"reference {number} {each.latent_id}") for crop, number, each in shown]
-    if ctx.config.initial:
-        file = ctx.root / ctx.config.initial
+    if run.config.initial:
+        file = run.root / run.config.initial
         if not file.is_file():
             raise ValueError(f"[train] initial: there is no file {file}")
         facts.append(("", file_sha256(file), "initial"))
@@ -55,18 +57,18 @@ def snapshot(ctx: StageContext) -> pa.Table:
     return pa.Table.from_pylist(rows)
 
 
-def train(ctx: StageContext) -> Iterator[pa.RecordBatch]:
+def train(run: Run[Any]) -> Iterator[pa.RecordBatch]:
     """The rows of each step; those of a step with a checkpoint come after the checkpoint is written."""
-    control = Control(ctx, ctx.config)  # first, so that a `stop` that appears while tables are read takes effect
-    yield from loop.train(ctx, ImageTask(ctx), control)
+    control = Control(run, run.config)  # first, so that a `stop` that appears while tables are read takes effect
+    yield from loop.train(run, ImageTask(run), control)
 
 
-def repair(ctx: StageContext) -> Iterator[str]:
+def repair(run: Run[Any]) -> Iterator[str]:
     """Train again to recreate damaged checkpoints, with one line for the user each. If training now gives another adapter, the
     checkpoint stays damaged.
     """
-    if checkpoint.damaged_checkpoints(ctx.artifacts):
-        yield from remake_checkpoints(ctx, ImageTask(ctx))
+    if checkpoint.damaged_checkpoints(run.output.artifacts):
+        yield from remake_checkpoints(run, ImageTask(run))
 
 
 STAGE = Stage(

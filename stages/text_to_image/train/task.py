@@ -15,7 +15,7 @@ from schemas.text_to_image.latents import LATENTS
 from schemas.text_to_image.train import TRAIN
 from stages.models.protocols import Transformer
 from stages.models.reading import reading
-from stages.stage import StageContext
+from stages.run import Run
 from stages.text_to_image import converted
 from stages.text_to_image.packing import STREAMED
 from stages.text_to_image.stored_embeddings import embedding_reader
@@ -34,17 +34,17 @@ from stages.tuner.task import ExpectedLoss, InitialAdapter
 class ImageTask:
     """A LoRA on images by flow matching, from latents and embeddings on disk; a `stages.tuner.task.Task`."""
 
-    def __init__(self, ctx: StageContext, data: Dataset | None = None) -> None:
-        config: TrainConfig = ctx.config
-        self.ctx, self.config = ctx, config
-        self.family = ctx.need("family")
-        self.data = data or load_dataset(ctx, config)
+    def __init__(self, run: Run[Any], data: Dataset | None = None) -> None:
+        config: TrainConfig = run.config
+        self.run, self.config = run, config
+        self.family = run.needs["family"]
+        self.data = data or load_dataset(run, config)
         self.sampler = build_sampler(config, self.data)
         self.mask_floor = config.mask.floor if config.mask else 0.0
         self.held_out: HeldOutImages | None = None
         if config.validation:
             at_once = config.measured_at_once
-            self.held_out = HeldOutImages(ctx, self.data.held, config.validation, at_once, self.mask_floor)
+            self.held_out = HeldOutImages(run, self.data.held, config.validation, at_once, self.mask_floor)
 
     @property
     def objective(self) -> FlowMatching:
@@ -58,7 +58,7 @@ class ImageTask:
     @property
     def metadata(self) -> Mapping[str, str]:
         """For the headers of adapter files. "resolution" is the largest that is trained, such as "768x768"."""
-        captions = self.ctx.rows(CAPTIONS)
+        captions = self.run.inputs.rows(CAPTIONS)
         triggers = captions.filter(pc.equal(captions["role"], "trigger"))["text"].to_pylist()
         largest = max(crop.resolution for crop in self.data.crops)
         found = {"family": self.family.name, "resolution": f"{largest}x{largest}"}
@@ -71,7 +71,7 @@ class ImageTask:
         return self.sampler.step(step)
 
     def reader(self) -> BatchReader:
-        return BatchReader(self.ctx, self.sampler, self.mask_floor)
+        return BatchReader(self.run, self.sampler, self.mask_floor)
 
     def row(self, sample: Sample) -> dict[str, Any]:
         """The columns of `train` that describe a sample, without loss and step."""
@@ -96,10 +96,10 @@ class ImageTask:
         yield from self._input_warnings()
 
     def _input_warnings(self) -> Iterator[str]:
-        crops, latents, embeddings = self.data.crops, self.ctx.tensors(LATENTS), embedding_reader(self.ctx)
+        crops, latents, embeddings = self.data.crops, self.run.inputs.tensors(LATENTS), embedding_reader(self.run)
         yield from sound_start.check_latents(latents.read(crop.latent_id) for crop in crops[: sound_start.CROPS])
         captions = [crop.captions[0] for crop in crops[: sound_start.CAPTIONS]]
-        rows = self.ctx.rows(EMBEDDINGS).select(["caption_id", "tokens"])
+        rows = self.run.inputs.rows(EMBEDDINGS).select(["caption_id", "tokens"])
         tokens = {
             row["caption_id"]: row["tokens"] for row in rows.filter(pc.is_in(rows["caption_id"], pa.array(captions))).to_pylist()
         }
@@ -130,16 +130,18 @@ class ImageTask:
         """`recorded`: the plan in `start` if it fits, whatever [train] memory says. Raises ValueError if no allowed plan fits."""
         # With "auto", the plan of `start` is chosen again if it fits, else the fastest that does.
         config = dataclasses.replace(self.config, memory="auto") if recorded else self.config
-        return memory_plan.choose(config, self.family, self.ctx.need("transformer"), self.sampler, start, self.ctx.say)
+        return memory_plan.choose(config, self.family, self.run.needs["transformer"], self.sampler, start, self.run.report.say)
 
     def initial_adapter(self) -> InitialAdapter | None:
         if not self.config.initial:
             return None
-        file = self.ctx.root / self.config.initial
-        return model.read_initial_adapter(file, self.ctx.need("transformer"), self.family, self.config)
+        file = self.run.root / self.config.initial
+        return model.read_initial_adapter(file, self.run.needs["transformer"], self.family, self.config)
 
     def load_model(self) -> Transformer:
-        folder = self.ctx.artifacts.parent / STREAMED
-        copies = self.ctx.root / converted.FOLDER if self.config.keep_converted else None
-        with reading("the transformer", self.ctx.note):
-            return model.load_transformer(self.ctx.need("transformer"), self.family, self.config, folder, copies, self.ctx.say)
+        folder = self.run.output.artifacts.parent / STREAMED
+        copies = self.run.root / converted.FOLDER if self.config.keep_converted else None
+        with reading("the transformer", self.run.report.note):
+            return model.load_transformer(
+                self.run.needs["transformer"], self.family, self.config, folder, copies, self.run.report.say
+            )

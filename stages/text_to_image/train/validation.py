@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from schemas.text_to_image.latents import LATENTS
-from stages.stage import StageContext
+from stages.run import Run
 from stages.text_to_image.stored_embeddings import embedding_reader
 from stages.text_to_image.train.dataset import Crop
 from stages.text_to_image.train.reader import MicroBatch, read_batch
@@ -20,9 +21,9 @@ class HeldOutImages:
     """Every held-out crop at every level of [train.validation] sigmas, with its first caption and the same noise each time."""
 
     def __init__(
-        self, ctx: StageContext, crops: Sequence[Crop], config: ValidationConfig, batch_size: int, mask_floor: float = 0.0
+        self, run: Run[Any], crops: Sequence[Crop], config: ValidationConfig, batch_size: int, mask_floor: float = 0.0
     ) -> None:
-        self.ctx, self.crops, self.config, self.mask_floor = ctx, crops, config, mask_floor
+        self.run, self.crops, self.config, self.mask_floor = run, crops, config, mask_floor
         self.batches = level_batches([crop.shape for crop in crops], config.sigmas, batch_size)
 
     @property
@@ -36,7 +37,7 @@ class HeldOutImages:
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         # Opened separately from the training's readers, which release memory at another pace.
-        latents, embeddings = self.ctx.tensors(LATENTS), embedding_reader(self.ctx)
+        latents, embeddings = self.run.inputs.tensors(LATENTS), embedding_reader(self.run)
         for samples in self.samples():
             yield read_batch(samples, latents, embeddings, self.noise_of, self.mask_floor)
 

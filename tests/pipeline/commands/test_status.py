@@ -40,8 +40,8 @@ def begin(folder: Path, stage_name: str, rows: int, recipe: bool = True) -> None
     """Write some rows of a stage and leave the table unfinished, as a killed run does."""
     project = Project(folder)
     stage = project.stage(stage_name)
-    context = project.context(stage)
-    context.pending = stage.wants(context)
+    context = project.open(stage.name)
+    context.output.pending = stage.wants(context)
     with Writer(project.current(stage_name), project.recipe(stage_name)) as writer:
         writer.append(next(iter(stage.run(context))).slice(0, rows))
 

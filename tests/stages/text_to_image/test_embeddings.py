@@ -15,10 +15,11 @@ import pyarrow as pa
 import pytest
 
 from pipeline.project.recipe import significant_settings
+from pipeline.project.stage_run import Lazy
 from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.embeddings import EMBEDDINGS
 from stages.models.text.encoder import widen
-from stages.stage import StageContext
+from stages.run import Run
 from stages.text_to_image.embeddings import STAGE, EmbeddingsConfig, memory_plan
 from stages.text_to_image.families import family
 from stages.tuner.blockwise.device import live_memory_limit
@@ -60,14 +61,14 @@ CAPTIONED = [
 ]
 
 
-def context_of(folder: Path, tmp_path: Path, rows: list[dict[str, Any]] = CAPTIONED, **more: Any) -> StageContext:
+def context_of(folder: Path, tmp_path: Path, rows: list[dict[str, Any]] = CAPTIONED, **more: Any) -> Run:
     more = {"config": FLOAT32, "family": TINY, **more}
     weights = {name: folder / name for name in ("text_encoder", "tokenizer")}
     return harness.context(STAGE, tmp_path, {"captions": CAPTIONS.table(rows)}, weights=weights, **more)
 
 
 def tensors(table: pa.Table) -> dict[str, np.ndarray]:
-    return harness.MemoryTensors(table, "caption_id").values
+    return harness.tensors_of(table, "caption_id")
 
 
 def test_a_text_shared_by_many_is_encoded_once_and_the_empty_one_too(folder: Path, tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_a_request_to_stop_takes_effect_after_the_batch(folder: Path, tmp_path: 
 def test_a_caption_that_is_too_long_is_reported_with_its_file_and_cut(folder: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     context = context_of(folder, tmp_path, [caption("a cat"), caption(LONG, image="i2", origin="metadata.jsonl:7")])
-    context.say = lines.append
+    context.report.say = lines.append
     made = {row["caption_id"]: row for row in harness.run(STAGE, context).drop_columns(["tensor"]).to_pylist()}
     dropped = made[digest(LONG)]["dropped_tokens"]
     assert dropped > 0 and made[digest(LONG)]["tokens"] == 64
@@ -146,7 +147,7 @@ def test_a_caption_that_is_too_long_is_reported_with_its_file_and_cut(folder: Pa
 def test_progress_counts_pending_texts(folder: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
     context = context_of(folder, tmp_path)
-    context.progress = lambda *step: seen.append(step)
+    context.report.progress = lambda *step: seen.append(step)
     harness.run(STAGE, context)
     assert seen == [(i + 1, 4, "texts") for i in range(4)]
 
@@ -163,7 +164,7 @@ def test_the_memory_of_the_text_encoder_is_released(folder: Path, tmp_path: Path
     else:
         list(batches)
     assert mx.get_active_memory() == before
-    assert context.pending.num_rows == 4  # the context is still held, and holds no model
+    assert context.output.pending.num_rows == 4  # the context is still held, and holds no model
 
 
 def test_values_that_are_not_finite_are_refused_with_a_remedy(folder: Path, tmp_path: Path) -> None:
@@ -176,7 +177,7 @@ def test_values_that_are_not_finite_are_refused_with_a_remedy(folder: Path, tmp_
     mx.save_safetensors(file, arrays)
     context = context_of(folder, tmp_path)
     needs = {"family": TINY, "text_encoder": tmp_path / "text_encoder", "tokenizer": folder / "tokenizer"}
-    context.need = needs.__getitem__
+    context.needs = needs
     with pytest.raises(ValueError, match=r"not finite .*: set embeddings.precision to float32"):
         harness.run(STAGE, context)
 
@@ -184,7 +185,7 @@ def test_values_that_are_not_finite_are_refused_with_a_remedy(folder: Path, tmp_
 def test_a_family_that_is_not_supported_is_refused_before_its_weights_are_looked_for(folder: Path, tmp_path: Path) -> None:
     strange = replace(TINY, unsupported={"text_encoder": "the text encoder of tiny is not supported"})
     context = context_of(folder, tmp_path, family=strange)
-    context.need = lambda name: strange if name == "family" else pytest.fail(f"{name} was looked for")
+    context.needs = Lazy(STAGE.needs, lambda name: strange if name == "family" else pytest.fail(f"{name} was looked for"))
     with pytest.raises(ValueError, match="text encoder of tiny is not supported"):
         harness.run(STAGE, context)
 

@@ -106,8 +106,8 @@ def test_patience_ends_a_run_early_and_publishes_its_last_step_and_its_best(tmp_
 @pytest.mark.parametrize("step", [1, 5])
 def test_a_step_replayed_gives_its_logged_losses(step, whole):
     task = ToyTask(CONFIG)
-    ctx = whole.context(task)
-    replayed = replay_step(ctx, task, step)
+    run = whole.context(task)
+    replayed = replay_step(run, task, step)
     assert [one.loss for one in replayed] == [one.logged for one in replayed]
     assert [one.sample for one in replayed] == [sample for batch in task.draw(step) for sample in batch]
 

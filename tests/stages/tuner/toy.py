@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 import stages  # noqa: F401  a fast BLAS, before MLX
+from stages.run import Output, Report, Run
 from stages.tuner import draws, loop
 from stages.tuner.blockwise import planner
 from stages.tuner.config import ScheduleConfig, TrainingConfig, ValidationConfig
@@ -198,27 +199,6 @@ class ToyTask:
 
 
 @dataclass
-class Context:
-    """What `stages.tuner.task.TrainingContext` asks for."""
-
-    artifacts: Path
-    stored: pa.Table
-    pending: pa.Table
-    say: Callable[[str], None]
-    stop: Callable[[], bool]
-    pause: Callable[[str], None]
-    provenance: dict[str, str] = field(default_factory=lambda: {"recipe": "toy"})
-    progress: Callable[[int, int, str], None] = lambda done, total, unit: None
-    note: Callable[[str], None] = lambda text: None
-
-    def write_artifact(self, name: str, write: Callable[[Path], None]) -> Path:
-        path = self.artifacts / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
-        return path
-
-
-@dataclass
 class ToyRun:
     """Runs of the toy task in a folder, with the rows that a runner would have stored."""
 
@@ -229,12 +209,20 @@ class ToyRun:
     reasons: list[str] = dataclasses.field(default_factory=list)
     loaded: int = 0
 
-    def context(self, task: ToyTask, stop: Callable[[], bool] = lambda: False) -> Context:
+    def context(self, task: ToyTask, stop: Callable[[], bool] = lambda: False) -> Run[Any]:
         self.folder.mkdir(parents=True, exist_ok=True)
         table = pa.Table.from_pylist([self.stored[key] for key in sorted(self.stored)], schema=SCHEMA)
         wanted = wanted_rows(task, loop.last_step(task, table))
         pending = wanted.filter(pa.array([row_key(row) not in self.stored for row in wanted.to_pylist()], pa.bool_()))
-        return Context(self.folder, table, pending, self.lines.append, stop, self.reasons.append)
+        output = Output(self.folder, table, pending, self._write, {"recipe": "toy"})
+        inputs: Any = None
+        return Run(self.config, inputs, output, {}, Report(self.lines.append, stop=stop, pause=self.reasons.append))
+
+    def _write(self, name: str, write: Callable[[Path], None]) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+        return path
 
     def go(
         self,
@@ -251,8 +239,8 @@ class ToyRun:
         """
         task = ToyTask(self.config, self.lines.append)
         yielded: list[dict[str, Any]] = []
-        ctx = self.context(task, lambda: bool(yielded) and stop_at is not None and yielded[-1]["step"] >= stop_at - 1)
-        running = loop.train(ctx, task, Control(ctx, self.config, **clocks))
+        run = self.context(task, lambda: bool(yielded) and stop_at is not None and yielded[-1]["step"] >= stop_at - 1)
+        running = loop.train(run, task, Control(run, self.config, **clocks))
         for batch in running:
             yielded += batch.to_pylist()
             after(yielded[-1]["step"])

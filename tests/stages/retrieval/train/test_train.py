@@ -124,7 +124,7 @@ def test_a_micro_batch_trains_alike_up_to_rounding(copy: Path, tmp_path: Path) -
 
 def test_the_trained_linears_are_those_of_the_settings_and_each_of_them_moves(copy: Path) -> None:
     train(copy, steps=10, targets=["q", "v"], validation__every=10)
-    task = PairTask(Project(copy, {"train.targets": ["q", "v"]}).context(Project(copy).stage("train")))
+    task = PairTask(Project(copy, {"train.targets": ["q", "v"]}).open("train"))
     wanted = {f"encoder.block.{n}.layer.0.SelfAttention.{name}" for n in range(2) for name in "qv"} | {"head.linear"}
     file = copy / "adapter.safetensors"
     file.write_bytes(adapter(copy, steps=10, targets=["q", "v"], validation__every=10))
@@ -141,7 +141,7 @@ def test_early_stopping_watches_the_mrr(copy: Path) -> None:
 
 def task_of(folder: Path, **overrides: Any) -> PairTask:
     opened = Project(folder, {f"train.{name}": value for name, value in overrides.items()}, fetch=True)
-    return PairTask(opened.context(opened.stage("train")))
+    return PairTask(opened.open("train"))
 
 
 def batches(task: PairTask, steps: int) -> Iterator[PairBatch]:

@@ -30,7 +30,7 @@ class Folder:
     def context(self, stored=None, **config):
         tables = {"images": IMAGES.table(self.images)}
         made = context(STAGE, self.root / "..", tables, config=CaptionsConfig(**config), stored=stored, source=self.root)
-        made.say = self.lines.append
+        made.report.say = self.lines.append
         return made
 
     def rows(self, **config):

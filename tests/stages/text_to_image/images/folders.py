@@ -26,7 +26,7 @@ class Project:
 
     def context(self, **options):
         made = context(STAGE, self.folder, config=self.config, stored=self.stored, source=self.source, **options)
-        made.say = self.lines.append
+        made.report.say = self.lines.append
         return made
 
     def run(self, **options):

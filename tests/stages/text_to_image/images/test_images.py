@@ -167,11 +167,11 @@ def test_files_examined_one_by_one_and_finished_together_give_the_rows_of_one_ru
     draw(project.source / "b.png", 1)
     (project.source / "broken.png").write_bytes(b"x")
     whole = project.context()
-    for number in range(whole.pending.num_rows):
-        unit = dataclasses.replace(whole, pending=whole.pending.slice(number, 1))
+    for number in range(whole.output.pending.num_rows):
+        unit = dataclasses.replace(whole, output=dataclasses.replace(whole.output, pending=whole.output.pending.slice(number, 1)))
         project.store(row for batch in STAGE.run(unit) for row in batch.to_pylist())
     assert project.verdicts() == {"a.png": None, "b.png": None, "broken.png": "unreadable", "m.png": None, "z.png": None}
-    finished = dataclasses.replace(whole, stored=project.stored)
+    finished = dataclasses.replace(whole, output=dataclasses.replace(whole.output, stored=project.stored))
     project.store(row for batch in STAGE.finish(finished) for row in batch.to_pylist())
     by_units, project.stored = project.stored, None
     project.run()

@@ -56,8 +56,7 @@ def images_only(folder):
 
 
 def rows(folder, weights, stored=None, **config):
-    ctx = made(folder, folder.parent, weights, images_only(folder), config=config, stored=stored)
-    return run(STAGE, ctx)
+    return run(STAGE, made(folder, folder.parent, weights, images_only(folder), config=config, stored=stored))
 
 
 def test_a_file_is_a_mask_only_beside_an_image_of_its_name():
@@ -190,10 +189,10 @@ def test_a_mask_that_cannot_be_used_is_the_reason_in_its_images_rows(folder, wei
 
 
 def test_a_mask_that_changes_during_a_run_is_an_error_that_names_the_image(folder, weights):
-    ctx = made(folder, folder.parent, weights, images_only(folder), config={"mask": "file"})
+    opened = made(folder, folder.parent, weights, images_only(folder), config={"mask": "file"})
     halves(left=9).save(folder / "beside.mask.png")
     with pytest.raises(ValueError, match=r"1 image files changed .*\(beside.png\)"):
-        run(STAGE, ctx)
+        run(STAGE, opened)
 
 
 def test_masks_wanted_from_files_that_do_not_exist_are_an_error(folder, weights):

@@ -113,9 +113,9 @@ def test_a_worker_elsewhere_gets_the_file_that_holds_the_images_once(kind: str, 
     for name in ("images", "checks", "latents"):
         project = Project(folder)
         stage = project.stage(name)
-        ctx = project.context(stage)
-        ctx.pending, sent = stage.wants(ctx), list[bytes]()
-        [file] = Packer(lambda data, sent=sent: sent.append(data)).pack(stage.opens(ctx))
+        run = project.open(stage.name)
+        run.output.pending, sent = stage.wants(run), list[bytes]()
+        [file] = Packer(lambda data, sent=sent: sent.append(data)).pack(stage.opens(run))
         assert file.path.parent == folder / "images" and [file.path.read_bytes()] == sent
 
 

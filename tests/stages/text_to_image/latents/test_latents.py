@@ -107,8 +107,8 @@ def test_rows_are_bit_identical_at_any_batch_size_order_and_number_of_workers(pi
 def test_a_row_encoded_alone_equals_the_row_encoded_among_others(pictures, tmp_path, weights):
     ctx = made(pictures, tmp_path, weights)
     every = by_id(run(STAGE, ctx))
-    for i in range(ctx.pending.num_rows):
-        alone = dataclasses.replace(ctx, pending=ctx.pending.slice(i, 1))
+    for i in range(ctx.output.pending.num_rows):
+        alone = dataclasses.replace(ctx, output=dataclasses.replace(ctx.output, pending=ctx.output.pending.slice(i, 1)))
         for key, row in by_id(run(STAGE, alone)).items():
             assert row == every[key]
 
@@ -122,7 +122,7 @@ def test_statistics_are_those_of_the_stored_values(pictures, tmp_path, weights):
 
 def test_a_run_without_pending_rows_loads_no_weights(pictures, tmp_path):
     ctx = made(pictures, tmp_path, Path("nowhere"))
-    ctx.pending = ctx.pending.slice(0, 0)
+    ctx.output.pending = ctx.output.pending.slice(0, 0)
     assert run(STAGE, ctx).num_rows == 0
 
 
@@ -191,7 +191,7 @@ def test_a_stopped_run_yields_the_rows_that_are_done_and_the_next_run_the_others
     part = run(STAGE, made(pictures, tmp_path, weights, stop=lambda: next(answers, True), config={"batch_size": 2}))
     assert 0 < part.num_rows < 6
     ctx = made(pictures, tmp_path, weights, stored=part.drop_columns(["tensor"]))
-    assert ctx.pending.num_rows == 6 - part.num_rows
+    assert ctx.output.pending.num_rows == 6 - part.num_rows
     assert by_id(part) | by_id(run(STAGE, ctx)) == whole
 
 
@@ -214,7 +214,8 @@ def test_memory_is_released_when_a_run_ends_or_is_closed(pictures, tmp_path, wei
 
 def test_progress_counts_to_the_end(pictures, tmp_path, weights):
     seen = []
-    ctx = dataclasses.replace(made(pictures, tmp_path, weights), progress=lambda *moved: seen.append(moved))
+    ctx = made(pictures, tmp_path, weights)
+    ctx.report.progress = lambda *moved: seen.append(moved)
     run(STAGE, ctx)
     assert seen == [(i, 6, "images") for i in range(7)]
 

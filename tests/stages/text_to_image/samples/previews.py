@@ -14,7 +14,7 @@ from PIL import Image
 from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.train import TRAIN
-from stages.stage import StageContext
+from stages.run import Run
 from stages.text_to_image.families import family
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.stage import STAGE
@@ -46,7 +46,7 @@ def tables() -> dict[str, pa.Table]:
     return {"captions": CAPTIONS.table(captions[::-1]), "embeddings": EMBEDDINGS.table(embeddings), "train": TRAIN.table([])}
 
 
-def context(root: Path, folder: Path, config: SamplesConfig = CONFIG, **given: Any) -> StageContext:
+def context(root: Path, folder: Path, config: SamplesConfig = CONFIG, **given: Any) -> Run:
     places = {
         "transformer": root / "weights" / "transformer",
         "autoencoder": root / "weights" / "vae",
@@ -55,8 +55,8 @@ def context(root: Path, folder: Path, config: SamplesConfig = CONFIG, **given: A
     return harness.context(STAGE, folder, tables(), **({"config": config, "family": TINY, "weights": places} | given))
 
 
-def pixels(ctx: StageContext, row: dict[str, Any]) -> np.ndarray:
-    with Image.open(ctx.artifacts / row["path"]) as image:
+def pixels(run: Run[Any], row: dict[str, Any]) -> np.ndarray:
+    with Image.open(run.output.artifacts / row["path"]) as image:
         return np.asarray(image).astype(np.float32)
 
 

@@ -69,7 +69,7 @@ def drawn_by_diffusers(
         is_distilled=False,
     )
     pipeline.set_progress_bar_config(disable=True)
-    values = harness.MemoryTensors(tables()["embeddings"], "caption_id").values
+    values = harness.tensors_of(tables()["embeddings"], "caption_id")
     embeds = {text: np.array(mx.array(values[digest(text)]).view(mx.bfloat16).astype(mx.float32)) for text in (prompt, "")}
     shape = (1, TINY.transformer["in_channels"], SIZE // 16, SIZE // 16)
     image: np.ndarray = pipeline(
@@ -88,10 +88,10 @@ def drawn_by_diffusers(
 
 @pytest.mark.slow
 def test_a_preview_is_the_picture_that_diffusers_draws(root: Path, tmp_path: Path) -> None:
-    ctx = context(root, tmp_path, replace(CONFIG, seeds=(5,)))
-    rows = {(row["step"], row["prompt"]): row for row in harness.run(STAGE, ctx).to_pylist()}
+    run = context(root, tmp_path, replace(CONFIG, seeds=(5,)))
+    rows = {(row["step"], row["prompt"]): row for row in harness.run(STAGE, run).to_pylist()}
     adapter = {saved.step: saved.arrays(checkpoint.ADAPTER) for saved in checkpoint.find_checkpoints(root / "train")} | {0: None}
-    pictures = {key: pixels(ctx, row) for key, row in rows.items()}
+    pictures = {key: pixels(run, row) for key, row in rows.items()}
     assert len(pictures) == 6
     for step, prompt in pictures:
         expected = drawn_by_diffusers(root, prompt, 5, TINY.guidance, adapter[step])
@@ -106,15 +106,15 @@ def test_a_preview_with_references_is_the_picture_that_diffusers_draws_from_them
         paths.append(str(tmp_path / f"{n}.png"))
         Image.fromarray(np.random.default_rng(n).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)).save(paths[-1])
     config = replace(CONFIG, checkpoints=(20,), references=tuple(paths), prompt_references={PROMPTS[1]: (paths[1],)}, seeds=(5,))
-    ctx = context(root, tmp_path / "run", config)
+    run = context(root, tmp_path / "run", config)
     shown = {PROMPTS[0]: paths, PROMPTS[1]: paths[1:]}
     adapters = {saved.step: saved.arrays(checkpoint.ADAPTER) for saved in checkpoint.find_checkpoints(root / "train")} | {0: None}
-    rows = harness.run(STAGE, ctx).to_pylist()
+    rows = harness.run(STAGE, run).to_pylist()
     assert len(rows) == 4
     for row in rows:
         images = [Image.open(path) for path in shown[row["prompt"]]]
         expected = drawn_by_diffusers(root, row["prompt"], 5, TINY.guidance, adapters[row["step"]], images)
-        assert np.abs(pixels(ctx, row) - expected).max() <= 0.55, (row["step"], row["prompt"])
+        assert np.abs(pixels(run, row) - expected).max() <= 0.55, (row["step"], row["prompt"])
         plain = drawn_by_diffusers(root, row["prompt"], 5, TINY.guidance, adapters[row["step"]])
         assert np.abs(expected - plain).mean() > 0.1, "the references change nothing"
 
@@ -122,11 +122,11 @@ def test_a_preview_with_references_is_the_picture_that_diffusers_draws_from_them
 def test_guidance_is_two_passes_only_where_the_family_has_real_cfg(root: Path, tmp_path: Path) -> None:
     config = replace(CONFIG, seeds=(0,), checkpoints=())
     plain = replace(TINY, real_cfg=False)
-    ctx = context(root, tmp_path / "a", config, family=plain)
+    run = context(root, tmp_path / "a", config, family=plain)
     alone = context(root, tmp_path / "b", replace(config, guidance=1.0))
-    for one, other in zip(harness.run(STAGE, ctx).to_pylist(), harness.run(STAGE, alone).to_pylist(), strict=True):
-        np.testing.assert_array_equal(pixels(ctx, one), pixels(alone, other))
-        np.testing.assert_allclose(pixels(ctx, one), drawn_by_diffusers(root, one["prompt"], 0, 1.0, None), atol=0.55)
+    for one, other in zip(harness.run(STAGE, run).to_pylist(), harness.run(STAGE, alone).to_pylist(), strict=True):
+        np.testing.assert_array_equal(pixels(run, one), pixels(alone, other))
+        np.testing.assert_allclose(pixels(run, one), drawn_by_diffusers(root, one["prompt"], 0, 1.0, None), atol=0.55)
 
 
 def test_both_passes_of_guidance_at_once_draw_what_they_draw_in_turn(
@@ -136,8 +136,10 @@ def test_both_passes_of_guidance_at_once_draw_what_they_draw_in_turn(
     drawn = []
     for most in (sampling.TOGETHER, 0):
         monkeypatch.setattr(sampling, "TOGETHER", most)
-        ctx = context(root, tmp_path / str(most), config)
-        drawn.append([np.asarray(Image.open(ctx.artifacts / path), int) for path in harness.run(STAGE, ctx)["path"].to_pylist()])
+        run = context(root, tmp_path / str(most), config)
+        drawn.append(
+            [np.asarray(Image.open(run.output.artifacts / path), int) for path in harness.run(STAGE, run)["path"].to_pylist()]
+        )
     assert np.abs(np.array(drawn[0]) - np.array(drawn[1])).max() <= 1
 
 
@@ -148,12 +150,12 @@ def test_the_average_draws_where_the_setting_asks_for_it_and_the_checkpoint_has_
     about = {"rank": "2", "alpha": "4.0"}
     checkpoint.save(writer_into(tmp_path / "train"), 10, arrays, {}, TRAIN.table([]), about, {}, averaged)
     checkpoint.save(writer_into(tmp_path / "train"), 20, averaged, {}, TRAIN.table([]), about, {})
-    ctx = context(root, tmp_path)
-    ctx.files = lambda schema: tmp_path / "train"
+    places = {"transformer": root / "weights" / "transformer", "train": tmp_path / "train"}
+    run = context(root, tmp_path, weights=places)
     labels = {}
     for average in (False, True):
-        ctx.config = replace(CONFIG, average=average)
-        labels[average] = [source.label for source in sample_sources(ctx)]
+        run.config = replace(CONFIG, average=average)
+        labels[average] = [source.label for source in sample_sources(run)]
     assert labels == {False: ["base", "step 10", "step 20"], True: ["base", "step 10, average", "step 20"]}
 
 

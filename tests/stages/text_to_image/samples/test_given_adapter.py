@@ -109,13 +109,13 @@ def test_a_given_adapter_draws_beside_base_and_checkpoints_and_is_named_in_the_g
     drawn: dict[str, list[np.ndarray]] = {}
     for program in ("kohya and musubi", "diffusers"):
         file = write(tmp_path, program)
-        ctx = context(root, tmp_path / program, replace(CONFIG, checkpoints=(20,), seeds=(0,), adapter=str(file)))
-        rows = harness.run(STAGE, ctx).to_pylist()
+        run = context(root, tmp_path / program, replace(CONFIG, checkpoints=(20,), seeds=(0,), adapter=str(file)))
+        rows = harness.run(STAGE, run).to_pylist()
         given = [row for row in rows if row["adapter_id"] == hashlib.sha256(file.read_bytes()).hexdigest()]
-        assert [source.label for source in sample_sources(ctx)] == ["base", "step 20", program] and len(rows) == 3 * len(given)
+        assert [source.label for source in sample_sources(run)] == ["base", "step 20", program] and len(rows) == 3 * len(given)
         assert {row["step"] for row in given} == {0} and {row["step"] for row in rows} == {0, 20}
-        drawn[program] = [pixels(ctx, row).astype(int) for row in given]
-        base = [pixels(ctx, row).astype(int) for row in rows if not row["adapter_id"]]
+        drawn[program] = [pixels(run, row).astype(int) for row in given]
+        base = [pixels(run, row).astype(int) for row in rows if not row["adapter_id"]]
         assert all(np.abs(one - two).max() > 3 for one, two in zip(drawn[program], base, strict=True))
     assert all(np.abs(one - two).max() <= 1 for one, two in zip(*drawn.values(), strict=True))
 

@@ -17,7 +17,7 @@ from PIL import Image
 from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.samples import SAMPLES
 from schemas.text_to_image.train import TRAIN
-from stages.stage import StageContext
+from stages.run import Run
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.stage import STAGE
 from stages.tuner import checkpoint
@@ -36,16 +36,16 @@ from tests.stages.text_to_image.samples.previews import (
 
 
 def test_every_prompt_seed_and_source_is_a_row_with_a_picture_that_says_how_it_was_drawn(root: Path, tmp_path: Path) -> None:
-    ctx = context(root, tmp_path)
-    ctx.provenance = {"recipe": "abc"}
-    rows = harness.run(STAGE, ctx).to_pylist()
+    run = context(root, tmp_path)
+    run.output.provenance = {"recipe": "abc"}
+    rows = harness.run(STAGE, run).to_pylist()
     assert [(r["step"], r["prompt"], r["seed"]) for r in rows] == [
         (s, p, n) for s in (0, 10, 20) for p in PROMPTS for n in (0, 5)
     ]
     for row in rows:
         saved = root / "train" / "checkpoints" / f"step-{row['step']:06d}" / "adapter.safetensors"
         assert row["adapter_id"] == (hashlib.sha256(saved.read_bytes()).hexdigest() if row["step"] else "")
-        with Image.open(ctx.artifacts / row["path"]) as image:
+        with Image.open(run.output.artifacts / row["path"]) as image:
             assert image.size == (SIZE, SIZE)
             assert (image.info["prompt"], image.info["step"], image.info["recipe"]) == (row["prompt"], str(row["step"]), "abc")
 
@@ -83,7 +83,7 @@ def test_a_stored_preview_is_not_drawn_again_and_loads_no_weights(root: Path, tm
     added = harness.run(STAGE, more)
     assert set(added["seed"].to_pylist()) == {5}
     again = context(root, tmp_path, stored=pa.concat_tables([first, added]), weights={"train": root / "train"})
-    assert again.pending.num_rows == 0 and harness.run(STAGE, again).num_rows == 0
+    assert again.output.pending.num_rows == 0 and harness.run(STAGE, again).num_rows == 0
 
 
 def test_a_run_stopped_at_any_row_ends_where_an_unbroken_one_does(root: Path, tmp_path: Path) -> None:
@@ -93,29 +93,29 @@ def test_a_run_stopped_at_any_row_ends_where_an_unbroken_one_does(root: Path, tm
     for _ in range(20):
         calls: Iterator[int] = iter(range(1000))
         part = context(root, tmp_path / "parts", stored=stored, stop=lambda calls=calls: next(calls) > 3 * STEPS)
-        if not part.pending.num_rows:
+        if not part.output.pending.num_rows:
             break
         stored = pa.concat_tables([stored, harness.run(STAGE, part)])
     got = sorted(stored.select(SAMPLES.compared).to_pylist(), key=str)
     assert got == sorted(expected, key=str)
     for row in expected:
         np.testing.assert_array_equal(pixels(part, row), pixels(whole, row))
-    assert (part.artifacts / "grid.png").read_bytes() == (whole.artifacts / "grid.png").read_bytes()
+    assert (part.output.artifacts / "grid.png").read_bytes() == (whole.output.artifacts / "grid.png").read_bytes()
 
 
-def files(ctx: StageContext) -> set[str]:
-    return {str(path.relative_to(ctx.artifacts)) for path in ctx.artifacts.rglob("*") if path.is_file()}
+def files(run: Run[Any]) -> set[str]:
+    return {str(path.relative_to(run.output.artifacts)) for path in run.output.artifacts.rglob("*") if path.is_file()}
 
 
 def test_a_stop_takes_effect_after_the_current_denoising_step_and_nothing_is_drawn_twice(root: Path, tmp_path: Path) -> None:
     config, bar = replace(CONFIG, checkpoints=()), []
-    ctx = context(root, tmp_path, config, stop=lambda: len(bar) > STEPS)
-    ctx.progress = lambda done, total, unit: bar.append((done, total))
-    assert harness.run(STAGE, ctx).num_rows == 0
+    run = context(root, tmp_path, config, stop=lambda: len(bar) > STEPS)
+    run.report.progress = lambda done, total, unit: bar.append((done, total))
+    assert harness.run(STAGE, run).num_rows == 0
     assert bar[-1] == (STEPS + 1, 4 * STEPS)
-    assert len([name for name in files(ctx) if name.startswith("latents/")]) == 1
+    assert len([name for name in files(run) if name.startswith("latents/")]) == 1
     again = context(root, tmp_path, config)
-    again.progress = ctx.progress
+    again.report.progress = run.report.progress
     assert harness.run(STAGE, again).num_rows == 4
     assert bar[-1] == (3 * STEPS, 3 * STEPS)
 
@@ -133,32 +133,34 @@ def test_a_stop_between_two_pictures_leaves_the_rest_of_them_to_the_next_run(roo
     assert [row["path"] for row in rest] == [row["path"] for row in expected[1:]]
     assert all(row["seconds"] > 0 for row in rest)
     assert files(second) == files(whole) == {"grid.png", *(row["path"] for row in expected)}
-    assert all((whole.artifacts / name).read_bytes() == (second.artifacts / name).read_bytes() for name in files(whole))
+    assert all(
+        (whole.output.artifacts / name).read_bytes() == (second.output.artifacts / name).read_bytes() for name in files(whole)
+    )
 
 
 def test_the_grid_has_a_row_per_prompt_and_seed_and_a_column_per_source(root: Path, tmp_path: Path) -> None:
-    ctx = context(root, tmp_path)
-    rows = harness.run(STAGE, ctx).to_pylist()
-    with Image.open(ctx.artifacts / "grid.png") as image:
+    run = context(root, tmp_path)
+    rows = harness.run(STAGE, run).to_pylist()
+    with Image.open(run.output.artifacts / "grid.png") as image:
         page = np.asarray(image.convert("RGB")).astype(np.float32)
     at = iter([(220 + c * 40, 36 + r * 40) for c in range(3) for r in range(4)])
     for row in rows:  # source by source, so column by column
         left, top = next(at)
-        np.testing.assert_array_equal(page[top : top + SIZE, left : left + SIZE], pixels(ctx, row))
+        np.testing.assert_array_equal(page[top : top + SIZE, left : left + SIZE], pixels(run, row))
     assert page.shape == (36 + 4 * 40, 220 + 3 * 40, 3)
 
 
 def test_the_grid_shows_the_first_prompts_and_every_prompt_is_drawn(root: Path, tmp_path: Path) -> None:
-    ctx = context(root, tmp_path, replace(CONFIG, grid=1, checkpoints="last", seeds=(0,)))
-    rows = harness.run(STAGE, ctx)
+    run = context(root, tmp_path, replace(CONFIG, grid=1, checkpoints="last", seeds=(0,)))
+    rows = harness.run(STAGE, run)
     assert set(rows["prompt"].to_pylist()) == set(PROMPTS)
-    assert Image.open(ctx.artifacts / "grid.png").height < 2 * (SIZE + 8) + 36
+    assert Image.open(run.output.artifacts / "grid.png").height < 2 * (SIZE + 8) + 36
 
 
 def test_the_grid_comes_back_when_it_is_lost_and_follows_the_choice(root: Path, tmp_path: Path) -> None:
     first = context(root, tmp_path)
     stored = harness.run(STAGE, first)
-    file = first.artifacts / "grid.png"
+    file = first.output.artifacts / "grid.png"
     whole = file.read_bytes()
     before = file.stat().st_mtime_ns
     harness.run(STAGE, context(root, tmp_path, stored=stored))
@@ -182,9 +184,9 @@ def test_an_adapter_that_was_damaged_is_refused(root: Path, tmp_path: Path) -> N
         "autoencoder": root / "weights" / "vae",
         "train": tmp_path / "train",
     }
-    ctx = context(root, tmp_path, replace(CONFIG, checkpoints="last", base=False), weights=weights)
+    run = context(root, tmp_path, replace(CONFIG, checkpoints="last", base=False), weights=weights)
     with pytest.raises(ValueError, match=r"adapter\.safetensors is damaged; choose another checkpoint"):
-        harness.run(STAGE, ctx)
+        harness.run(STAGE, run)
 
 
 def test_an_adapter_that_draws_no_finite_values_leaves_no_picture(root: Path, tmp_path: Path) -> None:
@@ -192,19 +194,19 @@ def test_an_adapter_that_draws_no_finite_values_leaves_no_picture(root: Path, tm
     ruined = {name: 1e30 * value for name, value in saved.arrays(checkpoint.ADAPTER).items()}
     checkpoint.save(writer_into(tmp_path / "train"), 30, ruined, {}, TRAIN.table([]), {"rank": "2", "alpha": "4.0"}, {})
     weights = {"transformer": root / "weights" / "transformer", "train": tmp_path / "train"}
-    ctx = context(root, tmp_path, replace(CONFIG, base=False), weights=weights)
+    run = context(root, tmp_path, replace(CONFIG, base=False), weights=weights)
     with pytest.raises(
         ValueError, match=r"^samples: step 30 draws values that are not finite; choose .*, or lower \[train\] lr$"
     ):
-        harness.run(STAGE, ctx)
-    assert not files(ctx)
+        harness.run(STAGE, run)
+    assert not files(run)
 
 
 def test_memory_is_released_when_the_stage_ends(root: Path, tmp_path: Path) -> None:
-    ctx = context(root, tmp_path, replace(CONFIG, seeds=(0,)))
+    run = context(root, tmp_path, replace(CONFIG, seeds=(0,)))
     mx.clear_cache()
     before = mx.get_active_memory()
-    harness.run(STAGE, ctx)
+    harness.run(STAGE, run)
     assert mx.get_active_memory() == before
 
 
@@ -227,7 +229,7 @@ def test_settings_that_allow_no_preview_are_refused(values: dict[str, Any], line
 
 def test_a_project_without_preview_prompts_says_why_there_are_no_previews(root: Path, tmp_path: Path) -> None:
     lines: list[str] = []
-    ctx = harness.context(
+    run = harness.context(
         STAGE,
         tmp_path,
         {**tables(), "captions": CAPTIONS.table([])},
@@ -235,7 +237,7 @@ def test_a_project_without_preview_prompts_says_why_there_are_no_previews(root: 
         family=TINY,
         weights={"train": root / "train"},
     )
-    ctx.say = lines.append
-    assert harness.run(STAGE, ctx).num_rows == 0
+    run.report.say = lines.append
+    assert harness.run(STAGE, run).num_rows == 0
     assert len(lines) == 1 and "preview_prompts" in lines[0]
-    assert not (ctx.artifacts / "grid.png").exists()
+    assert not (run.output.artifacts / "grid.png").exists()

@@ -19,9 +19,9 @@ def test_a_base_on_disk_draws_the_same_pictures_and_leaves_no_file(bits: Any, ro
     pictures = []
     for streamed in (False, True):
         config = replace(CONFIG, checkpoints="last", seeds=(0,), base_bits=bits, stream_blocks=streamed)
-        ctx = context(root, tmp_path / str(streamed), config)
-        rows = [row for batch in STAGE.run(ctx) for row in batch.to_pylist()]
-        pictures.append([np.array(Image.open(ctx.artifacts / row["path"])) for row in rows])
+        run = context(root, tmp_path / str(streamed), config)
+        rows = [row for batch in STAGE.run(run) for row in batch.to_pylist()]
+        pictures.append([np.array(Image.open(run.output.artifacts / row["path"])) for row in rows])
     kept, read = pictures
     assert len(kept) == len(read) == 4
     assert all(np.array_equal(a, b) for a, b in zip(kept, read, strict=True))

@@ -113,7 +113,7 @@ class Scene:
             source=self.folder / "images",
         )
         made.lines = []
-        made.say = made.lines.append
+        made.report.say = made.lines.append
         return made
 
     def recipe(self, config: ScoresConfig | None = None) -> str:
@@ -181,9 +181,9 @@ def test_a_scored_picture_is_not_scored_again_and_loads_no_encoder(scored, monke
 
 
 def test_only_a_preview_that_changed_is_scored_again(scene):
-    table = pa.Table.from_batches(scene.context().pending.to_batches())
+    table = pa.Table.from_batches(scene.context().output.pending.to_batches())
     disc(scene.folder / "samples" / "images" / "aaaa-red.png", "yellow", striped=True)
-    pending = scene.context(stored=table).pending.to_pylist()
+    pending = scene.context(stored=table).output.pending.to_pylist()
     assert [row["path"] for row in pending] == ["images/aaaa-red.png"]
 
 
@@ -283,7 +283,7 @@ def test_without_the_embedding_of_a_text_no_agreement_is_measured_and_one_line_s
 
 def test_a_damaged_artifact_of_features_is_computed_again(scored):
     scene, table = scored
-    folder = scene.context(fresh="damaged").artifacts
+    folder = scene.context(fresh="damaged").output.artifacts
     (folder / "features.safetensors").write_bytes(b"cut short")
     assert harness.run(STAGE, scene.context(fresh="damaged")) == table
     assert (folder / "features.safetensors").stat().st_size > 10_000

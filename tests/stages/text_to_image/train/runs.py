@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pyarrow as pa
 
+from pipeline.project.stage_run import Lazy
 from schemas.text_to_image import buckets, captions, embeddings, images, latents
 from stages.models.flux2.config import Flux2Config
 from stages.text_to_image.families import family
@@ -149,8 +150,8 @@ class Run:
     def context(self, stop: Any = lambda: False) -> Any:
         table = STAGE.writes.table(list(self.stored.values()))
         made = harness.context(STAGE, self.folder, self.tables, config=self.config, family=TINY, stored=table, stop=stop)
-        made.need = self.need
-        made.say = self.said.append
+        made.needs = Lazy(STAGE.needs, self.need)
+        made.report.say = self.said.append
         return made
 
     def need(self, name: str) -> Any:

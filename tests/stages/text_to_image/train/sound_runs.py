@@ -38,6 +38,7 @@ from schemas.text_to_image import buckets, captions, embeddings, images, latents
 from stages.models.family import Family
 from stages.models.flux2.load import load_flux2
 from stages.models.text.encoder import TextEncoder
+from stages.run import Report
 from stages.text_to_image.families import family
 from stages.text_to_image.latents.encode import encode
 from stages.text_to_image.train import objective
@@ -271,7 +272,7 @@ def run(case: Case, folder: Path) -> Result:
     memory.rows = dict(tables(case.plant))
     needs = {"family": record, "transformer": transformer}
     with patch.object(objective, "GUIDANCE", case.guidance or objective.GUIDANCE):
-        rows = memory.run(Project(folder), "train", config=case.config, need=needs.__getitem__, say=said.append)
+        rows = memory.run(Project(folder), "train", Report(said.append), config=case.config, needs=needs)
     return Result(rows.to_pylist(), said)
 
 

@@ -58,16 +58,16 @@ def test_captions_are_drawn_by_their_weights_and_other_weights_are_another_run(t
     (folder / "images/picture0.txt").write_text("long, with all details\nshort\ntags\nshort\n")
     projects.edit(folder, "[captions]\n", '[captions]\nlines = "many"\nweights = [3, 1, 2]\n')
     projects.build(folder, "images", "captions", "buckets", "latents", "embeddings")
-    ctx = Project(folder).context(Project(folder).stage("train"))
-    texts = {row["caption_id"]: row["text"] for row in ctx.rows(CAPTIONS).to_pylist()}
-    sampler = build_sampler(TrainConfig(steps=1, caption_dropout=0.0), load_dataset(ctx, TrainConfig(steps=1)))
+    run = Project(folder).open("train")
+    texts = {row["caption_id"]: row["text"] for row in run.inputs.rows(CAPTIONS).to_pylist()}
+    sampler = build_sampler(TrainConfig(steps=1, caption_dropout=0.0), load_dataset(run, TrainConfig(steps=1)))
     counts = Counter(texts[sample.caption_id] for step in range(1, 4001) for batch in sampler.step(step) for sample in batch)
     of_first = {text: count for text, count in counts.items() if not text.startswith("picture")}
     shares = {text: count / sum(of_first.values()) for text, count in of_first.items()}
     assert shares == pytest.approx({"long, with all details": 3 / 8, "short": 3 / 8, "tags": 2 / 8}, abs=0.03)
-    before = set(snapshot(ctx)["caption_id"].to_pylist())
+    before = set(snapshot(run)["caption_id"].to_pylist())
     assert "weights [3.0, 3.0, 2.0]" in before
     projects.edit(folder, "weights = [3, 1, 2]", "weights = [1]")
     projects.build(folder, "captions")
-    after = snapshot(Project(folder).context(Project(folder).stage("train")))["caption_id"].to_pylist()
+    after = snapshot(Project(folder).open("train"))["caption_id"].to_pylist()
     assert "weights [1.0, 2.0, 1.0]" in after, "the text that is there twice"

@@ -44,7 +44,7 @@ def until(run: Run, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, call
         return real(*given)
 
     context = run.context(lambda: bool(asked) and how == "interrupt")
-    context.pause = reasons.append
+    context.report.pause = reasons.append
     with monkeypatch.context() as patch:
         patch.setattr(place, name, stops)
         for batch in STAGE.run(context):

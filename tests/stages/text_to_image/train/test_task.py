@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from pipeline.project.stage_run import ArrayReader
 from pipeline.store.rows import conform
 from schemas.text_to_image.buckets import BUCKETS
 from schemas.text_to_image.captions import CAPTIONS
@@ -24,7 +25,6 @@ from stages.text_to_image.train.validation import crop_noise, level_batches
 from stages.tuner.loader import Loader
 from stages.tuner.rows import wanted_rows
 from stages.tuner.validation import Validation
-from tests.harness import MemoryTensors
 
 EMPTY = {pa.string(): "", pa.bool_(): False}
 IMAGE_COUNT = 6
@@ -71,16 +71,14 @@ class Project:
             "captions": table(CAPTIONS, captions),
             "embeddings": table(EMBEDDINGS, embeddings),
         }
+        self.inputs, self.needs = self, {"family": family("tiny")}
         self.config = TrainConfig(batch_size=2, caption_dropout=dropout, noise=NoiseConfig("uniform", shift="none"))
-
-    def need(self, name):
-        return family("tiny")
 
     def rows(self, schema):
         return self.tables[schema.name].drop_columns(["tensor"] if schema.tensors else [])
 
     def tensors(self, schema):
-        return MemoryTensors(self.tables[schema.name], schema.key[0])
+        return ArrayReader(self.tables[schema.name], schema)
 
     def without(self, name, role):
         column = self.tables[name]["role"]
@@ -151,7 +149,7 @@ def test_a_dropped_caption_becomes_the_empty_one_or_the_trigger():
 def test_class_captions_are_read_in_every_so_many_steps_and_weigh_nothing_for_samples_without_one():
     project = Project(0.3)
     made = task(project, batch_size=12, preservation=PreservationConfig(every=2))
-    words = MemoryTensors(project.tables["embeddings"], "caption_id")
+    words = ArrayReader(project.tables["embeddings"], EMBEDDINGS)
     seen = set()
     for step, batches, _ in Loader(made, range(1, 9)):
         for batch in batches:

@@ -146,7 +146,7 @@ def test_the_header_names_the_trigger_and_the_largest_resolution_that_is_trained
 def test_a_distilled_family_is_trained_with_a_warning(transformer, tmp_path):
     run = Run(tmp_path, transformer)
     context = run.context()
-    context.need = {"family": replace(TINY, distilled=True)}.__getitem__
+    context.needs = {"family": replace(TINY, distilled=True)}
     assert [line for line in ImageTask(context).warnings() if "base model" in line]
 
 

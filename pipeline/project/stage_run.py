@@ -1,0 +1,144 @@
+"""Opens a run of a stage from plain data, a work unit. The one place where a `Run` is built, whoever runs the stage."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.errors import NotBuilt
+from pipeline.store.disk import shell_path
+from stages.pipelines import load
+from stages.run import Output, Report, Run, TensorReader
+from stages.stage import Input, Stage, WorkUnit
+
+if TYPE_CHECKING:
+    from schemas.table import TableSchema
+
+T = TypeVar("T")
+Write = Callable[[str, Callable[[Path], None]], Path]
+
+
+def open_run(unit: WorkUnit, report: Report | None = None, write: Write | None = None, kept: Kept | None = None) -> Run[Any]:
+    """`write`: how an artifact is written, for a run whose rows are committed. `kept`: what earlier units have read."""
+    stage: Stage = load(f"{unit.stage}:STAGE")
+    output = Output(unit.artifacts, unit.stored, unit.pending, provenance=unit.provenance)
+    if write:
+        output.write = write
+    inputs = UnitInputs(unit, stage, kept or Kept())
+    run: Run[Any] = Run(unit.config, inputs, output, unit.needs, report or Report(), unit.root)
+    if kept:
+        run.reuse = kept.model
+    return run
+
+
+class Kept:
+    """What a process keeps between units of one stage and config: rows of input tables, and one model."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[Path, int | None], pa.Table] = {}
+        self.name, self.value = "", None
+
+    def model(self, name: str, load: Callable[[], Any]) -> Any:
+        if self.name != name:
+            # The old model goes first: only one is in memory at a time.
+            self.name, self.value = "", None
+            gc.collect()
+            self.value, self.name = load(), name
+        return self.value
+
+
+class UnitInputs:
+    """`stages.run.Inputs` over the tables that a work unit names, on disk or in memory."""
+
+    def __init__(self, unit: WorkUnit, stage: Stage, kept: Kept) -> None:
+        self.unit, self.stage, self.kept = unit, stage, kept
+
+    def rows(self, schema: TableSchema) -> pa.Table:
+        found = self._input(schema)
+        if found.rows is not None:
+            return found.rows.drop_columns([tensor.name for tensor in schema.tensors])
+        key = found.folder, found.version
+        if key not in self.kept.rows:
+            from pipeline.store.table import TableFolder
+
+            self.kept.rows[key] = TableFolder(found.folder, schema).rows(found.version)
+        return self.kept.rows[key]
+
+    def tensors(self, schema: TableSchema) -> TensorReader:
+        found = self._input(schema)
+        if found.rows is not None:
+            return ArrayReader(found.rows, schema)
+        from pipeline.store.reader import ShardReader
+
+        return ShardReader(found.folder, self.rows(schema), schema)
+
+    def files(self, schema: TableSchema) -> Path:
+        if schema in self.stage.optional and schema.name not in self.unit.inputs:
+            return self.unit.root / "tables" / schema.name / "none" / "artifacts"
+        return self.unit.inputs[schema.name].folder / "artifacts"
+
+    def intact(self, schema: TableSchema, name: str) -> bool:
+        from pipeline.store.checksums import Checksums
+
+        own = schema.name == self.stage.name
+        folder = self.unit.artifacts.parent if own else self.unit.inputs[schema.name].folder
+        return not Checksums(folder).damage(f"artifacts/{name}")
+
+    def _input(self, schema: TableSchema) -> Input:
+        assert schema in (*self.stage.reads, *self.stage.optional), f"{self.stage.name} does not say that it reads {schema.name}"
+        found = self.unit.inputs.get(schema.name)
+        if found is None or not found.current:
+            raise not_built(schema.name, self.stage.name, self.unit.root)
+        return found
+
+
+def not_built(table: str, reader: str, project: Path) -> NotBuilt:
+    """`reader`: the stage or command that needs the table."""
+    return NotBuilt(
+        f"{reader} needs the table {table}, which is not built for this configuration; "
+        f"run: make {table} PROJECT={shell_path(project)}",
+        table,
+    )
+
+
+class ArrayReader:
+    """The tensors of a table in memory, as its stage yielded it."""
+
+    def __init__(self, rows: pa.Table, schema: TableSchema) -> None:
+        self._shapes = {each.name: rows[each.shape].to_pylist() for each in schema.tensors}
+        self._values = {each.name: rows[each.name].combine_chunks() for each in schema.tensors}
+        self._place = {key: place for place, key in enumerate(rows[schema.key[0]].to_pylist())}
+        self._first = schema.tensors[0].name
+
+    def read(self, key: str, name: str = "") -> np.ndarray:
+        column, place = name or self._first, self._place[key]
+        flat: np.ndarray = self._values[column][place].values.to_numpy(zero_copy_only=False)
+        return flat.reshape(self._shapes[column][place])
+
+    def ahead(self, keys: Iterable[str]) -> None:
+        """They are in memory already."""
+
+
+class Lazy(Mapping[str, T]):
+    """A mapping whose values are found at their first use: whoever asks meets the error of what is missing."""
+
+    def __init__(self, names: Iterable[str], find: Callable[[str], T]) -> None:
+        self._names, self._find, self._found = tuple(names), find, dict[str, T]()
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._names:
+            raise KeyError(name)
+        if name not in self._found:
+            self._found[name] = self._find(name)
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
