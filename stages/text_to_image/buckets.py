@@ -20,8 +20,7 @@ from schemas.text_to_image.images import IMAGES
 from stages.run import Run
 from stages.settings import check_bounds, selects, setting
 from stages.stage import Stage
-from stages.text_to_image.imaging.references import USE
-from stages.text_to_image.imaging.usable import usable_rows
+from stages.text_to_image.imaging.usable import USE, usable_rows
 from stages.text_to_image.selecting import select_images
 
 STEP = 16  # pixels along one side of a cell

@@ -10,8 +10,7 @@ import pyarrow as pa
 from stages.text_to_image.caption_files.text import Caption
 from stages.text_to_image.captions.config import CaptionsConfig
 from stages.text_to_image.captions.template import Filled, fill, without_trigger
-from stages.text_to_image.imaging.references import USE, without_ending
-from stages.text_to_image.imaging.usable import usable_paths
+from stages.text_to_image.imaging.usable import USE, usable_paths, without_ending
 
 NO_TRIGGER = "its folder has no trigger"
 

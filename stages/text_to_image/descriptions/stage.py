@@ -21,8 +21,7 @@ from stages.stage import Stage
 from stages.text_to_image.caption_files.lookup import CaptionSources, make_lookups
 from stages.text_to_image.descriptions.config import DescriptionsConfig
 from stages.text_to_image.imaging.decode import ImageError, open_image
-from stages.text_to_image.imaging.references import USE
-from stages.text_to_image.imaging.usable import usable_paths
+from stages.text_to_image.imaging.usable import USE, usable_paths
 
 WANTED = ("image_id", "path", "prompt")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from stages.text_to_image.imaging.references import USE
+from stages.text_to_image.imaging.usable import USE
 
 Row = dict[str, Any]
 

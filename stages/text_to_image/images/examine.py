@@ -9,8 +9,7 @@ from typing import Any, BinaryIO
 from schemas.text_to_image.images import IMAGES
 from stages.hashing import file_sha256
 from stages.text_to_image.imaging import packed
-from stages.text_to_image.imaging.decode import IMAGE_SUFFIXES, ImageError, pixel_count, probe
-from stages.text_to_image.imaging.room import ROOM
+from stages.text_to_image.imaging.decode import IMAGE_SUFFIXES, ROOM, ImageError, pixel_count, probe
 from stages.untrusted import open_regular
 
 Row = dict[str, Any]

@@ -14,7 +14,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from stages.text_to_image.images.roots import Root
-from stages.text_to_image.imaging import packed, references
+from stages.text_to_image.imaging import packed
+from stages.text_to_image.imaging import usable as references
 
 Row = dict[str, Any]
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import struct
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from PIL import Image, UnidentifiedImageError
+import numpy as np
+from PIL import Image, ImageCms, ImageColor, UnidentifiedImageError
 
 from stages.text_to_image.imaging import packed
-from stages.text_to_image.imaging.colour import RangeError, check_range, composite, eight_bit, parse_colour, to_srgb
-from stages.text_to_image.imaging.truncation import avif_size, is_truncated, peek
 from stages.untrusted import open_regular
 
 # Pillow reads more formats, but EPS would start Ghostscript, and TGA and others accept any bytes as an image.
@@ -91,7 +92,8 @@ class Probe:
 def probe(file: Path | BinaryIO, max_pixels: int = MAX_PIXELS) -> Probe:
     """Decode the first frame, since damage shows only then. Raises ImageError, also if the white of a grey image is unclear."""
     with _decoded(file, max_pixels) as (image, mode, frames):
-        check_range(image)
+        if image.mode.startswith(("I", "F")):
+            _white(image)  # raises if it is unclear
         sideways = _orientation(image) >= 5
         width, height = image.size[::-1] if sideways else image.size
         return Probe(image.format or "", mode, width, height, frames)
@@ -127,6 +129,30 @@ def open_alpha(file: Path | BinaryIO, max_pixels: int = CEILING) -> Image.Image 
         if not pixels.has_transparency_data:
             return None
         return _upright(pixels.convert("RGBA").getchannel("A"), _orientation(image))
+
+
+class Room:
+    """At most `pixels` are taken at once; a larger image waits until it is alone."""
+
+    def __init__(self, pixels: int) -> None:
+        self.pixels = pixels
+        self._used = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, pixels: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._used or self._used + pixels <= self.pixels)
+            self._used += pixels
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= pixels
+                self._changed.notify_all()
+
+
+ROOM = Room(100_000_000)  # in a decoded image a pixel takes 4 to 12 bytes: about 1 GB in all
 
 
 @contextmanager
@@ -223,3 +249,250 @@ def _orientation(image: Image.Image) -> int:
 def _upright(image: Image.Image, orientation: int) -> Image.Image:
     turn = UPRIGHT.get(orientation)
     return image if turn is None else image.transpose(turn)
+
+
+# Colours: the value range is scaled to 8 bits, the profile applied, transparent pixels blended over a background
+
+# White in a mode without a fixed range: the smallest of these values that no pixel exceeds.
+INTEGER_WHITES = (255.0, 65535.0, 2147483647.0)
+UNSIGNED_WHITES = (255.0, 65535.0, 4294967295.0)
+FLOAT_WHITES = (1.0, 255.0, 65535.0)
+OVERSHOOT = 1.1  # sharpening takes floats a little beyond white; they are clipped
+DARKEST = 0.25  # an image whose largest value is a smaller share of white has another range, or is nearly black
+STRIP = 1_000_000  # pixels converted at once, so that a large image is not in memory as float64
+SAMPLE_FORMAT = 339  # the TIFF tag: 1 unsigned, 2 signed
+BITS = 258  # the TIFF tag: bits per sample
+
+
+class RangeError(ValueError):
+    """It is unknown which pixel value is white."""
+
+
+def eight_bit(image: Image.Image) -> Image.Image:
+    """Grey of 16 bits, 32 bits or floats becomes "L", or "LA" if one value is transparent. Other modes stay."""
+    if not image.mode.startswith(("I", "F")):
+        return image
+    # Pillow's convert("L") would clip the values at 255, not scale them.
+    white = _white(image)
+    transparent = image.info.get("transparency")
+    grey = Image.new("L", image.size)
+    opaque = Image.new("L", image.size) if isinstance(transparent, int) else None  # a PNG may declare one value transparent
+    for top, values in _strips(image):
+        scaled = np.nan_to_num(np.clip(values / white, 0.0, 1.0), nan=0.0)
+        grey.paste(Image.fromarray(np.rint(scaled * 255.0).astype(np.uint8)), (0, top))
+        if opaque:
+            opaque.paste(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)), (0, top))
+    if opaque:
+        grey.putalpha(opaque)
+    if "icc_profile" in image.info:
+        grey.info["icc_profile"] = image.info["icc_profile"]
+    return grey
+
+
+def _white(image: Image.Image) -> float:
+    """65535 for unsigned 16 bits; else the smallest usual white that no pixel exceeds. Raises RangeError if that is unclear."""
+    if image.mode not in ("I", "F") or (image.mode == "I" and image.format == "PPM"):  # Pillow scales a PPM to 16 bits
+        return 65535.0
+    is_float = image.mode == "F"
+    whites: tuple[float, ...] = FLOAT_WHITES if is_float else UNSIGNED_WHITES if _is_unsigned(image) else INTEGER_WHITES
+    if _tag(image, BITS) == 16:  # signed, because unsigned 16 bits have a mode of their own
+        whites = (255.0, 32767.0)
+    low, high = math.inf, -math.inf
+    for _, values in _strips(image):
+        low, high = min(low, float(np.nanmin(values, initial=0.0))), max(high, float(np.nanmax(values, initial=0.0)))
+    over = OVERSHOOT if is_float else 1.0
+    white = next((white for white in whites if high <= over * white), math.inf)
+    if white == math.inf or (white > whites[0] and high < DARKEST * white) or low < (1.0 - over) * white:
+        usual = ", ".join(f"{each:g}" for each in whites)
+        raise RangeError(
+            f"the pixels have values from {low:g} to {high:g}, and white is unclear (0 to {usual} are known): "
+            "save it with 8 or 16 bits per channel"
+        )
+    return white
+
+
+def _strips(image: Image.Image) -> Iterator[tuple[int, np.ndarray]]:
+    """(first row, float64 (rows, width)), from the top."""
+    unsigned = image.mode == "I" and _is_unsigned(image)
+    rows = max(1, STRIP // max(1, image.width))
+    for top in range(0, image.height, rows):
+        strip = np.asarray(image.crop((0, top, image.width, min(top + rows, image.height))))
+        yield top, (strip.view(np.uint32) if unsigned else strip).astype(np.float64)
+
+
+def _is_unsigned(image: Image.Image) -> bool:
+    """Pillow reads the unsigned integers of a TIFF as signed."""
+    return image.format == "TIFF" and _tag(image, SAMPLE_FORMAT) in (None, 1)
+
+
+def _tag(image: Image.Image, number: int) -> int | None:
+    """The first value of a TIFF tag, if it is an integer."""
+    value = getattr(image, "tag_v2", {}).get(number)
+    first = value[0] if isinstance(value, tuple) and value else value
+    return first if isinstance(first, int) else None
+
+
+def to_srgb(image: Image.Image) -> Image.Image:
+    """Any 8-bit mode to "RGB", or "RGBA" if it has transparency. A profile that is broken or does not fit the mode is ignored."""
+    profile = image.info.get("icc_profile")
+    if image.mode == "LAB":
+        return _convert(image, ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        alpha = image.getchannel("A")
+        colour = _apply_profile(image.convert("RGB"), profile)
+        colour.putalpha(alpha)
+        return colour
+    if image.mode not in ("RGB", "L", "CMYK"):
+        image = image.convert("L" if image.mode == "1" else "RGB")
+    return _apply_profile(image, profile)
+
+
+def _apply_profile(image: Image.Image, profile: bytes | None) -> Image.Image:
+    if not profile:
+        return image.convert("RGB")
+    try:
+        return _convert(image, ImageCms.ImageCmsProfile(io.BytesIO(profile)))
+    except (ImageCms.PyCMSError, OSError, ValueError, TypeError):
+        return image.convert("RGB")
+
+
+def _convert(image: Image.Image, profile: ImageCms.ImageCmsProfile) -> Image.Image:
+    converted = ImageCms.profileToProfile(
+        image,
+        profile,
+        ImageCms.createProfile("sRGB"),
+        renderingIntent=ImageCms.Intent.RELATIVE_COLORIMETRIC,
+        outputMode="RGB",
+        flags=ImageCms.Flags.BLACKPOINTCOMPENSATION,
+    )
+    assert converted is not None
+    return converted
+
+
+def composite(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+    """Blend an "RGBA" image over the background. Others become "RGB"."""
+    if image.mode != "RGBA":
+        return image if image.mode == "RGB" else image.convert("RGB")
+    base = Image.new("RGBA", image.size, (*background, 255))
+    return Image.alpha_composite(base, image).convert("RGB")
+
+
+def parse_colour(text: str) -> tuple[int, int, int]:
+    """Raises ValueError, about the setting `background`."""
+    try:
+        red, green, blue = ImageColor.getrgb(text)[:3]
+    except ValueError:
+        raise ValueError(f'background must be a colour, such as "#ffffff" or "white", got "{text}"') from None
+    return red, green, blue
+
+
+# Headers: whether a file is cut short, and how many pixels an AVIF has
+
+TIFF_BYTES = {3: 2, 4: 4, 5: 8, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8}  # bytes per value of a TIFF field type; 1 for all others
+HEADER = 4096  # bytes at the start of an AVIF file in which its sizes are looked for
+TAIL = 64  # bytes at the end of a file in which its end marker must lie
+
+
+def is_truncated(file: BinaryIO) -> bool:
+    """The headers name more bytes than there are, or the end marker is missing. False for an unknown format.
+
+    Only for a file that failed to decode: a good one may lack its end marker. Moves the position.
+    """
+    try:
+        size = file.seek(0, io.SEEK_END)
+    except OSError:
+        return False
+    head = peek(file, 0, 16).ljust(16, b"\0")
+    for offset, signature, check in CONTAINERS:
+        if head[offset:].startswith(signature):
+            return check(file, size)
+    return False
+
+
+def peek(file: BinaryIO, offset: int, count: int) -> bytes:
+    """Bytes at `offset`, and back to the start; b"" if the file cannot be read."""
+    try:
+        file.seek(offset)
+        data = file.read(count)
+        file.seek(0)
+    except OSError:
+        return b""
+    return data
+
+
+def avif_size(file: BinaryIO) -> tuple[int, int] | None:
+    """(width, height) of the largest image in an AVIF header, before rotation; None for other files. Seeks to the start."""
+    head = peek(file, 0, HEADER)
+    if head[4:8] != b"ftyp" or b"avif" not in head[8:64]:
+        return None
+    boxes = (part[4:12] for part in head.split(b"ispe")[1:])  # after the box's name: version and flags, width, height
+    sizes = [struct.unpack(">II", part) for part in boxes if len(part) == 8]
+    return max(sizes, key=lambda size: size[0] * size[1], default=None)
+
+
+def _lacks(marker: bytes) -> Callable[[BinaryIO, int], bool]:
+    return lambda file, size: marker not in peek(file, max(0, size - TAIL), TAIL)
+
+
+def _gif(file: BinaryIO, size: int) -> bool:
+    return peek(file, max(0, size - 1), 1) != b";"
+
+
+def _riff(file: BinaryIO, size: int) -> bool:
+    return size < 8 + _number("<I", peek(file, 4, 4))
+
+
+def _bmp(file: BinaryIO, size: int) -> bool:
+    return size < _number("<I", peek(file, 2, 4))
+
+
+def _boxes(file: BinaryIO, size: int) -> bool:
+    """AVIF, HEIC and JPEG 2000 are boxes that begin with their length."""
+    at = 0
+    while at < size:
+        box = peek(file, at, 16)
+        if len(box) < 8:
+            return True
+        length = _number(">I", box[:4])
+        # 1: the length follows as 64 bits. 0: the box reaches to the end of the file.
+        if length == 1 and len(box) == 16:
+            length = _number(">Q", box[8:])
+        if length < 8:
+            return False
+        at += length
+    return at > size
+
+
+def _tiff(file: BinaryIO, size: int) -> bool:
+    """Whether the first directory, or a value of one of its fields, lies beyond the end."""
+    order = "<" if peek(file, 0, 1) == b"I" else ">"
+    at = _number(order + "I", peek(file, 4, 4))
+    count = peek(file, at, 2)
+    if len(count) < 2:
+        return True
+    nbytes = 12 * _number(order + "H", count)
+    entries = peek(file, at + 2, nbytes)
+    if len(entries) < nbytes:
+        return True
+    fields = struct.iter_unpack(order + "HHII", entries)
+    spans = ((number * TIFF_BYTES.get(kind, 1), value) for _, kind, number, value in fields)
+    return any(length > 4 and value + length > size for length, value in spans)  # up to 4 bytes lie in the field itself
+
+
+def _number(form: str, data: bytes) -> int:
+    return int(struct.unpack(form, data.ljust(struct.calcsize(form), b"\0"))[0])
+
+
+CONTAINERS: tuple[tuple[int, bytes, Callable[[BinaryIO, int], bool]], ...] = (
+    (0, b"RIFF", _riff),  # WebP
+    (0, b"\x89PNG", _lacks(b"IEND")),
+    (0, b"\xff\xd8\xff", _lacks(b"\xff\xd9")),  # JPEG
+    (0, b"\xff\x4f\xff\x51", _lacks(b"\xff\xd9")),  # a bare JPEG 2000 stream
+    (0, b"GIF8", _gif),
+    (0, b"BM", _bmp),
+    (0, b"II*\0", _tiff),
+    (0, b"MM\0*", _tiff),
+    (4, b"ftyp", _boxes),  # AVIF, HEIC
+    (4, b"jP  ", _boxes),  # JPEG 2000
+)

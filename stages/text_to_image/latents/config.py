@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stages.settings import check_bounds, runtime, selects, setting
-from stages.text_to_image.imaging.colour import parse_colour
+from stages.text_to_image.imaging.decode import parse_colour
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from stages.text_to_image.imaging import masks, packed
-from stages.text_to_image.imaging.decode import CEILING_BYTES, ImageError, open_alpha, open_image, pixel_count
-from stages.text_to_image.imaging.room import ROOM
+from stages.text_to_image.imaging.decode import CEILING_BYTES, ROOM, ImageError, open_alpha, open_image, pixel_count
 from stages.text_to_image.latents.mask_ids import ALPHA
 from stages.untrusted import read_bytes
 

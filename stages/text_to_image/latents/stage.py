@@ -17,8 +17,7 @@ from stages.run import Run
 from stages.stage import Stage
 from stages.text_to_image.imaging import packed
 from stages.text_to_image.imaging.decode import ImageError
-from stages.text_to_image.imaging.references import USE
-from stages.text_to_image.imaging.usable import usable_paths
+from stages.text_to_image.imaging.usable import USE, usable_paths
 from stages.text_to_image.latents.config import LatentsConfig
 from stages.text_to_image.latents.crop import FileChanged, ImageJob, decode_ahead
 from stages.text_to_image.latents.mask_ids import mask_files, mask_ids

@@ -12,8 +12,7 @@ from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
 from stages.run import Run
-from stages.text_to_image.imaging.references import USE
-from stages.text_to_image.imaging.usable import usable_paths
+from stages.text_to_image.imaging.usable import USE, usable_paths
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.folders import folder_rates
 from stages.text_to_image.train.references import Reference, References, is_inside, place, size

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from stages.text_to_image.imaging.references import USE
+from stages.text_to_image.imaging.usable import USE
 
 Row = dict[str, Any]
 

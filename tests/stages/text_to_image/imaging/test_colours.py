@@ -8,7 +8,7 @@ import pillow_heif
 import pytest
 from PIL import Image, ImageCms
 
-from stages.text_to_image.imaging import colour
+from stages.text_to_image.imaging import decode
 from stages.text_to_image.imaging.decode import ImageError, open_image, probe
 from tests.stages.text_to_image.imaging.pictures import opened, picture, png, saved
 
@@ -140,7 +140,7 @@ def test_whole_numbers_of_every_width_and_sign_are_scaled(kind, white):
 def test_an_image_of_many_strips_is_scaled_as_one_of_one(monkeypatch):
     values = (np.arange(64 * 50, dtype=np.uint16) * 20).reshape(50, 64)
     whole = opened(saved(Image.fromarray(values), transparency=400)).tobytes()
-    monkeypatch.setattr(colour, "STRIP", 64 * 7)
+    monkeypatch.setattr(decode, "STRIP", 64 * 7)
     assert opened(saved(Image.fromarray(values), transparency=400)).tobytes() == whole
 
 

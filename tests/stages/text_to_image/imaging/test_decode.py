@@ -12,8 +12,7 @@ import pytest
 from PIL import Image, ImageFile, ImageOps
 
 from stages.text_to_image.imaging import decode
-from stages.text_to_image.imaging.decode import ImageError, open_image, probe
-from stages.text_to_image.imaging.room import Room
+from stages.text_to_image.imaging.decode import ImageError, Room, open_image, probe
 from tests.stages.text_to_image.imaging.pictures import opened, picture, png, refused, saved
 
 pillow_heif.register_heif_opener()
