@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from data.experiments import recipes, recipes_page
-from data.experiments.in_memory import ArrayReader, MemoryTables
+from data.experiments.in_memory import MemoryTables
 from pipeline.project.project import Project
+from pipeline.project.stage_run import ArrayReader
 from tests import projects
 
 ROWS = recipes.read_rows(recipes_page.FOLDER / recipes_page.ROWS)
