@@ -81,10 +81,13 @@ class Run(Generic[Config]):
     report: Report = field(default_factory=Report)
     root: Path = Path()  # the project's folder: what a relative path in a setting starts from
     reuse: Callable[[str, Callable[[], Any]], Any] = lambda name, load: load()  # a model, which may stay in memory
-    known: dict[Any, Any] = field(default_factory=dict)  # results of `once`
+    known: dict[Any, Any] = field(default_factory=dict)  # results of `once`, also of earlier runs on the same inputs
 
     def once(self, compute: Callable[[Run[Config]], T]) -> T:
-        """`compute(self)`, computed by the first function of the stage that asks: snapshot, wants, run or finish."""
+        """`compute(self)`, computed by the first function of the stage that asks: snapshot, wants, run or finish.
+
+        `compute` may use config, inputs, needs and root, but no rows of the stage's own table.
+        """
         if compute not in self.known:
             self.known[compute] = compute(self)
         found: T = self.known[compute]

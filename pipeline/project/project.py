@@ -57,7 +57,6 @@ class Project:
         self.hashes = recipes.FileHashes(folder / "tables" / "weights.json")
         self._recipes: dict[str, dict[str, Any]] = {}
         self._tables: dict[str, TableFolder] = {}  # those of the present settings
-        self._known: dict[str, dict[Any, Any]] = {}  # stage -> what its functions compute once
         self.kept = Kept()
         self._seen = self._manifests()
         self.fixed: FixedTable | None = None
@@ -73,11 +72,12 @@ class Project:
     def _forget(self) -> None:
         self._recipes.clear()
         self._tables.clear()
-        self._known.clear()
         self.kept = Kept()
 
     def refresh(self) -> None:
         """Discard what is cached if a stage, in any process, has finished a run since the last call or the opening."""
+        # Always: files that a stage lists or hashes may change while no stage runs.
+        self.kept.known.clear()
         found = self._manifests()
         if found != self._seen:
             self._seen = found
@@ -253,9 +253,7 @@ class Project:
             root=self.path,
             provenance=provenance or {},
         )
-        run = open_run(unit, report, write, self.kept)
-        run.known = self._known.setdefault(name, {})
-        return run
+        return open_run(unit, report, write, self.kept if inputs is None else Kept())
 
     def _input(self, stage: Stage, name: str) -> Input:
         if any(name == schema.name for schema in stage.reads):

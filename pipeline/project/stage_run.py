@@ -32,15 +32,16 @@ def open_run(unit: WorkUnit, report: Report | None = None, write: Write | None =
     inputs = UnitInputs(unit, stage, kept or Kept())
     run: Run[Any] = Run(unit.config, inputs, output, unit.needs, report or Report(), unit.root)
     if kept:
-        run.reuse = kept.model
+        run.reuse, run.known = kept.model, kept.known.setdefault(unit.stage, {})
     return run
 
 
 class Kept:
-    """What a process keeps between units of one stage and config: rows of input tables, and one model."""
+    """What a process keeps between units of one config: rows of input tables, results of `Run.once`, and one model."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[Path, int | None], pa.Table] = {}
+        self.known: dict[str, dict[Any, Any]] = {}  # by the stage's module
         self.name, self.value = "", None
 
     def model(self, name: str, load: Callable[[], Any]) -> Any:

@@ -52,7 +52,7 @@ class IndexConfig:
 
 
 def wanted_index(run: Run[IndexConfig]) -> pa.Table:
-    rows = [{name: row[name] for name in KEPT} for row in _rows(run)]
+    rows = [{name: row[name] for name in KEPT} for row in run.once(_rows)]
     return pa.Table.from_pylist(rows, schema=pa.schema([INDEX.batch.field(name) for name in KEPT]))
 
 
@@ -94,7 +94,7 @@ def choose_encoder(encoders: set[str], wanted: str) -> str:
 
 def list_units(run: Run[IndexConfig]) -> Iterator[pa.RecordBatch]:
     pending = set(run.output.pending["unit_id"].to_pylist())
-    rows = [row for row in _rows(run) if row["unit_id"] in pending] if pending else []
+    rows = [row for row in run.once(_rows) if row["unit_id"] in pending] if pending else []
     for start in range(0, len(rows), run.config.batch_size):
         if run.report.stop():
             return
@@ -109,7 +109,7 @@ def digest(rows: list[Row]) -> str:
 
 def write_index(run: Run[IndexConfig]) -> Iterator[pa.RecordBatch]:
     """Write the artifacts that are missing, and delete those of an earlier index."""
-    rows = _rows(run)
+    rows = run.once(_rows)
     stored = {tuple(row[name] for name in KEPT) for row in run.output.stored.select(list(KEPT)).to_pylist()}
     # The run was stopped before all rows were stored.
     if not all(tuple(row[name] for name in KEPT) in stored for row in rows):

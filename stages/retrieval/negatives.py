@@ -62,9 +62,9 @@ class NegativesConfig:
 
 def wanted_negatives(run: Run[NegativesConfig]) -> pa.Table:
     """`pair_id` and `position`: `count` per training pair, or as many as there are documents outside its duplicate group."""
-    units = _units(run)
-    pairs = [row for row in _pairs(run) if _is_trained(row)]
-    groups = _groups(run)
+    units = run.once(_units)
+    pairs = [row for row in run.once(_pairs) if _is_trained(row)]
+    groups = run.once(_groups)
     sizes = {pair["pair_id"]: len(units) - len(groups[pair["duplicate_group"]] & units.keys()) for pair in pairs}
     rows = [
         {"pair_id": pair_id, "position": position}
@@ -78,8 +78,8 @@ def wanted_negatives(run: Run[NegativesConfig]) -> pa.Table:
 def snapshot(run: Run[NegativesConfig]) -> pa.Table:
     """What the rows depend on: the words of each unit, the group of each pair, and the adapter file."""
     # Held-out units are not in it: a change of theirs changes no row.
-    units = {unit_id: _digest(row["words"]) for unit_id, row in _units(run).items()}
-    pairs = {row["pair_id"]: f"{row['unit_id']} {row['duplicate_group']} {_is_trained(row)}" for row in _pairs(run)}
+    units = {unit_id: _digest(row["words"]) for unit_id, row in run.once(_units).items()}
+    pairs = {row["pair_id"]: f"{row['unit_id']} {row['duplicate_group']} {_is_trained(row)}" for row in run.once(_pairs)}
     file = _adapter(run)
     adapter = {"adapter": file_sha256(file)} if file else {}
     found = {**units, **pairs, **adapter}
@@ -107,7 +107,7 @@ def _digest(text: str) -> str:
 
 def _units(run: Run[NegativesConfig]) -> dict[str, Row]:
     """The units that may be negatives, by unit_id, which is also their order."""
-    held = {pair["unit_id"] for pair in _pairs(run) if pair["split"] != "train"}
+    held = {pair["unit_id"] for pair in run.once(_pairs) if pair["split"] != "train"}
     rows = run.inputs.rows(UNITS).select(["unit_id", "text_id", "words"]).to_pylist()
     return {row["unit_id"]: row for row in sorted(rows, key=lambda row: str(row["unit_id"])) if row["unit_id"] not in held}
 
@@ -127,7 +127,7 @@ def _is_trained(pair: Row) -> bool:
 def _groups(run: Run[NegativesConfig]) -> dict[str, set[str]]:
     """Duplicate group -> its units, all of which may answer its queries."""
     found: dict[str, set[str]] = {}
-    for row in _pairs(run):
+    for row in run.once(_pairs):
         found.setdefault(row["duplicate_group"], set()).add(row["unit_id"])
     return found
 
@@ -137,8 +137,8 @@ def find_negatives(run: Run[NegativesConfig]) -> Iterator[pa.RecordBatch]:
     pending = sorted(set(run.output.pending["pair_id"].to_pylist()))
     if not pending:
         return
-    units, groups = _units(run), _groups(run)
-    pairs = {row["pair_id"]: row for row in _pairs(run)}
+    units, groups = run.once(_units), run.once(_groups)
+    pairs = {row["pair_id"]: row for row in run.once(_pairs)}
     ids = list(units)
     places = {unit_id: place for place, unit_id in enumerate(ids)}
     with _semantic(run, units) if run.config.encoder else _lexical(units) as search:

@@ -50,7 +50,7 @@ class RanksConfig:
 
 def wanted_ranks(run: Run[RanksConfig]) -> pa.Table:
     """One row per encoder, mode and pair of valid and test. Raises ValueError if there is no such pair."""
-    pairs = _held_out(run)
+    pairs = run.once(_held_out)
     if not pairs:
         raise ValueError('no pair is in valid or test, so there is nothing to rank: set pairs.test, or pairs.split to "unit"')
     modes = ("plain", "hard") if run.config.hard else ("plain",)
@@ -88,7 +88,7 @@ def _encoders(run: Run[RanksConfig]) -> list[str]:
 
 def rank_pairs(run: Run[RanksConfig]) -> Iterator[pa.RecordBatch]:
     pending = {tuple(row.values()) for row in run.output.pending.select(list(RANKS.key)).to_pylist()}
-    pairs, done = _held_out(run), 0
+    pairs, done = run.once(_held_out), 0
     for mode in ("plain", "hard"):
         if not any(key[2] == mode for key in pending):
             continue

@@ -44,10 +44,7 @@ def train(run: Run[Any], task: Task[Any, Any], control: Control) -> Iterator[pa.
     check_ranks(run, task.config, ranks)
     # The checkpoints lie with rank 0; the others get its decision.
     start = ranks.first(next_start(run, task) if ranks.leads else None)
-    if start is None:
-        return
-    yield from record_batches(task.schema, start.recovered)
-    yield from TrainingRun(run, task, control, start, ranks).go()
+    return TrainingRun(run, task, control, start, ranks).go() if start else iter(())
 
 
 def next_start(run: Run[Any], task: Task[Any, Any]) -> Start | None:
@@ -114,6 +111,7 @@ class TrainingRun:
         return self.start.checkpoint is not None and self.start.step >= self.validation.last_step
 
     def go(self) -> Iterator[pa.RecordBatch]:
+        yield from record_batches(self.task.schema, self.start.recovered)
         if not self.finished or self.unmeasured:
             self.prepare()
             if self.ranks.agreed(self.control.stop_requested()):
@@ -124,25 +122,7 @@ class TrainingRun:
         if self.finished:
             assert self.start.checkpoint
             self.publish(self.start.checkpoint)
-        else:
-            yield from self.take_steps()
-
-    def prepare(self) -> None:
-        warn(self.run.report.say, self.task)
-        configure_scheduler()  # must come before the first MLX array
-        self.plan = self.task.memory_plan(self.start.checkpoint)
-        # Ranks other than 0 start fresh, and `same_state` gives them the adapter and the optimizer's state.
-        self.training = load_training(self.task, self.start.checkpoint if self.ranks.leads else None, self.plan)
-        self.training.ranks = self.ranks
-        same_state(self.training, self.ranks)
-        announce_ranks(self.run.report.say, self.ranks, self.start.checkpoint)
-        announce(self.run, self.task, self.training, self.steps)
-
-    @property
-    def steps(self) -> range:
-        return range(self.start.step + 1, self.task.config.steps + 1)
-
-    def take_steps(self) -> Iterator[pa.RecordBatch]:
+            return
         schedule = self.task.config.learning_rate()
         began = time.perf_counter()
         for step, batches, waited in Loader(self.task, self.steps, self.ranks):
@@ -170,6 +150,21 @@ class TrainingRun:
             self.control.wait_while_paused()
             if (self.ranks.agreed(self.control.ending) if pauses else ends) or step >= self.validation.last_step:
                 return
+
+    def prepare(self) -> None:
+        warn(self.run.report.say, self.task)
+        configure_scheduler()  # must come before the first MLX array
+        self.plan = self.task.memory_plan(self.start.checkpoint)
+        # Ranks other than 0 start fresh, and `same_state` gives them the adapter and the optimizer's state.
+        self.training = load_training(self.task, self.start.checkpoint if self.ranks.leads else None, self.plan)
+        self.training.ranks = self.ranks
+        same_state(self.training, self.ranks)
+        announce_ranks(self.run.report.say, self.ranks, self.start.checkpoint)
+        announce(self.run, self.task, self.training, self.steps)
+
+    @property
+    def steps(self) -> range:
+        return range(self.start.step + 1, self.task.config.steps + 1)
 
     def compute(self, batches: Sequence[MicroBatch], lr: float, ratio: bool) -> StepResult:
         """One optimizer step. With micro_batch = "auto", its peak memory sets the micro-batch of the next one."""

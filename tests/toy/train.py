@@ -82,7 +82,7 @@ def wanted_samples(run: Run[Any]) -> pa.Table:
 
 def train(run: Run[Any]) -> Iterator[pa.RecordBatch]:
     """Train from the newest checkpoint to the last step."""
-    yield from loop.train(run, LineTask(run), Control(run, run.config))
+    return loop.train(run, LineTask(run), Control(run, run.config))
 
 
 def snapshot(run: Run[Any]) -> pa.Table:

@@ -58,7 +58,7 @@ class PairsConfig:
 
 def wanted_pairs(run: Run[PairsConfig]) -> pa.Table:
     """The columns KEPT of every unit with a docstring. Raises ValueError if there is none."""
-    rows = [_kept(row) for row in _units(run).values()]
+    rows = [_kept(row) for row in run.once(_units).values()]
     if not rows:
         raise ValueError(
             "no unit has a docstring, so there are no pairs: set sources.roots to documented code, or units.min_lines"
@@ -81,7 +81,7 @@ def _kept(unit: Row) -> Row:
 
 def judge_pairs(run: Run[PairsConfig]) -> Iterator[pa.RecordBatch]:
     """Each pair by itself; `finish_pairs` compares pairs."""
-    units = _units(run)
+    units = run.once(_units)
     pending = run.output.pending["unit_id"].to_pylist()
     for start in range(0, len(pending), run.config.batch_size):
         if run.report.stop():
@@ -115,7 +115,7 @@ def pair_row(unit: Row, config: PairsConfig) -> Row:
 
 def finish_pairs(run: Run[PairsConfig]) -> Iterator[pa.RecordBatch]:
     """Reject duplicates and leaks among all pairs."""
-    units = _units(run)
+    units = run.once(_units)
     stored = {row["unit_id"]: row for row in run.output.stored.select(PAIRS.batch.names).to_pylist()}
     # The run was stopped before all pairs were judged.
     if not units.keys() <= stored.keys():

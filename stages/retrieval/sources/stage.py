@@ -51,7 +51,7 @@ class SourcesConfig:
 
 def wanted_sources(run: Run[SourcesConfig]) -> pa.Table:
     """FILE_COLUMNS, by which an unchanged file is recognised. Raises ValueError if a root does not exist, or all are empty."""
-    rows = _listing(run)
+    rows = run.once(_listing)
     if not rows:
         raise ValueError(f"the roots {', '.join(run.config.roots)} hold no files: set sources.roots or sources.exclude")
     return pa.Table.from_pylist(rows, schema=pa.schema([SOURCES.batch.field(name) for name in FILE_COLUMNS]))
@@ -75,7 +75,7 @@ def examine_sources(run: Run[SourcesConfig]) -> Iterator[pa.RecordBatch]:
 
 def finish_sources(run: Run[SourcesConfig]) -> Iterator[pa.RecordBatch]:
     stored = {_file(row): row for row in run.output.stored.select(SOURCES.batch.names).to_pylist()}
-    listed = [_file(row) for row in _listing(run)]
+    listed = [_file(row) for row in run.once(_listing)]
     # The run was stopped before all files were read.
     if not all(_file(row) in stored for row in run.output.pending.to_pylist()):
         return

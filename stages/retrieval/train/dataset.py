@@ -49,10 +49,11 @@ class Dataset:
         return max(self.counts[pair.query_id] for pair in pairs), max(self.counts[text] for text in documents)
 
 
-def load_dataset(run: Run[Any], config: TrainConfig) -> Dataset:
+def load_dataset(run: Run[TrainConfig]) -> Dataset:
     """Raises ValueError if there are fewer training pairs than a batch has, fewer than 2 to validate on, a text without token
     ids, or no hard negatives although they are asked for.
     """
+    config = run.config
     rows = [row for row in run.inputs.rows(PAIRS).to_pylist() if row["rejected"] is None]
     counts = dict(zip(*(run.inputs.rows(TOKENS)[name].to_pylist() for name in ("text_id", "count")), strict=True))
     groups = {row["text_id"]: row["duplicate_group"] for row in rows}

@@ -34,7 +34,7 @@ def wanted_samples(run: Run[Any]) -> pa.Table:
 
 def snapshot(run: Run[Any]) -> pa.Table:
     """What the result depends on: the texts, group and negatives of every pair, and the initial adapter."""
-    data = load_dataset(run, run.config)
+    data = run.once(load_dataset)
     rows = [("train", p.query_id, p.text_id, p.group, " ".join(p.negatives)) for p in data.trained]
     rows += [("held out", p.query_id, p.text_id, p.group, "") for p in data.held]
     if run.config.initial:
@@ -48,7 +48,7 @@ def snapshot(run: Run[Any]) -> pa.Table:
 
 def train(run: Run[Any]) -> Iterator[pa.RecordBatch]:
     control = Control(run, run.config)  # first, so that a `stop` that appears while tables are read takes effect
-    yield from loop.train(run, PairTask(run), control)
+    return loop.train(run, PairTask(run), control)
 
 
 STAGE = Stage(

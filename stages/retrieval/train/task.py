@@ -17,7 +17,7 @@ from stages.models.t5.encoder import T5
 from stages.retrieval.adapter import read_adapter
 from stages.retrieval.train import memory_plan
 from stages.retrieval.train.config import TrainConfig, bits_of
-from stages.retrieval.train.dataset import Dataset, load_dataset
+from stages.retrieval.train.dataset import load_dataset
 from stages.retrieval.train.objective import Contrast
 from stages.retrieval.train.reader import HeldOutPairs, PairReader, Sample
 from stages.run import Run
@@ -35,11 +35,11 @@ POOL_BATCHES = 4  # batches that a group has at least, so that its pairs meet in
 class PairTask:
     """`stages.tuner.task.Task` for pairs of a query and its document. Raises ValueError if there is nothing to train on."""
 
-    def __init__(self, run: Run[Any], data: Dataset | None = None) -> None:
+    def __init__(self, run: Run[Any]) -> None:
         config: TrainConfig = run.config
         self.run, self.config = run, config
         self.family = run.needs["family"]
-        self.data = data or load_dataset(run, config)
+        self.data = run.once(load_dataset)
         pools = length_pools([pair.length for pair in self.data.trained], config.batch_size)
         self.order = Order(pools, config.batch_size, config.seed, config.accumulate)
         self.held_out = HeldOutPairs(run, self.data) if config.validation else None

@@ -27,7 +27,7 @@ BATCH = 4096  # rows per record batch
 
 def wanted_captions(run: Run[CaptionsConfig]) -> pa.Table:
     # All texts are read each time: finding out which have changed would cost more.
-    rows, _ = _rows(run)
+    rows, _ = run.once(_rows)
     return pa.Table.from_pylist(rows, schema=CAPTIONS.batch)
 
 
@@ -43,8 +43,7 @@ def write_captions(run: Run[CaptionsConfig]) -> Iterator[pa.RecordBatch]:
 
 def finish_captions(run: Run[CaptionsConfig]) -> Iterator[pa.RecordBatch]:
     if run.output.pending.num_rows and not run.report.stop():
-        _, notes = _rows(run)
-        for note in notes:
+        for note in run.once(_rows)[1]:
             run.report.say(note)
     yield from ()
 

@@ -35,7 +35,7 @@ NAMED = 5  # rejected files that the summary names
 def wanted_images(run: Run[Any]) -> pa.Table:
     """FILE_COLUMNS, by which an unchanged file is recognised, and RULES, which follow from its folder."""
     folder = run.needs["image_folder"]
-    files = _listing(run).files
+    files = run.once(_listing).files
     if not any(may_be_image(row["path"]) for row in files):
         raise ValueError(no_images(folder))
     paths, read_names = [row["path"] for row in files], run.config.layout == "auto"
@@ -105,14 +105,13 @@ def opened_files(run: Run[Any]) -> Iterator[Path]:
 
 
 def finish_images(run: Run[Any]) -> Iterator[pa.RecordBatch]:
-    listing = _listing(run)
+    listing = run.once(_listing)
     stored = {_file(row): row for row in _rows(run.output.stored)}
     pending = [_file(row) for row in run.output.pending.to_pylist()]
     # The run was stopped before all files were read.
     if not all(file in stored for file in pending):
         return
-    # `pending` too: a file may have changed since it was listed for `wants`.
-    present = {*map(_file, listing.files), *pending}
+    present = set(map(_file, listing.files))
     rows = sorted((row for file, row in stored.items() if file in present), key=_path)
     marked = mark_duplicates(rows)
     yield from _batches([new for new, old in zip(marked, rows, strict=True) if new != old])

@@ -32,7 +32,7 @@ def preview_rows(run: Run[ScoresConfig]) -> list[Row]:
 def reference_rows(run: Run[ScoresConfig]) -> list[Row]:
     """One row per reference, without scores."""
     same: Row = {"kind": "real", "adapter_id": "", "step": 0, "seed": 0}
-    return [same | {"picture_id": one.picture_id, "prompt": one.caption, "path": one.path} for one in find_references(run)]
+    return [same | {"picture_id": one.picture_id, "prompt": one.caption, "path": one.path} for one in run.once(find_references)]
 
 
 def find_references(run: Run[ScoresConfig]) -> list[Reference]:
@@ -61,7 +61,7 @@ def trigger_word(run: Run[ScoresConfig]) -> str:
 def candidate_texts(run: Run[ScoresConfig]) -> list[str]:
     """The distinct texts among which `agreement_rank` ranks: those of all previews and references."""
     trigger = trigger_word(run)
-    texts = [row["prompt"] for row in [*preview_rows(run), *reference_rows(run)]]
+    texts = [row["prompt"] for row in [*run.once(preview_rows), *reference_rows(run)]]
     return sorted({without_trigger(text, trigger) for text in texts} - {""})
 
 

@@ -39,11 +39,11 @@ class Scorer:
         self.encoder = encoder
         self.trigger = trigger_word(run)
         self.texts = candidate_texts(run)
-        base = [row for row in preview_rows(run) if row["kind"] == "base"]
+        base = [row for row in run.once(preview_rows) if row["kind"] == "base"]
         files = {
             "images": {row["image_id"]: run.needs["image_folder"] / row["path"] for row in usable_images(run)},
             "base": {row["picture_id"]: run.inputs.files(SAMPLES) / row["path"] for row in base},
-            "references": {one.picture_id: self._references / one.path for one in find_references(run)},
+            "references": {one.picture_id: self._references / one.path for one in run.once(find_references)},
         }
         features = self._group_features(files)
         self.images, self.references = (FeatureGroup(list(files[n]), features[n]) for n in ("images", "references"))

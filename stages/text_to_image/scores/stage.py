@@ -27,7 +27,7 @@ WANTED = ("picture_id", "kind", "adapter_id", "step", "prompt", "seed", "path")
 def wanted_scores(run: Run[ScoresConfig]) -> pa.Table:
     """One row per distinct picture: previews, then references."""
     # Reversed twice: of pictures with equal content, the first row stays.
-    rows = {row["picture_id"]: row for row in reversed([*preview_rows(run), *reference_rows(run)])}
+    rows = {row["picture_id"]: row for row in reversed([*run.once(preview_rows), *reference_rows(run)])}
     schema = pa.schema([SCORES.stored.field(name) for name in WANTED])
     return pa.Table.from_pylist(list(rows.values())[::-1], schema=schema)
 
@@ -35,8 +35,8 @@ def wanted_scores(run: Run[ScoresConfig]) -> pa.Table:
 def snapshot(run: Run[ScoresConfig]) -> pa.Table:
     """What all scores depend on, one row per input. It is part of the recipe, so a changed input gives a new folder."""
     parts = [("image", row["image_id"]) for row in usable_images(run)]
-    parts += [("base", f"{row['picture_id']} {row['prompt']}") for row in preview_rows(run) if row["kind"] == "base"]
-    parts += [("reference", one.picture_id) for one in find_references(run)]
+    parts += [("base", f"{row['picture_id']} {row['prompt']}") for row in run.once(preview_rows) if row["kind"] == "base"]
+    parts += [("reference", one.picture_id) for one in run.once(find_references)]
     parts += [("encoder", file_sha256(encoders.IMAGE_WEIGHTS))]
     parts += [("text", text) for text in candidate_texts(run)]
     if run.config.map:

@@ -81,8 +81,9 @@ class Dataset:
         return [*pairs, ("", "", self.empty), *([("", "", self.empty_class)] if self.empty_class else [])]
 
 
-def load_dataset(run: Run[Any], config: TrainConfig) -> Dataset:
+def load_dataset(run: Run[TrainConfig]) -> Dataset:
     """What [train] chooses to train on. Raises ValueError if nothing is left, or if a table lacks rows that the settings need."""
+    config = run.config
     paths = usable_paths(run.inputs.rows(IMAGES))
     every = run.inputs.rows(IMAGES).to_pylist()
     images = {row["image_id"]: row for row in every if row["rejected"] is None and row["use"] != USE}

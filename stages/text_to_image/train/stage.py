@@ -42,7 +42,7 @@ def snapshot(run: Run[Any]) -> pa.Table:
     The image_id of a fact is a latent_id, or the sha256 of the initial adapter. Its caption_id is "held out", "rate 0.5",
     "weights [3.0, 1.0]", "reference 1 LATENT_ID" or "initial". Raises ValueError if the initial adapter is missing.
     """
-    data = load_dataset(run, run.config)
+    data = run.once(load_dataset)
     facts = [("", crop.latent_id, f"rate {crop.rate!r}") for crop in data.crops if crop.rate != 1]
     facts += [("", crop.latent_id, f"weights {list(crop.weights)}") for crop in data.crops if crop.weights]
     facts += [("", crop.latent_id, "held out") for crop in data.held]
@@ -60,7 +60,7 @@ def snapshot(run: Run[Any]) -> pa.Table:
 def train(run: Run[Any]) -> Iterator[pa.RecordBatch]:
     """The rows of each step; those of a step with a checkpoint come after the checkpoint is written."""
     control = Control(run, run.config)  # first, so that a `stop` that appears while tables are read takes effect
-    yield from loop.train(run, ImageTask(run), control)
+    return loop.train(run, ImageTask(run), control)
 
 
 def repair(run: Run[Any]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from stages.text_to_image.packing import STREAMED
 from stages.text_to_image.stored_embeddings import embedding_reader
 from stages.text_to_image.train import memory_plan, model, sound_start
 from stages.text_to_image.train.config import TrainConfig
-from stages.text_to_image.train.dataset import Dataset, load_dataset
+from stages.text_to_image.train.dataset import load_dataset
 from stages.text_to_image.train.objective import FlowMatching
 from stages.text_to_image.train.reader import BatchReader
 from stages.text_to_image.train.sampler import Sample, build_sampler
@@ -34,11 +34,11 @@ from stages.tuner.task import ExpectedLoss, InitialAdapter
 class ImageTask:
     """A LoRA on images by flow matching, from latents and embeddings on disk; a `stages.tuner.task.Task`."""
 
-    def __init__(self, run: Run[Any], data: Dataset | None = None) -> None:
+    def __init__(self, run: Run[Any]) -> None:
         config: TrainConfig = run.config
         self.run, self.config = run, config
         self.family = run.needs["family"]
-        self.data = data or load_dataset(run, config)
+        self.data = run.once(load_dataset)
         self.sampler = build_sampler(config, self.data)
         self.mask_floor = config.mask.floor if config.mask else 0.0
         self.held_out: HeldOutImages | None = None

@@ -47,7 +47,8 @@ def test_further_crops_lie_inside_the_crop_have_its_shape_and_differ(folder: Pat
 
 def test_a_run_trains_on_further_crops_at_their_resolution_and_measures_none_of_them(folder: Path) -> None:
     run = Project(folder).open("train")
-    data = load_dataset(run, TrainConfig(steps=1, validation=ValidationConfig(paths=("picture1.png",))))
+    run.config = TrainConfig(steps=1, validation=ValidationConfig(paths=("picture1.png",)))
+    data = load_dataset(run)
     assert Counter(crop.resolution for crop in data.crops) == {64: 2 + 2 * 6, 96: 2 + 2 * 6}
     assert sorted(crop.resolution for crop in data.held) == [64, 96]
     assert len({crop.latent_id for crop in data.crops}) == len(data.crops)

@@ -60,7 +60,8 @@ def test_captions_are_drawn_by_their_weights_and_other_weights_are_another_run(t
     projects.build(folder, "images", "captions", "buckets", "latents", "embeddings")
     run = Project(folder).open("train")
     texts = {row["caption_id"]: row["text"] for row in run.inputs.rows(CAPTIONS).to_pylist()}
-    sampler = build_sampler(TrainConfig(steps=1, caption_dropout=0.0), load_dataset(run, TrainConfig(steps=1)))
+    run.config = TrainConfig(steps=1, caption_dropout=0.0)
+    sampler = build_sampler(run.config, load_dataset(run))
     counts = Counter(texts[sample.caption_id] for step in range(1, 4001) for batch in sampler.step(step) for sample in batch)
     of_first = {text: count for text, count in counts.items() if not text.startswith("picture")}
     shares = {text: count / sum(of_first.values()) for text, count in of_first.items()}

@@ -17,7 +17,6 @@ from schemas.text_to_image.train import TRAIN
 from stages.text_to_image.families import family
 from stages.text_to_image.train import memory_plan
 from stages.text_to_image.train.config import NoiseConfig, PreservationConfig, TrainConfig
-from stages.text_to_image.train.dataset import load_dataset
 from stages.text_to_image.train.reader import MicroBatch
 from stages.text_to_image.train.selection import DataConfig, MaskConfig, ValidationConfig
 from stages.text_to_image.train.task import ImageTask
@@ -80,6 +79,9 @@ class Project:
     def tensors(self, schema):
         return ArrayReader(self.tables[schema.name], schema)
 
+    def once(self, compute):
+        return compute(self)
+
     def without(self, name, role):
         column = self.tables[name]["role"]
         self.tables[name] = self.tables[name].filter(pa.compute.not_equal(column, role))
@@ -87,7 +89,7 @@ class Project:
 
 
 def dataset(project, **settings):
-    return load_dataset(project, replace(project.config, **settings))
+    return task(project, **settings).data
 
 
 def task(project, **settings):
