@@ -99,12 +99,12 @@ def as_single_file(arrays: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """
     import torch
 
-    from stages.models.flux2 import key_maps
+    from stages.models.flux2 import load
 
-    plain = {new: old for old, new in key_maps.TRANSFORMER.items()}
+    plain = {new: old for old, new in load.TRANSFORMER.items()}
     blocks = {
-        "transformer_blocks": ("double_blocks", key_maps.DOUBLE),
-        "single_transformer_blocks": ("single_blocks", key_maps.SINGLE),
+        "transformer_blocks": ("double_blocks", load.DOUBLE),
+        "single_transformer_blocks": ("single_blocks", load.SINGLE),
     }
     found: dict[str, Any] = {}
     for key, value in arrays.items():
@@ -116,8 +116,8 @@ def as_single_file(arrays: dict[str, Any], prefix: str = "") -> dict[str, Any]:
             continue
         number, _, inner = rest.partition(".")
         at, names = blocks[kind][0] + f".{number}.", {new: old for old, new in blocks[kind][1].items()}
-        if fused := next((old for old, parts in key_maps.FUSED.items() if inner in parts), ""):
-            parts = [arrays[f"{kind}.{number}.{part}.weight"] for part in key_maps.FUSED[fused]]
+        if fused := next((old for old, parts in load.FUSED.items() if inner in parts), ""):
+            parts = [arrays[f"{kind}.{number}.{part}.weight"] for part in load.FUSED[fused]]
             found[f"{at}{fused}.weight"] = torch.cat(parts)
         else:
             found[at + names[inner] + (".scale" if "norm" in inner else ".weight")] = value

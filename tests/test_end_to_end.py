@@ -168,9 +168,9 @@ def test_the_exported_adapter_gives_our_velocity_in_diffusers(project, reference
     import torch
 
     from pipeline.commands.export import export_run
-    from stages.models.flux2.adapter_reader import read_adapter
-    from stages.models.flux2.inputs import image_ids, text_ids
+    from stages.models.flux2.adapters import read_adapter
     from stages.models.flux2.load import load_flux2
+    from stages.models.flux2.transformer import image_ids, text_ids
     from stages.tuner.adapters import lora
 
     opened = Project(project)

@@ -21,7 +21,7 @@ from data.judges import texts
 from data.judges.convert import SOURCE_SHA256, fold, read_released
 from pipeline.commands import evaluate
 from pipeline.project.project import Project
-from stages.models.vision.efficientnet import EfficientNet
+from stages.models.efficientnet import EfficientNet
 from stages.text_to_image.scores.encoders import ImageEncoder
 from stages.text_to_image.scores.scorer import Scorer
 

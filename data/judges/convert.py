@@ -19,7 +19,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from stages.hashing import file_sha256
-from stages.models.vision.efficientnet import SIDE, EfficientNet, dequantise, layers
+from stages.models.efficientnet import SIDE, EfficientNet, dequantise, layers
 from stages.text_to_image.imaging.decode import open_image
 
 SOURCE_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"

@@ -14,7 +14,7 @@ from pipeline.options import with_project
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
-    from stages.models.retriever import RetrieverFamily
+    from stages.models.family import RetrieverFamily
     from stages.retrieval.searcher import Answer, Mode, Searcher
 
 Row = dict[str, Any]

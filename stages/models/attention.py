@@ -1,4 +1,4 @@
-"""Scaled dot-product attention whose gradient stores no (query rows x key rows) matrix of scores.
+"""Scaled dot-product attention whose gradient stores no (query rows x key rows) matrix of scores, and the functions beside it.
 
 On CUDA, MLX has a fused gradient for half precision; on Metal, newer versions of MLX compute it in blocks. Elsewhere
 attention runs in chunks of query rows, whose scores the backward pass computes again.
@@ -8,14 +8,47 @@ B batch, H heads, L query rows, S key rows, K head width, C query rows of a chun
 from __future__ import annotations
 
 import functools
+import math
 import os
+import sys
 from typing import Any
 
 import mlx.core as mx
 
 from stages import kernels
-from stages.models.elementwise import slow_exp, softmax
 from stages.own_gradient import OwnGradient
+
+
+def slow_exp(x: mx.array) -> bool:
+    """Whether `mx.exp` is slower than a power of e: float32 on a CPU under Linux."""
+    # MLX 0.32 computes exp there with calls of fma: 10 ns an element, and 16 ns for sigmoid. Its power calls the C library's
+    # powf, which takes 4 ns.
+    return sys.platform.startswith("linux") and x.dtype == mx.float32 and mx.default_device() == mx.cpu
+
+
+def exp(x: mx.array) -> mx.array:
+    # The rounding of e to float32 adds a relative error of 3e-8 |x|.
+    y: mx.array = mx.power(mx.array(math.e, mx.float32), x) if slow_exp(x) else mx.exp(x)
+    return y
+
+
+def sigmoid(x: mx.array) -> mx.array:
+    y: mx.array = mx.reciprocal(1 + mx.power(mx.array(1 / math.e, mx.float32), x)) if slow_exp(x) else mx.sigmoid(x)
+    return y
+
+
+def silu(x: mx.array) -> mx.array:
+    return x * sigmoid(x)
+
+
+def softmax(x: mx.array) -> mx.array:
+    """Over the last axis, with sums in float32."""
+    if not slow_exp(x):
+        found: mx.array = mx.softmax(x, axis=-1, precise=True)
+        return found
+    y = exp(x - mx.max(x, axis=-1, keepdims=True))
+    return y * mx.reciprocal(mx.sum(y, axis=-1, keepdims=True))
+
 
 FUSED_ROWS = 128  # the fused gradient needs a multiple of this many query rows
 METAL_WIDTHS = (64, 72, 80, 96, 128)  # head widths of the fused forward kernel on Metal

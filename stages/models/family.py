@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
     import mlx.core as mx
-
-    from stages.models.protocols import Autoencoder, TextEncoder, TextEncoderSizes, Transformer, TransformerConfig
 
 Adapter = tuple[dict[str, "mx.array"], dict[str, float]]  # arrays by "<linear><ending>", float32; the scale of each Linear
 
@@ -184,3 +182,139 @@ class Architecture:
     write_random_weights: Callable[[Path, Family, int], None]
     # recognise(shapes, family): the component of the family that weights with these names and shapes are, or "".
     recognise: Callable[[Mapping[str, tuple[int, ...]], Family], str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrieverFamily(ModelFamily):
+    """Weights lie in one folder, in the layout of transformers, with the projection head in 1_Dense or 2_Dense."""
+
+    folders: ClassVar[Mapping[str, str]] = {"encoder": "", "tokenizer": ""}  # all files beside each other, as transformers writes
+    files: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "encoder": ("config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model.bin", "[12]_Dense/*"),
+        "tokenizer": ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "spiece.model"),
+    }
+    required: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "encoder": ("config.json", "1_Dense/config.json", "1_Dense/model.safetensors"),
+        "tokenizer": ("tokenizer.json", "tokenizer_config.json"),
+    }
+
+    sizes: Mapping[str, Any] = field(default_factory=dict)  # content of config.json, for random weights and forecasts of memory
+    lower_case: bool = False  # texts, before they are tokenised
+    head_seed: int | None = None  # draws a head for weights without one, to be trained before use; None: that is an error
+
+    @property
+    def architecture(self) -> RetrieverArchitecture:
+        found: RetrieverArchitecture = super().architecture
+        return found
+
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RetrieverArchitecture:
+    """Reached through `family.architecture`. `path` is the folder of the weights; reading raises ValueError with one line.
+
+    `sizes` are a configuration such as `T5Config`.
+    """
+
+    # sizes(path): the sizes of the encoder and its head.
+    sizes: Callable[[Path], Any]
+    # load_encoder(path, dtype, head_seed): the encoder with its head; a missing head is drawn from the seed, if there is one.
+    load_encoder: Callable[..., Any]
+    # load_weights(path, sizes, dtype, head_seed): its weights by name.
+    load_weights: Callable[..., dict[str, mx.array]]
+    # meta_encoder(sizes, dtype): every name and shape, of arrays that are never computed and take no memory.
+    meta_encoder: Callable[[Any, mx.Dtype], Any]
+    # build_encoder(sizes, weights): an encoder of these weights, by the names of sizes.shapes(), arrays or packed.
+    build_encoder: Callable[[Any, Mapping[str, Any]], Any]
+    # write_model(folder, sizes, weights, settings): a folder that transformers and sentence-transformers load.
+    write_model: Callable[..., None]
+    # write_random_weights(folder, family, seed): a complete model of the family's sizes.
+    write_random_weights: Callable[[Path, Any, int], None]
+
+
+class TransformerConfig(Protocol):
+    @property
+    def num_attention_heads(self) -> int:
+        """Heads of every block."""
+
+    @property
+    def attention_head_dim(self) -> int:
+        """Width of a head."""
+
+    def shapes(self) -> dict[str, Shape]:
+        """Shape of every weight, by full name."""
+
+
+class Transformer(Protocol):
+    """A transformer that is computed block by block.
+
+        h, shared = model.enter(**inputs)
+        for b in model.blocks:
+            h = model.block(b.kind)(b.weights, h, shared, linear)
+        velocity = model.leave(h, shared)
+
+    `model(**inputs, linear_for=f)` does all of it, with `linear = f(b.name)`. `linear(name, weight, x)` computes one Linear of
+    a block; an adapter replaces it. `inputs` is what `Architecture.inputs` returns.
+    """
+
+    @property
+    def config(self) -> Any:
+        """The sizes, with the attributes of `TransformerConfig`."""
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The dtype of the computation."""
+
+    @property
+    def blocks(self) -> Sequence[Any]:
+        """In order, each with `kind`, `name` (transformer_blocks.0) and `weights`, by name within the block."""
+
+    @property
+    def enter(self) -> Callable[..., tuple[Any, Any]]:
+        """enter(**inputs) -> (input of the first block, what all blocks read)."""
+
+    @property
+    def leave(self) -> Callable[..., mx.array]:
+        """leave(h, shared) -> velocity of the image tokens, (B, L, C)."""
+
+    def block(self, kind: str) -> Callable[..., Any]:
+        """function(weights, h, shared, linear) -> output of a block of this kind, which depends on the arguments alone."""
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of every Linear in the blocks, by full name. An adapter can change these."""
+
+
+class Autoencoder(Protocol):
+    def encode(self, images_BHWC: mx.array) -> mx.array:
+        """(B, H, W, 3) from -1 to 1 -> float32 (B, C, H / 16, W / 16)."""
+
+    def decode(self, latents_BChw: mx.array) -> mx.array:
+        """(B, C, h, w) -> float32 (B, 16 h, 16 w, 3), about -1 to 1, not clipped."""
+
+
+class TextEncoderSizes(Protocol):
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the token embedding."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Features of a hidden state."""
+
+    @property
+    def intermediate_size(self) -> int:
+        """Features inside a feed-forward."""
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Heads of every layer."""
+
+    def shapes(self, layers: int) -> dict[str, Shape]:
+        """Shapes of what the first `layers` layers need, embedding included; in layers, names start with "layers."."""
+
+
+class TextEncoder(Protocol):
+    def encode(self, texts: list[str]) -> Iterator[Any]:
+        """One `stages.models.text.encoder.Embedding` per text, in order."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from stages.models.retriever import RetrieverFamily
-from stages.models.t5.encoder import T5
+from stages.models.family import RetrieverFamily
+from stages.models.t5.model import T5
 from stages.retrieval.adapter import read_adapter
 from stages.retrieval.tokenizer import TextTokenizer
 from stages.tuner.blockwise.forward import BlockwiseForward

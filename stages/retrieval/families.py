@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from stages.models.retriever import RetrieverFamily
+from stages.models.family import RetrieverFamily
 
-T5 = "stages.models.t5.architecture:T5_RETRIEVER"
+T5 = "stages.models.t5.files:T5_RETRIEVER"
 TINY = {
     "vocab_size": 384,
     "d_model": 32,

@@ -12,7 +12,7 @@ from schemas.retrieval.units import UNITS
 from stages.forecast import Forecast, Outlook
 
 if TYPE_CHECKING:
-    from stages.models.t5.config import T5Config
+    from stages.models.t5.model import T5Config
 
 ID_BYTES = 4  # bytes of a stored token id
 VALUE_BYTES = 2  # bytes of a stored value of a token vector
@@ -44,7 +44,7 @@ def encoder_sizes(outlook: Outlook) -> T5Config:
         return found
     if not family.sizes:
         raise ValueError("the sizes of the encoder are known once it is downloaded")
-    from stages.models.t5.config import T5Config as Sizes
+    from stages.models.t5.model import T5Config as Sizes
 
     return Sizes.from_dict(family.sizes, family.sizes.get("dimensions", Sizes.dimensions))
 
@@ -53,7 +53,7 @@ def encoding_bytes(outlook: Outlook, precision: str, tokens: int) -> int:
     """Peak memory of encoding one text: weights, adapter, and the work of the largest block."""
     import mlx.core as mx
 
-    from stages.models.elementwise import slow_exp
+    from stages.models.attention import slow_exp
     from stages.retrieval.encoder import MULTIPLE
     from stages.tuner.blockwise import planner
     from stages.tuner.blockwise.device import blocks_in_flight

@@ -11,9 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.models.family import Family
+from stages.models.family import Family, Transformer
 from stages.models.folders import read_config
-from stages.models.protocols import Transformer
 from stages.text_to_image.packing import Packed, packing
 from stages.tuner.quantize import QuantizedWeight
 

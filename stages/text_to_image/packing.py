@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from stages.models.family import Architecture, Family
-from stages.models.protocols import Transformer
+from stages.models.family import Architecture, Family, Transformer
 from stages.tuner import quantize
 from stages.tuner.adapters.targets import matches_pattern
 from stages.tuner.config import longest_first

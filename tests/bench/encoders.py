@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from stages.models.family import Family
 from stages.models.flux2 import autoencoder
-from stages.models.flux2.autoencoder_config import AutoencoderConfig
+from stages.models.flux2.autoencoder import AutoencoderConfig
 from stages.models.text.decoder import Decoder
 from stages.models.text.encoder import text_encoder_sizes
 from stages.tuner import quantize

@@ -131,7 +131,7 @@ def write_dataset(project: Path, folder: Path, changes: list[str]) -> list[tuple
 
 def script_arguments(data: Path, out: Path, sizes: list[tuple[int, int]], steps: int, seed: int, lr: float) -> list[str]:
     """Return the arguments of the script for a run that is like ours."""
-    from stages.models.flux2.config import Flux2Config
+    from stages.models.flux2.transformer import Flux2Config
     from stages.text_to_image.families import family
 
     micro = family("micro")

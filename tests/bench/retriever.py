@@ -45,8 +45,7 @@ def measure_mlx(case: RetrieverCase) -> dict[str, float]:
     configure_scheduler()  # as in training, before the first MLX array
     import mlx.core as mx
 
-    from stages.models.t5.config import T5Config
-    from stages.models.t5.encoder import T5
+    from stages.models.t5.model import T5, T5Config
     from stages.retrieval.train.config import LossConfig, TrainConfig
     from stages.retrieval.train.objective import Contrast
     from stages.tuner.blockwise.forward import BlockwiseForward

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from stages.models.t5.layers import buckets
+from stages.models.t5.model import buckets
 
 if TYPE_CHECKING:
     from tests.bench.retriever_cases import RetrieverCase

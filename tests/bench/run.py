@@ -95,7 +95,7 @@ def measure_encoder(case: Case) -> dict[str, Any]:
     """
     import mlx.core as mx
 
-    from stages.models.flux2 import rows
+    from stages.models.flux2 import autoencoder
     from stages.text_to_image.embeddings import EmbeddingsConfig
     from stages.text_to_image.embeddings.memory_plan import estimate
     from stages.text_to_image.families import family
@@ -117,7 +117,9 @@ def measure_encoder(case: Case) -> dict[str, Any]:
         given = (None, record, case.height, case.width, dtype.size, encodes)
         held, work = record.architecture.autoencoder_bytes(*given)
         peak, live = held + work, held + work
-    strips = {} if case.kind == "text_encoder" else {"strip_mb": rows.strip_bytes() >> 20, "in_flight": rows.IN_FLIGHT}
+    strips = (
+        {} if case.kind == "text_encoder" else {"strip_mb": autoencoder.strip_bytes() >> 20, "in_flight": autoencoder.IN_FLIGHT}
+    )
     weights_gb = mx.get_active_memory() / 1e9
     mx.clear_cache()
     mx.reset_peak_memory()

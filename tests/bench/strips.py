@@ -14,12 +14,12 @@ def measure(family: str, px: int, megabytes: int, in_flight: int, steps: int, de
     """Return time and peak of encoding (or decoding) one image in float32 in strips of so many megabytes."""
     import mlx.core as mx
 
-    from stages.models.flux2 import rows
+    from stages.models.flux2 import autoencoder
     from stages.text_to_image.families import family as record_of
     from tests.bench.encoders import Images, Latents
 
-    rows.STRIP_BYTES = rows.GPU_STRIP_BYTES = megabytes << 20
-    rows.IN_FLIGHT = in_flight
+    autoencoder.STRIP_BYTES = autoencoder.GPU_STRIP_BYTES = megabytes << 20
+    autoencoder.IN_FLIGHT = in_flight
     record = record_of(family)
     images = (Latents if decodes else Images)(record, (px, px), mx.float32)
     mx.clear_cache()

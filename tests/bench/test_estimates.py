@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from stages.models.flux2 import rows
+from stages.models.flux2 import autoencoder
 from stages.text_to_image.embeddings import memory_plan as embeddings
 from stages.text_to_image.embeddings.config import EmbeddingsConfig
 from stages.text_to_image.families import family
@@ -68,7 +68,7 @@ def cuda(monkeypatch):
 @pytest.mark.parametrize("which", MEASURED)
 def test_the_estimate_of_every_measured_configuration_is_within_a_tenth_of_its_peak(which, cuda, monkeypatch):
     row = MEASURED[which]
-    monkeypatch.setattr(rows, "GPU_STRIP_BYTES", row.get("strip_mb", FORMER) << 20)
+    monkeypatch.setattr(autoencoder, "GPU_STRIP_BYTES", row.get("strip_mb", FORMER) << 20)
     if row["unfused"]:
         monkeypatch.setenv("MLX_CUDA_USE_CUDNN_SDPA", "0")
     assert estimate(row) / 1e9 == pytest.approx(row["peak_gb"], rel=CLOSE)
@@ -79,4 +79,4 @@ def test_the_rows_cover_every_stage_at_several_sizes_families_and_bits():
     assert len(found) >= 12 and {row["family"] for row in found} >= {"klein-base-4b", "klein-base-9b", "dev"}
     assert {row["bits"] for row in found} == {16, 8, 4}
     assert min(Counter(row["kind"] for row in found if row["kind"] in STAGES).values()) >= 2
-    assert rows.GPU_STRIP_BYTES >> 20 in {row.get("strip_mb") for row in found}, "the strips that a GPU uses were measured"
+    assert autoencoder.GPU_STRIP_BYTES >> 20 in {row.get("strip_mb") for row in found}, "the strips that a GPU uses were measured"

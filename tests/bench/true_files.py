@@ -114,7 +114,7 @@ def write_component(folder: Path, stem: str, shapes: Shapes, config: dict[str, A
 
 def component_shapes(record: Family, component: str) -> Shapes:
     """Return the shapes of a component's tensors by name. Layers of the text encoder that are never read are left out."""
-    from stages.models.flux2.autoencoder_config import AutoencoderConfig
+    from stages.models.flux2.autoencoder import AutoencoderConfig
 
     if component == "transformer":
         return dict(record.architecture.transformer_config(None, record).shapes())
@@ -136,7 +136,7 @@ def write(record: Family, folder: Path, component: str, fp8: bool = False) -> No
     """Write one component of the model family `record`, at its released sizes, below `folder`. The text encoder comes with
     a small tokenizer.
     """
-    from stages.models.text.tiny_tokenizer import write_tokenizer
+    from stages.models.random_model import write_tokenizer
 
     shapes = component_shapes(record, component)
     if component == "autoencoder":

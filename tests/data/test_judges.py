@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from data.judges import compare, convert, texts
 from stages.hashing import file_sha256
-from stages.models.vision.efficientnet import SIDE, EfficientNet, dequantise, layers
+from stages.models.efficientnet import SIDE, EfficientNet, dequantise, layers
 from stages.text_to_image.scores.encoders import IMAGE_WEIGHTS, JUDGES, TEXT_VECTORS, ImageEncoder, TextVectors
 
 

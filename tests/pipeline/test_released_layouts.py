@@ -140,7 +140,7 @@ def from_single_file(values: Tensors, like: Tensors) -> Tensors:
     """Return a transformer's values by diffusers name, from those by the names of a single file."""
     import torch
 
-    from stages.models.flux2.key_maps import transformer_to_diffusers
+    from stages.models.flux2.load import transformer_to_diffusers
 
     arrays = transformer_to_diffusers({key: mx.array(value.numpy()) for key, value in values.items()}, Path("file"))
     assert arrays.keys() == like.keys()

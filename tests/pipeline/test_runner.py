@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from pipeline.interrupts import interruptible
-from stages.models import reading
+from stages.models import weights
 from tests import projects
 
 
@@ -35,7 +35,7 @@ def test_a_signal_is_acknowledged_while_native_code_runs(number):
 
 
 def test_each_stage_with_a_large_model_says_how_much_of_it_is_read(tmp_path, tiny_weights, monkeypatch):
-    monkeypatch.setattr(reading, "LARGE", 0)
+    monkeypatch.setattr(weights, "LARGE", 0)
     folder, said = projects.make(tmp_path / "project", tiny_weights, images=1), {}
     for name in ("images", "captions", "buckets", "latents", "embeddings", "train", "samples"):
         console = projects.Silent()

@@ -15,9 +15,8 @@ import pytest
 from stages import kernels
 from stages.models import attention
 from stages.models.flux2 import autoencoder
-from stages.models.flux2.autoencoder_config import AutoencoderConfig
-from stages.models.t5.config import T5Config
-from stages.models.t5.encoder import T5
+from stages.models.flux2.autoencoder import AutoencoderConfig
+from stages.models.t5.model import T5, T5Config
 from stages.models.text import decoder
 from stages.retrieval.train.config import TrainConfig as RetrieverTraining
 from stages.text_to_image.families import family

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from stages import kernels
-from stages.models.t5 import layers as t5
+from stages.models.t5 import model as t5
 from stages.tuner.adapters import lokr
 from stages.tuner.adapters.product import product
 from stages.tuner.quantize import dense, pack, row_chunks

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 
-# The prompt form. stages/models/text/tiny_tokenizer.py has it too; a test compares the two.
+# The prompt form. stages/models/random_model.py has it too; a test compares the two.
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 THINKING = ("<think>", "</think>")  # never split, but not special in Qwen3's tokenizer
 CUT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -1,33 +1,22 @@
 """FLUX.2's entry in the table of architectures. Code outside this folder imports this file only."""
 
 from stages.models.family import Architecture
-from stages.models.flux2 import (
-    adapter_reader,
-    adapter_writer,
-    autoencoder_memory,
-    config,
-    load,
-    random_weights,
-    recognise,
-    sampling,
-    transformer,
-)
-from stages.models.flux2 import inputs as model_inputs
+from stages.models.flux2 import adapters, autoencoder_memory, load, random_weights, sampling, transformer
 from stages.models.text.encoder import TextEncoder, text_encoder_sizes
 
 FLUX2 = Architecture(
     pixels_per_token=sampling.PIXELS,
-    transformer_class=config.TRANSFORMER_CLASS,
+    transformer_class=transformer.TRANSFORMER_CLASS,
     transformer_config=load.transformer_config,
     load_transformer=load.load_flux2,
     build_transformer=transformer.Flux2,
     meta_transformer=transformer.meta_transformer,
-    in_block=config.in_block,
-    packs_outside=config.packs_outside,
-    outside_bits=config.OUTSIDE_BITS,
-    tokens=model_inputs.tokens,
-    inputs=model_inputs.inputs,
-    zero_inputs=model_inputs.zero_inputs,
+    in_block=transformer.in_block,
+    packs_outside=transformer.packs_outside,
+    outside_bits=transformer.OUTSIDE_BITS,
+    tokens=transformer.tokens,
+    inputs=transformer.inputs,
+    zero_inputs=transformer.zero_inputs,
     load_autoencoder=load.load_autoencoder,
     load_text_encoder=TextEncoder,
     text_encoder_sizes=text_encoder_sizes,
@@ -35,8 +24,8 @@ FLUX2 = Architecture(
     sigmas=sampling.sigmas,
     draw=sampling.draw,
     guided_together=sampling.TOGETHER,
-    read_adapter=adapter_reader.read_adapter,
-    adapter_styles={"diffusers": adapter_writer.to_diffusers, "comfyui": adapter_writer.to_comfyui},
+    read_adapter=adapters.read_adapter,
+    adapter_styles={"diffusers": adapters.to_diffusers, "comfyui": adapters.to_comfyui},
     write_random_weights=random_weights.write_random_weights,
-    recognise=recognise.recognise,
+    recognise=load.recognise,
 )

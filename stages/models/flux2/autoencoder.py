@@ -1,19 +1,266 @@
 """FLUX.2's autoencoder: images to normalised latents and back.
 
 Source: autoencoder.py of the reference repository and the released vae/config.json. Weights have diffusers' names. Arrays are
-channels-last inside; latents are channels-first. Large images are computed in strips of rows (rows.py).
-B batch, R rows of a strip, H and W height and width in pixels, C channels, P = H W positions, h = H / 16, w = W / 16,
+channels-last inside; latents are channels-first.
+
+Activations of large images are strips of rows, so that a convolution needs memory for one strip at a time. No strip of its input
+or output takes more than `strip_bytes()`, no kernel more operations than `kernels.LIMIT`. A convolution reads the rows beside
+its strip too, and statistics of a norm are sums over all strips, so results are equal up to rounding.
+B batch, R rows of a strip, H and W height and width in pixels, C channels, G groups, P = H W positions, h = H / 16, w = W / 16,
 L latent channels (32); 4 L = 128 channels after patches of 2 x 2 positions are folded in.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
 import mlx.core as mx
 
 from stages import kernels
-from stages.models.elementwise import silu
-from stages.models.flux2.autoencoder_config import AutoencoderConfig
-from stages.models.flux2.rows import Rows, StripQueue, group_statistics, strip_rows, windows
+from stages.models.attention import silu
+from stages.models.folders import checked_sizes
+
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+
+FIXED = {"act_fn": "silu", "patch_size": (2, 2)}  # the only supported values of these fields
+
+
+@dataclass(frozen=True)
+class AutoencoderConfig:
+    """Fields have the names and meanings of the keys in vae/config.json."""
+
+    in_channels: int
+    out_channels: int
+    latent_channels: int
+    block_out_channels: tuple[int, ...]
+    layers_per_block: int
+    norm_num_groups: int
+    decoder_block_out_channels: tuple[int, ...] | None = None  # None: those of the encoder
+    batch_norm_eps: float = 1e-4
+    use_quant_conv: bool = True
+    use_post_quant_conv: bool = True
+    mid_block_add_attention: bool = True
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> AutoencoderConfig:
+        """Raises ValueError for a missing key or unsupported value. Keys without influence on the computation are ignored."""
+        for key, value in FIXED.items():
+            other = content.get(key, value)
+            if (tuple(other) if isinstance(other, list) else other) != value:
+                raise ValueError(f"autoencoder config: {key} = {other!r} is not supported; expected {value!r}")
+        known = checked_sizes(cls, content, "autoencoder config")
+        missing = [f.name for f in fields(cls) if f.name not in known and f.default is MISSING]
+        if missing:
+            raise ValueError(f"autoencoder config lacks {', '.join(missing)}")
+        made = cls(**known)
+        odd = [c for c in (*made.block_out_channels, *made.decoder_channels) if c % made.norm_num_groups]
+        if odd:
+            raise ValueError(
+                f"autoencoder config: channels must be multiples of norm_num_groups {made.norm_num_groups}, got {odd[0]}"
+            )
+        return made
+
+    @property
+    def decoder_channels(self) -> tuple[int, ...]:
+        """From the highest resolution to the lowest."""
+        return self.decoder_block_out_channels or self.block_out_channels
+
+    @property
+    def scale(self) -> int:
+        """Pixels per position of the latent, along one side: 16 in released models."""
+        # One halving between two levels each, and one by the 2 x 2 patches.
+        return int(2 ** len(self.block_out_channels))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes in a file by diffusers' name; a convolution's is (out, in, height, width)."""
+        latent = self.latent_channels
+        shapes = dict(_encoder(self)) | dict(_decoder(self))
+        if self.use_quant_conv:
+            shapes |= dict(_conv("quant_conv", 2 * latent, 2 * latent, 1))
+        if self.use_post_quant_conv:
+            shapes |= dict(_conv("post_quant_conv", latent, latent, 1))
+        return shapes | {"bn.running_mean": (4 * latent,), "bn.running_var": (4 * latent,)}
+
+
+def _conv(name: str, inputs: int, outputs: int, kernel: int = 3) -> Shapes:
+    yield f"{name}.weight", (outputs, inputs, kernel, kernel)
+    yield f"{name}.bias", (outputs,)
+
+
+def _norm(name: str, channels: int) -> Shapes:
+    yield f"{name}.weight", (channels,)
+    yield f"{name}.bias", (channels,)
+
+
+def _resnet(name: str, inputs: int, outputs: int) -> Shapes:
+    yield from _norm(f"{name}.norm1", inputs)
+    yield from _conv(f"{name}.conv1", inputs, outputs)
+    yield from _norm(f"{name}.norm2", outputs)
+    yield from _conv(f"{name}.conv2", outputs, outputs)
+    if inputs != outputs:
+        yield from _conv(f"{name}.conv_shortcut", inputs, outputs, 1)
+
+
+def _middle(name: str, channels: int, attention: bool) -> Shapes:
+    yield from _resnet(f"{name}.resnets.0", channels, channels)
+    yield from _resnet(f"{name}.resnets.1", channels, channels)
+    if attention:
+        yield from _norm(f"{name}.attentions.0.group_norm", channels)
+        for part in ("to_q", "to_k", "to_v", "to_out.0"):
+            yield f"{name}.attentions.0.{part}.weight", (channels, channels)
+            yield f"{name}.attentions.0.{part}.bias", (channels,)
+
+
+def _encoder(config: AutoencoderConfig) -> Shapes:
+    channels = config.block_out_channels
+    yield from _conv("encoder.conv_in", config.in_channels, channels[0])
+    inputs = channels[0]
+    for i, outputs in enumerate(channels):
+        for j in range(config.layers_per_block):
+            yield from _resnet(f"encoder.down_blocks.{i}.resnets.{j}", inputs, outputs)
+            inputs = outputs
+        if i < len(channels) - 1:
+            yield from _conv(f"encoder.down_blocks.{i}.downsamplers.0.conv", outputs, outputs)
+    yield from _middle("encoder.mid_block", inputs, config.mid_block_add_attention)
+    yield from _norm("encoder.conv_norm_out", inputs)
+    yield from _conv("encoder.conv_out", inputs, 2 * config.latent_channels)
+
+
+def _decoder(config: AutoencoderConfig) -> Shapes:
+    channels = config.decoder_channels[::-1]
+    yield from _conv("decoder.conv_in", config.latent_channels, channels[0])
+    yield from _middle("decoder.mid_block", channels[0], config.mid_block_add_attention)
+    inputs = channels[0]
+    for i, outputs in enumerate(channels):
+        for j in range(config.layers_per_block + 1):
+            yield from _resnet(f"decoder.up_blocks.{i}.resnets.{j}", inputs, outputs)
+            inputs = outputs
+        if i < len(channels) - 1:
+            yield from _conv(f"decoder.up_blocks.{i}.upsamplers.0.conv", outputs, outputs)
+    yield from _norm("decoder.conv_norm_out", inputs)
+    yield from _conv("decoder.conv_out", inputs, config.out_channels)
+
+
+STRIP_BYTES = 32 << 20  # of one strip of float32 values: 256 x 256 positions of 128 channels
+# On a GPU, which smaller strips leave idle: an H200 encodes in half the time of 32 MiB. Exact products gain nothing from large
+# strips, and their convolutions need memory in proportion: 3.48 GB in place of 2.10 GB at 1024 px.
+GPU_STRIP_BYTES = 128 << 20
+ITEM = 4  # bytes: strips have the same rows in every dtype
+IN_FLIGHT = 2  # strips of full size that a GPU has started and not finished: one is computed while the next is prepared
+
+
+class StripQueue:
+    """Strips in computation: on a GPU, unfinished ones take at most two strips of full size; on a CPU each is waited for."""
+
+    def __init__(self) -> None:
+        self.started: deque[tuple[mx.array, int]] = deque()  # with the values that its computation holds
+        self.values = 0
+
+    def start(self, x: mx.array, work: int = 0) -> mx.array:
+        """Start computing `x`. `work`: values that its computation holds, if more than those of `x`."""
+        kernels.dispatch(x)
+        self.started.append((x, max(x.size, work)))
+        self.values += self.started[-1][1]
+        # Without a limit, all strips would be in memory at once. If every strip was waited for, a GPU would be idle between
+        # two. Far from the image's own resolution an activation is one small strip, so that a GPU is handed many layers
+        # ahead.
+        newest, most = (1, IN_FLIGHT * strip_bytes() // ITEM) if kernels.compiles() else (0, 0)  # not waited for
+        while len(self.started) > newest and self.values > most:
+            oldest, values = self.started.popleft()
+            self.values -= values
+            mx.eval(oldest)
+        return x
+
+    def clear(self) -> None:
+        self.started.clear()
+        self.values = 0
+
+
+class Rows:
+    """An activation (B, H, W, C) as strips, from top to bottom."""
+
+    def __init__(self, strips: list[mx.array]) -> None:
+        self.strips: list[mx.array | None] = list(strips)
+        self.starts = [0]
+        for strip in strips:
+            self.starts.append(self.starts[-1] + strip.shape[1])
+        self.width, self.channels = strips[0].shape[2:]
+
+    @property
+    def height(self) -> int:
+        return self.starts[-1]
+
+    def take(self, first: int, last: int) -> mx.array:
+        """Rows `first` to `last` (exclusive) as one array; those that do not exist are left out."""
+        first, last = max(first, 0), min(last, self.height)
+        parts = []
+        for at, strip in enumerate(self.strips):
+            start, end = max(first, self.starts[at]), min(last, self.starts[at + 1])
+            if start >= end:
+                continue
+            assert strip is not None, "a strip was freed too early"
+            whole = (start, end) == (self.starts[at], self.starts[at + 1])
+            parts.append(strip if whole else strip[:, start - self.starts[at] : end - self.starts[at]])
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+
+    def free_before(self, row: int) -> None:
+        """Free the strips whose rows all lie before `row`."""
+        for at, end in enumerate(self.starts[1:]):
+            if end <= row:
+                self.strips[at] = None
+
+    def present(self) -> Iterator[mx.array]:
+        for strip in self.strips:
+            assert strip is not None, "a strip was freed too early"
+            yield strip
+
+
+def strip_bytes(exact: bool | None = None) -> int:
+    """Most bytes of a strip in float32. `exact` products: None is `kernels.exact()`."""
+    exact = kernels.exact() if exact is None else exact
+    return GPU_STRIP_BYTES if kernels.compiles() and not exact else STRIP_BYTES
+
+
+def strip_rows(height: int, width: int, inputs: int, outputs: int, kernel: int = 3, exact: bool | None = None) -> int:
+    """Output rows that a convolution computes at once, within `strip_bytes` and `kernels.LIMIT`, at least 1."""
+    by_bytes = strip_bytes(exact) // (ITEM * width * max(inputs, outputs))
+    by_operations = kernels.LIMIT // kernels.product_flop(width, kernel * kernel * inputs, outputs)
+    most = max(1, int(min(by_bytes, by_operations)))
+    # Strips of about equal height.
+    return -(-height // -(-height // most))
+
+
+def windows(height: int, rows: int) -> Iterator[tuple[int, int]]:
+    """(first, last), last exclusive, of consecutive windows of at most `rows` rows."""
+    for first in range(0, height, rows):
+        yield first, min(first + rows, height)
+
+
+def group_statistics(x: Rows, groups: int, eps: float, start: Callable[[mx.array, int], mx.array]) -> tuple[mx.array, mx.array]:
+    """(mean, 1 / standard deviation) of a group norm, float32 (B, 1, 1, C)."""
+    count = x.height * x.width * x.channels // groups
+    squares = kernels.compiled(_squares)
+    # `start`, of a StripQueue, waits for earlier strips: only a few are in memory at once.
+    total_BC = sum((start(_sum(strip), strip.size) for strip in x.present()), start=mx.array(0.0))
+    mean_BG = total_BC.reshape(total_BC.shape[0], groups, -1).sum(-1) / count
+    mean_B11C = mx.repeat(mean_BG, x.channels // groups, axis=-1)[:, None, None]
+    square_BC = sum((start(squares(strip, mean_B11C), strip.size) for strip in x.present()), start=mx.array(0.0))
+    var_BG = square_BC.reshape(square_BC.shape[0], groups, -1).sum(-1) / count
+    scale_BG = mx.rsqrt(var_BG + eps)
+    return mean_B11C, mx.repeat(scale_BG, x.channels // groups, axis=-1)[:, None, None]
+
+
+def _sum(x_BRWC: mx.array) -> mx.array:
+    # Columns first: one long sum of float32 values would lose digits.
+    return x_BRWC.astype(mx.float32).sum(2).sum(1)
+
+
+def _squares(x_BRWC: mx.array, mean_B11C: mx.array) -> mx.array:
+    return mx.square(x_BRWC.astype(mx.float32) - mean_B11C).sum(2).sum(1)
+
 
 NORM_EPS = 1e-6  # of every group normalisation; it is not in the config
 QUERIES = 4096  # rows of attention at once: four passes at 1024 px, with 0.27 GB of scores each instead of 1.07 GB

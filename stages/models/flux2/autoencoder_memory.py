@@ -14,10 +14,8 @@ import mlx.core as mx
 
 from stages import kernels
 from stages.models.family import Family
-from stages.models.flux2.autoencoder import query_rows
-from stages.models.flux2.autoencoder_config import AutoencoderConfig
+from stages.models.flux2.autoencoder import AutoencoderConfig, query_rows, strip_rows
 from stages.models.flux2.load import autoencoder_config
-from stages.models.flux2.rows import strip_rows
 
 COLUMNS = 9.0  # on a CPU, a convolution copies each 3 x 3 neighbourhood of its input
 EXTRA = 4.0  # on a CPU, strips beside these copies: the input, its normalised form, the sum with the bias, and one more

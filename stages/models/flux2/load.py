@@ -1,8 +1,12 @@
-"""Load the transformer and the autoencoder, from the diffusers layout or the model makers' single files."""
+"""Load the transformer and the autoencoder, from the diffusers layout or Black Forest Labs' single files.
+
+The tables of names say what a weight or an adapter's Linear (adapters.py) of those files is called in diffusers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +14,135 @@ import mlx.core as mx
 
 from stages.models import weights
 from stages.models.family import Family
-from stages.models.flux2 import autoencoder, key_maps
-from stages.models.flux2.autoencoder_config import AutoencoderConfig
-from stages.models.flux2.config import Flux2Config
-from stages.models.flux2.transformer import Flux2
+from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig, arrange
+from stages.models.flux2.transformer import Flux2, Flux2Config
 from stages.models.folders import component_config, read_config
+
+PREFIXES = ("model.diffusion_model.", "diffusion_model.")  # some single files put one of them before every key
+QUANTISED = (".input_scale", ".weight_scale", ".weight_scale_2", ".scale_weight", ".scale_input", "scaled_fp8")
+
+# Black Forest Labs' name -> diffusers' name. Outside the blocks; then within a double, and within a single block.
+# Source: model.py and autoencoder.py of the reference repository beside the released diffusers folders. Tests compare them in
+# both directions at tiny sizes.
+TRANSFORMER = {
+    "img_in": "x_embedder",
+    "txt_in": "context_embedder",
+    "time_in.in_layer": "time_guidance_embed.timestep_embedder.linear_1",
+    "time_in.out_layer": "time_guidance_embed.timestep_embedder.linear_2",
+    "guidance_in.in_layer": "time_guidance_embed.guidance_embedder.linear_1",
+    "guidance_in.out_layer": "time_guidance_embed.guidance_embedder.linear_2",
+    "double_stream_modulation_img.lin": "double_stream_modulation_img.linear",
+    "double_stream_modulation_txt.lin": "double_stream_modulation_txt.linear",
+    "single_stream_modulation.lin": "single_stream_modulation.linear",
+    "final_layer.linear": "proj_out",
+}
+DOUBLE = {
+    "img_attn.proj": "attn.to_out.0",
+    "txt_attn.proj": "attn.to_add_out",
+    "img_attn.norm.query_norm": "attn.norm_q",
+    "img_attn.norm.key_norm": "attn.norm_k",
+    "txt_attn.norm.query_norm": "attn.norm_added_q",
+    "txt_attn.norm.key_norm": "attn.norm_added_k",
+    "img_mlp.0": "ff.linear_in",
+    "img_mlp.2": "ff.linear_out",
+    "txt_mlp.0": "ff_context.linear_in",
+    "txt_mlp.2": "ff_context.linear_out",
+}
+SINGLE = {
+    "linear1": "attn.to_qkv_mlp_proj",
+    "linear2": "attn.to_out",
+    "norm.query_norm": "attn.norm_q",
+    "norm.key_norm": "attn.norm_k",
+}
+FUSED = {  # one matrix in Black Forest Labs' files holds the rows of three in diffusers, in this order
+    "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+}
+MFLUX = {  # names in models that mflux saves, where they differ
+    r"^time_guidance_embed\.(linear_\d)\.": r"time_guidance_embed.timestep_embedder.\1.",
+    r"^(transformer_blocks\.\d+\.attn\.to_out)\.(?!\d)": r"\1.0.",
+}
+ATTENTION = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "to_out.0"}
+
+
+def strip_prefix(key: str) -> str:
+    return next((key[len(p) :] for p in PREFIXES if key.startswith(p)), key)
+
+
+def is_single_file(keys: Iterable[str]) -> bool:
+    """Whether some name is of Black Forest Labs' code."""
+    marks = ("double_blocks.", "single_blocks.", "encoder.down.", "decoder.up.", "img_in.")
+    return any(strip_prefix(k).startswith(marks) for k in keys)
+
+
+def transformer_to_diffusers(arrays: dict[str, mx.array], path: Path) -> dict[str, mx.array]:
+    """Fused q, k, v become three weights; an unknown name loses its prefix only. Raises ValueError for a scale."""
+    converted: dict[str, mx.array] = {}
+    for found, value in arrays.items():
+        # `read_tensors` has multiplied fp8 weights by their scales, and left these out.
+        if found.endswith(QUANTISED):
+            raise ValueError(f"{path} holds {found}, the scale of a weight that is not fp8: use the bfloat16 or the fp8 file")
+        key = strip_prefix(found)
+        name, _, ending = key.rpartition(".")
+        if key == "final_layer.adaLN_modulation.1.weight":  # its rows are shift, scale; in diffusers scale, shift
+            half = value.shape[0] // 2
+            converted["norm_out.linear.weight"] = mx.concatenate([value[half:], value[:half]])
+        elif name in TRANSFORMER:
+            converted[f"{TRANSFORMER[name]}.{ending}"] = value
+        else:
+            converted |= _block(key, value)
+    return converted
+
+
+def from_mflux(key: str) -> str:
+    """diffusers' name of a weight in a model that mflux saved. diffusers' own names stay."""
+    for pattern, name in MFLUX.items():
+        key = re.sub(pattern, name, key)
+    return key
+
+
+def _block(key: str, value: mx.array) -> dict[str, mx.array]:
+    match = re.fullmatch(r"(double|single)_blocks\.(\d+)\.(.+)\.(weight|scale)", key)
+    if not match:
+        return {key: value}
+    kind, number, name, _ = match.groups()
+    prefix = f"transformer_blocks.{number}" if kind == "double" else f"single_transformer_blocks.{number}"
+    if kind == "double" and name in FUSED:
+        rows = value.shape[0] // 3
+        return {f"{prefix}.{part}.weight": value[i * rows : (i + 1) * rows] for i, part in enumerate(FUSED[name])}
+    known = DOUBLE if kind == "double" else SINGLE
+    return {f"{prefix}.{known[name]}.weight": value} if name in known else {key: value}
+
+
+def autoencoder_to_diffusers(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The 1 x 1 convolutions of the attention become matrices."""
+    levels = 1 + max((int(m[1]) for k in arrays if (m := re.match(r"decoder\.up\.(\d+)\.", k))), default=0)
+    converted: dict[str, mx.array] = {}
+    for found, value in arrays.items():
+        key = _autoencoder_key(found, levels)
+        flat = ".attentions.0.to_" in key and value.ndim == 4
+        converted[key] = value.reshape(value.shape[0], -1) if flat else value
+    return converted
+
+
+def _autoencoder_key(key: str, levels: int) -> str:
+    # The file and diffusers number the decoder's levels in opposite order.
+    if match := re.fullmatch(r"(encoder|decoder)\.(down|up)\.(\d+)\.block\.(\d+)\.(.+)", key):
+        side, way, level, number, rest = match.groups()
+        at = int(level) if way == "down" else levels - 1 - int(level)
+        return f"{side}.{way}_blocks.{at}.resnets.{number}.{rest.replace('nin_shortcut', 'conv_shortcut')}"
+    if match := re.fullmatch(r"(encoder|decoder)\.(down|up)\.(\d+)\.(down|up)sample\.conv\.(.+)", key):
+        side, way, level, _, rest = match.groups()
+        at = int(level) if way == "down" else levels - 1 - int(level)
+        return f"{side}.{way}_blocks.{at}.{way}samplers.0.conv.{rest}"
+    if match := re.fullmatch(r"(encoder|decoder)\.mid\.block_(\d)\.(.+)", key):
+        return f"{match[1]}.mid_block.resnets.{int(match[2]) - 1}.{match[3]}"
+    if (match := re.fullmatch(r"(encoder|decoder)\.mid\.attn_1\.(\w+)\.(weight|bias)", key)) and match[2] in ATTENTION:
+        return f"{match[1]}.mid_block.attentions.0.{ATTENTION[match[2]]}.{match[3]}"
+    for old, new in (("encoder.quant_conv", "quant_conv"), ("decoder.post_quant_conv", "post_quant_conv")):
+        if key.startswith(old):
+            return new + key[len(old) :]
+    return re.sub(r"^(encoder|decoder)\.norm_out\.", r"\1.conv_norm_out.", key)
 
 
 def transformer_config(path: Path | None, family: Family) -> Flux2Config:
@@ -25,30 +153,30 @@ def transformer_config(path: Path | None, family: Family) -> Flux2Config:
 def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[[str, mx.array], Any] | None = None) -> Flux2:
     """See `Architecture.load_transformer`. Raises ValueError if a weight is missing, unknown, damaged or of another shape."""
     config = transformer_config(path, family)
-    foreign = key_maps.is_single_file(weights.read_keys(path))
+    foreign = is_single_file(weights.read_keys(path))
     arrays = weights.load_component(
         path,
         config.shapes(),
-        convert=(lambda found: key_maps.transformer_to_diffusers(found, path)) if foreign else None,
-        rename=None if foreign else key_maps.from_mflux,
+        convert=(lambda found: transformer_to_diffusers(found, path)) if foreign else None,
+        rename=None if foreign else from_mflux,
         dtype=dtype,
         arrange=arrange,
     )
     return Flux2(config, arrays)
 
 
-def load_autoencoder(path: Path, family: Family, dtype: Any = None) -> autoencoder.Autoencoder:
+def load_autoencoder(path: Path, family: Family, dtype: Any = None) -> Autoencoder:
     """Weights in `dtype`, or as stored; the statistics of the latents always in float32. Errors as in `load_flux2`."""
     config = autoencoder_config(path, family)
     arrays = weights.load_component(
         path,
         config.shapes(),
-        convert=key_maps.autoencoder_to_diffusers if key_maps.is_single_file(weights.read_keys(path)) else None,
+        convert=autoencoder_to_diffusers if is_single_file(weights.read_keys(path)) else None,
         dtype=lambda key: mx.float32 if key.startswith("bn.") else dtype,
         ignore=lambda key: key == "bn.num_batches_tracked",
-        arrange=autoencoder.arrange,
+        arrange=arrange,
     )
-    return autoencoder.Autoencoder(config, arrays)
+    return Autoencoder(config, arrays)
 
 
 def autoencoder_config(path: Path | None, family: Family) -> AutoencoderConfig:
@@ -64,3 +192,34 @@ def autoencoder_config(path: Path | None, family: Family) -> AutoencoderConfig:
     found = [shapes[name][0] for pair in named for name in pair if name in shapes]
     widths = {"decoder_block_out_channels": tuple(found)} if len(found) == levels else {}
     return AutoencoderConfig.from_dict({**family.autoencoder, **widths})
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def recognise(shapes: Shapes, family: Family) -> str:
+    """transformer, autoencoder or text_encoder; "" if the weights fit no component of `family`."""
+    # Numbers of columns are not compared: quantised weights have fewer.
+    named = {strip_prefix(name): shape for name, shape in shapes.items()}
+    if rows := _rows(named, ("x_embedder.weight", "img_in.weight")):
+        sizes = family.transformer
+        blocks = {name.split(".")[1] for name in named if name.startswith(("transformer_blocks.", "double_blocks."))}
+        hidden = sizes["num_attention_heads"] * sizes["attention_head_dim"]
+        return "transformer" if (rows, len(blocks)) == (hidden, sizes["num_layers"]) else ""
+    if "bn.running_mean" in named and "encoder.conv_in.weight" in named:
+        sizes = family.autoencoder
+        found = named["encoder.conv_in.weight"][0], named["bn.running_mean"]
+        return "autoencoder" if found == (sizes["block_out_channels"][0], (4 * sizes["latent_channels"],)) else ""
+    sizes = family.text_encoder
+    table = _rows(named, ("embed_tokens.weight", "token_embd.weight"))
+    norm = _rows(named, ("layers.0.input_layernorm.weight", "blk.0.attn_norm.weight"))
+    return "text_encoder" if (table, norm) == (sizes["vocab_size"], sizes["hidden_size"]) else ""
+
+
+def _rows(shapes: Shapes, endings: tuple[str, ...]) -> int:
+    for name, shape in shapes.items():
+        if name.endswith(endings) and "vision" not in name and shape:
+            whole = name in endings or name.endswith(tuple(f".{ending}" for ending in endings))
+            if whole:
+                return shape[0]
+    return 0

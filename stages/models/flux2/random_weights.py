@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from stages.models.family import Family
-from stages.models.flux2.autoencoder_config import AutoencoderConfig
-from stages.models.flux2.config import TRANSFORMER_CLASS, Flux2Config
-from stages.models.text.qwen3 import Qwen3Config
-from stages.models.text.tiny_tokenizer import write_json, write_tokenizer
+from stages.models.flux2.autoencoder import AutoencoderConfig
+from stages.models.flux2.transformer import TRANSFORMER_CLASS, Flux2Config
+from stages.models.random_model import write_json, write_tokenizer
+from stages.models.text.decoder import Qwen3Config
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -12,8 +12,7 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 
-from stages.models.flux2.inputs import inputs
-from stages.models.flux2.transformer import Flux2
+from stages.models.flux2.transformer import Flux2, inputs
 
 Predict = Callable[..., mx.array]  # (keyword arguments of Flux2.enter) -> velocity, (batch, image tokens, channels)
 Velocity = Callable[[mx.array, float], mx.array]  # (x, sigma) -> dx/dsigma, of x's shape

@@ -1,23 +1,378 @@
 """The FLUX.2 transformer as a chain of blocks. A caller can run block after block, replace its Linears, or call all of it.
 
 The residual stream is one array, text rows before image rows, in the dtype of the weights. Names of weights are those of the
-diffusers layout. B batch, T text rows, L image rows, S = T + L rows, C latent channels, J text features, D hidden width.
+diffusers layout. Some operations have a gradient of their own, as MLX's keeps more in memory or takes more kernels.
+B batch, T text rows, L image rows, S = T + L rows, C latent channels, J text features, D hidden width, F feed-forward width,
+H heads, K head width.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from stages.models.elementwise import silu
-from stages.models.flux2.blocks import Linear, Shared, double_block, plain_linear, single_block, text_rows
-from stages.models.flux2.config import MODULATIONS, Flux2Config, in_block
-from stages.models.flux2.layers import modulate, modulation, spread
+from stages import kernels
+from stages.models.attention import attention, sigmoid, silu, slow_exp
+from stages.models.folders import checked_sizes
+from stages.own_gradient import OwnGradient
+
+Shapes = dict[str, tuple[int, ...]]
+
+EPS = 1e-6  # of every norm, in every released FLUX.2
+MODULATIONS = {  # stream of rows -> the Linear that gives its shifts, scales and gates
+    "text": "double_stream_modulation_txt",
+    "image": "double_stream_modulation_img",
+    "single": "single_stream_modulation",
+}
+TRANSFORMER_CLASS = "Flux2Transformer2DModel"  # the class in diffusers
+OUTSIDE_BITS = 8  # the fewest bits per weight that are safe for a Linear outside the blocks: they steer every block
+
+
+@dataclass(frozen=True)
+class Flux2Config:
+    """Fields have the names and meanings of the keys in config.json."""
+
+    in_channels: int
+    num_layers: int
+    num_single_layers: int
+    attention_head_dim: int
+    num_attention_heads: int
+    joint_attention_dim: int
+    timestep_guidance_channels: int
+    mlp_ratio: float
+    axes_dims_rope: tuple[int, ...]
+    rope_theta: float
+    eps: float
+    guidance_embeds: bool
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Flux2Config:
+        """Raises ValueError if a key is missing or a value is not supported. Unknown keys are ignored."""
+        missing = [f.name for f in fields(cls) if f.name not in config]
+        if missing:
+            raise ValueError(f"the transformer's config lacks {', '.join(missing)}; is this a FLUX.2 transformer?")
+        made = cls(**checked_sizes(cls, config, "the transformer's config"))
+        if sum(made.axes_dims_rope) != made.attention_head_dim:
+            raise ValueError(f"axes_dims_rope {made.axes_dims_rope} must add up to attention_head_dim {made.attention_head_dim}")
+        if any(each % 2 for each in made.axes_dims_rope):
+            raise ValueError(f"axes_dims_rope must be even numbers, got {made.axes_dims_rope}")
+        if made.eps != EPS:
+            raise ValueError(f"the transformer's eps must be {EPS}, got {made.eps}")
+        return made
+
+    @property
+    def hidden(self) -> int:
+        return self.num_attention_heads * self.attention_head_dim
+
+    def shapes(self) -> Shapes:
+        """By diffusers' name, in the order of the layers."""
+        found = self._first_shapes()
+        for i in range(self.num_layers):
+            found |= {f"transformer_blocks.{i}.{n}": s for n, s in self._double_shapes().items()}
+        for i in range(self.num_single_layers):
+            found |= {f"single_transformer_blocks.{i}.{n}": s for n, s in self._single_shapes().items()}
+        found |= {"norm_out.linear": (2 * self.hidden, self.hidden), "proj_out": (self.in_channels, self.hidden)}
+        return {f"{name}.weight": shape for name, shape in found.items()}
+
+    @property
+    def _mlp(self) -> int:
+        return int(self.hidden * self.mlp_ratio)
+
+    def _first_shapes(self) -> Shapes:
+        D = self.hidden
+        found: Shapes = {"x_embedder": (D, self.in_channels), "context_embedder": (D, self.joint_attention_dim)}
+        for kind in ("timestep", "guidance") if self.guidance_embeds else ("timestep",):
+            found[f"time_guidance_embed.{kind}_embedder.linear_1"] = (D, self.timestep_guidance_channels)
+            found[f"time_guidance_embed.{kind}_embedder.linear_2"] = (D, D)
+        for stream, name in MODULATIONS.items():
+            found[f"{name}.linear"] = (3 * D if stream == "single" else 6 * D, D)
+        return found
+
+    def _double_shapes(self) -> Shapes:
+        D, K, F = self.hidden, self.attention_head_dim, self._mlp
+        linears = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_out.0", "to_add_out")
+        found: Shapes = {f"attn.{n}": (D, D) for n in linears}
+        found |= {f"attn.{n}": (K,) for n in ("norm_q", "norm_k", "norm_added_q", "norm_added_k")}
+        return found | {
+            f"{m}.{n}": s for m in ("ff", "ff_context") for n, s in (("linear_in", (2 * F, D)), ("linear_out", (D, F)))
+        }
+
+    def _single_shapes(self) -> Shapes:
+        D, K, F = self.hidden, self.attention_head_dim, self._mlp
+        return {"attn.to_qkv_mlp_proj": (3 * D + 2 * F, D), "attn.to_out": (D, D + F), "attn.norm_q": (K,), "attn.norm_k": (K,)}
+
+
+def in_block(name: str) -> bool:
+    # Within "single_transformer_blocks." too.
+    return "transformer_blocks." in name
+
+
+def packs_outside(name: str) -> bool:
+    """Whether a weight outside the blocks is worth packing: dev has 1.6 GB of them, all but a few MB in these."""
+    return name.startswith(("context_embedder", "time_guidance_embed", "norm_out", *MODULATIONS.values()))
+
+
+REFERENCE_STEP = 10  # distance of two reference images along the first axis of positions; the drawn image is at 0
+
+
+def image_ids(height: int, width: int, image: int = 0) -> np.ndarray:
+    """(tokens, 4): (10 * image, row, column, 0), row by row. Image 0 is drawn; references count from 1."""
+    row, col = np.indices((height, width)).reshape(2, -1)
+    return np.stack([0 * row + REFERENCE_STEP * image, row, col, 0 * row], axis=-1)
+
+
+def reference_ids(sizes: Sequence[tuple[int, int]]) -> np.ndarray:
+    """(tokens, 4) of all reference images, one after another. `sizes` are (height, width) of their latents."""
+    return np.concatenate([image_ids(*size, image=number) for number, size in enumerate(sizes, 1)])
+
+
+def text_ids(count: int) -> np.ndarray:
+    """(count, 4): (0, 0, 0, index), padding included."""
+    ids_T4 = np.zeros((count, 4), np.int64)
+    ids_T4[:, 3] = np.arange(count)
+    return ids_T4
+
+
+def tokens(x_BCHW: mx.array) -> mx.array:
+    """(B, C, H, W) -> (B, H W, C), row by row."""
+    return x_BCHW.reshape(*x_BCHW.shape[:2], -1).swapaxes(1, 2)
+
+
+def inputs(
+    x_BLC: mx.array,
+    size: tuple[int, int],
+    text_BTJ: mx.array,
+    sigma_B: mx.array,
+    guidance: float | None = None,
+    references: Sequence[mx.array] = (),
+) -> dict[str, Any]:
+    """Keyword arguments of `Flux2.enter` for a batch of noisy latents; see `Architecture.inputs`."""
+    found = {
+        "x_BLC": x_BLC,
+        "x_ids_L4": image_ids(*size),
+        "ctx_BTJ": text_BTJ,
+        "ctx_ids_T4": text_ids(text_BTJ.shape[1]),
+        "timesteps_B": sigma_B,
+        "guidance_B": None if guidance is None else mx.full(sigma_B.shape, guidance),
+    }
+    if references:
+        found["references_BRC"] = mx.concatenate([tokens(each).astype(x_BLC.dtype) for each in references], axis=1)
+        found["references_ids_R4"] = reference_ids([(each.shape[2], each.shape[3]) for each in references])
+    return found
+
+
+def zero_inputs(
+    config: Flux2Config, samples: int, size: tuple[int, int], text_rows: int, references: Sequence[tuple[int, int]] = ()
+) -> dict[str, Any]:
+    """Lazy inputs of zeros, for estimates of memory. Sizes are (height, width) of latents."""
+    height, width = size
+    beside = [mx.zeros((samples, config.in_channels, *each)) for each in references]
+    x_BLC = mx.zeros((samples, height * width, config.in_channels))
+    text_BTJ = mx.zeros((samples, text_rows, config.joint_attention_dim))
+    return inputs(x_BLC, size, text_BTJ, mx.zeros((samples,)), references=beside) | {"guidance_B": mx.zeros((samples,))}
+
+
+def modulation(y_BN: mx.array, hidden: int, rows: int) -> list[mx.array]:
+    """[shift, 1 + scale, gate] from (B, 3 D), twice (attention, feed-forward) from (B, 6 D); views (B, rows, D)."""
+    parts = mx.split(y_BN, y_BN.shape[-1] // hidden, axis=-1)
+    # 1 is added here, once for all blocks.
+    return spread([1 + part if at % 3 == 1 else part for at, part in enumerate(parts)], rows)
+
+
+def spread(parts: Sequence[mx.array], rows: int) -> list[mx.array]:
+    # Once for all blocks: within a compiled block it would be one more kind of kernel, and each costs a GPU seconds to
+    # compile.
+    return [mx.broadcast_to(part_BD[:, None], (part_BD.shape[0], rows, part_BD.shape[1])) for part_BD in parts]
+
+
+def modulate(x_BSD: mx.array, mods: list[mx.array]) -> mx.array:
+    """LayerNorm without weights, times mods[1] (1 + scale), plus mods[0] (shift). Further arrays are ignored."""
+    # On a GPU, the modulation of a single sample serves as weights of the norm: one kernel for both. On a CPU, MLX has no
+    # kernel of the norm.
+    if x_BSD.shape[0] == 1 and kernels.compiles():
+        y_BSD: mx.array = _weighted_layer_norm(x_BSD, mods[1][0, 0], mods[0][0, 0])
+        return y_BSD
+    # The order of factors and terms is that in which blocks add their gated outputs, so that one compiled kernel serves both.
+    return mx.fast.layer_norm(x_BSD, None, None, EPS) * mods[1] + mods[0]
+
+
+@OwnGradient
+def _weighted_layer_norm(x_BSD: mx.array, weight_D: mx.array, bias_D: mx.array) -> mx.array:
+    return mx.fast.layer_norm(x_BSD, weight_D, bias_D, EPS)
+
+
+@_weighted_layer_norm.vjp
+def _weighted_layer_norm_vjp(primals: Any, dy_BSD: mx.array, _: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    # MLX's own gradient would sum over all rows for the weight and the bias, which are frozen.
+    x_BSD, weight_D, bias_D = primals
+    back = mx.vjp(lambda x: mx.fast.layer_norm(x, None, None, EPS), [x_BSD], [dy_BSD * weight_D])[1]
+    return back[0], mx.zeros_like(weight_D), mx.zeros_like(bias_D)
+
+
+def swiglu(x_BSF: mx.array) -> mx.array:
+    gate, up = mx.split(x_BSF, 2, axis=-1)
+    return silu_times(gate, up)
+
+
+def silu_times(gate: mx.array, up: mx.array) -> mx.array:
+    """silu(gate) * up. On a GPU the gradient computes the sigmoid again, cheaper than storing it; on a CPU it is stored."""
+    made: Any = _silu_times_stored(gate, up) if slow_exp(gate) else [_silu_times(gate, up)]
+    y: mx.array = made[0]
+    return y
+
+
+@OwnGradient
+def _silu_times(gate: mx.array, up: mx.array) -> mx.array:
+    return silu(gate) * up
+
+
+@_silu_times.vjp
+def _silu_times_vjp(primals: Any, dy: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+    # The dependencies on dy, and of one gradient on the other, keep the compiler from reusing the sigmoid of the forward
+    # pass, which it would have to keep until here.
+    gate, up = mx.depends(list(primals), [dy])
+    share = mx.sigmoid(gate)
+    dgate = dy * up * (share + gate * share * (1 - share))
+    again = mx.depends([gate], [dgate])[0]
+    return dgate, silu(again) * dy
+
+
+@OwnGradient
+def _silu_times_stored(gate: mx.array, up: mx.array) -> tuple[mx.array, mx.array]:
+    share = sigmoid(gate)
+    return gate * share * up, share
+
+
+@_silu_times_stored.vjp
+def _silu_times_stored_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
+    (gate, up), (dy, _), share = primals, cotangents, outputs[1]
+    dup = dy * (gate * share)
+    return dy * share * up + dup * up * (1 - share), dup
+
+
+def rms_norm_heads(x_BSHK: mx.array, weight_K: mx.array) -> mx.array:
+    """RMSNorm of each head. The weight is frozen: its gradient is zero."""
+    y_BSHK: mx.array = _rms_norm_heads(x_BSHK, weight_K)
+    return y_BSHK
+
+
+@OwnGradient
+def _rms_norm_heads(x_BSHK: mx.array, weight_K: mx.array) -> mx.array:
+    return mx.fast.rms_norm(x_BSHK, weight_K, EPS)
+
+
+@_rms_norm_heads.vjp
+def _rms_norm_heads_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+    x_BSHK, weight_K = primals
+    # MLX's own gradient of the weight would be a sum over all rows.
+    back = mx.vjp(lambda x: mx.fast.rms_norm(x, None, EPS), [x_BSHK], [dy_BSHK * weight_K])[1]
+    return back[0], mx.zeros_like(weight_K)
+
+
+def rotate(x_BSHK: mx.array, rope: Sequence[mx.array]) -> mx.array:
+    """Rotary positions, in float32. `rope` is (cosines, sines), each (S, 1, K), with one angle for both features of a pair."""
+    y_BSHK: mx.array = _rotated(x_BSHK, *rope)
+    return y_BSHK
+
+
+@OwnGradient
+def _rotated(x_BSHK: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    # A positive angle rotates the first feature of a pair towards the second.
+    return _rotate_pairs(x_BSHK, cos, sin, [[0, 1], [-1, 0]])
+
+
+@_rotated.vjp
+def _rotated_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    # Both features of a pair have one sine, so that the gradient is the same product with the inverse quarter turn.
+    _, cos, sin = primals
+    return _rotate_pairs(dy_BSHK, cos, sin, [[0, -1], [1, 0]]), mx.zeros_like(cos), mx.zeros_like(sin)
+
+
+def _rotate_pairs(x_BSHK: mx.array, cos: mx.array, sin: mx.array, quarter: list[list[int]]) -> mx.array:
+    # A turn by 90 degrees as a product with zeros and ones: exact, and much faster than splitting and joining the pairs.
+    quarter_KK = mx.array(np.kron(np.eye(x_BSHK.shape[-1] // 2), quarter), x_BSHK.dtype)
+    return (x_BSHK * cos + kernels.product(x_BSHK, quarter_KK) * sin).astype(x_BSHK.dtype)
+
+
+def split_heads(x_BSD: mx.array, width: int) -> mx.array:
+    return x_BSD.reshape(*x_BSD.shape[:2], -1, width)
+
+
+def norm_and_rotate(x_BSHK: mx.array, norm_K: mx.array, rope: Sequence[mx.array]) -> mx.array:
+    return rotate(rms_norm_heads(x_BSHK, norm_K), rope)
+
+
+def attend(q_BSHK: mx.array, k_BSHK: mx.array, v_BSHK: mx.array) -> mx.array:
+    """Every row to every row, (B, S, H, K) -> (B, S, H K)."""
+    q_BHSK, k_BHSK, v_BHSK = (x.swapaxes(1, 2) for x in (q_BSHK, k_BSHK, v_BSHK))
+    y_BHSK = attention(q_BHSK, k_BHSK, v_BHSK, q_BSHK.shape[-1] ** -0.5)
+    return y_BHSK.swapaxes(1, 2).flatten(2)
+
+
+Shared = dict[str, Any]  # what all blocks receive: modulations, rotary tables, text positions; arrays and lists of arrays
+Linear = Callable[[str, Any, mx.array], mx.array]  # (name within the block, weight, x) -> y; an adapter replaces it
+
+
+def plain_linear(name: str, weight: Any, x: mx.array) -> mx.array:
+    """x W^T. A packed weight has `dense()`."""
+    return kernels.linear(x, weight if isinstance(weight, mx.array) else weight.dense())
+
+
+def text_rows(shared: Shared) -> int:
+    # From a shape, so that a compiled block knows it.
+    rows: int = shared["ctx_ids"].shape[0]
+    return rows
+
+
+def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
+    """Separate weights for text and image, one joint attention. `shared` is what `Flux2.enter` returned."""
+
+    def apply(name: str, x: mx.array) -> mx.array:
+        return linear(name, weights[f"{name}.weight"], x)
+
+    def joint(text_name: str, image_name: str, norms: tuple[str, str] | None = None) -> mx.array:
+        parts = []
+        for i, (name, x) in enumerate(((text_name, text_in), (image_name, image_in))):
+            y_BSHK = split_heads(apply(name, x), width)
+            parts.append(norm_and_rotate(y_BSHK, weights[f"{norms[i]}.weight"], ropes[i]) if norms else y_BSHK)
+        return mx.concatenate(parts, axis=1)
+
+    T, width = text_rows(shared), weights["attn.norm_q.weight"].shape[0]
+    ropes = list(zip(*(mx.split(turn, [T]) for turn in shared["rope"]), strict=True))  # of the text rows, of the image rows
+    h_BTD, h_BLD = mx.split(h_BSD, [T], axis=1)
+    text, image = shared["text"], shared["image"]
+    text_in, image_in = modulate(h_BTD, text), modulate(h_BLD, image)
+    q_BSHK = joint("attn.add_q_proj", "attn.to_q", ("attn.norm_added_q", "attn.norm_q"))
+    k_BSHK = joint("attn.add_k_proj", "attn.to_k", ("attn.norm_added_k", "attn.norm_k"))
+    v_BSHK = joint("attn.add_v_proj", "attn.to_v")
+    y_BTD, y_BLD = mx.split(attend(q_BSHK, k_BSHK, v_BSHK), [T], axis=1)
+    h_BTD = apply("attn.to_add_out", y_BTD) * text[2] + h_BTD
+    h_BLD = apply("attn.to_out.0", y_BLD) * image[2] + h_BLD
+    h_BTD = apply("ff_context.linear_out", swiglu(apply("ff_context.linear_in", modulate(h_BTD, text[3:])))) * text[5] + h_BTD
+    h_BLD = apply("ff.linear_out", swiglu(apply("ff.linear_in", modulate(h_BLD, image[3:])))) * image[5] + h_BLD
+    return mx.concatenate([h_BTD, h_BLD], axis=1)
+
+
+def single_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
+    """Text and image as one sequence, attention and feed-forward in parallel."""
+    mods, rope, hidden = shared["single"], shared["rope"], h_BSD.shape[-1]
+    q_norm, k_norm = weights["attn.norm_q.weight"], weights["attn.norm_k.weight"]
+    name = "attn.to_qkv_mlp_proj"
+    x = linear(name, weights[f"{name}.weight"], modulate(h_BSD, mods))
+    # One split, so that the gradients of all five parts are joined once.
+    q, k, v, gate, up = mx.split(x, [hidden, 2 * hidden, 3 * hidden, (x.shape[-1] + 3 * hidden) // 2], axis=-1)
+    q_BSHK, k_BSHK, v_BSHK = (split_heads(y, q_norm.shape[0]) for y in (q, k, v))
+    y_BSD = attend(norm_and_rotate(q_BSHK, q_norm, rope), norm_and_rotate(k_BSHK, k_norm, rope), v_BSHK)
+    y_BSF = mx.concatenate([y_BSD, silu_times(gate, up)], axis=-1)
+    name = "attn.to_out"
+    gate_BSD: mx.array = mods[2]
+    return linear(name, weights[f"{name}.weight"], y_BSF) * gate_BSD + h_BSD
+
 
 TABLES_KEPT = 32  # rotary tables in memory: one per image shape, 2.4 MB at 1024 px
 

@@ -7,17 +7,18 @@ tokens, D hidden width, H query heads, G key and value heads (H is a multiple of
 
 from __future__ import annotations
 
+import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 
 from stages import kernels
-from stages.models.attention import attention
-from stages.models.elementwise import silu
-from stages.models.sizes import checked_sizes
+from stages.models.attention import attention, silu
+from stages.models.folders import checked_sizes
 
 dispatch: Callable[..., None] = mx.async_eval  # start computing without waiting; MLX leaves it untyped
 IN_FLIGHT = 2  # layers that are computed at once: a GPU computes one while the next is prepared
@@ -184,3 +185,90 @@ class Decoder:
     def _linear(self, name: str, x: mx.array) -> mx.array:
         weight: Any = self.weights[f"{name}.weight"]
         return kernels.linear(x, weight if isinstance(weight, mx.array) else weight.dense())
+
+
+@dataclass(frozen=True)
+class Qwen3Config(DecoderConfig):
+    title = "Qwen3"
+    head_norms = True
+    supported = {"attention_bias": False, "hidden_act": "silu", "use_sliding_window": False}  # noqa: RUF012  (never changed)
+
+    @staticmethod
+    def weight_name(key: str) -> str:
+        return key.removeprefix("model.")
+
+
+# What the names of the decoder's weights begin with: in released files, as transformers names them, and in files of the text
+# part alone. The first that fits counts.
+DECODER = ("language_model.model.", "model.language_model.", "model.")
+VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+HEADS = ("language_model.lm_head.", "model.lm_head.")
+
+
+@dataclass(frozen=True)
+class Mistral3Config(DecoderConfig):
+    title = "Mistral Small 3"
+    head_norms = False
+    supported = {"attention_bias": False, "hidden_act": "silu", "sliding_window": None}  # noqa: RUF012  (never changed)
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Self:
+        """`config` is that of the whole model or of its text part."""
+        text = config.get("text_config", config)
+        if not isinstance(text, Mapping):
+            raise ValueError(f"the text encoder's config must have an object as text_config, got {text!r:.80}")
+        return super().from_dict(text)
+
+    @staticmethod
+    def weight_name(key: str) -> str | None:
+        """As in `DecoderConfig`; the output head keeps "lm_head.", and a name without known prefix stays."""
+        if key.startswith(VISION):
+            return None
+        if head := next((prefix for prefix in HEADS if key.startswith(prefix)), ""):
+            return "lm_head." + key[len(head) :]
+        return next((key[len(prefix) :] for prefix in DECODER if key.startswith(prefix)), key)
+
+
+OUTSIDE = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+INSIDE = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+UNUSED = ("rope_freqs.weight",)  # constants of the rotary embedding
+INTERLEAVED = ("self_attn.q_proj", "self_attn.k_proj")
+
+
+def is_gguf(keys: Iterable[str]) -> bool:
+    return "token_embd.weight" in keys
+
+
+def from_gguf(arrays: Mapping[str, mx.array], head_dim: int, interleaved: bool, path: Path) -> dict[str, mx.array]:
+    """`interleaved`: the model is of Llama's architecture, such as Mistral. Raises ValueError if a name is not known."""
+    done: dict[str, mx.array] = {}
+    for key, value in arrays.items():
+        if key in UNUSED:
+            continue
+        layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", key)
+        inside = INSIDE.get(layer[2]) if layer else OUTSIDE.get(key.removesuffix(".weight"))
+        if inside is None:
+            raise ValueError(f"{path} holds {key}, which FLUX.2's text encoder does not have")
+        # Files of Llama's architecture have the rows of queries and keys in another order than transformers.
+        whole = interleaved and inside in INTERLEAVED
+        name = f"layers.{layer[1]}.{inside}.weight" if layer else f"{inside}.weight"
+        done[name] = halves_together(value, head_dim) if whole else value
+    return done
+
+
+def halves_together(weight: mx.array, head_dim: int) -> mx.array:
+    """Rows in the order of transformers: in each head the even rows come first, then the odd ones."""
+    heads = weight.shape[0] // head_dim
+    return weight.reshape(heads, head_dim // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)

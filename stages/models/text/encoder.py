@@ -17,13 +17,18 @@ import numpy as np
 
 from stages.models.family import Family
 from stages.models.folders import component_config
-from stages.models.reading import evaluate_each
-from stages.models.text.decoder import Decoder, DecoderConfig, mask, unneeded_beyond
-from stages.models.text.gguf_names import from_gguf, is_gguf
-from stages.models.text.mistral3 import Mistral3Config
-from stages.models.text.qwen3 import Qwen3Config
+from stages.models.text.decoder import (
+    Decoder,
+    DecoderConfig,
+    Mistral3Config,
+    Qwen3Config,
+    from_gguf,
+    is_gguf,
+    mask,
+    unneeded_beyond,
+)
 from stages.models.text.tokenisation import PromptTokenizer, TokenizedPrompt
-from stages.models.weights import open_component, read_keys
+from stages.models.weights import evaluate_each, open_component, read_keys
 
 PRECISIONS = {"bfloat16": mx.bfloat16, "float32": mx.float32}
 DECODERS: Mapping[str, type[DecoderConfig]] = {"qwen3": Qwen3Config, "mistral3": Mistral3Config}  # by the family's text_kind

@@ -7,9 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from stages.models.elementwise import slow_exp
-from stages.models.t5.architecture import RetrieverArchitecture
-from stages.models.t5.config import T5Config
+from stages.models.attention import slow_exp
+from stages.models.family import RetrieverArchitecture
+from stages.models.t5.model import T5Config
 from stages.retrieval.train.config import TrainConfig, bits_of
 from stages.retrieval.train.dataset import Dataset
 from stages.retrieval.train.objective import zero_inputs

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from stages.models.t5.encoder import T5
+from stages.models.t5.model import T5
 from stages.retrieval.train.config import LossConfig
 from stages.retrieval.train.reader import PairBatch
 from stages.tuner.contrastive import late_interaction as late

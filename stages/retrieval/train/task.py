@@ -12,8 +12,7 @@ import mlx.core as mx
 import pyarrow as pa
 
 from schemas.retrieval.train import TRAIN
-from stages.models.t5.config import T5Config
-from stages.models.t5.encoder import T5
+from stages.models.t5.model import T5, T5Config
 from stages.retrieval.adapter import read_adapter
 from stages.retrieval.train import memory_plan
 from stages.retrieval.train.config import TrainConfig, bits_of

@@ -10,8 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from stages.forecast import Forecast, Outlook
-from stages.models.family import Family
-from stages.models.protocols import TextEncoder
+from stages.models.family import Family, TextEncoder
 from stages.text_to_image.embeddings.config import EmbeddingsConfig
 from stages.text_to_image.stored_embeddings import stored_words
 from stages.tuner import quantize

@@ -14,9 +14,9 @@ import pyarrow.compute as pc
 
 from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.embeddings import EMBEDDINGS
-from stages.models.protocols import TextEncoder
-from stages.models.reading import reading
+from stages.models.family import TextEncoder
 from stages.models.text.encoder import Embedding, widen
+from stages.models.weights import reading
 from stages.run import Run
 from stages.stage import Stage
 from stages.text_to_image.embeddings.config import EmbeddingsConfig

@@ -11,7 +11,7 @@ import pyarrow as pa
 from schemas.text_to_image.latents import LATENTS
 
 if TYPE_CHECKING:
-    from stages.models.protocols import Autoencoder
+    from stages.models.family import Autoencoder
     from stages.text_to_image.latents.crop import Crop
 
 Row = dict[str, Any]

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from stages.models.protocols import Autoencoder
+from stages.models.family import Autoencoder
 
 
 def decode(autoencoder: Autoencoder, latent_1Chw: mx.array) -> Image.Image:

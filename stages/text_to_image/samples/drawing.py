@@ -8,8 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from stages.models.family import Family
-from stages.models.protocols import Transformer
+from stages.models.family import Family, Transformer
 from stages.text_to_image import converted
 from stages.text_to_image.packing import Packed, load_packed
 from stages.tuner.adapters.combine import join

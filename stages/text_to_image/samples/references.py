@@ -18,7 +18,7 @@ from stages.text_to_image.imaging.decode import CEILING_BYTES, ImageError, open_
 from stages.untrusted import read_bytes
 
 if TYPE_CHECKING:
-    from stages.models.protocols import Autoencoder
+    from stages.models.family import Autoencoder
 
 MOST = 1024 * 1024  # pixels of a reference; a larger one is reduced
 MULTIPLE = 16  # pixels: widths and heights are multiples of this

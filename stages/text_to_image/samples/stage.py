@@ -18,7 +18,7 @@ from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.samples import SAMPLES
 from schemas.text_to_image.train import TRAIN
-from stages.models.reading import reading
+from stages.models.weights import reading
 from stages.run import Run
 from stages.stage import Stage
 from stages.text_to_image import converted

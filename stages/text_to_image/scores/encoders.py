@@ -16,7 +16,7 @@ import pyarrow as pa
 from PIL import Image
 from safetensors import safe_open
 
-from stages.models.vision.efficientnet import FEATURES, SIDE, EfficientNet
+from stages.models.efficientnet import FEATURES, SIDE, EfficientNet
 from stages.text_to_image.imaging.decode import open_image
 
 JUDGES = Path(__file__).parents[3] / "data" / "judges"

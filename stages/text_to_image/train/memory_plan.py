@@ -13,8 +13,7 @@ import mlx.core as mx
 
 from stages import kernels
 from stages.models import attention
-from stages.models.family import Architecture, Family
-from stages.models.protocols import TransformerConfig
+from stages.models.family import Architecture, Family, TransformerConfig
 from stages.text_to_image.packing import weight_bits
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.sampler import TrainingSampler

@@ -13,8 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from stages.models.family import Architecture
-from stages.models.protocols import Transformer
+from stages.models.family import Architecture, Transformer
 from stages.text_to_image.train.config import LossConfig, PreservationConfig
 from stages.text_to_image.train.reader import MicroBatch
 from stages.tuner.blockwise.backprop import predict_base

@@ -9,8 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from stages.models.family import Family
-from stages.models.protocols import Transformer
+from stages.models.family import Family, Transformer
 from stages.text_to_image.packing import STREAMED, arranged
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.dataset import Crop

@@ -13,8 +13,8 @@ from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.latents import LATENTS
 from schemas.text_to_image.train import TRAIN
-from stages.models.protocols import Transformer
-from stages.models.reading import reading
+from stages.models.family import Transformer
+from stages.models.weights import reading
 from stages.run import Run
 from stages.text_to_image import converted
 from stages.text_to_image.packing import STREAMED

@@ -17,12 +17,12 @@ from pipeline.commands.adapter_file import write_adapter
 from schemas.text_to_image.train import TRAIN
 from stages.models.adapters import B
 from stages.models.flux2 import sampling
-from stages.models.flux2.autoencoder_config import AutoencoderConfig
-from stages.models.flux2.config import Flux2Config
+from stages.models.flux2.autoencoder import AutoencoderConfig
 from stages.models.flux2.load import load_autoencoder, load_flux2
+from stages.models.flux2.transformer import Flux2Config
 from stages.models.folders import read_config
+from stages.models.text.decoder import Qwen3Config
 from stages.models.text.encoder import TextEncoder, widen
-from stages.models.text.qwen3 import Qwen3Config
 from stages.text_to_image.families import family
 from stages.text_to_image.samples.drawing import adapted_forward
 from stages.text_to_image.samples.references import encode_references

@@ -15,10 +15,10 @@ from PIL import Image, ImageDraw
 
 from data.micro.training import autoencoder, base, draw, optimizer, tokenizer, train
 from data.micro.training import model as parts
+from stages.models import random_model
 from stages.models.flux2 import sampling
-from stages.models.flux2.inputs import image_ids, text_ids
 from stages.models.flux2.load import load_autoencoder, load_flux2
-from stages.models.text import tiny_tokenizer
+from stages.models.flux2.transformer import image_ids, text_ids
 from stages.models.text.encoder import TextEncoder, widen
 from stages.text_to_image.families import family
 
@@ -144,9 +144,9 @@ def test_the_tar_files_hold_the_whole_folder(trained, tmp_path):
 
 def test_the_prompt_form_is_the_projects_own():
     assert (tokenizer.TEMPLATE, tokenizer.SPECIAL, tokenizer.CUT) == (
-        tiny_tokenizer.TEMPLATE,
-        tiny_tokenizer.SPECIAL,
-        tiny_tokenizer.CUT,
+        random_model.TEMPLATE,
+        random_model.SPECIAL,
+        random_model.CUT,
     )
 
 

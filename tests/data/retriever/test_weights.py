@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, T5Config, T5EncoderModel
 from data.retriever.training import corpus, export
 from data.retriever.training.extract import functions
 from pipeline.project.hub import resolve
-from stages.models.t5 import layers
+from stages.models.t5.model import rms_norm
 from stages.retrieval.encoder import Encoder, load_encoder
 from stages.retrieval.families import FAMILIES
 
@@ -79,7 +79,7 @@ def test_hidden_states_and_vectors_of_the_bundled_weights_are_those_of_transform
     for block in t5.blocks[:-1]:
         h_TD = t5.block(block.kind)(block.weights, h_TD, shared)
     norm = t5.blocks[-1].weights["final_layer_norm.weight"]
-    ours = np.array(layers.rms_norm(h_TD, norm, t5.config.layer_norm_epsilon)).reshape(*ids.shape, -1)
+    ours = np.array(rms_norm(h_TD, norm, t5.config.layer_norm_epsilon)).reshape(*ids.shape, -1)
     assert np.abs(ours - theirs.numpy())[real].max() < 5e-5
     for row, vectors in enumerate(encoder.encode_ids([np.array(each, np.int32) for each in many])):
         assert np.abs(vectors - unit[row, : len(vectors)]).max() < 5e-5

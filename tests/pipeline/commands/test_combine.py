@@ -12,7 +12,7 @@ from PIL import Image
 
 from pipeline.api import Project
 from pipeline.commands.combine import MADE
-from stages.models.flux2.adapter_reader import read_adapter
+from stages.models.flux2.adapters import read_adapter
 from stages.models.weights import read_file
 from tests import projects
 

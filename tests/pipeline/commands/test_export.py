@@ -16,7 +16,7 @@ import pipeline.store.disk
 from pipeline.commands.adapter_file import DTYPES, STYLES, file_name, write_adapter
 from pipeline.commands.export import export_run
 from stages.models.adapters import A, B, linears
-from stages.models.flux2.adapter_reader import read_adapter
+from stages.models.flux2.adapters import read_adapter
 from stages.models.weights import read_file
 from stages.text_to_image.families import family
 from tests.pipeline.commands.reference import BLOCKS, OUTSIDE, forward, through_diffusers, tiny_transformer

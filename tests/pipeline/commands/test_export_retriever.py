@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.commands.export_retriever import export_retriever
 from pipeline.project.project import Project
-from stages.models.t5.load import load_weights, read_sizes
+from stages.models.t5.files import load_weights, read_sizes
 from stages.retrieval.encoder import load_encoder
 from tests import projects
 from tests.stages.retrieval import project

@@ -14,7 +14,7 @@ import pytest
 import stages  # noqa: F401  a fast BLAS, before MLX
 from pipeline.commands.adapter_file import STYLES, write_adapter
 from stages.models.adapters import A, B
-from stages.models.flux2.adapter_reader import read_adapter
+from stages.models.flux2.adapters import read_adapter
 from stages.models.weights import read_file
 from stages.text_to_image.families import family
 from stages.tuner import checkpoint

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from pipeline.commands.families import command
 from pipeline.project.found import Found, complete_roots, search
-from stages.models.flux2.autoencoder_config import AutoencoderConfig
+from stages.models.flux2.autoencoder import AutoencoderConfig
 from stages.text_to_image.families import FAMILIES, family
 from tests import checkpoints
 

@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
-from stages.models import elementwise
-from stages.models.elementwise import exp, sigmoid, silu, softmax
-from stages.models.flux2.layers import silu_times
+from stages.models import attention
+from stages.models.attention import exp, sigmoid, silu, softmax
+from stages.models.flux2.transformer import silu_times
 
 X = np.concatenate([np.linspace(-30, 30, 501), [-1e30, -120, -89, -1e-30, 0, 1e-30, 120, 1e30]])
 
@@ -13,8 +13,8 @@ X = np.concatenate([np.linspace(-30, 30, 501), [-1e30, -120, -89, -1e-30, 0, 1e-
 @pytest.fixture(params=[False, True], ids=["mlx", "power"], autouse=True)
 def form(request, monkeypatch):
     """Each test runs with MLX's own functions and with powers."""
-    monkeypatch.setattr(elementwise, "slow_exp", lambda x: request.param)
-    monkeypatch.setattr("stages.models.flux2.layers.slow_exp", lambda x: request.param)
+    monkeypatch.setattr(attention, "slow_exp", lambda x: request.param)
+    monkeypatch.setattr("stages.models.flux2.transformer.slow_exp", lambda x: request.param)
 
 
 def reference(x: np.ndarray) -> dict[str, np.ndarray]:
@@ -58,8 +58,8 @@ def test_the_gated_product_has_the_gradients_of_its_formula():
 def test_powers_are_for_float32_on_a_linux_cpu_alone(monkeypatch):
     monkeypatch.undo()
     x = mx.zeros((2,))
-    assert not elementwise.slow_exp(x.astype(mx.bfloat16))
-    monkeypatch.setattr(elementwise.sys, "platform", "darwin")
-    assert not elementwise.slow_exp(x)
-    monkeypatch.setattr(elementwise.sys, "platform", "linux")
-    assert elementwise.slow_exp(x) == (mx.default_device() == mx.cpu)
+    assert not attention.slow_exp(x.astype(mx.bfloat16))
+    monkeypatch.setattr(attention.sys, "platform", "darwin")
+    assert not attention.slow_exp(x)
+    monkeypatch.setattr(attention.sys, "platform", "linux")
+    assert attention.slow_exp(x) == (mx.default_device() == mx.cpu)

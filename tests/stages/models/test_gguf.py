@@ -164,9 +164,9 @@ def packed(array: np.ndarray) -> tuple[bytes, np.ndarray]:
 
 def llama_cpp_name(name: str) -> str:
     """Return the name that llama.cpp's converter gives to a weight of a decoder."""
-    from stages.models.text import gguf_names
+    from stages.models.text import decoder
 
-    for table, form in ((gguf_names.OUTSIDE, "{}"), (gguf_names.INSIDE, "blk.{}.{}")):
+    for table, form in ((decoder.OUTSIDE, "{}"), (decoder.INSIDE, "blk.{}.{}")):
         for new, old in table.items():
             if name == f"{old}.weight":
                 return f"{new}.weight"

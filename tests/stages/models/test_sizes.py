@@ -2,10 +2,10 @@
 
 import pytest
 
-from stages.models.flux2.autoencoder_config import AutoencoderConfig
-from stages.models.flux2.config import Flux2Config
-from stages.models.t5.config import T5Config
-from stages.models.text.qwen3 import Qwen3Config
+from stages.models.flux2.autoencoder import AutoencoderConfig
+from stages.models.flux2.transformer import Flux2Config
+from stages.models.t5.model import T5Config
+from stages.models.text.decoder import Qwen3Config
 from stages.text_to_image.families import family
 
 TINY = family("tiny")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from stages.models import reading, weights
-from stages.models.flux2 import key_maps as convert
+from stages.models import weights
+from stages.models.flux2 import load as convert
 
 SHAPES = {"a.weight": (4, 3), "b.weight": (5,)}
 
@@ -210,7 +210,7 @@ def test_a_named_pipe_as_weights_is_not_waited_for(tmp_path):
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("place", [0, 4, -1])
 def test_weights_that_are_not_finite_are_refused_with_the_tensors_name(tmp_path, monkeypatch, wrong, place):
-    monkeypatch.setattr(reading, "STRETCH", 4)
+    monkeypatch.setattr(weights, "STRETCH", 4)
     damaged = arrays()
     damaged["a.weight"].reshape(-1)[place] = wrong
     save_file(damaged, tmp_path / "model.safetensors")
@@ -221,10 +221,10 @@ def test_weights_that_are_not_finite_are_refused_with_the_tensors_name(tmp_path,
 def test_how_much_of_a_large_model_is_read_is_shown_while_it_is_read_and_not_after():
     noted = []
     tensors = {name: mx.zeros(200_000_000, mx.uint8) for name in "abc"}
-    with reading.reading("the transformer", noted.append):
-        reading.evaluate_each(tensors, None, lambda name, value: value[:1])
+    with weights.reading("the transformer", noted.append):
+        weights.evaluate_each(tensors, None, lambda name, value: value[:1])
     assert noted == [f"reading the transformer: {read} of 0.6 GB" for read in (0.2, 0.4, 0.6)] + [""]
-    reading.evaluate_each({"a": mx.zeros(600_000_000, mx.uint8)}, None, lambda name, value: value[:1])
+    weights.evaluate_each({"a": mx.zeros(600_000_000, mx.uint8)}, None, lambda name, value: value[:1])
     assert len(noted) == 4
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
-from stages.models.t5.config import T5Config
-from stages.models.t5.encoder import T5
+from stages.models.t5.model import T5, T5Config
 from stages.retrieval.adapter import merge_all, read_adapter
 from stages.retrieval.encoder import Encoder
 from stages.tuner.adapters import lora

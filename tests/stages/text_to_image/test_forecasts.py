@@ -12,8 +12,7 @@ import pytest
 
 from stages.forecast import Outlook
 from stages.models.family import Family
-from stages.models.flux2.autoencoder import Autoencoder, arrange
-from stages.models.flux2.autoencoder_config import AutoencoderConfig
+from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig, arrange
 from stages.models.flux2.random_weights import weight
 from stages.models.flux2.sizes import transformer_sizes
 from stages.text_to_image import PIPELINE

@@ -10,8 +10,8 @@ from safetensors.numpy import save_file
 
 from stages.models import weights
 from stages.models.flux2 import autoencoder
-from stages.models.flux2 import key_maps as convert
-from stages.models.flux2.autoencoder_config import AutoencoderConfig
+from stages.models.flux2 import load as convert
+from stages.models.flux2.autoencoder import AutoencoderConfig
 from stages.models.flux2.autoencoder_memory import autoencoder_bytes
 from stages.models.flux2.load import load_autoencoder, load_flux2
 from stages.models.flux2.sizes import AUTOENCODER

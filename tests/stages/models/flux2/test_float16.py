@@ -14,9 +14,7 @@ from mlx.utils import tree_flatten
 from safetensors.numpy import load_file, save_file
 
 from stages.models.flux2 import load
-from stages.models.flux2.config import Flux2Config
-from stages.models.flux2.inputs import image_ids, text_ids
-from stages.models.flux2.transformer import Flux2
+from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_ids
 from stages.models.folders import read_config
 from stages.models.text.encoder import TextEncoder
 from stages.text_to_image.families import family

@@ -12,7 +12,7 @@ import pytest
 
 from stages.models.flux2 import load, random_weights
 from stages.models.flux2.autoencoder import Autoencoder
-from stages.models.flux2.inputs import image_ids, text_ids
+from stages.models.flux2.transformer import image_ids, text_ids
 from stages.models.folders import locate
 from stages.models.text.encoder import TextEncoder, widen
 from stages.text_to_image.families import family

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from stages import kernels
-from stages.models.flux2 import rows
-from stages.models.flux2.autoencoder import Autoencoder, arrange, query_rows
-from stages.models.flux2.autoencoder_config import AutoencoderConfig
+from stages.models.flux2 import autoencoder
+from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig, arrange, query_rows
 from stages.models.flux2.random_weights import weight
 from stages.models.flux2.sizes import AUTOENCODER
 
@@ -31,35 +30,35 @@ def test_a_tiled_image_gives_the_latent_and_the_picture_of_an_untiled_one(model,
     image = mx.array(np.random.default_rng(0).uniform(-1, 1, (1, height, width, 3)).astype(np.float32))
     latent = model.encode(image)
     picture = model.decode(latent)
-    monkeypatch.setattr(rows, "STRIP_BYTES", strip)
+    monkeypatch.setattr(autoencoder, "STRIP_BYTES", strip)
     assert mx.abs(model.encode(image) - latent).max() < 1e-5
     assert mx.abs(model.decode(latent) - picture).max() < 1e-5
 
 
 def test_strips_follow_from_shapes_and_are_larger_on_a_gpu_with_inexact_products_and_a_small_image_is_one_strip(monkeypatch):
-    assert rows.strip_rows(256, 256, 128, 128) == 256
-    assert rows.strip_rows(1024, 1024, 128, 128) == 64
+    assert autoencoder.strip_rows(256, 256, 128, 128) == 256
+    assert autoencoder.strip_rows(1024, 1024, 128, 128) == 64
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     monkeypatch.delenv("MLX_ENABLE_TF32", raising=False)
-    assert rows.strip_rows(1024, 1024, 128, 128) == 256
+    assert autoencoder.strip_rows(1024, 1024, 128, 128) == 256
     monkeypatch.setenv("MLX_ENABLE_TF32", "0")
-    assert rows.strip_rows(1024, 1024, 128, 128) == 64
-    assert list(rows.windows(10, 4)) == [(0, 4), (4, 8), (8, 10)]
+    assert autoencoder.strip_rows(1024, 1024, 128, 128) == 64
+    assert list(autoencoder.windows(10, 4)) == [(0, 4), (4, 8), (8, 10)]
 
 
 def waited_for(monkeypatch, sizes: list[int], work: int = 0) -> list[int]:
     """Return which strips of the given sizes (in values) a queue waits for, in order, while these strips are started."""
     found: list[int] = []
     monkeypatch.setattr(mx, "eval", lambda strip: found.append(strip.tolist()[0]))
-    queue = rows.StripQueue()
+    queue = autoencoder.StripQueue()
     for at, size in enumerate(sizes):
         queue.start(mx.full((size,), at, mx.int32), work)
     return found
 
 
 def test_a_cpu_waits_for_every_strip_and_a_gpu_for_the_oldest_of_what_exceeds_two_strips(monkeypatch):
-    monkeypatch.setattr(rows, "STRIP_BYTES", 400)
-    monkeypatch.setattr(rows, "GPU_STRIP_BYTES", 400)
+    monkeypatch.setattr(autoencoder, "STRIP_BYTES", 400)
+    monkeypatch.setattr(autoencoder, "GPU_STRIP_BYTES", 400)
     assert waited_for(monkeypatch, [100, 1, 100]) == [0, 1, 2]
     monkeypatch.setattr(kernels, "compiles", lambda: True)
     assert waited_for(monkeypatch, [100, 100, 100, 100]) == [0, 1]
@@ -73,14 +72,14 @@ def test_a_cpu_waits_for_every_strip_and_a_gpu_for_the_oldest_of_what_exceeds_tw
 @pytest.mark.parametrize("device", [mx.cpu, mx.gpu], ids=["cpu", "gpu"])
 def test_no_convolution_and_no_attention_exceeds_the_limit_of_one_kernel(side, channels, device, monkeypatch):
     monkeypatch.setattr(mx, "default_device", lambda: device)
-    most = rows.strip_rows(side, side, *channels)
+    most = autoencoder.strip_rows(side, side, *channels)
     assert kernels.product_flop(most * side, 9 * channels[0], channels[1]) <= kernels.LIMIT
     positions = (side // 8) ** 2
     assert 2 * kernels.product_flop(query_rows(positions, 512), 512, positions) <= kernels.LIMIT
 
 
 def test_strips_that_are_used_are_freed_and_a_freed_strip_is_never_read():
-    held = rows.Rows([mx.zeros((1, 2, 4, 1)), mx.ones((1, 2, 4, 1))])
+    held = autoencoder.Rows([mx.zeros((1, 2, 4, 1)), mx.ones((1, 2, 4, 1))])
     held.free_before(2)
     assert held.strips[0] is None and held.take(2, 4).shape == (1, 2, 4, 1)
     with pytest.raises(AssertionError, match="freed too early"):

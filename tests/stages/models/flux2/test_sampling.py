@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from stages.models.flux2 import sampling
-from stages.models.flux2.config import Flux2Config
-from stages.models.flux2.transformer import meta_transformer
+from stages.models.flux2.transformer import Flux2Config, meta_transformer
 from stages.text_to_image.families import family
 
 

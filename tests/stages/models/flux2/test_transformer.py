@@ -11,12 +11,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from stages import kernels
-from stages.models.flux2 import layers
+from stages.models.flux2 import transformer
 from stages.models.flux2 import transformer as flux2
-from stages.models.flux2.blocks import plain_linear
-from stages.models.flux2.config import Flux2Config
-from stages.models.flux2.inputs import image_ids, text_ids
-from stages.models.flux2.transformer import Flux2
+from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, plain_linear, text_ids
 from stages.text_to_image.families import family
 
 SIZE = (3, 5)  # latent height and width
@@ -177,7 +174,7 @@ def test_bfloat16_weights_keep_the_whole_stream_in_bfloat16(reference: Any) -> N
         seen.add(h_BSD.dtype)
     assert seen | {model.leave(h_BSD, shared).dtype} == {mx.bfloat16}
     assert {name for name, value in tree_flatten(shared) if value.dtype == mx.float32} == {"rope.0", "rope.1"}
-    assert layers.rotate(mx.zeros((1, TEXT + 15, 2, 24), mx.bfloat16), shared["rope"]).dtype == mx.bfloat16
+    assert transformer.rotate(mx.zeros((1, TEXT + 15, 2, 24), mx.bfloat16), shared["rope"]).dtype == mx.bfloat16
     exact, rounded = run(ours(reference), **inputs), run(model, **inputs).astype(mx.float32)
     assert mx.abs(exact - rounded).max() < 0.05 * mx.abs(exact).max()
 

@@ -9,10 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from stages.models.t5 import encoder, layers
-from stages.models.t5.config import HEAD, T5Config
-from stages.models.t5.encoder import T5
-from stages.models.t5.layers import buckets
+from stages.models.t5 import model as module
+from stages.models.t5.model import HEAD, T5, T5Config, buckets
 
 MOST, MEAN = 5e-5, 1e-5  # limits of the largest and the mean absolute difference
 TINY = {"vocab_size": 99, "d_model": 48, "d_kv": 16, "d_ff": 80, "num_layers": 3, "num_heads": 2}  # 2 * 16 differs from 48
@@ -60,7 +58,7 @@ def hidden_states(model: T5, ids: np.ndarray, real: np.ndarray) -> np.ndarray:
     for block in model.blocks[:-1]:
         h_TD = model.block(block.kind)(block.weights, h_TD, shared)
     norm = model.blocks[-1].weights["final_layer_norm.weight"]
-    return np.array(layers.rms_norm(h_TD, norm, model.config.layer_norm_epsilon)).reshape(*ids.shape, -1)
+    return np.array(module.rms_norm(h_TD, norm, model.config.layer_norm_epsilon)).reshape(*ids.shape, -1)
 
 
 @functools.lru_cache(maxsize=2)
@@ -101,7 +99,7 @@ def test_an_encoder_of_base_size_gives_the_hidden_states_of_transformers_and_the
     most, mean = differences("base", 2, 256)
     assert most <= MOST
     assert mean <= MEAN
-    monkeypatch.setattr(encoder, "gelu_times", erf_gelu)
+    monkeypatch.setattr(module, "gelu_times", erf_gelu)
     most, mean = differences("base", 2, 256)
     assert most > MOST
     assert mean > MEAN
@@ -136,7 +134,7 @@ def test_the_gradient_of_a_block_is_that_of_automatic_differentiation(
 ) -> None:
     model = ours(*reference(form))
     ids, real = texts(99, 3, 128 if fused else 20)
-    monkeypatch.setattr(layers, "fused_gradient", lambda queries: fused)
+    monkeypatch.setattr(module, "fused_gradient", lambda queries: fused)
     h_TD, shared = model.enter([mx.array(ids)], [mx.array(real)])
     block = model.blocks[0]
     out_TD = mx.random.normal(h_TD.shape, key=mx.random.key(1))
@@ -145,9 +143,9 @@ def test_the_gradient_of_a_block_is_that_of_automatic_differentiation(
         return np.array(mx.vjp(lambda h: model.block(block.kind)(block.weights, h, shared), [h_TD], [out_TD])[1][0])
 
     own = by_input()
-    monkeypatch.setattr(encoder, "attend", plain_attend)
-    monkeypatch.setattr(encoder, "gelu_times", lambda gate, up: 0.5 * gate * (1 + mx.tanh(layers.STEEP / 2 * cubic(gate))) * up)
-    monkeypatch.setattr(encoder, "rms_norm", lambda x, w, eps: x * mx.rsqrt((x * x).mean(-1, keepdims=True) + eps) * w)
+    monkeypatch.setattr(module, "attend", plain_attend)
+    monkeypatch.setattr(module, "gelu_times", lambda gate, up: 0.5 * gate * (1 + mx.tanh(module.STEEP / 2 * cubic(gate))) * up)
+    monkeypatch.setattr(module, "rms_norm", lambda x, w, eps: x * mx.rsqrt((x * x).mean(-1, keepdims=True) + eps) * w)
     plain = by_input()
     assert np.abs(own - plain).max() <= 1e-5 * np.abs(plain).max()
 

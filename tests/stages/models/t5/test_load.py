@@ -11,8 +11,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from stages.models.t5.config import HEAD
-from stages.models.t5.load import load_encoder, load_weights, read_sizes
+from stages.models.t5.files import load_encoder, load_weights, read_sizes
+from stages.models.t5.model import HEAD
 from tests.stages.models.t5.test_encoder import ours, reference, texts
 
 

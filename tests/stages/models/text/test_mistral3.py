@@ -11,17 +11,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from stages.models.text import chat
-from stages.models.text.decoder import Decoder
+from stages.models.text import tokenisation
+from stages.models.text.decoder import Decoder, Mistral3Config
 from stages.models.text.encoder import TextEncoder, widen
-from stages.models.text.mistral3 import Mistral3Config
 from stages.models.text.tokenisation import PromptTokenizer
 from stages.text_to_image.families import family
 from tests import checkpoints
 from tests.checkpoints import HIDDEN
 
 DEV = family("dev")
-EDGE = 512 - len(chat.SYSTEM_MESSAGE) - 5  # letters of a prompt that fills 512 tokens exactly, a token for each letter
+EDGE = 512 - len(tokenisation.SYSTEM_MESSAGE) - 5  # letters of a prompt that fills 512 tokens exactly, a token for each letter
 TEXTS = ["", "a photo of a cat", "Füchse, 狐 🦊\nand\ttabs  two", "an [IMG] in it", "[INST] no </s>", "x" * EDGE, "word " * 90]
 
 
@@ -139,12 +138,12 @@ def test_another_architecture_is_refused_with_the_field(change: dict[str, Any], 
 def test_the_system_message_is_that_of_diffusers() -> None:
     from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 
-    assert chat.SYSTEM_MESSAGE == SYSTEM_MESSAGE
+    assert tokenisation.SYSTEM_MESSAGE == SYSTEM_MESSAGE
 
 
 def test_a_prompt_follows_the_system_message_and_starts_the_text_once(folder: Path) -> None:
     prompts = PromptTokenizer(folder / "tokenizer", DEV)
-    formed = f"<s>[SYSTEM_PROMPT]{chat.SYSTEM_MESSAGE}[/SYSTEM_PROMPT][INST]a cat[/INST]"
+    formed = f"<s>[SYSTEM_PROMPT]{tokenisation.SYSTEM_MESSAGE}[/SYSTEM_PROMPT][INST]a cat[/INST]"
     assert prompts.apply_template("a [IMG]cat") == formed
     made = prompts("a cat")
     assert made.ids[made.first] == 1 and made.ids[made.first + 1] == 17 and made.ids[-1] == 4

@@ -11,8 +11,7 @@ import pytest
 
 from stages.models import weights
 from stages.models.folders import read_config
-from stages.models.text.decoder import SIZES, Decoder, mask, unneeded_beyond
-from stages.models.text.qwen3 import Qwen3Config
+from stages.models.text.decoder import SIZES, Decoder, Qwen3Config, mask, unneeded_beyond
 
 LAYERS = (1, 2, 4)
 ALL = 5  # layers of the reference

@@ -7,7 +7,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from torch.nn import functional
 
-from stages.models.vision.efficientnet import (
+from stages.models.efficientnet import (
     FEATURES,
     GROUPS,
     MEAN,

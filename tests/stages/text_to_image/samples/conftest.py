@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from schemas.text_to_image.train import TRAIN
-from stages.models.flux2.config import Flux2Config
+from stages.models.flux2.transformer import Flux2Config
 from stages.tuner import checkpoint
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.initial import fresh_adapter

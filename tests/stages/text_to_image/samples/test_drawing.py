@@ -14,9 +14,8 @@ from PIL import Image
 
 from schemas.text_to_image.train import TRAIN
 from stages.models.flux2 import sampling
-from stages.models.flux2.inputs import inputs
 from stages.models.flux2.load import load_flux2
-from stages.models.flux2.transformer import Flux2
+from stages.models.flux2.transformer import Flux2, inputs
 from stages.text_to_image.samples.drawing import adapted_forward
 from stages.text_to_image.samples.sources import sample_sources
 from stages.text_to_image.samples.stage import STAGE

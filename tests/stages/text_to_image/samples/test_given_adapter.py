@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from stages.models.flux2.adapter_reader import read_adapter
+from stages.models.flux2.adapters import read_adapter
 from stages.text_to_image.samples import stage
 from stages.text_to_image.samples.sources import sample_sources
 from stages.text_to_image.samples.stage import STAGE

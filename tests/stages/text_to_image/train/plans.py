@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stages.models.flux2.config import Flux2Config
+from stages.models.flux2.transformer import Flux2Config
 from stages.models.folders import read_config
 from stages.text_to_image.train import memory_plan
 from stages.text_to_image.train.config import TrainConfig

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from pipeline.project.stage_run import Lazy
 from schemas.text_to_image import buckets, captions, embeddings, images, latents
-from stages.models.flux2.config import Flux2Config
+from stages.models.flux2.transformer import Flux2Config
 from stages.text_to_image.families import family
 from stages.text_to_image.train.config import LossConfig, NoiseConfig, PreservationConfig, TrainConfig
 from stages.text_to_image.train.reader import MicroBatch

@@ -7,8 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 import stages  # noqa: F401  a fast BLAS, before MLX
-from stages.models.flux2.inputs import image_ids, text_ids
-from stages.models.flux2.transformer import Flux2
+from stages.models.flux2.transformer import Flux2, image_ids, text_ids
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.initial import target_weights
 from stages.tuner.adapters.targets import target_scales

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
-from stages.models.flux2.config import Flux2Config
-from stages.models.flux2.inputs import image_ids, text_ids
-from stages.models.flux2.transformer import Block, Flux2
+from stages.models.flux2.transformer import Block, Flux2, Flux2Config, image_ids, text_ids
 from stages.tuner import quantize
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.initial import fresh_adapter

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from stages import blas
-from stages.models.t5.config import T5Config
-from stages.models.t5.encoder import T5
+from stages.models.t5.model import T5, T5Config
 from stages.own_gradient import OwnGradient
 from stages.tuner.blockwise import cores as cores_file
 from stages.tuner.blockwise import device

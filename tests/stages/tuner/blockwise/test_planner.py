@@ -13,9 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 import stages  # noqa: F401  a fast BLAS, before MLX
-from stages.models.flux2.config import Flux2Config
-from stages.models.flux2.inputs import image_ids, text_ids
-from stages.models.flux2.transformer import Flux2
+from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_ids
 from stages.text_to_image.families import family
 from stages.text_to_image.train import memory_plan
 from stages.text_to_image.train.config import TrainConfig

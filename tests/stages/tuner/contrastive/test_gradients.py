@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
-from stages.models.t5.config import HEAD
+from stages.models.t5.model import HEAD
 from stages.tuner.adapters import full, lora
 from stages.tuner.adapters.initial import fresh_adapter
 from stages.tuner.adapters.targets import select_targets, target_scales

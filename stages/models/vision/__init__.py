@@ -1,1 +1,0 @@
-"""Networks that look at images."""
