@@ -6,6 +6,8 @@ import dataclasses
 import json
 import operator
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 Limits = tuple[float, float]  # the smallest and the largest allowed number
@@ -100,6 +102,13 @@ def _field(default: Any, doc: str, kind: str, bounds: Limits | None, **more: Any
     if isinstance(default, list | dict | set):
         raise TypeError("a default must be immutable: use a tuple")
     return dataclasses.field(default=default, metadata={"doc": doc, "kind": kind, "bounds": bounds, **more})
+
+
+def setting_path(text: str, project: Path) -> Path:
+    """The path that a setting names: relative to the project, or absolute; ~ is the user's folder."""
+    with suppress(RuntimeError):  # an unknown user, such as ~x
+        return project / Path(text).expanduser()
+    return project / text
 
 
 def toml_string(text: str) -> str:

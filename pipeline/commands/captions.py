@@ -57,7 +57,7 @@ def run(project: Project) -> None:
 
 def write_files(project: Project, undo: bool) -> str:
     """Write the edited captions beside the images, or undo the last time. Raises ValueError if there is nothing to do."""
-    from stages.text_to_image.captions.sidecars import undo_sidecars, write_sidecars
+    from stages.text_to_image.captions.edits import undo_sidecars, write_sidecars
 
     run = project.open(STAGE)
     with texts_lock(project.path):

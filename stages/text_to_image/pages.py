@@ -74,13 +74,13 @@ from captions join (
 where role = 'caption' order by path, position
 """,
             "stages.text_to_image.captions.edits:write_edits",
-            "stages.text_to_image.captions.edits:read_edits",
+            "stages.text_to_image.captions.stage:read_edits",
             "An edit is kept in captions.edits.jsonl of the project; the image folder is not changed. An edited text is used "
             "as it is, without the template. After editing: make train, or latentmill captions. The caption files beside the "
             "images are written only by the button, which can be undone.",
             "captions",
-            "stages.text_to_image.captions.sidecars:write_sidecars",
-            "stages.text_to_image.captions.sidecars:undo_sidecars",
+            "stages.text_to_image.captions.edits:write_sidecars",
+            "stages.text_to_image.captions.edits:undo_sidecars",
         ),
     ),
 )

@@ -1,70 +1,254 @@
-"""Captions that the user edited on the project's page. They lie in the project, over the untouched image folder.
+"""Captions that the user edits on the project's page: kept in the project, or written into caption files when he asks for it.
 
-`captions.edits.jsonl` has one line per edit, the newest last: {"key": "IMAGE_ID:POSITION", "text": "..."}. A text of null takes
-the edits of that caption back.
+`captions.written.jsonl` of the project has one line per caption file that was written: its old content in base64, and the edits
+that it took. The lines are written before the files.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-FILE = "captions.edits.jsonl"
+from schemas.text_to_image.images import IMAGES
+from stages.run import Run
+from stages.text_to_image.caption_files import SIDECAR_BYTES, Caption, caption_file, leads_out, read_text
+from stages.text_to_image.captions.stage import (
+    EDITS,
+    CaptionsConfig,
+    Found,
+    Subject,
+    caption_rows,
+    edit_lines,
+    fill_template,
+    find_captions,
+    read_edits,
+    without_trigger,
+)
+from stages.text_to_image.imaging.usable import first_names
+
+FILE = "captions.written.jsonl"
 LONGEST = 20_000  # letters of a caption; every text encoder cuts much earlier
 
 
-def read_edits(project: Path) -> dict[str, str]:
-    """Edited texts by "IMAGE_ID:POSITION", the newest of each. Raises ValueError with file and line if a line is damaged."""
-    found: dict[str, str | None] = {}
-    try:
-        lines = (project / FILE).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{project / FILE} cannot be read: {error}") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            entry = json.loads(line)
-            found[str(entry["key"])] = None if entry["text"] is None else str(entry["text"])
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f'{project / FILE}:{number}: must be like {{"key": "...", "text": "..."}}, got {line[:80]!r}'
-            ) from None
-    return {key: text for key, text in found.items() if text is not None}
-
-
 def write_edits(project: Path, edits: Mapping[str, str | None]) -> None:
-    """Append edits; None takes one back. If one is blank, too long or invalid, raises ValueError and writes nothing."""
-    lines = []
+    """Add edits; None takes one back. If one is blank, too long or invalid, raises ValueError and writes nothing."""
+    lines = edit_lines(project)
     for key, text in edits.items():
         if text is not None and (not text.strip() or len(text) > LONGEST):
             raise ValueError(f"a caption must have 1 to {LONGEST} letters, got {len(text.strip())}")
-        try:
-            lines.append(json.dumps({"key": key, "text": text if text is None else text.strip()}, ensure_ascii=False) + "\n")
-            # `json.dumps` lets half of a surrogate pair through.
-            lines[-1].encode()
-        except UnicodeEncodeError:
-            raise ValueError("a caption must be valid Unicode, got half of a surrogate pair") from None
-    with (project / FILE).open("a", encoding="utf-8") as file:
-        file.write("".join(lines))
-        file.flush()
-        os.fsync(file.fileno())
+        lines.append((key, text if text is None else text.strip()))
+    try:
+        # `json.dumps` lets half of a surrogate pair through, `encode` does not.
+        _put(project / EDITS, _jsonl({"key": key, "text": text} for key, text in lines))
+    except UnicodeEncodeError:
+        raise ValueError("a caption must be valid Unicode, got half of a surrogate pair") from None
 
 
-def apply_edits(rows: Iterable[Mapping[str, Any]], edits: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The rows of `captions` with the edits. Where an edit makes two texts of an image equal, only the first row is left."""
-    import hashlib
+@dataclass
+class Change:
+    """A caption file that is to be written."""
 
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in rows:
-        # Positions of other roles count separately, so the key of an edit may also fit a row that is no caption.
-        text = edits.get(f"{row['image_id']}:{row['position']}") if row["role"] == "caption" else None
-        changed = dict(row)
-        if text is not None:
-            caption_id = hashlib.sha256(text.encode()).hexdigest()
-            changed |= {"text": text, "caption_id": caption_id, "source": "edit", "origin": FILE}
-        found.setdefault((row["image_id"] + row["role"], changed["caption_id"]), changed)
-    return list(found.values())
+    name: str  # path below the image folder
+    text: str  # new content
+    edits: dict[str, str | None] = field(default_factory=dict)  # "IMAGE_ID:POSITION" -> edited text
+
+
+def write_sidecars(run: Run[CaptionsConfig]) -> str:
+    """Write the edited captions into the caption files of their images; returns a sentence for the user.
+
+    No training text changes. A file is left as it was, and its captions stay edits, where the stage would read another text
+    afterwards: the template adds words that the text lacks, a metadata file comes first in `sources`, or two images share the
+    file.
+    """
+    edits = read_edits(run.root)
+    if not edits:
+        raise ValueError("no caption is edited, so there is nothing to write")
+    # The number of lines so far is a new number for this writing: the file only grows.
+    folder, batch, found = run.needs["image_folder"], len(_read(run.root)), find_captions(run)
+    texts, changes = _texts(run, found, edits), list(_changes(run, found, edits))
+    before = {change.name: _content(folder / change.name) for change in changes}
+    # First, so that a kill between two files can be undone.
+    entries = []
+    for change in changes:
+        old, after = before[change.name], hashlib.sha256(change.text.encode()).hexdigest()
+        kept = None if old is None else base64.b64encode(old).decode()
+        entries.append({"batch": batch, "file": change.name, "before": kept, "after": after, "edits": change.edits})
+    _add(run.root, entries)
+    taken = {key for change in changes for key in change.edits}
+    left = {key: text for key, text in edits.items() if key not in taken}
+    # The files are read again as the stage reads them, without the edits they took: only that shows what sources, template
+    # and shared files do.
+    good = _write(folder, changes, before, lambda: _harmless(changes, texts, _texts(run, find_captions(run), left)))
+    written = {key for change in good for key in change.edits}
+    write_edits(run.root, dict.fromkeys(written))
+    paths = {image_id: each.paths[0] for image_id, each in found.subjects.items()}
+    stay = [paths.get(key.rpartition(":")[0], key) for key in edits if key not in written]
+    rest = f"; {len(stay)} stay edits of the project, since a file would give another text: {first_names(stay)}" if stay else ""
+    return f"{len(written)} captions written into {len(good)} files{rest}"
+
+
+def _write(
+    folder: Path, changes: list[Change], before: Mapping[str, bytes | None], check: Callable[[], list[Change]]
+) -> list[Change]:
+    """Write all changes, keep those that `check()` returns, and restore the other files; after an error, all."""
+    good: list[Change] = []
+    done: list[str] = []
+    try:
+        for change in changes:
+            _put(folder / change.name, change.text.encode())
+            done.append(change.name)
+        good = check()
+    finally:
+        kept = {change.name for change in good}
+        for name in done:
+            if name not in kept:
+                _put(folder / name, before[name])
+    return good
+
+
+def undo_sidecars(run: Run[CaptionsConfig]) -> str:
+    """Take the last writing back: the files get their old content, and the captions are edits again. Returns a sentence.
+
+    A file that was changed since stays as it is; a caption that was edited since keeps the newer edit. Called again, it takes
+    the writing before that back.
+    """
+    folder, lines = run.needs["image_folder"], _read(run.root)
+    undone = {line["undone"] for line in lines if "undone" in line}
+    batches = [line["batch"] for line in lines if "batch" in line and line["batch"] not in undone]
+    if not batches:
+        raise ValueError("no captions were written into files, so there is nothing to undo")
+    entries = [line for line in lines if line.get("batch") == batches[-1]]
+    restored, changed, edits = dict[str, bytes | None](), [], dict[str, str | None]()
+    for entry in entries:
+        now, before = _content(folder / entry["file"]), entry["before"]
+        old = None if before is None else base64.b64decode(before)
+        if now == old:  # it was not written after all
+            continue
+        if now is None or hashlib.sha256(now).hexdigest() != entry["after"]:
+            changed.append(entry["file"])
+            continue
+        restored[entry["file"]] = old
+        edits |= entry["edits"]
+    newer = read_edits(run.root)
+    write_edits(run.root, {key: text for key, text in edits.items() if key not in newer})  # first: if killed, no text is lost
+    for name, old in restored.items():
+        _put(folder / name, old)
+    _add(run.root, [{"undone": batches[-1]}])
+    rest = f"; {len(changed)} were changed since and stay: {first_names(changed)}" if changed else ""
+    return f"{len(restored)} files have their old content again; their captions are edits of the project{rest}"
+
+
+def _texts(run: Run[CaptionsConfig], read: Found, edits: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """(training text, path of its file) by "IMAGE_ID:POSITION", as the stage would make them with these edits."""
+    found = {}
+    for row in caption_rows(read, run.config, edits)[0]:
+        if row["role"] == "caption":
+            # In a file of many captions, the origin ends with the line.
+            numbered = row["source"] == "sidecar" and run.config.lines == "many"
+            origin = row["origin"].rpartition(":")[0] if numbered else row["origin"]
+            found[f"{row['image_id']}:{row['position']}"] = row["text"], origin
+    return found
+
+
+def _harmless(changes: list[Change], before: Mapping[str, tuple[str, str]], after: Mapping[str, tuple[str, str]]) -> list[Change]:
+    """The changes after which no training text differs: neither one that they edit, nor one that is read from their files."""
+    absent = (None, "")
+    differing = {key for key in before.keys() | after.keys() if before.get(key, absent)[0] != after.get(key, absent)[0]}
+    files = {texts.get(key, absent)[1] for texts in (before, after) for key in differing}
+    return [change for change in changes if change.name not in files and not differing & change.edits.keys()]
+
+
+def _changes(run: Run[CaptionsConfig], found: Found, edits: Mapping[str, str]) -> Iterator[Change]:
+    """The files to write. An edit that no file can hold is left out."""
+    folder, paths = run.needs["image_folder"], run.inputs.rows(IMAGES)["path"].to_pylist()
+    made: dict[str, Change] = {}
+    for key, text in edits.items():
+        image_id, _, position = key.rpartition(":")
+        subject = found.subjects.get(image_id)
+        plain = _without_template(run.config, subject, text) if subject else None
+        if subject is None or plain is None:
+            continue
+        distinct: dict[str, Caption] = {}
+        for caption in found.captions[image_id]:
+            distinct.setdefault(subject.fill(run.config, caption).text, caption)
+        # The positions of edits count distinct training texts, as `_image_rows` does.
+        captions = list(distinct.values())
+        name, line = _place(captions, int(position), run, subject.paths[0], paths)
+        if line and "\n" not in plain:
+            # Several captions may lie in one file: their lines are edited in one change.
+            change = made.setdefault(name, Change(name, read_text(folder / name, SIDECAR_BYTES)))
+            lines = change.text.split("\n")
+            change.text = "\n".join([*lines[: line - 1], plain, *lines[line:]])
+        elif name and not line and name not in made and not leads_out(folder / name):
+            change = made[name] = Change(name, plain + "\n")
+        else:
+            continue
+        change.edits[key] = text
+    yield from made.values()
+
+
+def _place(captions: list[Caption], position: int, run: Run[CaptionsConfig], path: str, paths: list[str]) -> tuple[str, int]:
+    """(file, line) to write a caption to; line 0 is the whole file, file "" is none."""
+    if position < len(captions) and captions[position].source == "sidecar":
+        name, _, line = captions[position].origin.rpartition(":")
+        return (name, int(line)) if run.config.lines == "many" else (captions[position].origin, 0)
+    alone = position == 0 and len(captions) <= 1  # of several, a new file would replace all
+    return (caption_file(path, paths, run.needs["image_folder"], run.config.where, run.root), 0) if alone else ("", 0)
+
+
+def _without_template(config: Any, subject: Subject, text: str) -> str | None:
+    """The caption that the template turns into `text`, or None if there is none."""
+    inner = [text]
+    # "\0" stands for the caption: what is before and after it are the template's words.
+    for template in (config.template, without_trigger(config.template)):
+        before, _, after = fill_template(template, "\0", subject.trigger).partition("\0")
+        if text.startswith(before) and text.endswith(after) and len(before) + len(after) < len(text):
+            inner.append(text[len(before) : len(text) - len(after)])
+    return next((each for each in inner if subject.fill(config, Caption(each, "sidecar", "")).text == text), None)
+
+
+def _read(project: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in (project / FILE).read_bytes().splitlines()]
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise ValueError(f"{project / FILE} is damaged: {error}") from None
+
+
+def _add(project: Path, lines: list[dict[str, Any]]) -> None:
+    _put(project / FILE, (_content(project / FILE) or b"") + _jsonl(lines))
+
+
+def _jsonl(lines: Iterable[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
+def _put(path: Path, content: bytes | None) -> None:
+    """Write or remove (None) a file in one step. A link stays a link, and the file keeps its permissions."""
+    path = path.resolve()
+    if content is None:
+        path.unlink(missing_ok=True)
+        return
+    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -7,8 +7,16 @@ captions.tsv), or are its file name or the name of its folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import dataclasses
+import difflib
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
 
 import pyarrow as pa
 
@@ -16,24 +24,521 @@ from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.descriptions import DESCRIPTIONS
 from schemas.text_to_image.images import IMAGES
 from stages.run import Run
+from stages.settings import check_bounds, selects, setting
 from stages.stage import Stage
-from stages.text_to_image.captions.config import CaptionsConfig
-from stages.text_to_image.captions.described import described_captions
-from stages.text_to_image.captions.edits import read_edits
-from stages.text_to_image.captions.rows import caption_rows
+from stages.text_to_image.caption_files import (
+    READERS,
+    Caption,
+    CaptionSources,
+    from_file_name,
+    make_lookups,
+    trigger_pattern,
+)
+from stages.text_to_image.imaging.masks import composed
+from stages.text_to_image.imaging.usable import USE, first_names, usable_paths, without_ending
+from stages.tuner import draws
+
+Row = dict[str, Any]
 
 BATCH = 4096  # rows per record batch
+EDITS = "captions.edits.jsonl"
+TABLES = frozenset({".json", ".jsonl", ".csv", ".tsv", ".xlsx", ".parquet"})  # files that may hold captions of many images
+FOREIGN = "[trigger]"  # another program's placeholder for the trigger, in lower case
+# Special cases of the trigger, for the column `reason`.
+HAS_TRIGGER = "the caption has the trigger"
+REPLACED = f"{FOREIGN} in the caption was replaced by the trigger"
+CLASS_ONLY = "a regularisation image has no trigger"
+NO_TRIGGER = "its folder has no trigger"
+
+
+@dataclass(frozen=True)
+class CaptionsConfig:
+    """The section [captions]: where captions are found, and how training texts are made from them."""
+
+    sources: tuple[Literal["sidecar", "metadata", "filename"], ...] = setting(
+        ("sidecar", "metadata"),
+        "where captions are looked for, in this order: sidecar, metadata, filename; the first that has one is used",
+    )
+    extension: str | tuple[str, ...] = setting(
+        (".txt", ".caption"), "suffix of sidecar files; of a list, the first that an image has is used"
+    )
+    folder: str = setting(
+        "",
+        "separate folder of sidecars, in the same folders below it as the images; relative to the project; empty: beside the "
+        "images, or in a folder `captions` beside or above them",
+        unrecorded=("",),
+        path=True,
+    )
+    caption_column: str = setting(
+        "", "column of metadata and captions files that holds the caption; empty: text, caption or prompt", unrecorded=("",)
+    )
+    lines: Literal["one", "many"] = setting(
+        "one", "one: a sidecar is one caption, with its line breaks; many: every line of a sidecar is a caption"
+    )
+    template: str = setting(
+        "{caption}",
+        "text that is trained with, made of {caption} and {trigger}; without {caption}, all images get the same text; a caption "
+        "that has the trigger is not given it twice",
+    )
+    replace: Mapping[str, str] | None = setting(
+        None, 'words to replace in captions, in this order: {"cat" = "ohwx cat"}; "" removes them', unrecorded=(None, {})
+    )
+    drop: tuple[str, ...] = setting(
+        (), 'parts of comma lists to leave out, such as ["watermark"]; capitals do not matter', unrecorded=((),)
+    )
+    shuffle: int = setting(
+        0,
+        "orders of the parts of a comma list that are trained, each as a caption; 0: as written",
+        bounds=(0, 100),
+        unrecorded=(0,),
+    )
+    keep: int = setting(1, "shuffle: parts at the beginning that stay where they are", bounds=(0, 1000), unrecorded=(1,))
+    weights: tuple[float, ...] = setting(
+        (),
+        "draws of an image's first, second, ... caption, relative to each other: [3, 1]; the last number is for all further "
+        "captions; empty: equally",
+        bounds=(1e-3, 1000.0),
+        unrecorded=((),),
+    )
+    trigger: str = setting("", "word that the adapter is called with; replaces {trigger} in the template and in preview prompts")
+    missing: Literal["error", "empty", "trigger", "filename", "skip"] = setting(
+        "error", "what an image without a caption gets: an error (it is usually a mistake), empty, trigger, filename or skip"
+    )
+    class_word: str = selects(
+        "",
+        'class that the trigger belongs to, such as "cat"; adds each caption with this word in place of the trigger, for '
+        "[train.preservation]",
+    )
+    preview_prompts: tuple[str, ...] = selects((), "prompts that the stage samples draws images for")
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if "" in (self.replace or {}):
+            raise ValueError('replace must name the words to replace, such as {"cat" = "ohwx cat"}, got ""')
+        check_placeholders("template", self.template, ("caption", "trigger"))
+        for prompt in self.preview_prompts:
+            check_placeholders("preview_prompts", prompt, ("trigger",))
+        uses = {
+            "captions.template has {trigger}": "{trigger}" in self.template,
+            "captions.preview_prompts has {trigger}": any("{trigger}" in prompt for prompt in self.preview_prompts),
+            'captions.missing is "trigger"': self.missing == "trigger",
+            "captions.class_word takes its place": bool(self.class_word),
+        }
+        for use, needed in uses.items():
+            if needed and not self.trigger:
+                raise ValueError(f'trigger must be set, because {use}, got ""')
+        if self.class_word and trigger_pattern(self.trigger).search(self.class_word):
+            raise ValueError(f'class_word must not contain the trigger "{self.trigger}", got "{self.class_word}"')
+        if not self.template.strip():
+            raise ValueError(f'template must not be empty ("{{caption}}" is the caption alone), got "{self.template}"')
+        if not self.sources:
+            raise ValueError('sources must name at least one source, such as ["sidecar", "metadata"], got []')
+        for extension in self.where.extensions or ("",):
+            if not extension.startswith(".") or len(extension) < 2:
+                raise ValueError(f'extension must be a dot and a name such as ".txt", got "{extension}"')
+
+    @property
+    def where(self) -> CaptionSources:
+        return CaptionSources(self.sources, self.extension, self.folder, self.caption_column, self.lines)
+
+
+# The template
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A training text and how it was made."""
+
+    text: str
+    template: str | None = None  # that was filled in, without the parts that were left out
+    reason: str | None = None  # special case of the trigger: HAS_TRIGGER, REPLACED, CLASS_ONLY, NO_TRIGGER
+
+
+def fill(template: str, caption: str, trigger: str, class_only: bool = False, class_word: str = "") -> Filled:
+    """Fill in the template. Its part with {trigger} is left out if the caption has the trigger, or the image is of the class.
+
+    "[trigger]" in a caption, which other trainers write, becomes the trigger, or the class word in an image of the class.
+    """
+    # A template without {caption} would leave no text at all: the class word takes the trigger's place.
+    if class_only and "{caption}" not in template and class_word:
+        return Filled(fill_template(template, "", class_word), template, CLASS_ONLY)
+    if class_only:
+        cut = without_trigger(template)
+        return Filled(fill_template(cut, replace_foreign(caption, class_word), ""), cut, CLASS_ONLY)
+    # First, so that the trigger that comes in this way counts as one that the caption has.
+    whole = replace_foreign(caption, trigger)
+    if "{trigger}" not in template or not (trigger and trigger_pattern(trigger).search(whole)):
+        return Filled(fill_template(template, whole, trigger), template, REPLACED if whole != caption else None)
+    cut = without_trigger(template)
+    return Filled(fill_template(cut, whole, trigger), cut, HAS_TRIGGER if whole == caption else REPLACED)
+
+
+def without_trigger(template: str) -> str:
+    """The template without its part, between commas, that has {trigger}; at least "{caption}"."""
+    kept = ", ".join(part.strip() for part in template.split(",") if "{trigger}" not in part)
+    return kept if "{caption}" in kept else "{caption}"
+
+
+def replace_foreign(text: str, word: str) -> str:
+    """Replace "[trigger]" by `word`, whatever its case."""
+    # A function, since a backslash in `word` is no escape.
+    return re.sub(re.escape(FOREIGN), lambda match: word, text, flags=re.IGNORECASE)
+
+
+def fill_template(template: str, caption: str, trigger: str) -> str:
+    values = {"{caption}": caption, "{trigger}": trigger}
+    # In one pass: braces in a caption are text.
+    return re.sub(r"\{(?:caption|trigger)\}", lambda match: values[match.group()], template)
+
+
+def check_placeholders(setting: str, text: str, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError for an unknown placeholder, a lone brace, or ai-toolkit's "[trigger]"."""
+    known = " and ".join(f"{{{each}}}" for each in allowed)
+    for name in re.findall(r"\{(\w+)\}", text):
+        if name not in allowed:
+            near = difflib.get_close_matches(name, allowed, 1)
+            hint = f"; did you mean {{{near[0]}}}?" if near else ""
+            raise ValueError(f"{setting} must have no placeholder but {known}, got {{{name}}}{hint}")
+    if re.search(r"[{}]", re.sub(r"\{\w+\}", "", text)):
+        raise ValueError(f'{setting} must have no braces but those of {known}, got "{text}"')
+    if FOREIGN in text.lower():
+        raise ValueError(f'{setting} must not have ai-toolkit\'s {FOREIGN}; write {{trigger}} instead, got "{text}"')
+
+
+# What is trained
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the table `images` says about the texts of a usable image."""
+
+    paths: tuple[str, ...]  # of the image, its duplicates and its references: the first with a caption gives it
+    trigger: str = ""  # word that the texts get
+    concept: str = ""  # subject in the folder's name, such as cat of 10_cat; of the class, else the class word
+    class_only: bool = False  # a regularisation image: its texts get no trigger
+    own_trigger: bool = False  # the trigger is a setting of the folder, not of [captions]
+    folder: str = ""  # whose name or settings give these facts
+
+    def fill(self, config: CaptionsConfig, caption: Caption) -> Filled:
+        """The training text of one caption. A folder's own trigger is used even where the template has no {trigger}."""
+        template = config.template
+        if self.own_trigger and not self.trigger:
+            return dataclasses.replace(fill(without_trigger(template), caption.text, ""), reason=NO_TRIGGER)
+        if self.own_trigger and "{trigger}" not in template:
+            template = f"{{trigger}}, {template}"
+        return fill(template, caption.text, self.trigger, self.class_only, config.class_word or self.concept)
+
+
+def subjects_of(images: pa.Table, config: CaptionsConfig) -> dict[str, Subject]:
+    every = images.to_pylist()
+    rows = {row["image_id"]: row for row in every if row["rejected"] is None and row["use"] != USE}
+    beside: dict[str, list[str]] = {}
+    for row in every:
+        if row["reference_of"]:
+            beside.setdefault(row["reference_of"], []).append(row["path"])
+    found = {}
+    for image_id, paths in usable_paths(images).items():
+        row = rows[image_id]
+        own, class_only = row["trigger"] is not None, row["use"] is not None
+        trigger = "" if class_only else row["trigger"] if own else config.trigger
+        concept = row["concept"] or (config.class_word if class_only else "")
+        # The caption of an edit's picture may be named after the pair: cat.txt for cat_in.png and cat_out.png.
+        named = [other for path in paths if path in beside for other in (*beside[path], *without_ending(path))]
+        found[image_id] = Subject((*paths, *named), trigger, concept, class_only, own and not class_only, row["folder"] or "")
+    return found
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the images and their files say, before [captions] changes it."""
+
+    subjects: dict[str, Subject]  # by image_id
+    captions: dict[str, list[Caption]]  # by image_id
+    notes: list[str]  # for the user
+
+
+def find_captions(run: Run[CaptionsConfig]) -> Found:
+    """Raises ValueError if no image is usable, a file cannot be read, or a caption is missing and that is an error."""
+    config, images = run.config, run.inputs.rows(IMAGES)
+    folder, paths, subjects = run.needs["image_folder"], images["path"].to_pylist(), subjects_of(images, config)
+    if "{caption}" not in config.template:  # no file is read
+        return Found(subjects, {image_id: [Caption("", "template", "captions.template")] for image_id in subjects}, [])
+    lookups, notes = make_lookups(folder, paths, config.where, run.root)
+    described = described_captions(run)
+    found = {}
+    for image_id, each in subjects.items():
+        # The first path with a caption wins, whatever its source: duplicates are asked only where the image has none.
+        # A model's caption comes after all files, the name of the folder last: "cat" of 10_cat.
+        captions = next((captions for path in each.paths for lookup in lookups if (captions := lookup(path))), [])
+        named = [Caption(each.concept, "folder", each.folder)] if each.concept else []
+        found[image_id] = captions or described.get(image_id) or named
+    without = [subjects[image_id].paths[0] for image_id, captions in found.items() if not captions]
+    if without and config.missing == "error":
+        sidecar = PurePosixPath(without[0]).with_suffix(config.where.extensions[0]).name
+        raise ValueError(
+            f"{len(without)} of {len(found)} images have no caption ({' or '.join(config.sources)}): {first_names(without)}; "
+            f"write {sidecar} and so on beside them, let a model write them ([descriptions]), or set captions.missing to "
+            f"empty, trigger, filename or skip{_other_captions(folder, paths, config, notes)}"
+        )
+    if without:
+        notes.append(
+            f"{len(without)} of {len(found)} images have no caption (captions.missing = {config.missing}): {first_names(without)}"
+        )
+    return Found(subjects, found, notes)
+
+
+def described_captions(run: Run[CaptionsConfig]) -> dict[str, list[Caption]]:
+    """image_id -> its one caption by a model. Empty if the table `descriptions` is not built."""
+    try:
+        rows = run.inputs.rows(DESCRIPTIONS).to_pylist()
+    except ValueError as error:
+        # `NotBuilt` of pipeline, which stages may not import, names its table.
+        if getattr(error, "table", "") != DESCRIPTIONS.name:
+            raise
+        return {}
+    return {row["image_id"]: [Caption(row["text"], "description", row["model"])] for row in rows if row["text"]}
+
+
+def _other_captions(folder: Path, paths: list[str], config: CaptionsConfig, notes: list[str]) -> str:
+    """The end of the error about missing captions: where they may be. `notes` are those about rows of unknown images."""
+    if notes:
+        return f"; {notes[0]}; names must be relative to the folder of the file"
+    # The parent of an image inside a tar is a file.
+    parents = sorted({str(above) for path in paths for above in PurePosixPath(path).parents if (folder / above).is_dir()})
+    files = [entry for parent in parents for entry in sorted((folder / parent).iterdir()) if entry.is_file()]
+    names = [PurePosixPath(entry.relative_to(folder).as_posix()) for entry in files]
+    if tables := [str(name) for name in names if name.suffix.lower() in TABLES and name.name not in READERS]:
+        *most, last = READERS
+        return f"; {first_names(tables)} is not read: files of captions are {', '.join(most)} and {last}"
+    texts = [name for name in names if name.suffix.lower() in (*config.where.extensions, ".txt", ".caption", ".tags")]
+    stems = {composed(name) for path in paths for name in (path, str(PurePosixPath(path).with_suffix("")))}
+    if lonely := [str(name) for name in texts if composed(str(name.with_suffix(""))) not in stems]:
+        return f"; {len(lonely)} text files have the name of no image: {first_names(lonely)}"
+    return f"; {first_names(list(map(str, texts)))} are not read: set captions.extension" if texts else ""
+
+
+def operate(captions: Iterable[Caption], config: CaptionsConfig, image_id: str) -> list[Caption]:
+    """Replace, drop and shuffle as [captions] says. The orders of a caption share its weight."""
+    found = []
+    for position, caption in enumerate(captions):
+        text, weight = caption.text, caption.weight
+        if config.weights:
+            weight = config.weights[min(position, len(config.weights) - 1)]
+        for word, other in (config.replace or {}).items():
+            text = text.replace(word, other)
+        if not (config.drop or config.shuffle):
+            found.append(dataclasses.replace(caption, text=text, weight=weight))
+            continue
+        unwanted = {part.strip().casefold() for part in config.drop}
+        parts = [part.strip() for part in text.split(",")]
+        parts = [part for part in parts if part and part.casefold() not in unwanted]
+        head, tail = parts[: config.keep], parts[config.keep :]
+        # The name of the draw is the image and the position, so that a run again gives the same orders.
+        drawn = [draws.permutation(len(tail), 0, f"caption {image_id} {position} {n}") for n in range(config.shuffle)]
+        orders = [head + [tail[at] for at in order] for order in drawn] or [parts]
+        weight = None if weight is None else weight / len(orders)
+        found += [dataclasses.replace(caption, text=", ".join(order), weight=weight) for order in orders]
+    return found
+
+
+# Edits on the project's page, which lie in the project, over the untouched image folder. `EDITS` has one line per edit, the
+# newest last: {"key": "IMAGE_ID:POSITION", "text": "..."}. A text of null takes the edits of that caption back.
+
+
+def edit_lines(project: Path) -> list[tuple[str, str | None]]:
+    """(key, text) of every edit, oldest first. Raises ValueError with file and line if a line is damaged."""
+    file, found = project / EDITS, list[tuple[str, str | None]]()
+    try:
+        # Not splitlines(), which also ends a line where a caption has a Unicode line separator.
+        *lines, last = file.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from None
+    for number, line in enumerate([*lines, last], 1):
+        try:
+            entry = json.loads(line)
+            found.append((str(entry["key"]), None if entry["text"] is None else str(entry["text"])))
+        except (ValueError, KeyError, TypeError):
+            # An earlier version wrote in place: a kill could cut its last line short.
+            if number > len(lines):
+                break
+            raise ValueError(f'{file}:{number}: must be like {{"key": "...", "text": "..."}}, got {line[:80]!r}') from None
+    return found
+
+
+def read_edits(project: Path) -> dict[str, str]:
+    """Edited texts by "IMAGE_ID:POSITION", the newest of each."""
+    return {key: text for key, text in dict(edit_lines(project)).items() if text is not None}
+
+
+def apply_edits(rows: Iterable[Mapping[str, Any]], edits: Mapping[str, str]) -> list[Row]:
+    """The rows of `captions` with the edits. Where an edit makes two texts of an image equal, only the first row is left."""
+    found: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        # Positions of other roles count separately, so the key of an edit may also fit a row that is no caption.
+        text = edits.get(f"{row['image_id']}:{row['position']}") if row["role"] == "caption" else None
+        changed = dict(row)
+        if text is not None:
+            caption_id = hashlib.sha256(text.encode()).hexdigest()
+            changed |= {"text": text, "caption_id": caption_id, "source": "edit", "origin": EDITS}
+        found.setdefault((row["image_id"] + row["role"], changed["caption_id"]), changed)
+    return list(found.values())
+
+
+# The rows
+
+
+def caption_rows(found: Found, config: CaptionsConfig, edits: Mapping[str, str]) -> tuple[list[Row], list[str]]:
+    """All rows of the table, and notes for the user.
+
+    Raises ValueError if the trigger is in no caption, or a caption has "[trigger]" without a trigger to put there.
+    """
+    subjects = found.subjects
+    rows, filled = [], []
+    for image_id, captions in found.captions.items():
+        subject = subjects[image_id]
+        texts = [(subject.fill(config, each), each) for each in operate(captions, config, image_id)]
+        if not texts and config.missing == "filename":
+            texts = [(subject.fill(config, each), each) for each in from_file_name(subject.paths[0])]
+        elif not texts and config.missing in ("empty", "trigger"):
+            text = subject.trigger if config.missing == "trigger" else ""
+            texts = [(Filled(text), Caption(text, "config", "captions.missing"))]
+        rows += _image_rows(image_id, texts)
+        filled += texts
+    # Left in, "[trigger]" would be trained as a word.
+    without = [image_id for image_id, each in subjects.items() if not (each.trigger or each.class_only)]
+    foreign = [each.origin for image_id in without for each in found.captions[image_id] if FOREIGN in each.text.lower()]
+    if foreign:
+        raise ValueError(f"{first_names(foreign, 1)}: {FOREIGN} stands for the trigger; set captions.trigger, or write the word")
+    notes = [*found.notes, *_describe_sources([caption for _, caption in filled], config), *_describe_triggers(filled)]
+    # Edits replace training texts, so they come after the template, and before the check that looks for the trigger.
+    rows = apply_edits(rows, edits)
+    notes += _check_trigger([row["text"] for row in rows if not subjects[row["image_id"]].class_only], subjects, config)
+    rows.append(_row("", "empty", "", "config", "", 0))
+    if config.trigger:
+        rows.append(_row("", "trigger", config.trigger, "config", "captions.trigger", 0))
+    if config.class_word:
+        rows += _class_rows(rows, subjects, config)
+    prompts = dict.fromkeys(prompt.replace("{trigger}", config.trigger) for prompt in config.preview_prompts)
+    rows += [_row("", "preview", prompt, "config", "", position) for position, prompt in enumerate(prompts)]
+    return rows, notes
+
+
+def _image_rows(image_id: str, texts: list[tuple[Filled, Caption]]) -> list[Row]:
+    """One row per different text: the first caption that gave it, with the weights added up."""
+    weights: dict[str, float | None] = {}
+    for filled, caption in texts:
+        weights[filled.text] = None if caption.weight is None else (weights.get(filled.text) or 0.0) + caption.weight
+    first = {filled.text: (filled, caption) for filled, caption in reversed(texts)}
+    return [
+        _row(image_id, "caption", text, first[text][1].source, first[text][1].origin, position, first[text][0], weights[text])
+        for position, text in enumerate(dict.fromkeys(filled.text for filled, _ in texts))
+    ]
+
+
+def _class_rows(rows: list[Row], subjects: Mapping[str, Subject], config: CaptionsConfig) -> list[Row]:
+    """Each caption and trigger again with the class in place of the trigger, for prior preservation."""
+    found: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        trigger = subjects[row["image_id"]].trigger if row["image_id"] else config.trigger
+        if row["role"] not in ("caption", "trigger") or not trigger:
+            continue
+        text, count = trigger_pattern(trigger).subn(lambda match: config.class_word, row["text"])
+        if count:
+            made = _row(row["image_id"], "class", text, row["source"], row["origin"], row["position"])
+            found.setdefault((row["image_id"], text), made)
+    return list(found.values())
+
+
+def _row(
+    image_id: str,
+    role: str,
+    text: str,
+    source: str,
+    origin: str,
+    position: int,
+    filled: Filled | None = None,
+    weight: float | None = None,
+) -> Row:
+    try:
+        caption_id = hashlib.sha256(text.encode()).hexdigest()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{origin or 'project.toml'}: the text must be valid Unicode, but contains half of a surrogate pair"
+        ) from None
+    return {
+        "caption_id": caption_id,
+        "image_id": image_id,
+        "role": role,
+        "text": text,
+        "source": source,
+        "origin": origin,
+        "position": position,
+        "template": filled.template if filled else None,
+        "reason": filled.reason if filled else None,
+        "weight": weight,
+    }
+
+
+def _check_trigger(texts: list[str], subjects: Mapping[str, Subject], config: CaptionsConfig) -> list[str]:
+    """A note if only some texts have the trigger. Raises ValueError if none has it."""
+    # A folder with a trigger of its own: no single word belongs in all captions.
+    own = any(each.trigger != config.trigger for each in subjects.values() if not each.class_only)
+    if not config.trigger or not texts or own:
+        return []
+    pattern = trigger_pattern(config.trigger)
+    count = sum(bool(pattern.search(text)) for text in texts)
+    if not count:
+        raise ValueError(
+            f'captions.trigger "{config.trigger}" is in none of the {len(texts)} captions: '
+            'add it to them, or set captions.template = "{trigger}, {caption}"'
+        )
+    return [f'the trigger "{config.trigger}" is in only {count} of {len(texts)} captions'] if count < len(texts) else []
+
+
+def _describe_sources(captions: list[Caption], config: CaptionsConfig) -> list[str]:
+    """A line such as "24 captions: 20 from .txt, 4 from captions.json"; none if all are from the preferred suffix."""
+    counts: Counter[str] = Counter()
+    for each in captions:
+        if each.source == "folder":
+            counts["the names of folders"] += 1
+        elif each.source == "metadata":
+            counts[PurePosixPath(each.origin.rpartition(":")[0]).name] += 1
+        elif each.source == "sidecar":
+            counts[PurePosixPath(each.origin).suffix.partition(":")[0]] += 1
+        elif each.source == "description":
+            counts[each.origin] += 1
+    if not counts or set(counts) == {config.where.extensions[0]}:
+        return []
+    return [f"{counts.total()} captions: {', '.join(f'{count} from {kind}' for kind, count in counts.most_common())}"]
+
+
+def _describe_triggers(filled: list[tuple[Filled, Caption]]) -> list[str]:
+    """Lines that say how many captions did not get the trigger from the template, and why."""
+    counts = Counter(text.reason for text, _ in filled)
+    notes = []
+    if counts[HAS_TRIGGER]:
+        first = next(caption.origin for text, caption in filled if text.reason == HAS_TRIGGER)
+        notes.append(
+            f"{counts[HAS_TRIGGER]} of {len(filled)} captions have the trigger already and do not get it a second time: "
+            f"{first} and so on"
+        )
+    if counts[REPLACED]:
+        notes.append(f"[trigger] was replaced by the trigger in {counts[REPLACED]} of {len(filled)} captions")
+    return notes
+
+
+# The stage
+
+
+def _rows(run: Run[CaptionsConfig]) -> tuple[list[Row], list[str]]:
+    return caption_rows(find_captions(run), run.config, read_edits(run.root))
 
 
 def wanted_captions(run: Run[CaptionsConfig]) -> pa.Table:
     # All texts are read each time: finding out which have changed would cost more.
-    rows, _ = run.once(_rows)
-    return pa.Table.from_pylist(rows, schema=CAPTIONS.batch)
-
-
-def _rows(run: Run[CaptionsConfig]) -> tuple[list[dict[str, Any]], list[str]]:
-    folder, described = run.needs["image_folder"], described_captions(run)
-    return caption_rows(run.inputs.rows(IMAGES), folder, run.config, read_edits(run.root), run.root, described)
+    return pa.Table.from_pylist(run.once(_rows)[0], schema=CAPTIONS.batch)
 
 
 def write_captions(run: Run[CaptionsConfig]) -> Iterator[pa.RecordBatch]:

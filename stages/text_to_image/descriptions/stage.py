@@ -18,7 +18,7 @@ from schemas.text_to_image.descriptions import DESCRIPTIONS
 from schemas.text_to_image.images import IMAGES
 from stages.run import Run
 from stages.stage import Stage
-from stages.text_to_image.caption_files.lookup import CaptionSources, make_lookups
+from stages.text_to_image.caption_files import CaptionSources, make_lookups
 from stages.text_to_image.descriptions.config import DescriptionsConfig
 from stages.text_to_image.imaging.decode import ImageError, open_image
 from stages.text_to_image.imaging.usable import USE, usable_paths

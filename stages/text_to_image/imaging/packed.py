@@ -17,7 +17,7 @@ from typing import Any
 
 SUFFIXES = frozenset({".tar", ".parquet", ".arrow"})
 INDEXES = 64  # files whose names are kept in memory
-TEXTS = ("text", "caption", "prompt")  # columns, and keys of a JSON file in a tar, that may hold captions
+TEXT_COLUMNS = ("text", "caption", "prompt")  # columns, and keys of a JSON file in a tar, that may hold captions
 TAR_TEXTS = (".txt", ".caption", ".json")  # suffixes of files with captions in a tar
 TEXT_BYTES = 1_000_000  # of a caption in a tar
 READ = threading.local()  # the column of the row group that a thread read last
@@ -132,7 +132,7 @@ def _text(data: bytes, suffix: str, column: str) -> str:
         row = json.loads(text)
     except (ValueError, RecursionError):
         return ""
-    values = [row.get(key) for key in ((column,) if column else TEXTS)] if isinstance(row, dict) else []
+    values = [row.get(key) for key in ((column,) if column else TEXT_COLUMNS)] if isinstance(row, dict) else []
     return next((value.strip() for value in values if isinstance(value, str) and value.strip()), "")
 
 
@@ -141,7 +141,7 @@ def _table_texts(file: Path, column: str) -> Iterator[tuple[str, tuple[str, str]
     if not found:
         return
     schema, _ = _names(file)
-    name_of = column or next((name for name in TEXTS if name in schema.names), "")
+    name_of = column or next((name for name in TEXT_COLUMNS if name in schema.names), "")
     if not name_of:
         return
     if name_of not in schema.names:

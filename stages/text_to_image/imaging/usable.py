@@ -113,3 +113,8 @@ def usable_paths(images: pa.Table, references: bool = False) -> dict[str, list[s
         if row["rejected"] == "duplicate" and row["image_id"] in paths and wanted:
             paths[row["image_id"]].append(row["path"])
     return paths
+
+
+def first_names(names: Sequence[str], count: int = 3) -> str:
+    """Such as "a, b, c and 4 more"."""
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")

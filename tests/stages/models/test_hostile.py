@@ -28,7 +28,7 @@ from pathlib import Path
 import stages
 from stages.text_to_image.families import family
 from stages.models.text.encoder import TextEncoder
-from stages.text_to_image.caption_files.metadata import read_metadata
+from stages.text_to_image.caption_files import read_metadata
 from stages.text_to_image.imaging.decode import open_image
 from pipeline.cli import one_line
 from pipeline.project import config

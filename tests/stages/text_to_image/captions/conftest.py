@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from schemas.text_to_image.images import IMAGES
-from stages.text_to_image.captions.config import CaptionsConfig
-from stages.text_to_image.captions.stage import STAGE
+from stages.text_to_image.captions.stage import STAGE, CaptionsConfig
 from tests.harness import context, run
 
 

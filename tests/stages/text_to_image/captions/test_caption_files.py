@@ -59,6 +59,7 @@ def test_unicode_is_kept_as_it_was_written(folder):
         (b"\xef\xbb\xbfab\xff", r"a\.txt is not UTF-8: byte 5 is 0xff"),
         ("cat".encode("utf-16-le"), r"a\.txt has a zero at byte 1, as UTF-16 without a byte order mark does"),
         (b"\xff\xfec\x00\x00\xd8", r"a\.txt is not UTF-16: byte"),
+        ("ca\0t".encode("utf-16"), r"a\.txt has a zero as character 3; remove it"),
     ],
 )
 def test_a_text_in_another_encoding_is_an_error_that_names_file_and_byte(captioned, data, message):
@@ -185,3 +186,22 @@ def test_a_file_name_in_another_unicode_spelling_is_found(folder):
     folder.add("cafe\u0301.png")
     folder.write("metadata.jsonl", json.dumps({"file_name": "caf\u00e9.png", "text": "coffee"}))
     assert folder.captions(missing="skip") == {"cafe\u0301.png": ["coffee"]}
+
+
+@pytest.mark.parametrize("name", ["data.csv", "metadata.json", "captions.txt.json"])
+def test_a_table_of_captions_under_another_name_is_named_where_captions_are_missing(folder, name):
+    folder.write(name, "file_name,text\na.png,a cat\n")
+    with pytest.raises(ValueError, match=rf"no caption .*; {name} is not read: files of captions are metadata\.jsonl, "):
+        folder.rows()
+
+
+def test_an_image_in_a_tar_without_a_caption_is_an_error_of_one_line(folder):
+    import io
+    import tarfile
+
+    with tarfile.open(folder.root / "train.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("1.png"), io.BytesIO())
+    folder.add("other/train.tar/1.png")
+    folder.images[-1]["path"] = "train.tar/1.png"
+    with pytest.raises(ValueError, match=r"3 of 3 images have no caption .*train\.tar/1\.png"):
+        folder.rows()

@@ -7,8 +7,8 @@ import pytest
 
 from pipeline.project.parse import Parser
 from schemas.text_to_image.captions import CAPTIONS
-from stages.text_to_image.captions.config import CaptionsConfig
-from stages.text_to_image.captions.stage import STAGE
+from stages.text_to_image.captions.edits import write_edits
+from stages.text_to_image.captions.stage import STAGE, CaptionsConfig, read_edits
 from tests.harness import run
 
 
@@ -123,6 +123,26 @@ def test_a_trigger_in_no_caption_is_an_error_and_one_in_some_captions_is_reporte
     assert captioned.lines == ['the trigger "ohwx" is in only 1 of 2 captions']
 
 
+def test_a_trigger_counts_and_gives_way_to_the_class_only_as_a_word_of_its_own(folder):
+    folder.write("a.txt", "a party")
+    folder.write("sub/b.txt", "art, a party")
+    rows = folder.rows(trigger="art", class_word="cat", template="{caption}")
+    assert folder.lines == ['the trigger "art" is in only 1 of 2 captions']
+    assert [row["text"] for row in rows if row["role"] == "class"] == ["cat, a party", "cat"]
+    folder.write("sub/b.txt", "the party")
+    with pytest.raises(ValueError, match=r'captions.trigger "art" is in none of the 2 captions'):
+        folder.rows(trigger="art")
+
+
+def test_a_trigger_beside_letters_of_a_script_without_spaces_is_a_word(captioned):
+    captioned.write("a.txt", "ohwx\u732b\u5728\u8349\u4e0a")
+    rows = captioned.rows(trigger="ohwx", template="{trigger}, {caption}", class_word="cat")
+    assert [row["text"] for row in rows if row["image_id"] == "a.png"] == [
+        "ohwx\u732b\u5728\u8349\u4e0a",
+        "cat\u732b\u5728\u8349\u4e0a",
+    ]
+
+
 def test_the_empty_caption_and_the_preview_prompts_are_rows_without_an_image(captioned):
     prompts = ("a {trigger} at sea", "a boat", "a boat", "a dog")
     rows = captioned.rows(preview_prompts=prompts, trigger="ohwx", template="{caption}, {trigger}")
@@ -203,3 +223,17 @@ def test_one_edited_caption_makes_one_row_pending(captioned):
 def test_a_wrong_setting_is_an_error_that_names_it_and_the_remedy(wrong, message):
     with pytest.raises(ValueError, match=rf"^captions\..*{message}"):
         Parser({"captions": CaptionsConfig}, lambda key: "project.toml [captions]").section("captions", wrong)
+
+
+def test_an_edit_that_a_kill_cut_short_is_dropped_and_the_edits_around_it_stay(tmp_path, monkeypatch):
+    write_edits(tmp_path, {"a:0": "one\u2028line", "b:0": "two"})
+    with (tmp_path / "captions.edits.jsonl").open("a") as file:
+        file.write('{"key": "c:0", "te')
+    assert read_edits(tmp_path) == {"a:0": "one\u2028line", "b:0": "two"}
+    write_edits(tmp_path, {"b:0": None, "d:0": "three"})
+    assert read_edits(tmp_path) == {"a:0": "one\u2028line", "d:0": "three"}
+    before = (tmp_path / "captions.edits.jsonl").read_bytes()
+    monkeypatch.setattr("os.fsync", lambda number: 1 / 0)  # killed before the new content is on disk
+    with pytest.raises(ZeroDivisionError):
+        write_edits(tmp_path, {"e:0": "four"})
+    assert (tmp_path / "captions.edits.jsonl").read_bytes() == before

@@ -2,9 +2,8 @@
 
 import pytest
 
-from stages.text_to_image.caption_files.text import Caption
-from stages.text_to_image.captions.config import CaptionsConfig
-from stages.text_to_image.captions.operations import operate
+from stages.text_to_image.caption_files import Caption
+from stages.text_to_image.captions.stage import CaptionsConfig, operate
 
 TAGS = "ohwx cat, sitting, Watermark, on grass, blue sky, watermark"
 

@@ -1,0 +1,374 @@
+"""Files that hold captions: sidecars beside images, files for many images, and file names.
+
+A file for many images is metadata.*, which has the columns of Hugging Face's imagefolder (file_name and a caption);
+captions.json, a map from file name to caption, or a list of objects; or captions.jsonl, captions.csv or captions.tsv with one
+row per image.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import functools
+import io
+import os
+import posixpath
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from stages.settings import setting_path
+from stages.text_to_image.imaging import packed
+from stages.text_to_image.imaging.masks import composed
+from stages.text_to_image.imaging.usable import first_names
+from stages.untrusted import parse_json, read_bytes
+
+CAPTIONS = "captions"  # a folder of sidecars
+PICTURES = frozenset({"images", "image", "imgs", "img"})  # folders that a folder of captions may lie beside
+SIDECAR_BYTES = 1_000_000  # largest sidecar that is read; a caption has some hundred bytes
+FILE_NAME = ("file_name",)  # the column of metadata.* that names the image
+FILE_COLUMNS = ("file_name", "file", "filename", "image", "image_path", "image_file", "path")  # the same of captions.*
+METADATA_BYTES = 256_000_000  # largest metadata file that is read: about a million long captions
+# A letter of a script with spaces between words. Thai, Lao, Japanese and Chinese have none, and Korean particles follow directly.
+LETTER = r"[^\W\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Caption:
+    """A caption as it was read, before the template."""
+
+    text: str
+    source: str  # sidecar, metadata, filename, folder, description, template or config
+    origin: str  # file, file and line (metadata.jsonl:3), or the name of a setting
+    weight: float | None = None  # draws relative to the image's other captions; None: 1
+
+
+@dataclass(frozen=True)
+class CaptionSources:
+    """Where captions of images are looked for."""
+
+    sources: tuple[str, ...]  # of sidecar, metadata, filename; the preferred one first
+    extension: str | tuple[str, ...]  # of sidecars
+    folder: str = ""  # separate folder of sidecars
+    caption_column: str = ""  # of metadata; "": text, caption or prompt
+    lines: str = "one"  # many: every line of a sidecar is a caption
+
+    @property
+    def extensions(self) -> tuple[str, ...]:
+        return (self.extension,) if isinstance(self.extension, str) else self.extension
+
+
+Lookup = Callable[[str], list[Caption]]  # an image's path, relative to the image folder -> its captions, none if there are none
+
+
+def make_lookups(folder: Path, paths: list[str], config: CaptionSources, project: Path) -> tuple[list[Lookup], list[str]]:
+    """One lookup for images inside other files, then one per source, and notes for the user.
+
+    Raises ValueError if a metadata file is malformed, or the separate folder of sidecars does not exist.
+    """
+    notes: list[str] = []
+    made: list[Lookup] = [functools.partial(_inside, folder, config.caption_column)]
+    for source in config.sources:
+        if source == "metadata":
+            captions, notes = read_metadata(folder, paths, config.caption_column)
+            made.append(lambda path, captions=captions: captions.get(composed(path), []))  # type: ignore[misc]
+        else:
+            made.append(from_file_name if source == "filename" else _sidecars(folder, config, project))
+    return made, notes
+
+
+def _inside(folder: Path, column: str, path: str) -> list[Caption]:
+    found = packed.split(folder / path) if any(f"{suffix}/" in path.lower() for suffix in packed.SUFFIXES) else None
+    if found is None:
+        return []
+    file, name = found
+    text, place = packed.texts(file, column).get(name, ("", ""))
+    origin = f"{path.removesuffix(name).rstrip('/')}: {place}"
+    return [Caption(text, "metadata" if place.startswith("row ") else "sidecar", origin)] if text else []
+
+
+def from_file_name(path: str) -> list[Caption]:
+    """The words of the file name: "a/red_fox-2.png" gives "red fox 2"."""
+    text = " ".join(re.split(r"[\s_-]+", PurePosixPath(path).stem)).strip()
+    return [Caption(text, "filename", path)] if text else []
+
+
+def trigger_pattern(trigger: str) -> re.Pattern[str]:
+    """The trigger as a word or phrase, not as a part of a longer word."""
+    return re.compile(rf"(?<!{LETTER}){re.escape(trigger)}(?!{LETTER})")
+
+
+# Sidecars
+
+
+def _sidecars(folder: Path, config: CaptionSources, project: Path) -> Lookup:
+    separate = _separate(folder, config.folder, project)
+
+    # A folder is listed once: a sidecar that is created meanwhile may not be found.
+    @functools.cache
+    def names(parent: str) -> dict[str, str]:
+        try:
+            found = [posixpath.join(parent, path.name) for path in (folder / parent).iterdir()]
+        except OSError:
+            return {}
+        return {composed(name): name for name in found}
+
+    def lookup(path: str) -> list[Caption]:
+        for place in [posixpath.normpath(posixpath.join(separate, path))] if separate else caption_places(path, folder.name):
+            for extension in config.extensions:
+                # a.png.txt before a.txt, since a.jpg may lie beside a.png.
+                for candidate in (place + extension, _stem(place) + extension):
+                    name = names(posixpath.dirname(candidate)).get(composed(candidate))
+                    if name and (captions := _read_sidecar(folder, name, config.lines == "many")):
+                        return captions
+        return []
+
+    return lookup
+
+
+def caption_places(path: str, folder: str) -> list[str]:
+    """The paths that an image would have beside its caption file, the preferred one first.
+
+    "a/images/cat.png" gives itself, a/images/captions/cat.png, a/captions/cat.png, a/captions/images/cat.png and
+    captions/a/images/cat.png. An image folder called images (see PICTURES) adds ../captions/a/images/cat.png.
+    """
+    image = PurePosixPath(path)
+    places = [path]
+    for above in image.parents:
+        below = image.relative_to(above)
+        places.append(str(above / CAPTIONS / below))
+        if above.name.lower() in PICTURES:
+            places.append(str(above.parent / CAPTIONS / below))
+    return [*places, f"../{CAPTIONS}/{path}"] if folder.lower() in PICTURES else places
+
+
+def caption_file(path: str, paths: list[str], folder: Path, config: CaptionSources, project: Path) -> str:
+    """The path of a new sidecar, or "" if the sources lack "sidecar" or the image lies in another file."""
+    if "sidecar" not in config.sources or packed.split(folder / path):
+        return ""
+    stem = _stem(path)
+    # a.txt would also be the caption of a.jpg.
+    shared = sum(_stem(other) == stem for other in paths) > 1
+    name = (path if shared else stem) + config.extensions[0]
+    separate = _separate(folder, config.folder, project)
+    return posixpath.normpath(posixpath.join(separate, name)) if separate else name
+
+
+def _separate(folder: Path, setting: str, project: Path) -> str:
+    """The setting captions.folder relative to the image folder, or "". Raises ValueError if there is no such folder."""
+    if not setting:
+        return ""
+    found = setting_path(setting, project)
+    if not found.is_dir():
+        raise ValueError(f"captions.folder must be a folder of caption files, got {setting!r}: there is no folder {found}")
+    return Path(os.path.relpath(found.resolve(), folder.resolve())).as_posix()
+
+
+def _read_sidecar(folder: Path, name: str, many: bool) -> list[Caption]:
+    text = read_text(folder / name, SIDECAR_BYTES)
+    if many:
+        lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), 1)]
+        return [Caption(line, "sidecar", f"{name}:{number}") for number, line in lines if line]
+    return [Caption(text.strip(), "sidecar", name)] if text.strip() else []
+
+
+def leads_out(path: Path) -> bool:
+    """Is it a link to another folder? A data set from elsewhere could have any file of the disk read into its captions."""
+    return path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve())
+
+
+def read_text(path: Path, most: int) -> str:
+    r"""UTF-8, or UTF-16 with a byte order mark; line breaks become "\n".
+
+    Raises ValueError if the file cannot be read, is larger than `most` bytes, has another encoding, or links to another
+    folder.
+    """
+    if leads_out(path):
+        raise ValueError(
+            f"{path} is a link to {path.resolve()}, in another folder: captions are not read from there; copy the file"
+        )
+    data = read_bytes(path, most)
+    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not {encoding.upper()}: byte {error.start} is 0x{data[error.start]:02x}; save it as UTF-8"
+        ) from None
+    if "\0" in text and encoding == "utf-16":
+        raise ValueError(f"{path} has a zero as character {text.index(chr(0)) + 1}; remove it")
+    # UTF-16 without a mark decodes as UTF-8 where it holds only ASCII.
+    if "\0" in text:
+        raise ValueError(f"{path} has a zero at byte {data.index(0)}, as UTF-16 without a byte order mark does; save it as UTF-8")
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+
+
+# Files for many images
+
+
+def read_metadata(folder: Path, paths: Iterable[str], column: str = "") -> tuple[dict[str, list[Caption]], list[str]]:
+    """(image's path in NFC -> captions, notes about rows whose image does not exist). `column` "" is text, caption or prompt.
+
+    The folders of the images and those above them are searched. Raises ValueError with file and line if a file is malformed.
+    """
+    paths = list(paths)
+    captions: dict[str, list[Caption]] = {}
+    notes = []
+    parents = sorted({str(parent) for path in paths for parent in PurePosixPath(path).parents})
+    files = [(posixpath.normpath(posixpath.join(parent, name)), read) for parent in parents for name, read in READERS.items()]
+    for name, read in files:
+        if not (folder / name).is_file():
+            continue
+        names = FileNames(folder, paths, posixpath.dirname(name))
+        file_columns = FILE_NAME if PurePosixPath(name).name.startswith("metadata.") else FILE_COLUMNS
+        unknown = []
+        for place, row in read(folder / name):
+            file_name, texts = _parse(f"{folder / name}, {place}", row, file_columns, column)
+            path = names.find(file_name)
+            if path is None:
+                unknown.append(file_name)
+                continue
+            origin = f"{name}:{place.removeprefix('line ')}"
+            captions.setdefault(path, []).extend(Caption(text, "metadata", origin) for text in texts)
+        if unknown:
+            notes.append(f"{name}: {len(unknown)} rows name images that do not exist: {first_names(unknown)}")
+    return captions, notes
+
+
+class FileNames:
+    """Find images by the names in the caption file of the folder `base`: relative or absolute paths, with or without suffix."""
+
+    def __init__(self, folder: Path, paths: Sequence[str], base: str) -> None:
+        self._base = base
+        # The image folder may be a link, and the file may name either place.
+        self._folders = [composed(f"{root.as_posix()}/") for root in (folder.absolute(), folder.resolve())]
+        whole = [composed(path) for path in paths]
+        inside = [path for path in whole if not base or path.startswith(f"{composed(base)}/")]
+        stems, names = Counter(map(_stem, whole)), Counter(map(posixpath.basename, inside))
+        self._whole = set(whole)
+        self._stems = {_stem(path): path for path in whole if stems[_stem(path)] == 1}
+        self._names = {posixpath.basename(path): path for path in inside if names[posixpath.basename(path)] == 1}
+
+    def find(self, name: str) -> str | None:
+        """The image's path in NFC, or None if no image or several fit."""
+        given = composed(name)
+        if posixpath.isabs(given) or given[1:3] == ":/":
+            root = next((root for root in self._folders if given.startswith(root)), None)
+            if root is None:
+                # Another machine's path: only its file name counts, and only below the folder of the caption file.
+                return self._names.get(posixpath.basename(given))
+            path = given.removeprefix(root)
+        else:
+            path = composed(posixpath.normpath(posixpath.join(self._base, name)))
+        return path if path in self._whole else self._stems.get(path)
+
+
+def _stem(path: str) -> str:
+    return posixpath.splitext(path)[0]
+
+
+def _jsonl(path: Path) -> Iterator[tuple[str, Row]]:
+    for line, text in enumerate(read_text(path, METADATA_BYTES).split("\n"), 1):
+        if not text.strip():
+            continue
+        row = parse_json(text, f"{path}, line {line}")
+        if not isinstance(row, dict):
+            raise ValueError(
+                f'{path}, line {line}: must be a JSON object such as {{"file_name": "a.png", "text": "..."}}, got {text[:40]}'
+            )
+        yield f"line {line}", row
+
+
+def _json(path: Path) -> Iterator[tuple[str, Row]]:
+    """A list of objects, or a map from file name to a caption, a list of captions, or an object with the caption."""
+    found = parse_json(read_text(path, METADATA_BYTES), str(path))
+    wanted = 'must be a map such as {"a.png": "a cat"}, or a list such as [{"file_name": "a.png", "caption": "a cat"}]'
+    if isinstance(found, dict):
+        rows = [(path, value if isinstance(value, dict) else {"caption": value}) for path, value in found.items()]
+        found = [{"file_name": path} | row | {"file_name": path} for path, row in rows]
+    if not isinstance(found, list):
+        raise ValueError(f"{path}: {wanted}, got {str(found)[:40]}")
+    for number, entry in enumerate(found, 1):
+        if not isinstance(entry, dict):
+            raise ValueError(f"{path}, entry {number}: {wanted}, got {str(entry)[:40]}")
+        yield f"entry {number}", entry
+
+
+def _csv(path: Path, delimiter: str = ",") -> Iterator[tuple[str, Row]]:
+    """Raises ValueError if it is not CSV, a column is there twice, the header is repeated, or a row has more or fewer fields."""
+    text = io.StringIO(read_text(path, METADATA_BYTES), newline="")
+    reader = csv.reader(text, delimiter=delimiter, strict=True, skipinitialspace=True)
+    columns: list[str] = []
+    last = 0
+    try:
+        for fields in reader:
+            # A field may span lines: the row begins after the last line of the one before.
+            line, last = last + 1, reader.line_num
+            if not fields:
+                continue
+            where = f"{path}, line {line}"
+            if not columns:
+                columns = [name.strip() for name in fields]
+                _check_columns(columns, where, delimiter)
+                continue
+            if [field.strip() for field in fields] == columns:
+                raise ValueError(f"{where}: the names of the columns are there a second time; remove the line")
+            if len(fields) != len(columns):
+                raise ValueError(
+                    f"{where}: must have {len(columns)} fields ({', '.join(columns)}), got {len(fields)}; "
+                    f'a text with a comma must be in double quotes, such as {columns[0]},"a red, round thing"'
+                )
+            yield f"line {last}", dict(zip(columns, fields, strict=True))
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {last + 1}: not valid CSV: {error}") from None
+
+
+def _check_columns(columns: list[str], where: str, delimiter: str) -> None:
+    twice = [name for name, count in Counter(columns).items() if count > 1]
+    if twice:
+        raise ValueError(f"{where}: the column {twice[0]} is there twice; columns: {', '.join(columns)}")
+    other = next((sign for sign in (";", "\t", ",") if len(columns) == 1 and sign in columns[0] and sign != delimiter), "")
+    if other:
+        words = {";": "semicolons", "\t": "tabs", ",": "commas"}
+        raise ValueError(f"{where}: columns must be separated by {words[delimiter]}, got {words[other]}: {columns[0]:.60}")
+
+
+def _missing_column(row: Row, column: str, columns: str) -> str:
+    """The error for a row without a column of captions, with the remedy."""
+    if not column:
+        remedy = "set captions.caption_column to the column that holds the captions"
+        return f"must have one of {', '.join(packed.TEXT_COLUMNS)}; columns: {columns}; {remedy}"
+    near = difflib.get_close_matches(column, map(str, row), 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"captions.caption_column must name a column, got {column!r}; columns: {columns}{hint}"
+
+
+def _parse(where: str, row: Row, file_columns: tuple[str, ...], column: str) -> tuple[str, list[str]]:
+    """(file name, captions) of a row. Blank captions are left out. Raises ValueError if one of the two is missing."""
+    columns = f"{', '.join(map(str, row)):.300}"
+    named = next((name for name in file_columns if name in row), file_columns[0])
+    file_name = row.get(named)
+    if not isinstance(file_name, str) or not file_name:
+        raise ValueError(f"{where}: {named} must be a path; columns: {columns}")
+    found = next((name for name in ((column,) if column else packed.TEXT_COLUMNS) if name in row), None)
+    if found is None:
+        raise ValueError(f"{where}: {_missing_column(row, column, columns)}")
+    texts = row[found] if isinstance(row[found], list) else [row[found]]
+    if not all(text is None or isinstance(text, str) for text in texts):
+        raise ValueError(f"{where}: {found} must be a text or a list of texts, got {row[found]!r:.80}")
+    return file_name.replace("\\", "/"), [text.strip() for text in texts if text and text.strip()]
+
+
+READERS: dict[str, Callable[[Path], Iterator[tuple[str, Row]]]] = {
+    "metadata.jsonl": _jsonl,
+    "metadata.csv": _csv,
+    "captions.jsonl": _jsonl,
+    "captions.json": _json,
+    "captions.csv": _csv,
+    "captions.tsv": functools.partial(_csv, delimiter="\t"),
+}

@@ -1,1 +1,0 @@
-"""Files that hold captions: sidecars beside images, and files for many images."""
