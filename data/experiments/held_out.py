@@ -11,8 +11,8 @@ import numpy as np
 
 from pipeline.project.project import Project
 from schemas.text_to_image.captions import CAPTIONS
+from stages.text_to_image.train.batches import HeldOutImages
 from stages.text_to_image.train.task import ImageTask
-from stages.text_to_image.train.validation import HeldOutImages
 from stages.tuner import checkpoint
 from stages.tuner.adapters.stacks import Stacks
 from stages.tuner.checkpoint import ADAPTER, Checkpoint

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stages.text_to_image import PIPELINE
-from stages.text_to_image.train.objective import GUIDANCE
+from stages.text_to_image.train.task import GUIDANCE
 
 CHANGES = {"setting": "a new run", "selects": "another length", "runtime": "no difference"}  # kind of setting -> effect
 

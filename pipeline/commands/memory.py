@@ -23,10 +23,10 @@ from pipeline.store.disk import format_bytes
 from pipeline.terminal import format_table
 from stages.models.family import Family
 from stages.text_to_image.families import FAMILIES, family
+from stages.text_to_image.train.batches import MicroBatch
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.memory_plan import BatchShape, MemoryEstimator, cheapest_fit, require_fit
 from stages.text_to_image.train.profile import profile_settings, random_batch, random_training
-from stages.text_to_image.train.reader import MicroBatch
 from stages.tuner.blockwise.device import configure_scheduler, memory_budget
 from stages.tuner.blockwise.meter import LEAK_BYTES, LEAST_TIMES, Meter
 from stages.tuner.memory_plan import live_bytes_limit

@@ -27,12 +27,13 @@ def command(step: int, project: Project) -> None:
 def replay_run(project: Project, step: int, progress: Callable[[int, int, str], None]) -> Iterator[str]:
     """New and logged loss of each sample, then whether all agree. Raises ValueError if the run lacks the step."""
     from stages.run import Report
-    from stages.text_to_image.train.replay import replay
+    from stages.text_to_image.train.task import ImageTask
+    from stages.tuner.replay import replay_step
 
     stage = project.stage("train")
     table = project.built(stage.writes, "replay")
     run = project.open("train", Report(progress=progress), artifacts=table.folder / "artifacts", stored=table.rows())
-    replayed = replay(run, step)
+    replayed = replay_step(run, ImageTask(run), step)
     for one in replayed:
         logged = "not logged" if one.logged is None else f"logged {one.logged:.9g}"
         image, sigma = one.sample.crop.image_id[:12], one.sample.sigma

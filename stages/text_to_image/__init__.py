@@ -37,7 +37,7 @@ PIPELINE = Pipeline(
         name: f"pipeline.commands.{name}:command"
         for name in ("export", "publish", "replay", "segments", "memory", "evaluate", "lint", "captions", "crops")
     }
-    | {"generate": "pipeline.commands.generated:command"}
+    | {"generate": "pipeline.commands.generate:command"}
     | {name: f"pipeline.commands.combine:{name}_command" for name in ("merge", "resize", "extract")},
     tables={"generated": "schemas.text_to_image.generated:GENERATED"},
     methods={"adapter": "pipeline.commands.generate:adapter"},
@@ -48,6 +48,6 @@ PIPELINE = Pipeline(
     pages=PAGES,
     detail=DETAIL,
     thumbnail="stages.text_to_image.pages:thumbnail",
-    side_by_side="stages.text_to_image.samples.side_by_side:draw_side_by_side",
+    side_by_side="stages.text_to_image.samples.grid:draw_side_by_side",
     ranking=RANKING,
 )

@@ -71,7 +71,7 @@ def pictures(name: str = "micro") -> Iterator[dict[str, Any]]:
 
     from stages.text_to_image.families import family
     from stages.text_to_image.samples.config import SamplesConfig
-    from stages.text_to_image.samples.drawing import load_sampler
+    from stages.text_to_image.samples.drawing import Adapters, load_sampler
 
     record = family(name)
     folder, load = Path(record.bundled), record.architecture
@@ -80,10 +80,8 @@ def pictures(name: str = "micro") -> Iterator[dict[str, Any]]:
     autoencoder = load.load_autoencoder(folder / "vae", record, mx.float32)
     found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     for bits in (16, 8, 4):
-        packed = SamplesConfig(base_bits=bits)
-        sampler = load_sampler(
-            name, folder / "transformer", record, lambda: empty_1TJ, precision="float32", packed=packed, steps=STEPS
-        )
+        config = SamplesConfig(base_bits=bits, precision="float32", steps=STEPS)
+        sampler = load_sampler(Adapters(name), folder / "transformer", record, config, lambda: empty_1TJ)
         latents = [sampler.draw(text_1TJ, seed, SIDE, SIDE) for text_1TJ in texts for seed in SEEDS]
         seen = [np.array(mx.clip((autoencoder.decode(each) + 1) / 2, 0, 1)) * LEVELS for each in latents if each is not None]
         found[bits] = np.stack([np.array(each) for each in latents]), np.stack(seen)
@@ -98,7 +96,8 @@ def embeddings_of_8_bits(name: str = "micro") -> Iterator[dict[str, Any]]:
 
     from stages.models.text.encoder import widen
     from stages.text_to_image.families import family
-    from stages.text_to_image.samples.drawing import load_sampler
+    from stages.text_to_image.samples.config import SamplesConfig
+    from stages.text_to_image.samples.drawing import Adapters, load_sampler
     from stages.text_to_image.stored_embeddings import pack, unpack
 
     record, states = family(name), len(family(name).text_layers)
@@ -108,10 +107,10 @@ def embeddings_of_8_bits(name: str = "micro") -> Iterator[dict[str, Any]]:
     stored = [unpack(pack(words_TJ, states), states) for words_TJ in exact]
     about = {"family": name, "px": SIDE, "bits": 8}
     yield {"kind": "embedding", **about, **differences(widen(np.concatenate(stored)), widen(np.concatenate(exact)))}
-    latents = []
+    latents, config = [], SamplesConfig(precision="float32", steps=STEPS)
     for words in (stored, exact):
         texts = [mx.array(words_TJ).view(mx.bfloat16)[None] for words_TJ in words]
-        sampler = load_sampler(name, folder / "transformer", record, texts.pop, precision="float32", steps=STEPS)
+        sampler = load_sampler(Adapters(name), folder / "transformer", record, config, texts.pop)
         found = [sampler.draw(text_1TJ, seed, SIDE, SIDE) for text_1TJ in texts for seed in SEEDS]
         latents.append(np.stack([np.array(each) for each in found]))
     yield {"kind": "latent, int8 embeddings", **about, **differences(*latents)}

@@ -17,7 +17,7 @@ import click
 import numpy as np
 
 import stages  # noqa: F401  (a fast BLAS, before MLX)
-from stages.text_to_image.train.reader import MicroBatch
+from stages.text_to_image.train.batches import MicroBatch
 from tests.bench.environment import describe
 
 SIDE, IMAGES, RATE, RANK = 192, 12, 1e-3, 16  # pixels; images of the example; settings of the adapter
@@ -31,15 +31,15 @@ def training(precision: str, seed: int) -> Any:
     import mlx.core as mx
 
     from stages.text_to_image.families import family
-    from stages.text_to_image.packing import load_packed
-    from stages.text_to_image.train.objective import FlowMatching
     from stages.text_to_image.train.profile import profile_settings
+    from stages.text_to_image.train.task import FlowMatching
+    from stages.text_to_image.weights import load_transformer
     from stages.tuner.step import TrainingStep, choose_targets, starting_adapter
 
     record = family("micro")
     config = profile_settings(precision="float32", lr=RATE, rank=RANK, seed=seed)
     object.__setattr__(config, "precision", precision)  # no project can set it
-    model = load_packed(Path(record.bundled, "transformer"), record, getattr(mx, precision), config, None)
+    model = load_transformer(Path(record.bundled, "transformer"), record, getattr(mx, precision), config)
     targets = choose_targets(model.linears(), config)
     objective = FlowMatching(record.architecture, config.loss, config.preservation)
     return TrainingStep(model, objective, targets, config, starting_adapter(model, targets, config))
@@ -65,8 +65,8 @@ def example() -> tuple[np.ndarray, np.ndarray]:
 
 def batches(seed: int, steps: int, size: int, latents: np.ndarray, ctx: np.ndarray) -> Iterator[MicroBatch]:
     """Yield the batch of every step: `size` of the images with captions, noise and noise levels drawn from `seed`."""
-    from stages.text_to_image.train.dataset import Crop
-    from stages.text_to_image.train.sampler import Sample
+    from stages.text_to_image.train.batches import Sample
+    from stages.text_to_image.train.data import Crop
 
     draw = np.random.default_rng(seed)
     crop = Crop("", "", SIDE, SIDE, (latents.shape[2], latents.shape[3]), ("",))

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from pipeline.machine import peak_rss
-from stages.text_to_image import converted
+from stages.text_to_image import weights
 
 Row = dict[str, Any]
 
@@ -55,14 +55,14 @@ class Meter:
 
     def count_copying(self) -> None:
         """Count the seconds of writing converted copies from now on."""
-        write = converted._write
+        write = weights._write
 
         def measured(*given: Any) -> None:
             began = time.perf_counter()
             write(*given)
             self.copying += time.perf_counter() - began
 
-        converted._write = measured  # type: ignore[assignment]
+        weights._write = measured  # type: ignore[assignment]
 
 
 def evaluate(model: Any) -> None:

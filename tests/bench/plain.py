@@ -15,8 +15,8 @@ import mlx.core as mx
 
 from stages.models.family import Family
 from stages.text_to_image.train.config import TrainConfig
-from stages.text_to_image.train.objective import FlowMatching
 from stages.text_to_image.train.profile import random_transformer
+from stages.text_to_image.train.task import FlowMatching
 from stages.tuner import quantize
 from stages.tuner.adapters import lora
 from stages.tuner.blockwise.meter import Meter

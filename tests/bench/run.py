@@ -21,7 +21,7 @@ from tests.bench.cases import KINDS, TORCH_PLANS, Case
 from tests.bench.environment import describe
 
 if TYPE_CHECKING:
-    from stages.text_to_image.train.reader import MicroBatch
+    from stages.text_to_image.train.batches import MicroBatch
     from stages.tuner.blockwise.meter import Meter
     from stages.tuner.step import TrainingStep
 

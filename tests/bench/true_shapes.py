@@ -35,8 +35,8 @@ from data.experiments.in_memory import MemoryTables
 from pipeline.project import outlook
 from pipeline.project.project import Project
 from stages.models.family import Family
-from stages.text_to_image import converted
 from stages.text_to_image.families import family
+from stages.text_to_image.weights import CONVERTED
 from tests import projects
 from tests.bench import true_files
 from tests.bench.peaks import Meter, OwnMemory, Row, process_peak
@@ -61,8 +61,8 @@ COMPONENTS = tuple(FOLDERS)
 # Where each stage looks up the function that loads its large model.
 LOADERS = {
     "embeddings": ("stages.text_to_image.embeddings.stage", "load_encoder"),
-    "train": ("stages.text_to_image.train.model", "load_transformer"),
-    "samples": ("stages.text_to_image.samples.stage", "load_sampler"),
+    "train": ("stages.text_to_image.train.task", "load_transformer"),
+    "samples": ("stages.text_to_image.samples.drawing", "load_sampler"),
 }
 SPARE = 2_000_000_000  # bytes of the disk that stay free
 SETTINGS = """
@@ -95,10 +95,11 @@ steps = 2
 
 def load_only(project: Project, again: bool) -> None:
     """Load the transformer of the stage `train`. With `again`, its converted copy must exist, and it is read."""
-    load = importlib.import_module("stages.text_to_image.train.model").load_transformer
-    copies = project.path / converted.FOLDER
+    copies = project.path / CONVERTED
     assert bool(list(copies.glob("*.safetensors"))) == again, "the converted copy is read the second time"
-    load(project.resource("transformer"), project.family, project.config.sections["train"], None, copies)
+    config = project.config.sections["train"]
+    load = importlib.import_module("stages.text_to_image.train.task").load_transformer  # which may be measured
+    load(project.resource("transformer"), project.family, getattr(mx, config.precision), config, copies=copies, keep=True)
 
 
 def run_stage(project: Path, name: str, tables: MemoryTables | None) -> Row:

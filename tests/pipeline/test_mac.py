@@ -19,7 +19,8 @@ from stages.text_to_image.images.scan import scan
 from stages.text_to_image.imaging import masks
 from stages.text_to_image.imaging.decode import HEIC_REMEDY
 from stages.text_to_image.scores.references import read_references
-from stages.text_to_image.train.selection import ValidationConfig, held_out
+from stages.text_to_image.train.config import ValidationConfig
+from stages.text_to_image.train.data import held_out
 from stages.tuner.blockwise import device
 
 NFC = "Bär.png"

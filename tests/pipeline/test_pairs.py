@@ -63,7 +63,7 @@ def test_references_are_recognised_trained_with_and_shown_in_the_tables(paired: 
 
 def test_a_mirrored_crop_is_trained_with_mirrored_references(paired: Path) -> None:
     built(paired)
-    from stages.text_to_image.train.references import References
+    from stages.text_to_image.train.data import References
 
     images, buckets, latents = (rows(paired, name) for name in ("images", "buckets", "latents"))
     found = References(images, buckets, latents)

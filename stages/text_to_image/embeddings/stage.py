@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +14,6 @@ import pyarrow.compute as pc
 
 from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.embeddings import EMBEDDINGS
-from stages.models.family import TextEncoder
 from stages.models.text.encoder import Embedding, widen
 from stages.models.weights import reading
 from stages.run import Run
@@ -36,47 +35,42 @@ def wanted_embeddings(run: Run[EmbeddingsConfig]) -> pa.Table:
 def encode_embeddings(run: Run[EmbeddingsConfig]) -> Iterator[pa.RecordBatch]:
     """Raises ValueError if a value of an embedding is not finite."""
     pending: list[str] = run.output.pending["caption_id"].to_pylist()
-    if not pending:
+    captions: dict[str, list[Row]] = defaultdict(list)
+    for row in run.inputs.rows(CAPTIONS).select(["caption_id", "text", "role", "origin"]).to_pylist():
+        captions[row["caption_id"]].append(row)
+    ids, states = iter(pending), len(run.needs["family"].text_layers)
+    done = 0
+    for batch in encode_texts(run, [captions[caption_id][0]["text"] for caption_id in pending]):
+        rows = []
+        for embedding in batch:
+            caption_id, done = next(ids), done + 1
+            if embedding.dropped:
+                run.report.say(_too_long(captions[caption_id], embedding))
+            rows.append(_row(caption_id, embedding, run.config.stored, states))
+            run.report.progress(done, len(pending), "texts")
+        yield EMBEDDINGS.table(rows).combine_chunks().to_batches()[0]
+
+
+def encode_texts(run: Run[EmbeddingsConfig], texts: Sequence[str]) -> Iterator[list[Embedding]]:
+    """In batches of [embeddings] batch_size; ends early if the user asks to stop. ValueError if memory does not suffice."""
+    if not texts:
         return
     family = run.needs["family"]
-    family.require("text_encoder")
-    captions = _rows_by_text(run.inputs.rows(CAPTIONS))
-    path = run.needs["text_encoder"]
+    family.require("text_encoder")  # before its weights are looked for
+    path, tokenizer = run.needs["text_encoder"], run.needs["tokenizer"]
     plan = choose_plan(run.config, family, path, memory_budget())
-    tokenizer = run.needs["tokenizer"]
     with reading("the text encoder", run.report.note):
         encoder = run.reuse("text encoder", lambda: load_encoder(family, path, tokenizer, run.config, plan.by_layer))
     try:
         with live_memory_limit(plan.live_bytes):
-            for start in range(0, len(pending), run.config.batch_size):
+            for start in range(0, len(texts), run.config.batch_size):
                 if run.report.stop():
                     return
-                yield _batch(run, encoder, pending, start, captions)
+                yield encoder.encode(list(texts[start : start + run.config.batch_size]))
     finally:
         del encoder
         gc.collect()
         mx.clear_cache()
-
-
-def _rows_by_text(rows: pa.Table) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = defaultdict(list)
-    for row in rows.select(["caption_id", "text", "role", "origin"]).to_pylist():
-        found[row["caption_id"]].append(row)
-    return found
-
-
-def _batch(
-    run: Run[EmbeddingsConfig], encoder: TextEncoder, pending: list[str], start: int, captions: dict[str, list[Row]]
-) -> pa.RecordBatch:
-    ids = pending[start : start + run.config.batch_size]
-    embeddings = encoder.encode([captions[caption_id][0]["text"] for caption_id in ids])
-    rows = []
-    for done, (caption_id, embedding) in enumerate(zip(ids, embeddings, strict=True), start + 1):
-        if embedding.dropped:
-            run.report.say(_too_long(captions[caption_id], embedding))
-        rows.append(_row(caption_id, embedding, run.config.stored, len(run.needs["family"].text_layers)))
-        run.report.progress(done, len(pending), "texts")
-    return EMBEDDINGS.table(rows).combine_chunks().to_batches()[0]
 
 
 def _row(caption_id: str, embedding: Embedding, stored: str, states: int) -> Row:

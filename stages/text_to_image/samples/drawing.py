@@ -1,20 +1,191 @@
-"""Drawing latents: the transformer with an adapter, and the denoising steps of one image. Also serves the Python API."""
+"""How pictures are drawn: denoised by the transformer with adapters, decoded by the autoencoder. The stage `samples`, `latentmill
+generate` and `project.adapter().generate` draw with `draw_pictures`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import hashlib
+import io
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
-from stages.models.family import Family, Transformer
-from stages.text_to_image import converted
-from stages.text_to_image.packing import Packed, load_packed
-from stages.tuner.adapters.combine import join
-from stages.tuner.blockwise.forward import AdapterMismatch, BlockwiseForward, check_adapter, model_forward
+from schemas.text_to_image.samples import SAMPLES
+from stages.models.family import Autoencoder, Family, Transformer
+from stages.models.weights import reading
+from stages.run import Run
+from stages.text_to_image.imaging.decode import CEILING_BYTES, ImageError, open_image
+from stages.text_to_image.samples.config import MULTIPLE, SamplesConfig
+from stages.text_to_image.samples.memory_plan import drawing_memory, passes
+from stages.text_to_image.weights import CONVERTED, STREAMED, load_transformer, meta_transformer
+from stages.tuner import checkpoint
+from stages.tuner.adapters.combine import Part, join
+from stages.tuner.blockwise.device import configure_scheduler, live_memory_limit
+from stages.tuner.blockwise.forward import BlockwiseForward, check_adapter, model_forward
+from stages.untrusted import read_bytes
 
-DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
+LATENTS = "latents"  # artifacts folder of latents that were drawn but not decoded, so that a stopped run draws nothing twice
+MOST = 1024 * 1024  # pixels of a reference; a larger one is reduced
+SHORTEST, LONGEST = 64, 8  # of a reference: the shorter side in pixels, and the largest aspect ratio that diffusers takes
+
+Paths = tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture to draw, as large as [samples] says."""
+
+    name: str  # of its files, unique among those of the table
+    prompt: str  # what `draw_pictures` asks for its embedding by
+    seed: int
+    references: Paths = ()
+    row: Mapping[str, Any] = field(default_factory=dict, compare=False)  # the caller's own
+
+
+@dataclass(frozen=True)
+class Drawn:
+    picture: Picture
+    image: Image.Image
+    seconds: float  # of denoising, perhaps in an earlier run
+    decoding: float  # seconds
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """What a group of pictures is drawn with."""
+
+    label: str  # in error messages, such as "samples: step 500"
+    adapter_id: str = ""  # sha256 of the files; "": the base alone
+    # (adapter, strength), whose changes are added; several must be plain LoRAs. Called once a picture is to be drawn.
+    files: Callable[[], Sequence[tuple[Path, float]]] = tuple
+
+
+def draw_pictures(
+    run: Run[SamplesConfig],
+    groups: Sequence[tuple[Adapters, Sequence[Picture]]],
+    empty: Callable[[], str],
+    read_prompts: Callable[[Sequence[str]], Callable[[str], mx.array]],
+) -> Iterator[Drawn]:
+    """Ends early if the user asks to stop. Drawn latents are artifacts, which the caller deletes once it has committed the
+    pictures: until then, nothing is drawn twice.
+
+    `read_prompts(prompts)` gives a function from a prompt to its embedding, bfloat16 (1, T, J). `empty()`: the empty prompt.
+    """
+    configure_scheduler()  # must come before the first MLX array
+    undrawn = {each.name: each for _, pictures in groups for each in pictures if not is_drawn(run, each)}
+    config, family = run.config, run.needs["family"]
+    done, total = 0, len(undrawn) * (config.steps or family.sampling_steps)
+
+    def stop_after() -> bool:
+        nonlocal done
+        done += 1
+        run.report.progress(done, total, "steps")
+        return run.report.stop()
+
+    references = _encode_references(run, {each.references for each in undrawn.values()} - {()})
+    prompts = list(dict.fromkeys(each.prompt for each in undrawn.values()))
+    embedding = read_prompts([*prompts, empty()] if prompts and passes(config, family) > 1 else prompts)
+    # All latents of a group are drawn before any is decoded, so that the transformer and the autoencoder are never in memory
+    # together.
+    for adapters, pictures in groups:
+        if not pictures or run.report.stop():
+            continue
+        if coming := [each for each in pictures if each.name in undrawn]:
+            largest = max(references.values(), key=lambda latents: sum(each.size for each in latents), default=[])
+
+            def load(adapters: Adapters = adapters, largest: Sequence[mx.array] = largest) -> LatentSampler:
+                places = run.output.artifacts.parent / STREAMED, run.root / CONVERTED
+                negative = lambda: embedding(empty())  # noqa: E731
+                path = run.needs["transformer"]
+                return load_sampler(adapters, path, family, config, negative, largest, *places, run.report.say)
+
+            with reading("the transformer", run.report.note):
+                sampler = run.reuse(f"sampler {adapters.adapter_id}", load)
+            for each in coming:
+                if not _keep_latent(run, sampler, each, embedding(each.prompt), references.get(each.references, ()), stop_after):
+                    break
+                del undrawn[each.name]
+                if run.report.stop():
+                    break
+            del sampler
+            mx.clear_cache()  # give the transformer's memory back before the autoencoder is loaded
+        yield from _decode(run, [each for each in pictures if each.name not in undrawn])
+
+
+def _keep_latent(
+    run: Run[SamplesConfig],
+    sampler: LatentSampler,
+    picture: Picture,
+    text_1TJ: mx.array,
+    references: Sequence[mx.array],
+    stop_after: Callable[[], bool],
+) -> bool:
+    started = time.perf_counter()
+    latent_1Chw = sampler.draw(text_1TJ, picture.seed, run.config.width, run.config.height, stop_after, references)
+    if latent_1Chw is None:
+        return False
+    # The time is kept with the latent, since the picture is made only when it is decoded, perhaps by a later run.
+    arrays, about = {"latents": latent_1Chw}, {"seconds": repr(time.perf_counter() - started)}
+    run.output.write(f"{LATENTS}/{picture.name}.safetensors", partial(checkpoint.write_arrays, arrays=arrays, metadata=about))
+    return True
+
+
+def _decode(run: Run[SamplesConfig], drawn: Sequence[Picture]) -> Iterator[Drawn]:
+    if not drawn or run.report.stop():
+        return
+    family, path, size = run.needs["family"], run.needs["autoencoder"], (run.config.height, run.config.width)
+    autoencoder = load_autoencoder(run)
+    limit = sum(family.architecture.autoencoder_bytes(path, family, *size, 4, False))
+    for picture in drawn:
+        if run.report.stop():
+            return
+        started = time.perf_counter()
+        loaded: Any = mx.load(str(latent_path(run, picture)), return_metadata=True)
+        arrays, about = loaded
+        with live_memory_limit(limit):
+            image = decode(autoencoder, arrays["latents"])
+        yield Drawn(picture, image, float(about["seconds"]), time.perf_counter() - started)
+
+
+def load_autoencoder(run: Run[SamplesConfig]) -> Autoencoder:
+    family, path = run.needs["family"], run.needs["autoencoder"]
+    found: Autoencoder = run.reuse("autoencoder", lambda: family.architecture.load_autoencoder(path, family, mx.float32))
+    return found
+
+
+def latent_path(run: Run[SamplesConfig], picture: Picture) -> Path:
+    return run.output.artifacts / LATENTS / f"{picture.name}.safetensors"
+
+
+def is_drawn(run: Run[SamplesConfig], picture: Picture) -> bool:
+    path = latent_path(run, picture)
+    return path.exists() and run.inputs.intact(SAMPLES, path.relative_to(run.output.artifacts).as_posix())
+
+
+def decode(autoencoder: Autoencoder, latent_1Chw: mx.array) -> Image.Image:
+    """An 8-bit RGB image. `latent_1Chw`: normalised, (1, channels, height / 16, width / 16)."""
+    image_BHWC = mx.clip(mx.round((autoencoder.decode(latent_1Chw) + 1) * 127.5), 0, 255)
+    return Image.fromarray(np.array(image_BHWC[0].astype(mx.uint8)))
+
+
+def save_png(path: Path, image: Image.Image, metadata: Mapping[str, Any]) -> None:
+    """`metadata` is stored as text chunks."""
+    info = PngInfo()
+    for key, value in metadata.items():
+        info.add_itxt(key, str(value))
+    image.save(path, format="PNG", pnginfo=info)
+
+
+# The transformer
 
 
 @dataclass(frozen=True)
@@ -33,10 +204,10 @@ class LatentSampler:
         seed: int,
         width: int,
         height: int,
-        stop_after: Callable[[int], bool] = lambda step: False,
+        stop_after: Callable[[], bool] = lambda: False,
         references: Sequence[mx.array] = (),
     ) -> mx.array | None:
-        """A float32 latent (1, channels, height / 16, width / 16); None if `stop_after(step)` ended it before the last step.
+        """A float32 latent (1, channels, height / 16, width / 16); None if `stop_after()` ended it before the last step.
 
         `text_1TJ`: embedding of the prompt. `references`: latents (1, channels, rows, columns). Raises ValueError if values
         are not finite.
@@ -55,7 +226,7 @@ class LatentSampler:
         )
         latent_1Chw = mx.zeros(0)
         for step, latent_1Chw in enumerate(latents, 1):  # noqa: B007  (the last one is the image's)
-            if stop_after(step) and step < self.steps:
+            if stop_after() and step < self.steps:
                 return None
         if not mx.all(mx.isfinite(latent_1Chw)).item():
             raise ValueError(f"{self.label} draws values that are not finite; choose another checkpoint, or lower [train] lr")
@@ -63,65 +234,109 @@ class LatentSampler:
 
 
 def load_sampler(
-    label: str,
+    adapters: Adapters,
     transformer: Path,
     family: Family,
+    config: SamplesConfig,
     read_negative: Callable[[], mx.array],
-    adapters: Sequence[tuple[Path, float]] = (),
-    *,
-    precision: str = "bfloat16",
-    packed: Packed | None = None,
-    steps: int | None = None,
-    guidance: float | None = None,
-    live_bytes: int | None = None,
+    references: Sequence[mx.array] = (),
     folder: Path | None = None,
     copies: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> LatentSampler:
-    """Load the transformer and adapters, (file, strength), whose changes are added. Raises ValueError if one does not fit.
+    """Load the transformer once; a converted copy in `copies` is preferred. Raises ValueError if an adapter does not fit.
 
-    `read_negative`: called only if a denoising step takes two forward passes. `packed`: None packs no weight. `steps`,
-    `guidance`:
-    those of the family if None. `live_bytes`: while so many are in use, MLX starts no further operation. `folder`: takes the
-    weights of the blocks if `packed.stream_blocks`; each step reads them again. `copies`: folder of converted copies of
-    training;
-    one of this transformer is read instead of `transformer`.
+    `read_negative`: called only if a denoising step takes two forward passes. `references`: the largest that it will draw with;
+    the memory limit must suffice for every picture. `folder`: as in `load_transformer`.
     """
-    dtype = DTYPES[precision]
-    model = None
-    if copies and packed and not packed.stream_blocks:
-        model = converted.load_copy(family, transformer, dtype, packed, copies)
-    if model is None and packed:
-        model = load_packed(transformer, family, dtype, packed, folder)
-    model = model or family.architecture.load_transformer(transformer, family, dtype)
-    predict = adapted_forward(model, family, adapters)
-    predict.live_bytes = live_bytes
-    chosen = family.guidance if guidance is None else guidance
-    negative = read_negative() if family.real_cfg and chosen > 1 else None
-    return LatentSampler(label, family, model, predict, family.sampling_steps if steps is None else steps, chosen, negative)
+    parts = read_adapters(adapters, family, meta_transformer(transformer, family))  # before the transformer is loaded
+    dtype: mx.Dtype = getattr(mx, config.precision)
+    held = dtype.size * sum(array.size for arrays, _, _ in parts for array in arrays.values())
+    shown, both = [(each.shape[2], each.shape[3]) for each in references], passes(config, family)
+    size = (config.width, config.height)
+    memory = drawing_memory(family, transformer, config, config.precision, size, both, held, shown)
+    model = load_transformer(transformer, family, dtype, config, folder=folder, copies=copies, say=say)
+    predict = adapted_forward(model, parts)
+    predict.live_bytes = memory.live_bytes  # while so many are in use, MLX starts no further operation
+    steps = family.sampling_steps if config.steps is None else config.steps
+    guidance = family.guidance if config.guidance is None else config.guidance
+    return LatentSampler(adapters.label, family, model, predict, steps, guidance, read_negative() if both > 1 else None)
 
 
-def check_file(file: Path, transformer: Path, family: Family) -> int:
-    """Number of values of an adapter that fits the transformer, checked before it is loaded. Raises ValueError with a
-    part that does not.
-    """
-    architecture = family.architecture
-    # Only the sizes of the transformer are read.
-    meta = architecture.meta_transformer(architecture.transformer_config(transformer, family), mx.float32)
-    try:
-        arrays, scales = architecture.read_adapter(file)
-        check_adapter(meta, arrays, scales)
-    except ValueError as error:
-        raise ValueError(f"samples.adapter: {file} does not fit {family.name}: {error}") from None
-    return sum(array.size for array in arrays.values())
-
-
-def adapted_forward(model: Transformer, family: Family, adapters: Sequence[tuple[Path, float]]) -> BlockwiseForward:
-    """The changes of adapters are added; several must be plain LoRAs. Raises ValueError if one does not match the transformer."""
-    read = [(*family.architecture.read_adapter(file), strength) for file, strength in adapters]
-    # One by one, so that the message names the file that does not match.
-    for (file, _), (arrays, scales, strength) in zip(adapters, read, strict=True):
+def read_adapters(adapters: Adapters, family: Family, model: Transformer) -> list[Part]:
+    """Raises ValueError with the file and a part of it that does not fit `model`, whose weights are not read."""
+    parts: list[Part] = []
+    for file, strength in adapters.files():
         try:
-            forward = model_forward(model, (arrays, scales), strength)
-        except AdapterMismatch as error:
-            raise ValueError(f"{file} was trained on another transformer: {error}") from None
-    return forward if len(read) == 1 else model_forward(model, join(read) if read else None)
+            arrays, scales = family.architecture.read_adapter(file)
+            check_adapter(model, arrays, scales)
+        except ValueError as error:
+            raise ValueError(f"{adapters.label}: {file} does not fit {family.name}: {error}") from None
+        parts.append((arrays, scales, strength))
+    return parts
+
+
+def adapted_forward(model: Transformer, parts: Sequence[Part]) -> BlockwiseForward:
+    if len(parts) == 1:
+        ((arrays, scales, strength),) = parts
+        return model_forward(model, (dict(arrays), dict(scales)), strength)
+    return model_forward(model, join(parts) if parts else None)
+
+
+# References: images that a picture starts from
+
+
+def read_reference(file: Path) -> Image.Image:
+    """Upright and RGB, transparent pixels white, cut to size. Raises ValueError if the file cannot be read, or its shape is one
+    that diffusers refuses.
+    """
+    try:
+        image = open_image(io.BytesIO(read_bytes(file, CEILING_BYTES)), "#ffffff")
+    except ImageError as error:
+        raise ValueError(f"the reference {file} cannot be used: {error.detail}") from None
+    short, long = sorted(image.size)
+    if short < SHORTEST or long > LONGEST * short:
+        raise ValueError(
+            f"the reference {file} must have sides of at least {SHORTEST} pixels and an aspect ratio of at most {LONGEST}, "
+            f"got {image.width} x {image.height}"
+        )
+    return cut_reference(image)
+
+
+def cut_reference(image: Image.Image) -> Image.Image:
+    """As diffusers does: reduced to an area of at most `MOST`, then cut evenly to sides that are multiples of 16 pixels."""
+    if image.width * image.height > MOST:
+        scale = math.sqrt(MOST / (image.width * image.height))
+        image = image.resize((int(image.width * scale), int(image.height * scale)), Image.Resampling.LANCZOS)
+    width, height = (side // MULTIPLE * MULTIPLE for side in image.size)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))
+
+
+def reference_id(files: Iterable[Path]) -> str | None:
+    """sha256 of each file, joined by "+"; None without files. Raises ValueError if a file cannot be read."""
+    try:
+        return "+".join(hashlib.sha256(read_bytes(file, CEILING_BYTES)).hexdigest() for file in files) or None
+    except ValueError as error:
+        raise ValueError(f"the reference {error}") from None
+
+
+def _encode_references(run: Run[SamplesConfig], wanted: Iterable[Paths]) -> dict[Paths, list[mx.array]]:
+    """One float32 latent (1, channels, height / 16, width / 16) per file."""
+    images = {files: [read_reference(file) for file in files] for files in wanted}
+    if not images:
+        return {}
+    autoencoder = load_autoencoder(run)
+    found = {files: [encode_image(autoencoder, image) for image in own] for files, own in images.items()}
+    # The transformer is loaded next.
+    del autoencoder
+    mx.clear_cache()
+    return found
+
+
+def encode_image(autoencoder: Autoencoder, image: Image.Image) -> mx.array:
+    """float32 (1, channels, height / 16, width / 16)."""
+    latent_1Chw = autoencoder.encode(mx.array(np.asarray(image))[None].astype(mx.float32) / 127.5 - 1.0).astype(mx.float32)
+    # MLX is lazy: without this, the work of all encodings would wait and run together.
+    mx.eval(latent_1Chw)
+    return latent_1Chw

@@ -1,11 +1,11 @@
-"""The grid: one image with all previews. It has a row per prompt and seed, and a column per source."""
+"""One image with many previews: the grid of the stage, and previews of several training runs for `latentmill compare`."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from stages.run import Run
 from stages.text_to_image.samples.config import SamplesConfig
-from stages.text_to_image.samples.decoding import save_png
-from stages.text_to_image.samples.sources import SampleSource
+from stages.text_to_image.samples.drawing import save_png
 
 GRID = "grid.png"
 CELL = 512  # pixels: the longer side of a picture in the grid
@@ -28,27 +27,29 @@ PAPER, INK, BLANK = (255, 255, 255), (30, 30, 30), (225, 225, 225)
 
 
 def write_grid(
-    run: Run[SamplesConfig], sources: list[SampleSource], wanted: list[dict[str, Any]], paths: Sequence[str | None]
+    run: Run[SamplesConfig], columns: Mapping[str, str], wanted: list[dict[str, Any]], paths: Sequence[str | None]
 ) -> None:
-    """Write the grid of the first [samples] grid prompts. `paths[i]`: the preview of `wanted[i]`, None if it does not
-    exist yet.
+    """Write the grid of the first [samples] grid prompts. `columns`: label by adapter_id. `paths[i]`: the preview of `wanted[i]`,
+    None if it does not exist yet.
     """
     first = list(dict.fromkeys(row["caption_id"] for row in wanted))[: run.config.grid]
-    rows = [(row, path) for row, path in zip(wanted, paths, strict=True) if row["caption_id"] in first]
-    content = hashlib.sha256(json.dumps([list(row.values()) for row, _ in rows]).encode()).hexdigest()
-    # The file stays if no row was pending and it already shows the same rows.
+    rows = [
+        (row, run.output.artifacts / (path or "")) for row, path in zip(wanted, paths, strict=True) if row["caption_id"] in first
+    ]
+    absent = [place for place, (_, file) in enumerate(rows) if not file.is_file()]
+    content = hashlib.sha256(json.dumps([*(list(row.values()) for row, _ in rows), *absent]).encode()).hexdigest()
+    # The file stays if no row was pending and it already shows the same previews.
     if not rows or (not run.output.pending.num_rows and grid_content(run.output.artifacts / GRID) == content):
         return
     labels = {(row["caption_id"], row["seed"]): f"{row['prompt']}\nseed {row['seed']}" for row, _ in rows}
-    files = {(row["adapter_id"], row["caption_id"], row["seed"]): run.output.artifacts / path for row, path in rows if path}
-    existing = {key: file for key, file in files.items() if file.exists()}
-    cells = [[existing.get((source.adapter_id, *key)) for source in sources] for key in labels]
-    page = draw_grid(cells, [one.label for one in sources], list(labels.values()), (run.config.width, run.config.height))
+    files = {(row["adapter_id"], row["caption_id"], row["seed"]): file for row, file in rows if file.is_file()}
+    cells = [[files.get((adapter_id, *key)) for adapter_id in columns] for key in labels]
+    page = draw_grid(cells, list(columns.values()), list(labels.values()), (run.config.width, run.config.height))
     run.output.write(GRID, partial(save_png, image=page, metadata={"content": content} | dict(run.output.provenance)))
 
 
 def grid_content(path: Path) -> str:
-    """sha256 of the rows that a grid shows, from its text chunk "content"; "" if it has none or cannot be read."""
+    """sha256 of the previews that a grid shows, from its text chunk "content"; "" if it has none or cannot be read."""
     try:
         with Image.open(path) as image:
             return str(image.info.get("content", ""))
@@ -86,3 +87,38 @@ def wrap_label(text: str, height: int) -> str:
     room = max(1, height // (FONT + 4))
     lines = [line for paragraph in text.splitlines() for line in textwrap.wrap(paragraph, LETTERS) or [""]]
     return "\n".join(lines if len(lines) <= room else [*lines[: room - 1], "..."])
+
+
+Key = tuple[str, int, int, int]  # prompt, seed, width, height
+
+MOST = 24  # rows: prompts and seeds that are shown
+
+
+def draw_side_by_side(runs: Sequence[tuple[str, Mapping[str, int]]], rows: Sequence[Mapping[str, Any]], out: Path) -> Path | None:
+    """Draw into `out` what all runs drew of the same prompt, seed and size, a column per run; None if there is nothing in common.
+
+    `runs`: (heading, training step by adapter_id). `rows`: of the table `samples`, with the path of the preview as `file`.
+    """
+    found = [_newest(rows, adapters) for adapters in ({"": 0}, *(adapters for _, adapters in runs))]
+    shared = [key for key in found[1] if all(key in drawn for drawn in found[1:])]
+    if not shared:
+        return None
+    # A grid has cells of one size: that of the first.
+    size = shared[0][2:]
+    keys = sorted(key for key in shared if key[2:] == size)[:MOST]
+    steps = [max(drawn[key][0] for key in keys) for drawn in found[1:]]
+    heads = ["base", *(f"{name}, step {step}" for (name, _), step in zip(runs, steps, strict=True))]
+    cells = [[drawn[key][1] if key in drawn else None for drawn in found] for key in keys]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draw_grid(cells, heads, [f"{prompt}\nseed {seed}" for prompt, seed, _, _ in keys], (size[0], size[1])).save(out)
+    return out
+
+
+def _newest(rows: Sequence[Mapping[str, Any]], adapters: Mapping[str, int]) -> dict[Key, tuple[int, Path]]:
+    drawn: dict[Key, tuple[int, Path]] = {}
+    for row in rows:
+        if row["adapter_id"] in adapters:
+            key = (row["prompt"], row["seed"], row["width"], row["height"])
+            # The preview of the latest step.
+            drawn[key] = max(drawn.get(key, (-1, row["file"])), (adapters[row["adapter_id"]], row["file"]))
+    return drawn

@@ -13,8 +13,8 @@ import mlx.core as mx
 from stages.forecast import Forecast, Outlook
 from stages.models import attention
 from stages.models.family import Family
-from stages.text_to_image.packing import Packed, weight_bits
 from stages.text_to_image.samples.config import SamplesConfig
+from stages.text_to_image.weights import Packed, weight_bits
 from stages.tuner.blockwise import planner
 from stages.tuner.blockwise.device import blocks_in_flight
 from stages.tuner.quantize import BITS

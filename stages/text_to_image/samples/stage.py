@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import shutil
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,39 +18,30 @@ from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.samples import SAMPLES
 from schemas.text_to_image.train import TRAIN
-from stages.models.weights import reading
+from stages.hashing import file_sha256
 from stages.run import Run
 from stages.stage import Stage
-from stages.text_to_image import converted
-from stages.text_to_image.packing import STREAMED
 from stages.text_to_image.samples.config import SamplesConfig
-from stages.text_to_image.samples.decoding import decode, save_png
-from stages.text_to_image.samples.drawing import DTYPES, LatentSampler, check_file, load_sampler
+from stages.text_to_image.samples.drawing import LATENTS, Adapters, Picture, draw_pictures, reference_id, save_png
 from stages.text_to_image.samples.grid import write_grid
-from stages.text_to_image.samples.memory_plan import drawing_memory, forecast, passes
-from stages.text_to_image.samples.references import encode_references, read_reference, reference_id, references_by_prompt
-from stages.text_to_image.samples.sources import SampleSource, given_adapter, sample_sources
+from stages.text_to_image.samples.memory_plan import forecast
 from stages.text_to_image.stored_embeddings import embedding_reader
 from stages.tuner import checkpoint
-from stages.tuner.blockwise.device import configure_scheduler, live_memory_limit
+from stages.tuner.checkpoint import ADAPTER, EMA, Checkpoint
 
-LATENTS = "latents"  # artifacts folder of latents that were drawn but not decoded, so that a stopped run draws nothing twice
 ID_DIGITS = 16  # hex digits of an id in a file's name
 WANTED = ("adapter_id", "step", "caption_id", "prompt", "seed", "width", "height", "reference_id")
 
 Row = dict[str, Any]
-References = Mapping[str, Sequence[mx.array]]  # `reference_id` -> the latents of its reference images
 
 
 def wanted_samples(run: Run[SamplesConfig]) -> pa.Table:
     """One row per preview that should exist. Raises ValueError if a checkpoint or file of the settings is missing or damaged."""
     config = run.config
-    captions = sorted(run.inputs.rows(CAPTIONS).to_pylist(), key=lambda row: row["position"])
-    prompts = {row["caption_id"]: row["text"] for row in captions if row["role"] == "preview"}
-    shown = {paths: reference_id([run.root / name for name in paths]) for paths in set(_references(run, captions).values())}
-    references = {prompt: shown[paths] for prompt, paths in _references(run, captions).items()}
+    prompts, references = preview_prompts(run), references_by_prompt(run)
+    shown = {files: reference_id(files) for files in set(references.values())}
     rows = [
-        (source.adapter_id, source.step, caption_id, prompt, seed, config.width, config.height, references[prompt])
+        (source.adapter_id, source.step, caption_id, prompt, seed, config.width, config.height, shown[references[prompt]])
         for source in sample_sources(run)
         for caption_id, prompt in list(prompts.items())[: config.first_prompts or None]
         for seed in config.seeds
@@ -59,23 +50,39 @@ def wanted_samples(run: Run[SamplesConfig]) -> pa.Table:
     return pa.Table.from_pylist([dict(zip(WANTED, row, strict=True)) for row in rows], schema=schema)
 
 
+def preview_prompts(run: Run[SamplesConfig]) -> dict[str, str]:
+    """caption_id -> text, in order."""
+    captions = sorted(run.inputs.rows(CAPTIONS).to_pylist(), key=lambda row: row["position"])
+    return {row["caption_id"]: row["text"] for row in captions if row["role"] == "preview"}
+
+
+def references_by_prompt(run: Run[SamplesConfig]) -> dict[str, tuple[Path, ...]]:
+    """Files by preview prompt. Raises ValueError if [samples] prompt_references names no prompt; its keys may have {trigger}."""
+    triggers = [row["text"] for row in run.inputs.rows(CAPTIONS).to_pylist() if row["role"] == "trigger"]
+    found = dict.fromkeys(preview_prompts(run).values(), run.config.references)
+    for key, paths in (run.config.prompt_references or {}).items():
+        prompt = key.replace("{trigger}", triggers[0] if triggers else "")
+        if prompt not in found:
+            near = difflib.get_close_matches(prompt, found, 1)
+            hint = f'; did you mean "{near[0]}"?' if near else ""
+            raise ValueError(f'samples.prompt_references must name prompts of [captions] preview_prompts, got "{key}"{hint}')
+        found[prompt] = tuple(paths)
+    return {prompt: tuple(run.root / path for path in paths) for prompt, paths in found.items()}
+
+
 def draw_samples(run: Run[SamplesConfig]) -> Iterator[pa.RecordBatch]:
-    configure_scheduler()  # must come before the first MLX array
-    pending = run.output.pending.to_pylist()
-    undrawn = [row for row in pending if not is_drawn(run, row)]
-    progress = StepProgress(run, len(undrawn) * (run.config.steps or run.needs["family"].sampling_steps))
-    references = _encoded_references(run, undrawn)
-    # All latents of a source are drawn before any is decoded, so that the transformer and the autoencoder are never in memory
-    # together.
-    for source in sample_sources(run):
-        rows = [row for row in pending if row["adapter_id"] == source.adapter_id]
-        if not rows or run.report.stop():
-            continue
-        latents = {file_name(row): latent_path(run, row) for row in rows if row not in undrawn}
-        latents |= dict(draw_latents(run, source, [row for row in rows if row in undrawn], progress, references))
-        mx.clear_cache()  # give the transformer's memory back before the autoencoder is loaded
-        for row in decode_latents(run, source, rows, latents):
-            yield from SAMPLES.table([row]).to_batches()
+    references = references_by_prompt(run)
+    pictures: dict[str, list[Picture]] = {}
+    for row in run.output.pending.to_pylist():
+        shown = references[row["prompt"]] if row["reference_id"] else ()
+        picture = Picture(file_name(row), row["caption_id"], row["seed"], shown, row)
+        pictures.setdefault(row["adapter_id"], []).append(picture)
+    groups = [(source.adapters, pictures.get(source.adapter_id, [])) for source in sample_sources(run)]
+    for drawn in draw_pictures(run, groups, lambda: empty_caption(run), lambda prompts: partial(read_embedding, run)):
+        row, name = drawn.picture.row, f"images/{drawn.picture.name}.png"
+        facts = {fact: row[fact] for fact in ("prompt", "seed", "step", "adapter_id")}
+        run.output.write(name, partial(save_png, image=drawn.image, metadata={**facts, **run.output.provenance}))
+        yield from SAMPLES.table([{**row, "path": name, "seconds": drawn.seconds + drawn.decoding}]).to_batches()
 
 
 def finish_samples(run: Run[SamplesConfig]) -> Iterator[pa.RecordBatch]:
@@ -85,120 +92,11 @@ def finish_samples(run: Run[SamplesConfig]) -> Iterator[pa.RecordBatch]:
         run.report.say("no previews to draw: set [captions] preview_prompts, and set [samples] base = true or run train first")
     stored = {tuple(row[name] for name in WANTED): row["path"] for row in run.output.stored.to_pylist()}
     paths = [stored.get(tuple(row.values())) for row in wanted]
-    write_grid(run, sample_sources(run), wanted, paths)
+    write_grid(run, {source.adapter_id: source.label for source in sample_sources(run)}, wanted, paths)
     # A later run could still need the latents of previews that do not exist yet.
     if None not in paths:
         shutil.rmtree(run.output.artifacts / LATENTS, ignore_errors=True)
     return iter(())
-
-
-@dataclass
-class StepProgress:
-    run: Run[SamplesConfig]
-    total: int
-    done: int = 0
-
-    def stop_after(self, step: int) -> bool:
-        """Report one more step of all; True if the user asked to stop."""
-        self.done += 1
-        self.run.report.progress(self.done, self.total, "steps")
-        return self.run.report.stop()
-
-
-def _references(run: Run[SamplesConfig], captions: Sequence[Row]) -> dict[str, tuple[str, ...]]:
-    prompts = [row["text"] for row in captions if row["role"] == "preview"]
-    trigger = next((str(row["text"]) for row in captions if row["role"] == "trigger"), "")
-    return references_by_prompt(prompts, run.config.references, run.config.prompt_references or {}, trigger)
-
-
-def _encoded_references(run: Run[SamplesConfig], rows: Sequence[Row]) -> References:
-    """Latents by `reference_id`."""
-    paths = _references(run, run.inputs.rows(CAPTIONS).to_pylist())
-    wanted = {row["reference_id"]: paths[row["prompt"]] for row in rows if row["reference_id"]}
-    if not wanted:
-        return {}
-    family, path = run.needs["family"], run.needs["autoencoder"]
-    autoencoder = family.architecture.load_autoencoder(path, family, mx.float32)
-    found = {}
-    for name, files in wanted.items():
-        found[name] = encode_references(autoencoder, [read_reference(run.root / file) for file in files])
-    # The transformer is loaded next.
-    del autoencoder
-    mx.clear_cache()
-    return found
-
-
-def draw_latents(
-    run: Run[SamplesConfig], source: SampleSource, rows: list[Row], progress: StepProgress, references: References
-) -> Iterator[tuple[str, Path]]:
-    """Draw and store the latent of each row; yield (file_name, path). Ends early if the user asks to stop."""
-    if not rows:
-        return
-    # The sampler's memory limit must suffice for every preview.
-    largest = max(references.values(), key=lambda latents: sum(each.size for each in latents), default=[])
-    with reading("the transformer", run.report.note):
-        sampler = run.reuse(f"sampler {source.adapter_id}", lambda: sampler_for(run, source, largest))
-    for row in rows:
-        started = time.perf_counter()
-        text_1TJ = read_embedding(run, row["caption_id"])
-        beside = references.get(row["reference_id"] or "", ())
-        latent_1Chw = sampler.draw(text_1TJ, row["seed"], row["width"], row["height"], progress.stop_after, beside)
-        if latent_1Chw is None:
-            return
-        # The time is kept with the latent, since the row is made only when it is decoded, perhaps by a later run.
-        arrays, about = {"latents": latent_1Chw}, {"seconds": repr(time.perf_counter() - started)}
-        write = partial(checkpoint.write_arrays, arrays=arrays, metadata=about)
-        yield file_name(row), run.output.write(f"{LATENTS}/{file_name(row)}.safetensors", write)
-        if run.report.stop():
-            return
-
-
-def sampler_for(run: Run[SamplesConfig], source: SampleSource, references: Sequence[mx.array] = ()) -> LatentSampler:
-    """`references`: the largest that it will draw with. Raises ValueError if the adapter is damaged or does not fit."""
-    config, family, file = run.config, run.needs["family"], source.adapter_file()
-    size, dtype = (config.width, config.height), DTYPES[config.precision]
-    values = file.stat().st_size // 4 if file else 0  # stored as float32
-    if source.given:
-        values = check_file(source.given, run.needs["transformer"], family)
-    shown, both = [(each.shape[2], each.shape[3]) for each in references], passes(config, family)
-    memory = drawing_memory(family, run.needs["transformer"], config, config.precision, size, both, values * dtype.size, shown)
-    return load_sampler(
-        f"samples: {source.label}",
-        run.needs["transformer"],
-        family,
-        lambda: read_embedding(run, empty_caption(run)),
-        [(file, 1.0)] if file else [],
-        precision=config.precision,
-        packed=config,
-        steps=config.steps,
-        guidance=config.guidance,
-        live_bytes=memory.live_bytes,
-        folder=run.output.artifacts.parent / STREAMED,
-        copies=run.root / converted.FOLDER,
-    )
-
-
-def decode_latents(run: Run[SamplesConfig], source: SampleSource, rows: list[Row], latents: dict[str, Path]) -> Iterator[Row]:
-    """Decode the latents, by file_name, into PNG files; yield complete rows. Ends early if the user asks to stop."""
-    drawn = [row for row in rows if file_name(row) in latents]
-    if not drawn or run.report.stop():
-        return
-    family = run.needs["family"]
-    path, size = run.needs["autoencoder"], (run.config.height, run.config.width)
-    autoencoder = run.reuse("autoencoder", lambda: family.architecture.load_autoencoder(path, family, mx.float32))
-    held, work = family.architecture.autoencoder_bytes(path, family, *size, 4, False)
-    for row in drawn:
-        if run.report.stop():
-            return
-        started = time.perf_counter()
-        loaded: Any = mx.load(str(latents[file_name(row)]), return_metadata=True)
-        arrays, about = loaded
-        with live_memory_limit(held + work):
-            image = decode(autoencoder, arrays["latents"])
-        name = f"images/{file_name(row)}.png"
-        facts = {"prompt": row["prompt"], "seed": row["seed"], "step": source.step, "adapter_id": source.adapter_id}
-        run.output.write(name, partial(save_png, image=image, metadata={**facts, **run.output.provenance}))
-        yield {**row, "path": name, "seconds": float(about["seconds"]) + time.perf_counter() - started}
 
 
 def file_name(row: Row) -> str:
@@ -209,15 +107,6 @@ def file_name(row: Row) -> str:
     name = f"{source}-{caption}-{row['seed']}-{row['width']}x{row['height']}"
     shown = row.get("reference_id")
     return f"{name}-{hashlib.sha256(shown.encode()).hexdigest()[:ID_DIGITS]}" if shown else name
-
-
-def latent_path(run: Run[SamplesConfig], row: Row) -> Path:
-    return run.output.artifacts / LATENTS / f"{file_name(row)}.safetensors"
-
-
-def is_drawn(run: Run[SamplesConfig], row: Row) -> bool:
-    path = latent_path(run, row)
-    return path.exists() and run.inputs.intact(SAMPLES, path.relative_to(run.output.artifacts).as_posix())
 
 
 def read_embedding(run: Run[SamplesConfig], caption_id: str) -> mx.array:
@@ -239,6 +128,86 @@ def empty_caption(run: Run[SamplesConfig]) -> str:
     ids: list[str] = [row["caption_id"] for row in run.inputs.rows(CAPTIONS).to_pylist() if row["role"] == "empty"]
     assert ids, "captions always holds the empty caption"
     return ids[0]
+
+
+# Sources: what draws
+
+
+@dataclass(frozen=True)
+class SampleSource:
+    """The base model, alone or with one adapter: that of `checkpoint`, or the file `given`."""
+
+    adapter_id: str = ""  # sha256 of the adapter's file; "": the base alone
+    step: int = 0  # of training
+    checkpoint: Checkpoint | None = None
+    file: str = ADAPTER  # in `checkpoint`: the adapter, or its moving average
+    given: Path | None = None  # the file of [samples] adapter
+
+    @property
+    def label(self) -> str:
+        if self.given:
+            return self.given.stem
+        average = ", average" if self.file == EMA else ""
+        return f"step {self.step}{average}" if self.checkpoint else "base"
+
+    @property
+    def adapters(self) -> Adapters:
+        setting = "samples.adapter" if self.given else "samples"
+        return Adapters(f"{setting}: {self.label}", self.adapter_id, self.files)
+
+    def files(self) -> list[tuple[Path, float]]:
+        """Raises ValueError if size or sha256 of the file differ from the checkpoint's record."""
+        file = self.checkpoint.folder / self.file if self.checkpoint else self.given
+        if self.checkpoint and not self.checkpoint.intact(self.file):
+            raise ValueError(f"{file} is damaged; choose another checkpoint, or train again from an earlier one")
+        return [(file, 1.0)] if file else []
+
+
+def sample_sources(run: Run[SamplesConfig]) -> list[SampleSource]:
+    """The base, the chosen checkpoints by step, and the given adapter; of identical files, only the first. Raises ValueError if a
+    chosen one is missing or damaged.
+    """
+    saved = {one.step: one for one in checkpoint.find_checkpoints(run.inputs.files(TRAIN))}
+    refuse_damaged(run.config.checkpoints, checkpoint.damaged_checkpoints(run.inputs.files(TRAIN)), max(saved, default=0))
+    sources = {"": SampleSource()} if run.config.base else {}
+    for step in chosen_steps(run.config.checkpoints, sorted(saved)):
+        files = saved[step].state["files"]
+        name = EMA if run.config.average and EMA in files else ADAPTER
+        # The contents of the file are checked when it is needed, by `SampleSource.files`.
+        digest = files[name]["sha256"]
+        sources.setdefault(digest, SampleSource(digest, step, saved[step], name))
+    if given := given_adapter(run):
+        digest = file_sha256(given)
+        sources.setdefault(digest, SampleSource(digest, given=given))
+    return list(sources.values())
+
+
+def given_adapter(run: Run[SamplesConfig]) -> Path | None:
+    if not run.config.adapter:
+        return None
+    file = run.root / Path(run.config.adapter).expanduser()
+    if not file.is_file():
+        raise ValueError(f"samples.adapter must be an adapter's file, got {run.config.adapter!r}: {file} does not exist")
+    return file
+
+
+def refuse_damaged(chosen: str | tuple[int, ...], damaged: Mapping[int, str], newest: int) -> None:
+    """Raise ValueError if `chosen` covers a damaged checkpoint. `newest`: step of the newest that can be read, or 0."""
+    for step, problem in sorted(damaged.items()):
+        # If the checkpoint of step 300 is damaged and 200 is the newest that can be read, "last" means 300 to the user: step
+        # 200 must not be taken in its place. Damage before `newest` does not matter for "last".
+        if step > newest if chosen == "last" else chosen == "all" or step in chosen:
+            raise ValueError(f"the checkpoint of step {step} is damaged: {problem}; run: latentmill verify --repair")
+
+
+def chosen_steps(chosen: str | tuple[int, ...], steps: list[int]) -> list[int]:
+    if isinstance(chosen, str):
+        return steps if chosen == "all" else steps[-1:]
+    absent = [step for step in chosen if step not in steps]
+    if absent:
+        existing = ", ".join(map(str, steps)) or "none"
+        raise ValueError(f"samples.checkpoints must be steps with a checkpoint ({existing}), got {absent[0]}")
+    return sorted(chosen)
 
 
 STAGE = Stage(

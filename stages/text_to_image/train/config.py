@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from stages.settings import check_bounds, runtime, setting
-from stages.text_to_image.train.selection import DataConfig, MaskConfig, ValidationConfig
-from stages.tuner.config import TrainingConfig
+from stages.settings import SEEDS, check_bounds, runtime, setting
+from stages.tuner import config as tuner
 from stages.tuner.diffusion.noise import Base, Shift
 from stages.tuner.diffusion.weighting import WeightName
+
+LEAST, MOST = 1e-3, 1e3  # of a rate in a setting: an epoch is a list in memory, and has at least one crop
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,80 @@ class PreservationConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig(TrainingConfig):
+class DataConfig:
+    resolutions: Mapping[str, float] | None = setting(
+        None,
+        "how often a crop of each resolution is drawn, relative to the others: {512 = 2, 768 = 1}; 0: never; unset: equally",
+        bounds=(0.0, MOST),
+    )
+    repeats: Mapping[str, float] | None = setting(
+        None,
+        'how often per epoch the images of a folder occur: {"rare" = 3, "blurred" = 0}; the longest path that matches; others 1',
+        bounds=(0.0, MOST),
+    )
+    # With 0.5, one regularisation image is drawn for every two images of the subject.
+    regularisation: float = setting(
+        1.0,
+        "draws of regularisation images (folder reg) per draw of another image; kohya: 1; 0: never",
+        bounds=(0.0, MOST),
+        unrecorded=(1.0,),
+    )
+    reference_dropout: float = setting(
+        0.0,
+        "share of batches trained without their references; 0: the model always sees what it edits",
+        bounds=(0.0, 1.0),
+        unrecorded=(0.0,),
+    )
+    dropped: Literal["empty", "trigger"] = setting(
+        "empty", "what a dropped caption becomes; trigger: the trigger word alone, for a subject that should need no other"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("resolutions", "repeats"):
+            for key, value in (getattr(self, name) or {}).items():
+                if value and not LEAST <= value <= MOST:
+                    raise ValueError(f"{name} must be 0, or {LEAST:g} to {MOST:g}, got {value:g} for {key!r}")
+        for key in self.resolutions or {}:
+            if not key.isdecimal():
+                raise ValueError(f"resolutions must name values of [buckets] resolutions, such as 512, got {key!r}")
+        if self.resolutions is not None and not any(self.resolutions.values()):
+            raise ValueError("resolutions must have a value above 0; with none, nothing is left to train on")
+
+
+@dataclass(frozen=True)
+class MaskConfig:
+    """Image tokens count less in the loss where the mask, from [latents] mask, is dark."""
+
+    floor: float = setting(
+        0.1, "the least weight of a token, where the mask is black: a little preserves the surroundings", bounds=(0.0, 1.0)
+    )
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+
+@dataclass(frozen=True)
+class ValidationConfig(tuner.ValidationConfig):
+    share: float = setting(
+        0.1, "share of the images that is held out, at least one image; the choice depends on content alone", bounds=(0.001, 1.0)
+    )
+    most: int = setting(16, "most images that are held out: each costs a forward pass per level and crop", bounds=(1, 10_000))
+    paths: tuple[str, ...] = setting((), 'hold out these images instead, by wildcards on their paths: "held/*", "*_val.png"')
+    sigmas: tuple[float, ...] = setting(
+        (0.1, 0.3, 0.5, 0.7, 0.9), "the noise levels: fixed, so that losses can be compared", bounds=(0.0, 1.0)
+    )
+    seed: int = setting(0, "seed of the choice of images and of their noise", bounds=SEEDS)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.sigmas or not all(0 < sigma <= 1 for sigma in self.sigmas) or len(set(self.sigmas)) < len(self.sigmas):
+            raise ValueError(
+                f"sigmas must be different levels above 0, up to 1, such as [0.1, 0.5, 0.9], got {list(self.sigmas)}"
+            )
+
+
+@dataclass(frozen=True)
+class TrainConfig(tuner.TrainingConfig):
     stream_blocks: bool = runtime(
         False,
         "keep the weights of the base's blocks on disk and read each block when it is needed, for a base larger than memory; "
@@ -81,6 +156,3 @@ class TrainConfig(TrainingConfig):
         "keep the weights as they are computed with, cast and packed, in weights/converted of the project: later loads read "
         "that file alone. It takes the packed size of the model on the disk",
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()

@@ -14,9 +14,9 @@ import mlx.core as mx
 from stages import kernels
 from stages.models import attention
 from stages.models.family import Architecture, Family, TransformerConfig
-from stages.text_to_image.packing import weight_bits
+from stages.text_to_image.train.batches import TrainingSampler
 from stages.text_to_image.train.config import TrainConfig
-from stages.text_to_image.train.sampler import TrainingSampler
+from stages.text_to_image.weights import weight_bits
 from stages.tuner.adapters.stacks import Stacks
 from stages.tuner.blockwise import planner
 from stages.tuner.blockwise.backprop import Plan

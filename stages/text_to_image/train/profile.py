@@ -10,13 +10,12 @@ import mlx.core as mx
 import numpy as np
 
 from stages.models.family import Family, Transformer
-from stages.text_to_image.packing import STREAMED, arranged
+from stages.text_to_image.train.batches import MicroBatch, Sample
 from stages.text_to_image.train.config import TrainConfig
-from stages.text_to_image.train.dataset import Crop
+from stages.text_to_image.train.data import Crop
 from stages.text_to_image.train.memory_plan import BatchShape
-from stages.text_to_image.train.objective import FlowMatching
-from stages.text_to_image.train.reader import MicroBatch
-from stages.text_to_image.train.sampler import Sample
+from stages.text_to_image.train.task import FlowMatching
+from stages.text_to_image.weights import STREAMED, arranged
 from stages.tuner.blockwise.device import compiles
 from stages.tuner.config import OptimizerConfig
 from stages.tuner.optimizers.methods import make_optimizer

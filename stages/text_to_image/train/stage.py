@@ -20,7 +20,7 @@ from stages.hashing import file_sha256
 from stages.run import Run
 from stages.stage import Stage
 from stages.text_to_image.train.config import TrainConfig
-from stages.text_to_image.train.dataset import load_dataset
+from stages.text_to_image.train.data import load_dataset
 from stages.text_to_image.train.forecast import forecast
 from stages.text_to_image.train.task import ImageTask
 from stages.tuner import checkpoint, loop

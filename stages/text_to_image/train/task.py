@@ -1,11 +1,19 @@
-"""The task of training on images, which the training loop in `stages.tuner` runs."""
+"""The task of training on images, which the training loop in `stages.tuner` runs. Its objective is flow matching:
+x_sigma = (1 - sigma) x0 + sigma noise; the model predicts noise - x0.
+
+Letters in names: B batch, C latent channels, H W latent height and width, L = H W image tokens, T text rows, J text features.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -13,22 +21,87 @@ from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.latents import LATENTS
 from schemas.text_to_image.train import TRAIN
-from stages.models.family import Transformer
+from stages.models.family import Architecture, Transformer
 from stages.models.weights import reading
 from stages.run import Run
-from stages.text_to_image import converted
-from stages.text_to_image.packing import STREAMED
 from stages.text_to_image.stored_embeddings import embedding_reader
-from stages.text_to_image.train import memory_plan, model, sound_start
-from stages.text_to_image.train.config import TrainConfig
-from stages.text_to_image.train.dataset import load_dataset
-from stages.text_to_image.train.objective import FlowMatching
-from stages.text_to_image.train.reader import BatchReader
-from stages.text_to_image.train.sampler import Sample, build_sampler
-from stages.text_to_image.train.validation import HeldOutImages
-from stages.tuner.checkpoint import Checkpoint
+from stages.text_to_image.train import memory_plan, sound_start
+from stages.text_to_image.train.batches import BatchReader, HeldOutImages, MicroBatch, Sample, build_sampler
+from stages.text_to_image.train.config import LossConfig, PreservationConfig, TrainConfig
+from stages.text_to_image.train.data import load_dataset
+from stages.text_to_image.weights import CONVERTED, STREAMED, load_transformer, meta_transformer
+from stages.tuner.adapters.initial import check_initial
+from stages.tuner.blockwise.backprop import predict_base
+from stages.tuner.checkpoint import Checkpoint, adapter_damage
+from stages.tuner.diffusion import loss, weighting
 from stages.tuner.memory_plan import MemoryPlan
-from stages.tuner.task import ExpectedLoss, InitialAdapter
+from stages.tuner.step import choose_targets
+from stages.tuner.task import ExpectedLoss, InitialAdapter, Term
+
+GUIDANCE = 1.0  # the guidance that models with embedded guidance are trained at, as all trainers but one do
+
+Loss = Callable[[mx.array], mx.array]
+
+
+@dataclass(frozen=True)
+class FlowMatching:
+    """The model learns the velocity, noise - clean; `preservation` adds a loss that keeps the base's predictions."""
+
+    architecture: Architecture
+    loss: LossConfig
+    preservation: PreservationConfig | None = None
+    separable: bool = True  # a sample's loss depends on that sample alone, so a batch may be divided into micro-batches
+
+    def terms(self, model: Transformer, batch: MicroBatch) -> Iterator[Term]:
+        """The loss of the velocity, then that of preservation if it is on and a sample has a class caption."""
+        x_BLC, target_BLC = self.mix(batch)
+        yield Term(self.inputs(batch, x_BLC, batch.ctx_BTJ), velocity_loss(batch, target_BLC, self.loss))
+        if batch.class_BTJ is None or batch.class_B is None or self.preservation is None:
+            return
+        inputs = self.inputs(batch, x_BLC, batch.class_BTJ)
+        weight_B = self.preservation.weight * mx.array(batch.class_B)
+        # How far the adapter moves the prediction: the target is the prediction of the base without it.
+        preserved = functools.partial(loss.preservation, base_BLC=predict_base(model, inputs), weight_B=weight_B)
+        yield Term(inputs, preserved, "preservation", [bool(one) for one in batch.class_B])
+
+    def validation_term(self, model: Transformer, batch: MicroBatch) -> Term:
+        """Mean squared error, weighted by a mask if there is one."""
+        x_BLC, target_BLC = self.mix(batch)
+        # Whatever [train.loss] says, so that runs with different settings can be compared.
+        return Term(self.inputs(batch, x_BLC, batch.ctx_BTJ), velocity_loss(batch, target_BLC, LossConfig()))
+
+    def mix(self, batch: MicroBatch) -> tuple[mx.array, mx.array]:
+        """(noisy latents, velocity noise - clean), float32 (B, L, C)."""
+        tokens = self.architecture.tokens
+        x0_BLC = tokens(mx.array(batch.x0_BCHW).view(mx.bfloat16)).astype(mx.float32)
+        noise_BLC = tokens(mx.array(batch.noise_BCHW))
+        sigma_B11 = sigmas(batch)[:, None, None]
+        return (1 - sigma_B11) * x0_BLC + sigma_B11 * noise_BLC, noise_BLC - x0_BLC
+
+    def inputs(self, batch: MicroBatch, x_BLC: mx.array, words_BTJ: np.ndarray) -> dict[str, Any]:
+        """Keyword arguments of the model for one prediction. `words_BTJ`: bfloat16 as uint16."""
+        height, width = batch.x0_BCHW.shape[2:]
+        text_BTJ = mx.array(words_BTJ).view(mx.bfloat16)
+        beside = [mx.array(words_BCHW).view(mx.bfloat16) for words_BCHW in batch.references]
+        return self.architecture.inputs(x_BLC, (height, width), text_BTJ, sigmas(batch), GUIDANCE, beside)
+
+
+def sigmas(batch: MicroBatch) -> mx.array:
+    return mx.array([s.sigma for s in batch.samples], mx.float32)
+
+
+def velocity_loss(batch: MicroBatch, target_BLC: mx.array, config: LossConfig) -> Loss:
+    """A function from the predicted velocity to one loss per sample, as [train.loss] and the mask weight it."""
+    # The arrays are keywords of a partial, so that MLX can compile the function with the model's last blocks.
+    arrays = {"target_BLC": target_BLC}
+    if config.weight != "none":
+        sigma_B = np.array([s.sigma for s in batch.samples])
+        arrays["weight_B"] = mx.array(weighting.weight(config.weight, sigma_B).astype(np.float32))
+    if batch.mask_BL is not None:
+        arrays["mask_BL"] = mx.array(batch.mask_BL)
+    if config.kind == "pseudo_huber":
+        return functools.partial(loss.pseudo_huber, c=mx.array(config.huber_c, mx.float32), **arrays)
+    return functools.partial(loss.mse, **arrays)
 
 
 class ImageTask:
@@ -136,12 +209,26 @@ class ImageTask:
         if not self.config.initial:
             return None
         file = self.run.root / self.config.initial
-        return model.read_initial_adapter(file, self.run.needs["transformer"], self.family, self.config)
+        if damage := adapter_damage(file):
+            raise ValueError(f"[train] initial: {file} {damage}; run `latentmill verify --repair` in its project")
+        targets = choose_targets(meta_transformer(self.run.needs["transformer"], self.family).linears(), self.config)
+        try:
+            arrays, scales = self.family.architecture.read_adapter(file)
+            check_initial(arrays, scales, targets)
+        except ValueError as error:
+            raise ValueError(f"[train] initial: {error}") from None
+        return arrays, scales
 
     def load_model(self) -> Transformer:
-        folder = self.run.output.artifacts.parent / STREAMED
-        copies = self.run.root / converted.FOLDER if self.config.keep_converted else None
-        with reading("the transformer", self.run.report.note):
-            return model.load_transformer(
-                self.run.needs["transformer"], self.family, self.config, folder, copies, self.run.report.say
+        report = self.run.report
+        with reading("the transformer", report.note):
+            return load_transformer(
+                self.run.needs["transformer"],
+                self.family,
+                getattr(mx, self.config.precision),
+                self.config,
+                folder=self.run.output.artifacts.parent / STREAMED,
+                copies=self.run.root / CONVERTED if self.config.keep_converted else None,
+                keep=True,
+                say=report.say,
             )

@@ -24,8 +24,7 @@ from stages.models.folders import read_config
 from stages.models.text.decoder import Qwen3Config
 from stages.models.text.encoder import TextEncoder, widen
 from stages.text_to_image.families import family
-from stages.text_to_image.samples.drawing import adapted_forward
-from stages.text_to_image.samples.references import encode_references
+from stages.text_to_image.samples.drawing import Adapters, adapted_forward, cut_reference, encode_image, read_adapters
 from stages.tuner import checkpoint
 from stages.tuner.adapters.initial import fresh_adapter
 from stages.tuner.adapters.targets import select_targets
@@ -103,10 +102,11 @@ def by_us(
     """Draw a picture as the samples stage does, without rounding it to bytes: (H,W,3), 0 to 1."""
     model = load_flux2(FOLDER / "transformer", MICRO, mx.float32)
     prompt, negative = (mx.array(words[t]).view(mx.bfloat16)[None] for t in (text, ""))
-    predict = adapted_forward(model, MICRO, [(adapter.folder / checkpoint.ADAPTER, 1.0)]) if adapter else None
+    adapters = Adapters("saved", files=lambda: [(adapter.folder / checkpoint.ADAPTER, 1.0)] if adapter else [])
+    predict = adapted_forward(model, read_adapters(adapters, MICRO, model)) if adapter else None
     settings = {"seed": SEED, "steps": STEPS, "guidance": MICRO.guidance, "negative_1TJ": negative, "predict": predict}
     autoencoder = load_autoencoder(FOLDER / "vae", MICRO, mx.float32)
-    references = encode_references(autoencoder, images)
+    references = [encode_image(autoencoder, cut_reference(image)) for image in images]
     *_, drawn = MICRO.architecture.draw(model, prompt, *shape, references=references, **settings)
     image_BHWC = autoencoder.decode(drawn)
     return np.array(mx.clip((image_BHWC[0] + 1) / 2, 0, 1))

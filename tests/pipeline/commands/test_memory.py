@@ -19,8 +19,8 @@ from pipeline.commands.query_limits import Limits
 from pipeline.project.project import Project
 from stages.text_to_image.families import FAMILIES
 from stages.text_to_image.train.memory_plan import require_fit
-from stages.text_to_image.train.objective import FlowMatching
 from stages.text_to_image.train.profile import profile_settings, random_batch, random_training
+from stages.text_to_image.train.task import FlowMatching
 from stages.tuner.blockwise.meter import Meter
 from stages.tuner.blockwise.planner import FACTOR
 from tests import projects

@@ -20,7 +20,7 @@ from stages.models.text.encoder import TextEncoder
 from stages.text_to_image.families import family
 from stages.text_to_image.train import memory_plan
 from stages.text_to_image.train.config import TrainConfig
-from stages.text_to_image.train.model import load_transformer
+from stages.text_to_image.weights import load_transformer
 from stages.tuner import quantize
 
 TINY = family("tiny")
@@ -112,7 +112,7 @@ def test_a_text_encoder_in_float16_computes_what_its_numbers_in_float32_do(half,
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_the_plan_counts_the_bytes_that_float16_weights_take_once_they_are_loaded(half, precision, bits):
     c = TrainConfig(precision=precision, base_bits=bits)
-    model: Any = load_transformer(half / "transformer", TINY, c)
+    model: Any = load_transformer(half / "transformer", TINY, DTYPES[precision], c)
     estimator = memory_plan.MemoryEstimator(c, TINY.architecture, Flux2Config.from_dict(read_config(half / "transformer")))
     assert estimator.weights == sum(array.nbytes for _, array in tree_flatten(held(model)))
 

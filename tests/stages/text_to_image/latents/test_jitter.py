@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.project.project import Project
-from stages.text_to_image.train.config import TrainConfig
-from stages.text_to_image.train.dataset import load_dataset
-from stages.text_to_image.train.selection import ValidationConfig
+from stages.text_to_image.train.config import TrainConfig, ValidationConfig
+from stages.text_to_image.train.data import load_dataset
 from tests import projects
 
 COLUMNS = ("crop_x", "crop_y", "crop_w", "crop_h")

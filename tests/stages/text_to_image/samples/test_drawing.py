@@ -16,9 +16,8 @@ from schemas.text_to_image.train import TRAIN
 from stages.models.flux2 import sampling
 from stages.models.flux2.load import load_flux2
 from stages.models.flux2.transformer import Flux2, inputs
-from stages.text_to_image.samples.drawing import adapted_forward
-from stages.text_to_image.samples.sources import sample_sources
-from stages.text_to_image.samples.stage import STAGE
+from stages.text_to_image.samples.drawing import Adapters, adapted_forward, read_adapters
+from stages.text_to_image.samples.stage import STAGE, sample_sources
 from stages.tuner import checkpoint
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.initial import fresh_adapter, target_weights
@@ -174,7 +173,9 @@ def test_every_variant_of_an_adapter_draws_as_the_weights_that_it_merges_into(va
     given = inputs(mx.array(draw.normal(size=(1, 4, 128)), mx.float32), (2, 2), mx.ones((1, 5, 192)), mx.array([0.5]))
     expected = merged(**given)
     assert mx.abs(model(**given) - expected).max() > 1e-2
-    assert mx.abs(adapted_forward(model, TINY, [(saved.folder / checkpoint.ADAPTER, 1.0)])(**given) - expected).max() < 1e-4
+    adapters = Adapters("saved", files=lambda: [(saved.folder / checkpoint.ADAPTER, 1.0)])
+    adapted = adapted_forward(model, read_adapters(adapters, TINY, model))
+    assert mx.abs(adapted(**given) - expected).max() < 1e-4
 
 
 def test_a_base_of_fewer_bits_draws_a_preview_that_is_farther_from_that_of_the_full_base(root: Path, tmp_path: Path) -> None:

@@ -11,11 +11,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from stages.models.flux2.adapter_reader import read_adapter
 
-from stages.models.flux2.adapters import read_adapter
-from stages.text_to_image.samples import stage
-from stages.text_to_image.samples.sources import sample_sources
-from stages.text_to_image.samples.stage import STAGE
+from stages.text_to_image.samples import drawing
+from stages.text_to_image.samples.stage import STAGE, sample_sources
 from tests import harness
 from tests.stages.text_to_image.samples.previews import CONFIG, context, pixels
 
@@ -136,7 +135,7 @@ def test_a_given_adapter_that_does_not_fit_is_one_line_before_the_transformer_is
 ) -> None:
     rename, named = WRONG[kind]
     file = write(tmp_path, "kohya and musubi", rename)
-    monkeypatch.setattr(stage, "load_sampler", None)
+    monkeypatch.setattr(drawing, "load_transformer", None)
     config = replace(CONFIG, base=False, checkpoints=(), adapter=str(file))
     with pytest.raises(ValueError, match=r"samples\.adapter: .* does not fit tiny: ") as caught:
         harness.run(STAGE, context(root, tmp_path / "run", config))

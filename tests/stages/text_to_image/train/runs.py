@@ -15,9 +15,16 @@ from pipeline.project.stage_run import Lazy
 from schemas.text_to_image import buckets, captions, embeddings, images, latents
 from stages.models.flux2.transformer import Flux2Config
 from stages.text_to_image.families import family
-from stages.text_to_image.train.config import LossConfig, NoiseConfig, PreservationConfig, TrainConfig
-from stages.text_to_image.train.reader import MicroBatch
-from stages.text_to_image.train.selection import DataConfig, MaskConfig, ValidationConfig
+from stages.text_to_image.train.batches import MicroBatch
+from stages.text_to_image.train.config import (
+    DataConfig,
+    LossConfig,
+    MaskConfig,
+    NoiseConfig,
+    PreservationConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 from stages.text_to_image.train.stage import STAGE
 from stages.text_to_image.train.task import ImageTask
 from stages.tuner.checkpoint import Checkpoint

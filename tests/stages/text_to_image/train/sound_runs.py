@@ -41,7 +41,7 @@ from stages.models.text.encoder import TextEncoder
 from stages.run import Report
 from stages.text_to_image.families import family
 from stages.text_to_image.latents.encode import encode
-from stages.text_to_image.train import objective
+from stages.text_to_image.train import task
 from stages.text_to_image.train.config import NoiseConfig, TrainConfig
 from stages.text_to_image.train.sound_start import uninformed_mse
 from stages.tuner.config import OptimizerConfig
@@ -271,7 +271,7 @@ def run(case: Case, folder: Path) -> Result:
     memory, said = MemoryTables(folder / "tables"), list[str]()
     memory.rows = dict(tables(case.plant))
     needs = {"family": record, "transformer": transformer}
-    with patch.object(objective, "GUIDANCE", case.guidance or objective.GUIDANCE):
+    with patch.object(task, "GUIDANCE", case.guidance or task.GUIDANCE):
         rows = memory.run(Project(folder), "train", Report(said.append), config=case.config, needs=needs)
     return Result(rows.to_pylist(), said)
 

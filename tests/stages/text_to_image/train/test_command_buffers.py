@@ -10,10 +10,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from stages.text_to_image.train.replay import replay
+from stages.text_to_image.train.task import ImageTask
 from stages.tuner import loop
 from stages.tuner import replay as tuner_replay
 from stages.tuner.blockwise import device as compute_device
+from stages.tuner.replay import replay_step
 from tests.stages.text_to_image.train.runs import BASE, Run
 
 ASKS = {"default_device", "set_default_device", "device_info", "is_available", "clear_cache", "reset_peak_memory"}
@@ -43,7 +44,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_command_buffers_are_limited_before_the_first_operation_of_any_run_or_replay(device, transformer, tmp_path):
     run = Run(tmp_path, transformer, replace(BASE, steps=4))
-    for step in (lambda: run.go(stop_at=2), run.go, lambda: replay(run.context(), 3)):
+    for step in (lambda: run.go(stop_at=2), run.go, lambda: replay_step(run.context(), ImageTask(run.context()), 3)):
         device.clear()
         os.environ.pop(compute_device.BUFFER_VARIABLE, None)
         step()

@@ -11,14 +11,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from stages.text_to_image.train.config import LossConfig
-from stages.text_to_image.train.replay import replay
-from stages.text_to_image.train.selection import ValidationConfig
+from stages.text_to_image.train.config import LossConfig, ValidationConfig
 from stages.text_to_image.train.stage import STAGE
+from stages.text_to_image.train.task import ImageTask
 from stages.tuner import checkpoint
 from stages.tuner import step as tuner_step
 from stages.tuner.adapters import lora
 from stages.tuner.config import EmaConfig, OptimizerConfig
+from stages.tuner.replay import replay_step
 from tests.stages.text_to_image.train.runs import (
     BASE,
     EVERYTHING,
@@ -193,7 +193,7 @@ def test_the_best_adapter_is_that_of_the_lowest_validation_loss(whole):
 @pytest.mark.parametrize("step", [1, 3, 4])
 def test_a_step_replayed_gives_its_logged_losses_and_writes_nothing(step, whole):
     before = {path: path.stat().st_mtime_ns for path in whole.folder.rglob("*")}
-    found = replay(whole.context(), step)
+    found = replay_step(whole.context(), ImageTask(whole.context()), step)
     assert [one.loss for one in found] == [one.logged for one in found]
     assert len(found) == len([row for row in whole.rows if (row["step"], row["split"]) == (step, "train")])
     assert before == {path: path.stat().st_mtime_ns for path in whole.folder.rglob("*")}
@@ -201,4 +201,4 @@ def test_a_step_replayed_gives_its_logged_losses_and_writes_nothing(step, whole)
 
 def test_a_step_that_the_run_does_not_have_cannot_be_replayed(whole):
     with pytest.raises(ValueError, match="replay: the step must be 1 to 6, got 7"):
-        replay(whole.context(), 7)
+        replay_step(whole.context(), ImageTask(whole.context()), 7)

@@ -6,10 +6,9 @@ import pytest
 
 from pipeline.project.project import Project
 from schemas.text_to_image.captions import CAPTIONS
+from stages.text_to_image.train.batches import build_sampler
 from stages.text_to_image.train.config import TrainConfig
-from stages.text_to_image.train.dataset import load_dataset
-from stages.text_to_image.train.folders import folder_rates
-from stages.text_to_image.train.sampler import build_sampler
+from stages.text_to_image.train.data import folder_rates, load_dataset
 from stages.text_to_image.train.stage import snapshot
 from stages.tuner.order import Order
 from tests import projects

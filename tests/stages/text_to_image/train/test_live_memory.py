@@ -9,12 +9,12 @@ import mlx.core as mx
 import pytest
 
 from stages.text_to_image.train import memory_plan
-from stages.text_to_image.train.config import PreservationConfig
-from stages.text_to_image.train.replay import replay
-from stages.text_to_image.train.selection import ValidationConfig
+from stages.text_to_image.train.config import PreservationConfig, ValidationConfig
+from stages.text_to_image.train.task import ImageTask
 from stages.tuner import step as tuner_step
 from stages.tuner.config import EmaConfig
 from stages.tuner.loader import Loader
+from stages.tuner.replay import replay_step
 from stages.tuner.step import TrainingStep
 from tests.stages.text_to_image.train.runs import BASE, Run, rich_tables
 
@@ -113,7 +113,7 @@ def test_a_step_is_replayed_with_the_plan_and_the_live_memory_limit_of_its_run(s
     bounds.clear()
     real = tuner_step.loss_and_grads
     monkeypatch.setattr(tuner_step, "loss_and_grads", lambda *given: [plans.append(given[-1]), real(*given)][1])
-    found = replay(run.context(), step)
+    found = replay_step(run.context(), ImageTask(run.context()), step)
     assert [one.loss for one in found] == [one.logged for one in found]
     assert bounds and set(seen) == set(bounds)
     assert set(plans) == {"blocks"}

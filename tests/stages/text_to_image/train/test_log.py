@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from stages.text_to_image.train.selection import MaskConfig, ValidationConfig
+from stages.text_to_image.train.config import MaskConfig, ValidationConfig
 from tests.stages.text_to_image.train.runs import BASE, Run, rich_tables, tables
 
 # What is said

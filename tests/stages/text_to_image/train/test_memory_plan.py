@@ -11,8 +11,7 @@ import pytest
 from stages import kernels
 from stages.models.folders import read_config
 from stages.text_to_image.train import memory_plan
-from stages.text_to_image.train.config import PreservationConfig
-from stages.text_to_image.train.selection import ValidationConfig
+from stages.text_to_image.train.config import PreservationConfig, ValidationConfig
 from stages.text_to_image.train.stage import STAGE
 from stages.tuner import checkpoint
 from stages.tuner import step as tuner_step

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from schemas.text_to_image import images
-from stages.text_to_image.train.config import ValidationConfig
+from stages.text_to_image.train.config import DataConfig, ValidationConfig
 from stages.text_to_image.train.memory_plan import MemoryEstimator, largest_batch
-from stages.text_to_image.train.selection import DataConfig
 from stages.tuner.adapters.stacks import Stacks
 from tests.stages.text_to_image.train.runs import BASE, TEXT_ROWS, TINY, Run, rows_of, tables, weights
 from tests.stages.text_to_image.train.test_step import plain

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from stages.text_to_image.families import family
-from stages.text_to_image.train import memory_plan, model
-from stages.text_to_image.train.config import TrainConfig
-from stages.text_to_image.train.selection import ValidationConfig
+from stages.text_to_image.train import memory_plan, task
+from stages.text_to_image.train.config import TrainConfig, ValidationConfig
 from stages.tuner.config import OptimizerConfig
 from tests.stages.text_to_image.train.plans import PIXELS, chosen, estimator, needs
 from tests.stages.text_to_image.train.runs import (
@@ -47,7 +46,7 @@ def with_settings(config: TrainConfig, section: dict[str, Any]) -> TrainConfig:
 def test_what_cannot_fit_is_refused_before_a_weight_is_loaded_with_the_setting_that_would(transformer, tmp_path, monkeypatch):
     wide = weights(tmp_path / "wide", attention_head_dim=32, axes_dims_rope=(8, 8, 8, 8))
     run = Run(tmp_path, wide, replace(BASE, memory_gb=needs(Run(tmp_path, wide), "blocks") * 0.95))
-    monkeypatch.setattr(model, "load_transformer", lambda *given: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(task, "load_transformer", lambda *given, **named: pytest.fail("weights were loaded"))
     with pytest.raises(ValueError, match=r"^train: plan blocks needs about .* at 96 x 64 px, .* would need .* GB$") as caught:
         run.go()
     assert "micro_batch = 1" in str(caught.value)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.text_to_image.train.selection import ValidationConfig
+from stages.text_to_image.train.config import ValidationConfig
 from stages.text_to_image.train.stage import STAGE
 from stages.tuner import checkpoint
 from stages.tuner.config import EmaConfig

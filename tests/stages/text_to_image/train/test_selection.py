@@ -1,6 +1,7 @@
 import pytest
 
-from stages.text_to_image.train.selection import DataConfig, MaskConfig, ValidationConfig, held_out, rates
+from stages.text_to_image.train.config import DataConfig, MaskConfig, ValidationConfig
+from stages.text_to_image.train.data import held_out, rates
 
 CROPS = [(512, "a.png"), (768, "a.png"), (512, "rare/b.png"), (768, "rare/very/c.png"), (512, "rare2/d.png")]
 NAMES = {f"id{n}": [f"{'held' if n % 4 == 0 else 'more'}/{n}.png"] for n in range(40)}

@@ -10,10 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from stages.text_to_image.packing import weight_bits
+from stages.text_to_image.train.batches import MicroBatch
 from stages.text_to_image.train.config import PreservationConfig
-from stages.text_to_image.train.objective import FlowMatching
-from stages.text_to_image.train.reader import MicroBatch
+from stages.text_to_image.train.task import FlowMatching
+from stages.text_to_image.weights import weight_bits
 from stages.tuner import quantize
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.stacks import Stacks

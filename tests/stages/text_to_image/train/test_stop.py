@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from stages.text_to_image.train import model
-from stages.text_to_image.train.selection import ValidationConfig
+from stages.text_to_image.train import task
+from stages.text_to_image.train.config import ValidationConfig
 from stages.text_to_image.train.stage import STAGE
 from stages.tuner import checkpoint
 from stages.tuner.resume import row_key
@@ -56,7 +56,7 @@ def until(run: Run, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, call
 @pytest.mark.parametrize("how", ["file", "interrupt"])
 def test_a_stop_while_the_model_loads_ends_the_run_before_its_first_step(how, whole, transformer, tmp_path, monkeypatch):
     run = Run(tmp_path, transformer, CONFIG)
-    reasons = until(run, monkeypatch, model, "load_transformer", 1, how)
+    reasons = until(run, monkeypatch, task, "load_transformer", 1, how)
     assert reasons == (["stopped by the file `stop`"] if how == "file" else [])
     assert not run.stored and not checkpoint.find_checkpoints(tmp_path / "artifacts")
     assert not (tmp_path / "artifacts" / "stop").exists()
@@ -66,7 +66,7 @@ def test_a_stop_while_the_model_loads_ends_the_run_before_its_first_step(how, wh
 def test_a_stop_while_a_resumed_run_loads_loses_nothing(whole, transformer, tmp_path, monkeypatch):
     run = Run(tmp_path, transformer, CONFIG).go(stop_at=3)
     before = dict(run.stored)
-    until(run, monkeypatch, model, "load_transformer", 1, "file")
+    until(run, monkeypatch, task, "load_transformer", 1, "file")
     assert run.stored == before
     assert results(run.go()) == results(whole)
 

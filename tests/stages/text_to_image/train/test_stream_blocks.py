@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from stages.text_to_image.train import memory_plan
-from stages.text_to_image.train.model import load_transformer
+from stages.text_to_image.weights import load_transformer
 from stages.tuner.blockwise.backprop import Plan
 from tests.stages.text_to_image.train.runs import BASE, EVERYTHING, TINY, Run, rich_tables, weights
 
@@ -52,4 +52,4 @@ def test_the_peak_is_lower_by_the_streamed_weights_and_as_estimated(plan: Plan, 
 
 def test_a_model_whose_blocks_stay_on_disk_needs_a_folder(transformer):
     with pytest.raises(ValueError, match="stream_blocks must be false here"):
-        load_transformer(transformer, TINY, replace(BASE, stream_blocks=True))
+        load_transformer(transformer, TINY, mx.float32, replace(BASE, stream_blocks=True))

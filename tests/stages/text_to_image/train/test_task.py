@@ -16,11 +16,16 @@ from schemas.text_to_image.latents import LATENTS
 from schemas.text_to_image.train import TRAIN
 from stages.text_to_image.families import family
 from stages.text_to_image.train import memory_plan
-from stages.text_to_image.train.config import NoiseConfig, PreservationConfig, TrainConfig
-from stages.text_to_image.train.reader import MicroBatch
-from stages.text_to_image.train.selection import DataConfig, MaskConfig, ValidationConfig
+from stages.text_to_image.train.batches import MicroBatch, crop_noise, level_batches
+from stages.text_to_image.train.config import (
+    DataConfig,
+    MaskConfig,
+    NoiseConfig,
+    PreservationConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 from stages.text_to_image.train.task import ImageTask
-from stages.text_to_image.train.validation import crop_noise, level_batches
 from stages.tuner.loader import Loader
 from stages.tuner.rows import wanted_rows
 from stages.tuner.validation import Validation

@@ -13,8 +13,7 @@ import pyarrow as pa
 import pytest
 
 from schemas.text_to_image import captions, latents
-from stages.text_to_image.train.config import NoiseConfig
-from stages.text_to_image.train.selection import DataConfig
+from stages.text_to_image.train.config import DataConfig, NoiseConfig
 from stages.text_to_image.train.stage import STAGE
 from stages.text_to_image.train.task import ImageTask
 from stages.tuner.config import ScheduleConfig

@@ -13,11 +13,11 @@ import mlx.core as mx
 import pytest
 
 from stages.models import weights
-from stages.text_to_image import converted
 from stages.text_to_image.families import family
 from stages.text_to_image.samples.config import SamplesConfig
-from stages.text_to_image.samples.drawing import load_sampler
+from stages.text_to_image.samples.drawing import Adapters, load_sampler
 from stages.text_to_image.train.config import TrainConfig
+from stages.text_to_image.weights import load_transformer
 
 TINY = family("tiny")
 CONFIG = TrainConfig(base_bits=4, base_bits_for={"*.attn.to_q": 16}, precision="float32")
@@ -31,7 +31,7 @@ def published(tiny_weights: Path, tmp_path: Path) -> Path:
 def load(path: Path, folder: Path | None, config: TrainConfig = CONFIG) -> tuple[dict[str, Any], list[str]]:
     """Load a transformer, and return its weights by name, and the lines that the user sees."""
     said: list[str] = []
-    return flat(converted.load_transformer(TINY, path, mx.float32, config, folder, said.append)), said
+    return flat(load_transformer(path, TINY, mx.float32, config, copies=folder, keep=True, say=said.append)), said
 
 
 def flat(model: Any) -> dict[str, Any]:
@@ -67,10 +67,8 @@ def test_drawing_with_the_settings_of_training_reads_the_copy_alone(
 ) -> None:
     plain, _ = load(published, tmp_path / "copies")
     monkeypatch.setattr(weights, "load_component", lambda *given, **named: pytest.fail("published files were read"))
-    packed = SamplesConfig(base_bits=4, base_bits_for={"*.attn.to_q": 16}, precision="float32")
-    sampler = load_sampler(
-        "the base", published, TINY, lambda: mx.zeros(0), precision="float32", packed=packed, copies=tmp_path / "copies"
-    )
+    config = SamplesConfig(base_bits=4, base_bits_for={"*.attn.to_q": 16}, precision="float32")
+    sampler = load_sampler(Adapters("the base"), published, TINY, config, lambda: mx.zeros(0), copies=tmp_path / "copies")
     assert same(plain, flat(sampler.model))
 
 
@@ -94,7 +92,7 @@ def test_a_damaged_copy_is_never_used_and_made_again(published: Path, tmp_path: 
     for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:-1], whole[:7], b"", b"\xff" * len(whole)):
         copy.write_bytes(damaged)
         second, said = load(published, tmp_path / "copies")
-        assert said[0] == f"the converted copy {copy.name} is damaged; it is made again" and same(first, second)
+        assert said[0] == f"the converted copy {copy.name} is damaged and deleted; it is made again" and same(first, second)
         assert copy.read_bytes() == whole
 
 

@@ -1,9 +1,14 @@
-"""Which rows of the tables a run trains on: crops with their captions and, if asked for, class captions and masks."""
+"""Which rows of the tables a run trains on, and how often: crops with their captions, class captions, masks and references."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+import difflib
+import unicodedata
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
 from typing import Any
 
 from schemas.text_to_image.buckets import BUCKETS
@@ -13,10 +18,8 @@ from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
 from stages.run import Run
 from stages.text_to_image.imaging.usable import USE, usable_paths
-from stages.text_to_image.train.config import TrainConfig
-from stages.text_to_image.train.folders import folder_rates
-from stages.text_to_image.train.references import Reference, References, is_inside, place, size
-from stages.text_to_image.train.selection import DataConfig, held_out, rates
+from stages.text_to_image.train.config import DataConfig, TrainConfig, ValidationConfig
+from stages.tuner import draws
 
 Row = dict[str, Any]
 
@@ -224,3 +227,156 @@ def _dropped_caption(by_role: dict[str, list[Row]], data: DataConfig) -> str:
     if data.dropped == "trigger":
         raise ValueError('[train.data] dropped = "trigger": captions has no such row; set trigger in [captions]')
     raise ValueError("train: caption_dropout needs the empty caption, of which captions has no row; run the stage captions")
+
+
+@dataclass(frozen=True)
+class Reference:
+    latent_id: str
+    grid: tuple[int, int]  # (height, width) of the latent, in tokens
+
+
+class References:
+    def __init__(self, images: Iterable[Row], buckets: Iterable[Row], latents: Iterable[Row]) -> None:
+        rows = list(images)
+        # The file of a reference may be a duplicate; its latent is that of the image with the same content.
+        self.ids = {row["path"]: row["image_id"] for row in rows if row["rejected"] in (None, "duplicate")}
+        self.paths: dict[str, list[str]] = {}
+        for row in sorted(rows, key=lambda row: row["reference"] or 0):
+            if row["use"] == USE and row["reference_of"] and row["path"] in self.ids:
+                self.paths.setdefault(self.ids.get(row["reference_of"], ""), []).append(row["path"])
+        wanted = {self.ids[path] for paths in self.paths.values() for path in paths}
+        self.encoded = {(*place(row), row["flip"]): row for row in latents if row["image_id"] in wanted and not row["rejected"]}
+        self.buckets: dict[str, list[Row]] = {}
+        # By resolution, so that `_reference` finds the highest that fits at the end.
+        for row in sorted(buckets, key=lambda row: int(row["resolution"])):
+            if row["image_id"] in wanted and row["rejected"] is None:
+                self.buckets.setdefault(row["image_id"], []).append(row)
+
+    def of(self, image_id: str, resolution: int, flip: bool) -> tuple[Reference, ...]:
+        """The references of a crop, in order, mirrored if the crop is. Raises ValueError if one has no latent."""
+        return tuple(self._reference(path, resolution, flip) for path in self.paths.get(image_id, ()))
+
+    def _reference(self, path: str, resolution: int, flip: bool) -> Reference:
+        buckets = self.buckets.get(self.ids[path], [])
+        # The crop's resolution, else the next lower one, else the reference's lowest.
+        fitting = [row for row in buckets if row["resolution"] <= resolution] or buckets[:1]
+        latent = self.encoded.get((*place(fitting[-1]), flip)) if fitting else None
+        if latent is None:
+            raise ValueError(f"train: the reference {path} has no latent; see the tables buckets and latents")
+        return Reference(latent["latent_id"], (latent["shape"][1], latent["shape"][2]))
+
+
+PLACE = ("image_id", "width", "height", "crop_x", "crop_y", "crop_w", "crop_h")  # columns that a bucket and its latents share
+
+
+def size(row: Row) -> tuple[Any, ...]:
+    """Image and trained size: equal for a bucket and the jittered crops made from it."""
+    return row["image_id"], row["width"], row["height"]
+
+
+def is_inside(row: Row, bucket: Row | None) -> bool:
+    """Whether the crop of a latent lies inside that of its bucket, to a thousandth of a pixel."""
+    if bucket is None or None in (row["crop_x"], row["crop_y"], row["crop_w"], row["crop_h"]):
+        return False
+    return all(
+        row[start] >= bucket[start] - 1e-3 and row[start] + row[side] <= bucket[start] + bucket[side] + 1e-3
+        for start, side in (("crop_x", "crop_w"), ("crop_y", "crop_h"))
+    )
+
+
+def place(row: Row) -> tuple[Any, ...]:
+    """Image, trained size and crop: equal for a bucket and its own latents."""
+    return tuple(row[name] for name in PLACE)
+
+
+def folder_rates(base: Sequence[float], images: Sequence[Row], regularisation: float) -> list[float]:
+    """The rate of each crop after the columns `repeats`, `weight` and `use` of its image. `base`: the rates before.
+    `regularisation`: draws of regularisation images per draw of another image.
+    """
+    found = [rate * (1.0 if row["repeats"] is None else row["repeats"]) for rate, row in zip(base, images, strict=True)]
+    # Weights compare folders of one use: those of the subject with each other, and those of regularisation images with each
+    # other.
+    for use in {row["use"] for row in images}:
+        own = [n for n, row in enumerate(images) if row["use"] == use and row["weight"] is not None]
+        _balance(found, [(n, str(images[n]["folder"]), float(images[n]["weight"])) for n in own])
+    subject = sum(rate for rate, row in zip(found, images, strict=True) if row["use"] is None)
+    of_class = sum(rate for rate, row in zip(found, images, strict=True) if row["use"] is not None)
+    if not of_class:
+        return found
+    # One factor for all, so that regularisation images keep their proportions among themselves.
+    factor = regularisation * subject / of_class
+    return [rate if row["use"] is None else rate * factor for rate, row in zip(found, images, strict=True)]
+
+
+def _balance(rates: list[float], crops: Sequence[tuple[int, str, float]]) -> None:
+    """Raise `rates` in place until folders are drawn in proportion to their weights. `crops`: (index into `rates`,
+    folder, weight).
+    """
+    sums: dict[str, float] = defaultdict(float)
+    weights = {folder: weight for _, folder, weight in crops}
+    for n, folder, _ in crops:
+        sums[folder] += rates[n]
+    # No rate is reduced: the folder with the largest sum per weight keeps its rates. A folder whose rates are all 0 stays at
+    # 0.
+    most = max((sums[folder] / weights[folder] for folder in weights), default=0.0)
+    for n, folder, weight in crops:
+        rates[n] *= most * weight / sums[folder] if sums[folder] else 1.0
+
+
+def rates(config: DataConfig, crops: Sequence[tuple[int, str]]) -> list[float]:
+    """By crop, (resolution, path of its image). Raises ValueError if a setting names what no crop has, or lacks a resolution."""
+    weights = _weights(config, {resolution for resolution, _ in crops})
+    folders = {folder.strip("/").removeprefix("./"): count for folder, count in (config.repeats or {}).items()}
+    for given, folder in zip(config.repeats or {}, folders, strict=True):
+        if not any(_below(path, folder) for _, path in crops):
+            near = _near(folder, {str(above) for _, path in crops for above in PurePosixPath(path).parents})
+            raise ValueError(f"[train.data] repeats: no image that is trained on has the path {given!r}{near}")
+    # The longest path that matches decides.
+    longest = sorted(folders, key=len, reverse=True)
+    times = [next((folders[f] for f in longest if _below(path, f)), 1.0) for _, path in crops]
+    found = [weights[resolution] * count for (resolution, _), count in zip(crops, times, strict=True)]
+    most = max(found, default=0.0)
+    return [rate / most for rate in found] if 0 < most < 1 else found  # else some epochs would have no crop
+
+
+def _weights(config: DataConfig, present: Iterable[int]) -> dict[int, float]:
+    """Relative frequency by resolution; the largest is 1."""
+    resolutions = sorted(present)
+    if config.resolutions is None:
+        return dict.fromkeys(resolutions, 1.0)
+    given = {int(name): float(weight) for name, weight in config.resolutions.items()}
+    names = ", ".join(map(str, resolutions))
+    for resolution in given:
+        if resolution not in resolutions:
+            raise ValueError(f"[train.data] resolutions: no crop has {resolution}; there are {names}")
+    for resolution in resolutions:
+        if resolution not in given:
+            raise ValueError(f"[train.data] resolutions: {resolution} has no weight; 0 leaves it out; there are {names}")
+    return {resolution: given[resolution] / max(given.values()) for resolution in resolutions}
+
+
+def held_out(config: ValidationConfig, paths: Mapping[str, Sequence[str]]) -> frozenset[str]:
+    """The image_ids to hold out. `paths`: all paths of each image. Raises ValueError if `config.paths` matches none."""
+    if config.paths:
+        found = {i for i, own in paths.items() if any(fnmatchcase(nfc(path), nfc(p)) for path in own for p in config.paths)}
+        if not found:
+            raise ValueError(f"[train.validation] paths: {list(config.paths)} matches none of the {len(paths)} images")
+        return frozenset(found)
+    # The choice depends on image_ids and seed alone. Each image has a draw of its own, which added images do not change.
+    drawn = sorted((draws.uniform(config.seed, f"held out {image_id}"), image_id) for image_id in paths)
+    below = [image_id for u, image_id in drawn if u < config.share][: config.most]
+    return frozenset(below or [image_id for _, image_id in drawn[:1]])
+
+
+def _below(path: str, folder: str) -> bool:
+    return PurePosixPath(nfc(path)).is_relative_to(nfc(folder))
+
+
+def nfc(path: str) -> str:
+    """macOS may store an umlaut as two characters, other systems as one."""
+    return unicodedata.normalize("NFC", path)
+
+
+def _near(word: str, words: Iterable[str]) -> str:
+    found = difflib.get_close_matches(word, sorted(words), 1, 0.5)
+    return f'; did you mean "{found[0]}"?' if found else ""

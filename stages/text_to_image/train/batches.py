@@ -1,0 +1,212 @@
+"""The samples of each step, determined by (seed, step, sample); held-out images; micro-batches, read into host memory.
+
+Letters in names: B batch, C latent channels, H W latent height and width, L = H W image tokens, T text rows, J text features.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from schemas.text_to_image.latents import LATENTS
+from stages.run import Run, TensorReader
+from stages.text_to_image.stored_embeddings import embedding_reader
+from stages.text_to_image.train.config import TrainConfig, ValidationConfig
+from stages.text_to_image.train.data import Crop, Dataset
+from stages.tuner import draws
+from stages.tuner.diffusion.noise import SigmaDistribution, stratified_uniform
+from stages.tuner.order import Order
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample of a training step, before its data are read from disk."""
+
+    number: int  # 0-based place in the step
+    epoch: int  # of the sample's batch, from 0
+    crop: Crop
+    caption_id: str
+    dropped: bool  # `caption_id` is the empty caption, or the trigger word alone
+    sigma: float  # noise level, from 0 (clean) to 1 (noise)
+    class_id: str = ""  # the class caption: the class word replaces the trigger; "" if the step needs none, or none exists
+
+
+@dataclass(frozen=True)
+class TrainingSampler:
+    """Samplers with equal attributes draw the same samples in the same step."""
+
+    data: Dataset
+    seed: int
+    order: Order  # which crops form each batch
+    noise: SigmaDistribution
+    caption_dropout: float  # probability that a sample gets the caption `data.empty`
+    strata: int = 1  # steps in a row that cover the noise levels evenly
+    classes_every: int = 0  # class captions are used in every n-th step; 0: never
+    reference_dropout: float = 0.0  # share of batches that are trained without their references
+
+    def sizes(self, step: int) -> list[int]:
+        """Samples per batch, without drawing them. A batch that mixes shapes is one number."""
+        return [self.order.batch_size] * self.order.accumulate
+
+    def step(self, step: int) -> list[list[Sample]]:
+        """The samples of a step: one list per batch, or one per shape if a batch mixes shapes."""
+        batches: list[list[Sample]] = []
+        number = 0
+        for at, batch in enumerate(self.order.step(step)):
+            batches.append([])
+            # Drawn for all samples together, since they share one shape, references included.
+            alone = draws.uniform(self.seed, "references", step, at) < self.reference_dropout
+            for row in batch.rows:
+                crop = self.data.crops[row]
+                batches[-1].append(self._sample(step, number, batch.epoch, replace(crop, references=()) if alone else crop))
+                number += 1
+        return batches
+
+    def _sample(self, step: int, number: int, epoch: int, crop: Crop) -> Sample:
+        dropped = draws.uniform(self.seed, "dropout", step, number) < self.caption_dropout
+        at = self._caption(step, number, crop)
+        sigma = self.noise.sigma(stratified_uniform(self.seed, step, number, self.strata), crop.tokens)
+        caption, its_class = (self.data.empty, self.data.empty_class) if dropped else (crop.captions[at], crop.class_of(at))
+        needs_class = self.classes_every and step % self.classes_every == 0
+        return Sample(number, epoch, crop, caption, dropped, sigma, its_class if needs_class else "")
+
+    def _caption(self, step: int, number: int, crop: Crop) -> int:
+        if crop.weights:
+            return draws.weighted_choice(crop.weights, self.seed, "caption", step, number)
+        return draws.choice(len(crop.captions), self.seed, "caption", step, number)
+
+    def noise_of(self, step: int, sample: Sample, shape: tuple[int, ...]) -> np.ndarray:
+        """float32; depends on seed, step and the sample's number alone."""
+        return draws.normal(shape, self.seed, "noise", step, sample.number)
+
+
+def build_sampler(config: TrainConfig, data: Dataset) -> TrainingSampler:
+    n = config.noise
+    scale = {} if n.scale is None else {"scale": n.scale}
+    return TrainingSampler(
+        data,
+        config.seed,
+        Order([crop.shape for crop in data.crops], config.batch_size, config.seed, config.accumulate, data.rates),
+        SigmaDistribution(n.base, n.mean, n.std, n.shift, n.shift_factor, **scale),
+        config.caption_dropout,
+        n.strata,
+        config.preservation.every if config.preservation else 0,
+        config.data.reference_dropout,
+    )
+
+
+@dataclass
+class MicroBatch:
+    """Samples that are computed at once; the arrays are in host memory, one entry per sample."""
+
+    samples: list[Sample]
+    x0_BCHW: np.ndarray  # noqa: N815  (clean latents, bfloat16 as uint16)
+    noise_BCHW: np.ndarray  # noqa: N815  (float32)
+    ctx_BTJ: np.ndarray  # noqa: N815  (text embeddings, bfloat16 as uint16)
+    mask_BL: np.ndarray | None = None  # noqa: N815  (float32 weight of each token; None: no sample has a mask)
+    class_BTJ: np.ndarray | None = None  # noqa: N815  (embeddings of class captions; None: no sample has one)
+    class_B: np.ndarray | None = None  # noqa: N815  (1.0: the sample has a class caption; else 0.0)
+    references: tuple[np.ndarray, ...] = ()  # clean latents of each reference, as x0_BCHW at a size of its own
+
+    @property
+    def tokens(self) -> int:
+        """Of one sample: its image, its references and its text."""
+        latents = (self.x0_BCHW, *self.references)
+        return int(sum(each.shape[2] * each.shape[3] for each in latents) + self.ctx_BTJ.shape[1])
+
+    def select(self, start: int, stop: int) -> MicroBatch:
+        beside = tuple(latents_BCHW[start:stop] for latents_BCHW in self.references)
+        own = {name: value[start:stop] for name, value in vars(self).items() if value is not None and name != "references"}
+        return replace(self, **own, references=beside)
+
+
+class BatchReader:
+    def __init__(self, run: Run[Any], sampler: TrainingSampler, mask_floor: float) -> None:
+        self.latents, self.embeddings = run.inputs.tensors(LATENTS), embedding_reader(run)
+        self.sampler, self.mask_floor = sampler, mask_floor
+
+    def prefetch(self, samples: Iterable[Sample]) -> None:
+        """Start reading the samples of the next step in the background."""
+        coming = list(samples)
+        beside = [each.latent_id for s in coming for each in s.crop.references]
+        self.latents.ahead([*(s.crop.latent_id for s in coming), *beside])
+        self.embeddings.ahead([caption for s in coming for caption in (s.caption_id, s.class_id) if caption])
+
+    def read(self, step: int, samples: list[Sample]) -> MicroBatch:
+        noise = functools.partial(self.sampler.noise_of, step)
+        return read_batch(samples, self.latents, self.embeddings, noise, self.mask_floor)
+
+
+def read_batch(
+    samples: list[Sample],
+    latents: TensorReader,
+    embeddings: TensorReader,
+    noise: Callable[[Sample, tuple[int, ...]], np.ndarray],
+    mask_floor: float,
+) -> MicroBatch:
+    """`noise(sample, shape)`: the float32 noise. `mask_floor`: replaces every smaller weight of a token."""
+    x0_BCHW = np.stack([latents.read(s.crop.latent_id) for s in samples])
+    noise_BCHW = np.stack([noise(s, x0_BCHW.shape[1:]) for s in samples])
+    ctx_BTJ = np.stack([embeddings.read(s.caption_id) for s in samples])
+    batch = MicroBatch(samples, x0_BCHW, noise_BCHW, ctx_BTJ, token_weights(samples, mask_floor))
+    shown = zip(*(s.crop.references for s in samples), strict=True)  # for each place among the references, that of each sample
+    batch.references = tuple(np.stack([latents.read(each.latent_id) for each in of_samples]) for of_samples in shown)
+    if any(s.class_id for s in samples):
+        # A sample without a class caption has its own caption here, and weight 0.
+        batch.class_BTJ = np.stack([embeddings.read(s.class_id or s.caption_id) for s in samples])
+        batch.class_B = np.array([bool(s.class_id) for s in samples], np.float32)
+    return batch
+
+
+def token_weights(samples: Sequence[Sample], floor: float) -> np.ndarray | None:
+    """float32 (batch, tokens), from `floor` to 1; None if no sample has a mask."""
+    if not any(s.crop.mask for s in samples):
+        return None
+    # A crop without a mask counts in full.
+    masks = [np.frombuffer(s.crop.mask or b"\xff" * s.crop.tokens, np.uint8) for s in samples]
+    return np.maximum(np.stack(masks).astype(np.float32) / 255, np.float32(floor))
+
+
+class HeldOutImages:
+    """Every held-out crop at every level of [train.validation] sigmas, with its first caption and the same noise each time."""
+
+    def __init__(
+        self, run: Run[Any], crops: Sequence[Crop], config: ValidationConfig, batch_size: int, mask_floor: float = 0.0
+    ) -> None:
+        self.run, self.crops, self.config, self.mask_floor = run, crops, config, mask_floor
+        self.batches = level_batches([crop.shape for crop in crops], config.sigmas, batch_size)
+
+    @property
+    def count(self) -> int:
+        return len(self.crops) * len(self.config.sigmas)
+
+    def samples(self) -> list[list[Sample]]:
+        drawn = [(self.crops[row], float(np.float32(sigma))) for batch in self.batches for row, sigma in batch]
+        samples = iter([Sample(n, 0, crop, crop.captions[0], False, sigma) for n, (crop, sigma) in enumerate(drawn)])
+        return [[next(samples) for _ in batch] for batch in self.batches]
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        # Opened separately from the training's readers, which release memory at another pace.
+        latents, embeddings = self.run.inputs.tensors(LATENTS), embedding_reader(self.run)
+        for samples in self.samples():
+            yield read_batch(samples, latents, embeddings, self.noise_of, self.mask_floor)
+
+    def noise_of(self, sample: Sample, shape: tuple[int, ...]) -> np.ndarray:
+        """Depends on the validation seed and the crop alone, so it is equal at every noise level."""
+        return crop_noise(shape, self.config.seed, sample.crop.latent_id)
+
+
+def level_batches(shapes: Sequence[Hashable], sigmas: Sequence[float], batch_size: int) -> list[list[tuple[int, float]]]:
+    """Batches of at most `batch_size` pairs (crop index, sigma); all crops of a batch have one shape."""
+    by_shape: dict[Hashable, list[tuple[int, float]]] = {}
+    for row, shape in enumerate(shapes):
+        by_shape.setdefault(shape, []).extend((row, sigma) for sigma in sigmas)
+    return [pairs[n : n + batch_size] for pairs in by_shape.values() for n in range(0, len(pairs), batch_size)]
+
+
+def crop_noise(shape: tuple[int, ...], seed: int, latent_id: str) -> np.ndarray:
+    return draws.normal(shape, seed, f"validation {latent_id}")
