@@ -11,8 +11,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from stages.models.flux2.adapter_reader import read_adapter
 
+from stages.models.flux2.adapters import read_adapter
 from stages.text_to_image.samples import drawing
 from stages.text_to_image.samples.stage import STAGE, sample_sources
 from tests import harness

@@ -36,12 +36,12 @@ def until(run: Run, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, call
     calls, asked, reasons = iter(range(1, 1000)), [], []
     real = getattr(place, name)
 
-    def stops(*given: Any) -> Any:
+    def stops(*given: Any, **named: Any) -> Any:
         if next(calls) == call:
             asked.append(True)
             if how == "file":
                 (run.folder / "artifacts" / "stop").touch()
-        return real(*given)
+        return real(*given, **named)
 
     context = run.context(lambda: bool(asked) and how == "interrupt")
     context.report.pause = reasons.append
