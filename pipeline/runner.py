@@ -25,9 +25,8 @@ from pipeline.project import runs
 from pipeline.project.outlook import announcement
 from pipeline.project.project import Project
 from pipeline.project.recipe import recipe_id
-from pipeline.store.catalog import link_table
 from pipeline.store.rows import matches, missing
-from pipeline.store.writer import Writer
+from pipeline.store.table import Writer, link_table
 from pipeline.tracking.tracker import tracked
 from stages.run import Report, Run
 from stages.stage import Artifact, Stage

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.store.disk import from_home
+from pipeline.project.paths import from_home
 from stages.pipelines import Folder, Resource, Weights
 from stages.run import Run
 from stages.stage import Stage, WorkUnit

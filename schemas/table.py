@@ -55,9 +55,8 @@ class TensorColumn:
     @property
     def checksum_field(self) -> pa.Field:
         """The 64-bit xxh3 as a signed number."""
-        # Nullable: rows of an earlier version have no checksum until `latentmill verify` fills it in.
-        doc = f"xxh3 of the bytes of {self.name}, checked when they are read; null until verify has read an old row"
-        return pa.field(self.checksum, pa.int64(), nullable=True, metadata={"doc": doc})
+        doc = f"xxh3 of the bytes of {self.name}, checked when they are read"
+        return pa.field(self.checksum, pa.int64(), nullable=False, metadata={"doc": doc})
 
 
 def tensor(name: str = "tensor", dtype: str = "bfloat16", doc: str = "the values, 16-bit words") -> TensorColumn:
@@ -70,15 +69,22 @@ def tensor(name: str = "tensor", dtype: str = "bfloat16", doc: str = "the values
 
 
 def column(
-    name: str, kind: pa.DataType, doc: str, *, null: bool = False, measured: bool = False, default: str = "", later: bool = False
+    name: str,
+    kind: pa.DataType,
+    doc: str,
+    *,
+    null: bool = False,
+    measured: bool = False,
+    default: str = "",
+    unrecorded: bool = False,
 ) -> pa.Field:
     """The Arrow field of a column; `doc` says what it holds, and the unit.
 
     `measured`: differs between equal runs, as clock times do. `default`: what `TableSchema.table` fills in for a string column,
-    "" for none. `later`: null in older tables, and not part of the recipe, so tables without the column are kept.
+    "" for none. `unrecorded`: not part of the recipe; may be null, and is if a row does not say it.
     """
-    marks = {"measured": "yes" if measured else "", "default": default, "later": "yes" if later else ""}
-    return pa.field(name, kind, nullable=null or later, metadata={"doc": doc, **marks})
+    marks = {"measured": "yes" if measured else "", "default": default, "unrecorded": "yes" if unrecorded else ""}
+    return pa.field(name, kind, nullable=null or unrecorded, metadata={"doc": doc, **marks})
 
 
 @dataclass(frozen=True)
@@ -126,20 +132,15 @@ class TableSchema:
 
     @property
     def recorded(self) -> dict[str, str]:
-        """Name -> Arrow type of each column and tensor, as the recipe records them; without those marked `later`."""
-        return {f.name: str(f.type) for f in self.batch if not (f.metadata or {}).get(b"later")}
-
-    @property
-    def compared(self) -> list[str]:
-        """The columns that are equal in two equal runs."""
-        return [f.name for f in self.columns if not (f.metadata or {}).get(b"measured")]
+        """Name -> Arrow type of each column and tensor, as the recipe records them; without those marked `unrecorded`."""
+        return {f.name: str(f.type) for f in self.batch if not (f.metadata or {}).get(b"unrecorded")}
 
     def table(self, rows: list[dict[str, Any]]) -> pa.Table:
-        """An Arrow table of `batch`; raises AssertionError if a row lacks a column (but for `default` and `later`) or
+        """An Arrow table of `batch`; raises AssertionError if a row lacks a column (but for `default` and `unrecorded`) or
         has an unknown one.
         """
         names = set(self.batch.names)
-        defaults: dict[str, str | None] = {f.name: None for f in self.columns if f.metadata.get(b"later")}
+        defaults: dict[str, str | None] = {f.name: None for f in self.columns if f.metadata.get(b"unrecorded")}
         defaults |= {f.name: f.metadata[b"default"].decode() for f in self.columns if f.metadata.get(b"default")}
         rows = [defaults | row for row in rows]
         for row in rows:

@@ -35,7 +35,6 @@ SLOW = (  # files and folders whose tests train, draw, start processes, or compa
     "tests/pipeline/page/test_large",
     "tests/pipeline/project/test_hub_endpoint",
     "tests/pipeline/store/test_catalog",
-    "tests/pipeline/store/test_disk_errors",
     "tests/pipeline/test_",
     "tests/stages/models/flux2",
     "tests/stages/models/test_attention",

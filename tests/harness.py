@@ -12,6 +12,7 @@ import pyarrow as pa
 from pipeline.project.stage_run import open_run
 from pipeline.runner import pending_rows
 from pipeline.store.rows import newest_per_key
+from schemas.table import TableSchema
 from stages.run import Report, Run
 from stages.stage import Input, Stage, WorkUnit
 
@@ -95,3 +96,8 @@ def collect(stage: Stage, batches: Iterable[pa.RecordBatch]) -> pa.Table:
         assert batch.schema.names == stage.writes.batch.names
         found.append(batch.cast(stage.writes.batch))
     return pa.Table.from_batches(found, schema=stage.writes.batch)
+
+
+def compared(schema: TableSchema) -> list[str]:
+    """The columns that are equal in two equal runs."""
+    return [field.name for field in schema.columns if not field.metadata[b"measured"]]

@@ -19,6 +19,7 @@ from pipeline import cli, runner
 from pipeline.project.config import Overrides
 from pipeline.project.project import Project
 from pipeline.runner import Outcome
+from tests.harness import compared
 
 ROOT = Path(__file__).parents[1]
 HANG = 3000  # seconds until a process counts as hanging, on a busy machine too
@@ -128,7 +129,7 @@ def content(folder: Path, stage_name: str, overrides: Overrides = ()) -> pa.Tabl
     """Return a table for comparison: rows sorted by key, columns in which equal runs agree, and the bytes of the tensors."""
     found = Project(folder, overrides).current(stage_name)
     rows = found.rows().sort_by([(name, "ascending") for name in found.schema.key])
-    table = rows.select(found.schema.compared)
+    table = rows.select(compared(found.schema))
     if not found.schema.tensors:
         return table
     reader, keys = found.tensors(), rows[found.schema.key[0]].to_pylist()

@@ -16,7 +16,7 @@ import pytest
 from pipeline import runner
 from pipeline.errors import Stopped
 from pipeline.project.project import Project
-from pipeline.store.writer import Writer
+from pipeline.store.table import Writer
 from stages.pipelines import Pipeline, Weights
 from stages.retrieval import PIPELINE as RETRIEVAL
 from stages.text_to_image import PIPELINE as TEXT_TO_IMAGE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-COMMITS = 64  # commits after which the index is rewritten: pipeline.store.writer.COMMITS
+COMMITS = 64  # commits after which the index is rewritten: pipeline.store.table.COMMITS
 SHARD_BYTES = 64 << 20  # pipeline.store.shards.SHARD_BYTES
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.options import with_project
-from pipeline.store.disk import TEMPORARY, abandoned, delete, delete_temporary_files, format_bytes, size_of
+from pipeline.store.disk import TEMPORARY, abandoned, delete, delete_abandoned, format_bytes, size_of
 from pipeline.store.lock import Lock, lock_holder
 
 if TYPE_CHECKING:
@@ -63,14 +63,14 @@ def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int
             if not dry_run:
                 delete(path)
     for folder in sorted(path for path in tables.glob("*/[!.]*") if path.is_dir() and not path.is_symlink()):
-        leftovers = [*folder.rglob(f"{TEMPORARY}*"), *folder.glob("damaged")]
+        leftovers = [*abandoned(folder, below=True), *folder.glob("damaged")]
         size = sum(map(size_of, leftovers))
         if not leftovers:
             continue
         yield f"{folder.relative_to(project.path)}: temporary and damaged files, {format_bytes(size)}", size
         if not dry_run:
             with Lock(folder / "lock"):
-                delete_temporary_files(folder)
+                delete_abandoned(folder, below=True)
                 delete(folder / "damaged")
 
 
@@ -93,7 +93,7 @@ def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> It
 
 def _clean_others(name: str, current: TableFolder, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
     """(line, bytes) for the tables of other settings, or one line that says why they are kept."""
-    from pipeline.store.catalog import link_table
+    from pipeline.store.table import link_table
 
     others = _other_folders(current.folder)
     if others and not current.exists:  # a typing error in project.toml makes all tables those of other settings
@@ -136,7 +136,7 @@ def _delete_table(folder: Path) -> None:
 
 
 def _collect(table: TableFolder, recipe: dict[str, object]) -> int:
-    from pipeline.store.writer import Writer
+    from pipeline.store.table import Writer
 
     with Writer(table, recipe) as writer:
         return writer.collect()

@@ -133,8 +133,7 @@ def generate(project: Project, wish: Wish, console: Console) -> Iterator[Path]:
     from pipeline.errors import Stopped
     from pipeline.interrupts import interruptible
     from pipeline.project.recipe import recipe_id
-    from pipeline.store.table import TableFolder
-    from pipeline.store.writer import Writer
+    from pipeline.store.table import TableFolder, Writer
     from schemas.text_to_image.generated import GENERATED
 
     # A picture's id is a hash of everything that decides it, so a picture with that id is not drawn again.

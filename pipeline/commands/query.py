@@ -101,9 +101,7 @@ def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConne
     catalog = connection or duckdb.connect(config={"autoinstall_known_extensions": "false"})  # a typo must not download anything
     for name in opened.stage_names:
         folder = opened.folder(name)
-        # A table of an earlier version counts as not built.
-        built = folder.has_current_columns
-        catalog.register(name, folder.rows() if built else opened.stage(name).writes.stored.empty_table())
+        catalog.register(name, folder.rows() if folder.exists else opened.stage(name).writes.stored.empty_table())
     catalog.register("tables", _tables(opened))
     catalog.register("columns", _columns(opened))
     catalog.register("runs", runs_table(opened))
@@ -211,7 +209,7 @@ def _not_built(project: Project, sql: str, catalog: duckdb.DuckDBPyConnection) -
 def export_parquet(project: Project, out: Path) -> list[Path]:
     """Write every table as a Parquet file, and a DuckDB database with all of them; files of an earlier export are replaced."""
     catalog = open_catalog(project)
-    names = [*project.stage_names, "tables", "columns"]
+    names = [*project.stage_names, *project.pipeline.tables, "tables", "columns"]
     out.mkdir(parents=True, exist_ok=True)
     temporaries = {out / f"{name}.parquet": out / f".tmp-{os.getpid()}-{name}.parquet" for name in names}
     temporaries[out / "catalog.duckdb"] = file = out / f".tmp-{os.getpid()}-catalog.duckdb"
@@ -237,7 +235,7 @@ def _tables(project: Project) -> pa.Table:
     rows = []
     for name in project.stage_names:
         folder, doc = project.folder(name), project.stage(name).writes.doc
-        built = folder.has_current_columns
+        built = folder.exists
         usage = folder.usage() if built else {"rows": 0, "dead": 0, "bytes": 0}
         rows.append({"stage": name, "built": built, "recipe": folder.folder.name if built else None, "doc": doc})
         rows[-1] |= {key: usage[key] for key in ("rows", "dead", "bytes")} | {"folder": str(folder.folder)}

@@ -217,8 +217,7 @@ def rows_of_commands(project: Project) -> dict[str, pa.Table]:
         parts = [schema.empty_table()]
         for folder in sorted((project.path / "tables" / name).glob("*/manifest.json")):
             table = TableFolder(folder.parent, table_schema)
-            # Columns of an earlier release are left out.
-            if table.has_current_columns:
+            if table.exists:  # its manifest is not damaged
                 rows = table.rows()
                 names = pa.array([folder.parent.name] * rows.num_rows, pa.string())
                 parts.append(pa.Table.from_arrays([names, *rows.columns], schema=schema))

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.options import with_project
+from pipeline.store.disk import stamp
 from pipeline.terminal import ProgressCallback
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
     from pipeline.store.table import TableFolder
+    from schemas.table import TableSchema
 
 DAMAGED = 1  # the exit code if something is damaged
 NAMED = 3  # rows that a line names
@@ -65,39 +67,40 @@ class Finding:
 
 
 def find_damage(project: Project, say: Callable[[str], None] = lambda line: None) -> Iterator[Finding]:
-    """If a table has no damage, its files without a checksum get one. A table that is being written is left out."""
+    """A table that is being written is left out."""
     from pipeline.store.lock import lock_holder
     from pipeline.store.table import TableFolder
-    from pipeline.store.verify import examine
+    from stages.hashing import file_sha256
 
-    for name in project.stage_names:
-        affected = tuple(_made_from(project, name))
+    for name, schema in _schemas(project).items():
+        built = [n for n in project.stage_names if any((project.path / "tables" / n).glob("*/manifest.json"))]
+        affected = tuple(n for n in built if name in project.pipeline.upstream(n))
         for path in sorted((project.path / "tables" / name).glob("[!.]*/")):
-            table = TableFolder(path, project.stage(name).writes)
+            table = TableFolder(path, schema)
             if holder := lock_holder(path / "lock"):
                 say(f"{name}: {path} is left out: it is being written by {holder}")
                 continue
-            found = [Finding(name, path, each.file, each.problem, each.keys, affected) for each in examine(table)]
-            found += _damaged_results(project, table, {each.file for each in found}, affected)
+            found = [Finding(name, path, each.file, each.problem, each.keys, affected) for each in table.examine()]
             yield from found
-            # Columns of an earlier version have no place for a checksum.
-            if not found and table.has_current_columns:
-                _record(table)
-    yield from _damaged_weights(project)
+            if name in project.stage_names:
+                yield from _damaged_results(project, table, {each.file for each in found}, affected)
+    for name, (*known, digest) in project.hashes.known["files"].items():
+        path = Path(name)
+        # Weights that were replaced since they were hashed give their tables another recipe.
+        if path.is_file() and [*stamp(path)] == known and file_sha256(path) != digest:
+            yield Finding("weights", path.parent, path.name, "differs from its sha256; fetch it again")
 
 
-def _made_from(project: Project, name: str) -> Iterator[str]:
-    for other in project.stage_names:
-        if name in project.pipeline.upstream(other) and any((project.path / "tables" / other).glob("*/manifest.json")):
-            yield other
+def _schemas(project: Project) -> dict[str, TableSchema]:
+    """Of the stages' tables, and of those that commands write, such as generated."""
+    from stages.pipelines import load
+
+    stages = {name: project.stage(name).writes for name in project.stage_names}
+    return stages | {name: load(reference) for name, reference in project.pipeline.tables.items()}
 
 
 def _damaged_results(project: Project, table: TableFolder, known: set[str], affects: tuple[str, ...]) -> Iterator[Finding]:
-    """Checkpoints with a missing file or a wrong size, adapters whose sha256 is not the one in a state.json, a missing final
-    adapter.
-
-    `known`: files that were found damaged already.
-    """
+    """Checkpoints with a missing file, and a missing final adapter. `known`: files that were found damaged already."""
     from stages.tuner import checkpoint
 
     artifacts, name = table.folder / "artifacts", table.schema.name
@@ -107,33 +110,8 @@ def _damaged_results(project: Project, table: TableFolder, known: set[str], affe
         file = f"artifacts/{checkpoint.FOLDER}/step-{step:06d}/{checkpoint.STATE}"
         if not any(each.startswith(file.rpartition("/")[0]) for each in known):
             yield Finding(name, table.folder, file, f"or a file beside it is damaged: {problem}", (), affects)
-    results = [artifacts / each for each in (checkpoint.ADAPTER, checkpoint.EMA, checkpoint.BEST)]
-    if not results[0].exists() and table.exists and project.stage(name).result == checkpoint.ADAPTER:
+    if not (artifacts / checkpoint.ADAPTER).exists() and table.exists and project.stage(name).result == checkpoint.ADAPTER:
         yield Finding(name, table.folder, f"artifacts/{checkpoint.ADAPTER}", "is missing", (), affects)
-    saved = [one.folder / file for one in checkpoint.find_checkpoints(artifacts) for file in one.state["files"]]
-    for path in [*results, *saved]:
-        file = path.relative_to(table.folder).as_posix()
-        if path.is_file() and file not in known and (problem := checkpoint.adapter_damage(path)):
-            yield Finding(name, table.folder, file, problem, (), affects)
-
-
-def _damaged_weights(project: Project) -> Iterator[Finding]:
-    from stages.hashing import file_sha256
-
-    for name, (*stamp, digest) in project.hashes.known["files"].items():
-        path = Path(name)
-        if not path.is_file() or [(stat := path.stat()).st_size, stat.st_mtime_ns, stat.st_ino] != stamp:
-            continue  # replaced since it was hashed: its tables get another recipe
-        if file_sha256(path) != digest:
-            yield Finding("weights", path.parent, path.name, "differs from its sha256; fetch it again")
-
-
-def _record(table: TableFolder) -> None:
-    from pipeline.store.writer import Writer
-
-    # Takes the present content as correct.
-    with Writer(table, table.manifest()["recipe"]) as writer:
-        writer.record_checksums()
 
 
 def repair_project(
@@ -144,23 +122,24 @@ def repair_project(
 ) -> None:
     """Remove damaged rows and files, and compute those of the present settings again.
 
-    Tables of other settings only lose rows, which the next run with those settings makes again. Damaged weights stay as they
-    are.
+    Tables of other settings only lose rows, which the next run with those settings makes again, as do tables that a command
+    writes. Damaged weights stay as they are.
     """
     from pipeline import runner
-    from pipeline.store.table import TableFolder
-    from pipeline.store.writer import Writer
+    from pipeline.store.table import TableFolder, Writer
     from pipeline.terminal import console_for
 
-    for name in project.stage_names:
+    for name, schema in _schemas(project).items():
         folders = {each.folder for each in found if each.table == name}
         for folder in sorted(folders):
             own = [each for each in found if each.folder == folder]
-            table = TableFolder(folder, project.stage(name).writes)
+            table = TableFolder(folder, schema)
             recipe = table.manifest()["recipe"] if table.exists else {}
             with Writer(table, recipe) as writer:
                 keys = {key for each in own for key in each.rows} if table.schema.tensors else set()
                 writer.remove([each.file for each in own if each.file.startswith(("artifacts/", "shards/"))], keys)
+        if name not in project.stage_names:
+            continue
         # The stages run in order: a stage reads the inputs that were repaired before it.
         project.refresh()
         try:

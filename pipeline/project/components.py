@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.project import hub
-from pipeline.store.disk import from_home
+from pipeline.project.paths import from_home
 from stages.models.family import ModelFamily
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import stages
 from pipeline.project.parse import Parser, nearest
 from pipeline.project.synonyms import name_here
-from schemas.renames import PIPELINES
 from stages.settings import check_bounds, follow, runtime, selects
 from stages.untrusted import TOML_BYTES, parse_toml, read_utf8
 
@@ -113,12 +112,9 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def pipeline_name(raw: Mapping[str, Any]) -> str:
-    """The present name of the pipeline in a parsed project file."""
     head = raw.get("project")
     name = head.get("pipeline") if isinstance(head, dict) else None
-    if not isinstance(name, str):
-        name = ProjectConfig.pipeline  # the parser refuses a value of another type later
-    return PIPELINES.get(name, name)
+    return name if isinstance(name, str) else ProjectConfig.pipeline  # the parser refuses a value of another type later
 
 
 def _apply(raw: dict[str, Any], overrides: Overrides) -> dict[str, str]:

@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.project import large_files
-from pipeline.store.disk import CHECKOUT, atomic_folder, delete_abandoned, from_home
+from pipeline.project.paths import CHECKOUT, from_home
+from pipeline.store.disk import atomic_folder, delete_abandoned
 from stages.hashing import file_sha256
 from stages.models.family import ModelFamily
 from stages.models.weights import read_header, weight_files

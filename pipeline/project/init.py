@@ -8,7 +8,7 @@ from pathlib import Path
 
 import stages
 from pipeline.project import config
-from pipeline.store.disk import from_home, shell_path
+from pipeline.project.paths import from_home, shell_path
 from stages.pipelines import Template, load
 
 

@@ -16,8 +16,8 @@ from pipeline.project import config as configuration
 from pipeline.project import recipe as recipes
 from pipeline.project.config import Overrides
 from pipeline.project.parse import nearest
+from pipeline.project.paths import common_folder, from_home
 from pipeline.project.stage_run import Kept, Lazy, Write, not_built, open_run
-from pipeline.store.disk import common_folder, from_home
 from stages.pipelines import FamilyRecord, Folder, Weights, load
 from stages.run import Report, Run
 from stages.stage import Input, Stage, WorkUnit

@@ -6,14 +6,14 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from pipeline.store.checksums import text_checksum
+from pipeline.store.checksums import sealed, unsealed
+from pipeline.store.disk import atomic_write, stamp
 from stages.hashing import file_sha256
 from stages.stage import Stage
 
@@ -84,10 +84,7 @@ class FileHashes:
         self.file = file
         self.known: dict[str, Any] = {"files": {}, "components": {}}
         with contextlib.suppress(OSError, ValueError, AttributeError):  # a damaged cache only costs time
-            stored = json.loads(file.read_text())
-            checksum = stored.pop("checksum", None)  # an earlier release wrote none
-            if checksum in (None, text_checksum(json.dumps(stored, sort_keys=True))):
-                self.known |= stored
+            self.known |= unsealed(file.read_bytes())
 
     def component(self, name: str, path: Path, patterns: Iterable[str] = ("*",), weights: bool = True) -> str:
         """One hash of a component's weight and config files, remembered as `name`. `path`: its folder or its only file."""
@@ -104,22 +101,18 @@ class FileHashes:
         return found
 
     def of_file(self, path: Path) -> str:
-        stat = path.stat()
-        stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+        now = [*stamp(path)]
         entry = self.known["files"].get(str(path.resolve()))
-        if entry and entry[:3] == stamp:
+        if entry and entry[:3] == now:
             return str(entry[3])
         digest = file_sha256(path)
-        self._remember("files", str(path.resolve()), [*stamp, digest])
+        self._remember("files", str(path.resolve()), [*now, digest])
         return digest
 
     def _remember(self, kind: str, name: str, value: Any) -> None:
         if self.known[kind].get(name) == value:
             return
         self.known[kind][name] = value
-        temporary = self.file.with_name(f".tmp-{os.getpid()}-{self.file.name}")
-        with contextlib.suppress(OSError):  # in a read-only folder the files are hashed again next time
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            checksum = {"checksum": text_checksum(json.dumps(self.known, sort_keys=True))}
-            temporary.write_text(json.dumps(self.known | checksum, indent=1))
-            temporary.replace(self.file)
+        # In a read-only folder the files are hashed again next time.
+        with contextlib.suppress(OSError), atomic_write(self.file) as temporary:
+            temporary.write_text(json.dumps(sealed(self.known), indent=1))

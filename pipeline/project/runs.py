@@ -50,14 +50,9 @@ def find_runs(project: Project) -> list[Run]:
             current = ""
         for folder in (project.path / "tables" / stage).glob("*/"):
             table = TableFolder(folder, schema)
-            if RECIPE.fullmatch(folder.name) and (record := read_record(table)) is not None and readable(table):
+            if RECIPE.fullmatch(folder.name) and (record := read_record(table)) is not None:
                 found.append(Run(stage, folder.name, record.get("name", ""), table, record, folder.name == current))
     return sorted(found, key=lambda run: str(run.record.get("started", "")), reverse=True)
-
-
-def readable(table: TableFolder) -> bool:
-    # Another version may have written the table with other columns.
-    return not table.exists or table.has_current_columns
 
 
 def find_run(project: Project, text: str) -> Run:
@@ -80,7 +75,7 @@ def read_record(table: TableFolder) -> dict[str, Any] | None:
         if isinstance(found, dict):
             return found
     except (OSError, ValueError):
-        pass  # made by an earlier version, or damaged
+        pass  # damaged
     if not table.exists:
         return None
     manifest = table.manifest()

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.errors import NotBuilt
-from pipeline.store.disk import shell_path
+from pipeline.project.paths import shell_path
 from stages.pipelines import load
 from stages.run import Output, Report, Run, TensorReader
 from stages.stage import Input, Stage, WorkUnit
@@ -74,7 +74,7 @@ class UnitInputs:
         found = self._input(schema)
         if found.rows is not None:
             return ArrayReader(found.rows, schema)
-        from pipeline.store.reader import ShardReader
+        from pipeline.store.shards import ShardReader
 
         return ShardReader(found.folder, self.rows(schema), schema)
 

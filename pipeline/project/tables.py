@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pyarrow as pa
 
-from pipeline.store.reader import ShardReader
+from pipeline.store.shards import ShardReader
 from pipeline.store.table import TableFolder
 from schemas.table import TensorColumn
 

@@ -1,7 +1,11 @@
-"""Checksums of a table's files and tensors: xxh3, which is as fast as memory.
+"""Checksums notice bytes that changed on the disk. All are xxh3, which is as fast as memory.
 
-checksums.jsonl in a table's folder has one line per file that was written: its name, its size and its 128-bit xxh3. Every line
-ends with a checksum of itself, so a damaged line is ignored. A file without a line counts as unchecked.
+    a file of a table           its line in the table's checksums.jsonl: name, size, 128 bits
+    a tensor                    a column of its row: 64 bits, signed
+    a line of checksums.jsonl   its own end: 64 bits
+    a JSON file                 its own entry "checksum": 64 bits
+
+What names content, an image, an adapter or the weights in a recipe, is a sha256 (stages/hashing.py).
 """
 
 from __future__ import annotations
@@ -14,25 +18,46 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.store.disk import atomic_write, make_folder, sync
+from pipeline.store.disk import atomic_write, make_folder, stamp, sync
 
 FILE = "checksums.jsonl"
 CHUNK = 8 << 20  # bytes that are read at once
 SLACK = 64  # lines of deleted files that are kept before the file is rewritten
 
 Record = tuple[int, str]  # size in bytes, xxh3 of 128 bits in hex
-_seen: dict[tuple[str, int, int, int], str] = {}  # path, size, time of change, inode -> xxh3, in this process
+_seen: dict[tuple[str, int, int, int], str] = {}  # path and its `stamp` -> xxh3, in this process
 
 
 def tensor_checksum(values: Any) -> int:
-    """xxh3 of the bytes of a contiguous array, as a signed 64-bit number."""
+    """Of the bytes of a contiguous array."""
     import xxhash
 
     # Signed: filters on unsigned columns fail in Lance through DuckDB (lance#2972).
     return int(np.uint64(xxhash.xxh3_64_intdigest(values)).astype(np.int64))
 
 
-def file_checksum(path: Path) -> str:
+def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON document with its checksum, as `unsealed` parses it."""
+    plain = json.loads(json.dumps(document))
+    return {**plain, "checksum": _text_checksum(json.dumps(plain, sort_keys=True))}
+
+
+def unsealed(content: bytes) -> dict[str, Any]:
+    """The document of `sealed`, without the checksum. Raises ValueError, with what is wrong in words."""
+    found = json.loads(content)
+    checksum = found.pop("checksum", None) if isinstance(found, dict) else None
+    if checksum is None or checksum != _text_checksum(json.dumps(found, sort_keys=True)):
+        raise ValueError("it differs from its checksum")
+    return dict(found)
+
+
+def _text_checksum(text: str) -> str:
+    import xxhash
+
+    return str(xxhash.xxh3_64_hexdigest(text.encode()))
+
+
+def _file_checksum(path: Path) -> str:
     import xxhash
 
     found = xxhash.xxh3_128()
@@ -40,12 +65,6 @@ def file_checksum(path: Path) -> str:
         while chunk := file.read(CHUNK):
             found.update(chunk)
     return str(found.hexdigest())
-
-
-def text_checksum(text: str) -> str:
-    import xxhash
-
-    return str(xxhash.xxh3_64_hexdigest(text.encode()))
 
 
 class Checksums:
@@ -59,28 +78,30 @@ class Checksums:
         self._lines = 0
 
     def known(self) -> Mapping[str, set[Record]]:
-        """Name, relative to the folder -> its records. Damaged lines are left out."""
+        """Name, relative to the folder -> its records. Damaged lines are left out: their files count as unchecked."""
         try:
-            stat = self.file.stat()
+            now = stamp(self.file)
         except OSError:
             self._known, self._lines, self._stamp = {}, 0, None
             return self._known
-        stamp = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
-        if stamp != self._stamp:
+        if now != self._stamp:
             lines = self.file.read_bytes().decode(errors="replace").split("\n")
-            self._known, self._lines, self._stamp = _parse(lines), len(lines), stamp
+            self._known, self._lines, self._stamp = _parse(lines), len(lines), now
         return self._known
 
     def record(self, files: Mapping[str, Path]) -> None:
         """`files`: name -> where its content lies now. The records are on the disk when the call ends."""
-        lines = [_line(name, (path.stat().st_size, file_checksum(path))) for name, path in files.items()]
+        lines = [_line(name, (path.stat().st_size, _file_checksum(path))) for name, path in files.items()]
         if not lines:
             return
         make_folder(self.folder)
         new = not self.file.exists()
-        with self.file.open("a", encoding="utf-8") as file:
-            # A process that was killed while it wrote leaves a line without an end.
-            file.write("".join(["\n" if self._torn() else "", *(f"{line}\n" for line in lines)]))
+        with self.file.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                # A process that was killed while it wrote leaves a line without an end.
+                lines[0] = lines[0] if file.read() == b"\n" else f"\n{lines[0]}"
+            file.write("".join(f"{line}\n" for line in lines).encode())
             file.flush()
         sync(self.file)
         if new:
@@ -98,13 +119,15 @@ class Checksums:
 
     def damage(self, name: str, *, fresh: bool = False) -> str:
         """What is wrong, in words, or "". Without a record a file only has to exist. `fresh`: trust no earlier reading."""
-        records = self.known().get(name)
         if problem := self.resized(name):
             return problem
-        path = self.folder / name
-        if records is None or _checksum(path, fresh) in {checksum for _, checksum in records}:
+        path, records = self.folder / name, self.known().get(name)
+        if records is None:
             return ""
-        return "differs from its checksum"
+        key = (str(path), *stamp(path))
+        if fresh or key not in _seen:
+            _seen[key] = _file_checksum(path)
+        return "" if _seen[key] in {checksum for _, checksum in records} else "differs from its checksum"
 
     def resized(self, name: str) -> str:
         """As `damage`, by the size alone."""
@@ -117,30 +140,15 @@ class Checksums:
             return ""
         return f"has {size} bytes instead of {max(records)[0]}"
 
-    def _torn(self) -> bool:
-        if not self.file.exists() or not self.file.stat().st_size:
-            return False
-        with self.file.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read() != b"\n"
-
     def _rewrite(self, records: Mapping[str, set[Record]]) -> None:
         text = "".join(f"{_line(name, record)}\n" for name, each in sorted(records.items()) for record in sorted(each))
         with atomic_write(self.file) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
 
-def _checksum(path: Path, fresh: bool) -> str:
-    stat = path.stat()
-    key = (str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino)
-    if fresh or key not in _seen:
-        _seen[key] = file_checksum(path)
-    return _seen[key]
-
-
 def _line(name: str, record: Record) -> str:
     text = json.dumps({"file": name, "bytes": record[0], "xxh3": record[1]}, ensure_ascii=False)
-    return f'{text[:-1]}, "check": "{text_checksum(text)}"}}'
+    return f'{text[:-1]}, "check": "{_text_checksum(text)}"}}'
 
 
 def _parse(lines: Iterable[str]) -> dict[str, set[Record]]:

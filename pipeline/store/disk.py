@@ -7,13 +7,11 @@ import fcntl
 import os
 import re
 import secrets
-import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-CHECKOUT = Path(__file__).parents[2]  # the repository's folder, where `make` runs
 TEMPORARY = ".tmp-"  # prefix of the names of files that are still being written
 
 
@@ -21,28 +19,22 @@ class DiskError(ValueError):
     """The disk refuses to write, for example because it is full. The message is one line for the user."""
 
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def from_home(path: str | Path) -> Path:
-    with suppress(RuntimeError):
-        return Path(path).expanduser()
-    return Path(path)
-
-
-def common_folder(paths: str | tuple[str, ...], project: Path) -> Path:
-    """A single path itself, or the deepest folder that contains several; only then are links resolved."""
-    given = [project / from_home(path) for path in ((paths,) if isinstance(paths, str) else paths)]
-    return given[0] if len(given) == 1 else Path(os.path.commonpath([path.resolve() for path in given]))
+def stamp(path: Path) -> tuple[int, int, int]:
+    """(size, time of change in ns, inode): a file with the same stamp has the same content. Raises OSError."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def sync(path: Path) -> None:
     """Wait until the bytes of a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        if hasattr(fcntl, "F_FULLFSYNC"):  # on macOS, fsync alone leaves the bytes in the drive's cache
+        if hasattr(fcntl, "FFULLFSYNC"):  # on macOS, fsync alone leaves the bytes in the drive's cache
             with suppress(OSError):  # some network file systems refuse it
-                fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
+                fcntl.fcntl(handle, fcntl.FFULLFSYNC)
                 return
         os.fsync(handle)
     finally:
@@ -60,57 +52,54 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, synced and renamed to `path` after the block. Raises OSError if `path` is a folder with files."""
+    """Yield a temporary path, at which the block makes a file or a folder; then it is synced and renamed to `path`.
+
+    Raises OSError if `path` is a folder with files.
+    """
     make_folder(path.parent)
-    with _held_folder(path) as folder:
+    # The temporary path lies in a folder of its own, which is locked until the block ends. The system frees the lock of a
+    # killed process: so `abandoned` tells its files from those of a running one.
+    while True:
+        folder = path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{path.name}")
+        folder.mkdir()
+        handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        taken = True
         try:
-            yield folder / path.name
-            assert (folder / path.name).exists(), f"nothing was written for {path.name}"
-            # Without it, all of 10 simulated power cuts lost rows, and 4 left an unreadable file; with it, none of 15.
-            _sync_all(folder / path.name)
-            (folder / path.name).replace(path)
-            delete(folder)
-            sync(path.parent)
-        finally:
-            delete(folder)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another process is about to delete it as abandoned
+            taken = False
+        except OSError:  # some network file systems have no locks
+            pass
+        if taken and folder.exists():
+            break
+        delete(folder)
+        os.close(handle)
+    try:
+        temporary = folder / path.name
+        yield temporary
+        assert temporary.exists(), f"nothing was written for {path.name}"
+        # Without it, all of 10 simulated power cuts lost rows, and 4 left an unreadable file; with it, none of 15.
+        for each in [*temporary.rglob("*"), temporary]:
+            sync(each)
+        temporary.replace(path)
+        delete(folder)
+        sync(path.parent)
+    finally:
+        delete(folder)
+        os.close(handle)
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """As `atomic_write`, for a folder: the block writes files into the temporary one."""
-    make_folder(path.parent)
-    with _held_folder(path) as temporary:
-        try:
-            yield temporary
-            _sync_all(temporary)
-            temporary.rename(path)
-            sync(path.parent)
-        finally:
-            delete(temporary)
-
-
-@contextmanager
-def _held_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path`, locked until the block ends. The block must rename or delete it."""
-    while True:
-        temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{path.name}")
+    """As `atomic_write`, for a folder: the temporary one exists already, and the block writes files into it."""
+    with atomic_write(path) as temporary:
         temporary.mkdir()
-        # The system releases the lock when the process ends: so `abandoned` recognises the folder of a killed process.
-        handle = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
-        with suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if temporary.exists():  # or another process deleted it before it was locked
-            break
-        os.close(handle)
-    try:
         yield temporary
-    finally:
-        os.close(handle)
 
 
-def abandoned(folder: Path) -> Iterator[Path]:
-    """Temporary files and folders that killed processes left directly in `folder`."""
-    for path in sorted(folder.glob(f"{TEMPORARY}*")):
+def abandoned(folder: Path, *, below: bool = False) -> Iterator[Path]:
+    """Temporary files and folders that killed processes left directly in `folder`, or anywhere `below` it."""
+    for path in sorted(folder.rglob(f"{TEMPORARY}*") if below else folder.glob(f"{TEMPORARY}*")):
         if path.is_symlink():
             yield path
             continue
@@ -123,22 +112,8 @@ def abandoned(folder: Path) -> Iterator[Path]:
                 os.close(handle)
 
 
-def delete_abandoned(folder: Path) -> int:
-    freed = 0
-    for path in abandoned(folder):
-        freed += size_of(path)
-        delete(path)
-    return freed
-
-
-def _sync_all(path: Path) -> None:
-    for each in [*path.rglob("*"), path]:
-        sync(each)
-
-
-def delete_temporary_files(folder: Path) -> None:
-    """The caller must hold the folder's lock: the temporary files of a running writer would be deleted too."""
-    for path in list(folder.rglob(f"{TEMPORARY}*")):
+def delete_abandoned(folder: Path, *, below: bool = False) -> None:
+    for path in abandoned(folder, below=below):
         delete(path)
 
 
@@ -167,10 +142,6 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
-
-
 def error_number(error: BaseException) -> int | None:
     """The errno of an exception, also from the message of an error of Lance or MLX; None if it has none."""
     if isinstance(error, OSError) and error.errno is not None:
@@ -192,14 +163,8 @@ def explain_disk_errors(table: str, folder: Path, saved: Callable[[], str], need
         if number is None or number == errno.ENOENT:
             raise
         safe = saved()
-        if number in _FULL:
+        if number in FULL:
             line = f"disk full while writing {table}: {safe}; free {format_bytes(max(needed(), 10**6))} or more and run again"
         else:
             line = f"cannot write {table} in {folder}: {os.strerror(number).lower()}; {safe}"
         raise DiskError(line) from error
-
-
-def shell_path(folder: Path) -> str:
-    """Quoted, for `make PROJECT=` in the checkout: relative only if that leads to the same folder from there."""
-    usable = folder.is_absolute() or (CHECKOUT / folder).resolve() == folder.resolve()
-    return shlex.quote(str(folder if usable else folder.resolve()))

@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from pipeline.store.checksums import Checksums
-from pipeline.store.disk import error_number, first_line, make_folder, sync
-from schemas.renames import COLUMNS
+from pipeline.store.disk import error_number, make_folder, stamp, sync
 
 if TYPE_CHECKING:
     import lance
@@ -40,80 +39,64 @@ class DamageError(Exception):
 class Index:
     """A Lance dataset with the rows of one table, without tensors. Each commit makes a version; they count from 1."""
 
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
+    def __init__(self, path: Path, schema: pa.Schema, published: Callable[[], int | None] = lambda: None) -> None:
         self.path = path
         self.schema = schema
+        self.published = published  # the version that the table's manifest names
         self.checksums = Checksums(path.parent)
-        self._synced: set[tuple[str, int, int]] = set()
+        self._hint = path / "_versions" / "latest_version_hint.json"  # of Lance
+        self._synced: set[tuple[str, tuple[int, int, int]]] = set()
 
     def read(self, version: int) -> pa.Table:
-        """Rows of one version. Columns of an earlier release are renamed, those it lacked are null. Raises DamageError."""
-        import lance
-
-        with self._damage_errors(version):
-            self._check_manifest(version)
-            dataset = lance.dataset(self.path, version=version)
-            for path, _ in self._data(dataset):
-                self._check(path)
-            return self._conform(dataset.to_table())
+        """Rows of one version. Raises DamageError, and ValueError if they have other columns than the schema."""
+        with self._damage_errors(f"read at version {version}"):
+            dataset, problems = self._open(version)
+            for path, problem in problems.items():
+                raise DamageError(f"{path.name} {problem}")
+            rows = dataset.to_table()
+        try:
+            return rows.select(self.schema.names).cast(self.schema)
+        except (KeyError, ValueError, pa.ArrowException):
+            now, then = ({f"{each.name} {each.type}" for each in fields} for fields in (self.schema, rows.schema))
+            raise ValueError(
+                f"{self.path} has other columns than this program reads ({', '.join(sorted(now ^ then)) or 'nulls'}): another "
+                f"version wrote it; move {self.path.parent} away and run the stage again"
+            ) from None
 
     def damaged(self, version: int) -> dict[Path, str]:
         """Damaged or lost files of a version: path -> what is wrong. Raises DamageError if it cannot be opened."""
-        import lance
-
-        with self._damage_errors(version):
-            manifest = self._manifests().get(version)
-            if manifest and (problem := self.checksums.damage(self._name(manifest), fresh=True)):
-                return {manifest: problem}
-            files = [path for path, _ in self._data(lance.dataset(self.path, version=version))]
-        problems = {path: self.checksums.damage(self._name(path), fresh=True) for path in files}
-        return {path: problem for path, problem in problems.items() if problem}
+        with self._damage_errors(f"read at version {version}"):
+            return self._open(version, fresh=True)[1]
 
     def versions(self) -> list[int]:
         return [version for version, path in sorted(self._manifests().items()) if self._is_committed(version, path)]
 
+    def _open(self, version: int, fresh: bool = False) -> tuple[lance.LanceDataset, dict[Path, str]]:
+        """A version, and which of its files are damaged. With a damaged manifest it is not opened at all."""
+        import lance
+
+        manifest = self._manifests().get(version)
+        if manifest and (problem := self.checksums.damage(self._name(manifest), fresh=fresh)):
+            return None, {manifest: problem}
+        dataset = lance.dataset(self.path, version=version)
+        problems = {path: self.checksums.damage(self._name(path), fresh=fresh) for path, _ in self._data(dataset)}
+        return dataset, {path: problem for path, problem in problems.items() if problem}
+
     def _is_committed(self, version: int, path: Path) -> bool:
-        checked = [name for name in self.checksums.known() if name.startswith(f"{self.path.name}/_versions/")]
-        finished = (self.path.parent / "manifest.json").exists()
-        # A commit records its checksums last. An earlier release had none: its version 1 counts once a run has finished.
-        return self._name(path) in checked if checked else version > 1 or finished
-
-    def record_checksums(self) -> None:
-        """For files of an earlier release, which have none."""
-        known = self.checksums.known()
-        found = {self._name(path): path for pattern in CHECKED for path in self.path.glob(pattern)}
-        self.checksums.record({name: path for name, path in found.items() if name not in known})
-
-    def _conform(self, rows: pa.Table) -> pa.Table:
-        rows = rows.rename_columns([COLUMNS.get(name, name) for name in rows.column_names])
-        for field in self.schema:
-            if field.nullable and field.name not in rows.column_names:
-                rows = rows.append_column(field, pa.nulls(rows.num_rows, field.type))
-        return rows.select(self.schema.names).cast(self.schema)
+        # A commit records its checksums last. A version with readers was committed, also if its line in checksums.jsonl is lost.
+        return self._name(path) in self.checksums.known() or version == self.published()
 
     @contextmanager
-    def _damage_errors(self, version: int) -> Iterator[None]:
+    def _damage_errors(self, what: str) -> Iterator[None]:
         """Turn an error that means damaged or lost files into a DamageError."""
         try:
             with _without_panics():
                 yield
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:
             # A panic in Lance's Rust code is a BaseException.
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            if not (isinstance(error, Exception) or type(error).__name__ == "PanicException") or not _is_damage(error):
                 raise
-            if not _is_damage(error):
-                raise
-            raise DamageError(f"{self.path} cannot be read at version {version}: {first_line(error)}") from error
-
-    def _check_manifest(self, version: int) -> None:
-        if manifest := self._manifests().get(version):
-            self._check(manifest)
-
-    def _check(self, path: Path) -> None:
-        if problem := self.checksums.damage(self._name(path)):
-            raise DamageError(f"{path.name} {problem}")
+            raise DamageError(f"{self.path} cannot be {what}: {str(error).partition(chr(10))[0]}") from error
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.path.parent).as_posix()
@@ -137,7 +120,7 @@ class Index:
             # A power cut can leave an empty manifest. Without it and the hint, Lance opens the version before.
             path.unlink()
             self.checksums.forget([self._name(path)])  # another version may get the number
-            self._hint().unlink(missing_ok=True)
+            self._hint.unlink(missing_ok=True)
             sync(path.parent)
         if self.path.exists():
             shutil.rmtree(self.path)
@@ -156,21 +139,19 @@ class Index:
     def prune(self, pinned: int | None) -> None:
         """Delete all versions but the newest and `pinned`, and files that belong to none."""
         try:
-            with _without_panics():
+            with self._damage_errors("cleaned"):
                 self._clean(pinned)
-        except Exception as error:
-            if not _is_damage(error):
-                raise
-            self._delete_unreadable()  # Lance reads every old manifest and fails at the first damaged one
+        except DamageError:
+            # Lance reads every old manifest and fails at the first damaged one.
+            for version, path in sorted(self._manifests().items())[:-1]:
+                try:
+                    self.read(version)
+                except DamageError:
+                    path.unlink()
+                    self.checksums.forget([self._name(path)])
             self._clean(pinned)
         self._sync()
         self.checksums.compact()
-
-    def has_old_columns(self) -> bool:
-        """True for columns of an earlier release: `replace` must rewrite all rows before any are appended."""
-        import lance
-
-        return bool(self._manifests()) and lance.dataset(self.path).schema.names != self.schema.names
 
     def data_bytes(self, version: int) -> int:
         import lance
@@ -187,14 +168,6 @@ class Index:
             dataset.tags.create(PINNED, pinned)
         # Kills leave data files of no version, which only delete_unverified removes.
         dataset.cleanup_old_versions(older_than=timedelta(0), delete_unverified=True, error_if_tagged_old_versions=False)
-
-    def _delete_unreadable(self) -> None:
-        for version, path in sorted(self._manifests().items())[:-1]:
-            try:
-                self.read(version)
-            except DamageError:
-                path.unlink()
-                self.checksums.forget([self._name(path)])
 
     def _commit(self, rows: pa.Table, mode: str) -> int:
         import lance
@@ -215,7 +188,7 @@ class Index:
         except BaseException:
             for path in self._files() - before:  # the next commit must not build on an incomplete one
                 path.unlink()
-            self._hint().unlink(missing_ok=True)
+            self._hint.unlink(missing_ok=True)
             raise
         return int(dataset.version)
 
@@ -228,8 +201,8 @@ class Index:
         return {path for path in self.path.rglob("*") if path.is_file()}
 
     def _sync(self) -> None:
-        found = {(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self._files()}
-        for name, _, _ in found - self._synced:
+        found = {(str(path), stamp(path)) for path in self._files()}
+        for name, _ in found - self._synced:
             sync(Path(name))
         for folder in [*(p for p in self.path.iterdir() if p.is_dir()), self.path, self.path.parent]:
             sync(folder)
@@ -242,9 +215,6 @@ class Index:
                 number = int(path.stem)  # in 20 digits Lance counts down from 2^64 - 1: the newest sorts first
                 found[2**64 - 1 - number if len(path.stem) == 20 else number] = path
         return found
-
-    def _hint(self) -> Path:
-        return self.path / "_versions" / "latest_version_hint.json"
 
 
 @contextmanager

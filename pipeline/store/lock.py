@@ -42,15 +42,22 @@ class Lock:
         return self
 
     def _take(self, handle: int) -> None:
-        for left in reversed(range(self.attempts)):
+        left = self.attempts
+        while True:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                pass
+            try:
+                # Who only looks, as `lock_holder` does, shares the lock for a moment. Such a lock can be shared and is no reason
+                # to give up: try again at once.
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                fcntl.flock(handle, fcntl.LOCK_UN)
+            except BlockingIOError:  # a writer has it
+                left -= 1
                 if not left:
                     raise
                 time.sleep(LOOK_SECONDS)
-            else:
-                return
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         # The file is never deleted: after a deletion, two processes could each lock a file of that name.
@@ -78,7 +85,7 @@ def lock_holder(path: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     try:
-        # If nobody writes, this holds the lock for a moment, and refuses a writer without patience that starts just then.
+        # Shared, and only for a moment: a writer that starts just then sees that it is no writer's, and tries again.
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return _written_holder(path)

@@ -1,59 +1,92 @@
-"""Repair of a tensor table: make index and shards agree after damage, and rewrite sparse shards to free disk."""
+"""Repair of a tensor table: make index and shards agree, find damaged tensors, rewrite sparse shards to free disk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.store.checksums import tensor_checksum
+from pipeline.store.checksums import Checksums, tensor_checksum
 from pipeline.store.index import LIVE
 from pipeline.store.shards import (
-    next_shard_number,
+    damaged_shards,
     read_shard_index,
     read_shard_rows,
     shard_damage,
     shard_files,
     shard_number,
     tensor_bytes,
-    tensor_ends,
     write_shard,
 )
-from schemas.table import TableSchema, TensorColumn
+from schemas.table import TableSchema
 
 
-def reconcile(rows: pa.Table, shards: Path, schema: TableSchema, problem: Callable[[Path], str]) -> pa.Table:
+@dataclass(frozen=True)
+class Damage:
+    """A damaged file of a table."""
+
+    file: str  # relative to the table's folder
+    problem: str
+    keys: tuple[str, ...] = ()  # of the rows that it damages; empty if no single row can be named
+
+
+def reconcile(rows: pa.Table, checksums: Checksums, schema: TableSchema) -> pa.Table:
     """The index `rows` without rows of missing or cut shards, and with newer rows that only a shard holds.
 
     Shards that are cut short are deleted. Returns `rows` itself if nothing differs.
     """
-    ends = rows.select(["shard"]).append_column("end", tensor_ends(rows, schema))
-    known = {row["shard"]: row["end_max"] for row in ends.group_by("shard").aggregate([("end", "max")]).to_pylist()}
-    present = sorted((path.name for path in shard_files(shards)), key=shard_number)
-    damaged = {name for name in [*known, *present] if shard_damage(shards / name, known.get(name, 0))}
+    shards = checksums.folder / "shards"
+    known = set(pc.unique(rows["shard"]).to_pylist())
+    unknown = sorted((path.name for path in shard_files(shards) if path.name not in known), key=shard_number)
+    damaged = {*damaged_shards(rows, shards, schema), *(name for name in unknown if shard_damage(shards / name, 0))}
     for name in damaged:
         (shards / name).unlink(missing_ok=True)
-    if damaged & known.keys():
+    if damaged & known:
         rows = rows.filter(pc.invert(_in_shards(rows, damaged)))
-    unknown = [shards / name for name in present if name not in known and name not in damaged]
-    unknown = [path for path in unknown if not problem(path)]
-    added = list(_newer_rows(rows, unknown, schema))
+    key, added = schema.key[0], []
+    newest = {name: shard_number(shard) for name, shard in zip(rows[key].to_pylist(), rows["shard"].to_pylist(), strict=True)}
+    for shard in unknown:
+        if shard in damaged or checksums.damage(f"shards/{shard}"):
+            continue
+        found, number = read_shard_index(shards / shard, schema), shard_number(shard)
+        found = found.filter(pa.array([newest.get(name, -1) < number for name in found[key].to_pylist()], pa.bool_()))
+        newest.update(dict.fromkeys(found[key].to_pylist(), number))
+        if found.num_rows:
+            added.append(found.append_column(LIVE, pa.nulls(found.num_rows, pa.bool_())))
     return pa.concat_tables([rows, *added]) if added else rows
 
 
-def damaged_shards(rows: pa.Table, shards: Path, schema: TableSchema) -> set[str]:
-    """Shards of `rows` that are missing or cut short; only the size and the last bytes are checked."""
-    ends = rows.select(["shard"]).append_column("end", tensor_ends(rows, schema))
-    known = ends.group_by("shard").aggregate([("end", "max")]).to_pylist()
-    return {row["shard"] for row in known if shard_damage(shards / row["shard"], row["end_max"])}
+def examine_shards(rows: pa.Table, checksums: Checksums, schema: TableSchema) -> Iterator[Damage]:
+    """Reads every shard and compares each tensor with its checksum; also shards that no row names."""
+    shards, places = checksums.folder / "shards", _places(rows)
+    for name in dict.fromkeys([*places, *(path.name for path in shard_files(shards))]):
+        path, file, own = shards / name, f"shards/{name}", rows.take(places.get(name, pa.array([], pa.int64())))
+        keys = own[schema.key[0]].to_pylist()
+        if problem := shard_damage(path, 0):
+            yield Damage(file, problem, tuple(map(str, keys)))
+            continue
+        bad = set()
+        with path.open("rb") as content:
+            for tensor in schema.tensors:
+                located = (own[column].to_pylist() for column in (tensor.offset, tensor.nbytes, tensor.checksum))
+                for key, start, size, checksum in zip(keys, *located, strict=True):
+                    content.seek(start)
+                    if tensor_checksum(content.read(size)) != checksum:
+                        bad.add(str(key))
+        # Only the rows of these tensors are named; for other damage, all rows of the shard.
+        if bad:
+            yield Damage(file, "holds tensors that differ from their checksums", tuple(sorted(bad)))
+        elif problem := checksums.damage(file, fresh=True):
+            yield Damage(file, f"{problem}, outside its tensors", tuple(map(str, keys)))
 
 
-def repack(rows: pa.Table, shards: Path, schema: TableSchema, shard_bytes: int) -> tuple[pa.Table, list[Path]]:
+def repack(rows: pa.Table, table: Path, schema: TableSchema, shard_bytes: int) -> tuple[pa.Table, list[Path]]:
     """(rows with their new places, old shards). The caller must commit the rows before it deletes the shards."""
-    sparse = _sparse_shards(rows, shards, schema)
+    sparse = _sparse_shards(rows, table / "shards", schema)
     inside = _in_shards(rows, {path.name for path in sparse})
     moving = rows.filter(inside)
     if not moving.num_rows:
@@ -62,7 +95,7 @@ def repack(rows: pa.Table, shards: Path, schema: TableSchema, shard_bytes: int) 
     live = dict(zip(moving[key].to_pylist(), moving["live"].to_pylist(), strict=True))
     moved = [rows.filter(pc.invert(inside))]
     for tensors in _groups_to_move(sparse, moving, schema, shard_bytes):
-        stored = write_shard(shards, next_shard_number(shards), tensors, schema)
+        stored = write_shard(table, tensors, schema)
         moved.append(stored.append_column(LIVE, pa.array([live[name] for name in stored[key].to_pylist()], pa.bool_())))
     return pa.concat_tables(moved).sort_by(key), sparse
 
@@ -80,37 +113,26 @@ def _sparse_shards(rows: pa.Table, shards: Path, schema: TableSchema) -> list[Pa
     for path in shard_files(shards):
         twice = 2 * used.get(path.name, 0)
         # Small tensors may take less than half of a file without being sparse.
-        if path.name not in used or (finished and twice < path.stat().st_size and twice < _all_tensor_bytes(path, schema)):
+        if path.name not in used or (
+            finished
+            and twice < path.stat().st_size
+            and twice < pc.sum(tensor_bytes(read_shard_index(path, schema), schema)).as_py()
+        ):
             sparse.append(path)
     return sparse
 
 
-def _all_tensor_bytes(path: Path, schema: TableSchema) -> int:
-    return int(pc.sum(tensor_bytes(read_shard_index(path, schema), schema)).as_py())
-
-
-def _newer_rows(rows: pa.Table, unknown: list[Path], schema: TableSchema) -> Iterator[pa.Table]:
-    """Rows of unindexed shards that the index lacks or has only from an older shard. `unknown` is sorted by shard number."""
-    key = schema.key[0]
-    newest = {name: shard_number(shard) for name, shard in zip(rows[key].to_pylist(), rows["shard"].to_pylist(), strict=True)}
-    for path in unknown:
-        found, number = read_shard_index(path, schema), shard_number(path.name)
-        found = found.filter(pa.array([newest.get(name, -1) < number for name in found[key].to_pylist()], pa.bool_()))
-        newest.update(dict.fromkeys(found[key].to_pylist(), number))
-        if found.num_rows:
-            yield found.append_column(LIVE, pa.nulls(found.num_rows, pa.bool_()))
-
-
 def _groups_to_move(sparse: list[Path], moving: pa.Table, schema: TableSchema, shard_bytes: int) -> Iterator[pa.Table]:
-    """The rows `moving` with their tensors, in tables of at least `shard_bytes`."""
-    key, group = schema.key[0], list[pa.Table]()
+    """The rows `moving` with their tensors and checksums, in tables of at least `shard_bytes`."""
+    key, places, group = schema.key[0], _places(moving), list[pa.Table]()
     for path in sparse:
-        indexed = moving.filter(_in_shards(moving, {path.name}))
-        wanted = set(indexed[key].to_pylist())
+        if path.name not in places:
+            continue
+        wanted = set(moving[key].take(places[path.name]).to_pylist())
         # A key may occur twice in a shard: the later row is the newer one.
         last = {name: row for row, name in enumerate(read_shard_index(path, schema)[key].to_pylist()) if name in wanted}
         if last:
-            group.append(_with_index_checksums(read_shard_rows(path, sorted(last.values())), indexed, schema))
+            group.append(read_shard_rows(path, sorted(last.values())).cast(schema.shard))
         if sum(table.nbytes for table in group) >= shard_bytes:
             yield pa.concat_tables(group)
             group = []
@@ -118,33 +140,12 @@ def _groups_to_move(sparse: list[Path], moving: pa.Table, schema: TableSchema, s
         yield pa.concat_tables(group)
 
 
-def fill_checksums(rows: pa.Table, shards: Path, schema: TableSchema) -> pa.Table:
-    """The index with missing checksums computed from the shards."""
-    for tensor in schema.tensors:
-        found = rows[tensor.checksum].to_pylist()
-        for row, checksum in enumerate(row_checksums(rows, shards, tensor)):
-            found[row] = checksum if found[row] is None else found[row]
-        place = rows.schema.get_field_index(tensor.checksum)
-        rows = rows.set_column(place, tensor.checksum_field, pa.array(found, pa.int64()))
-    return rows
-
-
-def row_checksums(rows: pa.Table, shards: Path, tensor: TensorColumn) -> Iterator[int]:
-    for shard, start, size in zip(*(rows[name].to_pylist() for name in ("shard", tensor.offset, tensor.nbytes)), strict=True):
-        with (shards / shard).open("rb") as file:
-            file.seek(start)
-            yield tensor_checksum(np.frombuffer(file.read(size), np.uint8))
-
-
-def _with_index_checksums(rows: pa.Table, indexed: pa.Table, schema: TableSchema) -> pa.Table:
-    key = schema.key[0]
-    position = {name: place for place, name in enumerate(indexed[key].to_pylist())}
-    order = pa.array([position[name] for name in rows[key].to_pylist()], pa.int64())
-    rows = rows.select(schema.batch.names)
-    for tensor in schema.tensors:
-        # Not from the shard: shards of an earlier release have none.
-        rows = rows.append_column(tensor.checksum_field, indexed[tensor.checksum].take(order))
-    return rows
+def _places(rows: pa.Table) -> dict[str, pa.Array]:
+    """Shard -> the positions of its rows, in their order."""
+    shards = rows["shard"].combine_chunks().dictionary_encode()
+    order = np.argsort(shards.indices.to_numpy(), kind="stable")
+    ends = np.cumsum(np.bincount(shards.indices.to_numpy(), minlength=len(shards.dictionary)))[:-1]
+    return dict(zip(shards.dictionary.to_pylist(), map(pa.array, np.split(order, ends)), strict=False))
 
 
 def _in_shards(rows: pa.Table, names: set[str]) -> pa.ChunkedArray:

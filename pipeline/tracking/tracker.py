@@ -15,7 +15,7 @@ import pyarrow as pa
 from pipeline.project.project import Project
 from pipeline.project.run import flatten
 from pipeline.project.runs import present_settings
-from pipeline.store.writer import Writer
+from pipeline.store.table import Writer
 from pipeline.tracking.points import Values, points
 
 FOLDER = "tracking"  # in the project

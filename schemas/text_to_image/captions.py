@@ -30,13 +30,13 @@ CAPTIONS = TableSchema(
             pa.int32(),
             "position among the image's captions, or among the preview prompts, from 0; class: position of the original text",
         ),
-        column("template", pa.string(), "template that the text was made with; null if no template was applied", later=True),
-        column("reason", pa.string(), "why captions.template was changed; null if it was applied as it is", later=True),
+        column("template", pa.string(), "template that the text was made with; null if no template was applied", unrecorded=True),
+        column("reason", pa.string(), "why captions.template was changed; null if it was applied as it is", unrecorded=True),
         column(
             "weight",
             pa.float64(),
             "draws of the text relative to the image's other captions ([captions] weights); null: as often as each of them",
-            later=True,
+            unrecorded=True,
         ),
     ),
 )

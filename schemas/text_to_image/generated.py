@@ -9,6 +9,7 @@ GENERATED = TableSchema(
     doc="One row per picture that `latentmill generate` drew. The key is computed from everything that decides the picture.",
     key=("picture_id",),
     retains_dead_rows=True,
+    artifact="path",
     columns=(
         column("picture_id", pa.string(), "sha256 of adapter, strength, prompt, seed, size, steps, guidance and weights, hex"),
         column(
@@ -31,7 +32,10 @@ GENERATED = TableSchema(
         column("path", pa.string(), "path of the PNG below the artifacts folder of generated"),
         column("seconds", pa.float32(), "time to draw the latent, seconds", measured=True),
         column(
-            "reference_id", pa.string(), "sha256 of each reference's file, hex, joined by +; null without references", later=True
+            "reference_id",
+            pa.string(),
+            "sha256 of each reference's file, hex, joined by +; null without references",
+            unrecorded=True,
         ),
     ),
 )

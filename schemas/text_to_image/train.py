@@ -56,6 +56,6 @@ TRAIN = TableSchema(
             measured=True,
         ),
         column("peak_bytes", pa.int64(), "peak memory of MLX up to this step, bytes", measured=True),
-        column("reference_count", pa.int32(), "number of references that the model saw beside the noisy latent", later=True),
+        column("reference_count", pa.int32(), "number of references that the model saw beside the noisy latent", unrecorded=True),
     ),
 )

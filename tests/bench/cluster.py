@@ -16,8 +16,7 @@ import pyarrow as pa
 from pipeline import ray_workers, runner
 from pipeline.project.project import Project
 from pipeline.store.disk import size_of
-from pipeline.store.table import TableFolder
-from pipeline.store.writer import Writer
+from pipeline.store.table import TableFolder, Writer
 from pipeline.terminal import Quiet
 from schemas.text_to_image.latents import LATENTS
 from stages.run import Run

@@ -6,12 +6,11 @@ import sys
 import psutil
 import pytest
 
-from pipeline.store.reader import ShardReader
-from pipeline.store.shards import shards_folder
+from pipeline.store.shards import ShardReader
 from schemas.text_to_image.latents import LATENTS
 from tests.bench.cases import Case
 from tests.bench.isolate import run_isolated
-from tests.bench.reading import without_checksums, write_random_rows
+from tests.bench.reading import UncheckedReader, write_random_rows
 from tests.bench.run import run
 
 
@@ -38,13 +37,13 @@ def test_encoders_and_the_loader_are_cases_too(tmp_path, monkeypatch):
 def test_checksums_are_measured_on_rows_that_the_reader_checks_and_on_the_same_rows_unchecked(tmp_path):
     shape = (4, 4)
     rows = write_random_rows(tmp_path, LATENTS, (128, *shape), 2)
-    shard = next(shards_folder(tmp_path).glob("*"))
+    shard = next((tmp_path / "shards").glob("*"))
     data = bytearray(shard.read_bytes())
     data[int(rows[LATENTS.tensors[0].offset][0].as_py())] ^= 1
     shard.write_bytes(data)
     with pytest.raises(ValueError, match="differs from its checksum"):
         ShardReader(tmp_path, rows, LATENTS).read("00000000")
-    assert ShardReader(tmp_path, without_checksums(rows, LATENTS), LATENTS).read("00000000").shape == (128, *shape)
+    assert UncheckedReader(tmp_path, rows, LATENTS).read("00000000").shape == (128, *shape)
 
 
 def test_a_case_that_fails_is_a_row_with_an_error():

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from pipeline.options import split_overrides
-from pipeline.store.disk import CHECKOUT, shell_path
+from pipeline.project.paths import CHECKOUT, shell_path
 from tests import projects
 
 # Below `make test`, an inner make would print "Entering directory" and take over the options of the outer one.

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline import runner
 from pipeline.project.project import Project
-from pipeline.store.writer import Writer
+from pipeline.store.table import Writer
 from pipeline.work import divide, perform
 from stages.pipelines import Pipeline
 from stages.run import Run

@@ -3,7 +3,6 @@
 import pyarrow as pa
 import pytest
 
-from schemas import renames
 from schemas.table import STORED_AS, TableSchema, column, tensor
 
 NAME = column("name", pa.string(), "the key")
@@ -64,11 +63,7 @@ def test_rows_become_a_table_with_defaults_and_without_gaps():
         schema.table([{"split": "train"}])
 
 
-def test_equal_runs_agree_in_all_columns_but_the_measured():
-    seconds = column("seconds", pa.float32(), "duration", measured=True)
-    assert TableSchema(name="t", doc="", key=("name",), columns=(NAME, seconds)).compared == ["name"]
-
-
-def test_no_new_name_is_also_an_old_one():
-    for names in (renames.COLUMNS, renames.FOLDERS, renames.PIPELINES):
-        assert not names.keys() & set(names.values())
+def test_an_unrecorded_column_is_not_in_the_recipe_and_null_where_a_row_does_not_say_it():
+    schema = TableSchema(name="t", doc="", key=("name",), columns=(NAME, column("use", pa.string(), "", unrecorded=True)))
+    assert schema.recorded == {"name": "string"}
+    assert schema.table([{"name": "a"}])["use"].to_pylist() == [None]

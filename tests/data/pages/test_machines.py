@@ -6,7 +6,8 @@ import pytest
 
 from data.pages import commit_plan, machines
 from data.pages.commit_plan import Ceiling, Plan, simulate
-from pipeline.store import shards, writer
+from pipeline.store import shards
+from pipeline.store import table as store_table
 
 
 def test_the_page_on_disk_is_what_the_code_computes() -> None:
@@ -14,7 +15,7 @@ def test_the_page_on_disk_is_what_the_code_computes() -> None:
 
 
 def test_the_page_computes_with_the_constants_of_the_store() -> None:
-    assert (commit_plan.COMMITS, commit_plan.SHARD_BYTES) == (writer.COMMITS, shards.SHARD_BYTES)
+    assert (commit_plan.COMMITS, commit_plan.SHARD_BYTES) == (store_table.COMMITS, shards.SHARD_BYTES)
 
 
 def test_rows_in_several_tables_rewrite_less_and_commit_in_less_time() -> None:

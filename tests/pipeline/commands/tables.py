@@ -13,8 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.store.table import TableFolder
-from pipeline.store.writer import Writer
+from pipeline.store.table import TableFolder, Writer
 from schemas.table import TableSchema
 from stages.pipelines import Pipeline
 from stages.text_to_image import PIPELINE

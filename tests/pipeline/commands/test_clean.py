@@ -10,7 +10,7 @@ import pytest
 from pipeline.commands.clean import clean
 from pipeline.project.project import Project
 from pipeline.store.lock import Lock
-from pipeline.store.writer import Writer
+from pipeline.store.table import Writer
 from tests import projects
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -196,17 +195,6 @@ def test_parquet_files_and_a_catalog_hold_every_table(project: FakeProject, tmp_
             assert there == ask(project, f"select * from {stage_name} order by all")
             parquet = str(out / f"{stage_name}.parquet").replace("'", "''")
             assert there == catalog.execute(f"select * from '{parquet}' order by all").fetchall()
-
-
-def test_a_table_of_an_earlier_version_with_other_columns_counts_as_not_built(tmp_path: Path) -> None:
-    project = tables.make(tmp_path, STAGE_NAMES[:2])
-    file = project.folder("captions").folder / "manifest.json"
-    manifest = {name: value for name, value in json.loads(file.read_text()).items() if name != "checksum"}
-    columns = project.stage("captions").writes.recorded
-    for said, rows in ((columns, 7), (columns | {"more": "int32"}, 0)):
-        file.write_text(json.dumps(manifest | {"recipe": {"columns": said}}))
-        assert ask(project, "select count(*) from captions") == [(rows,)]
-        assert ask(project, "select built from tables where stage = 'captions'") == [(bool(rows),)]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.commands.status import describe, render, state
 from pipeline.project.project import Project
-from pipeline.store.writer import Writer
+from pipeline.store.table import Writer
 from tests import projects
 
 EARLY = ("images", "captions", "buckets", "latents")

@@ -11,11 +11,13 @@ import pytest
 from pipeline.api import Project
 from pipeline.commands.clean import clean
 from pipeline.commands.export import export_run
+from pipeline.commands.query import export_parquet
 from pipeline.commands.status import describe, states
 from pipeline.store.disk import TEMPORARY, atomic_folder
+from pipeline.store.table import TableFolder, Writer
+from schemas.text_to_image.generated import GENERATED
 from tests import projects
-from tests.pipeline.store.old_table import make_old
-from tests.pipeline.store.test_checksums import flip
+from tests.pipeline.store.stores import flip
 
 
 @pytest.fixture(scope="module")
@@ -57,19 +59,6 @@ def test_a_deleted_preview_is_one_missing_row_and_every_other_command_works(fold
     rows = Project(folder).sql("select count(*) as n from samples").to_pylist()[0]["n"]
     assert projects.build(folder, "samples")["samples"].written == 1 and path.read_bytes() == before
     assert Project(folder).sql("select count(*) as n from samples").to_pylist() == [{"n": rows + 1}]
-
-
-def test_tables_of_before_get_checksums_at_the_first_verify_and_are_not_computed_again(folder: Path):
-    project = Project(folder)
-    recipes = {name: project.recipe(name) for name in project.stage_names}
-    for name in project.stage_names:
-        make_old(project.current(name))
-    assert Project(folder).verify() == []
-    assert Project(folder)["latents"].to_arrow()["checksum"].null_count == 0
-    assert {name: Project(folder).recipe(name) for name in project.stage_names} == recipes
-    assert all(outcome.up_to_date for outcome in projects.build(folder).values())
-    flip(file(folder, "embeddings/*/shards/*"), 3000)
-    assert [found.table for found in Project(folder).verify()] == ["embeddings"]
 
 
 @pytest.mark.parametrize("pattern", ["adapter.safetensors", "checkpoints/step-000002/adapter.safetensors"])
@@ -122,3 +111,22 @@ def test_changed_weights_are_named_if_size_and_time_are_the_same(folder: Path, t
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     (found,) = Project(folder).verify()
     assert found.table == "weights" and found.file == path.name
+
+
+def test_the_pictures_of_generate_are_verified_queried_and_exported_as_the_tables_of_stages_are(folder: Path):
+    table = TableFolder(folder / "tables" / "generated" / "0123456789ab", GENERATED)
+    empty = {"string": "", "int32": 0, "int64": 0, "double": 0.0, "float": 0.0}
+    row = {each.name: empty[str(each.type)] for each in GENERATED.columns}
+    with Writer(table, {}) as writer:
+        for name in ("a", "b"):
+            writer.write_artifact(f"images/{name}.png", lambda path: path.write_bytes(bytes(500)) and None)
+            writer.append(GENERATED.table([row | {"picture_id": name, "path": f"images/{name}.png"}]).to_batches()[0])
+        writer.finish(None, {})
+    assert Project(folder).verify() == []
+    export_parquet(Project(folder), folder / "out")
+    assert (folder / "out" / "generated.parquet").is_file()
+    flip(table.folder / "artifacts" / "images" / "a.png")
+    (found,) = Project(folder).verify()
+    assert (found.table, found.file, found.rows) == ("generated", "artifacts/images/a.png", ("a",))
+    assert Project(folder).verify(repair=True) == []
+    assert Project(folder).sql("select picture_id from generated").to_pylist() == [{"picture_id": "b"}]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 from PIL import Image
 
-from pipeline.store.writer import Writer
+from pipeline.store.table import Writer
 from tests.pipeline.commands import tables
 from tests.pipeline.commands.tables import FakeProject, digest
 

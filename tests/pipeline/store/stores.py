@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from pipeline.store.table import TableFolder
-from pipeline.store.writer import Writer
+from pipeline.store.table import TableFolder, Writer
 from schemas.table import TableSchema, column, tensor
 
 WORDS = 500  # values in a tensor of VECTORS: 1000 bytes
@@ -50,6 +49,36 @@ NOTES = TableSchema(
         column("remark", pa.string(), "some text or null", null=True),
     ),
 )
+
+
+FILES = TableSchema(
+    name="files",
+    doc="A table whose rows name files.",
+    key=("name",),
+    columns=(column("name", pa.string(), "the key"), column("path", pa.string(), "the file of the row")),
+    artifact="path",
+)
+
+
+def flip(path: Path, place: int = -20) -> None:
+    """Change one bit of a file; `place` counts from its end if it is negative."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 4
+    path.write_bytes(bytes(content))
+
+
+def files(folder: Path, *numbers: int, inside: str = "") -> TableFolder:
+    """Return a finished table with the schema FILES and one row per number. Each row has a small file in the folder
+    `inside` of the artifacts.
+    """
+    table = TableFolder(folder, FILES)
+    with Writer(table, {}) as writer:
+        for number in numbers:
+            name = f"{inside}{number}.txt"
+            writer.write_artifact(name, lambda path, text=f"text {number}": path.write_text(text) and None)
+            writer.append(pa.RecordBatch.from_pylist([{"name": str(number), "path": name}], schema=FILES.batch))
+        writer.finish(None, {})
+    return table
 
 
 def name_of(number: int) -> str:

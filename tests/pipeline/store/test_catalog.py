@@ -1,5 +1,6 @@
 """LanceDB lists every finished table by its name, and the links by which it does so disturb nothing."""
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -9,9 +10,7 @@ import pytest
 from pipeline.api import Project
 from pipeline.commands.clean import clean
 from pipeline.commands.status import describe, states
-from pipeline.store.catalog import link_table
-from pipeline.store.table import TableFolder
-from pipeline.store.writer import Writer
+from pipeline.store.table import TableFolder, Writer, link_table
 from tests import projects
 from tests.pipeline.store.stores import VECTORS, vectors, written
 from tests.toy.project import make
@@ -118,6 +117,17 @@ def test_where_no_link_can_be_made_nothing_fails(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(Path, "symlink_to", refuse)
     link_table(table)
     assert table.rows().num_rows == 2 and not list((tmp_path / "tables").glob("*.lance"))
+
+
+def test_a_full_disk_is_not_taken_for_one_without_links(tmp_path: Path, monkeypatch):
+    table = written(tmp_path / "tables" / "vectors" / "recipe", 1, 2)
+
+    def refuse(self: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    with pytest.raises(ValueError, match=r"disk full while linking .*vectors.lance: the rows of vectors are kept; free 1 MB"):
+        link_table(table)
 
 
 def test_clean_and_status_count_no_table_twice(project: Path):

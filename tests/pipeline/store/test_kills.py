@@ -10,8 +10,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.store.rows import missing
-from pipeline.store.table import TableFolder
-from pipeline.store.writer import Writer
+from pipeline.store.table import TableFolder, Writer
 from tests.pipeline.killing import ROOT, run_and_kill
 from tests.pipeline.store.stores import BATCHES, VECTORS, check_tensors, names, vectors
 

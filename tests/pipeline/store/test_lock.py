@@ -1,5 +1,6 @@
 """One process holds a lock at a time, and a dead process holds none."""
 
+import fcntl
 import json
 import os
 import signal
@@ -65,3 +66,23 @@ def test_the_holder_of_a_lock_is_named_without_taking_the_lock(tmp_path: Path):
     assert lock_holder(path) == ""
     with Lock(path):
         pass
+
+
+def test_who_looks_at_a_lock_never_makes_a_writer_fail(tmp_path: Path, monkeypatch):
+    path, flock, tries = tmp_path / "lock", fcntl.flock, []
+
+    def flock_while_somebody_looks(handle: int, operation: int) -> None:
+        if not operation & fcntl.LOCK_EX or len(tries) % 3 == 2:
+            flock(handle, operation)
+            return
+        tries.append(operation)
+        with path.open() as looking:
+            flock(looking, fcntl.LOCK_SH)  # as `lock_holder` does
+            flock(handle, operation)
+
+    monkeypatch.setattr("fcntl.flock", flock_while_somebody_looks)
+    for number in range(100):
+        tries.clear()
+        with Lock(path):
+            assert len(tries) == 2 and f"process {os.getpid()} " in lock_holder(path)
+        assert lock_holder(path) == "", number

@@ -1,19 +1,29 @@
 """A table shows readers only what a finished run left, and a writer deletes only what it is asked to delete."""
 
+import errno
+import resource
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from pipeline.store.index import Index
-from pipeline.store.table import TableFolder
-from pipeline.store.writer import COMMITS, Writer
+from pipeline.store.rows import missing
+from pipeline.store.table import COMMITS, TableFolder, Writer
+from schemas.table import column
 from tests.pipeline.store.stores import (
+    BATCHES,
     NOTES,
     VECTORS,
     check_tensors,
     lance_files,
+    name_of,
     names,
     notes,
     numbers,
@@ -295,3 +305,194 @@ def test_an_artifact_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path):
         with pytest.raises(AssertionError, match="below artifacts"):
             writer.write_artifact("../manifest.json", fail)
     assert [path.name for path in kept.parent.iterdir()] == ["step-1.safetensors"] and kept.read_bytes() == b".safetensors"
+
+
+# Cleaning frees the disk space of rows that are not wanted and changes no other row.
+
+
+def test_cleaning_deletes_dead_rows_and_rewrites_sparse_shards_and_changes_no_live_row(tmp_path: Path):
+    table = written(tmp_path / "t", *range(20))
+    with Writer(table, RECIPE) as writer:
+        writer.finish(names(0, 1, 2, 3, 5, 10), {"seconds": 1})
+    before, usage, old = table.rows(), table.usage(), state(table.shards)
+    with Writer(table, RECIPE) as writer:
+        freed = writer.collect()
+        assert sorted(numbers(writer.stored)) == [0, 1, 2, 3, 5, 10]
+        assert writer.collect() == 0
+    after = table.usage()
+    assert freed == usage["bytes"] - after["bytes"] > 10_000
+    assert (after["rows"], after["dead"], after["shards"]) == (6, 0, 2)  # one shard was full enough to be kept
+    assert len(state(table.shards).items() & old.items()) == 1
+    assert table.rows().drop_columns(["shard", "byte_offset"]).equals(before.drop_columns(["shard", "byte_offset"]))
+    assert table.manifest()["facts"] == {"seconds": 1}
+    check_tensors(table)
+
+
+def test_cleaning_keeps_the_rows_of_an_unfinished_run(tmp_path: Path):
+    table = written(tmp_path / "t", *range(10))
+    with Writer(table, RECIPE) as writer:
+        writer.finish(names(3, *range(5, 10)), {})  # of the first shard, only row 3 is wanted
+        writer.append(vectors(3, 77, add=100))
+        writer.flush()
+        writer.collect()
+    assert table.rows()["number"].to_pylist() == [3, 5, 6, 7, 8, 9]
+    check_tensors(table)
+    with Writer(table, RECIPE) as writer:
+        assert sorted(numbers(writer.stored)) == [3, 5, 6, 7, 8, 9, 77]
+        writer.finish(names(3, *range(5, 10), 77), {})
+    assert table.rows()["number"].to_pylist() == [103, 5, 6, 7, 8, 9, 177]
+    check_tensors(table)
+
+
+def test_a_table_that_no_run_has_finished_is_not_cleaned(tmp_path: Path):
+    with Writer(TableFolder(tmp_path / "t", VECTORS), RECIPE) as writer:
+        writer.append(vectors(1))
+        assert writer.collect() == 0
+        assert numbers(writer.stored) == [1]
+
+
+def test_cleaning_killed_before_the_old_shards_are_deleted_loses_nothing(tmp_path: Path, monkeypatch):
+    table = written(tmp_path / "t", *range(10))
+    with Writer(table, RECIPE) as writer:
+        writer.finish(names(0, 5), {})
+
+    def die(self: Index, rows: pa.Table) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt), Writer(table, RECIPE) as writer:
+        patched.setattr(Index, "replace", die)
+        writer.collect()
+    check_tensors(table)
+    for _ in range(2):
+        with Writer(table, RECIPE) as writer:
+            writer.collect()
+            writer.finish(names(0, 5), {})
+        assert numbers(table.rows()) == [0, 5]
+        check_tensors(table)
+    with Writer(table, RECIPE) as writer:
+        writer.collect()
+    assert table.usage()["shards"] == 1
+
+
+# A disk that refuses to write: one line says so, and what was committed stays.
+
+
+@contextmanager
+def no_file_above(size: int) -> Iterator[None]:
+    """The system refuses to write files beyond this size, as a full disk would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("limit", [100, 1200, 1300, 2500, 4500])
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_full_disk_is_one_line_and_what_was_committed_stays(tmp_path: Path, name: str, limit: int):
+    schema, make = BATCHES[name]
+    table = TableFolder(tmp_path / "t", schema)
+    with Writer(table, RECIPE) as writer:
+        writer.append(make(1, 2, 3))
+        writer.finish(None, {})
+    before = table.rows()
+    kept = r"disk full while writing \w+: \d+ rows are kept; free 1 MB or more and run again"
+    with pytest.raises(ValueError, match=kept) as error, no_file_above(limit), Writer(table, RECIPE, shard_bytes=1) as writer:
+        for number in range(4, 30):
+            writer.append(make(number, number + 100, number + 200, number + 300, number + 400))
+            writer.flush()
+        writer.finish(None, {})
+        writer.write_artifact("big.png", lambda path: path.write_bytes(bytes(10000)) and None)
+    assert "\n" not in str(error.value)
+    assert not list(table.folder.rglob(".tmp-*"))
+    assert table.rows().equals(before) or table.rows().num_rows > 100
+    with Writer(table, RECIPE) as writer:
+        assert writer.stored.num_rows >= int(str(error.value).split(": ")[1].split()[0]) >= 3
+        writer.append(make(999))
+        writer.finish(None, {})
+    assert table.rows().num_rows == table.manifest()["rows"] >= 4
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.ENOSPC, "disk full while writing notes: 1 rows are kept; free 1 MB or more and run again"),
+        (errno.EROFS, "cannot write notes in .*: read-only file system; 1 rows are kept"),
+        (errno.EACCES, "cannot write notes in .*: permission denied; 1 rows are kept"),
+    ],
+)
+def test_an_error_of_the_last_fsync_is_one_line(tmp_path: Path, monkeypatch, number: int, message: str):
+    table = TableFolder(tmp_path / "t", NOTES)
+
+    def refuse(path: Path) -> None:
+        raise OSError(number, "no")
+
+    with pytest.raises(ValueError, match=message), Writer(table, RECIPE) as writer:
+        writer.append(notes(1))
+        writer.flush()
+        monkeypatch.setattr("pipeline.store.disk.sync", refuse)
+        writer.write_artifact("a.png", lambda path: path.write_bytes(b"x") and None)
+    assert not (table.folder / "artifacts/a.png").exists()
+    assert not list(table.folder.rglob(".tmp-*"))
+
+
+def test_a_file_where_the_folder_should_be_is_one_line(tmp_path: Path):
+    (tmp_path / "t").write_text("I was here first")
+    with pytest.raises(ValueError, match="cannot write notes in"), Writer(TableFolder(tmp_path / "t" / "x", NOTES), RECIPE):
+        pass
+
+
+# Which rows are missing.
+
+
+def test_missing_rows_differ_in_some_wanted_column_null_equals_null_and_order_is_kept():
+    stored = pa.table({"a": [1, 2, 3, 4], "b": ["x", None, "z", None], "c": [0.5, 1.5, None, 2.5], "more": [0, 0, 0, 0]})
+    wanted = pa.table({"c": [9.0, 2.5, None, 1.5, 0.5, 9.0], "a": [9, 4, 3, 2, 1, 9], "b": ["n", "other", "z", None, "x", "n"]})
+    assert missing(wanted, stored)["a"].to_pylist() == [9, 4, 9]
+    assert missing(wanted, stored.slice(0, 0)).equals(wanted)
+    assert missing(wanted.slice(0, 0), stored).num_rows == 0
+
+
+def test_missing_compares_lists_and_a_hundred_thousand_rows():
+    count = 100_000
+    rows = pa.table({"key": [name_of(n) for n in range(count)], "shape": pa.array(np.arange(2 * count).reshape(-1, 2).tolist())})
+    stored = rows.filter(pa.array(np.arange(count) % 1000 != 7))
+    assert missing(rows, stored)["key"].to_pylist() == [name_of(n) for n in range(7, count, 1000)]
+
+
+def test_equal_rows_in_another_order_are_found_without_duckdb(monkeypatch):
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    rows = pa.table({"a": [1, 2, 3], "b": ["x", None, "z"]})
+    strict = rows.cast(pa.schema([pa.field("a", pa.int64(), nullable=False), rows.schema.field("b")]))
+    assert missing(rows, strict.take([2, 0, 1])).num_rows == 0
+    with pytest.raises(ImportError):
+        missing(rows, rows.slice(1))
+
+
+def test_a_manifest_is_read_again_only_if_it_changed(tmp_path: Path, monkeypatch):
+    table = written(tmp_path / "t", 1, 2)
+    read, real = list[str](), Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: read.append(self.name) or real(self))
+    for _ in range(5):
+        assert table.exists and table.manifest()["rows"] == 2
+        table.rows()
+        table.usage()
+    assert read.count("manifest.json") <= 1
+    written(table.folder, 3)
+    assert table.manifest()["rows"] == 3
+
+
+def test_the_reclaimable_bytes_of_a_table_with_tensors_and_files_are_those_of_both(tmp_path: Path):
+    schema = replace(VECTORS, columns=(*VECTORS.columns, column("path", pa.string(), "a file of the row")), artifact="path")
+    table = TableFolder(tmp_path / "t", schema)
+    with Writer(table, {}, shard_bytes=1000) as writer:
+        for number in (1, 2):
+            writer.write_artifact(f"files/{number}.txt", lambda path: path.write_bytes(bytes(5000)) and None)
+            row = vectors(number).to_pylist()[0] | {"path": f"files/{number}.txt"}
+            writer.append(schema.table([row]).combine_chunks().to_batches()[0])
+        writer.finish(names(1), {})
+    said = table.reclaimable_bytes()
+    assert said >= 5000 + (table.shards / table.committed()["shard"][0].as_py()).stat().st_size - 1000
+    with Writer(table, {}) as writer:
+        assert writer.collect() > 5000

@@ -48,7 +48,7 @@ def command(path: str, words: Sequence[str], before: Acknowledged, caption: str 
     """
     from pipeline import cli
     from pipeline.commands import clean
-    from pipeline.store.writer import Writer
+    from pipeline.store.table import Writer
 
     seen, tables = dict(before), Path(path) / "tables"
     commit, replace, delete, leave = Writer._commit, Writer._replace, clean._delete_table, os._exit

@@ -88,7 +88,7 @@ def test_a_stored_preview_is_not_drawn_again_and_loads_no_weights(root: Path, tm
 
 def test_a_run_stopped_at_any_row_ends_where_an_unbroken_one_does(root: Path, tmp_path: Path) -> None:
     whole = context(root, tmp_path / "whole")
-    expected = harness.run(STAGE, whole).select(SAMPLES.compared).to_pylist()
+    expected = harness.run(STAGE, whole).select(harness.compared(SAMPLES)).to_pylist()
     stored = SAMPLES.table([])
     for _ in range(20):
         calls: Iterator[int] = iter(range(1000))
@@ -96,7 +96,7 @@ def test_a_run_stopped_at_any_row_ends_where_an_unbroken_one_does(root: Path, tm
         if not part.output.pending.num_rows:
             break
         stored = pa.concat_tables([stored, harness.run(STAGE, part)])
-    got = sorted(stored.select(SAMPLES.compared).to_pylist(), key=str)
+    got = sorted(stored.select(harness.compared(SAMPLES)).to_pylist(), key=str)
     assert got == sorted(expected, key=str)
     for row in expected:
         np.testing.assert_array_equal(pixels(part, row), pixels(whole, row))

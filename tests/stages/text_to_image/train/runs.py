@@ -195,7 +195,7 @@ class Run:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """What equal runs agree in."""
-        return [{name: row[name] for name in STAGE.writes.compared} for _, row in sorted(self.stored.items())]
+        return [{name: row[name] for name in harness.compared(STAGE.writes)} for _, row in sorted(self.stored.items())]
 
     @property
     def adapter(self) -> bytes:
