@@ -18,8 +18,7 @@ def encode(family: Any, base: Path, adapter: Path | None, strength: float, texts
     """
     import mlx.core as mx
 
-    from stages.retrieval.adapter import read_adapter
-    from stages.retrieval.encoder import Encoder
+    from stages.retrieval.encoder import Encoder, read_adapter
 
     mx.clear_cache()  # the memory of training, which other runs on the GPU may want
     model = family.architecture.load_encoder(base, mx.float32, family.head_seed)

@@ -49,7 +49,7 @@ def _write(family: Any, base: Path, adapter: Path | None, strength: float, folde
     """
     import mlx.core as mx
 
-    from stages.retrieval.adapter import merge_all, read_adapter
+    from stages.retrieval.encoder import merge_all, read_adapter
 
     architecture = family.architecture
     sizes = architecture.sizes(base)

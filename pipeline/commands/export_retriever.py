@@ -55,7 +55,7 @@ def export_retriever(
     import mlx.core as mx
 
     from stages.models.weights import read_file
-    from stages.retrieval.adapter import merge_all, read_adapter
+    from stages.retrieval.encoder import merge_all, read_adapter
 
     check_choice("dtype", dtype, DTYPES)
     adapter = adapter_of(project, step, say, which)

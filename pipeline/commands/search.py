@@ -120,7 +120,7 @@ def open_encoder(project: Project, name: str) -> Any:
 
 def hybrid_weight(project: Project, encoder: str) -> float:
     """Weight of the semantic scores, 0 to 1: the one measured in `ranks`, or `DEFAULT_WEIGHT`."""
-    from stages.retrieval.search.fusion import DEFAULT_WEIGHT
+    from stages.retrieval.search.lexical import DEFAULT_WEIGHT
 
     table = project.folder("ranks")
     rows = table.rows().select(["encoder", "mode", "weight"]).to_pylist() if table.exists else []
@@ -130,7 +130,7 @@ def hybrid_weight(project: Project, encoder: str) -> float:
 
 def token_pieces(project: Project) -> Callable[[str, str], list[str]]:
     """A function (role, text) -> tokens as strings, cut to the role's length."""
-    from stages.retrieval.tokenizer import TextTokenizer
+    from stages.retrieval.encoder import TextTokenizer
 
     config = project.config.sections["tokens"]
     longest = {"query": config.query_tokens, "document": config.document_tokens}

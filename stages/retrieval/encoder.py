@@ -1,18 +1,128 @@
-"""Encode texts to token vectors, with the base encoder or with a trained adapter."""
+"""Encode texts to token vectors, with the base encoder or with a trained adapter; read adapters and merge them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
+from stages.models import adapters
 from stages.models.family import RetrieverFamily
 from stages.models.t5.model import T5
-from stages.retrieval.adapter import read_adapter
-from stages.retrieval.tokenizer import TextTokenizer
+from stages.models.weights import read_file
+from stages.tuner.adapters import dora, full, lora
+from stages.tuner.adapters.merge import check_shapes, merge
 from stages.tuner.blockwise.forward import BlockwiseForward
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+class TextTokenizer:
+    """Raises ValueError if tokenizer.json is missing or cannot be read."""
+
+    def __init__(self, folder: Path, *, lower_case: bool) -> None:
+        self.lower_case = lower_case
+        self.tokenizer = _load(folder / "tokenizer.json" if folder.is_dir() else folder)
+        config = folder / "tokenizer_config.json"
+        named = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        self.end = self.tokenizer.token_to_id(_content(named.get("eos_token")) or "</s>")
+        self.unknown = self.tokenizer.token_to_id(_content(named.get("unk_token")) or "<unk>")
+
+    def encode(self, many: list[str]) -> list[list[int]]:
+        """Each list ends with the end token, if there is one. Nothing is cut."""
+        found = self.tokenizer.encode_batch([text.lower() for text in many] if self.lower_case else many)
+        ids = [each.ids for each in found]
+        return [each if self.end is None or (each and each[-1] == self.end) else [*each, self.end] for each in ids]
+
+    def cut(self, ids: list[int], longest: int) -> list[int]:
+        """Keeps the last id, the end token."""
+        return ids if len(ids) <= longest else [*ids[: longest - 1], ids[-1]]
+
+    def pieces(self, ids: list[int]) -> list[str]:
+        """For display; "<7>" for an id without a text."""
+        return [self.tokenizer.id_to_token(each) or f"<{each}>" for each in ids]
+
+
+def _content(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else token or ""
+
+
+def _load(file: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    if not file.is_file():
+        raise ValueError(f"{file} is missing: a retriever needs a tokenizer.json")
+    try:
+        found = Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001  (the library raises Exception itself)
+        raise ValueError(f"{file} is not a tokenizer.json: {error}") from None
+    found.no_padding()
+    found.no_truncation()
+    return found
+
+
+Arrays = dict[str, mx.array]
+
+
+def read_adapter(path: Path, linears: Mapping[str, tuple[int, int]], strength: float = 1.0) -> tuple[Arrays, dict[str, float]]:
+    """(arrays in float32, scale of each Linear times `strength`). `linears`: name -> (outputs, inputs) of the model.
+
+    Raises ValueError if the file is damaged or does not fit the model, or if `strength` is not 1 and the adapter uses DoRA.
+    """
+    arrays, metadata = read_file(path)
+    arrays = {name: value.astype(mx.float32) for name, value in arrays.items()}
+    whole = [name.removesuffix(full.DIFF) for name in arrays if name.endswith(full.DIFF)]
+    try:
+        low = adapters.linears({name: value for name, value in arrays.items() if not name.endswith(full.DIFF)})
+        scales = dict.fromkeys(whole, 1.0) | _scales(metadata, arrays, low)
+        _check_linears(metadata, scales)
+        check_shapes({f"{name}.weight": shape for name, shape in linears.items()}, arrays, scales)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if name := adapters.first_not_finite(arrays):
+        raise ValueError(f"{path}: {name} holds values that are not finite; choose an earlier checkpoint")
+    if strength != 1 and any(name.endswith(dora.MAGNITUDE) for name in arrays):
+        raise ValueError(f"vectors.strength must be 1 for an adapter with DoRA, got {strength:g}: its change has no scale")
+    return arrays, {name: strength * scale for name, scale in scales.items()}
+
+
+def _scales(metadata: Mapping[str, str], arrays: Arrays, linears: list[str]) -> dict[str, float]:
+    """From "scales" of the header, or alpha / rank; 1 for a Linear without a rank."""
+    if "scales" in metadata:
+        listed = json.loads(metadata["scales"])
+        return {name: float(listed[name]) for name in linears}
+    if "alpha" not in metadata:
+        raise ValueError("the header has no alpha: is it an adapter that this program trained?")
+    ranks = adapters.ranks(arrays)
+    return {name: float(metadata["alpha"]) / ranks[name] if name in ranks else 1.0 for name in linears}
+
+
+def _check_linears(metadata: Mapping[str, str], scales: Mapping[str, float]) -> None:
+    missing = [name for name in json.loads(metadata.get("linears", "[]")) if name not in scales]
+    if missing:
+        raise ValueError(f"the file lacks the arrays of {missing[0]} ({len(missing)} of its Linears); fetch it again")
+
+
+def merge_all(weights: Mapping[str, mx.array], arrays: Arrays, scales: Mapping[str, float]) -> Arrays:
+    """All weights of the encoder in float32, with the adapter merged in."""
+    merged: Arrays = {}
+    done = set()
+    for key, weight in weights.items():
+        name = key.removesuffix(".weight")
+        wide = weight.astype(mx.float32)
+        if name in scales:
+            wide = merge(wide, lora.arrays_of_linear(arrays, name), scales[name])
+            done.add(name)
+        merged[key] = wide
+    # Another program merged 14 of 24 Linears in silence, since B came before A in its file.
+    assert done == set(scales), f"{len(scales) - len(done)} of {len(scales)} Linears were not merged"
+    return merged
+
 
 MULTIPLE = 16  # texts are padded to a multiple of so many tokens: a GPU compiles one kernel per length
 

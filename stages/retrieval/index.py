@@ -22,7 +22,7 @@ from schemas.retrieval.sources import SOURCES
 from schemas.retrieval.units import UNITS
 from schemas.retrieval.vectors import VECTORS
 from stages.retrieval.forecasts import forecast_index
-from stages.retrieval.search import lexical, maxsim, partitions
+from stages.retrieval.search import lexical, maxsim
 from stages.retrieval.texts import BASE
 from stages.run import Run
 from stages.settings import require, runtime, selects
@@ -130,7 +130,7 @@ def write_index(run: Run[IndexConfig]) -> Iterator[pa.RecordBatch]:
         MATRIX.format(name): lambda path: maxsim.write_matrix(path, vectors(), tokens, width),
     }
     if tokens > run.config.exact_tokens:
-        wanted[PARTITIONS.format(name)] = lambda path: partitions.build(path, vectors(), width, tokens)
+        wanted[PARTITIONS.format(name)] = lambda path: maxsim.build_partitions(path, vectors(), width, tokens)
     for artifact, write in wanted.items():
         if not (run.output.artifacts / artifact).exists():
             run.output.write(artifact, write)

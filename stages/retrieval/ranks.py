@@ -22,7 +22,7 @@ from schemas.retrieval.units import UNITS
 from schemas.retrieval.vectors import VECTORS
 from stages.retrieval import texts
 from stages.retrieval.forecasts import forecast_ranks
-from stages.retrieval.search import fusion, lexical, measures
+from stages.retrieval.search import lexical, measures
 from stages.retrieval.search.maxsim import TokenMatrix
 from stages.run import Run
 from stages.settings import require, runtime, setting
@@ -105,7 +105,7 @@ def rank_pairs(run: Run[RanksConfig]) -> Iterator[pa.RecordBatch]:
                     if run.report.stop():
                         return
                     if wanted:
-                        rows = corpus.rank(encoder, wanted, weight if weight is not None else fusion.DEFAULT_WEIGHT)
+                        rows = corpus.rank(encoder, wanted, weight if weight is not None else lexical.DEFAULT_WEIGHT)
                         yield RANKS.table(rows).combine_chunks().to_batches()[0]
                         done += len(wanted)
                         run.report.progress(done, len(pending), "queries")
@@ -167,19 +167,19 @@ class Corpus:
         return np.array(self.tensors.read(row["vector_id"]).view(np.float16), np.float32)
 
     def best_weight(self, encoder: str, pairs: list[Row]) -> float | None:
-        """The first of fusion.WEIGHTS with the highest MRR@10; None without pairs or semantic scores."""
+        """The first of lexical.WEIGHTS with the highest MRR@10; None without pairs or semantic scores."""
         semantic = self.semantic(encoder, pairs) if pairs else None
         if semantic is None:
             return None
         means = []
         words = [self.lexical(pair) for pair in pairs]
-        for weight in fusion.WEIGHTS:
+        for weight in lexical.WEIGHTS:
             ranks = [
-                self.rank_one(fusion.hybrid(one, other, weight), pair)
+                self.rank_one(lexical.hybrid(one, other, weight), pair)
                 for one, other, pair in zip(semantic, words, pairs, strict=True)
             ]
             means.append(measures.reciprocal(np.array(ranks)).mean())
-        return fusion.WEIGHTS[int(np.argmax(means))]
+        return lexical.WEIGHTS[int(np.argmax(means))]
 
     def rank_one(self, scores: np.ndarray, pair: Row) -> int:
         """From 1; equal scores rank before it, and its duplicate group is not counted."""
@@ -208,7 +208,7 @@ class Corpus:
                 scores = semantic[number]
                 row |= {
                     "semantic": self.rank_one(scores, pair),
-                    "hybrid": self.rank_one(fusion.hybrid(scores, words, weight), pair),
+                    "hybrid": self.rank_one(lexical.hybrid(scores, words, weight), pair),
                     "weight": weight,
                     "top_id": self.units[int(np.argmax(scores))]["unit_id"],
                 }

@@ -12,10 +12,8 @@ import numpy as np
 
 from stages.retrieval import texts
 from stages.retrieval.index import MATRIX, PARTITIONS, WORDS, digest, document_order
-from stages.retrieval.search import fusion
-from stages.retrieval.search.lexical import LexicalIndex
-from stages.retrieval.search.maxsim import TokenMatrix, matches
-from stages.retrieval.search.partitions import PartitionedIndex
+from stages.retrieval.search.lexical import DEFAULT_WEIGHT, LexicalIndex, hybrid
+from stages.retrieval.search.maxsim import PartitionedIndex, TokenMatrix, matches
 
 Row = dict[str, Any]
 Mode = Literal["semantic", "lexical", "hybrid"]
@@ -52,7 +50,7 @@ class Searcher:
         rows: list[Row],
         artifacts: Path,
         encoder: QueryEncoder | None,
-        weight: float = fusion.DEFAULT_WEIGHT,
+        weight: float = DEFAULT_WEIGHT,
         *,
         resident: bool = False,
     ) -> None:
@@ -106,7 +104,7 @@ class Searcher:
             found = lexical if semantic is None else semantic
             assert found is not None
             return found
-        return fusion.hybrid(semantic, lexical, self.weight)
+        return hybrid(semantic, lexical, self.weight)
 
     def explain(self, answer: Answer, query_tokens: list[str], document_tokens: list[str]) -> list[tuple[str, str, float]]:
         """(query token, best token of the document, product) per query token, for an answer of the last search with the

@@ -13,8 +13,8 @@ from schemas.retrieval.pairs import PAIRS
 from schemas.retrieval.tokens import TOKENS
 from schemas.retrieval.units import UNITS
 from stages.retrieval import texts
+from stages.retrieval.encoder import TextTokenizer
 from stages.retrieval.forecasts import forecast_tokens
-from stages.retrieval.tokenizer import TextTokenizer
 from stages.run import Run
 from stages.settings import require, runtime, selects, setting
 from stages.stage import Stage

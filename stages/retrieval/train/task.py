@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from schemas.retrieval.train import TRAIN
 from stages.models.t5.model import T5, T5Config
-from stages.retrieval.adapter import read_adapter
+from stages.retrieval.encoder import read_adapter
 from stages.retrieval.train import memory_plan
 from stages.retrieval.train.config import TrainConfig, bits_of
 from stages.retrieval.train.dataset import load_dataset

@@ -14,11 +14,9 @@ import pyarrow as pa
 from schemas.retrieval.sources import SOURCES
 from schemas.retrieval.units import UNITS
 from stages.retrieval import texts
-from stages.retrieval.units.grammars import GRAMMARS
 from stages.retrieval.units.python import parse, python_units
-from stages.retrieval.units.syntax import can_parse, syntax_units
-from stages.retrieval.units.unit import Unit, package_of
-from stages.retrieval.units.windows import windows
+from stages.retrieval.units.syntax import GRAMMARS, can_parse, syntax_units
+from stages.retrieval.units.unit import Unit, package_of, windows
 from stages.run import Run
 from stages.settings import require, runtime, setting
 from stages.stage import Stage

@@ -5,13 +5,140 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from stages.retrieval.units.grammars import GRAMMARS, Grammar
-from stages.retrieval.units.names import first_type, name_end, name_node, name_parts
 from stages.retrieval.units.unit import Unit
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A language's grammar and the types of the nodes that matter."""
+
+    module: str  # Python package
+    functions: frozenset[str]
+    classes: frozenset[str] = frozenset()  # found if they have a body
+    # Nodes that contain functions and are no unit, such as namespaces. Their name comes first in qualified names.
+    inside: frozenset[str] = frozenset()
+    # Functions without a name of their own, such as x => x + 1: units if a declaration or an assignment names them.
+    values: frozenset[str] = frozenset()
+    function: str = "language"  # of the package, which returns the language
+    signs: tuple[str, ...] = ("//", "/*", "*")  # what lines of a comment begin with
+    comments: frozenset[str] = field(default=frozenset({"comment", "line_comment", "block_comment", "multiline_comment"}))
+
+
+def _grammar(module: str, functions: str, classes: str = "", inside: str = "", values: str = "", **others: Any) -> Grammar:
+    types = [frozenset(text.split()) for text in (functions, classes, inside, values)]
+    return Grammar(module, types[0], types[1], types[2], types[3], **others)
+
+
+FUNCTIONS = "function_declaration generator_function_declaration method_definition"
+CLASSES = "class_declaration abstract_class_declaration interface_declaration"
+OBJECTS = "variable_declarator pair internal_module module"
+VALUES = "arrow_function function_expression generator_function"
+SCRIPT = (FUNCTIONS, CLASSES, OBJECTS, VALUES)
+GRAMMARS = {
+    "rust": _grammar("tree_sitter_rust", "function_item", "struct_item enum_item trait_item", "impl_item mod_item"),
+    "go": _grammar("tree_sitter_go", "function_declaration method_declaration", "type_spec"),
+    "java": _grammar(
+        "tree_sitter_java",
+        "method_declaration constructor_declaration",
+        "class_declaration interface_declaration enum_declaration record_declaration",
+    ),
+    "javascript": _grammar("tree_sitter_javascript", *SCRIPT),
+    "typescript": _grammar("tree_sitter_typescript", *SCRIPT, function="language_typescript"),
+    "tsx": _grammar("tree_sitter_typescript", *SCRIPT, function="language_tsx"),
+    "c": _grammar("tree_sitter_c", "function_definition", "struct_specifier"),
+    "cpp": _grammar("tree_sitter_cpp", "function_definition", "class_specifier struct_specifier", "namespace_definition"),
+    "csharp": _grammar(
+        "tree_sitter_c_sharp",
+        "method_declaration constructor_declaration destructor_declaration local_function_statement",
+        "class_declaration struct_declaration interface_declaration enum_declaration record_declaration",
+        "namespace_declaration",
+    ),
+    "kotlin": _grammar(
+        "tree_sitter_kotlin", "function_declaration secondary_constructor", "class_declaration object_declaration"
+    ),
+    "php": _grammar(
+        "tree_sitter_php",
+        "function_definition method_declaration",
+        "class_declaration interface_declaration trait_declaration enum_declaration",
+        values="anonymous_function arrow_function",
+        function="language_php",
+        signs=("//", "/*", "*", "#"),
+    ),
+    "ruby": _grammar("tree_sitter_ruby", "method singleton_method", "class", "module", "lambda", signs=("#",)),
+    "swift": _grammar(
+        "tree_sitter_swift",
+        "function_declaration init_declaration deinit_declaration subscript_declaration",
+        "class_declaration protocol_declaration",
+        values="lambda_literal computed_property",
+    ),
+}
+
+
+# The parts of a name. Besides words: `~Stack` and `operator==` of C++, `empty?` of Ruby.
+WORDS = re.compile(r"operator\s*[^\s\w:]+|operator\s+\w+|~?[\w$]+[?!]?")
+TOKENS = ("default", "deinit", "constructor", "subscript")  # words in place of a name: `export default`, Swift, Kotlin
+
+
+def name_node(node: Any) -> Any:
+    """The type of a Rust `impl`, `f` of the C function `*f(int x)`, or a word of TOKENS; None without a name."""
+    if node.type == "impl_item":
+        return node.child_by_field_name("type")
+    if token := next((child for child in node.children if child.type in TOKENS), None):
+        return token
+    for part in ("name", "property", "key", "left"):
+        if found := node.child_by_field_name(part):
+            return found
+    found = node.child_by_field_name("declarator")
+    return found if found is None else _declared(found)
+
+
+def _declared(node: Any) -> Any:
+    """`f` in `*f(int x)`, `&f(int x)` and `(*f(int x))(int)`."""
+    if node.type == "operator_cast":
+        return node
+    deeper = node.child_by_field_name("declarator")
+    if deeper is None and node.type in ("parenthesized_declarator", "reference_declarator"):
+        deeper = next(iter(reversed(node.named_children)), None)
+    return node if deeper is None else _declared(deeper)
+
+
+def name_end(named: Any) -> int:
+    """Index in the file's bytes."""
+    if named.type == "qualified_identifier":
+        return name_end(named.child_by_field_name("name"))
+    # The node of `operator bool() const` also holds the parameters.
+    found = named.child_by_field_name("declarator") if named.type == "operator_cast" else None
+    return int(named.end_byte if found is None else found.start_byte)
+
+
+def name_parts(named: Any) -> list[str]:
+    """["Stack", "push"] for `Stack::push` and `Stack<T>::push`. JavaScript's `module` and `exports` are left out."""
+    if named is None:
+        return []
+    if named.type == "qualified_identifier":
+        return name_parts(named.child_by_field_name("scope")) + name_parts(named.child_by_field_name("name"))
+    if named.type in ("generic_type", "template_type", "template_function"):
+        return name_parts(named.child_by_field_name("name") or named.child_by_field_name("type"))
+    text = named.text.decode(errors="replace")
+    found = WORDS.findall(text.partition("(")[0] if named.type == "operator_cast" else text)
+    while len(found) > 1 and found[0] in ("module", "exports"):
+        found = found[1:]
+    return found or [text.strip()]  # an operator, such as <=> of Ruby
+
+
+def first_type(node: Any) -> str:
+    """With a period: "Stack." for `(s *Stack)`; "" for None."""
+    if node is None:
+        return ""
+    if node.type == "type_identifier":
+        return f"{node.text.decode(errors='replace')}."
+    return next(filter(None, map(first_type, node.named_children)), "")
+
 
 # Declarations of one or more names, such as `const f = ..., g = ...`; a unit is one of them.
 DECLARATIONS = frozenset({"lexical_declaration", "variable_declaration", "type_declaration"})

@@ -9,8 +9,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.project.project import Project
-from stages.retrieval.units.grammars import GRAMMARS
-from stages.retrieval.units.syntax import syntax_units
+from stages.retrieval.units.syntax import GRAMMARS, syntax_units
 from tests import projects
 
 CONFIG = """

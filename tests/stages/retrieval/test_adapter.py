@@ -11,8 +11,7 @@ import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.models.t5.model import T5, T5Config
-from stages.retrieval.adapter import merge_all, read_adapter
-from stages.retrieval.encoder import Encoder
+from stages.retrieval.encoder import Encoder, merge_all, read_adapter
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.initial import fresh_adapter
 from stages.tuner.adapters.targets import adapter_metadata, select_targets

@@ -6,9 +6,7 @@ from collections import Counter
 
 import pytest
 
-from stages.retrieval.pairs.among import groups, leaks
-from stages.retrieval.pairs.rules import overlap, reason_against, split_of
-from stages.retrieval.pairs.stage import PairsConfig, mark_duplicates
+from stages.retrieval.pairs import PairsConfig, groups, leaks, mark_duplicates, overlap, reason_against, split_of
 from tests.stages.retrieval.project import FUNCTION, make, rows, run
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.retrieval.sources.roots import find_roots
-from stages.retrieval.sources.scan import scan
+from stages.retrieval.sources import find_roots, scan
 from tests.stages.retrieval.project import make, rows, run, write
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stages.retrieval.units.grammars import GRAMMARS
-from stages.retrieval.units.syntax import syntax_units
+from stages.retrieval.units.syntax import GRAMMARS, syntax_units
 from tests.stages.retrieval.project import names
 
 RUST = """

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from schemas.retrieval.tokens import TOKENS
-from stages.retrieval.encoder import load_encoder
+from stages.retrieval.encoder import TextTokenizer, load_encoder
 from stages.retrieval.families import FAMILIES
-from stages.retrieval.tokenizer import TextTokenizer
 from tests.stages.retrieval import project
 
 TINY = FAMILIES["tiny"]

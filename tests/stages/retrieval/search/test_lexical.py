@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stages.retrieval.search import fusion, lexical, measures
+from stages.retrieval.search import lexical, measures
 
 WORDS = ["parse date from text", "read file line by line", "parse header of message", "sort numbers", "dates dated dating"]
 
@@ -47,10 +47,10 @@ def test_an_index_of_other_documents_is_refused(index, tmp_path):
 def test_the_sum_of_z_scores_does_not_depend_on_the_scale_of_either_search():
     draws = np.random.default_rng(0)
     one, other = draws.normal(size=20), draws.normal(size=20)
-    found = fusion.hybrid(one, other, 0.3)
-    np.testing.assert_allclose(found, fusion.hybrid(5 * one + 3, 0.1 * other - 7, 0.3), atol=1e-5)
-    assert (fusion.hybrid(one, other, 1.0).argsort() == one.argsort()).all()
-    assert np.isfinite(fusion.hybrid(one, np.zeros(20), 0.5)).all()
+    found = lexical.hybrid(one, other, 0.3)
+    np.testing.assert_allclose(found, lexical.hybrid(5 * one + 3, 0.1 * other - 7, 0.3), atol=1e-5)
+    assert (lexical.hybrid(one, other, 1.0).argsort() == one.argsort()).all()
+    assert np.isfinite(lexical.hybrid(one, np.zeros(20), 0.5)).all()
 
 
 def test_a_tie_counts_against_the_right_answer():

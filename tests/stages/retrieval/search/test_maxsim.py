@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stages.retrieval.search import maxsim, partitions
+from stages.retrieval.search import maxsim
 from stages.retrieval.search.maxsim import TokenMatrix, matches, write_matrix
 
 
@@ -76,9 +76,9 @@ def test_the_partitioned_index_finds_nearly_what_exact_search_finds(tmp_path):
     draws = np.random.default_rng(1)
     queries = [documents[place][:8].astype(np.float32) for place in draws.integers(0, 600, 20)]
     counts = [len(each) for each in documents]
-    partitions.build(tmp_path / "index", iter(documents), 16, sum(counts))
+    maxsim.build_partitions(tmp_path / "index", iter(documents), 16, sum(counts))
     exact = TokenMatrix(np.concatenate(documents), counts).scores(queries)
-    found = partitions.PartitionedIndex(tmp_path / "index", 600).scores(queries)
+    found = maxsim.PartitionedIndex(tmp_path / "index", 600).scores(queries)
     assert (found.argmax(axis=1) == exact.argmax(axis=1)).mean() >= 0.95
     top = [len(set(np.argsort(-one)[:10]) & set(np.argsort(-other)[:10])) / 10 for one, other in zip(exact, found, strict=True)]
     assert np.mean(top) >= 0.9

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pipeline.project.project import Project
-from stages.retrieval.adapter import read_adapter
+from stages.retrieval.encoder import read_adapter
 from stages.retrieval.train.objective import _join, _parts, training_loss
 from stages.retrieval.train.reader import PairBatch, PairReader
 from stages.retrieval.train.task import PairTask, length_pools

@@ -3,21 +3,115 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterator
+import re
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 
 from schemas.retrieval.pairs import PAIRS
 from schemas.retrieval.units import UNITS
 from stages.retrieval import texts
-from stages.retrieval.pairs.among import groups, leaks
-from stages.retrieval.pairs.rules import is_vague, overlap, reason_against, split_of
 from stages.run import Run
 from stages.settings import require, runtime, setting
 from stages.stage import Stage
+
+# Docstrings that say nothing about what their function does.
+BOILERPLATE = re.compile(
+    r"^(todo|fixme|xxx|deprecated|obsolete|see\b|same as\b|like\b.*\bexcept\b|alias (of|for)\b|inherit(s|ed)? |overrid(es?|den)$|"
+    r"overrid(es?|den) (the )?(base|parent|super|method)|(the )?constructor\b|(private|internal|helper)( \w+)?( \w+)?[.]?$|"
+    r"(initiali[sz]e|init)s?( (self|the (class|object|instance)))?[.:]?(\s+see help.*)?$|"
+    r"implements? the\b.*\b(interface|protocol|method)\b|required by\b|not (yet )?implemented|dummy\b|placeholder\b|undocumented)"
+    r"(?=\W|$)",
+    re.IGNORECASE,
+)
+
+
+def overlap(query: str, document: str) -> float:
+    """Share of the query's distinct content words in the document, 0 to 1; 0 without content words."""
+    asked = texts.content_words(query)
+    return len(asked & set(texts.words(document))) / len(asked) if asked else 0.0
+
+
+def is_vague(query: str, least_words: int) -> bool:
+    """It would fit many functions: too few words, or a phrase such as "Constructor"."""
+    return len(query.split()) < least_words or BOILERPLATE.search(query) is not None
+
+
+def reason_against(
+    query: str, document: str, body_lines: int, *, query_words: tuple[int, int], min_body_lines: int
+) -> tuple[str, str] | None:
+    """(value of `rejected`, sentence for the user), or None. `query_words`: fewest and most."""
+    count = len(query.split())
+    if count < query_words[0]:
+        return "short_query", f"{count} words, fewer than pairs.min_query_words = {query_words[0]}"
+    if count > query_words[1]:
+        return "long_query", f"{count} words, more than pairs.max_query_words = {query_words[1]}"
+    if body_lines < min_body_lines:
+        return "short_body", f"{body_lines} lines of code, fewer than pairs.min_body_lines = {min_body_lines}"
+    if found := BOILERPLATE.search(query):
+        return "boilerplate", f'it begins "{found[0]}", which tells nothing about the code'
+    if " ".join(query.split()).lower() in " ".join(document.split()).lower():
+        return "verbatim", "the query stands in the code word for word"
+    return None
+
+
+def split_of(text: str, valid: float, test: float) -> str:
+    """By a hash of `text`, so that a split does not change when pairs come or go."""
+    place = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16) / 16**12
+    return "test" if place < test else "valid" if place < test + valid else "train"
+
+
+GRAM = 3  # words of a gram, by which documents are compared
+
+
+def groups(keys: Iterable[Sequence[Hashable]]) -> list[int]:
+    """Group of each item, as the index of the group's first. Items with a common key are in one group, also through others."""
+    parent: list[int] = []
+    first: dict[Hashable, int] = {}
+
+    # Union-find with path halving. The root is always the smallest index.
+    def top(item: int) -> int:
+        while parent[item] != item:
+            parent[item] = parent[parent[item]]
+            item = parent[item]
+        return item
+
+    for item, own in enumerate(keys):
+        parent.append(item)
+        for key in own:
+            one, other = sorted((top(item), top(first.setdefault(key, item))))
+            parent[other] = one
+    return [top(item) for item in range(len(parent))]
+
+
+def leaks(documents: Sequence[str], held_out: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """(largest Jaccard similarity of word trigrams with a held-out text, its index) per document; 0 and 0 if none is shared."""
+    likeness, position = np.zeros(len(documents), np.float32), np.zeros(len(documents), np.int32)
+    postings: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    sizes = np.zeros(max(1, len(held_out)))
+    for number, text in enumerate(held_out):
+        for gram in (own := _grams(text)):
+            postings[gram].append(number)
+        sizes[number] = len(own)
+    for number, text in enumerate(documents):
+        own = _grams(text)
+        shared = [np.array(postings[gram]) for gram in own if gram in postings]
+        if shared:
+            common = np.bincount(np.concatenate(shared), minlength=len(sizes))
+            found = common / (sizes + len(own) - common)
+            position[number] = int(found.argmax())
+            likeness[number] = found[position[number]]
+    return likeness, position
+
+
+def _grams(text: str) -> set[tuple[str, ...]]:
+    words = texts.words(text)
+    return {tuple(words[start : start + GRAM]) for start in range(len(words) - GRAM + 1)}
+
 
 Row = dict[str, Any]
 

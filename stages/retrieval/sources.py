@@ -1,0 +1,436 @@
+"""The stage `sources`: one row per file of the roots, with the reason if the file has no units. The roots are only read."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from schemas.retrieval.sources import SOURCES
+from stages.run import Run
+from stages.settings import require, runtime, selects, setting
+from stages.stage import Stage
+
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
+
+
+PACKAGE = "package:"  # "package:requests" is the installed package requests
+STANDARD_LIBRARY = "stdlib"  # "package:stdlib" is the standard library of the running Python
+NOT_LIBRARY = ("/site-packages/", "/dist-packages/")  # folders in the standard library's folder that do not belong to it
+
+
+@dataclass(frozen=True)
+class Root:
+    """A source folder, or a single source file."""
+
+    name: str  # first part of the paths of its files
+    path: Path
+    given: str  # the user's entry, or the absolute path of an installed package
+    exclude: tuple[str, ...] = ()  # patterns of .gitignore
+    own_rules: bool = True  # the .gitignore files in and above it apply
+
+    @property
+    def is_package(self) -> bool:
+        """The names of its modules begin with `name`: api.py in a package requests is requests.api, in a folder src it is api."""
+        return (self.path / "__init__.py").is_file()
+
+
+def find_roots(given: Iterable[str], project: Path) -> list[Root]:
+    """Raises ValueError if a folder or package does not exist, or two roots have one name."""
+    roots: dict[str, Root] = {}
+    for text in given:
+        root = _package(text.removeprefix(PACKAGE)) if text.startswith(PACKAGE) else _folder(text, project)
+        if root.name in roots:
+            raise ValueError(f"sources.roots must be folders or packages of different names, got {root.name!r} twice")
+        roots[root.name] = root
+    return list(roots.values())
+
+
+def _folder(text: str, project: Path) -> Root:
+    folder = project / Path(text).expanduser()
+    if folder.is_dir():
+        return Root(folder.resolve().name, folder, text)
+    problem = "is a file, not a folder" if folder.exists() else "does not exist"
+    try:
+        others = [path.name for path in folder.parent.iterdir() if path.is_dir()]
+    except OSError:
+        others = []
+    near = difflib.get_close_matches(folder.name, others, 1)
+    hint = f'; did you mean "{near[0]}"?' if near else f"; an installed package is named {PACKAGE}NAME"
+    raise ValueError(f"source folder {folder} {problem}: set sources.roots{hint}")
+
+
+def _package(name: str) -> Root:
+    if name == STANDARD_LIBRARY:
+        return _installed(name, sysconfig.get_path("stdlib"), NOT_LIBRARY)
+    try:
+        spec = find_spec(name) if name.isidentifier() else None
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        raise ValueError(
+            f"sources.roots: there is no installed package {name!r}; {PACKAGE}{STANDARD_LIBRARY} is Python's library"
+        )
+    if spec.submodule_search_locations:
+        return _installed(name, next(iter(spec.submodule_search_locations)))
+    if not spec.origin or not Path(spec.origin).is_file():
+        raise ValueError(f"sources.roots: package {name!r} has no source files")
+    return _installed(name, spec.origin)
+
+
+def _installed(name: str, place: str, exclude: tuple[str, ...] = ()) -> Root:
+    return Root(name, Path(place), place, exclude, own_rules=False)
+
+
+Row = dict[str, Any]
+
+FILE_COLUMNS = ("path", "root", "file", "module", "bytes", "mtime_ns", "inode")  # by these values an unchanged file is recognised
+CONTAINERS = ("src", "lib", "python")  # folders of a repository in which packages lie
+RULES = ".gitignore"
+CACHES = ("__pycache__/", "*.pyc", "*.pyo", "*.egg-info/", "*.dist-info/")  # never sources, whatever the rules say
+
+
+def scan(root: Root, exclude: Iterable[str] = ()) -> list[Row]:
+    """FILE_COLUMNS of every file, by path; only .gitignore files are opened. Hidden files are left out, links to folders are
+    followed.
+
+    Raises ValueError if a folder cannot be read, or a pattern is wrong.
+    """
+    if root.path.is_file():
+        return [_row(root, root.path.name, root.path.stat())]
+    fixed = _spec([*CACHES, *root.exclude, *exclude], "sources.exclude")
+    layers = _layers_above(root.path) if root.own_rules else []
+    rows = [_row(root, name, status) for name, status in _walk(root, "", fixed, layers, set())]
+    return sorted(rows, key=lambda row: str(row["path"]))
+
+
+Layer = tuple[str, "GitIgnoreSpec"]  # the folder of a .gitignore file as a prefix of names, and its rules
+
+
+def _walk(
+    root: Root, folder: str, fixed: GitIgnoreSpec, layers: list[Layer], seen: set[tuple[int, int]]
+) -> Iterator[tuple[str, os.stat_result]]:
+    """(path relative to the root, status). `folder` is relative to the root, "" or with a final slash."""
+    place = root.path / folder
+    try:
+        status = place.stat()
+        entries = sorted(os.scandir(place), key=lambda entry: entry.name)
+    except OSError as error:
+        raise ValueError(
+            f"source folder {place} cannot be read ({error.strerror}): change its permissions, or exclude it"
+        ) from None
+    # Loops of links end.
+    if (status.st_dev, status.st_ino) in seen:
+        return
+    seen.add((status.st_dev, status.st_ino))
+    if root.own_rules and (place / RULES).is_file():
+        layers = [*layers, (folder, _read_rules(place / RULES))]
+    for entry in entries:
+        is_folder = entry.is_dir()
+        name = f"{folder}{entry.name}{'/' if is_folder else ''}"
+        if entry.name.startswith(".") or fixed.match_file(name) or _ignored(name, layers):
+            continue
+        if is_folder:
+            yield from _walk(root, name, fixed, layers, seen)
+        elif entry.is_file() or entry.is_symlink():
+            yield name, entry.stat(follow_symlinks=entry.is_file())
+
+
+def _ignored(name: str, layers: list[Layer]) -> bool:
+    # The innermost file with a pattern that matches decides.
+    for prefix, rules in reversed(layers):
+        found = rules.check_file(_below(name, prefix)).include
+        if found is not None:
+            return bool(found)
+    return False
+
+
+def _below(name: str, prefix: str) -> str:
+    """The path relative to the folder of a .gitignore file: `name` of "a/b.py" is "b.py" for prefix "a/".
+
+    Prefix "../src/" is of a file above the root src: "a/b.py" is "src/a/b.py" there.
+    """
+    return f"{prefix.removeprefix('../')}{name}" if prefix.startswith("../") else name.removeprefix(prefix)
+
+
+def _layers_above(folder: Path) -> list[Layer]:
+    """Rules of the .gitignore files above `folder` within its repository, outermost first, with prefixes such as "../a/b/"."""
+    folder = folder.resolve()
+    above = [folder, *folder.parents]
+    top = next((place for place in above if (place / ".git").exists()), None)
+    if top is None or top == folder:
+        return []
+    places = above[1 : above.index(top) + 1][::-1]
+    layers = [
+        (f"../{PurePosixPath(folder.relative_to(place))}/", _read_rules(place / RULES))
+        for place in places
+        if (place / RULES).is_file()
+    ]
+    # The user named this folder: that counts more than a rule that ignores it.
+    return [] if _ignored("", layers) else layers
+
+
+def _read_rules(file: Path) -> GitIgnoreSpec:
+    return _spec(file.read_text(encoding="utf-8", errors="replace").splitlines(), str(file))
+
+
+def _spec(lines: Iterable[str], where: str) -> GitIgnoreSpec:
+    from pathspec import GitIgnoreSpec
+
+    try:
+        return GitIgnoreSpec.from_lines(lines)
+    except ValueError as error:
+        raise ValueError(f"{where} must hold patterns of .gitignore: {error}") from None
+
+
+def _row(root: Root, name: str, status: os.stat_result) -> Row:
+    # A table cannot hold a name that is not UTF-8. The row gets the escaped name, under which no file will be found.
+    name = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    file = root.given if root.path.is_file() else str(PurePosixPath(root.given, name))
+    inode = status.st_ino & (2**63 - 1)  # as int64
+    return {
+        "path": f"{root.name}/{name}",
+        "root": root.name,
+        "file": file,
+        "module": module_of(root, name),
+        "bytes": status.st_size,
+        "mtime_ns": status.st_mtime_ns,
+        "inode": inode,
+    }
+
+
+def module_of(root: Root, name: str) -> str:
+    """Dotted, without leading folders src, lib and python; below a package root with the root's name."""
+    parts = list(PurePosixPath(name).with_suffix("").parts)
+    while len(parts) > 1 and parts[0] in CONTAINERS:
+        parts = parts[1:]
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    return ".".join([root.name, *parts] if root.is_package or not parts else parts)
+
+
+# fmt: off
+LANGUAGES = {
+    ".py": "python", ".pyi": "python", ".pyw": "python", ".rs": "rust", ".go": "go", ".java": "java", ".kt": "kotlin",
+    ".kts": "kotlin", ".scala": "scala", ".swift": "swift", ".c": "c", ".h": "c", ".cc": "cpp", ".cpp": "cpp", ".cxx": "cpp",
+    ".hpp": "cpp", ".hh": "cpp", ".hxx": "cpp", ".cuh": "cpp", ".cjs": "javascript", ".mts": "typescript", ".cts": "typescript",
+    ".cs": "csharp", ".js": "javascript", ".mjs": "javascript", ".jsx": "javascript", ".ts": "typescript", ".tsx": "tsx",
+    ".rb": "ruby", ".rake": "ruby", ".php": "php", ".lua": "lua", ".jl": "julia", ".r": "r", ".hs": "haskell", ".ml": "ocaml",
+    ".ex": "elixir", ".exs": "elixir", ".erl": "erlang", ".clj": "clojure", ".sh": "bash", ".lean": "lean", ".zig": "zig",
+    ".sql": "sql", ".m": "objc", ".mm": "objc", ".metal": "cpp", ".cu": "cpp", ".pl": "perl", ".dart": "dart",
+}
+# fmt: on
+HEADER = ".h"  # the suffix of headers of C, of which many are C++
+# What only a header of C++ holds.
+CPP = re.compile(
+    r"^\s*(?:namespace\b|template\s*<|class\s+\w|using\s+\w|(?:public|private|protected)\s*:)|\bstd::|^\s*#\s*include\s*<\w+>",
+    re.MULTILINE,
+)
+VENDORED = frozenset(
+    {"vendor", "vendored", "_vendor", "_vendored", "third_party", "thirdparty", "node_modules", "extern", "_bundled", "bundled"}
+)
+GENERATED = re.compile(r"do not (edit|modify)|@generated|auto-?generated|generated by|generated from", re.IGNORECASE)
+GENERATED_LINES = 4  # a generated file says so in its first lines
+LONG_LINES = 300  # characters per line, on average: such a file was written by a program
+BINARY_BYTES = 8192  # a zero among the first bytes marks a binary file, as in git
+UNREAD = {"source_id": "", "lines": 0, "skipped": None, "detail": ""}
+
+
+class Skip(Exception):  # noqa: N818  (not an error: the file has a row that gives the reason)
+    """A file has no units. `reason` is a value of the column `skipped`, `detail` a sentence."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason, self.detail = reason, detail
+
+
+def examine(file: Path, row: Row, *, max_bytes: int, languages: tuple[str, ...]) -> Row:
+    """The row of the table `sources`. A file that is not used has the reason in `skipped`; nothing is raised."""
+    suffix = PurePosixPath(row["path"]).suffix.lower()
+    language = LANGUAGES.get(suffix, "")
+    found = {**row, **UNREAD, "language": language}
+    try:
+        # A header may turn out to be C++ once it is read.
+        _check_language({language, "cpp"} if suffix == HEADER else {language}, languages)
+        _check_place(row, max_bytes)
+        content = _read(file)
+        found["source_id"] = hashlib.sha256(content).hexdigest()
+        text = _decode(content)
+        found["lines"] = len(text.splitlines())
+        if suffix == HEADER and CPP.search(text):
+            found["language"] = "cpp"
+        _check_language({found["language"]}, languages)
+        _check_text(text)
+    except Skip as skip:
+        found |= {"skipped": skip.reason, "detail": skip.detail}
+    return {name: found[name] for name in SOURCES.batch.names}
+
+
+def _check_language(possible: set[str], languages: tuple[str, ...]) -> None:
+    """Raise Skip if the file is in none of the wanted languages; no wanted language is every known one."""
+    if not any(possible):
+        raise Skip("language", "its suffix is of no known language")
+    if languages and not possible.intersection(languages):
+        raise Skip("language", f"sources.languages has {', '.join(languages)}")
+
+
+def _check_place(row: Row, max_bytes: int) -> None:
+    parts = PurePosixPath(row["path"]).parts[1:-1]
+    if vendored := VENDORED.intersection(part.lower() for part in parts):
+        raise Skip("vendored", f"it lies in a folder {min(vendored)}, which holds copies of other projects")
+    if row["bytes"] > max_bytes:
+        raise Skip("too_large", f"{row['bytes']} bytes: more than sources.max_bytes = {max_bytes}")
+    if not row["bytes"]:
+        raise Skip("empty", "it has no bytes")
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        raise Skip("unreadable", "the file is gone, is a broken link, or has a name that is not UTF-8") from None
+    except OSError as error:
+        raise Skip("unreadable", f"the file cannot be read: {error.strerror or type(error).__name__}") from None
+
+
+def _decode(content: bytes) -> str:
+    if b"\0" in content[:BINARY_BYTES]:
+        raise Skip("binary", "it holds bytes of value zero")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise Skip(
+            "encoding", f"it is not UTF-8: byte {error.start} is 0x{content[error.start]:02x}; convert it to UTF-8"
+        ) from None
+
+
+def _check_text(text: str) -> None:
+    if not text.strip():
+        raise Skip("empty", "it holds only white space")
+    lines = text.splitlines()
+    head = [line for line in lines[:GENERATED_LINES] if GENERATED.search(line)]
+    if head:
+        raise Skip("generated", f'it says so: "{head[0].strip()[:80]}"')
+    if len(text) / len(lines) > LONG_LINES:
+        raise Skip("generated", f"{len(text) // len(lines)} characters per line on average")
+
+
+CEILING = 64 * 2**20  # bytes: the largest value of max_bytes, since a file is read whole
+QUIET = ("language",)  # reasons of which the summary names no files: a folder of code holds many other files
+
+
+@dataclass(frozen=True)
+class SourcesConfig:
+    """The section [sources]: the folders and packages whose code is read, and which files are left out."""
+
+    roots: tuple[str, ...] = selects(
+        ("code",),
+        'folders, relative to the project, or installed packages as "package:NAME"; "package:stdlib" is Python\'s own library',
+        path=True,
+    )
+    exclude: tuple[str, ...] = selects((), "files that are left out beside those of .gitignore, as patterns of .gitignore")
+    languages: tuple[str, ...] = setting((), "languages that are read, such as python and rust; empty: all known languages")
+    max_bytes: int = setting(
+        1_000_000, f"size above which a file is not read, bytes: data more often than code; at most {CEILING}"
+    )
+    batch_size: int = runtime(64, "files per record batch, which a kill can lose")
+
+    def __post_init__(self) -> None:
+        if not self.roots or not all(self.roots):
+            raise ValueError('roots must be a list of folders or packages, such as ["code"], got ' + repr(list(self.roots)))
+        if unknown := sorted(set(self.languages) - set(LANGUAGES.values())):
+            raise ValueError(f"languages must be of {', '.join(sorted(set(LANGUAGES.values())))}, got {unknown[0]!r}")
+        require(self, "max_bytes", 1, CEILING)
+        require(self, "batch_size", 1)
+
+
+def wanted_sources(run: Run[SourcesConfig]) -> pa.Table:
+    """FILE_COLUMNS, by which an unchanged file is recognised. Raises ValueError if a root does not exist, or all are empty."""
+    rows = run.once(_listing)
+    if not rows:
+        raise ValueError(f"the roots {', '.join(run.config.roots)} hold no files: set sources.roots or sources.exclude")
+    return pa.Table.from_pylist(rows, schema=pa.schema([SOURCES.batch.field(name) for name in FILE_COLUMNS]))
+
+
+def _listing(run: Run[SourcesConfig]) -> list[Row]:
+    return [row for root in find_roots(run.config.roots, run.root) for row in scan(root, run.config.exclude)]
+
+
+def examine_sources(run: Run[SourcesConfig]) -> Iterator[pa.RecordBatch]:
+    """Each row from its own file alone; `finish_sources` marks duplicates."""
+    pending = sorted(run.output.pending.to_pylist(), key=lambda row: str(row["path"]))
+    limits: dict[str, Any] = {"max_bytes": run.config.max_bytes, "languages": run.config.languages}
+    for start in range(0, len(pending), run.config.batch_size):
+        if run.report.stop():
+            return
+        files = pending[start : start + run.config.batch_size]
+        yield _batch([examine(run.root / Path(row["file"]).expanduser(), row, **limits) for row in files])
+        run.report.progress(start + len(files), len(pending), "files")
+
+
+def finish_sources(run: Run[SourcesConfig]) -> Iterator[pa.RecordBatch]:
+    stored = {_file(row): row for row in run.output.stored.select(SOURCES.batch.names).to_pylist()}
+    listed = [_file(row) for row in run.once(_listing)]
+    # The run was stopped before all files were read.
+    if not all(_file(row) in stored for row in run.output.pending.to_pylist()):
+        return
+    rows = [stored[file] for file in listed if file in stored]
+    marked = mark_duplicates(rows)
+    changed = [new for new, old in zip(marked, rows, strict=True) if new != old]
+    if changed:
+        yield _batch(changed)
+    _summarise(run, marked)
+
+
+def mark_duplicates(rows: list[Row]) -> list[Row]:
+    """Of files with the same bytes, the first path is used. Rows that are skipped for another reason stay."""
+    first: dict[str, str] = {}
+    for row in (row for row in rows if row["skipped"] in (None, "duplicate")):
+        first[row["source_id"]] = min(row["path"], first.get(row["source_id"], row["path"]))
+    return [_marked(row, first[row["source_id"]]) if row["skipped"] in (None, "duplicate") else row for row in rows]
+
+
+def _marked(row: Row, first: str) -> Row:
+    if row["path"] == first:
+        return row | {"skipped": None, "detail": ""}
+    return row | {"skipped": "duplicate", "detail": f"the same bytes as {first}"}
+
+
+def _file(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in FILE_COLUMNS)
+
+
+def _batch(rows: list[Row]) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pylist(rows, schema=SOURCES.batch)
+
+
+def _summarise(run: Run[SourcesConfig], rows: list[Row]) -> None:
+    skipped = [row for row in rows if row["skipped"]]
+    counts = "".join(f", {count} {reason}" for reason, count in sorted(Counter(row["skipped"] for row in skipped).items()))
+    run.report.say(f"{len(rows)} files: {len(rows) - len(skipped)} used{counts}")
+    named = [f"{row['path']} ({row['skipped']})" for row in skipped if row["skipped"] not in QUIET]
+    if named:
+        more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+        run.report.say(f"not used: {', '.join(named[:5])}{more}")
+
+
+STAGE = Stage(
+    reads=(),
+    writes=SOURCES,
+    config=SourcesConfig,
+    wants=wanted_sources,
+    run=examine_sources,
+    finish=finish_sources,
+    ships=False,
+    version=2,  # 2: a header .h is C++ if its text is
+)
