@@ -6,23 +6,31 @@ import hashlib
 import itertools
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
+import numpy as np
 import pyarrow as pa
 
 from schemas.text_to_image.buckets import BUCKETS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
+from stages.models.text.encoder import widen
 from stages.run import Run
 from stages.stage import Stage
 from stages.text_to_image.imaging import packed
 from stages.text_to_image.imaging.decode import ImageError
 from stages.text_to_image.imaging.usable import USE, usable_paths
 from stages.text_to_image.latents.config import LatentsConfig
-from stages.text_to_image.latents.crop import FileChanged, ImageJob, decode_ahead
-from stages.text_to_image.latents.mask_ids import mask_files, mask_ids
-from stages.text_to_image.latents.memory_plan import ITEMSIZES, forecast
+from stages.text_to_image.latents.crops import FileChanged, ImageJob, decode_ahead, mask_files, mask_ids
+from stages.text_to_image.latents.memory_plan import forecast
 from stages.tuner import draws
+from stages.tuner.blockwise.device import compute_exactly, configure_convolutions, live_memory_limit
+
+if TYPE_CHECKING:
+    from stages.models.family import Autoencoder
+    from stages.text_to_image.latents.crops import Crop
+
 
 Row = dict[str, Any]
 
@@ -39,9 +47,8 @@ def latent_id(row: Row) -> str:
 
 
 def wanted_latents(run: Run[LatentsConfig]) -> pa.Table:
-    """One row per accepted bucket, jittered crop and mirror image of these. Raises ValueError if no image is usable, or if mask
-    files are
-    needed but missing or unreadable.
+    """One row per accepted bucket, jittered crop and mirror image of these. Raises ValueError if no image is usable, or masks
+    are needed but missing or unreadable.
     """
     masks = mask_ids(run.inputs.rows(IMAGES), run.needs["image_folder"], run.config.mask)
     edited = with_references(run.inputs.rows(IMAGES))
@@ -83,18 +90,17 @@ def encode_latents(run: Run[LatentsConfig]) -> Iterator[pa.RecordBatch]:
     """Raises ValueError, after the last batch, if image files have changed since the table `images` was written."""
     if not run.output.pending.num_rows:
         return
-    import mlx.core as mx
-
-    from stages.text_to_image.latents.encode import record_batch
-    from stages.tuner.blockwise.device import compute_exactly, configure_convolutions, live_memory_limit
-
     configure_convolutions()  # before the first MLX operation, as is the next
     if run.config.exact:
         compute_exactly()
     family = run.needs["family"]
     path, dtype = run.needs["autoencoder"], getattr(mx, run.config.precision)
-    model = run.reuse("autoencoder", lambda: family.architecture.load_autoencoder(path, family, dtype))
-    limit = live_bytes(run)
+    model = run.reuse(f"autoencoder in {dtype}", lambda: family.architecture.load_autoencoder(path, family, dtype))
+    # Of the largest pending image. Without the limit, a GPU could start several strips of an image ahead of time, and hold them
+    # all in memory.
+    sizes = [(row["height"], row["width"]) for row in run.output.pending.to_pylist()]
+    largest = max(sizes, key=lambda size: size[0] * size[1])
+    limit = sum(family.architecture.autoencoder_bytes(path, family, *largest, dtype.size, True, run.config.exact))
     changed: list[str] = []
     rows = _encoded_rows(run, model, changed)
     held: list[Row] = []
@@ -104,13 +110,13 @@ def encode_latents(run: Run[LatentsConfig]) -> Iterator[pa.RecordBatch]:
                 held.append(row)
                 stopping = run.report.stop()
                 if stopping or len(held) == run.config.batch_size:
-                    yield record_batch(held)
+                    yield LATENTS.table(held).combine_chunks().to_batches()[0]
                     held = []
                     mx.clear_cache()
                 if stopping:
                     return
             if held:
-                yield record_batch(held)
+                yield LATENTS.table(held).combine_chunks().to_batches()[0]
     finally:
         rows.close()
         del rows, model
@@ -120,25 +126,10 @@ def encode_latents(run: Run[LatentsConfig]) -> Iterator[pa.RecordBatch]:
         raise ValueError(f"{len(changed)} image files changed since the table images was written ({names}): run images again")
 
 
-def live_bytes(run: Run[LatentsConfig]) -> int:
-    """The limit for MLX: the estimated peak for the largest pending image."""
-    # Without the limit, a GPU could start several strips of an image ahead of time, and hold them all in memory.
-    family = run.needs["family"]
-    width, height = max(
-        ((row["width"], row["height"]) for row in run.output.pending.to_pylist()), key=lambda size: size[0] * size[1]
-    )
-    item = ITEMSIZES[run.config.precision]
-    path, exact = run.needs["autoencoder"], run.config.exact
-    held, work = family.architecture.autoencoder_bytes(path, family, height, width, item, True, exact)
-    return int(held + work)
-
-
 def _encoded_rows(run: Run[LatentsConfig], model: Any, changed: list[str]) -> Generator[Row]:
     """Complete rows of the pending crops. If an image or its mask has changed, it gives no rows and its name goes to
     `changed`.
     """
-    from stages.text_to_image.latents.encode import encoded_row, rejected_row
-
     done, total = 0, run.output.pending.num_rows
     run.report.progress(done, total, "images")
     for job, future in decode_ahead(_jobs(run), run.config.background, run.config.workers):
@@ -158,6 +149,37 @@ def _encoded_rows(run: Run[LatentsConfig], model: Any, changed: list[str]) -> Ge
             yield row
             done += 1
             run.report.progress(done, total, "images")
+
+
+def encode(model: Autoencoder, pixels_HWC: np.ndarray) -> np.ndarray:
+    """(channels, height / 16, width / 16), bfloat16 as uint16. `pixels_HWC`: uint8."""
+    image_1HWC = mx.array(pixels_HWC)[None].astype(mx.float32) / 127.5 - 1.0
+    return np.array(model.encode(image_1HWC)[0].astype(mx.bfloat16).view(mx.uint16))
+
+
+def encoded_row(model: Autoencoder, row: Row, crop: Crop) -> Row:
+    """The complete row of a crop; rejected if a value is not finite."""
+    pixels_HWC, mask = crop
+    words_Chw = encode(model, pixels_HWC)
+    # Of the rounded values, as they are stored.
+    values = widen(words_Chw).astype(np.float64)
+    if not np.isfinite(values).all():
+        return rejected_row(row, 'the autoencoder gave values that are not finite; try latents.precision = "float32"')
+    return row | {
+        "shape": list(words_Chw.shape),
+        "dtype": "bfloat16",
+        "mean": float(values.mean()),
+        "std": float(values.std()),
+        "absmax": float(np.abs(values).max()),
+        "mask": mask,
+        "rejected": None,
+        "tensor": words_Chw.reshape(-1),
+    }
+
+
+def rejected_row(row: Row, reason: str) -> Row:
+    empty = {"shape": [], "dtype": "bfloat16", "mean": 0.0, "std": 0.0, "absmax": 0.0, "mask": None}
+    return row | empty | {"rejected": reason, "tensor": np.zeros(0, np.uint16)}
 
 
 def _jobs(run: Run[LatentsConfig]) -> list[ImageJob]:

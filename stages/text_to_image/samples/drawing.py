@@ -158,7 +158,9 @@ def _decode(run: Run[SamplesConfig], drawn: Sequence[Picture]) -> Iterator[Drawn
 
 def load_autoencoder(run: Run[SamplesConfig]) -> Autoencoder:
     family, path = run.needs["family"], run.needs["autoencoder"]
-    found: Autoencoder = run.reuse("autoencoder", lambda: family.architecture.load_autoencoder(path, family, mx.float32))
+    found: Autoencoder = run.reuse(
+        f"autoencoder in {mx.float32}", lambda: family.architecture.load_autoencoder(path, family, mx.float32)
+    )
     return found
 
 
