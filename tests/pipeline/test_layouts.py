@@ -245,7 +245,7 @@ def test_a_renamed_folder_changes_the_repeats_and_no_file_is_read_again(tmp_path
     build(folder, "images")
     rows = {row["path"]: row["repeats"] for row in Project(folder).current("images").rows().to_pylist()}
     assert rows[f"img/5_ohwx cat/a0{A}"] == 5
-    monkeypatch.setattr("stages.text_to_image.images.examine.probe", None)
+    monkeypatch.setattr("stages.text_to_image.images.stage.probe", None)
     (folder / "project.toml").write_text((folder / "project.toml").read_text() + '\n[images]\nlayout = "plain"\n')
     build(folder, "images")
     assert {row["repeats"] for row in Project(folder).current("images").rows().to_pylist()} == {None}

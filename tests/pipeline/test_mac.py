@@ -15,7 +15,7 @@ import pytest
 from pipeline.awake import allow_open_files
 from pipeline.project.recipe import FileHashes
 from stages.models.weights import weight_files
-from stages.text_to_image.images.scan import scan
+from stages.text_to_image.images.folder import scan
 from stages.text_to_image.imaging import masks
 from stages.text_to_image.imaging.decode import HEIC_REMEDY
 from stages.text_to_image.scores.references import read_references

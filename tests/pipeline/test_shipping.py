@@ -16,7 +16,8 @@ from pipeline.work import divide, perform
 from stages.pipelines import Folder, Pipeline
 from stages.stage import Artifact
 from stages.text_to_image.captions.stage import CaptionsConfig
-from stages.text_to_image.images.config import FolderConfig, ImagesConfig
+from stages.text_to_image.images.folder import FolderConfig
+from stages.text_to_image.images.stage import ImagesConfig
 from stages.text_to_image.samples.config import SamplesConfig
 from tests.pipeline.test_work import DIVISIBLE, ROWS, finished, without  # noqa: F401  a fixture
 

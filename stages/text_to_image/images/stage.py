@@ -5,63 +5,240 @@ The image folder is only read, never written.
 
 from __future__ import annotations
 
+import io
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Literal
 
 import pyarrow as pa
 
 from schemas.text_to_image.images import IMAGES
+from stages.hashing import file_sha256
 from stages.run import Run
+from stages.settings import check_bounds, runtime, selects, setting
 from stages.stage import Stage
-from stages.text_to_image.images.config import ImagesConfig
-from stages.text_to_image.images.duplicates import mark_duplicates
-from stages.text_to_image.images.examine import examine, may_be_image
-from stages.text_to_image.images.hints import no_images
-from stages.text_to_image.images.layout import RULES, check_rules, describe, near_misses, reference_rules, rules
-from stages.text_to_image.images.roots import roots
-from stages.text_to_image.images.scan import FILE_COLUMNS, Listing, scan
+from stages.text_to_image.images.folder import (
+    FILE_COLUMNS,
+    RULES,
+    FolderConfig,
+    Listing,
+    check_rules,
+    describe,
+    no_images,
+    reference_rules,
+    roots,
+    rules,
+    scan,
+)
 from stages.text_to_image.imaging import packed
+from stages.text_to_image.imaging.decode import (
+    CEILING,
+    CEILING_BYTES,
+    IMAGE_SUFFIXES,
+    MAX_BYTES,
+    MAX_PIXELS,
+    ROOM,
+    ImageError,
+    pixel_count,
+    probe,
+)
+from stages.text_to_image.imaging.usable import USE, first_names
+from stages.untrusted import open_regular
 
 Row = dict[str, Any]
 
 BATCH = 64  # files per record batch: at a few milliseconds per file, a kill loses less than a second of work
 NAMED = 5  # rejected files that the summary names
+UNKNOWN = {"image_id": "", "format": "", "mode": "", "width": 0, "height": 0, "frames": 0, "rejected": None, "detail": ""}
 
 
-def wanted_images(run: Run[Any]) -> pa.Table:
+@dataclass(frozen=True)
+class ImagesConfig:
+    """The section [images]: the image folder, and the limits on the size of an image."""
+
+    folder: str | tuple[FolderConfig, ...] = selects(
+        "images",
+        "image folder, searched with all folders below it; relative to the project; or several [[images.folder]] with path",
+        path=True,
+    )
+    layout: Literal["auto", "plain"] = selects(
+        "auto", "auto: kohya's folder names are read (10_ohwx cat: 10 repeats; reg: regularisation); plain: they mean nothing"
+    )
+    references: tuple[str, ...] | None = selects(
+        None,
+        'folders of references for edit training, such as ["before"]: before/cat.png is a reference of cat.png; unset: control, '
+        "control_1 and so on, and cat_in.png for cat_out.png; []: none",
+    )
+    min_side: int = setting(
+        64, "shortest side that is used, pixels; a smaller image has fewer than 4 tokens across", bounds=(1, 65536)
+    )
+    max_pixels: int = setting(
+        MAX_PIXELS,
+        f"width x height above which a file is refused as a decompression bomb, pixels; at most {CEILING}",
+        bounds=(1, CEILING),
+    )
+    max_bytes: int = setting(
+        MAX_BYTES,
+        f"size of a file above which it is refused unread, bytes; at most {CEILING_BYTES}: it is read whole",
+        bounds=(1, CEILING_BYTES),
+    )
+    workers: int = runtime(4, "threads that read and decode; a disk is rarely faster with more", bounds=(1, 64))
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if isinstance(self.folder, str) and not self.folder.strip():
+            raise ValueError(f'folder must name the image folder, such as "images", got "{self.folder}"')
+        for name in self.references or ():
+            if not name.strip("/. ") or name.startswith("/") or ".." in name.split("/"):
+                raise ValueError(f'references must name folders below the image folder, such as "before", got "{name}"')
+        for use in (False, True):
+            weighted = {each.weight is not None for each in self.folders if each.regularisation is use}
+            if len(weighted) > 1:
+                raise ValueError("folder must have a weight in every [[images.folder]] or in none, got both")
+
+    @property
+    def folders(self) -> tuple[FolderConfig, ...]:
+        """The entries [[images.folder]]; empty if `folder` is a single path."""
+        return self.folder if isinstance(self.folder, tuple) else ()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """As the user wrote them."""
+        return tuple(each.path for each in self.folders) if isinstance(self.folder, tuple) else (self.folder,)
+
+
+# One file
+
+
+def may_be_image(path: str) -> bool:
+    """By its suffix, or the lack of one."""
+    suffix = Path(path).suffix.lower()
+    return not suffix or suffix in IMAGE_SUFFIXES
+
+
+def examine(folder: Path, file: Row, *, min_side: int, max_pixels: int, max_bytes: int) -> Row:
+    """The row of the table `images`. A file that cannot be used has the reason in `rejected`; nothing is raised."""
+    row: Row = {**dict.fromkeys(IMAGES.batch.names), **file, **UNKNOWN}
+    suffix = Path(row["path"]).suffix.lower()
+    try:
+        if not may_be_image(row["path"]):
+            raise ImageError("unsupported", f"{suffix} files are not read: convert it to JPEG or PNG")
+        _read(folder / row["path"], max_pixels, max_bytes, row)
+        if min(row["width"], row["height"]) < min_side:
+            size = f"{row['width']} x {row['height']}"
+            raise ImageError("too_small", f"{size}: its shorter side is below images.min_side = {min_side}")
+    except ImageError as error:
+        row |= {"rejected": error.reason, "detail": error.detail}
+    # Such a file need not be an image, so it is not called damaged.
+    if not suffix and row["rejected"] in ("unreadable", "truncated"):
+        row |= {
+            "image_id": "",
+            "rejected": "unsupported",
+            "detail": "the file has no suffix and holds no image in a known format",
+        }
+    return {name: row[name] for name in IMAGES.batch.names}
+
+
+def _read(path: Path, max_pixels: int, max_bytes: int, row: Row) -> None:
+    """Add the facts of the file to `row`. After an ImageError, `row` has at most `image_id`."""
+    try:
+        # Opened once, so that all values describe the same bytes even if another file is renamed to this path.
+        with _opened(path, max_bytes) as file, ROOM.taken(min(pixel_count(file), max_pixels)):
+            try:
+                row |= vars(probe(file, max_pixels))
+            except ImageError as error:
+                # A damaged file keeps its hash and is not read again while it is unchanged. An unsupported one has none: a
+                # decoder may be installed later.
+                if error.reason != "unsupported":
+                    row["image_id"] = file_sha256(file)
+                raise
+            row["image_id"] = file_sha256(file)
+    except FileNotFoundError:
+        raise ImageError("unreadable", "the file is gone, is a broken link, or has a name that is not UTF-8") from None
+    except OSError as error:
+        raise ImageError("unreadable", f"the file cannot be read: {error.strerror or type(error).__name__}") from error
+
+
+def _opened(path: Path, max_bytes: int) -> BinaryIO:
+    inside = packed.split(path) is not None
+    try:
+        data = packed.read_member(path) if inside else b""
+    except ValueError as error:
+        raise ImageError("unreadable", str(error)) from None
+    size = len(data) if inside else path.stat().st_size
+    if size > max_bytes:
+        raise ImageError("too_large", f"{size:,} bytes, more than images.max_bytes = {max_bytes:,}")
+    if not size:  # also the endless files of /proc
+        raise ImageError("unreadable", "the row holds no bytes of an image" if inside else "the file is empty")
+    try:
+        return io.BytesIO(data) if inside else open_regular(path, max_bytes)
+    except ValueError:
+        raise ImageError("unreadable", "not a regular file") from None
+
+
+def mark_duplicates(rows: Iterable[Row]) -> list[Row]:
+    """All rows in the given order. Of rows with one image_id the first path stays, subject before regularisation."""
+
+    def group(row: Row) -> tuple[str, bool]:
+        # A reference may have the bytes of an image.
+        return row["image_id"], row["use"] == USE
+
+    rows, first = list(rows), dict[tuple[str, bool], str]()
+    decoded = [row for row in rows if row["rejected"] in (None, "duplicate")]
+    for row in sorted(decoded, key=lambda row: (row["use"] or "", row["path"])):
+        first.setdefault(group(row), row["path"])
+    marked = []
+    for row in rows:
+        path = first.get(group(row), row["path"])
+        if row["rejected"] not in (None, "duplicate"):
+            marked.append(row)
+        elif row["path"] == path:
+            marked.append(row | {"rejected": None, "detail": ""})
+        else:
+            marked.append(row | {"rejected": "duplicate", "detail": f"the same bytes as {path}"})
+    return marked
+
+
+# The stage
+
+
+def wanted_images(run: Run[ImagesConfig]) -> pa.Table:
     """FILE_COLUMNS, by which an unchanged file is recognised, and RULES, which follow from its folder."""
-    folder = run.needs["image_folder"]
-    files = run.once(_listing).files
-    if not any(may_be_image(row["path"]) for row in files):
-        raise ValueError(no_images(folder))
-    paths, read_names = [row["path"] for row in files], run.config.layout == "auto"
-    found = rules(paths, roots(run.config, folder, run.root), read_names)
-    given = run.config.references
-    if read_names or given is not None:
-        pictures = [path for path in paths if may_be_image(path)]
-        found |= reference_rules(pictures, given)
-    check_rules(found, folder)
-    schema = pa.schema([IMAGES.batch.field(name) for name in (*FILE_COLUMNS, *RULES)])
-    return pa.Table.from_pylist([row | found[row["path"]] for row in files], schema=schema)
+    return _wanted(run.once(_listing).files)
 
 
-def unread_images(run: Run[Any]) -> pa.Table:
+def unread_images(run: Run[ImagesConfig]) -> pa.Table:
     """Files that an earlier run could not read: a decoder may have been installed since, or a permission given."""
     unread = {_file(row) for row in _rows(run.output.stored) if not row["image_id"]}
-    wanted = wanted_images(run) if unread else IMAGES.batch.empty_table().select([*FILE_COLUMNS, *RULES])
-    return wanted.filter(pa.array([_file(row) in unread for row in wanted.to_pylist()], pa.bool_()))
+    return _wanted([row for row in run.once(_listing).files if _file(row) in unread])
 
 
-def _listing(run: Run[Any]) -> Listing:
-    folder: Path = run.needs["image_folder"]
-    return scan(folder, [root.path for root in roots(run.config, folder, run.root)])
+def _wanted(files: list[Row]) -> pa.Table:
+    return pa.Table.from_pylist(files, schema=pa.schema([IMAGES.batch.field(name) for name in (*FILE_COLUMNS, *RULES)]))
 
 
-def examine_images(run: Run[Any]) -> Iterator[pa.RecordBatch]:
+def _listing(run: Run[ImagesConfig]) -> Listing:
+    """The files of the image folder, with their RULES. Raises ValueError if there is no image to train on."""
+    folder, config = run.needs["image_folder"], run.config
+    below = roots(config.folders, folder, run.root)
+    listing = scan(folder, [root.path for root in below])
+    paths = [row["path"] for row in listing.files]
+    pictures = [path for path in paths if may_be_image(path)]
+    if not pictures:
+        raise ValueError(no_images(folder))
+    read_names = config.layout == "auto"
+    found = rules(paths, below, read_names)
+    if read_names or config.references is not None:
+        found |= reference_rules(pictures, config.references)
+    check_rules(found, folder)
+    return Listing([row | found[row["path"]] for row in listing.files], listing.masks)
+
+
+def examine_images(run: Run[ImagesConfig]) -> Iterator[pa.RecordBatch]:
     """The rows of the pending files, each from its own file alone: `finish_images` marks duplicates."""
     stored = {row["path"]: row for row in _rows(run.output.stored)}
     pending = sorted(run.output.pending.to_pylist(), key=_path)
@@ -85,7 +262,7 @@ def _row_of(stored: dict[str, Row], read: Callable[[Row], Row], file: Row) -> Ro
     return read(file)
 
 
-def _until_stop(run: Run[Any], pool: ThreadPoolExecutor, read: Callable[[Row], Row], files: list[Row]) -> Iterator[Row]:
+def _until_stop(run: Run[ImagesConfig], pool: ThreadPoolExecutor, read: Callable[[Row], Row], files: list[Row]) -> Iterator[Row]:
     """`read(file)` of each, in order. After a stop no call begins, but those that have begun are yielded."""
     waiting: deque[Future[Row]] = deque()
     todo = iter(files)
@@ -99,12 +276,7 @@ def _until_stop(run: Run[Any], pool: ThreadPoolExecutor, read: Callable[[Row], R
             yield future.result()
 
 
-def opened_files(run: Run[Any]) -> Iterator[Path]:
-    folder: Path = run.needs["image_folder"]
-    yield from (packed.file_to_open(folder / path) for path in run.output.pending["path"].to_pylist())
-
-
-def finish_images(run: Run[Any]) -> Iterator[pa.RecordBatch]:
+def finish_images(run: Run[ImagesConfig]) -> Iterator[pa.RecordBatch]:
     listing = run.once(_listing)
     stored = {_file(row): row for row in _rows(run.output.stored)}
     pending = [_file(row) for row in run.output.pending.to_pylist()]
@@ -136,18 +308,17 @@ def _batches(rows: list[Row]) -> Iterator[pa.RecordBatch]:
         yield pa.RecordBatch.from_pylist(rows[start : start + BATCH], schema=IMAGES.batch)
 
 
-def _summarise(run: Run[Any], rows: list[Row], masks: int) -> None:
+def _summarise(run: Run[ImagesConfig], rows: list[Row], masks: int) -> None:
     rejected = [row for row in rows if row["rejected"]]
     counts = sorted(Counter(row["rejected"] for row in rejected).items())
     reasons = "".join(f", {count} {reason}" for reason, count in counts)
     skipped = f"; {masks} more {'is a mask' if masks == 1 else 'are masks'} of other images" if masks else ""
-    for line in (*describe(rows), *near_misses(row["path"] for row in rows)):
+    for line in describe(rows):
         run.report.say(line)
     run.report.say(f"{len(rows)} files: {len(rows) - len(rejected)} usable{reasons}{skipped}")
     if rejected:
-        names = ", ".join(f"{row['path']} ({row['rejected']})" for row in rejected[:NAMED])
-        more = f" and {len(rejected) - NAMED} more" if len(rejected) > NAMED else ""
-        run.report.say(f"not used: {names}{more}")
+        names = [f"{row['path']} ({row['rejected']})" for row in rejected]
+        run.report.say(f"not used: {first_names(names, NAMED)}")
 
 
 STAGE = Stage(
@@ -160,5 +331,5 @@ STAGE = Stage(
     version=2,
     finish=finish_images,
     redo=unread_images,
-    opens=opened_files,
+    opens=packed.pending_files,
 )

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from stages.run import Run
+
 SUFFIXES = frozenset({".tar", ".parquet", ".arrow"})
 INDEXES = 64  # files whose names are kept in memory
 TEXT_COLUMNS = ("text", "caption", "prompt")  # columns, and keys of a JSON file in a tar, that may hold captions
@@ -44,6 +46,12 @@ def file_to_open(path: Path) -> Path:
     """The path itself, or the file that holds the image."""
     found = split(path)
     return found[0] if found else path
+
+
+def pending_files(run: Run[Any]) -> Iterator[Path]:
+    """The files that reading the images of the pending rows opens."""
+    folder: Path = run.needs["image_folder"]
+    yield from (file_to_open(folder / path) for path in run.output.pending["path"].to_pylist())
 
 
 def members(file: Path) -> dict[str, Member]:

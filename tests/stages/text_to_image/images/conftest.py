@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.text_to_image.images import examine
+from stages.text_to_image.images import stage as images
 from tests.stages.text_to_image.images.folders import Project
 
 
@@ -14,11 +14,11 @@ def project(tmp_path):
 @pytest.fixture
 def probed(monkeypatch):
     """The paths of the files decoded since the list was last cleared."""
-    calls, real = [], examine.probe
+    calls, real = [], images.probe
 
     def counting(file, max_pixels):
         calls.append(file.name)
         return real(file, max_pixels)
 
-    monkeypatch.setattr(examine, "probe", counting)
+    monkeypatch.setattr(images, "probe", counting)
     return calls

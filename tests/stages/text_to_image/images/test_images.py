@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from stages.text_to_image.images import examine, layout
+from stages.text_to_image.images import folder
 from stages.text_to_image.images import stage as images
-from stages.text_to_image.images.scan import scan
+from stages.text_to_image.images.folder import scan
 from stages.text_to_image.images.stage import STAGE, ImagesConfig
 from tests.stages.text_to_image.images.folders import Project, draw
 
@@ -141,14 +141,14 @@ def test_a_run_stopped_after_any_batch_ends_where_an_unbroken_one_ends(tmp_path,
 
 def stop_at(monkeypatch, name):
     """Return a `stop` that is True once the file `name` is decoded."""
-    stop, real = threading.Event(), examine.probe
+    stop, real = threading.Event(), images.probe
 
     def probe(file, max_pixels):
         if file.name.endswith(name):
             stop.set()
         return real(file, max_pixels)
 
-    monkeypatch.setattr(examine, "probe", probe)
+    monkeypatch.setattr(images, "probe", probe)
     return stop.is_set
 
 
@@ -211,6 +211,10 @@ def test_a_missing_or_empty_folder_is_an_error_that_names_the_remedy(project):
     (project.source / "a.txt").write_text("only a caption")
     with pytest.raises(ValueError, match="holds no images"):
         project.context()
+    for name in ("a.zip", "b.zip"):
+        (project.source / name).write_bytes(b"PK")
+    with pytest.raises(ValueError, match=r"but 2 \.zip files, such as a\.zip: unpack them first$"):
+        project.context()
     project.source = project.folder / "image"
     with pytest.raises(ValueError, match=r'does not exist: .* set images.folder; did you mean "images"\?'):
         project.context()
@@ -241,9 +245,9 @@ def test_the_output_of_a_project_that_lies_in_its_own_image_folder_becomes_no_ro
 
 def test_equal_images_with_references_of_their_own_count_as_one_image():
     def row(path: str, image_id: str, of: str | None = None, rejected: str | None = None) -> dict:
-        about = {"folder": "control", "use": "reference", "reference_of": of} if path.startswith("control") else layout.NOTHING
-        return {"path": path, "image_id": image_id, "rejected": rejected, "offset": None} | layout.NOTHING | about
+        about = {"folder": "control", "use": "reference", "reference_of": of} if path.startswith("control") else folder.NOTHING
+        return {"path": path, "image_id": image_id, "rejected": rejected, "offset": None} | folder.NOTHING | about
 
     rows = [row("a.png", "A"), row("b.png", "A", rejected="duplicate"), row("c.png", "C"), row("d.png", "D", rejected="damaged")]
     rows += [row(f"control/{name}.png", name.upper() * 2, of=f"{name}.png") for name in "abd"]
-    assert list(layout.describe(rows)) == ["paired images: 2 references in control/ for 1 of 2 images"]
+    assert list(folder.describe(rows)) == ["paired images: 2 references in control/ for 1 of 2 images"]

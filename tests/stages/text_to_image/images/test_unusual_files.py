@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stages.text_to_image.images.scan import scan
+from stages.text_to_image.images.folder import scan
 from stages.text_to_image.images.stage import STAGE
 from tests.harness import run
 from tests.stages.text_to_image.images.folders import draw

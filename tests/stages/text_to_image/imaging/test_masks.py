@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stages.text_to_image.images.scan import scan
+from stages.text_to_image.images.folder import scan
 from stages.text_to_image.imaging import masks
 from stages.text_to_image.imaging.decode import open_alpha
 from stages.text_to_image.latents.stage import STAGE

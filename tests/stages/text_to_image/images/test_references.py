@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.text_to_image.imaging.usable import pair_references
+from stages.text_to_image.images.folder import pair_references
 
 
 @pytest.mark.parametrize(
