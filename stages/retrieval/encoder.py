@@ -149,12 +149,7 @@ class Encoder:
         """Float32 (tokens, width) per text, each vector of length 1. The texts are computed together, padded to the longest."""
         if not many:
             return []
-        longest = max(-(-len(ids) // MULTIPLE) * MULTIPLE for ids in many)
-        ids_BL = np.zeros((len(many), longest), np.int32)
-        real_BL = np.zeros((len(many), longest), bool)
-        for row, ids in enumerate(many):
-            ids_BL[row, : len(ids)] = ids
-            real_BL[row, : len(ids)] = True
+        ids_BL, real_BL = padded(many, MULTIPLE)
         [vectors_BLE] = self.forward(ids=[mx.array(ids_BL)], real=[mx.array(real_BL)])
         found = np.array(vectors_BLE)
         return [found[row, : len(ids)] for row, ids in enumerate(many)]
@@ -173,6 +168,16 @@ class Encoder:
         """The text of each token of a query, in the order of its vectors."""
         assert self.tokenizer is not None, "this encoder has no tokenizer"
         return self.tokenizer.pieces(self.query_ids(text).tolist())
+
+
+def padded(many: Sequence[np.ndarray], step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Int32 ids padded with 0, and the mask, False for padding: (sequences, longest rounded up to `step`)."""
+    length = -(-max(len(ids) for ids in many) // step) * step
+    ids_NL, real_NL = np.zeros((len(many), length), np.int32), np.zeros((len(many), length), bool)
+    for row, ids in enumerate(many):
+        ids_NL[row, : len(ids)] = ids
+        real_NL[row, : len(ids)] = True
+    return ids_NL, real_NL
 
 
 def load_encoder(

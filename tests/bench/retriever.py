@@ -80,7 +80,7 @@ def measure_mlx(case: RetrieverCase) -> dict[str, float]:
 
 def random_batch(case: RetrieverCase) -> Any:
     """Return a batch of random pairs without padding."""
-    from stages.retrieval.train.reader import PairBatch
+    from stages.retrieval.train.data import PairBatch
 
     query, document = case.ids()
     groups = np.arange(case.batch, dtype=np.int32)

@@ -11,9 +11,8 @@ from stages.models.attention import slow_exp
 from stages.models.family import RetrieverArchitecture
 from stages.models.t5.model import T5Config
 from stages.retrieval.train.config import TrainConfig, bits_of
-from stages.retrieval.train.dataset import Dataset
+from stages.retrieval.train.data import DOCUMENT_STEP, QUERY_STEP, Dataset
 from stages.retrieval.train.objective import zero_inputs
-from stages.retrieval.train.reader import DOCUMENT_STEP, QUERY_STEP
 from stages.tuner.adapters.stacks import Stacks
 from stages.tuner.blockwise import planner
 from stages.tuner.blockwise.device import memory_budget

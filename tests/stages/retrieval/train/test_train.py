@@ -14,9 +14,9 @@ import pytest
 
 from pipeline.project.project import Project
 from stages.retrieval.encoder import read_adapter
+from stages.retrieval.train.data import PairBatch, PairReader
 from stages.retrieval.train.objective import _join, _parts, training_loss
-from stages.retrieval.train.reader import PairBatch, PairReader
-from stages.retrieval.train.task import PairTask, length_pools
+from stages.retrieval.train.stage import PairTask, length_pools
 from tests import projects
 from tests.stages.retrieval import project
 
