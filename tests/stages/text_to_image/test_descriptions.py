@@ -150,6 +150,18 @@ def test_a_wrong_answer_is_one_line_with_the_image(project: Path, server: Server
     assert "\n" not in str(error.value)
 
 
+def test_an_empty_answer_is_said_counts_as_no_caption_and_is_asked_for_again(project: Path, server: Server) -> None:
+    server.answer = {"choices": [{"message": {"content": " \n"}}]}
+    lines = run(project, "images", "descriptions")
+    assert any("wrote nothing for 3 images" in line and "picture1.png" in line for line in lines)
+    with pytest.raises(ValueError, match="3 of 4 images have no caption"):
+        run(project, "captions")
+    server.answer = None
+    assert any("3 captions written" in line for line in run(project, "descriptions"))
+    run(project, "descriptions", "captions")
+    assert len(server.asked) == 6 and captions(project)["picture1.png"][0] == "description"
+
+
 def test_a_silent_server_times_out_with_one_line_and_keeps_what_was_written(project: Path, server: Server) -> None:
     run(project, "images")
     server.stall_after = 2
