@@ -20,7 +20,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.store.disk import format_bytes as format_bytes  # shown beside the other numbers with units
 from stages.hashing import hashing_shown
 
 WAIT_SECONDS = 1.0  # the bar appears after this time, since a stage that has nothing to do is over by then

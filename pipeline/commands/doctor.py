@@ -13,7 +13,8 @@ import click
 
 import stages
 from pipeline.machine import Machine, examine, facts, problems
-from pipeline.terminal import fold, format_bytes, format_table
+from pipeline.store.disk import format_bytes
+from pipeline.terminal import fold, format_table
 from stages.pipelines import load
 
 PLANS = (

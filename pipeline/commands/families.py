@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import stages
-from pipeline.terminal import format_bytes, format_table
+from pipeline.store.disk import format_bytes
+from pipeline.terminal import format_table
 from stages.pipelines import load
 
 if TYPE_CHECKING:

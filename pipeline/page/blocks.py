@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.commands.status import states
 from pipeline.page.catalog import PER_PAGE, Catalog, Row, errors_as_text, page_number
 from pipeline.page.texts import editor_data
-from pipeline.terminal import format_bytes
+from pipeline.store.disk import format_bytes
 from stages.page import Block, Cards, Chart, Editor, Listing, Sheet
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.store.disk import abandoned, atomic_write, delete
 from pipeline.store.lock import Lock, lock_holder
 
 HOLD = "import sys, time; from pathlib import Path; from pipeline.store.lock import Lock\nwith Lock(Path(sys.argv[1])):\n"
@@ -86,3 +87,21 @@ def test_who_looks_at_a_lock_never_makes_a_writer_fail(tmp_path: Path, monkeypat
         with Lock(path):
             assert len(tries) == 2 and f"process {os.getpid()} " in lock_holder(path)
         assert lock_holder(path) == "", number
+
+
+def test_a_write_goes_on_in_another_folder_when_a_cleaning_takes_its_new_one_for_abandoned(tmp_path: Path, monkeypatch):
+    flock, cleaning = fcntl.flock, abandoned(tmp_path)
+    taken: list[Path] = []
+
+    def clean_first(handle: int, operation: int) -> None:
+        if not taken:
+            monkeypatch.setattr("fcntl.flock", flock)
+            taken.append(next(cleaning))
+        flock(handle, operation)
+
+    monkeypatch.setattr("fcntl.flock", clean_first)
+    with atomic_write(tmp_path / "a.txt") as temporary:
+        delete(taken[0])
+        cleaning.close()
+        temporary.write_text("whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
