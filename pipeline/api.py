@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from pipeline.commands import own
 from pipeline.project import project
 from pipeline.project.config import Overrides
 from stages.pipelines import load
@@ -69,7 +70,7 @@ class Project(project.Project):
 
     def panel(self, name: str) -> pa.Table:
         """Rows of a stored query of the pipeline. Raises ValueError, with the nearest name, if there is none of that name."""
-        from pipeline.commands.panel import answer_panel
+        from pipeline.commands.query import answer_panel
 
         self.refresh()
         return answer_panel(self, name)
@@ -104,11 +105,12 @@ class Project(project.Project):
         return found
 
     def __getattr__(self, name: str) -> Any:
-        """Methods that the project's pipeline adds (`Pipeline.methods`)."""
-        # `pipeline` is missing until __init__ has set it: to look it up below would recurse.
-        if name.startswith("_") or name == "pipeline" or name not in self.pipeline.methods:
+        """Methods that the project's pipeline adds (`pipeline.commands.Own.methods`)."""
+        # `config` is missing until __init__ has set it: to look it up below would recurse.
+        methods = {} if name.startswith("_") or name == "config" else own(self.config.project.pipeline).methods
+        if name not in methods:
             raise AttributeError(f"Project has no attribute {name!r}")
-        return functools.partial(load(self.pipeline.methods[name]), self)
+        return functools.partial(load(methods[name]), self)
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self.pipeline.methods]
+        return [*super().__dir__(), *own(self.config.project.pipeline).methods]

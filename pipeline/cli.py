@@ -21,13 +21,13 @@ LONGEST = 1600  # characters of an error's line
 STOPPED = 130  # the shell's code for Ctrl-C
 GENERIC = {
     name: f"pipeline.commands.{name}:command"
-    for name in (
-        *("init", "doctor", "plan", "run", "launch", "status", "query", "panel", "runs", "compare", "follow"),
-        *("verify", "clean", "families"),
-    )
+    for name in (*("init", "doctor", "plan", "run", "status", "query", "runs", "follow", "verify", "clean", "families"),)
 }
 GENERIC |= {
-    "best": "pipeline.commands.compare:best_command",
+    "launch": "pipeline.commands.run:launch_command",
+    "panel": "pipeline.commands.query:panel_command",
+    "compare": "pipeline.commands.runs:compare_command",
+    "best": "pipeline.commands.runs:best_command",
     "view": "pipeline.page.command:command",
     "report": "pipeline.page.command:report_command",
 }
@@ -95,22 +95,22 @@ def stage_names(arguments: Sequence[str]) -> list[str]:
 def command_groups(arguments: Sequence[str]) -> Iterator[tuple[str, Mapping[str, str]]]:
     """(title, name -> "module:attribute"); last the group of the project's pipeline, if it is not built in."""
     import stages
+    from pipeline.commands import own
 
     yield "Commands", GENERIC
     for name in stages.PIPELINES:
-        pipeline = stages.pipeline(name)
-        yield f"Commands of {name}: {pipeline.doc}", pipeline.commands
-    own = own_pipeline(arguments)
-    if own and own not in stages.PIPELINES:
-        yield f"Commands of {own}", own_commands(arguments)
+        yield f"Commands of {name}: {stages.pipeline(name).doc}", own(name).commands
+    chosen = own_pipeline(arguments)
+    if chosen and chosen not in stages.PIPELINES:
+        yield f"Commands of {chosen}", own_commands(arguments)
 
 
 def own_commands(arguments: Sequence[str]) -> Mapping[str, str]:
-    import stages
+    from pipeline.commands import own
 
-    own = own_pipeline(arguments)
+    chosen = own_pipeline(arguments)
     with contextlib.suppress(ValueError):  # opening the project reports it
-        return stages.pipeline(own).commands if own else {}
+        return own(chosen).commands if chosen else {}
     return {}
 
 

@@ -14,6 +14,7 @@ from decimal import Decimal
 from types import TracebackType
 from typing import Any
 
+import click
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
@@ -27,6 +28,16 @@ QUIET_SECONDS = 15.0  # without a terminal, seconds from one progress line to th
 NARROWEST = 12  # characters; text columns are not folded below this width
 
 ProgressCallback = Callable[[str, int, int, str], None]  # (stage, done, total, unit)
+Say = Callable[[str], None]
+
+
+def silent(line: str) -> None:
+    """The default of `say`."""
+
+
+def say_aside(line: str) -> None:
+    """On standard error, beside the answer of a command."""
+    click.echo(line, err=True)
 
 
 class Rate(ProgressColumn):

@@ -1,4 +1,4 @@
-"""A pipeline as a value: its stages in order, the resources that they may need, and what it adds to the commands."""
+"""A pipeline as a value: its stages in order, the resources that they may need, and what commands ask about it."""
 
 # Imports nothing large, so that a pipeline's commands are listed quickly.
 from __future__ import annotations
@@ -99,10 +99,7 @@ class Pipeline:
     stages: Mapping[str, str]  # table -> module whose STAGE writes it, in the order of the chain
     resources: Mapping[str, Resource] = field(default_factory=dict)  # what stages may need, by name
     families: str = ""  # the table of model families, name -> record; empty: the pipeline uses no model
-    results: tuple[str, ...] = ()  # tables that `clean` keeps, because a user came for them
-    template: str = ""  # a Template: what `latentmill init` asks for and writes
-    commands: Mapping[str, str] = field(default_factory=dict)  # command -> a click command; its help is the docstring
-    methods: Mapping[str, str] = field(default_factory=dict)  # method of the Python API -> function(project, ...)
+    results: tuple[str, ...] = ()  # tables that `clean` keeps, because a user came for them; the main one first
     tables: Mapping[str, str] = field(default_factory=dict)  # tables that a command writes, not a stage -> their TableSchema
     views: Mapping[str, View] = field(default_factory=dict)
     follow: str = ""  # a Chain: how `latentmill follow` traces one input through the tables

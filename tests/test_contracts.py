@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +34,14 @@ BREAKS = {  # contract -> a module and an import in it that the contract forbids
     ),
     "The tuner knows no stage and no table": ("stages/tuner/draws.py", "import stages.stage"),
     "Inside the pipeline: commands > project > store": ("pipeline/project/config.py", "import pipeline.runner"),
+    "Commands of every pipeline import none of one pipeline, and those of one import none of another": (
+        "pipeline/commands/plan.py",
+        "import pipeline.commands.text_to_image.export",
+    ),
+    "Of the pipeline package, only a pipeline's own commands import its stages": (
+        "pipeline/commands/plan.py",
+        "import stages.text_to_image.buckets",
+    ),
     "The store knows no stage": ("pipeline/store/disk.py", "import stages.settings"),
     "Inside the store: table > repair > shards, index, rows > checksums > lock, disk": (
         "pipeline/store/lock.py",
@@ -78,6 +88,17 @@ def test_an_import_against_a_contract_breaks_it(name, source, tmp_path):
     file = tmp_path / "copy" / path
     file.write_text(f"{file.read_text()}\n\n{line}\n")
     assert f"{name} BROKEN" in lint(tmp_path / "copy")
+
+
+UPWARDS = {"schemas": ("stages", "pipeline", "data", "tests"), "stages": ("pipeline", "data", "tests")}
+
+
+@pytest.mark.parametrize("package", UPWARDS)
+def test_no_text_names_a_module_of_a_package_above(package):
+    name = re.compile(rf"({'|'.join(UPWARDS[package])})\.[\w.]*(:\w*)?")
+    for path in sorted((ROOT / package).rglob("*.py")):
+        texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+        assert not [text for text in texts if isinstance(text, str) and name.fullmatch(text)], path
 
 
 def test_every_pipeline_is_under_the_contract_that_keeps_pipelines_apart():

@@ -167,7 +167,7 @@ def test_the_exported_adapter_gives_our_velocity_in_diffusers(project, reference
     import mlx.core as mx
     import torch
 
-    from pipeline.commands.export import export_run
+    from pipeline.commands.text_to_image.export import export_run
     from stages.models.flux2.adapters import read_adapter
     from stages.models.flux2.load import load_flux2
     from stages.models.flux2.transformer import image_ids, text_ids

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import stages
+from pipeline.commands import own
 from schemas.table import TableSchema
 from stages.pipelines import Pipeline
 
@@ -46,7 +47,9 @@ def test_a_stage_its_table_its_section_its_schema_its_target_and_its_tests_have_
 
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: p.name)
 def test_what_a_pipeline_refers_to_by_text_exists(pipeline: Pipeline):
-    references = [*pipeline.commands.values(), *pipeline.methods.values(), pipeline.families, pipeline.follow]
+    mine = own(pipeline.name)
+    references = [*mine.commands.values(), *mine.methods.values(), mine.template, mine.unused, mine.probes]
+    references += [pipeline.families, pipeline.follow]
     for reference in filter(None, references):
         module, _, attribute = reference.partition(":")
         assert hasattr(import_module(module), attribute), reference

@@ -89,3 +89,12 @@ def test_the_life_of_one_image_names_at_most_twelve_steps_in_files_that_exist():
         assert (ROOT / first).is_file(), first
         for name in re.findall(r"`([\w/]+\.py)`", step)[1:]:
             assert any((ROOT / start / name).is_file() for start in (".", Path(first).parent)), name
+
+
+def test_every_stored_query_that_a_page_names_exists_and_is_asked_by_make_panel():
+    from stages.retrieval.views import PANELS as OTHERS
+
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "data").rglob("*.md"))))
+    assert "make query NAME=" not in text
+    named = re.findall(r"(?:make panel NAME=|latentmill panel )(\w+)`", text)
+    assert "hurting" in named and set(named) <= {panel.name for panel in (*PIPELINE.panels, *OTHERS)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from data.experiments.results import DROPOUT, GUIDANCE, PRESERVED, Results
-from pipeline.commands.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, Curve, Panel
+from pipeline.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, Curve, Panel
 
 STYLE = "style (0: base, 1: real pictures)"
 COLORS = {"0": ORANGE, "0.1": BLUE, "0.5": GREEN}  # by caption dropout

@@ -32,7 +32,16 @@ import pyarrow as pa
 
 from data.experiments.in_memory import MemoryTables
 from data.experiments.processes import run_all
-from pipeline.commands.evaluate import PERCENTILES, RESAMPLES, Row, auc, group_rows, mean_difference, pair_by_prompt, values
+from pipeline.commands.text_to_image.evaluate import (
+    PERCENTILES,
+    RESAMPLES,
+    Row,
+    auc,
+    group_rows,
+    mean_difference,
+    pair_by_prompt,
+    values,
+)
 from pipeline.project.project import Project
 
 LOG = logging.getLogger("recipes")

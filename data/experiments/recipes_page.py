@@ -13,7 +13,7 @@ from typing import Any
 from data.experiments.recipes import COLUMNS, RATE, interval, read_rows
 from data.experiments.report import with_table
 from data.experiments.tables import markdown
-from pipeline.commands.plots import BLUE, GREY, ORANGE, Curve, Panel, save
+from pipeline.plots import BLUE, GREY, ORANGE, Curve, Panel, save
 
 FOLDER = Path(__file__).parent
 ROWS, PAGE, CHART = "recipes.jsonl", "recipes.md", "recipes.png"

@@ -13,7 +13,7 @@ from pathlib import Path
 from data.experiments.charts import CHARTS
 from data.experiments.results import Results, read
 from data.experiments.tables import TABLES
-from pipeline.commands.plots import save
+from pipeline.plots import save
 
 FOLDER = Path(__file__).parent
 PAGE = "README.md"

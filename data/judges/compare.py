@@ -19,7 +19,7 @@ import numpy as np
 
 from data.judges import texts
 from data.judges.convert import SOURCE_SHA256, fold, read_released
-from pipeline.commands import evaluate
+from pipeline.commands.text_to_image import evaluate
 from pipeline.project.project import Project
 from stages.models.efficientnet import EfficientNet
 from stages.text_to_image.scores.encoders import ImageEncoder

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.commands.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, Curve, Panel, save
+from pipeline.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, Curve, Panel, save
 from stages.text_to_image.families import family
 from stages.text_to_image.train.config import NoiseConfig
 from stages.tuner.diffusion.noise import BASES, Base, SigmaDistribution

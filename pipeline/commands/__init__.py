@@ -1,5 +1,33 @@
-"""One file per command of `latentmill`: the click command, an object named `command`, and the functions that do the work.
+"""Commands that every pipeline has, one module each; those of one pipeline are in a folder of its name.
 
-Heavy imports stand inside functions, so that --help answers at once. A pipeline's own commands are listed in
-`Pipeline.commands`.
+`latentmill --help` lists them all by the record below, without an import of what they need.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+
+import stages
+
+
+@dataclass(frozen=True)
+class Own:
+    """What one pipeline adds to the command line and the Python API, as "module:attribute", imported at its first use."""
+
+    commands: Mapping[str, str] = field(default_factory=dict)  # command -> a click command; its help is the docstring
+    methods: Mapping[str, str] = field(default_factory=dict)  # method of `Project` -> function(project, ...)
+    template: str = ""  # a Template: what `latentmill init` asks for and writes
+    unused: str = ""  # function(project) -> files outside the tables that the present settings do not use; `clean` deletes them
+    probes: str = ""  # function(family, budget in bytes) -> {title: function() -> figures}: the probes of `doctor --measure`
+
+
+def own(pipeline: str) -> Own:
+    """OWN of pipeline.commands.NAME for a pipeline of this program, or of the module of a project's own pipeline.
+
+    Raises ValueError if there is no such pipeline.
+    """
+    stages.pipeline(pipeline)
+    found: Own = getattr(import_module(f"{__name__}.{pipeline}" if pipeline in stages.PIPELINES else pipeline), "OWN", Own())
+    return found

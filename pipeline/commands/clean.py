@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipeline.commands import own
 from pipeline.options import with_project
 from pipeline.store.disk import TEMPORARY, abandoned, delete, delete_abandoned, format_bytes, size_of
 from pipeline.store.lock import Lock, lock_holder
+from stages.pipelines import load
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
@@ -45,6 +47,13 @@ def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
     for line, count in _clean_leftovers(project, dry_run):
         freed += count
         yield line
+    if find_unused := own(project.config.project.pipeline).unused:
+        for path in load(find_unused)(project):
+            size = size_of(path)
+            freed += size
+            yield f"{path.relative_to(project.path)}, which no present setting uses, {format_bytes(size)}"
+            if not dry_run:
+                delete(path)
     for name in project.stage_names:
         for line, count in _clean_table(project, name, runs or name not in project.pipeline.results, dry_run):
             freed += count
@@ -55,7 +64,14 @@ def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
 def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int]]:
     """(line, bytes) for the files of killed commands, and for damaged files that were replaced."""
     tables = project.path / "tables"
-    for folder in (project.path, project.path / "exports", project.path / "weights", tables, *tables.glob("[!.]*/")):
+    for folder in (
+        project.path,
+        project.path / "exports",
+        project.path / "weights",
+        project.path / "weights" / "converted",
+        tables,
+        *tables.glob("[!.]*/"),
+    ):
         # Temporary files that a running command has locked are not abandoned.
         for path in abandoned(folder):
             size = size_of(path)
@@ -76,6 +92,8 @@ def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int
 
 def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
     """(line, bytes) for each deletion in a stage's tables. `delete` is the permission to delete at all."""
+    from pipeline.store.table import Writer
+
     try:
         current = project.current(name)
     except ValueError as error:
@@ -87,7 +105,11 @@ def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> It
         return
     dead, rows = current.usage()["dead"], current.index.read_newest()
     if dead or current.unnamed_files(rows, rows):
-        freed = current.reclaimable_bytes() if dry_run else _collect(current, project.recipe(name))
+        if dry_run:
+            freed = current.reclaimable_bytes()
+        else:
+            with Writer(current, project.recipe(name)) as writer:
+                freed = writer.collect()
         yield f"{name}: {f'{dead} rows that are no longer wanted' if dead else 'files that no row names'}", freed
 
 
@@ -95,11 +117,15 @@ def _clean_others(name: str, current: TableFolder, delete: bool, dry_run: bool) 
     """(line, bytes) for the tables of other settings, or one line that says why they are kept."""
     from pipeline.store.table import link_table
 
-    others = _other_folders(current.folder)
+    others = sorted(
+        path for path in current.folder.parent.glob("*/") if path != current.folder and not path.name.startswith(TEMPORARY)
+    )
+    count = f"{len(others)} other configuration{'s' if len(others) > 1 else ''}"
+    described = f"{name}: {count} ({format_bytes(sum(map(size_of, others)))})"
     if others and not current.exists:  # a typing error in project.toml makes all tables those of other settings
-        yield f"{name}: {_describe(others)} kept, because the table of the present settings is not built yet", 0
+        yield f"{described} kept, because the table of the present settings is not built yet", 0
     elif others and not delete:
-        yield f"{name}: {_describe(others)} kept; --runs deletes results of other configurations", 0
+        yield f"{described} kept; --runs deletes results of other configurations", 0
     else:
         for folder in others:
             size = size_of(folder)
@@ -110,21 +136,6 @@ def _clean_others(name: str, current: TableFolder, delete: bool, dry_run: bool) 
             link_table(current)  # the link for LanceDB may lead to a deleted table
 
 
-def _other_folders(current: Path) -> list[Path]:
-    if not current.parent.is_dir():
-        return []
-    return sorted(
-        path
-        for path in current.parent.iterdir()
-        if path.is_dir() and path.name != current.name and not path.name.startswith(TEMPORARY)
-    )
-
-
-def _describe(folders: list[Path]) -> str:
-    count = f"{len(folders)} other configuration{'s' if len(folders) > 1 else ''}"
-    return f"{count} ({format_bytes(sum(map(size_of, folders)))})"
-
-
 def _delete_table(folder: Path) -> None:
     with Lock(folder / "lock"):
         hidden = folder.with_name(f"{TEMPORARY}{folder.name}")
@@ -133,10 +144,3 @@ def _delete_table(folder: Path) -> None:
         (folder / "manifest.json").unlink(missing_ok=True)
         folder.rename(hidden)
     shutil.rmtree(hidden)
-
-
-def _collect(table: TableFolder, recipe: dict[str, object]) -> int:
-    from pipeline.store.table import Writer
-
-    with Writer(table, recipe) as writer:
-        return writer.collect()

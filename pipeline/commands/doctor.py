@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 import click
 
 import stages
+from pipeline.commands import own
 from pipeline.machine import Machine, examine, facts, problems
 from pipeline.store.disk import format_bytes
 from pipeline.terminal import fold, format_table
@@ -72,10 +72,11 @@ def report(machine: Machine) -> Iterator[str]:
 
 def measure(name: str, budget: int) -> Iterator[dict[str, Any]]:
     """One dict of figures per probe, with "error" if it fails or does not fit into `budget` bytes."""
-    for title, probe in (("product", product), ("attention gradient", attention_gradient)):
+    probes: dict[str, Callable[[], dict[str, Any]]] = {"product": product, "attention gradient": attention_gradient}
+    for each in map(own, stages.PIPELINES):
+        probes |= load(each.probes)(name, budget) if each.probes else {}
+    for title, probe in probes.items():
         yield measured(title, probe)
-    for side in (512, 1024):
-        yield measured(f"training {side} px", functools.partial(training, name, side, budget))
 
 
 def measured(title: str, probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -117,38 +118,3 @@ def attention_gradient() -> dict[str, Any]:
     scores = 8 * 1536 * 1536 * dtype.size
     extra = mx.get_peak_memory() - held
     return {"extra_bytes": extra, "scores_bytes": scores, "keeps_scores": extra > scores}
-
-
-def training(name: str, side: int, budget: int, steps: int = 20) -> dict[str, Any]:
-    """Speed and memory of training on random weights, 4 bits, after a warm-up step. Raises ValueError if it does not fit."""
-    import gc
-    from dataclasses import replace
-    from statistics import median
-
-    import mlx.core as mx
-
-    from stages.text_to_image.families import family
-    from stages.text_to_image.train.memory_plan import BatchShape, MemoryEstimator, require_fit
-    from stages.text_to_image.train.profile import profile_settings, random_batch, random_training
-    from stages.tuner.memory_plan import live_bytes_limit
-
-    record = family(name)
-    architecture = record.architecture
-    config = profile_settings("adamw8bit", base_bits=4)
-    batch = BatchShape(1, side, side, record.text_tokens, architecture.pixels_per_token)
-    plan = require_fit(MemoryEstimator(config, architecture, architecture.transformer_config(None, record)), batch, budget)
-    step = random_training(record, config)
-    step.plan, step.live_bytes = plan.plan, live_bytes_limit(plan.estimate, plan.plan, budget)
-    given = random_batch(record, replace(batch, samples=1))
-    mx.reset_peak_memory()
-    seconds = []
-    for _ in range(steps + 1):
-        began = time.perf_counter()
-        step.step([given], config.lr)
-        seconds.append(time.perf_counter() - began)
-    peak = mx.get_peak_memory()
-    del step
-    gc.collect()
-    mx.clear_cache()
-    times = {"first_s": seconds[0], "s": median(seconds[1:]), "least_s": min(seconds[1:]), "most_s": max(seconds[1:])}
-    return times | {"plan": str(plan.plan), "bits": 4, "peak_bytes": peak, "estimated_bytes": plan.needs}

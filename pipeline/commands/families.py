@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -33,8 +33,12 @@ def command(found: bool, folders: tuple[Path, ...]) -> None:
     """
     if folders and not found:
         raise click.UsageError("--in needs --found")
-    for line in found_lines(folders) if found else [format_table(("family", "model", "licence", "weights"), family_rows())]:
-        click.echo(line)
+    if found:
+        for line in found_lines(folders):
+            click.echo(line)
+        return
+    rows = [(family.name, family.title, family.licence, family.source) for _, family in all_families()]
+    click.echo(format_table(("family", "model", "licence", "weights"), rows))
 
 
 def found_lines(folders: Sequence[Path] = ()) -> Iterator[str]:
@@ -70,8 +74,3 @@ def all_families() -> Iterator[tuple[str, Family]]:
         pipeline = stages.pipeline(name)
         families: Mapping[str, Family] = load(pipeline.families) if pipeline.families else {}
         yield from families.items()
-
-
-def family_rows() -> Iterator[tuple[Any, ...]]:
-    for _, family in all_families():
-        yield family.name, family.title, family.licence, family.source

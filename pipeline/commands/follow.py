@@ -33,8 +33,16 @@ def command(text: str | None, project: Project) -> None:
 
 def follow(project: Project, text: str) -> Iterator[str]:
     """What every stage computed from one input. Raises ValueError if `text` matches none, or several."""
+    from pipeline.commands.catalog import open_catalog
+
     chain = chain_of(project)
-    query = query_function(project)
+    connection = open_catalog(project)
+
+    def query(sql: str, **values: Any) -> list[dict[str, Any]]:
+        result = connection.execute(sql, values)
+        names = [column[0] for column in result.description]
+        return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
+
     row = find_row(project, chain, query, text)
     built = {each["stage"] for each in query("select stage from tables where built")}
     for table, tell in chain.describe.items():
@@ -48,20 +56,6 @@ def chain_of(project: Project) -> Chain:
         raise ValueError(f"the pipeline {project.pipeline.name} has no description of how to follow an input (Pipeline.follow)")
     chain: Chain = load(project.pipeline.follow)
     return chain
-
-
-def query_function(project: Project) -> Query:
-    """A function `query(sql, **values)` -> rows as dicts; `$name` in the SQL stands for values["name"]."""
-    from pipeline.commands.query import open_catalog
-
-    connection = open_catalog(project)
-
-    def query(sql: str, **values: Any) -> list[dict[str, Any]]:
-        result = connection.execute(sql, values)
-        names = [column[0] for column in result.description]
-        return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
-
-    return query
 
 
 def find_row(project: Project, chain: Chain, query: Query, text: str) -> dict[str, Any]:

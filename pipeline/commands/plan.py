@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
@@ -37,7 +36,7 @@ def command(project: Project, gigabytes: float | None) -> int:
 
 def report(project: Project, budget: int | None = None) -> tuple[list[str], bool]:
     """The lines, and whether every stage fits into `budget` bytes (None: what this machine has)."""
-    from pipeline.project.outlook import downloads, need, outlook
+    from pipeline.project.outlook import downloads, need, outlook, refusal
     from stages.forecast import PROGRAM_BYTES
 
     seen = outlook(project, budget)
@@ -52,14 +51,20 @@ def report(project: Project, budget: int | None = None) -> tuple[list[str], bool
         known = all(absent.values())
         total = f"{format_bytes(sum(absent.values()))} in all" if known else f"from {project.family.source}"
         lines.append(f"to download{', about' if known else ''}: {parts}; {total}")
-    lines += refusals(needs, seen.budget)
+    # With the nearest settings that fit.
+    refused = [
+        refusal(each.stage_name, each.forecast.peak, each.forecast.remedy, seen.budget)
+        for each in needs
+        if each.forecast and each.forecast.peak > seen.budget
+    ]
+    lines += refused
     program = format_bytes(PROGRAM_BYTES)
     lines.append(f"Memory and disk are computed from shapes. Memory is that of arrays; the program takes up to {program} more.")
     lines.append("Time is at the rate of the last run.")
     lines.append("A dash: little, or not known before the stages above have run.")
     if any(each.forecast and each.forecast.plan.startswith("plan ") for each in needs):
         lines.append(PLANS)
-    return lines, not any(True for _ in refusals(needs, seen.budget))
+    return lines, not refused
 
 
 def row(each: Need) -> tuple[str | int | None, ...]:
@@ -73,12 +78,3 @@ def row(each: Need) -> tuple[str | int | None, ...]:
         None if each.seconds is None else format_seconds(each.seconds),
         found.plan if found else each.note,
     )
-
-
-def refusals(needs: list[Need], budget: int) -> Iterator[str]:
-    """A line with the nearest settings that fit, for each stage that needs more than `budget` bytes."""
-    from pipeline.project.outlook import refusal
-
-    for each in needs:
-        if each.forecast and each.forecast.peak > budget:
-            yield refusal(each.stage_name, each.forecast.peak, each.forecast.remedy, budget)

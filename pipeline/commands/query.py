@@ -1,21 +1,28 @@
-"""`latentmill query`: answers SQL queries over the tables of a project."""
+"""`latentmill query` and `panel`: answer SQL queries over the tables of a project, those of the user and stored ones."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
+import math
 import os
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.query_limits import USUAL, Limits, limited
-from pipeline.commands.query_text import STYLES, csv_text, format_answer, json_text
-from pipeline.commands.runs import rows_of_runs, runs_table
+from pipeline.commands.catalog import open_catalog
 from pipeline.options import with_project
+from pipeline.project.parse import nearest
 from pipeline.store.disk import atomic_write
+from pipeline.terminal import format_cell, format_table
 
 if TYPE_CHECKING:
     import duckdb
@@ -25,15 +32,26 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 1_000_000  # rows of an answer that are printed
 CHUNK = 10_000  # rows in memory at once while an answer is written to a file
+ROWS_SHOWN = 1000  # rows of an answer printed as a table; csv and json have all rows
+CELL_WIDTH = 80  # characters; longer text is cut in a table, a sha256 (64) is not
+STYLES = ("table", "csv", "json")
+# What keeps a query from files, from extensions, and from undoing that. An answer too large for the memory is an error.
+LOCKED = (
+    ("temp_directory", "''"),
+    ("enable_external_access", "false"),
+    ("autoload_known_extensions", "false"),
+    ("lock_configuration", "true"),
+)
 
-# The value of a bfloat16 word: sign, 8 bits of exponent, 7 of fraction. Denormals count as zero.
-BF16 = """
-create or replace temp macro bf16(u) as (case
-    when (u & 32767) = 0 or ((u >> 7) & 255) = 0 then 0.0
-    when ((u >> 7) & 255) = 255 and (u & 127) > 0 then 'nan'::float
-    when ((u >> 7) & 255) = 255 then (case when u >= 32768 then '-inf' else 'inf' end)::float
-    else (1 - 2 * (u >> 15)::int) * pow(2.0, ((u >> 7) & 255)::int - 127) * (1 + (u & 127) / 128.0) end)::float
-"""
+
+@dataclass(frozen=True)
+class Limits:
+    seconds: float = 300.0
+    gigabytes: float = 4.0  # DuckDB's memory
+    unsafe: bool = False  # may read and write files, attach databases and load extensions
+
+
+USUAL = Limits()
 
 
 FILE = click.Path(path_type=Path, dir_okay=False)
@@ -75,6 +93,8 @@ def command(
     """
     limits = Limits(seconds, memory_gb, unsafe)
     files = {kind: path for kind, path in (("csv", csv_file), ("json", json_file), ("parquet", parquet)) if path}
+    if not sql and (csv_file or json_file):
+        raise ValueError('--csv and --json write the answer of a query; give SQL, for instance: "select * from tables"')
     if parquet and not sql:
         export_parquet(project, parquet)
         click.echo(f"wrote {parquet / 'catalog.duckdb'} and a Parquet file per table")
@@ -86,31 +106,31 @@ def command(
         click.echo(f"wrote {write_answer(project, sql or '', path, kind, limits)} rows to {path}")
 
 
-def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConnection | None = None) -> duckdb.DuckDBPyConnection:
-    """A DuckDB connection with every table and view of a project.
-
-    Beside the stages' tables there are `tables` (what is built), `columns` (what each column holds), `runs`, the rows of all
-    runs (`all_train`), and the function bf16(word), the value of a stored bfloat16. A table that is not built has columns and
-    no rows. Tensors are left out.
+@click.command("panel")
+@click.argument("name", required=False, envvar="LATENTMILL_NAME")
+@click.option("--format", "style", type=click.Choice(STYLES), default="table", show_default=True, help="Format of the answer.")
+@with_project
+def panel_command(name: str | None, style: str, project: Project) -> None:
+    """Show the answer to a stored query of the pipeline. Such a query is called a panel. NAME is the name of the panel,
+    such as `loss`. Without NAME, all panels of the project's pipeline are listed. --format prints the answer as a
+    table, as CSV or as JSON.
     """
-    import duckdb
+    if name:
+        rows = answer_panel(project, name)
+        click.echo(format_answer(rows.column_names, [tuple(row.values()) for row in rows.to_pylist()], style))
+    else:
+        click.echo(format_table(("panel", "shows"), [(panel.name, panel.title) for panel in project.pipeline.panels]))
 
-    from pipeline.project.project import Project
 
-    opened = Project(project) if isinstance(project, str | Path) else project
-    catalog = connection or duckdb.connect(config={"autoinstall_known_extensions": "false"})  # a typo must not download anything
-    for name in opened.stage_names:
-        folder = opened.folder(name)
-        catalog.register(name, folder.rows() if folder.exists else opened.stage(name).writes.stored.empty_table())
-    catalog.register("tables", _tables(opened))
-    catalog.register("columns", _columns(opened))
-    catalog.register("runs", runs_table(opened))
-    for name, rows in rows_of_runs(opened).items():
-        catalog.register(name, rows)
-    catalog.execute(BF16)
-    for name, view in opened.pipeline.views.items():
-        catalog.execute(f"create or replace temp view {name} as {view.sql}")
-    return catalog
+def answer_panel(project: Project, name: str) -> pa.Table:
+    """The rows of a panel. Raises ValueError, with the nearest name, if it does not exist, NotBuilt if it needs a table."""
+    panels = {panel.name: panel for panel in project.pipeline.panels}
+    if name not in panels:
+        raise ValueError(f"there is no panel {name!r}{nearest(name, panels)}; there are {', '.join(panels) or 'none'}")
+    return answer(project, panels[name].sql)
+
+
+# Answers
 
 
 def answer(project: Project, sql: str, limits: Limits = USUAL) -> pa.Table:
@@ -157,10 +177,10 @@ def write_answer(project: Project, sql: str, path: Path, kind: str, limits: Limi
             return count
         names = _begin(catalog, sql)
         with temporary.open("w", encoding="utf-8") as file:
-            file.write("[" if kind == "json" else csv_text(names, []))
+            file.write("[" if kind == "json" else csv_text([names]))
             while rows := catalog.fetchmany(CHUNK):
-                # Later chunks without the header line, or without the brackets around a JSON array.
-                text = csv_text(names, rows).partition("\n")[2] if kind == "csv" else json_text(names, rows)[2:-2]
+                # A chunk of JSON without the brackets around it.
+                text = csv_text(rows) if kind == "csv" else json_text(names, rows)[2:-2]
                 file.write(("," if kind == "json" and count else "") + "\n" + text)
                 count += len(rows)
             file.write("\n]\n" if kind == "json" else "\n")
@@ -229,34 +249,6 @@ def export_parquet(project: Project, out: Path) -> list[Path]:
     return list(temporaries)
 
 
-def _tables(project: Project) -> pa.Table:
-    import pyarrow as pa
-
-    rows = []
-    for name in project.stage_names:
-        folder, doc = project.folder(name), project.stage(name).writes.doc
-        built = folder.exists
-        usage = folder.usage() if built else {"rows": 0, "dead": 0, "bytes": 0}
-        rows.append({"stage": name, "built": built, "recipe": folder.folder.name if built else None, "doc": doc})
-        rows[-1] |= {key: usage[key] for key in ("rows", "dead", "bytes")} | {"folder": str(folder.folder)}
-    kinds = {"stage": pa.string(), "built": pa.bool_(), "recipe": pa.string(), "rows": pa.int64(), "dead": pa.int64()}
-    kinds |= {"bytes": pa.int64(), "folder": pa.string(), "doc": pa.string()}
-    return pa.Table.from_pylist(rows, schema=pa.schema(kinds))
-
-
-def _columns(project: Project) -> pa.Table:
-    import pyarrow as pa
-
-    rows = []
-    for name in project.stage_names:
-        schema = project.stage(name).writes
-        for field in schema.stored:
-            doc = (field.metadata or {}).get(b"doc", b"").decode()
-            rows.append({"stage": name, "name": field.name, "type": str(field.type), "key": field.name in schema.key, "doc": doc})
-    kinds = {"stage": pa.string(), "name": pa.string(), "type": pa.string(), "key": pa.bool_(), "doc": pa.string()}
-    return pa.Table.from_pylist(rows, schema=pa.schema(kinds))
-
-
 def _explain(error: Exception, sql: str, catalog: duckdb.DuckDBPyConnection) -> str:
     """DuckDB's message on one line, with the tables or columns that exist if one is unknown."""
     message = " ".join(re.split(r"\n+\s*(?:LINE \d+:|Candidate functions)", str(error))[0].split())
@@ -276,3 +268,72 @@ def _explain(error: Exception, sql: str, catalog: duckdb.DuckDBPyConnection) -> 
 
 def _quoted(path: Path) -> str:
     return "'" + str(path).replace("'", "''") + "'"
+
+
+# What a query may use and reach: time, memory, and only the tables
+
+
+@contextmanager
+def limited(catalog: duckdb.DuckDBPyConnection, limits: Limits) -> Iterator[None]:
+    """Limit the queries within; raises ValueError of one line for one that breaks a limit."""
+    import duckdb
+
+    catalog.execute("set python_enable_replacements = false")  # a misspelt table must not find a Python variable
+    catalog.execute(f"set memory_limit = '{limits.gigabytes} GB'")
+    # Stays in force after the `with` statement: the last setting locks the others.
+    for name, value in () if limits.unsafe else LOCKED:
+        catalog.execute(f"set {name} = {value}")
+    # DuckDB has no setting for a time limit.
+    timer = threading.Timer(limits.seconds, catalog.interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except duckdb.InterruptException:
+        raise ValueError(f"the query took longer than {limits.seconds:g} s; --seconds allows more") from None
+    except duckdb.OutOfMemoryException:
+        raise ValueError(f"the query needs more than {limits.gigabytes:g} GB; --memory-gb allows more") from None
+    except duckdb.PermissionException as error:
+        line = " ".join(str(error).split("LINE 1:")[0].split())
+        raise ValueError(f"{line}: a query reads only the tables; --unsafe allows more") from None
+    finally:
+        timer.cancel()
+
+
+# Answers as text
+
+
+def format_answer(names: Sequence[str], rows: Sequence[tuple[Any, ...]], style: str) -> str:
+    if style == "csv":
+        return csv_text([names, *rows])
+    if style == "json":
+        return json_text(names, rows)
+    table = format_table(names, [[_short(value) for value in row] for row in rows[:ROWS_SHOWN]], null="NULL")
+    left = len(rows) - ROWS_SHOWN
+    return f"{table}\n... and {left} more rows; --format csv or json has all" if left > 0 else table
+
+
+def csv_text(rows: Sequence[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([json.dumps(v, default=str) if isinstance(v, list | dict) else v for v in row] for row in rows)
+    return text.getvalue().removesuffix("\n")
+
+
+def json_text(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> str:
+    """A JSON array, one object per line; NaN and infinity, which JSON lacks, become null."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, float | Decimal):
+            return float(value) if math.isfinite(value) else None
+        return [plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+    lines = [json.dumps({n: plain(v) for n, v in zip(names, row, strict=True)}, ensure_ascii=False, default=str) for row in rows]
+    return "[\n" + ",\n".join(lines) + "\n]" if lines else "[]"
+
+
+def _short(value: Any) -> Any:
+    if value is None or isinstance(value, int | float | Decimal):
+        return value
+    text = format_cell(value)
+    return text if len(text) <= CELL_WIDTH else text[: CELL_WIDTH - 1] + "…"

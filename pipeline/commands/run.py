@@ -1,7 +1,13 @@
-"""`latentmill run`: runs one stage, which brings its table up to date."""
+"""`latentmill run`: runs one stage, which brings its table up to date. `latentmill launch`: trains on several Macs or GPUs."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -10,13 +16,12 @@ from pipeline.awake import allow_open_files, kept_awake, replace_process, run_wi
 from pipeline.options import with_project
 from pipeline.ranks import following
 from pipeline.store.disk import format_bytes
-from pipeline.terminal import Terminal, format_seconds
+from pipeline.terminal import Terminal, format_seconds, say_aside
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pipeline.project.project import Project
     from pipeline.runner import Outcome
+    from stages.tuner.blockwise.meter import Meter
 
 
 @click.command("run")
@@ -36,17 +41,22 @@ def command(stage: str, measured: bool, run_name: str, project: Project) -> None
     project.stage(stage)
     meter = None
     if measured:
-        from pipeline.commands.memory import stage_report
         from stages.tuner.blockwise.meter import Meter
 
         meter = Meter()
+
+    def artifacts() -> Path | None:
+        try:
+            return project.current(stage).folder / "artifacts"
+        except ValueError:  # an input or weights are missing; running the stage reports it
+            return None
 
     def run() -> Outcome:
         with kept_awake(), Terminal(stage) as terminal:
             return runner.run(project.allow_downloads(), stage, terminal, meter, run_name=run_name)
 
     allow_open_files()
-    outcome = run_with_restart(run, lambda: artifacts(project, stage), lambda line: click.echo(line, err=True), replace_process)
+    outcome = run_with_restart(run, artifacts, say_aside, replace_process)
     # Of several ranks, one reports.
     if following():
         return
@@ -55,14 +65,6 @@ def command(stage: str, measured: bool, run_name: str, project: Project) -> None
         click.echo(line)
     for line in results(project, stage):
         click.echo(line)
-
-
-def artifacts(project: Project, stage_name: str) -> Path | None:
-    """None if a table that the stage reads is not built yet, or weights are missing."""
-    try:
-        return project.current(stage_name).folder / "artifacts"
-    except ValueError:  # running the stage reports it
-        return None
 
 
 def summary(outcome: Outcome) -> str:
@@ -87,3 +89,82 @@ def results(project: Project, stage_name: str) -> list[str]:
         path = project.current(name).folder / "artifacts" / result
         lines += [f"{result.split('.')[0]}: {path}"] if result and path.exists() else []
     return lines
+
+
+def stage_report(meter: Meter, project: Project, stage_name: str) -> Iterator[str]:
+    """Write tables/memory/STAGE.parquet, one row per measured batch, and yield a summary."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    batches = [row for row in meter.rows if row["phase"] == stage_name]
+    if not batches:
+        yield f"memory: {stage_name} computed no batch, so nothing was measured"
+        return
+    last = format_bytes(batches[-1]["active"])
+    yield f"memory: peak {format_bytes(meter.peak)} in {len(batches)} batches, {last} after the last"
+    yield from leak_lines(meter)
+    file = project.path / "tables" / "memory" / f"{stage_name}.parquet"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist([{"family": project.family.name} | row for row in meter.rows]), file)
+    yield f"rows: {file}"
+
+
+def leak_lines(meter: Meter) -> Iterator[str]:
+    """A line for each phase that retains more with every step, or one with the smallest leak that can be found."""
+    from stages.tuner.blockwise.meter import LEAK_BYTES, LEAST_TIMES
+
+    found = meter.leaks()
+    for phase, count in found.items():
+        yield f"LEAK: {phase} retains {format_bytes(count)} more every step"
+    if not meter.can_find_leaks:
+        yield f"too few steps to find leaks; measure {LEAST_TIMES} or more"
+    elif not found:
+        yield f"no phase retains {format_bytes(LEAK_BYTES)} or more per step"
+
+
+@click.command("launch")
+@click.argument("stage", default="train")
+@click.option("--ranks", type=click.IntRange(1, 1024), help="Processes on this machine: one for each GPU.")
+@click.option("--hosts", default="", metavar="A,B", help="Addresses of the machines, as mlx.launch takes them.")
+@click.option("--hostfile", default="", help="A file of hosts, as mlx.distributed_config writes it.")
+@click.option("--name", "run_name", default="", envvar="LATENTMILL_NAME", help="Name the run.")
+@with_project
+def launch_command(stage: str, ranks: int | None, hosts: str, hostfile: str, run_name: str, project: Project) -> int:
+    """Train on several processes. Each process computes its share of every batch. STAGE is the stage that trains. With
+    --ranks, all processes run on this machine, one for each GPU. With --hosts or --hostfile, `mlx.launch` starts one
+    process on each machine by ssh. The project must then lie in the same folder on all machines.
+
+    The first process (rank 0) writes all files. The run draws the same samples as a run with one process.
+    """
+    from pipeline import launcher
+    from pipeline.project import runs
+
+    if not runs.trains(project.stage(stage).writes):
+        raise ValueError(f"{stage}: only a stage that trains divides its work among ranks; run `latentmill {stage}`")
+    if bool(ranks) + bool(hosts) + bool(hostfile) > 1:
+        raise ValueError("launch takes one of --ranks, --hosts and --hostfile")
+    words = run_words(stage, project, run_name)
+    if hosts or hostfile:
+        os.execv(mlx_launch(), [mlx_launch(), *(["--hosts", hosts] if hosts else ["--hostfile", hostfile]), "--", *words])
+    count = ranks or project.config.sections[stage].data_parallel
+    if not count:
+        raise ValueError("launch needs --ranks, --hosts, --hostfile or the setting [train] data_parallel")
+    with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
+        environments = launcher.rank_environments(count, Path(folder, "hosts.json"), launcher.visible_gpus(count))
+        return launcher.run_ranks(words, environments, say_aside)
+
+
+def run_words(stage: str, project: Project, run_name: str) -> list[str]:
+    overrides = [str(one) for one in project.overrides]
+    words = [sys.executable, "-m", "pipeline", "run", stage, "--project", str(project.path.resolve())]
+    words += [word for one in overrides for word in ("--set", one)]
+    return [*words, "--name", run_name] if run_name else words
+
+
+def mlx_launch() -> str:
+    """The program mlx.launch, which comes with MLX. Raises ValueError if it is missing."""
+    beside = Path(sys.executable).with_name("mlx.launch")
+    found = str(beside) if beside.exists() else shutil.which("mlx.launch")
+    if not found:
+        raise ValueError("mlx.launch is not installed; it comes with the package mlx")
+    return found

@@ -1,25 +1,35 @@
-"""`latentmill runs`: lists all training runs of a project, and names them. `runs_table` is the table `runs` of queries."""
+"""`latentmill runs`, `compare` and `best`: training runs listed, named, side by side, and the checkpoint of one to use."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeline.commands.catalog import plain, rows_of_results, run_facts
 from pipeline.options import with_project
-from pipeline.project.run import Run, flatten
-from pipeline.project.runs import WINDOW, differences, find_run, find_runs, present_settings, rename
-from pipeline.store.lock import lock_holder
+from pipeline.project.run import Run
+from pipeline.project.runs import find_run, find_runs, rename
 from pipeline.terminal import format_cell, format_seconds, format_table
 from stages.pipelines import load
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from pipeline.project.project import Project
 
 SHOWN = 3  # settings that a line of the list names
+ROWS = 10  # stretches of the curves, of equal length
+SHOWN_FACTS = {  # name in the comparison -> column of the table `runs`
+    "recipe": "run",
+    "state": "state",
+    "steps": "steps",
+    "time": "seconds",
+    "data rows": "data_rows",
+    "loss": "loss",
+    "best step": "best_step",
+}
+MEASURES = ("held-out", "scores")  # what can tell the checkpoints of a run apart
 
 
 @click.command("runs")
@@ -49,13 +59,13 @@ def list_runs(project: Project) -> str:
     rows = []
     for run in find_runs(project):
         facts = run_facts(project, run)
-        different = [f"{key.removeprefix(run.stage + '.')} {_plain(value)}" for key, (value, _) in _differs(project, run).items()]
+        different = [f"{key.removeprefix(run.stage + '.')} {plain(value)}" for key, (value, _) in facts["different"].items()]
         more = f" and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
         rows.append(
             (
                 f"{run.label}{' *' if run.current else ''}",
                 f"{facts['steps']}/{facts['wanted_steps']}" if facts["wanted_steps"] else str(facts["steps"]),
-                _number(facts["loss"]),
+                None if facts["loss"] is None else f"{facts['loss']:.4g}",
                 f"{facts['best_step']}: {facts['best_loss']:.4g}" if facts["best_step"] else None,
                 ", ".join(different[:SHOWN]) + more
                 if different
@@ -68,166 +78,148 @@ def list_runs(project: Project) -> str:
 def describe_run(project: Project, run: Run) -> str:
     facts = run_facts(project, run)
     facts["seconds"] = format_seconds(facts["seconds"])
-    lines = [(key, value) for key, value in facts.items() if key not in ("settings", "differs", "versions")]
-    lines += [(key, f"{_plain(mine)}, now {_plain(now)}") for key, (mine, now) in _differs(project, run).items()]
+    lines = [(key, value) for key, value in facts.items() if key not in ("settings", "differs", "different", "versions")]
+    lines += [(key, f"{plain(mine)}, now {plain(now)}") for key, (mine, now) in facts["different"].items()]
     return format_table(("fact", "value"), lines)
 
 
-def run_facts(project: Project, run: Run) -> dict[str, Any]:
-    """The run's row of the table `runs`: a value for each of `COLUMNS`."""
-    steps = run.steps
-    count = steps["step"][-1].as_py() if steps.num_rows else 0
-    snapshot = run.record.get("recipe", {}).get("snapshot") or {}
-    best, held_out = run.best_step, run.held_out
-    wanted = flatten(run.record.get("settings", {})).get(f"{run.stage}.steps")
-    writer = lock_holder(run.table.folder / "lock")
-    state = "running" if writer else "finished" if _is_finished(project, run) else "interrupted"
-    return {
-        "run": run.recipe,
-        "name": run.name or None,
-        "stage": run.stage,
-        "current": run.current,
-        "state": state,
-        "started": run.record.get("started"),
-        "seconds": float(sum(value or 0 for value in steps["seconds"].to_pylist())),
-        "steps": count,
-        "wanted_steps": wanted if isinstance(wanted, int) else None,
-        "loss": _recent_loss(steps),
-        "held_out_loss": list(held_out.values())[-1] if held_out else None,
-        "best_step": best,
-        "best_loss": held_out[best] if best is not None else None,
-        "peak_bytes": max((value or 0 for value in steps["peak_bytes"].to_pylist()), default=0),
-        "data_rows": snapshot.get("rows"),
-        "snapshot": snapshot.get("sha256"),
-        "settings": json.dumps(run.settings, ensure_ascii=False),
-        "differs": ", ".join(f"{key} {_plain(value)}" for key, (value, _) in _differs(project, run).items()),
-        "versions": json.dumps(run.record.get("versions", {})),
-        "folder": str(run.table.folder),
-    }
-
-
-def _recent_loss(steps: pa.Table) -> float | None:
-    # The loss of one step is noise.
-    losses = [loss for loss in steps["loss"].to_pylist()[-WINDOW:] if loss is not None]
-    return sum(losses) / len(losses) if losses else None
-
-
-def _is_finished(project: Project, run: Run) -> bool:
-    return (run.table.folder / "artifacts" / str(getattr(project.stage(run.stage), "result", "") or "-")).exists()
-
-
-def _differs(project: Project, run: Run) -> dict[str, tuple[Any, Any]]:
-    if not run.settings:
-        return {}
-    return differences(run, flatten(present_settings(project, run.stage)))
-
-
-COLUMNS = {
-    "run": "string",
-    "name": "string",
-    "stage": "string",
-    "current": "bool",
-    "state": "string",
-    "started": "string",
-    "seconds": "float64",
-    "steps": "int64",
-    "wanted_steps": "int64",
-    "loss": "float64",
-    "held_out_loss": "float64",
-    "best_step": "int64",
-    "best_loss": "float64",
-    "peak_bytes": "int64",
-    "data_rows": "int64",
-    "snapshot": "string",
-    "settings": "string",
-    "differs": "string",
-    "versions": "string",
-    "folder": "string",
-}
-
-
-def runs_table(project: Project) -> pa.Table:
-    import pyarrow as pa
-
-    schema = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in COLUMNS.items()])
-    return pa.Table.from_pylist([run_facts(project, run) for run in find_runs(project)], schema=schema)
-
-
-def rows_of_runs(project: Project) -> dict[str, pa.Table]:
-    """Table name -> rows of all runs (all_train), with `run` and `run_name` in front, and the tables of results and commands."""
-    import pyarrow as pa
-
-    from pipeline.project.runs import trains
-
-    found = {}
-    for stage in project.stage_names:
-        schema = project.stage(stage).writes
-        if not trains(schema):
-            continue
-        stored = schema.stored
-        names = pa.schema([("run", pa.string()), ("run_name", pa.string()), *stored])
-        parts = [names.empty_table()]
-        for run in find_runs(project):
-            if run.stage == stage:
-                rows = run.rows.cast(stored)
-                texts = [pa.array([text] * rows.num_rows, pa.string()) for text in (run.recipe, run.label)]
-                parts.append(pa.Table.from_arrays([*texts, *rows.columns], schema=names))
-        found[f"all_{stage}"] = pa.concat_tables(parts)
-    return found | rows_of_results(project)
-
-
-def rows_of_results(project: Project) -> dict[str, pa.Table]:
-    """Table name -> rows of all settings whose file exists (all_samples), with `recipe` and `run_name` in front.
-
-    `run_name` is the run of the adapter, null for the base, the start of the adapter's id if the run is unknown.
+@click.command("compare")
+@click.argument("runs", nargs=-1, envvar="LATENTMILL_RUNS")
+@click.option("--out", type=click.Path(path_type=Path), help="Where the file with the results side by side is written.")
+@with_project
+def compare_command(runs: tuple[str, ...], out: Path | None, project: Project) -> None:
+    """Compare training runs: settings that differ, losses over the steps, and results side by side. RUNS are the names
+    of at least two runs, as `latentmill runs` lists them. A run's recipe, the hash that names its folder, is accepted
+    too. The results side by side are written to the file --out.
     """
-    import pyarrow as pa
-
-    from pipeline.store.table import TableFolder
-
-    found = {}
-    for name in project.pipeline.results:
-        stored = project.stage(name).writes.stored
-        if not {"adapter_id", "path"} <= set(stored.names):
-            continue
-        labels = {digest: run.label for run in find_runs(project) for digest in run.adapters}
-        rows: list[dict[str, Any]] = []
-        for folder in sorted((project.path / "tables" / name).glob("*/rows.lance")):
-            table = TableFolder(folder.parent, project.stage(name).writes)
-            rows += [
-                {"recipe": folder.parent.name, "run_name": labels.get(row["adapter_id"], row["adapter_id"][:8] or None)} | row
-                for row in table.committed().drop_columns(["live"]).to_pylist()
-                if (folder.parent / "artifacts" / row["path"]).is_file()
-            ]
-        schema = pa.schema([("recipe", pa.string()), ("run_name", pa.string()), *stored])
-        found[f"all_{name}"] = pa.Table.from_pylist(rows, schema=schema)
-    return found | rows_of_commands(project)
+    if len(runs) < 2:
+        raise ValueError("compare needs two runs or more: latentmill compare A B; with make: make compare RUNS='A B'")
+    found = [find_run(project, text) for text in runs]
+    if len({run.recipe for run in found}) < 2:
+        raise ValueError(f"compare needs at least two different runs, got {', '.join(runs)}")
+    for line in compare(project, found, out):
+        click.echo(line)
 
 
-def rows_of_commands(project: Project) -> dict[str, pa.Table]:
-    """Table name -> rows of all folders of a table that a command writes (generated), with `recipe` in front."""
-    import pyarrow as pa
+@click.command("best")
+@click.argument("run", required=False, envvar="LATENTMILL_RUN")
+@click.option("--by", type=click.Choice(MEASURES), help="What decides.  [default: held-out, if data are held out; else scores]")
+@with_project
+def best_command(run: str | None, by: str | None, project: Project) -> None:
+    """Name the best checkpoint of a run, and say why. The best checkpoint has the lowest held-out loss. If no samples
+    are held out, it has the best scores. RUN is the name or recipe of a run. Without RUN, the run of the current
+    settings is used. If there is none, the newest run is used.
 
-    from pipeline.store.table import TableFolder
-
-    found = {}
-    for name, reference in project.pipeline.tables.items():
-        table_schema = load(reference)
-        schema = pa.schema([("recipe", pa.string()), *table_schema.stored])
-        parts = [schema.empty_table()]
-        for folder in sorted((project.path / "tables" / name).glob("*/manifest.json")):
-            table = TableFolder(folder.parent, table_schema)
-            if table.exists:  # its manifest is not damaged
-                rows = table.rows()
-                names = pa.array([folder.parent.name] * rows.num_rows, pa.string())
-                parts.append(pa.Table.from_arrays([names, *rows.columns], schema=schema))
-        found[name] = pa.concat_tables(parts)
-    return found
-
-
-def _number(value: float | None) -> str | None:
-    return None if value is None else f"{value:.4g}"
+    The held-out loss says how well the data are predicted. It can rise while the results still gain the style of the data. The
+    scores compare the results themselves: samples.checkpoints="all" draws those of every checkpoint.
+    """
+    runs = find_runs(project)
+    found = find_run(project, run) if run else next((each for each in runs if each.current), runs[0] if runs else None)
+    if found is None:
+        raise ValueError(f"{project.name} has no run yet; run: latentmill train")
+    for line in best(project, found, by):
+        click.echo(line)
 
 
-def _plain(value: Any) -> str:
-    return "unset" if value is None else format_cell(value if isinstance(value, str | float) else json.dumps(value))
+def compare(project: Project, runs: Sequence[Run], out: Path | None = None) -> Iterator[str]:
+    """Facts, differing settings, losses by step, and held-out losses of the runs.
+
+    A pipeline with `side_by_side` also draws results into the image `out` (None: a file in exports/).
+    """
+    facts = [run_facts(project, run) for run in runs]
+    heads = [run.label for run in runs]
+    for fact in facts:
+        fact["seconds"] = format_seconds(fact["seconds"])
+    yield format_table(("", *heads), [(name, *(fact[key] for fact in facts)) for name, key in SHOWN_FACTS.items()])
+    yield ""
+    yield _settings(runs)
+    yield ""
+    yield format_table(("mean loss of steps", *heads), _curves(runs))
+    if steps := sorted({step for run in runs for step in run.held_out}):
+        yield ""
+        yield format_table(
+            ("held-out loss at step", *heads), [(step, *(run.held_out.get(step) for run in runs)) for step in steps]
+        )
+    if project.pipeline.side_by_side:
+        draw = load(project.pipeline.side_by_side)
+        target = out or project.path / "exports" / f"{'-and-'.join(heads)}.png"
+        rows = [
+            row | {"file": project.path / "tables" / name.removeprefix("all_") / row["recipe"] / "artifacts" / row["path"]}
+            for name, table in rows_of_results(project, runs).items()
+            for row in table.to_pylist()
+        ]
+        written = draw([(run.label, run.adapters) for run in runs], rows, target)
+        yield ""
+        yield (
+            f"side by side: {written}"
+            if written
+            else "no results with equal prompts and seeds to show side by side; run: make samples"
+        )
+
+
+def _settings(runs: Sequence[Run]) -> str:
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    rows = [(key, *(run.settings.get(key) for run in runs)) for key in keys]
+    rows = [row for row in rows if len({repr(value) for value in row[1:]}) > 1]
+    if not rows:
+        return "no setting differs: the runs were trained on different data"
+    return format_table(("setting", *(run.label for run in runs)), [[format_cell(v, "unset") for v in row] for row in rows])
+
+
+def _curves(runs: Sequence[Run]) -> list[tuple[Any, ...]]:
+    """Mean loss of each run over about `ROWS` stretches of equal length; None where a run has no step."""
+    last = max((run.steps["step"][-1].as_py() for run in runs if run.steps.num_rows), default=0)
+    width = max(1, -(-last // ROWS))
+    means = []
+    for run in runs:
+        found: dict[int, list[float]] = {}
+        for row in run.steps.to_pylist():
+            found.setdefault((row["step"] - 1) // width, []).append(row["loss"])
+        means.append({place: sum(values) / len(values) for place, values in found.items()})
+    return [
+        (f"{place * width + 1} to {min((place + 1) * width, last)}", *(mean.get(place) for mean in means))
+        for place in range(-(-last // width) if last else 0)
+    ]
+
+
+def best(project: Project, run: Run, by: str | None = None) -> Iterator[str]:
+    """The best checkpoint of a run, by held-out loss or scores, the reason, and the command that exports it.
+
+    `by` is one of `MEASURES`; None prefers the held-out loss. Raises ValueError if it was not measured.
+    """
+    if run.best_step is not None and by != "scores":
+        losses = {step: loss for step, loss in run.held_out.items() if step in run.checkpoints}
+        step, last = run.best_step, max(losses)
+        yield f"{run.label}: step {step}, held-out loss {losses[step]:.4g}, the lowest of {len(losses)} checkpoints"
+        if last != step:
+            yield f"the last, step {last}, has {losses[last]:.4g}"
+    elif by != "held-out" and (scores := checkpoint_scores(project, run)) and project.pipeline.ranking:
+        step = best_of(scores)
+        title = project.pipeline.ranking.title
+        yield f"{run.label}: step {step}, {title} {scores[step]:.4g}, the best of {len(scores)} checkpoints"
+    else:
+        raise ValueError(
+            f"{run.label}: nothing tells its {len(run.checkpoints)} checkpoints apart; hold data out ([train.validation]), "
+            "or score the results of several checkpoints"
+        )
+    yield f"to export it: latentmill export --run {run.label} --step {step}"
+
+
+def checkpoint_scores(project: Project, run: Run) -> dict[int, float]:
+    """Step -> score of a checkpoint, the higher the better; empty if nothing was scored."""
+    from pipeline.commands.query import answer
+    from pipeline.errors import NotBuilt
+
+    if not project.pipeline.ranking:
+        return {}
+    try:
+        rows = answer(project, project.pipeline.ranking.sql).to_pylist()
+    except NotBuilt:
+        return {}
+    steps = run.adapters
+    return {steps[row["adapter_id"]]: row["score"] for row in rows if row["adapter_id"] in steps and row["score"] is not None}
+
+
+def best_of(scores: Mapping[int, float]) -> int:
+    """The step with the highest score, the earliest of equal ones, as for the held-out loss."""
+    return min(scores, key=lambda step: (-scores[step], step))

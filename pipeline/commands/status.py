@@ -63,10 +63,28 @@ def state(project: Project, stage_name: str) -> TableState:
     """The state of one table; loads no weights. Leaves `stale_inputs` empty, which `states` fills."""
     from pipeline.errors import NotBuilt
     from pipeline.project.hub import NotFetched
+    from pipeline.project.recipe import recipe_id
+    from pipeline.store.lock import lock_holder
+    from pipeline.store.rows import missing
 
     found = TableState(stage_name)
     try:
-        _examine(project, found)
+        stage = project.stage(stage_name)
+        found.recipe = recipe_id(project.recipe(stage_name))
+        folder = project.current(stage_name)
+        found.writer = lock_holder(folder.folder / "lock")
+        usage = folder.usage()
+        found.rows, found.dead, found.nbytes = usage["rows"], usage["dead"], usage["bytes"]
+        committed = folder.committed()
+        found.interrupted = bool(committed["live"].null_count)
+        stored = committed.select(folder.schema.stored.names).cast(folder.schema.stored)
+        published = folder.rows() if folder.exists else stored.slice(0, 0)
+        wanted = stage.wants(project.open(stage.name, artifacts=folder.folder / "artifacts", stored=stored))
+        found.missing = missing(wanted, stored).num_rows
+        found.unpublished = missing(wanted, published).num_rows - found.missing
+        found.surplus = missing(published.select(wanted.column_names), wanted).num_rows
+        if folder.exists:
+            found.peak = folder.manifest().get("facts", {}).get("run", {}).get("peak_rss", 0)
     except NotBuilt as error:
         found.note = f"waits for {error.table}"
     except NotFetched:
@@ -74,30 +92,6 @@ def state(project: Project, stage_name: str) -> TableState:
     except (ValueError, OSError) as error:  # OSError: an input file was deleted during the call
         found.note = str(error)
     return found
-
-
-def _examine(project: Project, found: TableState) -> None:
-    """Raises NotBuilt if an input table is missing, NotFetched if weights are."""
-    from pipeline.project.recipe import recipe_id
-    from pipeline.store.lock import lock_holder
-    from pipeline.store.rows import missing
-
-    stage = project.stage(found.stage_name)
-    found.recipe = recipe_id(project.recipe(found.stage_name))
-    folder = project.current(found.stage_name)
-    found.writer = lock_holder(folder.folder / "lock")
-    usage = folder.usage()
-    found.rows, found.dead, found.nbytes = usage["rows"], usage["dead"], usage["bytes"]
-    committed = folder.committed()
-    found.interrupted = bool(committed["live"].null_count)
-    stored = committed.select(folder.schema.stored.names).cast(folder.schema.stored)
-    published = folder.rows() if folder.exists else stored.slice(0, 0)
-    wanted = stage.wants(project.open(stage.name, artifacts=folder.folder / "artifacts", stored=stored))
-    found.missing = missing(wanted, stored).num_rows
-    found.unpublished = missing(wanted, published).num_rows - found.missing
-    found.surplus = missing(published.select(wanted.column_names), wanted).num_rows
-    if folder.exists:
-        found.peak = folder.manifest().get("facts", {}).get("run", {}).get("peak_rss", 0)
 
 
 def describe(found: TableState) -> str:

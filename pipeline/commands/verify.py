@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ import click
 
 from pipeline.options import with_project
 from pipeline.store.disk import stamp
-from pipeline.terminal import ProgressCallback
+from pipeline.terminal import ProgressCallback, Say, silent
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
@@ -66,7 +66,7 @@ class Finding:
         return line + (f"; used by {', '.join(self.affects)}" if self.affects else "")
 
 
-def find_damage(project: Project, say: Callable[[str], None] = lambda line: None) -> Iterator[Finding]:
+def find_damage(project: Project, say: Say = silent) -> Iterator[Finding]:
     """A table that is being written is left out."""
     from pipeline.store.lock import lock_holder
     from pipeline.store.table import TableFolder
@@ -117,7 +117,7 @@ def _damaged_results(project: Project, table: TableFolder, known: set[str], affe
 def repair_project(
     project: Project,
     found: Sequence[Finding],
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = silent,
     progress: ProgressCallback | bool = False,
 ) -> None:
     """Remove damaged rows and files, and compute those of the present settings again.

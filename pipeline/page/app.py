@@ -6,9 +6,11 @@ edit needs the token that the page itself holds.
 
 from __future__ import annotations
 
+import json
 import secrets
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,8 +93,6 @@ def templates() -> Environment:
 
 def addresses(cell: list[tuple[int, str]], picture: Callable[[str], str]) -> str:
     """The addresses of a cell's pictures (step, name) as JSON: [common beginning, [step, rest], ...]."""
-    import json
-
     found = [(step, picture(name)) for step, name in cell]
     folder = found[0][1].rpartition("/")[0]
     common = folder if all(address.startswith(folder) for _, address in found) else ""
@@ -121,14 +121,19 @@ class Answers:
         self.environment = templates()
         self.lock = threading.Lock()
 
+    @contextmanager
+    def refreshed(self) -> Iterator[Site]:
+        with self.lock:
+            self.site.refresh()
+            yield self.site
+
     def render(self, template: str, **values: Any) -> HTMLResponse:
         return HTMLResponse(self.environment.get_template(template).render(**values), headers={"Cache-Control": "no-store"})
 
     def shell(self, request: Request) -> Response:
         """A page without its content."""
-        with self.lock:
-            self.site.refresh()
-            titles, project = self.site.titles(), self.site.project.name
+        with self.refreshed() as site:
+            titles, project = site.titles(), site.project.name
         name = request.path_params.get("page", "overview")
         if name not in titles and name != "one":
             return PlainTextResponse("there is no such page", 404)
@@ -137,25 +142,20 @@ class Answers:
     def fragment(self, request: Request) -> Response:
         """The content of a page, for the user's choices in the address. The page "one" is that of the input "key"."""
         name, chosen = request.path_params["page"], dict(request.query_params)
-        with self.lock:
-            self.site.refresh()
+        with self.refreshed() as site:
             if name == "one":
-                return self._one(chosen.get("key", ""))
-            if name not in self.site.titles():
+                found = site.detail(chosen.get("key", ""))
+                if not found:
+                    return PlainTextResponse("there is no such row", 404)
+                return self.render("detail.html", one=found, picture=picture_address)
+            if name not in site.titles():
                 return PlainTextResponse("there is no such page", 404)
-            data, seen = self.site.data(name, chosen), self.site.seen
+            data, seen = site.data(name, chosen), site.seen
         shown = self.render("fragment.html", page=name, single=False, picture=picture_address, **data)
         shown.headers["X-Seen"] = seen  # the page asks for changes since then
         return shown
 
-    def _one(self, key: str) -> Response:
-        found = self.site.detail(key)
-        if not found:
-            return PlainTextResponse("there is no such row", 404)
-        return self.render("detail.html", one=found, picture=picture_address)
-
-    def changing(self, change: Callable[[Site, str, bytes], Response]) -> Callable[[Request], Awaitable[Response]]:
-        """The endpoint of the edit `change(site, page, body)`."""
+    def changing(self, change: Change) -> Callable[[Request], Awaitable[Response]]:
 
         async def answer(request: Request) -> Response:
             if not secrets.compare_digest(request.headers.get("x-token", "").encode(), self.token.encode()):
@@ -170,10 +170,14 @@ class Answers:
 
         return answer
 
-    def _change(self, change: Callable[[Site, str, bytes], Response], page: str, body: bytes) -> Response:
-        with self.lock:
-            self.site.refresh()
-            return change(self.site, page, body)
+    def _change(self, change: Change, page: str, body: bytes) -> Response:
+        try:
+            asked = json.loads(body)
+            if not isinstance(asked, dict):
+                raise ValueError("the body must be a JSON object")
+            return change(self, page, asked)
+        except (ValueError, OSError) as error:
+            return PlainTextResponse(" ".join(str(error).split())[:300], 400)
 
     def picture(self, request: Request) -> Response:
         """WebP of the given "size" (the longer side), or with size=file the unchanged PNG."""
@@ -195,48 +199,36 @@ class Answers:
         return PlainTextResponse(self.site.changes(), headers={"Cache-Control": "no-store"})
 
 
-def _edited(site: Site, page: str, body: bytes) -> Response:
-    """Body: {"KEY": {"before": text, "text": text or null}}. Status 409 with the present texts of edits in conflict."""
-    import json
+# What a POST may do, by the first part of its path: change(answers, page, body), the body a JSON object
 
-    try:
-        edits = json.loads(body)
-        if not isinstance(edits, dict):
-            raise ValueError("the edits must be an object")
-        conflicts = site.edit(page, edits)
-    except ValueError as error:
-        return PlainTextResponse(" ".join(str(error).split())[:300], 400)
+
+def _edit(answers: Answers, page: str, body: dict[str, Any]) -> Response:
+    """Body: {"KEY": {"before": text, "text": text or null}}. Status 409 with the present texts of edits in conflict."""
+    with answers.refreshed() as site:
+        conflicts = site.edit(page, body)
     return JSONResponse({"conflicts": conflicts}, 409 if conflicts else 200)
 
 
-def _replaced(site: Site, page: str, body: bytes) -> Response:
+def _replace(answers: Answers, page: str, body: dict[str, Any]) -> Response:
     """Body: {"find": text, "by": text}."""
-    import json
-
-    try:
-        asked = json.loads(body)
-        if not isinstance(asked, dict) or not isinstance(asked.get("find"), str) or not isinstance(asked.get("by"), str):
-            raise ValueError('a replacement must be {"find": text, "by": text}')
-        edits = site.replace(page, asked["find"], asked["by"])
-    except ValueError as error:
-        return PlainTextResponse(" ".join(str(error).split())[:300], 400)
-    return JSONResponse({"edits": edits})
+    if not isinstance(body.get("find"), str) or not isinstance(body.get("by"), str):
+        raise ValueError('a replacement must be {"find": text, "by": text}')
+    with answers.refreshed() as site:
+        return JSONResponse({"edits": site.replace(page, body["find"], body["by"])})
 
 
-def _written(site: Site, page: str, body: bytes) -> Response:
+def _write(answers: Answers, page: str, body: dict[str, Any]) -> Response:
     """Body: {"undo": false} to write the edits into the user's files, true to take the last writing back."""
-    import json
-
-    try:
-        asked = json.loads(body)
-        if not isinstance(asked, dict) or not isinstance(asked.get("undo"), bool):
-            raise ValueError('what to write must be {"undo": true or false}')
-        return JSONResponse({"said": site.write_files(page, asked["undo"])})
-    except (ValueError, OSError) as error:
-        return PlainTextResponse(" ".join(str(error).split())[:300], 400)
+    if not isinstance(body.get("undo"), bool):
+        raise ValueError('what to write must be {"undo": true or false}')
+    with answers.refreshed() as site:
+        said, stage = site.write_files(page, body["undo"])
+    # Without the lock: pages are answered while the stage runs.
+    return JSONResponse({"said": said + answers.site.update(stage)})
 
 
-CHANGES = {"edit": _edited, "replace": _replaced, "files": _written}  # what a POST may do, by the first part of its path
+Change = Callable[[Answers, str, dict[str, Any]], Response]
+CHANGES: dict[str, Change] = {"edit": _edit, "replace": _replace, "files": _write}
 
 
 def picture_address(name: str, size: int | str = 384) -> str:

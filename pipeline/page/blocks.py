@@ -1,33 +1,122 @@
-"""From a pipeline's pages to the data that the templates show: rows of SQL, curves, cards, cells, texts."""
+"""From the pages of a project to the data that the templates show: rows of SQL, curves, cards, cells, texts."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.commands.status import states
-from pipeline.page.catalog import PER_PAGE, Catalog, Row, errors_as_text, page_number
-from pipeline.page.texts import editor_data
+from pipeline.commands.catalog import open_catalog, run_facts
+from pipeline.commands.status import describe, states
+from pipeline.project.runs import find_runs, trains
 from pipeline.store.disk import format_bytes
-from stages.page import Block, Cards, Chart, Editor, Listing, Sheet
+from stages.page import Block, Cards, Chart, Editor, Listing, Page, Sheet
+from stages.pipelines import load
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
 
 CELL = 240  # letters of a cell
 ROWS_SHOWN = 200  # rows of a table
+PER_PAGE = 60  # cards and texts on one page
+POINTS = 400  # points of a curve, about
+
+Row = dict[str, Any]
+
+
+class Catalog:
+    """The tables and views of a project as they were when it was opened."""
+
+    def __init__(self, project: Project) -> None:
+        self.connection = open_catalog(project)
+
+    def rows(self, sql: str, most: int | None = None, **values: Any) -> list[Row]:
+        """`values` are the parameters of the query: `step=5` sets `$step`."""
+        result = self.connection.execute(sql, values or None)
+        names = [column[0] for column in result.description]
+        found = result.fetchall() if most is None else result.fetchmany(most)
+        return [dict(zip(names, row, strict=True)) for row in found]
+
+
+@contextmanager
+def errors_as_text(into: Row) -> Iterator[None]:
+    """Errors of DuckDB and ValueErrors of the block become `into["error"]`, one line."""
+    import duckdb
+
+    try:
+        yield
+    except (duckdb.Error, ValueError) as error:
+        into["error"] = " ".join(str(error).split())
+
+
+def page_number(chosen: Mapping[str, str], rows: int) -> tuple[int, int]:
+    """(page from 0, pages): the chosen page, or the nearest that exists."""
+    pages = max(1, -(-rows // PER_PAGE))
+    wanted = chosen.get("page", "0")
+    return min(int(wanted) if wanted.isdecimal() and len(wanted) < 9 else 0, pages - 1), pages
+
+
+# Which pages there are
+
+
+def pages_of(project: Project) -> dict[str, Page]:
+    """The pages that consist of blocks, by name, in the order of the menu.
+
+    The page of curves takes the place of the pipeline's own page "training", whose blocks it holds, or comes last.
+    """
+    found = {page.name: page for page in project.pipeline.pages}
+    if training := training_page(project):
+        found["training"] = training
+    return found
+
+
+def training_page(project: Project) -> Page | None:
+    """None if the pipeline does not train."""
+    names = [name for name in project.stage_names if trains(project.stage(name).writes)]
+    if not names:
+        return None
+    table = f"all_{names[0]}"
+    last = f"(select greatest(1, max(step) // {POINTS}) from {table})"
+    curve = (
+        f"select run_name as series, step // {last} * {last} as x, {{}} as y from {table} where split = '{{}}' "
+        "group by all having y is not null order by series, x"
+    )
+    smooth = (
+        f"with points as (select run_name as series, (step - 1) // {last} * {last} + {last} as x, sum(loss) as loss, "
+        f"count(*) as rows from {table} where split = 'train' and isfinite(loss) group by all) "
+        "select series, x, sum(loss) over near / sum(rows) over near as y from points "
+        "window near as (partition by series order by x rows between 9 preceding and current row) order by series, x"
+    )
+    own = [block for page in project.pipeline.pages if page.name == "training" for block in page.blocks]
+    return Page(
+        "training",
+        "Training",
+        (
+            Listing(
+                "Runs",
+                "select coalesce(name, run) as run, state, steps, wanted_steps as of, loss, held_out_loss, best_step, "
+                "round(seconds / 60, 1) as minutes, differs as settings_that_differ from runs",
+            ),
+            Chart("Loss, mean of the last ten points", smooth, "step", "loss"),
+            Chart("Loss of held-out samples", curve.format("avg(loss)", "validation"), "step", "loss"),
+            *(block for block in own if isinstance(block, Chart)),
+            Chart("Learning rate", curve.format("max(lr)", "train"), "step", "learning rate"),
+            Chart("Norm of the gradient", curve.format("avg(grad_norm)", "train"), "step", "norm", log=True),
+            Chart("Time of a step", curve.format("avg(seconds)", "train"), "step", "seconds"),
+            Chart("Peak memory of MLX", curve.format("max(peak_bytes) / 1e9", "train"), "step", "GB"),
+            *(block for block in own if not isinstance(block, Chart)),
+        ),
+    )
+
+
+# The data of a page
 
 
 def overview(project: Project) -> Row:
-    import shutil
-
-    from pipeline.commands.runs import run_facts
-    from pipeline.commands.status import describe
-    from pipeline.project.runs import find_runs
-
     tables = [
         {"name": each.stage_name, "rows": each.rows, "size": format_bytes(each.nbytes), "state": describe(each)}
         for each in states(project)
@@ -122,3 +211,75 @@ def sheet_data(rows: list[Row]) -> Row:
     steps = sorted({step for by_step in cells.values() for step in by_step if step})
     table = [[sorted(cells.get((head, column), {}).items()) for column in columns] for head in heads]
     return {"columns": columns, "table": list(zip(heads, table, strict=True)), "steps": steps}
+
+
+# Texts that the user may edit
+
+
+# The texts of an editor with the edits that the table does not have yet.
+SHOWN = """
+with edits as (select unnest($keys::varchar[]) as key, unnest($texts::varchar[]) as text),
+shown as (
+    select stored.* replace (coalesce(edits.text, stored.text) as text, edits.text is not null as edited),
+        stored.edited and edits.text is null as taken_back
+    from ({sql}) as stored left join edits using (key)
+)
+"""
+REPEATED = """
+select phrase, count(*) as texts from (select distinct key, trim(unnest(string_split(text, ','))) as phrase from shown)
+where phrase <> '' group by phrase having count(*) > 1 order by texts desc, phrase limit 12
+"""
+
+
+class Texts:
+    """The texts of one editor, with the edits so far."""
+
+    def __init__(self, catalog: Catalog, block: Editor, folder: Path) -> None:
+        self.catalog, self.block, self.folder = catalog, block, folder
+        edits: dict[str, str] = load(block.read)(folder)
+        self.values: Row = {"keys": list(edits), "texts": list(edits.values())}
+
+    def rows(self, sql: str, **values: Any) -> list[Row]:
+        """A query over `shown`: the table's texts with the edits, `edited`, `taken_back` (an edit that the table still has)."""
+        import duckdb
+
+        try:
+            return self.catalog.rows(SHOWN.format(sql=self.block.sql) + sql, **self.values, **values)
+        except duckdb.InvalidInputException:
+            raise ValueError("the text must be valid Unicode, got half of a surrogate pair") from None
+
+    def of_keys(self, keys: list[str]) -> dict[str, str]:
+        """key -> text; unknown keys are left out."""
+        found = self.rows("select key, text from shown where key in (select unnest($wanted::varchar[]))", wanted=keys)
+        return {row["key"]: row["text"] for row in found}
+
+    def replaced(self, find: str, by: str) -> dict[str, dict[str, Any]]:
+        """The edits that replace `find` in every text that contains it, {key: {"before", "edited", "text"}}."""
+        found = self.rows("select key, text as before, edited from shown where contains(text, $find) order by key", find=find)
+        return {row.pop("key"): row | {"text": row["before"].replace(find, by)} for row in found}
+
+
+def editor_data(catalog: Catalog, block: Editor, chosen: Mapping[str, str], folder: Path) -> Row:
+    """The variables of the template. "phrases": (part between commas, texts that have it), the most frequent."""
+    texts, find = Texts(catalog, block, folder), chosen.get("find", "")
+    (counted,) = texts.rows(
+        "select count(*) filter (contains(lower(text), lower($find))) as texts, count(*) filter (edited) as edits from shown",
+        find=find,
+    )
+    page, pages = page_number(chosen, counted["texts"])
+    found = texts.rows(
+        "select * from shown where contains(lower(text), lower($find)) order by name, length(key), key "
+        f"limit {PER_PAGE} offset {page * PER_PAGE}",
+        find=find,
+    )
+    return {
+        "texts": found,
+        "find": find,
+        "count": counted["texts"],
+        "edits": counted["edits"],
+        "page": page,
+        "pages": pages,
+        "phrases": [(row["phrase"], row["texts"]) for row in texts.rows(REPEATED)],
+        "note": block.note,
+        "files": bool(block.write_files),
+    }

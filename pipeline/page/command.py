@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import webbrowser
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pipeline.options import with_project
+from pipeline.store.disk import atomic_write
 
 if TYPE_CHECKING:
     from pipeline.page.site import Site
     from pipeline.project.project import Project
 
+PICTURE = 256  # pixels: the longer side of a picture in the file
+MOST = 400  # pictures; further ones are left out
 NEEDED = "the page needs the extra `view`: make view installs it, or: pip install 'latentmill[view]'"
 
 
@@ -50,10 +54,9 @@ def command(port: int, opened: bool, project: Project) -> None:
 def report_command(out: Path | None, project: Project) -> None:
     """Write the pages of a project as one HTML file, to keep or to send. OUT is the file; without it, exports/ of the project."""
     try:
-        from pipeline.page.report import write_report
+        written = write_report(_site(project), out or project.path / "exports" / f"{project.name}.html")
     except ModuleNotFoundError:
         raise ValueError(NEEDED) from None
-    written = write_report(_site(project), out or project.path / "exports" / f"{project.name}.html")
     click.echo(f"wrote {written}")
 
 
@@ -61,3 +64,44 @@ def _site(project: Project) -> Site:
     from pipeline.page.site import Site
 
     return Site(project.path, project.overrides)
+
+
+def write_report(site: Site, out: Path) -> Path:
+    from markupsafe import Markup
+
+    from pipeline.page.app import HERE, script_of_charts, templates
+
+    embedded: dict[str, str] = {}
+
+    def picture(name: str, size: int | str = PICTURE) -> str:
+        if name not in embedded:
+            try:
+                content = site.picture(name, PICTURE) if len(embedded) < MOST else b""
+            except (ValueError, OSError):
+                content = b""
+            embedded[name] = f"data:image/webp;base64,{base64.b64encode(content).decode()}" if content else "data:,"
+        return embedded[name]
+
+    site.refresh()
+    environment = templates()
+    titles = {name: title for name, title in site.titles().items() if name != "sql"}
+    fragments: dict[str, Any] = {}
+    for name in titles:
+        text = environment.get_template("fragment.html").render(page=name, single=True, picture=picture, **site.data(name, {}))
+        fragments[name] = Markup(text)
+    page = environment.get_template("shell.html").render(
+        project=site.project.name,
+        titles=titles,
+        page="overview",
+        token="",
+        single=True,
+        fragments=fragments,
+        style=Markup((HERE / "static" / "page.css").read_text(encoding="utf-8")),
+        script=Markup((HERE / "static" / "page.js").read_text(encoding="utf-8")),
+        # It stands in a script element, which "</script" would end.
+        charts=Markup(script_of_charts().read_text(encoding="utf-8").replace("</script", "<\\/script")),
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(out) as temporary:
+        temporary.write_text(page, encoding="utf-8")
+    return out

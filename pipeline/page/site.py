@@ -10,10 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.page.blocks import block_data, overview
-from pipeline.page.catalog import Catalog
-from pipeline.page.pages import pages_of
-from pipeline.page.texts import Texts
+from pipeline.page.blocks import ROWS_SHOWN, Catalog, Texts, block_data, errors_as_text, listing_data, overview, pages_of
 from pipeline.project.config import Overrides
 from pipeline.project.project import Project
 from pipeline.store.lock import texts_lock
@@ -79,8 +76,6 @@ class Site:
     def answer(self, sql: str) -> dict[str, Any]:
         """The SQL page: the rows or the "error" of a query, and what can be queried."""
         from pipeline.commands.query import answer
-        from pipeline.page.blocks import ROWS_SHOWN, listing_data
-        from pipeline.page.catalog import errors_as_text
 
         found: dict[str, Any] = {"text": sql}
         if sql.strip():
@@ -188,22 +183,28 @@ class Site:
                 load(texts.block.write)(self.path, {key: change["text"] for key, change in edits.items()})
             return edits
 
-    def write_files(self, page: str, undo: bool) -> str:
-        """Write a page's edits into the user's files, or take the last writing back. Returns a sentence for the user."""
-        from pipeline import runner
-        from pipeline.terminal import Quiet
+    def write_files(self, page: str, undo: bool) -> tuple[str, str]:
+        """Write a page's edits into the user's files, or take the last writing back.
 
+        Returns a sentence for the user, and the stage to run afterwards with `update`.
+        """
         block = self.texts(page).block
         if not block.write_files:
             raise ValueError(f"the edits of the page {page!r} have no files")
         stage = self.project.stage(block.stage)
         with texts_lock(self.path):
-            said: str = load(block.undo_files if undo else block.write_files)(self.project.open(stage.name))
+            return load(block.undo_files if undo else block.write_files)(self.project.open(stage.name)), stage.name
+
+    def update(self, stage: str) -> str:
+        """Run a stage, in a project of its own, so that pages are answered meanwhile. Returns "" or why it did not run."""
+        from pipeline import runner
+        from pipeline.terminal import Quiet
+
         try:
-            runner.run(self.project, block.stage, Quiet(block.stage))
-        except ValueError as error:  # the files are written all the same
-            said += f". The table {block.stage} is not up to date: {error}"
-        return said
+            runner.run(Project(self.path, self.overrides), stage, Quiet(stage))
+        except ValueError as error:
+            return f". The table {stage} is not up to date: {error}"
+        return ""
 
 
 def _plain(text: Any) -> Any:

@@ -16,12 +16,7 @@ PIPELINE = Pipeline(
         "tokenizer": Weights(("lower_case",)),
     },
     families="stages.retrieval.families:FAMILIES",
-    results=("train", "index", "ranks"),
-    commands={
-        "search": "pipeline.commands.search:command",
-        "evaluate": "pipeline.commands.evaluate_ranks:command",
-        "export": "pipeline.commands.export_retriever:command",
-    },
+    results=("index", "train", "ranks"),
     views=VIEWS,
     panels=PANELS,
 )

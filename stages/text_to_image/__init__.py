@@ -32,15 +32,7 @@ PIPELINE = Pipeline(
     },
     families="stages.text_to_image.families:FAMILIES",
     results=("train", "samples"),
-    template="stages.text_to_image.template:TEMPLATE",
-    commands={
-        name: f"pipeline.commands.{name}:command"
-        for name in ("export", "publish", "replay", "segments", "memory", "evaluate", "lint", "captions", "crops")
-    }
-    | {"generate": "pipeline.commands.generate:command"}
-    | {name: f"pipeline.commands.combine:{name}_command" for name in ("merge", "resize", "extract")},
     tables={"generated": "schemas.text_to_image.generated:GENERATED"},
-    methods={"adapter": "pipeline.commands.generate:adapter"},
     views=VIEWS,
     follow="stages.text_to_image.follow:CHAIN",
     panels=PANELS,

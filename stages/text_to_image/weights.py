@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -130,6 +130,12 @@ def _key(path: Path, family: Family, dtype: mx.Dtype, packed: Packed) -> str:
     bits = [packed.base_bits or 16, dict(packed.base_bits_for or {})]
     facts = [FORM, files, read_config(path), family.name, str(dtype), bits]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def unused_copies(folder: Path, path: Path, family: Family, readers: Iterable[tuple[mx.Dtype, Packed]]) -> list[Path]:
+    """Copies in `folder`, and their digests, that none of the (dtype, settings) in `readers` loads."""
+    used = {_key(path, family, dtype, packed) for dtype, packed in readers}
+    return sorted(file for file in folder.glob("[!.]*") if file.stem not in used)
 
 
 def _digest_file(file: Path) -> Path:

@@ -182,7 +182,7 @@ def results(folder: Path, changes: list[str], step: int) -> Row:
     """Return the mean loss of held-out images after `step`, and the style scores of the previews, of a project whose previews are
     scored: AUC against the base's previews, mean agreement, and mean nearness to real pictures.
     """
-    from pipeline.commands.evaluate import auc
+    from pipeline.commands.text_to_image.evaluate import auc
     from pipeline.project.project import Project
 
     project = Project(folder, changes)

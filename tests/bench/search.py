@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 import stages  # noqa: F401  (before mlx.core)
-from pipeline.commands.search import Session
+from pipeline.commands.retrieval.search import Session
 from pipeline.project.project import Project
 
 QUERIES = (

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline import runner
-from pipeline.commands import evaluate
+from pipeline.commands.text_to_image import evaluate
 from pipeline.project.project import Project
 from tests import projects
 

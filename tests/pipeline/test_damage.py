@@ -11,9 +11,9 @@ import pytest
 
 from pipeline.api import Project
 from pipeline.commands.clean import clean
-from pipeline.commands.export import export_run
 from pipeline.commands.follow import follow
 from pipeline.commands.status import states
+from pipeline.commands.text_to_image.export import export_run
 from tests import projects
 from tests.pipeline.test_kill import artifacts
 

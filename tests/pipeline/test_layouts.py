@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.project.init import new_project
+from pipeline.commands.init import new_project
 from pipeline.project.project import Project
 from tests.projects import CONFIG, MATERIAL, Silent, build
 

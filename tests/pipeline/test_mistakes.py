@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from pipeline.cli import exit_code, one_line
-from pipeline.project.init import new_project
+from pipeline.commands.init import new_project
 from pipeline.project.project import Project
 from pipeline.store.table import Writer
 from tests import projects

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.commands.compare import best, compare
 from pipeline.commands.query import answer
-from pipeline.commands.runs import list_runs
+from pipeline.commands.runs import best, compare, list_runs
+from pipeline.commands.text_to_image.training import since_best
 from pipeline.options import open_project
 from pipeline.project.project import Project
 from pipeline.project.runs import choose, find_run, find_runs, rename
@@ -144,10 +144,19 @@ def test_best_goes_by_scores_if_asked_and_refuses_without_any(built, monkeypatch
     with pytest.raises(ValueError, match=r"slow: nothing tells its . checkpoints apart; hold data out .* or score the results"):
         list(best(Project(built), run, "scores"))
     steps = sorted(run.checkpoints)
-    monkeypatch.setattr("pipeline.commands.compare.checkpoint_scores", lambda *_: {steps[0]: 0.7, steps[-1]: 0.4})
+    monkeypatch.setattr("pipeline.commands.runs.checkpoint_scores", lambda *_: {steps[0]: 0.7, steps[-1]: 0.4})
     said = list(best(Project(built), run, "scores"))
     assert said[0].startswith(f"slow: step {steps[0]}, mean score `style` 0.7")
     assert "held-out loss" in next(best(Project(built), run, "held-out"))
+
+
+@pytest.mark.parametrize("order", [(4, 8), (8, 4)])
+def test_of_equal_scores_the_earliest_checkpoint_is_the_best_for_best_and_for_segments(built, monkeypatch, order):
+    scores = dict.fromkeys(order, 0.7) | {2: 0.1}
+    monkeypatch.setattr("pipeline.commands.runs.checkpoint_scores", lambda *_: scores)
+    run = find_run(Project(built), "slow")
+    assert next(best(Project(built), run, "scores")).startswith("slow: step 4, ")
+    assert since_best(scores) == 1
 
 
 def test_wrong_names_of_runs_are_one_line(project):

@@ -4,6 +4,7 @@ It uses only the contracts of `stages` and `schemas`. Nothing outside this folde
 `[project] pipeline = "tests.toy"`.
 """
 
+from pipeline.commands import Own
 from stages.pipelines import Folder, Panel, Pipeline, View
 
 PIPELINE = Pipeline(
@@ -12,8 +13,8 @@ PIPELINE = Pipeline(
     stages={"lines": "tests.toy.lines", "tokens": "tests.toy.tokens", "train": "tests.toy.train"},
     resources={"text_folder": Folder("lines", "folder")},
     results=("train",),
-    commands={"longest": "tests.toy.commands:longest"},
     views={"long_lines": View("select text, words from lines where words > 3", "lines of more than three words")},
     follow="tests.toy.follow:CHAIN",
     panels=(Panel("words", "Words per line", "select words, count(*) as lines from lines group by words order by words"),),
 )
+OWN = Own(commands={"longest": "tests.toy.commands:longest"})

@@ -9,7 +9,7 @@ from PIL import Image
 from data.experiments import experiments, report, results, runs, scoring
 from data.experiments.charts import CHARTS
 from data.experiments.tables import DROPOUT_LABELS
-from pipeline.commands.plots import TEXT_CHUNK, plotted
+from pipeline.plots import TEXT_CHUNK, plotted
 from pipeline.project import config
 from pipeline.project.project import Project
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from data.experiments.hurting import BAD, IMAGES, excess, plant
-from pipeline.commands.query import open_catalog
+from pipeline.commands.catalog import open_catalog
 from tests.pipeline.commands.test_views import drawn
 
 

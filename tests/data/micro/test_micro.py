@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.commands.adapter_file import write_adapter
+from pipeline.commands.text_to_image.export import write_adapter
 from schemas.text_to_image.train import TRAIN
 from stages.models.adapters import B
 from stages.models.flux2 import sampling

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from data.pages.figures import FIGURES, FOLDER, defaults, loss_weights, noise_levels, write
-from pipeline.commands.plots import TEXT_CHUNK, plotted
+from pipeline.plots import TEXT_CHUNK, plotted
 from stages.text_to_image.train.config import NoiseConfig
 from stages.tuner.diffusion.noise import BASES
 from stages.tuner.diffusion.weighting import WEIGHTS

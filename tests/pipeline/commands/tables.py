@@ -48,7 +48,7 @@ class FakeProject:
     current = folder
 
     def stage(self, stage_name: str) -> Any:
-        return SimpleNamespace(writes=table(stage_name))
+        return SimpleNamespace(result=None, writes=table(stage_name))
 
 
 def write(project: FakeProject, stage_name: str, rows: list[dict[str, Any]], live: list[dict[str, Any]] | None = None) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from pipeline.commands.clean import clean
 from pipeline.project.project import Project
 from pipeline.store.lock import Lock
 from pipeline.store.table import Writer
+from stages.text_to_image.weights import CONVERTED, load_transformer
 from tests import projects
 
 
@@ -120,3 +123,17 @@ def test_nothing_is_deleted_while_a_stage_writes(project):
     with Writer(opened.current("images"), opened.recipe("images")), pytest.raises(ValueError, match="is being written by"):
         cleaned(project)
     assert files(project) == before
+
+
+def test_a_converted_copy_that_no_setting_loads_is_deleted_and_the_present_one_stays(project):
+    opened = Project(project)
+    train, folder, path = opened.config.sections["train"], project / CONVERTED, opened.component("transformer")
+    for bits in (16, 8):
+        config = replace(train, base_bits=bits)
+        load_transformer(path, opened.family, getattr(mx, train.precision), config, copies=folder, keep=True)
+    copies = sorted(path.name for path in folder.iterdir())
+    said = cleaned(project, dry_run=True)
+    assert len(copies) == 4 and sorted(path.name for path in folder.iterdir()) == copies
+    assert sum("which no present setting uses" in line for line in said) == 2
+    assert amount(said[-1]) == amount(cleaned(project)[-1]) > 0
+    assert len(list(folder.iterdir())) == 2 and cleaned(project) == ["freed 0 B"]

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from pipeline.commands import doctor
 from pipeline.commands.doctor import command, report
+from pipeline.commands.text_to_image import memory
 from pipeline.machine import Machine, examine, problems
 from stages.text_to_image.capacity import capacities
 
@@ -88,8 +89,8 @@ def test_this_machine_can_be_examined_and_reported():
 
 def test_measure_writes_one_json_file_and_a_probe_that_fails_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "examine", lambda: replace(MAC, budget=int(20e9)))
-    short = doctor.training
-    monkeypatch.setattr(doctor, "training", lambda name, side, budget: short(name, side // 8, budget, 1))
+    short = memory.probe
+    monkeypatch.setattr(memory, "probe", lambda name, side, budget: short(name, side // 8, budget, 1))
     out = tmp_path / "mac.json"
     done = CliRunner().invoke(command, ["--measure", "--family", "tiny", "--out", str(out)])
     assert done.exit_code == 0, done.output

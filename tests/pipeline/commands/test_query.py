@@ -1,19 +1,24 @@
-"""Queries over a project's tables: what they answer, and what they say about tables that are not built."""
+"""SQL over the tables of a project: the catalog, the limits of a query, and its answer as text or file."""
 
 from __future__ import annotations
 
+import csv
+import json
 import re
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
-from pipeline.commands.query import answer, open_catalog, run_query
+from pipeline.commands.catalog import open_catalog
+from pipeline.commands.query import CELL_WIDTH, ROWS_SHOWN, Limits, answer, run_query, write_answer
 from pipeline.errors import NotBuilt
 from schemas.text_to_image.train import TRAIN
 from stages.text_to_image import PIPELINE
 from tests import projects
 from tests.pipeline.commands import tables
 from tests.pipeline.commands.tables import FakeProject, digest
+from tests.toy import project as toy
 
 STAGE_NAMES = tuple(PIPELINE.stages)
 README = Path(__file__).parents[3] / "README.md"
@@ -203,3 +208,129 @@ def test_parquet_files_and_a_catalog_hold_every_table(project: FakeProject, tmp_
 def test_a_table_that_is_not_built_is_named_however_it_is_written(tmp_path: Path, sql: str) -> None:
     with pytest.raises(ValueError, match="the table train is not built; run: make train"):
         run_query(FakeProject(tmp_path), sql)
+
+
+def test_a_printed_table_is_aligned_and_long_text_and_many_rows_are_cut(project: FakeProject) -> None:
+    text = run_query(project, "select path, width, rejected from images order by path limit 3")
+    assert text.splitlines() == [
+        "path           width  rejected",
+        "a.jpg            640  NULL",
+        "broken.jpg       640  truncated",
+        "copy-of-a.jpg    640  duplicate",
+    ]
+    lines = run_query(project, "select text, 1 as n from captions where text like '猫%'").splitlines()
+    assert lines == ["text          n", "猫 on a sofa  1"]
+    assert max(map(len, run_query(project, "select repeat('x', 500)").splitlines())) < CELL_WIDTH + 20
+    many = run_query(project, f"from range({ROWS_SHOWN + 7})").splitlines()
+    assert len(many) == ROWS_SHOWN + 2 and "7 more rows" in many[-1]
+    assert run_query(project, "select path from images where false").splitlines() == ["path"]
+
+
+def test_csv_and_json_hold_every_row_and_value(project: FakeProject) -> None:
+    sql = "select text, position, [1, 2] as pair, 1/3 as third, 'nan'::float as bad, null as none from captions order by text"
+    rows = list(csv.DictReader(run_query(project, sql, "csv").splitlines(keepends=True)))
+    assert [row["text"] for row in rows][-1] == "猫 on a\nsofa" and rows[0]["pair"] == "[1, 2]" and rows[0]["none"] == ""
+    found = json.loads(run_query(project, sql, "json"))
+    assert len(found) == len(rows) == 7 and found[-1]["text"] == "猫 on a\nsofa"
+    assert found[0]["pair"] == [1, 2] and found[0]["bad"] is None and found[0]["third"] == 1 / 3
+    assert json.loads(run_query(project, "select 1 where false", "json")) == []
+
+
+@pytest.mark.parametrize("count", [0, 3, 25_000])
+def test_an_answer_is_written_whole_to_csv_json_and_parquet(project: FakeProject, tmp_path: Path, count: int) -> None:
+    sql = f"select range as n, 'a, \"b\"' as text, [range] as list from range({count})"
+    for kind in ("csv", "json", "parquet"):
+        assert write_answer(project, sql, tmp_path / "new" / f"a.{kind}", kind) == count
+    rows = json.loads((tmp_path / "new" / "a.json").read_text())
+    assert [row["n"] for row in rows] == list(range(count)) and all(row["text"] == 'a, "b"' for row in rows)
+    with (tmp_path / "new" / "a.csv").open(newline="") as file:
+        assert [int(row["n"]) for row in csv.DictReader(file)] == list(range(count))
+    assert pq.read_table(tmp_path / "new" / "a.parquet")["n"].to_pylist() == list(range(count))
+
+
+@pytest.mark.parametrize("kind", ["csv", "json", "parquet"])
+@pytest.mark.parametrize("sql", ["", "-- nothing"])
+def test_an_answer_to_sql_without_rows_is_refused_in_one_line(project: FakeProject, tmp_path: Path, sql: str, kind: str) -> None:
+    with pytest.raises(ValueError, match="for instance: select") as caught:
+        write_answer(project, sql, tmp_path / "a", kind)
+    assert "\n" not in str(caught.value) and not list(tmp_path.glob("*a*"))
+
+
+def test_a_failed_answer_leaves_no_file(project: FakeProject, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Conversion Error"):
+        write_answer(
+            project, "select (case when range > 20000 then 'x' else '1' end)::int from range(30000)", tmp_path / "a", "csv"
+        )
+    assert list(tmp_path.glob("*a*")) == []
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "copy images to '{file}'",
+        "attach '{file}' as x",
+        "select * from read_csv('/etc/passwd')",
+        "select * from read_text('/etc/passwd')",
+        "from '/etc/passwd'",
+        "select * from glob('/*')",
+        "install httpfs",
+        "load httpfs",
+        "export database '{file}'",
+        "set enable_external_access = true",
+        "set memory_limit = '8GB'",
+        "set temp_directory = '/tmp'",
+        "pragma profiling_output = '{file}'",
+        "select 1; copy images to '{file}'",
+    ],
+)
+def test_a_query_reaches_no_file_and_no_extension(project: FakeProject, tmp_path: Path, sql: str) -> None:
+    file = tmp_path / "written"
+    for ask in (run_query, answer):
+        with pytest.raises(ValueError) as error:
+            ask(project, sql.replace("{file}", str(file)))
+        assert "\n" not in str(error.value) and not file.exists()
+
+
+def test_an_unsafe_query_may_write_a_file(project: FakeProject, tmp_path: Path) -> None:
+    run_query(project, f"copy images to '{tmp_path}/written.csv'", limits=Limits(unsafe=True))
+    assert (tmp_path / "written.csv").read_text().startswith("path,")
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "with recursive x as (select 1 as n union all select n + 1 from x) select count(*) from x",
+        "select count(*) from range(1000000000000) a, range(1000000) b",
+    ],
+)
+def test_a_query_without_an_end_is_ended(project: FakeProject, sql: str) -> None:
+    with pytest.raises(ValueError, match=r"^the query took longer than 0\.2 s; --seconds allows more$"):
+        run_query(project, sql, limits=Limits(seconds=0.2, gigabytes=8))
+
+
+def test_a_query_that_needs_too_much_memory_is_one_line(project: FakeProject) -> None:
+    with pytest.raises(ValueError, match=r"^the query needs more than 0\.1 GB; --memory-gb allows more$"):
+        run_query(project, "select string_agg(repeat('x', 1000000)) from range(1000)", limits=Limits(gigabytes=0.1))
+    with pytest.raises(ValueError, match="the answer has more than 1,000,000 rows: add a limit, or write it"):
+        run_query(project, "from range(100000000)")
+
+
+def test_bytes_that_are_not_utf_8_are_one_line(project: FakeProject) -> None:
+    with pytest.raises(ValueError, match="the SQL must be UTF-8 text"):
+        run_query(project, b"select '\xff'".decode("utf-8", "surrogateescape"))
+
+
+def test_a_csv_file_is_valid_whatever_the_columns_are_called(project: FakeProject, tmp_path: Path) -> None:
+    name = 'a\nline, and "quotes"'
+    assert write_answer(project, f'select 1 as "{name.replace(chr(34), 2 * chr(34))}"', tmp_path / "out.csv", "csv") == 1
+    with (tmp_path / "out.csv").open(newline="") as file:
+        assert list(csv.reader(file)) == [[name], ["1"]]
+
+
+def test_a_file_for_an_answer_without_a_query_is_refused_even_beside_parquet(tmp_path: Path) -> None:
+    folder = toy.make(tmp_path / "project")
+    for kind in ("csv", "json"):
+        words = ["query", "--parquet", str(tmp_path / "all"), f"--{kind}", str(tmp_path / "one"), "--project", str(folder)]
+        code, _, err = projects.said(*words)
+        assert code == 2 and "--csv and --json write the answer of a query; give SQL" in err
+    assert not (tmp_path / "all").exists()

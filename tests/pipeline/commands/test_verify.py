@@ -10,9 +10,9 @@ import pytest
 
 from pipeline.api import Project
 from pipeline.commands.clean import clean
-from pipeline.commands.export import export_run
 from pipeline.commands.query import export_parquet
 from pipeline.commands.status import describe, states
+from pipeline.commands.text_to_image.export import export_run
 from pipeline.store.disk import TEMPORARY, atomic_folder
 from pipeline.store.table import TableFolder, Writer
 from schemas.text_to_image.generated import GENERATED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.commands.query import open_catalog
+from pipeline.commands.catalog import open_catalog
 from tests.pipeline.commands import tables
 from tests.pipeline.commands.tables import FakeProject, digest
 

@@ -21,7 +21,7 @@ from starlette.testclient import TestClient
 
 from pipeline.commands.query import answer
 from pipeline.page.app import MOST_BYTES, make_app
-from pipeline.page.report import write_report
+from pipeline.page.command import write_report
 from pipeline.page.site import Site
 from pipeline.project.project import Project
 from pipeline.store.lock import Lock, texts_lock
@@ -319,3 +319,13 @@ def test_the_report_is_one_file_without_addresses_that_holds_its_pictures(folder
     assert body.count("data:image/webp;base64,") >= 5
     assert not re.search(r'(src|href)="(/|http)', body)
     assert "<script>alert" not in body and "picture number 0" in body
+
+
+@pytest.mark.timeout(300)  # with the lock held, it would wait for ever
+def test_pages_are_answered_while_the_stage_of_an_edit_runs(page, monkeypatch):
+    (key, before), *_ = texts(page).items()
+    assert page.post("/edit/captions", json={key: {"before": before, "text": "a cat"}}, headers=TOKEN).status_code == 200
+    answered: list[int] = []
+    monkeypatch.setattr("pipeline.runner.run", lambda *_: answered.append(page.get("/fragment/captions").status_code))
+    assert page.post("/files/captions", json={"undo": False}, headers=TOKEN).status_code == 200
+    assert answered == [200]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.page.report import write_report
+from pipeline.page.command import write_report
 from pipeline.page.site import Site
 from tests import projects
 from tests.pipeline.page.large import fill

@@ -16,7 +16,7 @@ pytest.importorskip("httpx2")
 from starlette.testclient import TestClient
 
 from pipeline.page.app import make_app
-from pipeline.page.catalog import Catalog
+from pipeline.page.blocks import Catalog
 from pipeline.page.site import Site
 from tests.pipeline.page.large import IMAGES, PROMPTS, STEPS, fill
 

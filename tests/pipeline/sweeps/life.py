@@ -170,7 +170,7 @@ def completed(path: str) -> dict[str, str]:
 
 def digests(path: str) -> dict[str, str]:
     """Return a digest of each table with its artifacts, and of an export. Equal results have equal digests."""
-    from pipeline.commands.export import export_run
+    from pipeline.commands.text_to_image.export import export_run
     from pipeline.project.project import Project
 
     folder, found = Path(path), {}

@@ -135,7 +135,7 @@ def test_the_tuned_encoder_is_chosen_if_there_is_one():
 def test_the_command_answers_as_text_as_json_and_from_standard_input(indexed, monkeypatch):
     from click.testing import CliRunner
 
-    from pipeline.commands.search import command
+    from pipeline.commands.retrieval.search import command
 
     def call(*words: str, text: str | None = None) -> str:
         done = CliRunner().invoke(command, [*words, "-p", str(indexed)], input=text, catch_exceptions=False)
@@ -155,7 +155,7 @@ def test_the_command_answers_as_text_as_json_and_from_standard_input(indexed, mo
 
 
 def test_an_index_of_another_adapter_is_one_line(indexed):
-    from pipeline.commands.search import open_encoder
+    from pipeline.commands.retrieval.search import open_encoder
 
     with pytest.raises(ValueError, match=r"adapter 1a2b3c4d, which is not the project's: run make index"):
         open_encoder(Project(indexed), "1a2b3c4d" * 8)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline import Project
-from pipeline.commands.evaluate_ranks import evaluate
+from pipeline.commands.retrieval.evaluate import evaluate
 from stages.retrieval.ranks import without_name
 from tests.stages.retrieval.project import make, rows, run
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pipeline import Project
-from pipeline.commands.export_retriever import export_retriever
-from pipeline.commands.search import Session
+from pipeline.commands.retrieval.export import export_retriever
+from pipeline.commands.retrieval.search import Session
 from stages.hashing import file_sha256
 from stages.retrieval.encoder import load_encoder
 from stages.retrieval.texts import BASE, vector_id

@@ -1,0 +1,106 @@
+"""Trained adapters of a project: which one a command line names, and the file names of what is made from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.terminal import Say, silent
+
+if TYPE_CHECKING:
+    from pipeline.project.project import Project
+
+WHICH = {"last": "adapter", "average": "adapter_ema", "best": "adapter_best"}  # name of an adapter -> its file in a run
+SECTIONS = {"average": "train.ema", "best": "train.validation"}  # the settings that make a run write it
+DTYPES = ("float32", "bfloat16", "float16")
+STRONGEST = 10.0
+
+
+def find_adapter(project: Project, text: str, step: int | None = None) -> Path:
+    """The file itself, or a word of `WHICH` for the chosen run, or "best@RUN" for another (a name or the start of its recipe).
+
+    `step` is a checkpoint, None for the end of the run; must be None with "best". Raises ValueError if there is none.
+    """
+    from pipeline.project import runs
+    from pipeline.project.project import Project
+
+    path = Path(text).expanduser()
+    if path.is_file():
+        return path
+    which, at, run = text.partition("@")
+    if which not in WHICH:
+        raise ValueError(
+            f"--adapter must be {', '.join(WHICH)}, one of these with @RUN, none or a file, got {text!r}: there is no such file"
+        )
+    if at:
+        # A project of its own, because `choose` changes which run it uses.
+        project = Project(project.path, fetch=project.fetch)
+        runs.choose(project, run)
+    return adapter_of(project, step, which=which)
+
+
+def adapter_of(project: Project, step: int | None, say: Say = silent, which: str = "last") -> Path:
+    """The adapter file of the chosen run at `step`, None for its end. `which` is a key of `WHICH`; with "best", `step` must
+    be None.
+
+    Raises ValueError, with the checkpoints that exist, if there is none. Calls `say` if the settings changed since training.
+    """
+    from stages.tuner.checkpoint import adapter_damage, find_checkpoints
+
+    check_choice("adapter", which, WHICH)
+    if which == "best" and step is not None:
+        raise ValueError(
+            f"the best adapter has a step of its own: leave out step {step}, or choose the last or the average adapter"
+        )
+    table = project.folder("train").folder
+    checkpoints = {saved.step: saved.folder for saved in find_checkpoints(table / "artifacts")}
+    result = str(project.stage("train").result)
+    last = table / "artifacts" / result if step is None else checkpoints.get(step, table) / result
+    if not last.is_file():
+        there = f"its checkpoints are {', '.join(map(str, sorted(checkpoints)))}" if checkpoints else "it has no checkpoint yet"
+        wanted = "finished adapter" if step is None else f"checkpoint of step {step}"
+        raise ValueError(f"{project.name} has no {wanted} to export; {there}; run: make train PROJECT={project.path}")
+    adapter = last.with_name(WHICH[which] + last.suffix)
+    if not adapter.is_file():
+        raise ValueError(f"{project.name} has no {which} adapter to export: it was trained without [{SECTIONS[which]}]")
+    if damage := adapter_damage(adapter):
+        raise ValueError(f"{adapter} {damage}; run: latentmill verify --repair, or export another step")
+    try:
+        current = project.current("train").folder.name
+    except ValueError:
+        current = ""
+    if table.name != current:
+        say(f"note: the project has changed since training; this adapter is from the run with recipe {table.name}")
+    return adapter
+
+
+def pair_strengths(adapters: Sequence[str], strengths: Sequence[float], default: str = "last") -> list[tuple[str, float]]:
+    """(adapter, strength) pairs. Raises ValueError if the numbers differ or a strength is not from -10 to 10."""
+    names = list(adapters) or [default]
+    if strengths and len(strengths) != len(names):
+        raise ValueError(
+            f"--strength must be given once for each --adapter, in their order: {len(names)} adapters, {len(strengths)} strengths"
+        )
+    for strength in strengths:
+        if not -STRONGEST <= strength <= STRONGEST:
+            raise ValueError(f"--strength must be from -10 to 10, got {strength}")
+    return list(zip(names, strengths or [1.0] * len(names), strict=True))
+
+
+def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:
+    """Raise ValueError, with `choices`, unless `value` is one of them."""
+    if value not in choices:
+        raise ValueError(f"{setting} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def file_stem(project: str) -> str:
+    """The name of a project as the beginning of a file's name."""
+    return re.sub(r"[^\w.-]+", "-", project).strip("-.") or "adapter"
+
+
+def file_name(project: str, step: int | str, style: str, which: str = "last") -> str:
+    """Such as "cats-001000-average-comfyui.safetensors"; "last" and "diffusers" are left out."""
+    kind = "".join(f"-{word}" for word, usual in ((which, "last"), (style, "diffusers")) if word != usual)
+    return f"{file_stem(project)}-{int(step):06d}{kind}.safetensors"

@@ -1,0 +1,221 @@
+"""The tables, views and functions that SQL finds in a project: `open_catalog`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.project.run import Run, flatten
+from pipeline.project.runs import WINDOW, differences, find_runs, present_settings, trains
+from pipeline.store.lock import lock_holder
+from pipeline.terminal import format_cell
+from stages.pipelines import load
+
+if TYPE_CHECKING:
+    import duckdb
+    import pyarrow as pa
+
+    from pipeline.project.project import Project
+
+# The value of a bfloat16 word: sign, 8 bits of exponent, 7 of fraction. Denormals count as zero.
+BF16 = """
+create or replace temp macro bf16(u) as (case
+    when (u & 32767) = 0 or ((u >> 7) & 255) = 0 then 0.0
+    when ((u >> 7) & 255) = 255 and (u & 127) > 0 then 'nan'::float
+    when ((u >> 7) & 255) = 255 then (case when u >= 32768 then '-inf' else 'inf' end)::float
+    else (1 - 2 * (u >> 15)::int) * pow(2.0, ((u >> 7) & 255)::int - 127) * (1 + (u & 127) / 128.0) end)::float
+"""
+
+COLUMNS = {
+    "run": "string",
+    "name": "string",
+    "stage": "string",
+    "current": "bool",
+    "state": "string",
+    "started": "string",
+    "seconds": "float64",
+    "steps": "int64",
+    "wanted_steps": "int64",
+    "loss": "float64",
+    "held_out_loss": "float64",
+    "best_step": "int64",
+    "best_loss": "float64",
+    "peak_bytes": "int64",
+    "data_rows": "int64",
+    "snapshot": "string",
+    "settings": "string",
+    "differs": "string",
+    "versions": "string",
+    "folder": "string",
+}
+
+
+def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConnection | None = None) -> duckdb.DuckDBPyConnection:
+    """A DuckDB connection with every table and view of a project.
+
+    Beside the stages' tables there are `tables` (what is built), `columns` (what each column holds), `runs`, the rows of all
+    runs (`all_train`), and the function bf16(word), the value of a stored bfloat16. A table that is not built has columns and
+    no rows. Tensors are left out.
+    """
+    import duckdb
+    import pyarrow as pa
+
+    from pipeline.project.project import Project
+
+    opened = Project(project) if isinstance(project, str | Path) else project
+    catalog = connection or duckdb.connect(config={"autoinstall_known_extensions": "false"})  # a typo must not download anything
+    for name in opened.stage_names:
+        folder = opened.folder(name)
+        catalog.register(name, folder.rows() if folder.exists else opened.stage(name).writes.stored.empty_table())
+    catalog.register("tables", _tables(opened))
+    catalog.register("columns", _columns(opened))
+    runs = find_runs(opened)
+    kinds = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in COLUMNS.items()])
+    catalog.register("runs", pa.Table.from_pylist([run_facts(opened, run) for run in runs], schema=kinds))
+    for name, rows in {**rows_of_runs(opened, runs), **rows_of_results(opened, runs), **rows_of_commands(opened)}.items():
+        catalog.register(name, rows)
+    catalog.execute(BF16)
+    for name, view in opened.pipeline.views.items():
+        catalog.execute(f"create or replace temp view {name} as {view.sql}")
+    return catalog
+
+
+def _tables(project: Project) -> pa.Table:
+    import pyarrow as pa
+
+    rows = []
+    for name in project.stage_names:
+        folder, doc = project.folder(name), project.stage(name).writes.doc
+        built = folder.exists
+        usage = folder.usage() if built else {"rows": 0, "dead": 0, "bytes": 0}
+        rows.append({"stage": name, "built": built, "recipe": folder.folder.name if built else None, "doc": doc})
+        rows[-1] |= {key: usage[key] for key in ("rows", "dead", "bytes")} | {"folder": str(folder.folder)}
+    kinds = {"stage": pa.string(), "built": pa.bool_(), "recipe": pa.string(), "rows": pa.int64(), "dead": pa.int64()}
+    kinds |= {"bytes": pa.int64(), "folder": pa.string(), "doc": pa.string()}
+    return pa.Table.from_pylist(rows, schema=pa.schema(kinds))
+
+
+def _columns(project: Project) -> pa.Table:
+    import pyarrow as pa
+
+    rows = []
+    for name in project.stage_names:
+        schema = project.stage(name).writes
+        for field in schema.stored:
+            doc = (field.metadata or {}).get(b"doc", b"").decode()
+            rows.append({"stage": name, "name": field.name, "type": str(field.type), "key": field.name in schema.key, "doc": doc})
+    kinds = {"stage": pa.string(), "name": pa.string(), "type": pa.string(), "key": pa.bool_(), "doc": pa.string()}
+    return pa.Table.from_pylist(rows, schema=pa.schema(kinds))
+
+
+def run_facts(project: Project, run: Run) -> dict[str, Any]:
+    """The run's row of the table `runs`, and "different": key -> (value of the run, present value)."""
+    steps = run.steps
+    count = steps["step"][-1].as_py() if steps.num_rows else 0
+    snapshot = run.record.get("recipe", {}).get("snapshot") or {}
+    best, held_out, settings = run.best_step, run.held_out, run.settings
+    wanted = settings.get(f"{run.stage}.steps")
+    result = run.table.folder / "artifacts" / (project.stage(run.stage).result or "-")
+    writer = lock_holder(run.table.folder / "lock")
+    # The loss of one step is noise.
+    recent = [loss for loss in steps["loss"].to_pylist()[-WINDOW:] if loss is not None]
+    different = differences(run, flatten(present_settings(project, run.stage))) if settings else {}
+    return {
+        "run": run.recipe,
+        "name": run.name or None,
+        "stage": run.stage,
+        "current": run.current,
+        "state": "running" if writer else "finished" if result.exists() else "interrupted",
+        "started": run.record.get("started"),
+        "seconds": float(sum(value or 0 for value in steps["seconds"].to_pylist())),
+        "steps": count,
+        "wanted_steps": wanted if isinstance(wanted, int) else None,
+        "loss": sum(recent) / len(recent) if recent else None,
+        "held_out_loss": list(held_out.values())[-1] if held_out else None,
+        "best_step": best,
+        "best_loss": held_out[best] if best is not None else None,
+        "peak_bytes": max((value or 0 for value in steps["peak_bytes"].to_pylist()), default=0),
+        "data_rows": snapshot.get("rows"),
+        "snapshot": snapshot.get("sha256"),
+        "settings": json.dumps(settings, ensure_ascii=False),
+        "differs": ", ".join(f"{key} {plain(value)}" for key, (value, _) in different.items()),
+        "different": different,
+        "versions": json.dumps(run.record.get("versions", {})),
+        "folder": str(run.table.folder),
+    }
+
+
+def plain(value: Any) -> str:
+    """A setting as text."""
+    return "unset" if value is None else format_cell(value if isinstance(value, str | float) else json.dumps(value))
+
+
+def rows_of_runs(project: Project, runs: Sequence[Run]) -> dict[str, pa.Table]:
+    """Table name -> rows of all runs (all_train), with `run` and `run_name` in front."""
+    import pyarrow as pa
+
+    found = {}
+    for stage in project.stage_names:
+        stored = project.stage(stage).writes.stored
+        if not trains(project.stage(stage).writes):
+            continue
+        names = pa.schema([("run", pa.string()), ("run_name", pa.string()), *stored])
+        parts = [names.empty_table()]
+        for run in runs:
+            if run.stage == stage:
+                rows = run.rows.cast(stored)
+                texts = [pa.array([text] * rows.num_rows, pa.string()) for text in (run.recipe, run.label)]
+                parts.append(pa.Table.from_arrays([*texts, *rows.columns], schema=names))
+        found[f"all_{stage}"] = pa.concat_tables(parts)
+    return found
+
+
+def rows_of_results(project: Project, runs: Sequence[Run]) -> dict[str, pa.Table]:
+    """Table name -> rows of all settings whose file exists (all_samples), with `recipe` and `run_name` in front.
+
+    `run_name` is the run of the adapter, null for the base, the start of the adapter's id if the run is unknown.
+    """
+    import pyarrow as pa
+
+    from pipeline.store.table import TableFolder
+
+    found = {}
+    labels = {digest: run.label for run in runs for digest in run.adapters}
+    for name in project.pipeline.results:
+        stored = project.stage(name).writes.stored
+        if not {"adapter_id", "path"} <= set(stored.names):
+            continue
+        rows: list[dict[str, Any]] = []
+        for folder in sorted((project.path / "tables" / name).glob("*/rows.lance")):
+            table = TableFolder(folder.parent, project.stage(name).writes)
+            rows += [
+                {"recipe": folder.parent.name, "run_name": labels.get(row["adapter_id"], row["adapter_id"][:8] or None)} | row
+                for row in table.committed().drop_columns(["live"]).to_pylist()
+                if (folder.parent / "artifacts" / row["path"]).is_file()
+            ]
+        schema = pa.schema([("recipe", pa.string()), ("run_name", pa.string()), *stored])
+        found[f"all_{name}"] = pa.Table.from_pylist(rows, schema=schema)
+    return found
+
+
+def rows_of_commands(project: Project) -> dict[str, pa.Table]:
+    """Table name -> rows of all folders of a table that a command writes (generated), with `recipe` in front."""
+    import pyarrow as pa
+
+    from pipeline.store.table import TableFolder
+
+    found = {}
+    for name, reference in project.pipeline.tables.items():
+        table_schema = load(reference)
+        schema = pa.schema([("recipe", pa.string()), *table_schema.stored])
+        parts = [schema.empty_table()]
+        for folder in sorted((project.path / "tables" / name).glob("*/manifest.json")):
+            table = TableFolder(folder.parent, table_schema)
+            if table.exists:  # its manifest is not damaged
+                rows = table.rows()
+                names = pa.array([folder.parent.name] * rows.num_rows, pa.string())
+                parts.append(pa.Table.from_arrays([names, *rows.columns], schema=schema))
+        found[name] = pa.concat_tables(parts)
+    return found

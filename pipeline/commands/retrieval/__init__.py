@@ -1,0 +1,52 @@
+"""Commands of the pipeline retrieval, and the project.toml with which its projects begin."""
+
+import json
+from collections.abc import Mapping
+
+from pipeline.commands import Own
+from pipeline.project.parse import nearest
+from stages.pipelines import Option, Template
+from stages.settings import toml_string
+
+HERE = __name__
+TEXT = """\
+# A latentmill project. Every setting has a default; `latentmill plan` tells what each table will need.
+
+[project]
+pipeline = "retrieval"
+family = {family}
+
+[sources]
+roots = [{code}]  # folders, or packages such as "package:stdlib"; only read, never written
+
+# Without [train], the code is indexed by the encoder as it is. With it, the encoder is tuned to this code first.
+# [train]
+{train}
+"""
+TUNING = {"steps": 40, "batch_size": 64, "lr": 0.001}  # the short recipe of data/library/README.md
+
+
+def project_toml(options: Mapping[str, str]) -> str:
+    """`options`: code, family. Raises ValueError for an unknown family."""
+    from stages.retrieval.families import FAMILIES
+
+    name = options["family"]
+    if name not in FAMILIES:
+        near = nearest(name, FAMILIES)
+        raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {name!r}{near}")
+    settings = TUNING | dict(FAMILIES[name].begin.get("train", {}))
+    train = "\n".join(f"# {key} = {json.dumps(value)}" for key, value in settings.items())  # JSON is TOML here
+    return TEXT.format(family=toml_string(name), code=toml_string(options["code"]), train=train)
+
+
+TEMPLATE = Template(
+    options=(
+        Option("code", "The folder of source code; only read.", default=None, kind="folder"),
+        Option("family", "The encoder; `latentmill families` lists them.", default="retriever-micro"),
+    ),
+    write=project_toml,
+)
+OWN = Own(
+    commands={"search": f"{HERE}.search:command", "evaluate": f"{HERE}.evaluate:command", "export": f"{HERE}.export:command"},
+    template=f"{HERE}:TEMPLATE",
+)

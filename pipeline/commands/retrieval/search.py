@@ -1,0 +1,160 @@
+"""`latentmill search`: finds functions by what they do, in the index of a project of the pipeline retrieval."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from pipeline.options import with_project
+
+if TYPE_CHECKING:
+    from pipeline.project.project import Project
+    from stages.models.family import RetrieverFamily
+    from stages.retrieval.searcher import Answer, Mode, Searcher
+
+Row = dict[str, Any]
+
+SPACES = "\u0120\u2581"  # what tokenizers write for the space before a word
+
+
+@click.command("search")
+@click.argument("query", required=False, envvar="LATENTMILL_QUERY")
+@click.option("--semantic", "mode", flag_value="semantic", help="By meaning: the vectors of the encoder.")
+@click.option("--lexical", "mode", flag_value="lexical", help="By words: full-text search; loads no model.")
+@click.option("--hybrid", "mode", flag_value="hybrid", default=True, help="By both (the default).")
+@click.option("--limit", "-n", default=10, show_default=True, type=click.IntRange(1, 1000), help="Units to show at most.")
+@click.option("--path", "pattern", default="", help='Only files whose path matches, such as "*/email/*".')
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per query.")
+@click.option("--explain", is_flag=True, help="Which token of the query matched which token of the code.")
+@click.option("--stdin", "stay", is_flag=True, help="Stay up: read queries from standard input, one per line.")
+@with_project
+def command(
+    query: str | None, mode: str, limit: int, pattern: str, as_json: bool, explain: bool, stay: bool, project: Project
+) -> None:
+    """Find functions by what they do. QUERY is a sentence or some words. Run `make index` first: it builds the project's
+    index. --semantic, --lexical or --hybrid chooses the search: by meaning, by words, or by both. At most --limit
+    results are printed. With --path, only files whose path matches the pattern are searched. With --json, one JSON
+    object is printed per query. --explain adds the tokens that match. With --stdin, queries are read from standard
+    input, one per line, and QUERY is ignored.
+    """
+    if not stay and not (query or "").strip():
+        raise ValueError('search needs a query, such as: latentmill search "read a file line by line"')
+    if explain and mode == "lexical":
+        raise ValueError("--explain shows vectors, which --lexical does not use: leave one of them out")
+    session = Session(project.allow_downloads(), cast("Mode", mode), explain=explain, resident=stay)
+    for text in (line.strip() for line in sys.stdin) if stay else [query or ""]:
+        try:
+            answers = session.searcher.search(text, session.mode, limit, pattern)
+        except ValueError as error:
+            if not stay:
+                raise
+            click.echo(json.dumps({"query": text, "error": str(error)}) if as_json else f"error: {error}")
+            continue
+        explained = [session.explain(text, answer) if explain else None for answer in answers]
+        lines = [as_line(text, mode, answers, explained)] if as_json else as_text(answers, explained)
+        click.echo("\n".join(lines) or "nothing found")
+        # With --stdin, a program reads the answer before it sends the next query.
+        sys.stdout.flush()
+
+
+class Session:
+    """The index of a project, opened for queries in one mode. `resident`: the vectors are held in memory.
+
+    Raises ValueError if the index is empty or not built, or if its encoder is not the project's.
+    """
+
+    def __init__(self, project: Project, mode: Mode, *, explain: bool = False, resident: bool = False) -> None:
+        from schemas.retrieval.index import INDEX
+        from stages.retrieval.searcher import Searcher
+
+        self.project, self.mode = project, mode
+        table = project.built(INDEX, "search")
+        rows = table.rows().to_pylist()
+        if not rows:
+            raise ValueError("the index has no units: set sources.roots, then run make index")
+        encoder = None if mode == "lexical" else open_encoder(project, rows[0]["encoder"])
+        weight = hybrid_weight(project, rows[0]["encoder"])
+        self.searcher: Searcher = Searcher(rows, table.folder / "artifacts", encoder, weight, resident=resident)
+        self.pieces: Callable[[str, str], list[str]] | None = token_pieces(project) if explain else None
+        units = project.folder("units").rows().select(["unit_id", "text"]).to_pylist() if explain else []
+        self.texts: dict[str, str] = {row["unit_id"]: row["text"] for row in units}
+
+    def explain(self, query: str, answer: Answer) -> list[tuple[str, str, float]]:
+        """For each token of `query`: (query token, best code token, dot product). `query` must be the last one searched."""
+        assert self.pieces is not None
+        document = self.texts[answer.row["unit_id"]]
+        return self.searcher.explain(answer, self.pieces("query", query), self.pieces("document", document))
+
+
+def open_encoder(project: Project, name: str) -> Any:
+    """The encoder of the index: "base", or the sha256 of its adapter. Raises ValueError if that is not the project's."""
+    from stages.hashing import file_sha256
+    from stages.retrieval.encoder import load_encoder
+    from stages.retrieval.texts import BASE
+    from stages.tuner.checkpoint import ADAPTER
+
+    adapter: Path | None = None
+    if name != BASE:
+        adapter = project.folder("train").folder / "artifacts" / ADAPTER
+        if not adapter.is_file() or file_sha256(adapter) != name:
+            raise ValueError(f"the index holds vectors of the adapter {name[:8]}, which is not the project's: run make index")
+    longest = project.config.sections["tokens"].query_tokens
+    paths = project.component("encoder"), project.component("tokenizer")
+    family = cast("RetrieverFamily", project.family)
+    strength = project.config.sections["vectors"].strength
+    return load_encoder(*paths, family, adapter, query_tokens=longest, strength=strength)
+
+
+def hybrid_weight(project: Project, encoder: str) -> float:
+    """Weight of the semantic scores, 0 to 1: the one measured in `ranks`, or `DEFAULT_WEIGHT`."""
+    from stages.retrieval.search.lexical import DEFAULT_WEIGHT
+
+    table = project.folder("ranks")
+    rows = table.rows().select(["encoder", "mode", "weight"]).to_pylist() if table.exists else []
+    found = [row["weight"] for row in rows if row["encoder"] == encoder and row["mode"] == "plain" and row["weight"] is not None]
+    return float(found[0]) if found else DEFAULT_WEIGHT
+
+
+def token_pieces(project: Project) -> Callable[[str, str], list[str]]:
+    """A function (role, text) -> tokens as strings, cut to the role's length."""
+    from stages.retrieval.encoder import TextTokenizer
+
+    config = project.config.sections["tokens"]
+    longest = {"query": config.query_tokens, "document": config.document_tokens}
+    tokenizer = TextTokenizer(project.component("tokenizer"), lower_case=project.family.lower_case)  # type: ignore[attr-defined]
+
+    def pieces(role: str, text: str) -> list[str]:
+        found = tokenizer.pieces(tokenizer.cut(tokenizer.encode([text])[0], longest[role]))
+        return [each.lstrip(SPACES) or each for each in found]
+
+    return pieces
+
+
+def as_line(query: str, mode: str, answers: list[Answer], explained: Iterable[Any]) -> str:
+    """One JSON object. `explained` has the matches of each answer, or None."""
+    found = []
+    for answer, matches in zip(answers, explained, strict=True):
+        columns = ("path", "file", "qualified_name", "first_line", "last_line", "signature")
+        row = {name: answer.row[name] for name in columns}
+        row |= {"score": answer.score, "semantic": answer.semantic, "lexical": answer.lexical}
+        if matches is not None:
+            row["matches"] = [{"query": one, "code": other, "product": round(value, 4)} for one, other, value in matches]
+        found.append(row)
+    return json.dumps({"query": query, "mode": mode, "results": found}, ensure_ascii=False)
+
+
+def as_text(answers: list[Answer], explained: Iterable[Any]) -> list[str]:
+    lines = []
+    for answer, matches in zip(answers, explained, strict=True):
+        row = answer.row
+        signature = row["signature"] or row["qualified_name"]
+        owner = row["qualified_name"].rpartition(".")[0]
+        lines.append(f"{answer.score:6.3f}  {row['path']}:{row['first_line']}  {f'[{owner}] ' if owner else ''}{signature[:100]}")
+        for one, other, value in matches or ():
+            lines.append(f"          {one} ~ {other}  {value:.2f}")
+    return lines

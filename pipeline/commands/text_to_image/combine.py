@@ -1,0 +1,248 @@
+"""`latentmill merge`, `resize` and `extract`: new LoRA files from trained ones, or from a fine-tuned transformer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.commands.adapters import DTYPES, check_choice, file_stem, find_adapter, pair_strengths
+from pipeline.commands.text_to_image.export import STYLES, use_of, write_arrays
+from pipeline.options import with_project
+from pipeline.terminal import Say
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from pipeline.project.project import Project
+    from stages.models.family import Adapter, Family
+    from stages.tuner.adapters.combine import Cut
+
+MADE = "made_from"  # the key of a file's metadata that says what it was made from
+LARGEST_RANK = 4096
+RANK_HELP = "The largest rank of a Linear in the new file."
+
+
+def shared_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    for option in (
+        click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Of the matrices."),
+        click.option(
+            "--style", type=click.Choice(list(STYLES)), default="diffusers", show_default=True, help="Names of tensors."
+        ),
+        click.option("--out", type=click.Path(path_type=Path), help="A .safetensors file or a folder.  [default: exports/]"),
+    ):
+        function = option(function)
+    return function
+
+
+@click.command("merge")
+@click.argument("adapters", nargs=-1)
+@click.option("--strength", "strengths", type=float, multiple=True, help="Factor of each adapter, in their order.  [default: 1]")
+@click.option("--rank", type=int, help=f"{RANK_HELP}  [default: the sum of their ranks, which is exact]")
+@shared_options
+@with_project
+def merge_command(
+    adapters: tuple[str, ...], strengths: tuple[float, ...], rank: int | None, project: Project, **form: Any
+) -> None:
+    """Merge several LoRAs into one file. ADAPTERS are files, or last, best and average of the run; best@fast is the
+    best one of the run called fast. The new LoRA changes the model by the sum of their changes, each times its
+    strength.
+    """
+    if len(adapters) < 2:
+        raise ValueError(
+            f"merge needs two adapters or more, got {len(adapters)}: latentmill merge best style.safetensors --strength 1 "
+            "--strength 0.5"
+        )
+    write(project, *merge(project, pair_strengths(adapters, strengths), rank), **form)
+
+
+@click.command("resize")
+@click.argument("adapter", default="last")
+@click.option("--rank", type=int, required=True, help=RANK_HELP)
+@shared_options
+@with_project
+def resize_command(adapter: str, rank: int, project: Project, **form: Any) -> None:
+    """Write a LoRA with a lower rank. ADAPTER is last, best or average of the run, or a file. The largest singular
+    values of each Linear's change are kept, and the error is stated.
+    """
+    write(project, *resize(project, adapter, rank), **form)
+
+
+@click.command("extract")
+@click.argument("tuned", type=click.Path(path_type=Path))
+@click.option("--rank", type=int, default=32, show_default=True, help=RANK_HELP)
+@shared_options
+@with_project
+def extract_command(tuned: Path, rank: int, project: Project, **form: Any) -> None:
+    """Write the difference between a fine-tuned transformer and the project's base as a LoRA. TUNED is a folder in the
+    diffusers layout or a single file. A LoRA of the given rank can hold only a part of the difference. The part that is
+    lost is printed as the error.
+    """
+    write(project, *extract(project, tuned, rank), **form)
+
+
+Recipe = dict[str, Any]  # what a new file is made from, by content
+Make = Callable[[], tuple["Adapter", str]]  # computes (arrays, scales) and a line about the error
+
+
+def merge(project: Project, chosen: Sequence[tuple[str, float]], rank: int | None = None) -> tuple[Recipe, Make]:
+    """Plan the sum of several adapters: what it is made from, and a function that computes it. `rank` None: the sum of the
+    ranks, exact.
+
+    Raises ValueError if an adapter does not exist or `rank` is out of range.
+    """
+    _check_rank(rank)
+    files = [(find_adapter(project, text), strength) for text, strength in chosen]
+
+    def make() -> tuple[Adapter, str]:
+        from stages.tuner.adapters import combine
+
+        joined = combine.join([(*read(project.family, file), strength) for file, strength in files])
+        if rank is None:
+            return joined, f"rank {_largest_rank(joined)}, the sum of the ranks: nothing is lost"
+        return _cut(combine.resize(*joined, rank))
+
+    return {"operation": "merge", "rank": rank, "sources": _contents(files)}, make
+
+
+def resize(project: Project, adapter: str, rank: int) -> tuple[Recipe, Make]:
+    """Plan a LoRA of a lower rank, as `merge` does. `make()` raises ValueError unless `rank` is below the adapter's largest."""
+    _check_rank(rank)
+    file = find_adapter(project, adapter)
+
+    def make() -> tuple[Adapter, str]:
+        from stages.tuner.adapters import combine
+
+        arrays, scales = read(project.family, file)
+        if rank >= (largest := _largest_rank((arrays, scales))):
+            raise ValueError(f"--rank must be below {largest}, the rank of {file.name}, got {rank}")
+        return _cut(combine.resize(arrays, scales, rank))
+
+    return {"operation": "resize", "rank": rank, "sources": _contents([(file, 1.0)])}, make
+
+
+def extract(project: Project, tuned: Path, rank: int) -> tuple[Recipe, Make]:
+    """Plan a LoRA of what a fine-tuned transformer changed. `make()` raises ValueError if nothing differs."""
+    from stages.models.weights import weight_files
+
+    _check_rank(rank)
+    tuned = tuned.expanduser()
+    if not tuned.exists():
+        raise ValueError(f"TUNED must be a folder or a file with a transformer's weights, got {tuned}: it does not exist")
+    files = weight_files(tuned)
+
+    def make() -> tuple[Adapter, str]:
+        cut, others = difference(project.component("transformer"), tuned, project.family, rank)
+        if not cut.arrays:
+            raise ValueError(f"{tuned} has the weights of the base: there is nothing to extract")
+        adapter, line = _cut(cut)
+        return adapter, line + (f"; {others} weights outside the blocks' Linears changed too and are left out" if others else "")
+
+    base = project.weight_recipe("transformer")["sha256"]
+    return {"operation": "extract", "rank": rank, "base": base, "sources": _contents([(file, 1.0) for file in files])}, make
+
+
+def difference(base: Path, tuned: Path, family: Family, rank: int) -> tuple[Cut, int]:
+    """The LoRA, and the number of changed tensors that it cannot hold (biases). Raises ValueError for another architecture."""
+    import mlx.core as mx
+
+    from stages.tuner.adapters import combine
+
+    load = family.architecture.load_transformer
+    before: dict[str, mx.array] = {}
+
+    def keep(name: str, weight: mx.array) -> mx.array:
+        before[name] = weight
+        return weight
+
+    linears = load(base, family, arrange=keep).linears()
+    cut, others = combine.Cut({}, {}), 0
+
+    def compare(name: str, weight: mx.array) -> mx.array:
+        nonlocal cut, others
+        change = weight.astype(mx.float32) - before.pop(name).astype(mx.float32)
+        if (linear := name.removesuffix(".weight")) in linears:
+            cut |= combine.extract(linear, change, rank)
+        else:
+            others += bool(mx.any(change != 0).item())
+        return mx.zeros(0)  # frees the weight
+
+    # One weight of the tuned transformer is in memory at a time, beside the base as a whole.
+    load(tuned, family, arrange=compare)
+    return cut, others
+
+
+def read(family: Family, file: Path) -> Adapter:
+    """(arrays, scales) of an adapter. Raises ValueError if a value is not finite."""
+    from stages.models.adapters import first_not_finite
+
+    arrays, scales = family.architecture.read_adapter(file)
+    if key := first_not_finite(arrays):
+        raise ValueError(f"{file}: {key} holds values that are not finite; choose another checkpoint")
+    return arrays, scales
+
+
+def write(
+    project: Project, recipe: Recipe, make: Make, *, out: Path | None, style: str, dtype: str, say: Say = click.echo
+) -> Path:
+    """Compute a LoRA and write it to a file, unless the file exists with the same recipe, style and dtype.
+
+    Raises ValueError if the file was made from something else.
+    """
+    check_choice("style", style, STYLES)
+    check_choice("dtype", dtype, DTYPES)
+    made = json.dumps(recipe | {"style": style, "dtype": dtype}, sort_keys=True)
+    folder = out or project.path / "exports"
+    target = folder if folder.suffix == ".safetensors" else folder / _file_name(project.name, recipe, made)
+    if target.exists():
+        if _made_from(target) != made:
+            raise ValueError(f"{target} exists and was made from something else; move it away or choose another name")
+        say(f"{target} is up to date")
+        return target
+    adapter, line = make()
+    about = {"project": project.name, "family": project.family.name, MADE: made, **use_of(project)}
+    write_arrays(adapter, project.family, target, style, dtype=dtype, about=about, say=say)
+    say(line)
+    say(f"wrote {target}")
+    return target
+
+
+def _file_name(project: str, recipe: Recipe, made: str) -> str:
+    rank = f"-rank{recipe['rank']}" if recipe["rank"] else ""
+    return f"{file_stem(project)}-{recipe['operation']}{rank}-{hashlib.sha256(made.encode()).hexdigest()[:8]}.safetensors"
+
+
+def _made_from(file: Path) -> str:
+    from stages.models.weights import read_file
+
+    try:
+        return read_file(file)[1].get(MADE, "")
+    except ValueError:
+        return ""
+
+
+def _contents(files: Sequence[tuple[Path, float]]) -> list[list[Any]]:
+    from stages.hashing import file_sha256
+
+    return [[file_sha256(file), strength] for file, strength in files]
+
+
+def _check_rank(rank: int | None) -> None:
+    if rank is not None and not 1 <= rank <= LARGEST_RANK:
+        raise ValueError(f"--rank must be from 1 to {LARGEST_RANK}, got {rank}")
+
+
+def _largest_rank(adapter: Adapter) -> int:
+    from stages.models.adapters import ranks
+
+    return max(ranks(adapter[0]).values(), default=0)
+
+
+def _cut(cut: Cut) -> tuple[Adapter, str]:
+    name, worst = cut.worst
+    line = f"rank {_largest_rank((cut.arrays, cut.scales))}: the relative error is {cut.error:.2%}, at most {worst:.2%} in {name}"
+    return (cut.arrays, cut.scales), line

@@ -1,0 +1,176 @@
+"""`latentmill lint`, `crops` and `captions`: looking at images and captions before training, and editing the captions."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.commands.query import STYLES, answer, answer_panel, format_answer
+from pipeline.commands.run import summary
+from pipeline.options import with_project
+from pipeline.store.disk import atomic_write
+from pipeline.store.lock import texts_lock
+from pipeline.terminal import Terminal
+
+if TYPE_CHECKING:
+    from pipeline.project.project import Project
+
+
+def bring_up_to_date(project: Project, stage: str) -> None:
+    from pipeline import runner
+
+    for name in [*project.pipeline.upstream(stage), stage]:
+        with Terminal(name) as terminal:
+            runner.run(project, name, terminal)
+        project.refresh()
+
+
+@click.command("lint")
+@click.option("--format", "style", type=click.Choice(STYLES), default="table", show_default=True, help="Format of the answer.")
+@with_project
+def lint(style: str, project: Project) -> None:
+    """Look for mistakes in the images and captions. They are near-duplicates, blur, bad exposure, borders, small or
+    very long pictures, equal captions, captions without the trigger. The table `checks` is brought up to date first.
+    Each row that is printed is an image with warnings. Images with warnings are still used. To exclude images, set the
+    condition `where` in the section [buckets]. --format prints the rows as a table, as CSV or as JSON.
+    """
+    bring_up_to_date(project, "checks")
+    rows = answer_panel(project, "checks")
+    if rows.num_rows:
+        click.echo(format_answer(rows.column_names, [tuple(row.values()) for row in rows.to_pylist()], style))
+    else:
+        click.echo("no image has a warning")
+
+
+@click.command("crops")
+@click.argument("out", required=False, type=click.Path(path_type=Path, file_okay=False))
+@with_project
+def crops(out: Path | None, project: Project) -> None:
+    """Draw all crops on contact sheets. A sheet is a PNG file with at most 40 images of one resolution. The most
+    cropped images come first. What is cut away is faded. OUT is a new or empty folder for the sheets. Without OUT, the
+    sheets are written into the folder exports/crops of the project. The earlier content of this folder is deleted. The
+    table `buckets` is brought up to date first.
+    """
+    bring_up_to_date(project, "buckets")
+    written = write_crops(project, out)
+    more = f" and {len(written) - 1} more" if len(written) > 1 else ""
+    click.echo(f"wrote {written[0]}{more}")
+
+
+def write_crops(project: Project, out: Path | None = None) -> list[Path]:
+    """`out` must be new or empty; None: exports/crops, emptied first. Raises NotBuilt, or ValueError if no image has a crop."""
+    from stages.text_to_image.sheets import QUESTION, draw_sheets
+
+    rows = answer(project, QUESTION).to_pylist()
+    if not rows:
+        raise ValueError("no image has a crop: all are rejected or too small; latentmill panel unused says why")
+    folder = out or project.path / "exports" / "crops"
+    if out is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    elif out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} must be a new folder, but it has files")
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, page in draw_sheets(rows, project.resource("image_folder")):
+        page.save(folder / name)
+        written.append(folder / name)
+    return written
+
+
+@click.command("captions")
+@click.option(
+    "--edit", type=click.Path(path_type=Path, dir_okay=False), help="Write all captions into this CSV file, to edit them."
+)
+@click.option("--apply", type=click.Path(path_type=Path, dir_okay=False), help="Read the edited CSV file back into the project.")
+@click.option("--sidecars", is_flag=True, help="Write the edited captions into the caption files beside the images.")
+@click.option("--undo-sidecars", is_flag=True, help="Give the caption files of the last --sidecars their old content.")
+@with_project
+def captions(edit: Path | None, apply: Path | None, sidecars: bool, undo_sidecars: bool, project: Project) -> None:
+    """Run the stage captions: find the captions of the images. With --edit, all captions are also written into a CSV
+    file with the columns path, image_id, position and text. Change the column text in a spreadsheet or an editor. Then
+    read the file back with --apply. Edited captions are stored in the project. Only --sidecars and --undo-sidecars
+    write caption files of the user.
+    """
+    from pipeline import runner
+
+    if sum(map(bool, (edit, apply, sidecars, undo_sidecars))) > 1:
+        raise ValueError("give one of --edit, --apply, --sidecars and --undo-sidecars")
+    if sidecars or undo_sidecars:
+        click.echo(write_files(project, undo_sidecars))
+    if apply:
+        count = read_captions(project, apply)
+        click.echo(f"{count} captions changed")
+    with Terminal("captions") as terminal:
+        outcome = runner.run(project.allow_downloads(), "captions", terminal)
+    click.echo(summary(outcome))
+    project.refresh()
+    if edit:
+        count = write_captions(project, edit)
+        click.echo(f"wrote {count} captions to {edit}; edit the column text, then run: latentmill captions --apply {edit}")
+
+
+def write_files(project: Project, undo: bool) -> str:
+    """Write the edited captions beside the images, or undo the last time. Raises ValueError if there is nothing to do."""
+    from stages.text_to_image.captions.edits import undo_sidecars, write_sidecars
+
+    run = project.open("captions")
+    with texts_lock(project.path):
+        return undo_sidecars(run) if undo else write_sidecars(run)
+
+
+def caption_rows(project: Project) -> list[dict[str, Any]]:
+    return list(
+        answer(
+            project,
+            "select path, captions.image_id, position, text from captions join images on images.image_id = captions.image_id "
+            "and images.rejected is null where role = 'caption' order by path, position",
+        ).to_pylist()
+    )
+
+
+def write_captions(project: Project, file: Path) -> int:
+    if file.exists():
+        raise ValueError(f"{file} exists already; choose another name, or read it back with --apply")
+    rows = caption_rows(project)
+    with atomic_write(file.absolute()) as temporary, temporary.open("w", encoding="utf-8", newline="") as opened:
+        writer = csv.DictWriter(opened, ["path", "image_id", "position", "text"])
+        writer.writeheader()
+        writer.writerows(rows)
+    return len(rows)
+
+
+def read_captions(project: Project, file: Path) -> int:
+    """Store the changed texts of an edited file, return their number. A wrong row raises ValueError, and nothing is stored."""
+    from stages.text_to_image.captions.edits import write_edits
+    from stages.untrusted import read_utf8
+
+    present = {f"{row['image_id']}:{row['position']}": row["text"] for row in caption_rows(project)}
+    reader = csv.DictReader(io.StringIO(read_utf8(file, 256_000_000), newline=""), strict=True)
+    edits: dict[str, str | None] = {}
+    try:
+        missing = {"image_id", "position", "text"} - set(reader.fieldnames or ())
+        if missing:
+            raise ValueError(
+                f"{file}: must have the columns image_id, position and text, got {', '.join(reader.fieldnames or ())}"
+            )
+        for row in reader:
+            where, key = f"{file}, line {reader.line_num}", f"{row['image_id']}:{row['position']}"
+            if key not in present or None in row or row["text"] is None:
+                raise ValueError(
+                    f"{where}: names no caption of this project; keep the columns image_id and position as they were"
+                )
+            if not row["text"].strip():
+                raise ValueError(f"{where}: a caption must have a letter; delete the line to keep the caption")
+            if row["text"].strip() != present[key].strip():
+                edits[key] = row["text"]
+    except csv.Error as error:
+        raise ValueError(f"{file}, line {reader.line_num}: not valid CSV: {error}") from None
+    if edits:
+        with texts_lock(project.path):
+            write_edits(project.path, edits)
+    return len(edits)

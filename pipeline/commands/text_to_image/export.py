@@ -1,0 +1,344 @@
+"""`latentmill export`: writes a trained adapter for other programs, as a file or merged into the transformer's weights."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.commands.adapters import DTYPES, WHICH, adapter_of, check_choice, file_name
+from pipeline.options import with_project
+from pipeline.store.disk import atomic_folder, atomic_write, delete_abandoned
+from pipeline.terminal import Say, say_aside, silent
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from pipeline.project.project import Project
+    from stages.models.family import Adapter, Family
+
+STYLES = {
+    "diffusers": "transformer.<diffusers name>: diffusers, and ComfyUI by its name map",
+    "comfyui": "diffusion_model.<reference name>, q, k and v fused: ComfyUI and what reads the reference layout; diffusers too",
+}
+READERS = {  # style -> variant -> which programs load the file; every program loads a plain LoRA
+    "diffusers": {
+        "dora": "wrote a DoRA in PEFT's names: diffusers loads it exactly; ComfyUI ignores magnitudes, use style comfyui there",
+        "lokr": "wrote a LoKr in PEFT's names: diffusers loads it, and ComfyUI by its name map",
+    },
+    "comfyui": {
+        "dora": "wrote a DoRA with dora_scale: ComfyUI loads it, nearly exactly while it divides rows by |W| and not by |W + BA| "
+        "(before its change 15458); diffusers ignores dora_scale, use style diffusers there",
+        "lokr": "wrote a LoKr in LyCORIS' names: ComfyUI, LyCORIS and diffusers load it",
+    },
+}
+NETWORKS = {"lora": "networks.lora", "dora": "networks.lora", "lokr": "lycoris.kohya"}  # variant -> kohya's ss_network_module
+STEM = "diffusion_pytorch_model"  # of the names of merged weight files, as diffusers expects them
+SHARD = 4 << 30  # the largest size of a merged weight file, bytes; as much is held in memory
+
+
+@click.command("export")
+@click.argument("out", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--style",
+    type=click.Choice(list(STYLES)),
+    default="diffusers",
+    show_default=True,
+    help="The program whose tensor names are used.",
+)
+@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="The type of the matrices.")
+@click.option("--step", type=int, help="Export the checkpoint of this step.  [default: the end of the run]")
+@click.option(
+    "--which",
+    type=click.Choice(list(WHICH)),
+    default="last",
+    show_default=True,
+    help="last: as trained; average: the moving average ([train.ema]); best: lowest validation loss ([train.validation]).",
+)
+@click.option("--merged", is_flag=True, help="Write the whole transformer with the adapter merged into its weights.")
+@with_project
+def command(out: Path | None, style: str, dtype: str, step: int | None, which: str, merged: bool, project: Project) -> None:
+    """Write the trained adapter as a file for other programs. OUT is a file ending in .safetensors, or a folder.
+    Without OUT, the file is written to exports/ in the project. With --merged, OUT is a new folder for the whole
+    transformer with the adapter merged in.
+    """
+    if merged and style != "diffusers":
+        raise ValueError(f"--merged writes the diffusers layout; leave out --style {style}")
+    if merged:
+        click.echo(f"wrote {merge_run(project, out, dtype=dtype, step=step, which=which, say=say_aside)}")
+    else:
+        written = export_run(project, out, style, dtype=dtype, step=step, which=which, say=say_aside)
+        click.echo(f"wrote {written}")
+        for line in what_to_do(project, written, style):
+            click.echo(line)
+
+
+def export_run(
+    project: Project,
+    out: Path | None,
+    style: str,
+    *,
+    dtype: str,
+    step: int | None = None,
+    which: str = "last",
+    say: Say = silent,
+) -> Path:
+    """`out`: a file or folder; None: exports/. For the rest see `adapter_of` and `write_adapter`."""
+    adapter = adapter_of(project, step, say, which)
+    about = {"project": project.name, "adapter": which, **use_of(project)}
+    return write_adapter(adapter, project.family, out or project.path / "exports", style, dtype=dtype, metadata=about, say=say)
+
+
+def use_of(project: Project) -> dict[str, str]:
+    """For an adapter's header: the trigger word, and the largest training resolution such as "768x768"."""
+    sections = project.config.sections
+    trigger = getattr(sections.get("captions"), "trigger", "")
+    sizes = getattr(sections.get("buckets"), "resolutions", ())
+    found = {"trigger": trigger, "resolution": f"{max(sizes)}x{max(sizes)}" if sizes else ""}
+    return {key: value for key, value in found.items() if value}
+
+
+def what_to_do(project: Project, file: Path, style: str) -> Iterator[str]:
+    use = use_of(project)
+    prompt = f"{use['trigger']}, ..." if "trigger" in use else "..."
+    if style == "diffusers":
+        yield "with diffusers, after the base model is loaded as `pipe`:"
+        yield f"  pipe.load_lora_weights({str(file.parent)!r}, weight_name={file.name!r}); pipe({prompt!r})"
+    yield f"with ComfyUI: copy it into models/loras and put a LoraLoader behind the model; the prompt: {prompt}"
+    if style == "diffusers":
+        yield f"with mflux: --lora-paths {shlex.quote(str(file))} --lora-scales 1.0; with Draw Things: import it as a LoRA"
+    yield f'or here: latentmill generate "{prompt}" --adapter {shlex.quote(str(file))}'
+
+
+def merge_run(
+    project: Project, out: Path | None, *, dtype: str, step: int | None = None, which: str = "last", say: Say = silent
+) -> Path:
+    """Write the transformer with an adapter merged in; `out` None: a folder in exports/. Raises ValueError if it exists."""
+    from stages.models.weights import read_file
+
+    adapter = adapter_of(project, step, say, which)
+    step_trained = read_file(adapter)[1].get("step", 0)
+    name = Path(file_name(project.name, step_trained, "merged", which)).stem
+    # An export downloads nothing.
+    base = project.component("transformer", fetch=False)
+    return write_merged(base, project.family, adapter, out or project.path / "exports" / name, dtype=dtype)
+
+
+# An adapter as a file
+
+
+def write_adapter(
+    adapter: Path,
+    family: Family,
+    out: Path,
+    style: str,
+    *,
+    dtype: str,
+    metadata: dict[str, str],
+    say: Say = silent,
+) -> Path:
+    """Convert an adapter file for other programs, into a file or folder, and return the new path.
+
+    Raises ValueError as `write_arrays` does, and if a value of the adapter is not finite.
+    """
+    from stages.models import adapters
+    from stages.models.weights import read_file
+
+    check_choice("style", style, STYLES)
+    check_choice("dtype", dtype, DTYPES)
+    arrays, scales = family.architecture.read_adapter(adapter)
+    if key := adapters.first_not_finite(arrays):
+        raise ValueError(f"{adapter}: {key} holds values that are not finite; the run diverged, export an earlier checkpoint")
+    about = {**read_file(adapter)[1], **metadata}
+    name = file_name(about.get("project", adapter.stem), about.get("step", 0), style, about.get("adapter", "last"))
+    target = out if out.suffix == ".safetensors" else out / name
+    return write_arrays((arrays, scales), family, target, style, dtype=dtype, about=about, say=say)
+
+
+def write_arrays(
+    adapter: Adapter, family: Family, target: Path, style: str, *, dtype: str, about: dict[str, str], say: Say = silent
+) -> Path:
+    """Write (arrays, scales) as a file in the names of `style`; matrices get `dtype`, and scales are multiplied in.
+
+    An earlier export of the same project, style and family is replaced. Raises ValueError if `target` is any other file, or
+    if a value is too large for `dtype`.
+    """
+    from stages.models import adapters
+
+    arrays, scales = adapter
+    # Folds the scales in: a reader that ignores metadata gets the right change.
+    converted = family.architecture.adapter_styles[style](arrays, scales)
+    variant = adapters.variant(arrays)
+    new_metadata = header(about, style, dtype, adapters.ranks(converted), variant)
+    _check_replaced(target, new_metadata, say)
+    _write(target, converted, dtype, new_metadata)
+    if variant in READERS[style]:
+        say(READERS[style][variant])
+    return target
+
+
+def _check_replaced(target: Path, metadata: dict[str, str], say: Say) -> None:
+    from stages.models.weights import read_file
+
+    if not target.exists():
+        return
+    try:
+        _, found = read_file(target)
+    except ValueError:
+        found = {}
+    purpose = ("project", "export_style", "family")
+    if "export_style" not in found or any(found.get(key) != metadata.get(key) for key in purpose):
+        kind = f"{metadata['export_style']} export of this project"
+        raise ValueError(f"{target} exists and is not a {kind}; move it away or choose another name")
+    say(f"replaced {target} (it held step {found.get('step', '?')})")
+
+
+def _write(target: Path, arrays: dict[str, Any], dtype: str, metadata: dict[str, str]) -> None:
+    import mlx.core as mx
+
+    from stages.models.adapters import EXACT, first_not_finite
+
+    # DoRA magnitudes and alphas stay float32.
+    dtypes = {key: mx.float32 if key.endswith(EXACT) else getattr(mx, dtype) for key in arrays}
+    cast = {key: mx.contiguous(value.astype(dtypes[key])) for key, value in arrays.items()}
+    if key := first_not_finite(cast):
+        raise ValueError(f"{key} has values too large for {dtype}; export as bfloat16 or float32")
+    delete_abandoned(target.parent)
+    with atomic_write(target) as temporary:
+        temporary.touch()  # reports a folder that cannot be written as the system does; MLX would not
+        mx.save_safetensors(str(temporary), cast, metadata)
+
+
+# Its header, with the keys of this program, of PEFT, of kohya and of Stability's modelspec
+
+
+def header(about: dict[str, str], style: str, dtype: str, ranks: dict[str, int], variant: str) -> dict[str, str]:
+    """Field -> text, as safetensors requires. `ranks`: name of a Linear in the file -> rank; `variant`: a key of `NETWORKS`."""
+    fields = {**_own_fields(about, style, dtype), **_common_fields(about, ranks, variant)}
+    if style == "diffusers" and variant != "lokr":  # diffusers reads the settings of a LoKr from its shapes
+        settings = _peft_config({name.removeprefix("transformer."): rank for name, rank in ranks.items()}, variant)
+        fields["lora_adapter_metadata"] = json.dumps(settings)
+    return fields
+
+
+def _own_fields(about: dict[str, str], style: str, dtype: str) -> dict[str, str]:
+    # Entries that do not hold for the exported file, such as the scales, stay behind.
+    kept = {key: str(value) for key, value in about.items() if key not in ("format", "lora_adapter_metadata", "scales")}
+    written = {"export_style": style, "export_dtype": dtype, "scale": "folded into the arrays", "software": _software()}
+    return {**kept, **written, "format": "pt"}
+
+
+def _common_fields(about: dict[str, str], ranks: dict[str, int], variant: str) -> dict[str, str]:
+    rank = str(_most_common(ranks)) if ranks else ""
+    fields = {
+        "modelspec.sai_model_spec": "1.0.0",
+        "modelspec.implementation": "diffusers",
+        "modelspec.title": about.get("project", ""),
+        "modelspec.architecture": f"{about['family']}/{'lokr' if variant == 'lokr' else 'lora'}" if "family" in about else "",
+        "modelspec.resolution": about.get("resolution", ""),
+        "modelspec.trigger_phrase": about.get("trigger", ""),
+        "ss_output_name": about.get("project", ""),
+        "ss_base_model_version": about.get("family", ""),
+        "ss_steps": about.get("step", ""),
+        "ss_network_module": NETWORKS[variant],
+        "ss_network_args": json.dumps({"algo": "lokr"}) if variant == "lokr" else "",
+        "ss_network_dim": rank,
+        "ss_network_alpha": rank,  # the trained alpha is folded into the arrays
+    }
+    return {key: str(value) for key, value in fields.items() if value}
+
+
+def _peft_config(ranks: dict[str, int], variant: str) -> dict[str, Any]:
+    """PEFT's LoraConfig under the prefix "transformer.", as diffusers reads it."""
+    common = _most_common(ranks)
+    other = {"^" + re.escape(name): rank for name, rank in ranks.items() if rank != common}
+    settings = {
+        "transformer.r": common,
+        # Alpha equals the rank, so PEFT scales by 1: the trained scale is in the arrays.
+        "transformer.lora_alpha": common,
+        "transformer.rank_pattern": other,
+        "transformer.alpha_pattern": dict(other),
+        "transformer.target_modules": list(ranks),
+    }
+    return settings | {"transformer.use_dora": True} if variant == "dora" else settings
+
+
+def _most_common(ranks: dict[str, int]) -> int:
+    return Counter(ranks.values()).most_common(1)[0][0]
+
+
+def _software() -> str:
+    try:
+        return f"latentmill {version('latentmill')}"
+    except PackageNotFoundError:  # run from a checkout that was never installed
+        return "latentmill"
+
+
+# The transformer with the adapter merged in, as a folder in the diffusers layout
+
+
+def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype: str) -> Path:
+    """Merge in float32, round once to `dtype`, and write the new folder `out`, completely or not at all.
+
+    Raises ValueError if `out` exists, the adapter belongs to another model, or weights are missing.
+    """
+    import mlx.core as mx
+
+    from stages.models.adapters import of_linear
+    from stages.models.folders import component_config
+    from stages.tuner.adapters import merge
+
+    if out.exists():
+        raise ValueError(f"{out} exists; move it away or choose another name")
+    architecture = family.architecture
+    config = {"_class_name": architecture.transformer_class, **component_config(base, family.transformer)}
+    arrays, scales = architecture.read_adapter(adapter)
+    merge.check_shapes(architecture.transformer_config(base, family).shapes(), arrays, scales)
+    delete_abandoned(out.parent)
+    with atomic_folder(out) as folder:
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        pending: dict[str, mx.array] = {}
+        written: list[dict[str, int]] = []  # for each file, bytes by key
+
+        def write_pending() -> None:
+            mx.save_safetensors(str(folder / f"{len(written)}.safetensors"), pending, {"format": "pt"})
+            written.append({key: value.nbytes for key, value in pending.items()})
+            pending.clear()
+
+        def write(key: str, weight: mx.array) -> mx.array:
+            name = key.removesuffix(".weight")
+            if name in scales:
+                weight = merge.merge(weight.astype(mx.float32), of_linear(arrays, name), scales[name])
+            value = weight.astype(getattr(mx, dtype))
+            if pending and sum(each.nbytes for each in pending.values()) + value.nbytes > SHARD:
+                write_pending()
+            # One at a time: saving would compute all pending weights at once.
+            mx.eval(value)
+            pending[key] = value
+            return mx.zeros(0)  # frees the weight
+
+        # `arrange` sees one weight at a time, so that the transformer is never in memory as a whole.
+        architecture.load_transformer(base, family, arrange=write)
+        write_pending()
+        _name_shards(folder, written)
+    return out
+
+
+def _name_shards(folder: Path, written: list[dict[str, int]]) -> None:
+    count = len(written)
+    # A name contains the number of files, which is known only now.
+    several = [f"{STEM}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    names = several if count > 1 else [f"{STEM}.safetensors"]
+    for n, name in enumerate(names):
+        (folder / f"{n}.safetensors").rename(folder / name)
+    if count > 1:
+        files = {key: name for name, keys in zip(names, written, strict=True) for key in keys}
+        index = {"metadata": {"total_size": sum(sum(keys.values()) for keys in written)}, "weight_map": files}
+        (folder / f"{STEM}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

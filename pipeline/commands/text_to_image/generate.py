@@ -1,0 +1,330 @@
+"""`latentmill generate` draws pictures into the table `generated`, whose rows `clean` keeps; `project.adapter()` draws one."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.commands.adapters import adapter_of, find_adapter, pair_strengths
+from pipeline.options import with_project
+from pipeline.terminal import Terminal
+from stages.run import Report
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+    from PIL.Image import Image
+
+    from pipeline.project.project import Project
+    from pipeline.project.stage_run import Write
+    from pipeline.runner import Console
+    from stages.run import Run
+    from stages.text_to_image.samples.config import SamplesConfig
+
+MOST = 10_000  # pictures of one call
+COMPONENTS = ("transformer", "text_encoder", "tokenizer", "autoencoder")
+
+
+@click.command("generate")
+@click.argument("prompts", nargs=-1)
+@click.option("--file", "prompt_file", type=click.Path(path_type=Path), help="A text file with one prompt per line.")
+@click.option("--seed", "seeds", type=int, multiple=True, help="Seed of the starting noise; may be repeated.  [default: 0]")
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    help="last, best or average of the run, best@RUN of another run, a file, or none for the base; may be repeated.  "
+    "[default: last]",
+)
+@click.option("--step", type=int, help="Draw with the checkpoint of this step.")
+@click.option(
+    "--strength",
+    "strengths",
+    type=float,
+    multiple=True,
+    help="Factor of an adapter: 1 as trained, 0 the base; once for each adapter.  [default: 1]",
+)
+@click.option(
+    "--reference",
+    "references",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="A picture to start from, for an adapter of edit training; may be repeated.",
+)
+@click.option("--size", metavar="WIDTHxHEIGHT", help="Pixels, multiples of 16.  [default: that of [samples]]")
+@click.option("--steps", type=int, help="Denoising steps.  [default: that of [samples]]")
+@click.option("--guidance", type=float, help="Guidance scale.  [default: that of [samples]]")
+@with_project
+def command(
+    prompts: tuple[str, ...],
+    prompt_file: Path | None,
+    seeds: tuple[int, ...],
+    adapters: tuple[str, ...],
+    step: int | None,
+    strengths: tuple[float, ...],
+    references: tuple[Path, ...],
+    size: str | None,
+    steps: int | None,
+    guidance: float | None,
+    project: Project,
+) -> None:
+    """Draw prompts with the trained adapter. PROMPTS are used unchanged, so they should contain the trigger word. Every
+    picture is a row of the table `generated`; a picture that was drawn before is not drawn again.
+    """
+    texts = [*prompts, *(read_prompts(prompt_file) if prompt_file else ())]
+    if not texts:
+        raise ValueError('generate needs a prompt, such as: latentmill generate "a cat" --seed 1; or --file PROMPTS.txt')
+    given = {"steps": steps, "guidance": guidance, **parse_size(size)}
+    chosen = tuple(pair_strengths(adapters, strengths))
+    wish = Wish(tuple(dict.fromkeys(texts)), seeds or (0,), chosen, step, given, references)
+    with Terminal("generate") as terminal:
+        paths = list(generate(project.allow_downloads(), wish, terminal))
+    for path in paths:
+        click.echo(path)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A request for pictures."""
+
+    prompts: tuple[str, ...]
+    seeds: tuple[int, ...] = (0,)  # every prompt is drawn with every seed
+    # (a text of `find_adapter` or "none", strength); the changes of several are added
+    adapters: tuple[tuple[str, float], ...] = (("last", 1.0),)
+    step: int | None = None  # checkpoint; None: the end of the run; must be None with "best"
+    given: dict[str, Any] | None = None  # width, height (pixels), steps, guidance; None or missing: the setting of [samples]
+    references: tuple[Path, ...] = ()  # images that the model sees while it draws
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The lines that are not blank. Raises ValueError if the file cannot be read or has none."""
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--file {file} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}") from None
+    if not lines:
+        raise ValueError(f"--file {file} has no prompt: one per line")
+    return lines
+
+
+def parse_size(size: str | None) -> dict[str, int]:
+    """Width and height in pixels of a text such as "768x512"; {} for None. Raises ValueError."""
+    if size is None:
+        return {}
+    width, _, height = size.lower().replace("×", "x").partition("x")
+    if not (width.isdecimal() and height.isdecimal()):
+        raise ValueError(f"--size must be WIDTHxHEIGHT in pixels, such as 768x512, got {size!r}")
+    return {"width": int(width), "height": int(height)}
+
+
+def generate(project: Project, wish: Wish, console: Console) -> Iterator[Path]:
+    """Draw the pictures that do not exist yet, and yield the path of each, prompt by prompt. All are drawn before the first path
+    is yielded. Raises ValueError for a wrong setting, Stopped after an interrupt.
+    """
+    from pipeline.errors import Stopped
+    from pipeline.interrupts import interruptible
+    from pipeline.project.recipe import recipe_id
+    from pipeline.store.table import TableFolder, Writer
+    from schemas.text_to_image.generated import GENERATED
+
+    # A picture's id is a hash of everything that decides it, so a picture with that id is not drawn again.
+    rows, adapters, config = wanted_rows(project, wish)
+    recipe = {"stage": GENERATED.name, "version": 1, "columns": GENERATED.recorded, **_weights(project)}
+    table = TableFolder(project.path / "tables" / GENERATED.name / recipe_id(recipe), GENERATED)
+    artifacts = table.folder / "artifacts"
+    with interruptible(console.say) as stop, Writer(table, recipe) as writer:
+        stored = set(writer.stored["picture_id"].to_pylist())
+        absent = [row for row in rows if not (artifacts / row["path"]).is_file() or row["picture_id"] not in stored]
+        if absent:
+            from stages.text_to_image.samples.drawing import Adapters, Picture, draw_pictures, latent_path, save_png
+
+            console.say(f"{len(absent)} pictures of {len({row['prompt'] for row in absent})} prompts")
+            report = Report(console.say, console.note, console.progress, stop.is_set)
+            run = open_drawing(project, config, report, artifacts, writer.write_artifact)
+            label = " with ".join(["the base", *(f"the adapter {file.name}" for file, _ in adapters)])
+            pictures = [Picture(Path(row["path"]).stem, row["prompt"], row["seed"], wish.references, row) for row in absent]
+            group = Adapters(label, files=lambda: adapters), pictures
+            for drawn in draw_pictures(run, [group], lambda: "", partial(encode_prompts, project, report)):
+                row = {**drawn.picture.row, "seconds": drawn.seconds}
+                facts = {name: row[name] for name in ("prompt", "seed", "step", "adapter_id", "strength", "steps", "guidance")}
+                writer.write_artifact(row["path"], partial(save_png, image=drawn.image, metadata=facts))
+                writer.append(GENERATED.table([row]).to_batches()[0])
+                writer.flush()
+                latent_path(run, drawn.picture).unlink()
+            release()
+            writer.finish(None, {})
+            if stop.is_set() and (left := len(absent) - writer.rows_written):
+                kept = f"{writer.rows_written} new pictures are kept, and the latents of those that were drawn"
+                raise Stopped(f"generate: stopped; {kept}; {left} are still to do. Run the same command to go on.")
+    yield from (artifacts / row["path"] for row in rows)
+
+
+def open_drawing(project: Project, config: SamplesConfig, report: Report, artifacts: Path, write: Write) -> Run[SamplesConfig]:
+    """A run of the stage `samples` with settings of its own. Raises ValueError if drawing needs more memory than it may take."""
+    from pipeline.project.outlook import outlook, refusal
+    from stages.text_to_image.samples.memory_plan import forecast
+
+    seen = outlook(project)
+    found = forecast(replace(seen, sections={**seen.sections, "samples": config}))
+    if found.peak > seen.budget:
+        raise ValueError(refusal("generate", found.peak, found.remedy, seen.budget))
+    run = project.open("samples", report, artifacts=artifacts, write=write)
+    run.config, run.reuse = config, lambda name, load: load()  # a model that stays in memory would be in the way of other stages
+    return run
+
+
+def encode_prompts(project: Project, report: Report, prompts: Sequence[str]) -> Callable[[str], mx.array]:
+    """A function from a prompt to its embedding, bfloat16 (1, tokens with padding, features)."""
+    import mlx.core as mx
+
+    from stages.text_to_image.embeddings.stage import encode_texts
+
+    run = project.open("embeddings", report)
+    run.reuse = lambda name, load: load()
+    encoded = itertools.chain.from_iterable(encode_texts(run, prompts))
+    # Fewer if the user asked to stop: then nothing is drawn.
+    found = {prompt: mx.array(each.words).view(mx.bfloat16)[None] for prompt, each in zip(prompts, encoded, strict=False)}
+    return found.__getitem__
+
+
+def release() -> None:
+    import mlx.core as mx
+
+    # Models may hold reference cycles, and MLX's cache keeps freed buffers.
+    gc.collect()
+    mx.clear_cache()
+
+
+def wanted_rows(project: Project, wish: Wish) -> tuple[list[dict[str, Any]], list[tuple[Path, float]], SamplesConfig]:
+    """The rows of `generated`, without `seconds`, one per prompt and seed; (file, strength) of the adapters; the settings.
+
+    Raises ValueError if a setting is out of range, there are too many pictures, or an adapter does not exist.
+    """
+    if len(wish.prompts) * len(wish.seeds) > MOST:
+        raise ValueError(f"generate draws at most {MOST} pictures at once, got {len(wish.prompts) * len(wish.seeds)}")
+    config = _settings(project, tuple(dict.fromkeys(wish.seeds)), wish.given or {})
+    chosen = [(text, strength) for text, strength in wish.adapters if strength and text != "none"]
+    adapters = [(find_adapter(project, text, wish.step), strength) for text, strength in chosen]
+    same: dict[str, Any] = {
+        **_facts(adapters),
+        "width": config.width,
+        "height": config.height,
+        "steps": project.family.sampling_steps if config.steps is None else config.steps,
+        "guidance": float(project.family.guidance if config.guidance is None else config.guidance),
+    }
+    if wish.references:
+        from stages.text_to_image.samples.drawing import reference_id
+
+        same["reference_id"] = reference_id(wish.references)
+    rows = [same | {"prompt": prompt, "seed": seed} for prompt in wish.prompts for seed in config.seeds]
+    for row in rows:
+        content = json.dumps([row, _weights(project)], sort_keys=True)
+        row["picture_id"] = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
+        row["path"] = f"images/{row['picture_id'][:16]}.png"
+    return rows, adapters, config
+
+
+def _settings(project: Project, seeds: tuple[int, ...], given: Mapping[str, Any]) -> SamplesConfig:
+    config: SamplesConfig = project.config.sections["samples"]
+    return replace(config, seeds=seeds, **{name: value for name, value in given.items() if value is not None})
+
+
+def _facts(adapters: Sequence[tuple[Path, float]]) -> dict[str, Any]:
+    """For no adapter: "", 0, 0.0. For several: "1*3f...+0.5*9c...", the step of the first, 1.0."""
+    from stages.hashing import file_sha256
+    from stages.models.weights import read_file
+
+    if not adapters:
+        return {"adapter_id": "", "step": 0, "strength": 0.0}
+    (file, strength), *others = adapters
+    ids = [file_sha256(each) for each, _ in adapters]
+    together = "+".join(f"{strength:g}*{each}" for each, (_, strength) in zip(ids, adapters, strict=True))
+    step = int(read_file(file)[1].get("step", 0))
+    return {"adapter_id": together if others else ids[0], "step": step, "strength": 1.0 if others else float(strength)}
+
+
+def _weights(project: Project) -> dict[str, Any]:
+    """What identifies the models; with a row, it determines the picture."""
+    samples, embeddings = (project.config.sections[name] for name in ("samples", "embeddings"))
+    hashes = {name: project.weight_recipe(name)["sha256"] for name in COMPONENTS}
+    settings = {name: getattr(samples, name) for name in ("precision", "base_bits", "base_bits_for")}
+    found = {"weights": hashes, "settings": settings, "text_precision": embeddings.precision}
+    # Unrecorded at 16 bits, as in the recipe of `embeddings`: pictures of earlier versions keep their ids.
+    found |= {"text_bits": embeddings.bits} if embeddings.bits != 16 else {}
+    # As JSON gives it back, with lists for tuples: equal to the recipe that is stored.
+    plain: dict[str, Any] = json.loads(json.dumps(found))
+    return plain
+
+
+def adapter(project: Project, which: str = "last", step: int | None = None) -> Adapter:
+    """An adapter that the project trained, to draw images with it.
+
+    `which` is "last" (as trained), "average" (the moving average, [train.ema]) or "best" (by validation loss,
+    [train.validation]). `step` is a checkpoint; None takes the end of the run. Raises ValueError, with the checkpoints, if
+    there is none.
+    """
+    from stages.models.weights import read_file
+
+    project.refresh()
+    path = adapter_of(project, step, which=which)
+    return Adapter(project, path, int(read_file(path)[1]["step"]))
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A trained adapter that draws images with `generate`."""
+
+    project: Project
+    path: Path
+    step: int  # at which it was saved
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        seed: int = 0,
+        width: int | None = None,
+        height: int | None = None,
+        steps: int | None = None,
+        guidance: float | None = None,
+        strength: float = 1.0,
+        others: Sequence[tuple[Adapter | Path, float]] = (),
+        references: Sequence[Path] = (),
+    ) -> Image:
+        """Draw one image. `prompt` is used unchanged, so it should contain the trigger word.
+
+        None takes `width`, `height` (pixels), `steps` and `guidance` from [samples]; the image then equals the preview of
+        that prompt and seed. `strength` is 1 as trained, 0 the base model. `others` are further (adapter or file, strength)
+        pairs, whose changes are added. `references` are images to start from, for adapters trained to edit. Raises ValueError
+        if a size is not a multiple of 16 or a value is out of bounds.
+        """
+        from stages.text_to_image.samples.drawing import Adapters, Picture, draw_pictures
+
+        project, report = self.project, Report()
+        given = {"width": width, "height": height, "steps": steps, "guidance": guidance}
+        config = _settings(project, (seed,), given)
+        further = [(each.path if isinstance(each, Adapter) else each, factor) for each, factor in others]
+        group = Adapters(f"step {self.step}", files=lambda: [(self.path, strength), *further])
+        picture = Picture("picture", prompt, seed, tuple(references))
+        # Weights of blocks that stay on disk do not belong into the system's temporary folder, which may be memory.
+        with TemporaryDirectory(prefix="drawing-", dir=project.path if config.stream_blocks else None) as folder:
+
+            def write(name: str, save: Callable[[Path], None]) -> Path:
+                path = Path(folder, "artifacts", name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                save(path)
+                return path
+
+            run = open_drawing(project, config, report, Path(folder, "artifacts"), write)
+            (drawn,) = draw_pictures(run, [(group, [picture])], lambda: "", partial(encode_prompts, project, report))
+        release()
+        return drawn.image

@@ -1,0 +1,166 @@
+"""`latentmill publish`: a folder for the Hugging Face hub, with the LoRA, a model card and the previews. It uploads nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.commands.adapters import DTYPES, WHICH
+from pipeline.commands.text_to_image.export import export_run, use_of
+from pipeline.options import with_project
+from pipeline.store.disk import atomic_folder, delete_abandoned
+from pipeline.terminal import Say, say_aside, silent
+
+if TYPE_CHECKING:
+    from pipeline.project.project import Project
+
+CARD, GRID, SETTINGS, WEIGHTS = "README.md", "previews.png", "settings.json", "pytorch_lora_weights.safetensors"
+PRIVATE = ("train.initial",)  # settings that name files of this machine
+SECTIONS = ("buckets", "train")
+NOT_STATED = "not stated"
+PROMPTS = 4  # previews that the card names as examples
+
+
+@click.command("publish")
+@click.argument("out", required=False, type=click.Path(path_type=Path))
+@click.option("--which", type=click.Choice(list(WHICH)), default="last", show_default=True, help="The adapter, as in export.")
+@click.option("--step", type=int, help="The checkpoint of this step.  [default: the end of the run]")
+@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="The type of the matrices.")
+@click.option("--licence", help="Licence of the LoRA.  [default: that of the base model]")
+@click.option("--data-licence", default="", help="Who owns the training images, and under which licence they may be used.")
+@with_project
+def command(
+    out: Path | None, which: str, step: int | None, dtype: str, licence: str | None, data_licence: str, project: Project
+) -> None:
+    """Prepare a folder for the Hugging Face hub. It gets the LoRA in diffusers' format and a model card with previews and
+    settings. OUT is a new folder; without OUT, it is made in exports/ of the project. Nothing is uploaded.
+    """
+    folder = publish(project, out, which=which, step=step, dtype=dtype, licence=licence, data_licence=data_licence, say=say_aside)
+    click.echo(f"wrote {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    click.echo(f"read {folder / CARD}; nothing was uploaded. To do it: hf upload NAME/{project.name} {folder}")
+
+
+def publish(
+    project: Project,
+    out: Path | None = None,
+    *,
+    which: str = "last",
+    step: int | None = None,
+    dtype: str = "bfloat16",
+    licence: str | None = None,
+    data_licence: str = "",
+    say: Say = silent,
+) -> Path:
+    """Write a folder for the hub, completely or not at all: the LoRA, a model card, the settings, and the grid of previews.
+
+    Raises ValueError if `out` exists or there is no such adapter.
+    """
+    from stages.models.weights import read_file
+
+    target = out or project.path / "exports" / f"{project.name}-hub"
+    if target.exists():
+        raise ValueError(f"{target} exists; move it away or choose another name")
+    if not data_licence:
+        say("the card says that the licence of the training images is not stated: --data-licence TEXT states it")
+    delete_abandoned(target.parent)
+    with atomic_folder(target) as folder:
+        file = export_run(project, folder / WEIGHTS, "diffusers", dtype=dtype, step=step, which=which, say=say)
+        facts = read_file(file)[1]
+        settings = public_settings(project)
+        (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        grid = project.folder("samples").folder / "artifacts" / str(project.stage("samples").result)
+        if grid.is_file():
+            shutil.copyfile(grid, folder / GRID)
+        else:
+            say("there are no previews yet, so the card shows none: latentmill samples draws them")
+        lines = card(project, facts, settings, licence or project.family.licence, data_licence, grid.is_file())
+        (folder / CARD).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return target
+
+
+def public_settings(project: Project) -> dict[str, Any]:
+    """Dotted key -> value of what decides the training, without names of files and folders of this machine."""
+    from pipeline.project.run import flatten
+    from pipeline.project.runs import present_settings
+
+    found = flatten({name: each for name, each in present_settings(project, "train").items() if name in SECTIONS})
+    return {key: value for key, value in found.items() if value not in (None, "") and key not in PRIVATE}
+
+
+def card(
+    project: Project, facts: Mapping[str, str], settings: Mapping[str, Any], licence: str, data_licence: str, grid: bool
+) -> Iterator[str]:
+    """The README with the hub's YAML header."""
+    use, family = use_of(project), project.family
+    prompts = _prompts(project)
+    yield from _front_matter(project, licence, use.get("trigger", ""), prompts if grid else [])
+    yield f"# {project.name}\n"
+    yield f"A LoRA for {family.title}, trained for {facts.get('step', '?')} steps on {_images(project)} images.\n"
+    if "trigger" in use:
+        yield f"**Trigger:** write `{use['trigger']}` into the prompt.\n"
+    if grid:
+        yield f"![previews: the base model beside the LoRA, by prompt and step]({GRID})\n"
+    yield "## Use\n"
+    yield "```python"
+    yield "import torch"
+    yield "from diffusers import DiffusionPipeline\n"
+    yield f"pipe = DiffusionPipeline.from_pretrained({family.hub or family.source!r}, torch_dtype=torch.bfloat16)"
+    yield f"pipe.load_lora_weights(FOLDER, weight_name={WEIGHTS!r})"
+    yield f"image = pipe({(prompts or [use.get('trigger', '')])[0]!r}).images[0]"
+    yield "```\n"
+    yield f"ComfyUI: copy `{WEIGHTS}` into `models/loras`. mflux: `--lora-paths {WEIGHTS}`.\n"
+    yield "## Licences\n"
+    yield f"- this LoRA: {licence}"
+    yield f"- base model: {family.licence}"
+    yield f"- training images: {data_licence or NOT_STATED}\n"
+    yield "## Training\n"
+    yield f"Made with {facts.get('software', 'latentmill')}. Settings ({SETTINGS} has them too):\n"
+    yield "| setting | value |"
+    yield "| --- | --- |"
+    yield from (f"| `{key}` | {_cell(value)} |" for key, value in settings.items())
+
+
+def _front_matter(project: Project, licence: str, trigger: str, prompts: list[str]) -> Iterator[str]:
+    family = project.family
+    # Identifiers that the hub knows; any other licence must be called "other" and named apart.
+    known = licence.lower() in ("apache-2.0", "mit", "cc0-1.0") or licence.lower().startswith("cc-by")
+    yield "---"
+    yield f"license: {json.dumps(licence.lower() if known else 'other')}"
+    if not known:
+        yield f"license_name: {json.dumps(licence)}"
+    if family.hub:
+        yield f"base_model: {json.dumps(family.hub)}"
+        yield "base_model_relation: adapter"
+    yield "library_name: diffusers"
+    yield "pipeline_tag: text-to-image"
+    yield "tags: [text-to-image, lora, diffusers, flux.2]"
+    if trigger:
+        yield f"instance_prompt: {json.dumps(trigger)}"
+    if prompts:
+        yield "widget:"
+        for prompt in prompts:
+            yield f"  - text: {json.dumps(prompt)}"
+            yield f"    output: {{url: {GRID}}}"
+    yield "---\n"
+
+
+def _prompts(project: Project) -> list[str]:
+    table = project.folder("samples")
+    prompts = table.rows()["prompt"].to_pylist() if table.exists else []
+    return list(dict.fromkeys(prompts))[:PROMPTS]
+
+
+def _images(project: Project) -> int:
+    import pyarrow.compute as pc
+
+    rows = project.folder("train").committed()
+    return len(pc.unique(rows.filter(pc.equal(rows["split"], "train"))["image_id"]))
+
+
+def _cell(value: Any) -> str:
+    return f"`{json.dumps(value, ensure_ascii=False)}`".replace("|", "\\|")

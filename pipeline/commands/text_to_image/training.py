@@ -1,0 +1,103 @@
+"""`latentmill segments`: trains in parts with previews between them. `latentmill replay`: computes one step again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import click
+
+from pipeline.commands.runs import best_of, checkpoint_scores
+from pipeline.commands.status import state
+from pipeline.options import PROJECT, SET, overrides_from_environment, with_project
+from pipeline.project.project import Project
+from pipeline.project.runs import find_runs
+from pipeline.terminal import Terminal
+from stages.run import Report
+
+
+@click.command("segments")
+@click.option("--every", type=click.IntRange(1), default=250, show_default=True, help="Training steps between two previews.")
+@click.option(
+    "--patience", type=click.IntRange(1), help="Score the previews, and end after so many segments without a better score."
+)
+@PROJECT
+@SET
+def segments_command(every: int, patience: int | None, path: str, overrides: tuple[str, ...]) -> int:
+    """Train in segments and draw previews after each one. Every segment is a process of its own. --every sets the
+    training steps of a segment. With --patience, previews are scored too. Training then ends early after so many
+    segments without a better score. The exit code is 0, or that of the first stage that fails.
+    """
+    return segments(path, every, overrides or overrides_from_environment(), patience)
+
+
+def run_stage(stage: str, *arguments: str) -> int:
+    # A process of its own: while previews are drawn, no training process holds memory. macOS may end long GPU work while the
+    # display is on, which short segments avoid.
+    return subprocess.run([sys.executable, "-m", "pipeline", "run", stage, *arguments], check=False).returncode
+
+
+def segments(
+    path: str,
+    every: int,
+    overrides: Iterable[str] = (),
+    patience: int | None = None,
+    run: Callable[..., int] = run_stage,
+) -> int:
+    """Train `every` steps at a time until the training is complete; return 0, or the exit code of the first stage that fails.
+
+    With `patience`, also score previews, and end after so many segments without a better score.
+    """
+    given = ["--project", path, *(word for override in overrides for word in ("--set", override))]
+    stages = [("train", ["--set", f"train.stop_after_steps={every}"]), ("samples", []), *([("scores", [])] if patience else [])]
+    scores: dict[int, float] = {}
+    while True:
+        for stage, more in stages:
+            code = run(stage, *given, *more)
+            if code:
+                return code
+        project = Project(path, overrides)
+        if not state(project, "train").missing:
+            return 0
+        if patience:
+            scores |= next((checkpoint_scores(project, found) for found in find_runs(project) if found.current), {})
+            if since_best(scores) >= patience:
+                best = best_of(scores)
+                click.echo(f"ended: {patience} segments had no better score than step {best}; export it with --step {best}")
+                return 0
+
+
+def since_best(scores: Mapping[int, float]) -> int:
+    """How many scored steps come after the best one."""
+    return sum(step > best_of(scores) for step in scores) if scores else 0
+
+
+@click.command("replay")
+@click.argument("step", type=int)
+@with_project
+def replay_command(step: int, project: Project) -> None:
+    """Compute one training step again, and print its losses beside those of the table `train`. STEP is the number of
+    the step, counted from 1.
+    """
+    with Terminal("replay") as terminal:
+        lines = list(replay_run(project, step, terminal.progress))
+    for line in lines:
+        click.echo(line)
+
+
+def replay_run(project: Project, step: int, progress: Callable[[int, int, str], None]) -> Iterator[str]:
+    """New and logged loss of each sample, then whether all agree. Raises ValueError if the run lacks the step."""
+    from stages.text_to_image.train.task import ImageTask
+    from stages.tuner.replay import replay_step
+
+    stage = project.stage("train")
+    table = project.built(stage.writes, "replay")
+    run = project.open("train", Report(progress=progress), artifacts=table.folder / "artifacts", stored=table.rows())
+    replayed = replay_step(run, ImageTask(run), step)
+    for one in replayed:
+        logged = "not logged" if one.logged is None else f"logged {one.logged:.9g}"
+        image, sigma = one.sample.crop.image_id[:12], one.sample.sigma
+        yield f"sample {one.number}: image {image}, sigma {sigma:.4f}, loss {one.loss:.9g}, {logged}"
+    same = all(one.loss == one.logged for one in replayed)
+    yield f"step {step}: {'the same to the bit' if same else 'not the same: another machine, memory plan or version was used'}"

@@ -1,0 +1,98 @@
+"""New projects: the options of `latentmill init`, and the first settings of each model family."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline.cli import cli
+from pipeline.commands import Own
+from pipeline.commands.init import new_project
+from pipeline.project.project import Project
+from stages.pipelines import Option, Template
+from stages.text_to_image.families import FAMILIES, family
+from stages.text_to_image.presets import PRESETS
+from tests.projects import draw
+from tests.stages.retrieval.project import run, write
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    draw(folder / "a.png", seed=0, size=(64, 64))
+    return folder
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_new_project_of_every_family_can_be_opened_and_names_the_source_of_its_weights(tmp_path, images, name):
+    new_project(tmp_path / "new", {"images": str(images), "family": name})
+    made = Project(tmp_path / "new")
+    assert made.family is family(name)
+    assert f'weights = ""  # a folder or a hub id; empty: {made.family.source}' in (tmp_path / "new/project.toml").read_text()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_new_project_has_its_familys_own_settings_and_the_usual_ones_for_the_rest(tmp_path, images, name):
+    new_project(tmp_path / "new", {"images": str(images), "family": name})
+    sections = Project(tmp_path / "new").config.sections
+    for section, settings in family(name).begin.items():
+        assert {key: getattr(sections[section], key) for key in settings} == settings
+    own = family(name).begin.get("train", {})
+    assert sections["train"].steps == own.get("steps", 1500)
+    assert sections["samples"].checkpoints == "all"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_writes_its_settings_with_their_reasons_into_a_project_that_can_be_opened(tmp_path, images, preset):
+    for trigger in ("", "ohwx"):
+        folder = tmp_path / f"{preset}{trigger}"
+        new_project(folder, {"images": str(images), "family": "klein-base-4b", "preset": preset, "trigger": trigger})
+        text, sections = (folder / "project.toml").read_text(), Project(folder).config.sections
+        for section, settings in PRESETS[preset].items():
+            first, *inner = section.split(".")
+            holder = getattr(sections[first], inner[0]) if inner else sections[first]
+            for name, (value, reason) in settings.items():
+                if trigger or name != "dropped":
+                    assert getattr(holder, name) == value and reason in text
+    with pytest.raises(ValueError, match=r'--preset must be one of .*, got "stile"; did you mean "style"'):
+        new_project(tmp_path / "other", {"images": str(images), "family": "micro", "preset": "stile"})
+
+
+def test_a_family_trained_on_small_pictures_begins_with_small_pictures():
+    begin = family("micro").begin
+    assert max(begin["buckets"]["resolutions"]) == begin["samples"]["width"] == begin["samples"]["height"] <= 192
+
+
+def test_the_options_of_init_are_those_of_the_pipelines_template(tmp_path, images, monkeypatch):
+    monkeypatch.setattr("pipeline.commands.text_to_image.OWN", Own(template=f"{__name__}:TEMPLATE"))
+    run = CliRunner().invoke(cli, ["init", str(tmp_path / "new"), "--sources", str(images)])
+    assert run.exit_code == 0 and (tmp_path / "new" / "project.toml").read_text() == '[images]\nfolder = "../images"\n'
+    assert CliRunner().invoke(cli, ["init", "--help"]).output.count("--sources") == 1
+    for options, message in (({}, "init needs --sources"), ({"sources": str(tmp_path / "none")}, "no such folder")):
+        with pytest.raises(ValueError, match=message):
+            new_project(tmp_path / "other", options)
+
+
+def test_a_folder_of_code_becomes_a_project_that_can_be_indexed(tmp_path):
+    write(tmp_path / "code")
+    words = ["init", str(tmp_path / "mine"), "--pipeline", "retrieval", "--code", str(tmp_path / "code")]
+    done = CliRunner().invoke(cli, [*words, "--family", "tiny"])
+    assert done.exit_code == 0 and f"make index PROJECT={tmp_path / 'mine'}" in done.output
+    project = Project(tmp_path / "mine")
+    assert project.config.sections["sources"].roots == ("../code",) and project.family.name == "tiny"
+    run(project.path, "sources", "units")
+    assert project.folder("units").rows().num_rows > 0
+    # What stands behind a "#" is valid too.
+    file = project.path / "project.toml"
+    before, _, after = file.read_text().partition("# [train]")
+    file.write_text(f"{before}[train]{after.replace(chr(10) + '# ', chr(10))}")
+    assert Project(project.path).config.sections["train"].steps == 40
+    with pytest.raises(ValueError, match=r"family must be one of retriever-micro, .*, got 'tinny'; did you mean tiny"):
+        new_project(tmp_path / "other", {"code": str(tmp_path / "code"), "family": "tinny"}, "retrieval")
+
+
+TEMPLATE = Template(
+    options=(Option("sources", "The folder of sources.", default=None, kind="folder"),),
+    write=lambda options: f'[images]\nfolder = "{options["sources"]}"\n',
+)

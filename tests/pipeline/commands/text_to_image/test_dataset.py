@@ -1,0 +1,199 @@
+"""`latentmill captions`, `lint` and `crops`."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pipeline.commands.text_to_image.dataset import write_crops
+from pipeline.project.project import Project
+from stages.text_to_image.captions.edits import write_edits
+from stages.text_to_image.sheets import BLANK, CELL, GAP, LABEL
+from tests import projects
+from tests.projects import draw, latentmill, make
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory, tiny_weights):
+    folder = make(tmp_path_factory.mktemp("captions") / "project", tiny_weights, images=2)
+    latentmill(folder, "run", "images")
+    return folder
+
+
+def texts(folder):
+    rows = Project(folder).current("captions").rows().to_pylist()
+    return {row["text"]: row["source"] for row in rows if row["role"] == "caption"}
+
+
+def test_captions_go_into_a_file_and_the_edited_file_comes_back_and_the_image_folder_is_not_written(project, tmp_path):
+    file, before = tmp_path / "out.csv", sorted((path, path.stat().st_mtime_ns) for path in (project / "images").iterdir())
+    assert f"wrote 2 captions to {file}" in latentmill(project, "captions", "--edit", str(file))
+    assert "exists already" in latentmill(project, "captions", "--edit", str(file), code=2)
+    rows = list(csv.DictReader(file.open(encoding="utf-8", newline="")))
+    assert [row["text"] for row in rows] == ["picture number 0", "picture number 1"]
+    rows[0]["text"] = 'a "quoted", new\ntext'
+    with file.open("w", encoding="utf-8-sig", newline="") as opened:  # as a spreadsheet writes it
+        writer = csv.DictWriter(opened, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    assert "1 captions changed" in latentmill(project, "captions", "--apply", str(file))
+    assert texts(project) == {'a "quoted", new\ntext': "edit", "picture number 1": "sidecar"}
+    assert "0 captions changed" in latentmill(project, "captions", "--apply", str(file))
+    assert before == sorted((path, path.stat().st_mtime_ns) for path in (project / "images").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("path,text\na,b\n", "must have the columns image_id, position and text, got path, text"),
+        ("image_id,position,text\nabc,0,x\n", "line 2: names no caption of this project"),
+        ('image_id,position,text\nabc,0,"x\n', "not valid CSV"),
+    ],
+)
+def test_a_file_that_fits_no_caption_is_one_line_and_changes_nothing(project, tmp_path, text, message):
+    latentmill(project, "captions")
+    before, file = texts(project), tmp_path / "wrong.csv"
+    file.write_text(text)
+    assert message in latentmill(project, "captions", "--apply", str(file), code=2)
+    assert texts(project) == before
+
+
+def test_lint_brings_the_checks_up_to_date_and_prints_the_images_with_warnings(project):
+    printed = latentmill(project, "lint", "--format", "json")
+    rows = json.loads(printed[printed.index("[") : printed.rindex("]") + 1])
+    assert {row["path"]: row["warnings"] for row in rows}.keys() == {"picture0.png", "picture1.png"}
+    assert all("small" in row["warnings"] for row in rows)
+
+
+def edit(folder, edits):
+    """Store edits: image path -> new text, None to take it back."""
+    ids = {row["path"]: row["image_id"] for row in Project(folder).current("images").rows().to_pylist()}
+    write_edits(folder, {f"{ids[path]}:0": text for path, text in edits.items()})
+
+
+@pytest.fixture
+def mixed(tmp_path, tiny_weights):
+    """A project with a template, whose captions lie in a sidecar, in a folder of captions, in metadata, and in a file name."""
+    folder = make(tmp_path / "project", tiny_weights, images=3)
+    projects.edit(
+        folder, "[captions]", '[captions]\ntrigger = "ohwx"\ntemplate = "{trigger}, {caption}, film"\nmissing = "filename"'
+    )
+    images = folder / "images"
+    (images / "picture1.txt").rename((images / "captions").mkdir() or images / "captions" / "picture1.txt")
+    (images / "picture2.txt").unlink()
+    (images / "picture2.png").rename(images / "fox.png")
+    draw(images / "fox.webp", 9, (128, 96))
+    (images / "metadata.jsonl").write_text('{"file_name": "fox.png", "text": "a fox"}\n')
+    projects.build(folder, "images", "captions")
+    return folder
+
+
+def test_edited_captions_are_written_into_the_files_that_the_stage_reads_and_undo_brings_every_byte_back(mixed):
+    images = mixed / "images"
+    before = {path: path.read_bytes() for path in images.rglob("*") if path.is_file()}
+    edit(mixed, {"picture0.png": "ohwx, one, film", "picture1.png": "ohwx two, film", "fox.png": "ohwx, three, film"})
+    said = latentmill(mixed, "captions", "--sidecars")
+    assert "3 captions written into 3 files\n" in said
+    assert (images / "picture0.txt").read_text() == "one\n"
+    assert (images / "captions" / "picture1.txt").read_text() == "ohwx two\n"
+    assert (images / "fox.png.txt").read_text() == "three\n"  # fox.txt would be the caption of fox.webp too
+    expected = {
+        "ohwx, one, film": "sidecar",
+        "ohwx two, film": "sidecar",
+        "ohwx, three, film": "sidecar",
+        "ohwx, fox, film": "filename",
+    }
+    assert texts(mixed) == expected
+    assert "there is nothing to write" in latentmill(mixed, "captions", "--sidecars", code=2)
+    (images / "picture0.txt").write_text("by hand\n")
+    said = latentmill(mixed, "captions", "--undo-sidecars")
+    assert "2 files have their old content again" in said and "1 were changed since and stay: picture0.txt" in said
+    after = {path: path.read_bytes() for path in images.rglob("*") if path.is_file()}
+    assert after == before | {images / "picture0.txt": b"by hand\n"}
+    assert texts(mixed)["ohwx, three, film"] == texts(mixed)["ohwx two, film"] == "edit"
+    assert "there is nothing to undo" in latentmill(mixed, "captions", "--undo-sidecars", code=2)
+
+
+def test_a_caption_that_a_file_cannot_give_stays_an_edit_of_the_project(mixed):
+    projects.edit(mixed, "[captions]", '[captions]\nsources = ["metadata", "sidecar"]')
+    edit(
+        mixed,
+        {"picture0.png": "without the words of the template", "fox.png": "ohwx, three, film", "picture1.png": "ohwx, a, film"},
+    )
+    said = latentmill(mixed, "captions", "--sidecars")
+    assert "1 captions written into 1 files; 2 stay edits of the project" in said and "picture0.png, fox.png" in said
+    assert not (mixed / "images" / "fox.png.txt").exists()
+    assert texts(mixed)["without the words of the template"] == texts(mixed)["ohwx, three, film"] == "edit"
+
+
+def test_one_line_of_a_sidecar_with_many_captions_is_written(mixed):
+    projects.edit(mixed, "[captions]", '[captions]\nlines = "many"')
+    (mixed / "images" / "picture0.txt").write_text("first\n\nsecond\n")
+    projects.build(mixed, "captions")
+    ids = {row["path"]: row["image_id"] for row in Project(mixed).current("images").rows().to_pylist()}
+    write_edits(mixed, {f"{ids['picture0.png']}:1": "ohwx, other, film"})
+    latentmill(mixed, "captions", "--sidecars")
+    assert (mixed / "images" / "picture0.txt").read_text() == "first\n\nother\n"
+
+
+def test_a_file_that_two_images_share_is_not_written_for_one_of_them(mixed):
+    projects.edit(mixed, "[captions]", '[captions]\nsources = ["sidecar"]')
+    (mixed / "images" / "fox.txt").write_text("a fox\n")
+    projects.build(mixed, "captions")
+    edit(mixed, {"fox.png": "ohwx, one fox, film", "picture0.png": "ohwx, one, film"})
+    said = latentmill(mixed, "captions", "--sidecars")
+    assert "1 captions written into 1 files; 1 stay edits of the project" in said and "fox.png" in said
+    assert (mixed / "images" / "fox.txt").read_text() == "a fox\n"
+    assert {"ohwx, a fox, film", "ohwx, one fox, film", "ohwx, one, film"} <= texts(mixed).keys()
+
+
+def test_undo_keeps_a_newer_edit_and_writing_follows_no_link_out_of_the_folder(mixed, tmp_path):
+    projects.edit(mixed, "[captions]", '[captions]\nsources = ["metadata", "sidecar"]')
+    (tmp_path / "letter").write_text("not a caption")
+    (mixed / "images" / "fox.png.txt").symlink_to(tmp_path / "letter")
+    edit(mixed, {"fox.png": "ohwx, three, film", "picture0.png": "ohwx, one, film"})
+    latentmill(mixed, "captions", "--sidecars")
+    (line,) = (mixed / "captions.written.jsonl").read_text().splitlines()
+    assert json.loads(line)["file"] == "picture0.txt"
+    edit(mixed, {"picture0.png": "ohwx, newer, film"})
+    latentmill(mixed, "captions", "--undo-sidecars")
+    assert texts(mixed)["ohwx, newer, film"] == "edit" and "ohwx, one, film" not in texts(mixed)
+
+
+def test_nothing_is_written_if_one_file_cannot_be(mixed):
+    projects.edit(mixed, "[captions]", '[captions]\nsources = ["metadata", "sidecar"]')
+    edit(mixed, {"picture0.png": "ohwx, one, film", "fox.png": "ohwx, three, film"})
+    before = (mixed / "images" / "picture0.txt").read_bytes()
+    (mixed / "images" / "fox.png.txt").mkdir()
+    assert "fox.png.txt: is a directory" in latentmill(mixed, "captions", "--sidecars", code=2)
+    assert (mixed / "images" / "picture0.txt").read_bytes() == before
+    assert list((mixed / "images").glob(".tmp-*")) == []
+    projects.build(mixed, "captions")
+    assert texts(mixed)["ohwx, one, film"] == "edit"
+
+
+def test_a_sheet_shows_every_crop_the_most_cropped_first_and_fades_what_is_cut_away(tmp_path: Path, tiny_weights: Path) -> None:
+    folder = projects.make(tmp_path / "project", tiny_weights, images=1)
+    for number, (size, colour) in enumerate({(96, 96): "blue", (340, 100): "red"}.items()):
+        Image.new("RGB", size, colour).save(folder / "images" / f"plain{number}.png")
+        (folder / "images" / f"plain{number}.txt").write_text("plain")
+    projects.edit(folder, "resolutions = [64, 96]", "resolutions = [64, 96]\nmax_shapes = 1")
+    said = projects.latentmill(folder, "crops")
+    assert f"wrote {folder / 'exports/crops/64-1.png'} and 1 more" in said
+    page = np.asarray(Image.open(folder / "exports/crops/64-1.png"))
+    assert page.shape == (GAP + CELL + LABEL + GAP, GAP + 8 * (CELL + GAP), 3)
+    wide = page[GAP : GAP + CELL, GAP : GAP + CELL]  # 340 x 100: the middle is trained, the sides are faded
+    assert (wide[-20, CELL // 2] == (255, 0, 0)).all() and (wide[-20, 5] == (255, 191, 191)).all()
+    others = page[GAP : GAP + CELL, GAP + CELL + GAP :]
+    assert ((others == (0, 0, 255)).all(axis=-1)).sum() == CELL * CELL, "the square image is whole"
+    (folder / "images" / "plain0.png").write_bytes(b"broken")
+    write_crops(Project(folder), tmp_path / "new")
+    broken = np.asarray(Image.open(tmp_path / "new" / "64-1.png"))
+    assert ((broken == BLANK).all(axis=-1)).sum() >= CELL * CELL
+    with pytest.raises(ValueError, match="new must be a new folder, but it has files"):
+        write_crops(Project(folder), tmp_path / "new")

@@ -1,0 +1,312 @@
+"""The exported adapter, loaded by diffusers' own pipeline, is the adapter that was trained."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pipeline.store.disk
+from pipeline.commands.adapters import DTYPES, file_name
+from pipeline.commands.text_to_image.export import STYLES, export_run, write_adapter
+from stages.models.adapters import A, B, linears
+from stages.models.flux2.adapters import read_adapter
+from stages.models.weights import read_file
+from stages.text_to_image.families import family
+from tests.pipeline.commands.text_to_image.reference import BLOCKS, OUTSIDE, forward, through_diffusers, tiny_transformer
+
+TINY = family("tiny")
+
+
+@pytest.fixture(scope="module")
+def transformer() -> Any:
+    return tiny_transformer()
+
+
+def trained(path: Path, transformer: Any, names: list[str], ranks: Any = 4, **metadata: Any) -> dict[str, np.ndarray]:
+    """A random adapter in our form, written as the train stage writes one."""
+    from safetensors.numpy import save_file
+
+    draw = np.random.default_rng(1)
+    arrays = {}
+    for name in names:
+        out, inputs = transformer.get_submodule(name).weight.shape
+        rank = ranks.get(name, 4) if isinstance(ranks, dict) else ranks
+        arrays[name + A] = draw.normal(0, 0.2, (rank, inputs)).astype(np.float32)
+        arrays[name + B] = draw.normal(0, 0.2, (out, rank)).astype(np.float32)
+    save_file(arrays, path, {"family": "tiny", "project": "cats", "step": "70", "rank": "4", **metadata})
+    return arrays
+
+
+def merged(transformer: Any, arrays: dict[str, np.ndarray], scale: Any) -> np.ndarray:
+    """The output of the base with W + scale B A in place of W, and the base put back."""
+    import torch
+
+    kept = {k: v.clone() for k, v in transformer.state_dict().items()}
+    with torch.no_grad():
+        for name in {k.removesuffix(A).removesuffix(B) for k in arrays}:
+            delta = arrays[name + B].astype(np.float64) @ arrays[name + A].astype(np.float64)
+            transformer.get_submodule(name).weight += torch.tensor(delta * scale(name), dtype=torch.float32)
+    try:
+        return forward(transformer)
+    finally:
+        transformer.load_state_dict(kept)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("alpha", ["4", "10"])
+def test_diffusers_loads_either_export_and_gives_the_output_of_the_merged_weights(
+    tmp_path: Path, transformer: Any, style: str, alpha: str
+) -> None:
+    arrays = trained(tmp_path / "adapter.safetensors", transformer, BLOCKS + OUTSIDE, alpha=alpha)
+    file = write_adapter(tmp_path / "adapter.safetensors", TINY, tmp_path / "out", style, dtype="float32", metadata={})
+    want = merged(transformer, arrays, lambda name: float(alpha) / 4)
+    assert np.abs(want - forward(transformer)).max() > 0.01
+    assert np.abs(through_diffusers(transformer, file) - want).max() < 1e-5
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_ranks_and_alphas_that_differ_by_target_survive_the_export(tmp_path: Path, transformer: Any, style: str) -> None:
+    ranks = {name: 2 + i % 3 for i, name in enumerate(BLOCKS)}
+    alphas = {name: 1.0 + i % 5 for i, name in enumerate(BLOCKS)}
+    arrays = trained(tmp_path / "a.safetensors", transformer, BLOCKS, ranks, alpha="4", alphas=json.dumps(alphas))
+    file = write_adapter(tmp_path / "a.safetensors", TINY, tmp_path / "x.safetensors", style, dtype="float32", metadata={})
+    want = merged(transformer, arrays, lambda name: alphas[name] / ranks[name])
+    assert np.abs(through_diffusers(transformer, file) - want).max() < 1e-5
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_an_adapter_on_some_of_q_k_v_leaves_the_others_alone(tmp_path: Path, transformer: Any, style: str) -> None:
+    names = ["transformer_blocks.1.attn.to_q", "transformer_blocks.1.attn.to_v", "transformer_blocks.0.attn.add_k_proj"]
+    arrays = trained(tmp_path / "a.safetensors", transformer, names, alpha="4")
+    file = write_adapter(tmp_path / "a.safetensors", TINY, tmp_path, style, dtype="float32", metadata={})
+    assert np.abs(through_diffusers(transformer, file) - merged(transformer, arrays, lambda name: 1.0)).max() < 1e-5
+
+
+def test_the_fused_form_has_no_alpha_and_block_diagonal_rows_of_three_times_the_rank(tmp_path: Path, transformer: Any) -> None:
+    arrays = trained(tmp_path / "a.safetensors", transformer, BLOCKS, alpha="8")
+    found, _ = read_file(write_adapter(tmp_path / "a.safetensors", TINY, tmp_path, "comfyui", dtype="float32", metadata={}))
+    assert len(found) == 2 * (2 * 8 + 2 * 2) and all(re.fullmatch(r"diffusion_model\..*\.lora_[AB]\.weight", k) for k in found)
+    a, b = (np.array(found[f"diffusion_model.double_blocks.0.img_attn.qkv{end}"]) for end in (A, B))
+    assert a.shape == (12, 32) and b.shape == (96, 12)
+    for i, n in enumerate(("to_q", "to_k", "to_v")):
+        rows = b[32 * i : 32 * i + 32]
+        np.testing.assert_array_equal(rows[:, 4 * i : 4 * i + 4], 2 * arrays[f"transformer_blocks.0.attn.{n}{B}"])
+        assert np.count_nonzero(rows) == 32 * 4
+
+
+def test_the_halves_of_the_last_modulation_are_exchanged_in_the_fused_form(tmp_path: Path, transformer: Any) -> None:
+    arrays = trained(tmp_path / "a.safetensors", transformer, ["norm_out.linear"])
+    file = write_adapter(tmp_path / "a.safetensors", TINY, tmp_path, "comfyui", dtype="float32", metadata={})
+    b = np.array(read_file(file)[0]["diffusion_model.final_layer.adaLN_modulation.1" + B])
+    np.testing.assert_array_equal(b, np.roll(arrays["norm_out.linear" + B], 32, axis=0))
+    np.testing.assert_array_equal(np.array(read_adapter(file)[0]["norm_out.linear" + B]), arrays["norm_out.linear" + B])
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_an_export_read_again_is_the_adapter_with_its_scale_in_b(tmp_path: Path, transformer: Any, style: str) -> None:
+    arrays = trained(tmp_path / "a.safetensors", transformer, BLOCKS + OUTSIDE, alpha="8")
+    again, scales = read_adapter(write_adapter(tmp_path / "a.safetensors", TINY, tmp_path, style, dtype="float32", metadata={}))
+    assert set(scales.values()) == {1.0} and set(again) == set(arrays)
+    for key, value in arrays.items():
+        np.testing.assert_array_equal(np.array(again[key]), value * (2 if key.endswith(B) else 1), err_msg=key)
+
+
+def test_the_trained_form_is_read_with_its_scale(tmp_path: Path, transformer: Any) -> None:
+    arrays = trained(tmp_path / "a.safetensors", transformer, BLOCKS, alpha="6", alphas=json.dumps({BLOCKS[3]: 2}))
+    again, scales = read_adapter(tmp_path / "a.safetensors")
+    assert linears(again) == sorted(scales, key=linears(again).index)
+    assert scales[BLOCKS[3]] == 0.5 and scales[BLOCKS[0]] == 1.5
+    np.testing.assert_array_equal(np.array(again[BLOCKS[5] + A]), arrays[BLOCKS[5] + A])
+
+
+def test_a_kohya_file_with_alpha_is_read_as_diffusers_reads_it(tmp_path: Path, transformer: Any) -> None:
+    from safetensors.numpy import save_file
+
+    draw = np.random.default_rng(2)
+    sizes = {
+        "double_blocks_1_txt_attn_qkv": (96, 32),
+        "double_blocks_0_img_mlp_2": (32, 96),
+        "single_blocks_1_linear1": (288, 32),
+    }
+    file: dict[str, np.ndarray] = {}
+    for name, (out, inputs) in sizes.items():
+        file[f"lora_unet_{name}.lora_down.weight"] = draw.normal(0, 0.2, (6, inputs)).astype(np.float32)
+        file[f"lora_unet_{name}.lora_up.weight"] = draw.normal(0, 0.2, (out, 6)).astype(np.float32)
+        file[f"lora_unet_{name}.alpha"] = np.array(3.0, np.float32)
+    save_file(file, tmp_path / "kohya.safetensors")
+    arrays, scales = read_adapter(tmp_path / "kohya.safetensors")
+    assert len(scales) == 5 and set(scales.values()) == {0.5}
+    want = merged(transformer, {k: np.array(v) for k, v in arrays.items()}, lambda name: scales[name])
+    assert np.abs(through_diffusers(transformer, tmp_path / "kohya.safetensors") - want).max() < 1e-5
+
+
+def test_a_file_that_diffusers_saved_with_its_own_alpha_is_read_with_it(tmp_path: Path, transformer: Any) -> None:
+    import torch
+    from diffusers import Flux2KleinPipeline
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
+    torch.manual_seed(5)
+    names = ["transformer_blocks.0.attn.to_q", "single_transformer_blocks.1.attn.to_out"]
+    config = LoraConfig(r=4, lora_alpha=12, target_modules=names, init_lora_weights=False, alpha_pattern={names[1]: 2})
+    adapted = copy.deepcopy(transformer)
+    adapted.add_adapter(config, adapter_name="mine")
+    want = forward(adapted)
+    Flux2KleinPipeline.save_lora_weights(
+        tmp_path,
+        transformer_lora_layers=get_peft_model_state_dict(adapted, adapter_name="mine"),
+        transformer_lora_adapter_metadata=config.to_dict() | {"target_modules": names},
+    )
+    arrays, scales = read_adapter(tmp_path / "pytorch_lora_weights.safetensors")
+    assert scales == {names[0]: 3.0, names[1]: 0.5}
+    found = merged(transformer, {k: np.array(v) for k, v in arrays.items()}, lambda name: scales[name])
+    assert np.abs(found - want).max() < 1e-5
+
+
+def test_the_metadata_name_the_project_the_recipe_and_the_rank(tmp_path: Path, transformer: Any) -> None:
+    trained(tmp_path / "a.safetensors", transformer, BLOCKS, alpha="8", recipe="abc", recipe_latents="def", version_mlx="0.32")
+    file = write_adapter(
+        tmp_path / "a.safetensors", TINY, tmp_path / "new", "diffusers", dtype="bfloat16", metadata={"trigger": "sks"}
+    )
+    arrays, said = read_file(file)
+    assert file == tmp_path / "new" / "cats-000070.safetensors" and str(next(iter(arrays.values())).dtype) == "mlx.core.bfloat16"
+    expected = {"format": "pt", "rank": "4", "alpha": "8", "family": "tiny", "recipe": "abc", "recipe_latents": "def"}
+    assert expected.items() <= said.items() and said["version_mlx"] == "0.32" and said["software"].startswith("latentmill")
+    assert said["ss_network_dim"] == said["ss_network_alpha"] == "4" and said["modelspec.architecture"] == "tiny/lora"
+    assert said["ss_steps"] == "70" and said["trigger"] == "sks"
+    peft = json.loads(said["lora_adapter_metadata"])
+    assert peft["transformer.r"] == peft["transformer.lora_alpha"] == 4 and sorted(peft["transformer.target_modules"]) == sorted(
+        BLOCKS
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_are_rounded_once_to_the_chosen_type(tmp_path: Path, transformer: Any, dtype: str) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    arrays = trained(tmp_path / "a.safetensors", transformer, BLOCKS[:1], alpha="3")
+    found = load_file(write_adapter(tmp_path / "a.safetensors", TINY, tmp_path, "diffusers", dtype=dtype, metadata={}))
+    want = (torch.tensor(arrays[BLOCKS[0] + B]) * 0.75).to(getattr(torch, dtype))
+    assert torch.equal(found[f"transformer.{BLOCKS[0]}{B}"], want)
+
+
+def test_only_an_export_of_the_same_project_and_style_is_replaced_and_the_user_is_told(tmp_path: Path, transformer: Any) -> None:
+    trained(tmp_path / "a.safetensors", transformer, BLOCKS, alpha="4")
+    lines: list[str] = []
+    out = tmp_path / "o.safetensors"
+    write_adapter(tmp_path / "a.safetensors", TINY, out, "diffusers", dtype="float32", metadata={}, say=lines.append)
+    assert not lines
+    write_adapter(tmp_path / "a.safetensors", TINY, out, "diffusers", dtype="float16", metadata={}, say=lines.append)
+    assert len(lines) == 1 and "step 70" in lines[0]
+    before = out.read_bytes()
+    for style, said in (("comfyui", {}), ("diffusers", {"project": "dogs"})):
+        with pytest.raises(ValueError, match="move it away"):
+            write_adapter(tmp_path / "a.safetensors", TINY, out, style, dtype="float32", metadata=said)
+    (tmp_path / "notes.safetensors").write_text("mine")
+    with pytest.raises(ValueError, match="move it away"):
+        write_adapter(tmp_path / "a.safetensors", TINY, tmp_path / "notes.safetensors", "diffusers", dtype="float32", metadata={})
+    assert out.read_bytes() == before and (tmp_path / "notes.safetensors").read_text() == "mine"
+
+
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, transformer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(tmp_path / "a.safetensors", transformer, BLOCKS[:2])
+
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pipeline.store.disk, "sync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_adapter(tmp_path / "a.safetensors", TINY, tmp_path / "out", "comfyui", dtype="float32", metadata={})
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_an_adapter_that_cannot_be_exported_is_reported_in_one_line(tmp_path: Path, transformer: Any) -> None:
+    from safetensors.numpy import save_file
+
+    good = tmp_path / "good.safetensors"
+    arrays = trained(good, transformer, BLOCKS[:2])
+    (tmp_path / "cut.safetensors").write_bytes(good.read_bytes()[:-8])
+    save_file({**arrays, BLOCKS[0] + A: np.full((4, 32), np.nan, np.float32)}, tmp_path / "nan.safetensors")
+    save_file({BLOCKS[0] + A: arrays[BLOCKS[0] + A]}, tmp_path / "half.safetensors")
+    save_file(
+        {f"lora_unet_down_blocks_0_attn.{n}.weight": np.ones((2, 2), np.float32) for n in ("lora_up", "lora_down")},
+        tmp_path / "sd.safetensors",
+    )
+    save_file({"transformer.x.dora_scale": np.ones(2, np.float32)}, tmp_path / "dora.safetensors")
+    save_file({"transformer.x.lokr_t2": np.ones((2, 2), np.float32)}, tmp_path / "tucker.safetensors")
+    save_file({"made.up" + end: np.ones((2, 2), np.float32) for end in (A, B)}, tmp_path / "other.safetensors")
+    save_file({**arrays, BLOCKS[1] + B: arrays[BLOCKS[1] + B] * 1e6}, tmp_path / "big.safetensors")
+    cases = {
+        "absent": "no adapter at",
+        "cut": "cut short",
+        "nan": "not finite",
+        "half": "lacks .*lora_B",
+        "sd": "no linear of FLUX.2",
+        "dora": "lacks x.lora_A.weight, though it has other arrays",
+        "tucker": "no part of a LoRA, DoRA or LoKr",
+        "other": "no counterpart",
+        "big": "too large for float16",
+    }
+    for name, message in cases.items():
+        with pytest.raises(ValueError, match=message) as error:
+            write_adapter(tmp_path / f"{name}.safetensors", TINY, tmp_path / "out", "comfyui", dtype="float16", metadata={})
+        assert "\n" not in str(error.value)
+    for style, dtype in (("webui", "float32"), ("diffusers", "float8")):
+        with pytest.raises(ValueError, match="must be one of"):
+            write_adapter(good, TINY, tmp_path / "out", style, dtype=dtype, metadata={})
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+def test_the_result_of_a_run_or_the_checkpoint_of_a_step_is_exported(tmp_path: Path, transformer: Any) -> None:
+    lines: list[str] = []
+    project: Any = SimpleNamespace(
+        name="cats",
+        path=tmp_path,
+        family=TINY,
+        stage=lambda stage_name: SimpleNamespace(result="adapter.safetensors"),
+        config=SimpleNamespace(sections={}),
+    )
+    project.folder = project.current = lambda stage_name: SimpleNamespace(folder=tmp_path / "tables" / stage_name / "abc")
+
+    def run(step: int | None = None, out: Path | None = None, which: str = "last") -> Path:
+        return export_run(project, out, "diffusers", dtype="float32", step=step, which=which, say=lines.append)
+
+    artifacts = tmp_path / "tables" / "train" / "abc" / "artifacts"
+    with pytest.raises(ValueError, match=r"no finished adapter .* no checkpoint yet; run: make train"):
+        run()
+    for step in (20, 40):
+        (artifacts / f"checkpoints/step-{step:06d}").mkdir(parents=True)
+        trained(artifacts / f"checkpoints/step-{step:06d}" / "adapter.safetensors", transformer, BLOCKS[:1], step=str(step))
+    for missing in (None, 30):
+        with pytest.raises(ValueError, match="its checkpoints are 20, 40; run: make train"):
+            run(missing)
+    trained(artifacts / "adapter.safetensors", transformer, BLOCKS[:1], step="40")
+    assert run() == tmp_path / "exports" / "cats-000040.safetensors"
+    assert run(20) == tmp_path / "exports" / "cats-000020.safetensors"
+    assert run(20, tmp_path / "mine.safetensors") == tmp_path / "mine.safetensors"
+    with pytest.raises(ValueError, match=r"cats has no average adapter to export: it was trained without \[train.ema\]"):
+        run(which="average")
+    trained(artifacts / "adapter_ema.safetensors", transformer, BLOCKS[:1], step="40")
+    trained(artifacts / "adapter_best.safetensors", transformer, BLOCKS[:1], step="20")
+    assert run(which="average") == tmp_path / "exports" / "cats-000040-average.safetensors"
+    assert run(which="best") == tmp_path / "exports" / "cats-000020-best.safetensors"
+    with pytest.raises(ValueError, match="leave out step 20"):
+        run(20, which="best")
+    assert lines == []
+    project.current = lambda stage_name: SimpleNamespace(folder=tmp_path / "tables" / stage_name / "def")
+    run(out=tmp_path / "new")
+    assert len(lines) == 1 and "recipe abc" in lines[0]
+
+
+def test_a_file_is_named_after_project_step_and_style() -> None:
+    assert file_name("my cats", 1000, "diffusers") == "my-cats-001000.safetensors"
+    assert file_name("my cats", "20", "comfyui") == "my-cats-000020-comfyui.safetensors"
+    assert file_name("my cats", 20, "comfyui", "average") == "my-cats-000020-average-comfyui.safetensors"

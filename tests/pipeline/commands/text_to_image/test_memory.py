@@ -1,0 +1,224 @@
+import json
+import re
+from dataclasses import replace
+from typing import ClassVar
+
+import mlx.core as mx
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from data.pages import recipe
+from pipeline import runner
+from pipeline.commands.clean import clean
+from pipeline.commands.query import Limits, run_query
+from pipeline.commands.text_to_image import memory
+from pipeline.commands.text_to_image.memory import Profile
+from pipeline.plots import TEXT_CHUNK
+from pipeline.project.project import Project
+from stages.text_to_image.families import FAMILIES
+from stages.text_to_image.train.memory_plan import require_fit
+from stages.text_to_image.train.profile import profile_settings, random_batch, random_training
+from stages.text_to_image.train.task import FlowMatching
+from stages.tuner.blockwise.meter import Meter
+from stages.tuner.blockwise.planner import FACTOR
+from tests import projects
+
+TINY = Profile(FAMILIES["tiny"], profile_settings(rank=4), 128)
+
+
+def batch(side=128):
+    return random_batch(TINY.family, TINY.batch(side))
+
+
+@pytest.fixture(scope="module")
+def training():
+    return random_training(TINY.family, profile_settings())
+
+
+class Leaking(FlowMatching):
+    """An objective that never releases an array of every batch."""
+
+    kept: ClassVar[list[mx.array]] = []
+    values = 0
+
+    def terms(self, model, batch):
+        self.kept.append(mx.zeros((self.values,)) + 1)
+        mx.eval(self.kept[-1])
+        yield from super().terms(model, batch)
+
+
+def test_the_largest_peak_of_all_phases_is_mlx_s_own_within_one_percent(training):
+    training.step([batch()], 1e-4)
+    peaks = []
+    original = mx.reset_peak_memory
+    high = 0
+
+    def reset():
+        nonlocal high
+        high = max(high, mx.get_peak_memory())
+        original()
+
+    original()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx, "reset_peak_memory", reset)
+        for _ in range(3):
+            meter = memory.measure_steps(training, batch(), 3)
+            peaks.append(abs(max(high, mx.get_peak_memory()) / meter.peak - 1))
+            high = 0
+            original()
+    assert min(peaks) < 0.01
+
+
+@pytest.mark.parametrize(("values", "size"), [(1 << 19, "2.1 MB"), (1 << 17, "524 kB"), (1 << 13, "32.8 kB")])
+def test_a_planted_leak_is_found_in_its_phase_however_small(values, size, monkeypatch):
+    leaking = random_training(TINY.family, TINY.train)
+    leaking.objective = Leaking(TINY.family.architecture, TINY.train.loss)
+    monkeypatch.setattr(Leaking, "values", values)
+    (found,) = memory.leak_lines(memory.measure_steps(leaking, batch(64), 6))
+    Leaking.kept.clear()
+    assert found == f"LEAK: batch retains {size} more every step"
+
+
+def test_without_a_leak_the_report_says_which_leaks_would_be_seen_and_few_steps_find_none(training):
+    assert list(memory.leak_lines(memory.measure_steps(training, batch(), 6))) == ["no phase retains 16.4 kB or more per step"]
+    (line,) = memory.leak_lines(memory.measure_steps(training, batch(), 4))
+    assert line == "too few steps to find leaks; measure 5 or more"
+
+
+def test_a_report_has_rows_a_plot_and_advice(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "SIDES", (64, 96))
+    train = profile_settings(base_bits=4, rank=4, variant="dora", batch_size=2)
+    said = list(memory.report(replace(TINY, train=train, steps=2), tmp_path))
+    rows = pq.read_table(tmp_path / memory.ROWS).to_pylist()
+    assert [(row["step"], row["phase"]) for row in rows] == [
+        (step, phase) for step in (1, 2) for phase in ("batch", "gradients", "optimizer")
+    ]
+    assert all(row["peak"] >= row["active"] > 0 and row["bits"] == 4 and row["samples"] == 2 for row in rows)
+    with Image.open(tmp_path / memory.PICTURE) as picture:
+        assert picture.size[0] > 500 and len(picture.convert("RGB").getcolors(1 << 20)) > 8
+        drawn = json.loads(picture.info[TEXT_CHUNK])
+    assert [sorted(curves) for curves in drawn.values()] == 2 * [["batch", "gradients", "optimizer"]]
+    assert said[0].endswith("128 px x 2, 4 bits, dora of rank 4, adamw, plan whole")
+    assert "96 px would fit with [train] base_bits = 16, plan whole" in said
+
+
+def test_the_profile_limits_command_buffers_as_training_does_before_it_asks_for_an_array(monkeypatch, tmp_path):
+    asked = []
+
+    def require_fit(*given):
+        asked.append("estimated")
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(memory, "configure_scheduler", lambda: asked.append("decided"))
+    monkeypatch.setattr(memory, "require_fit", require_fit)
+    with pytest.raises(ValueError, match="far enough"):
+        next(memory.report(TINY, tmp_path))
+    assert asked == ["decided", "estimated"]
+
+
+def test_the_estimate_is_that_of_training_and_near_the_measured_peak(training):
+    for plan in ("blocks", "whole"):
+        profile = replace(TINY, train=replace(training.config, memory=plan))
+        found = require_fit(profile.estimator, profile.batch(128), profile.limit)
+        assert (found.samples, found.plan) == (1, plan)
+        training.plan = plan
+        meter = memory.measure_steps(training, batch(), 2)
+        elsewhere = meter.rows[0]["before"] - found.estimate.held
+        assert 1 / FACTOR < found.needs / (meter.peak - elsewhere) < FACTOR
+
+
+def test_advice_names_the_bits_that_would_fit_and_the_sizes_that_would_not(monkeypatch):
+    monkeypatch.setattr(memory, "SIDES", (64, 128))
+
+    def limited(side: int, bits: int) -> Profile:
+        found = replace(TINY, train=profile_settings(rank=4, base_bits=bits)).estimator.estimate(TINY.batch(side), 1)
+        return replace(TINY, train=profile_settings(rank=4, memory_gb=found.peak("blocks") / 1e9 + 1e-6))
+
+    assert list(memory.advice(limited(128, 16)))[-1] == "128 px would fit, plan blocks"
+    assert list(memory.advice(limited(128, 4)))[-1] == "128 px would fit with [train] base_bits = 4, plan blocks"
+    said = list(memory.advice(limited(64, 4)))
+    assert said[-2] == "64 px would fit with [train] base_bits = 4, plan blocks"
+    least = 'with [train] base_bits = 4, stream_blocks = true; [train.optimizer] kind = "adamw8bit"'
+    assert said[-1].startswith(f"128 px would not fit: {least} it needs ")
+
+
+def test_a_run_that_cannot_fit_is_refused_as_training_refuses_it(tmp_path):
+    profile = replace(TINY, train=profile_settings(rank=4, memory_gb=1e-6))
+    with pytest.raises(ValueError, match=r"^train: plan blocks needs about .* base_bits = 4.* need .*, too much as well"):
+        list(memory.report(profile, tmp_path))
+
+
+def test_a_project_s_settings_are_measured_unless_an_option_replaces_them(tmp_path):
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "project.toml").write_text(
+        '[project]\nfamily = "tiny"\n[images]\nfolder = "images"\n'
+        '[buckets]\nresolutions = [64, 96]\n[train]\nrank = 4\nbase_bits = 8\nvariant = "dora"\n'
+    )
+    nothing = dict.fromkeys(("family", "pixels", "bits", "plan", "rank")) | {"steps": 2}
+    found = memory.parse_options(Project(folder), nothing | {"plan": "3", "bits": "16"})
+    assert (found.family.name, found.pixels, found.steps) == ("tiny", 96, 2)
+    assert (found.train.base_bits, found.train.rank, found.train.variant, found.train.memory) == (16, 4, "dora", 3)
+    with pytest.raises(ValueError, match="--pixels must be a multiple of 16, 32 or more, got 500"):
+        memory.parse_options(Project(folder), nothing | {"pixels": 500})
+    with pytest.raises(ValueError, match="plan must be whole, blocks or a number"):
+        list(memory.report(memory.parse_options(Project(folder), nothing | {"plan": "sideways"}), tmp_path))
+
+
+class Keeping(projects.Silent):
+    """A console that keeps an array each time that it is told of progress: a leak in whatever stage runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def progress(self, done, total, unit):
+        self.kept.append(mx.zeros((1 << 14,)) + 1)
+        mx.eval(self.kept[-1])
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, tiny_weights):
+    """A project whose latents were made under a meter, and what was said."""
+    folder = projects.make(tmp_path_factory.mktemp("measured") / "project", tiny_weights)
+    projects.edit(folder, "[embeddings]", "[latents]\nbatch_size = 1\n\n[embeddings]")
+    projects.build(folder, "images", "captions", "buckets")
+    return folder, projects.latentmill(folder, "run", "latents", "--memory")
+
+
+def test_any_stage_can_be_measured_batch_by_batch_and_writes_the_same_rows(measured, tmp_path):
+    folder, said = measured
+    crops = len(projects.content(folder, "latents"))
+    rows = pq.read_table(folder / "tables" / "memory" / "latents.parquet").to_pylist()
+    assert [(row["step"], row["phase"]) for row in rows] == [*((n, "latents") for n in range(crops)), (crops, "end")]
+    assert all(row["peak"] > 0 for row in rows[:-1])
+    assert "no phase retains 16.4 kB or more" in said and f"in {crops} batches" in said
+    other = projects.copied(folder, tmp_path / "project")
+    projects.build(other, "images", "captions", "buckets", "latents")
+    assert projects.content(other, "latents") == projects.content(folder, "latents")
+    assert "latents computed no batch" in projects.latentmill(folder, "run", "latents", "--memory")
+
+
+def test_a_leak_planted_in_a_stage_is_found_and_the_outcome_has_the_meter_s_peak(measured, tmp_path):
+    folder = projects.copied(measured[0], tmp_path / "project")
+    projects.build(folder, "images", "captions", "buckets")
+    meter, console = Meter(), Keeping()
+    outcome = runner.run(Project(folder), "latents", console, meter)
+    assert meter.leaks() == {"latents": pytest.approx(4 << 14, rel=0.01)}
+    assert outcome.peak_mlx == meter.peak > meter.rows[-1]["peak"]
+
+
+PAGE = recipe.FILE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("sql", re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL))
+def test_the_queries_of_the_recipe_page_run_on_the_rows_and_no_command_stumbles_over_them(sql, measured, monkeypatch):
+    monkeypatch.setattr(memory, "SIDES", (64,))
+    folder, _ = measured
+    list(memory.report(replace(TINY, steps=2), folder / "tables" / "memory"))
+    head, *answer = run_query(Project(folder), sql.replace("data/cats", str(folder)), "csv", Limits(unsafe=True)).splitlines()
+    assert "phase" in head.split(",") and len(answer) >= 3
+    assert "memory" not in {line.split()[0] for line in projects.latentmill(folder, "status").splitlines() if line}
+    list(clean(Project(folder), runs=True, dry_run=False))
+    assert (folder / "tables" / "memory" / "memory.parquet").is_file()

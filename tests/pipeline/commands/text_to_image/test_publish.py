@@ -1,0 +1,72 @@
+"""`latentmill publish` prepares a folder for the hub: complete, without private paths, and never uploaded."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.api import Project
+from pipeline.commands.text_to_image.publish import CARD, GRID, SETTINGS, WEIGHTS, publish
+from stages.models.weights import read_file
+from tests import projects
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path:
+    folder = projects.make(tmp_path_factory.mktemp("publish") / "cats", tiny_weights, images=2)
+    projects.edit(folder, "[captions]", '[captions]\ntrigger = "ohwx \\"|cat"\ntemplate = "{trigger}, {caption}"')
+    projects.edit(folder, '"a red thing"', '"{trigger}, a red: thing"')
+    projects.build(folder, "images", "captions", "buckets", "latents", "embeddings", "train", "samples")
+    return folder
+
+
+def test_the_folder_has_weights_card_settings_and_previews_and_names_no_path_of_this_machine(built, tmp_path, monkeypatch):
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("publish reached for the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    folder = publish(Project(built), tmp_path / "hub", data_licence="CC-BY-4.0, my own photographs")
+    assert {path.name for path in folder.iterdir()} == {CARD, GRID, SETTINGS, WEIGHTS}
+    about = read_file(folder / WEIGHTS)[1]
+    assert about["modelspec.trigger_phrase"] == 'ohwx "|cat' and about["modelspec.resolution"] == "96x96"
+    text = (folder / CARD).read_text()
+    assert "CC-BY-4.0, my own photographs" in text and "trained for 6 steps on 2 images" in text and f"]({GRID})" in text
+    assert json.loads((folder / SETTINGS).read_text())["train.rank"] == 2 and "| `train.rank` | `2` |" in text
+    for file in (CARD, SETTINGS):
+        assert str(built) not in (folder / file).read_text() and "/tmp" not in (folder / file).read_text()
+    assert str(built) not in json.dumps(about)
+
+
+def test_the_cards_header_is_yaml_that_the_hub_reads(built, tmp_path):
+    from huggingface_hub import ModelCard
+
+    card = ModelCard.load(publish(Project(built), tmp_path / "hub") / CARD)
+    about = card.data.to_dict()
+    assert about["instance_prompt"] == 'ohwx "|cat' and about["license"] == "apache-2.0"
+    assert about["widget"][0]["text"] == 'ohwx "|cat, a red: thing' and about["widget"][0]["output"]["url"] == GRID
+
+
+def test_the_published_weights_are_loaded_by_diffusers(built, tmp_path):
+    folder = publish(Project(built), tmp_path / "hub", dtype="float32")
+    from diffusers.loaders import Flux2LoraLoaderMixin
+
+    found = Flux2LoraLoaderMixin.lora_state_dict(str(folder), weight_name=WEIGHTS)
+    assert found and all(key.startswith("transformer.") for key in found)
+
+
+def test_the_command_says_that_nothing_was_uploaded_and_overwrites_nothing(built):
+    said = projects.latentmill(built, "publish")
+    assert "nothing was uploaded" in said and "--data-licence" in said
+    assert re.search(r"exports/\S*-hub exists; move it away", projects.latentmill(built, "publish", code=2))
+
+
+def test_a_missing_adapter_is_one_line_and_leaves_no_folder(built, tmp_path):
+    assert "its checkpoints are 2, 4, 6" in projects.latentmill(built, "publish", str(tmp_path / "hub"), "--step", "5", code=2)
+    assert not list(tmp_path.iterdir())

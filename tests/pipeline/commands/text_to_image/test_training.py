@@ -1,0 +1,65 @@
+"""A stage that ends early of its own accord, through the runner and the console."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from pipeline.commands.run import summary
+from pipeline.commands.text_to_image import training as module
+from tests import projects
+
+
+def test_training_in_segments_ends_with_the_table_of_an_unbroken_run(tmp_path, tiny_weights):
+    whole = projects.make(tmp_path / "whole", tiny_weights, images=2)
+    projects.build(whole, "images", "captions", "buckets", "latents", "embeddings", "train")
+    folder = projects.make(tmp_path / "segments", tiny_weights, images=2)
+    projects.edit(folder, "steps = 6\nrank", "steps = 6\nstop_after_steps = 4\nrank")
+    first = projects.build(folder, "images", "captions", "buckets", "latents", "embeddings", "train")["train"]
+    assert (first.written, first.left) == (4, 2)
+    assert not first.up_to_date
+    assert summary(first) == (
+        "train: stopped after 4 steps, as [train] stop_after_steps says; 4 new rows are kept, 2 are still to do. "
+        "Run the same command to go on."
+    )
+    said = projects.latentmill(folder, "run", "train")
+    assert "2 rows written" in said
+    assert projects.content(folder, "train").equals(projects.content(whole, "train"))
+    assert projects.latentmill(folder, "replay", "5").endswith("step 5: the same to the bit\n")
+
+
+def test_a_run_that_validation_ends_early_is_up_to_date(tmp_path, tiny_weights):
+    folder = projects.make(tmp_path / "project", tiny_weights, images=3)
+    projects.edit(folder, "[samples]", "[train.validation]\nevery = 1\npatience = 2\nmin_delta = 100.0\n\n[samples]")
+    outcomes = projects.build(folder, "images", "captions", "buckets", "latents", "embeddings", "train")
+    assert outcomes["train"].left == 0
+    assert max(projects.content(folder, "train")["step"].to_pylist()) == 2
+    assert projects.build(folder, "train")["train"].up_to_date
+
+
+def test_segments_draw_previews_and_end_with_the_tables_of_an_unbroken_run(tmp_path, tiny_weights):
+    whole = projects.make(tmp_path / "whole" / "cats", tiny_weights, images=2)
+    projects.build(whole)
+    folder = projects.make(tmp_path / "segments" / "cats", tiny_weights, images=2)
+    projects.build(folder, "images", "captions", "buckets", "latents", "embeddings")
+    said = projects.latentmill_process(folder, "segments", "--every", "4")
+    assert said.index("stopped after 4 steps") < said.index("grid:") < said.index("2 rows written")
+    assert said.count("grid:") == 2
+    for stage_name in ("train", "samples"):
+        assert projects.content(folder, stage_name).equals(projects.content(whole, stage_name))
+
+
+def test_segments_with_patience_end_after_so_many_without_a_better_score(monkeypatch, capsys):
+    scores = iter([{4: 0.2}, {4: 0.2, 8: 0.6}, {12: 0.6}, {16: 0.5}, {20: 0.9}])
+    ran: list[str] = []
+    found: Any = SimpleNamespace(current=True)
+    monkeypatch.setattr(module, "Project", lambda *_: None)
+    monkeypatch.setattr(module, "state", lambda *_: SimpleNamespace(missing=1))
+    monkeypatch.setattr(module, "find_runs", lambda _: [found])
+    monkeypatch.setattr(module, "checkpoint_scores", lambda *_: next(scores))
+    assert module.segments("cats", 4, (), 2, lambda stage, *_: ran.append(stage) or 0) == 0
+    assert ran == ["train", "samples", "scores"] * 4
+    assert "2 segments had no better score than step 8; export it with --step 8" in capsys.readouterr().out
+
+
+def test_segments_end_with_the_exit_code_of_the_command_that_failed(tmp_path):
+    said = projects.latentmill_process(tmp_path / "nowhere", "segments", code=2)
+    assert "no such folder" in said
