@@ -22,9 +22,8 @@ from PIL import Image
 from data.experiments.tables import markdown
 from pipeline.commands.query import answer
 from pipeline.project.project import Project
-from stages.text_to_image.checks.config import ChecksConfig
-from stages.text_to_image.checks.measures import measure, measure_picture
-from stages.text_to_image.checks.near import SIDE, near_pairs
+from stages.text_to_image.checks.measures import SIDE, measure, measure_picture, near_pairs
+from stages.text_to_image.checks.stage import ChecksConfig
 from tests import projects
 from tests.stages.text_to_image.checks import planted
 

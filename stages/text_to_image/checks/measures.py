@@ -1,15 +1,29 @@
-"""What is measured in one picture: blur, exposure, borders, and a thumbnail."""
+"""What is measured in one picture (blur, exposure, borders), and which pictures are near-duplicates.
+
+Near-duplicates are the same picture re-saved, rescaled, cropped a little, mirrored, or made lighter or darker. Perceptual
+hashes (64 bits of a cosine transform) give candidates, by brute force over all pairs. Most look-alikes are excluded by the
+correlation of coarse thumbnails. The others are compared at several crops, because a crop shifts the hash and the coarse
+thumbnail.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from stages.text_to_image.checks.near import SIDE, perceptual_hashes
-from stages.text_to_image.imaging.decode import ImageError, open_image
+from stages.text_to_image.imaging.decode import ROOM, ImageError, open_file, open_image, pixel_count
+
+SIDE = 32  # pixels along a side of a thumbnail
+LOW = 8  # cosine frequencies per side that the hash holds
+CANDIDATE = 18  # bits in which two hashes may differ
+COARSE = 0.5  # least correlation of the coarse thumbnails of 8 x 8 pixels
+CHUNK = 1024  # hashes or pairs that are compared at a time
+CROPS = (0.0, 0.025, 0.05)  # share of a side that a crop leaves out
 
 Row = dict[str, Any]
 
@@ -17,18 +31,18 @@ LONGEST = 512  # pixels along the longer side at which a picture is measured: wh
 CELL = 16  # pixels along a side of the parts in which detail is looked for
 DETAIL = 3.0  # standard deviation of the brightness of a part with detail, of 255
 SPAN = 9  # pixels over which the picture is blurred again
-EVEN = 4.0  # brightness that a border line may differ from the edge, of 255
+EVEN = 12.0  # brightness that a border line may differ from the edge, of 255
 NOTHING: Row = {"blur": 0.0, "brightness": 0.5, "clipped": 0.0, "border": 0.0, "hash": "0" * 16, "thumbnail": bytes(SIDE * SIDE)}
 
 
 def measure(path: Path) -> Row:
     """The measured columns of the table `checks`."""
     try:
-        image = open_image(path, at_least=LONGEST).convert("L")
+        with open_file(path) as file, ROOM.taken(pixel_count(file)):
+            return measure_picture(open_image(file, at_least=LONGEST).convert("L"))
     except ImageError:
         # It could be decoded when `images` read it: no warning here.
         return dict(NOTHING)
-    return measure_picture(image)
 
 
 def measure_picture(image: Image.Image) -> Row:
@@ -97,8 +111,99 @@ def _border_along(grey: np.ndarray) -> float:
 def _even_lines(lines: np.ndarray) -> int:
     """Thickness of the border at the first line, or 0 without one. `lines`: float32 (lines, pixels), from the edge inwards."""
     colour = float(np.median(lines[0]))
-    even = np.abs(lines - colour).max(axis=1) <= 3 * EVEN
+    even = np.abs(lines - colour).max(axis=1) <= EVEN
     count = int(np.argmin(even)) if not even.all() else 0
     # Where a drawing on a plain background begins, most pixels still have the background's colour.
     after = lines[min(count + 2, len(lines) - 1)]
-    return count if count and (np.abs(after - colour) > 3 * EVEN).mean() > 0.7 else 0
+    return count if count and (np.abs(after - colour) > EVEN).mean() > 0.7 else 0
+
+
+# Near-duplicates
+
+
+def perceptual_hashes(thumbnails: np.ndarray) -> np.ndarray:
+    """One uint64 per grey thumbnail (n, 32, 32): which low frequencies of its cosine transform are above their median."""
+    if not len(thumbnails):
+        return np.zeros(0, np.uint64)
+    basis = _cosines()
+    low = np.einsum("ki,nij,lj->nkl", basis, thumbnails.astype(np.float32), basis).reshape(len(thumbnails), -1)
+    # Without the mean, lighter and darker copies hash alike.
+    low[:, 0] = 0  # the mean brightness
+    bits = low > np.median(low, axis=1, keepdims=True)
+    return np.packbits(bits, axis=1).view(">u8")[:, 0].astype(np.uint64)
+
+
+def near_pairs(thumbnails: np.ndarray, least: float) -> list[tuple[int, int, float]]:
+    """(i, j, similarity) with i < j. `thumbnails`: uint8 (n, 32, 32). Mirrored copies are found too."""
+    hashes, mirrored = perceptual_hashes(thumbnails), perceptual_hashes(thumbnails[:, :, ::-1])
+    found: dict[tuple[int, int], float] = {}
+    coarse, coarse_mirrored = _coarse(thumbnails), _coarse(thumbnails[:, :, ::-1])
+    # The mirror images' hashes against the plain ones: with `hashes` as the first, only unmirrored copies are found.
+    for flip, first in ((False, hashes), (True, mirrored)):
+        for pairs in _candidates(first, hashes):
+            rough = (coarse_mirrored if flip else coarse)[pairs[:, 0]]
+            pairs = pairs[np.einsum("nk,nk->n", rough, coarse[pairs[:, 1]]) >= COARSE]
+            left = thumbnails[pairs[:, 0]]
+            scores = similarities(left[:, :, ::-1] if flip else left, thumbnails[pairs[:, 1]])
+            for (i, j), score in zip(pairs.tolist(), scores.tolist(), strict=True):
+                if score >= least:
+                    found[i, j] = max(score, found.get((i, j), 0.0))
+    return [(i, j, score) for (i, j), score in sorted(found.items())]
+
+
+def similarities(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Largest correlation over crops of either picture by up to 5 % of a side: float32 (n,), -1 to 1. Inputs are (n, 32, 32)."""
+    best = np.full(len(left), -1.0, np.float32)
+    whole = [_standardised(each.astype(np.float32)) for each in (left, right)]
+    for down in _windows():
+        for across in _windows():
+            # Either picture may be the cropped one.
+            for cropped, other in ((left, whole[1]), (right, whole[0])):
+                part = np.einsum("ki,nij,lj->nkl", down, cropped.astype(np.float32), across, optimize=True)
+                best = np.maximum(best, np.einsum("nk,nk->n", _standardised(part), other))
+    return best
+
+
+def _candidates(first: np.ndarray, second: np.ndarray) -> Iterator[np.ndarray]:
+    """Index pairs (pairs, 2), i < j, whose hashes first[i] and second[j] differ in at most CANDIDATE bits; CHUNK at a time."""
+    for start in range(0, len(first), CHUNK):
+        differ = np.bitwise_count(first[start : start + CHUNK, None] ^ second[None, :])
+        i, j = np.nonzero(differ <= CANDIDATE)
+        pairs = np.stack([i + start, j], axis=1)[i + start < j]
+        for part in range(0, len(pairs), CHUNK):
+            yield pairs[part : part + CHUNK]
+
+
+def _coarse(pictures: np.ndarray) -> np.ndarray:
+    parts = SIDE // LOW
+    blocks = pictures.reshape(len(pictures), LOW, parts, LOW, parts)
+    return _standardised(blocks.mean(axis=(2, 4), dtype=np.float32))
+
+
+def _standardised(pictures: np.ndarray) -> np.ndarray:
+    """Pictures (n, side, side) as rows of mean 0 and length 1; a plain picture becomes zeros."""
+    flat = pictures.reshape(len(pictures), pictures.shape[1] * pictures.shape[2])
+    flat = flat - flat.mean(axis=1, keepdims=True)
+    norm = np.linalg.norm(flat, axis=1, keepdims=True)
+    return np.asarray(np.where(norm > 1e-3, flat / np.maximum(norm, 1e-3), 0.0), np.float32)
+
+
+@cache
+def _cosines() -> np.ndarray:
+    places = (np.arange(SIDE) + 0.5) / SIDE
+    return np.cos(np.pi * np.arange(LOW)[:, None] * places[None, :]).astype(np.float32)
+
+
+@cache
+def _windows() -> tuple[np.ndarray, ...]:
+    """Matrices (32, 32) that crop a line by a share of CROPS at its start, its end or both, and stretch it linearly."""
+    found = {}
+    for share in CROPS:
+        for start in {0.0, share / 2, share}:
+            places = np.clip((start + (1 - share) * (np.arange(SIDE) + 0.5) / SIDE) * SIDE - 0.5, 0, SIDE - 1)
+            low = np.floor(places).astype(int)
+            matrix = np.zeros((SIDE, SIDE), np.float32)
+            matrix[np.arange(SIDE), low] += 1 - (places - low)
+            matrix[np.arange(SIDE), np.minimum(low + 1, SIDE - 1)] += places - low
+            found[share, start] = matrix
+    return tuple(found.values())

@@ -1,30 +1,210 @@
-"""The stage `checks`: measure every usable picture once, then compare all pictures and captions with each other."""
+"""The stage `checks`: measure every usable picture once, then compare all pictures and captions with each other.
+
+What may be wrong becomes measured columns and warnings.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.checks import CHECKS
 from schemas.text_to_image.images import IMAGES
 from stages.run import Run
+from stages.settings import check_bounds, runtime, selects
 from stages.stage import Stage
-from stages.text_to_image.checks.config import ChecksConfig
-from stages.text_to_image.checks.findings import lines, mark_near_duplicates, picture_warnings
-from stages.text_to_image.checks.measures import measure
-from stages.text_to_image.checks.texts import imbalance, repeated_phrase, text_warnings
+from stages.text_to_image.caption_files import trigger_pattern
+from stages.text_to_image.checks.measures import SIDE, measure, near_pairs
 from stages.text_to_image.imaging import packed
-from stages.text_to_image.imaging.usable import usable_rows
+from stages.text_to_image.imaging.usable import first_names, usable_rows
 
 Row = dict[str, Any]
+Finding = tuple[str, str, str]  # image_id, name of the warning, sentence
 
 BATCH = 64  # images per record batch
 WANTED = ("image_id", "path", "short_side", "aspect")
+PHRASE = 5  # words
+LEAST = 5  # captions from which a repeated phrase is named
+SHORT = 6  # words below which two captions of one other word are no mistake
+# UTF-8 that was read as Windows-1252 or Latin-1, and the sign for what could not be read.
+MOJIBAKE = re.compile(
+    r"\ufffd|[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac|\u00ef\u00bf\u00bd|[\u00d0\u00d1][\u0080-\u00bf][\u00d0\u00d1]"
+)
+WORDS = {  # warning -> how a line for the user names the images
+    "near_duplicate": "near-duplicates of a larger image",
+    "blurred": "blurred",
+    "dark": "underexposed",
+    "bright": "overexposed",
+    "border": "with a border",
+    "small": "very small",
+    "aspect": "very long or wide",
+    "equal_caption": "with the caption of another image",
+    "near_caption": "with nearly the caption of another image",
+    "no_trigger": "without the trigger in the caption",
+    "long_caption": "with a very long caption",
+    "mojibake": "with a caption in a wrong encoding",
+}
+
+
+@dataclass(frozen=True)
+class ChecksConfig:
+    """The section [checks]: thresholds of the warnings. None of them excludes an image."""
+
+    blur: float = selects(
+        0.5,
+        "least `blur` of a blurred picture; in the tests, sharp pictures have 0.42 at most, blurred ones 0.51 or more",
+        bounds=(0.0, 1.0),
+    )
+    dark: float = selects(0.15, "largest `brightness` of an underexposed picture", bounds=(0.0, 1.0))
+    bright: float = selects(0.8, "least `brightness` of an overexposed picture", bounds=(0.0, 1.0))
+    clipped: float = selects(0.5, "least `clipped` of a badly exposed picture", bounds=(0.0, 1.0))
+    border: float = selects(0.04, "least `border` of a picture with a border", bounds=(0.0, 1.0))
+    short_side: int = selects(256, "`short_side` below which an image is very small, pixels", bounds=(1, 65536))
+    aspect: float = selects(3.0, "largest usual `aspect`; longer pictures lose much to the crop", bounds=(1.0, 1e6))
+    similarity: float = selects(
+        0.94,
+        "least `similarity` of near-duplicates; finds crops of 5 % and no two different pictures of the tests",
+        bounds=(0.5, 1.0),
+    )
+    words: int = selects(300, "words above which a caption is too long; 512 tokens are read", bounds=(1, 100_000))
+    repeated: float = selects(0.5, "share of captions with one phrase of five words from which it is named", bounds=(0.01, 1.0))
+    imbalance: float = selects(
+        10.0, "images of the largest folder per image of the smallest, from which it is named", bounds=(1.0, 1e9)
+    )
+    workers: int = runtime(4, "threads that read and decode", bounds=(1, 64))
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+
+# Pictures
+
+
+def picture_warnings(row: Row, config: ChecksConfig) -> dict[str, str]:
+    """Name of the warning -> sentence."""
+    found = {
+        "near_duplicate": (row["duplicate_of"] is not None, "a near-duplicate of a larger image"),
+        "blurred": (row["blur"] >= config.blur, f"blur {row['blur']:.2f}"),
+        "dark": (row["brightness"] <= config.dark, f"brightness {row['brightness']:.2f}"),
+        "bright": (row["brightness"] >= config.bright, f"brightness {row['brightness']:.2f}"),
+        "border": (row["border"] >= config.border, f"a border of {row['border']:.0%} of the picture"),
+        "small": (row["short_side"] < config.short_side, f"shorter side {row['short_side']} pixels"),
+        "aspect": (row["aspect"] > config.aspect, f"aspect ratio {row['aspect']:.1f}"),
+    }
+    if row["clipped"] >= config.clipped and not (found["dark"][0] or found["bright"][0]):
+        # Clipped detail counts as over- or underexposed, unless the brightness has said so already.
+        name = "bright" if row["brightness"] >= 0.5 else "dark"
+        found[name] = (True, f"{row['clipped']:.0%} of the detail is clipped")
+    return {name: sentence for name, (warned, sentence) in found.items() if warned}
+
+
+def mark_near_duplicates(rows: Iterable[Row], least: float) -> list[Row]:
+    """Copies with `duplicate_of` (an image_id) and `similarity`. Of two, that with the longer short side is the original."""
+    rows = [row | {"duplicate_of": None, "similarity": None} for row in rows]
+    ranked = sorted(range(len(rows)), key=lambda n: (-rows[n]["short_side"], rows[n]["path"]))
+    thumbnails = np.frombuffer(b"".join(rows[n]["thumbnail"] for n in ranked), np.uint8).reshape(-1, SIDE, SIDE)
+    for i, j, similarity in near_pairs(thumbnails, least):
+        original, other = rows[ranked[i]], rows[ranked[j]]
+        # A duplicate is never an original, so that chains end at one picture that stays.
+        if other["duplicate_of"] is None and original["duplicate_of"] is None:
+            other |= {"duplicate_of": original["image_id"], "similarity": round(similarity, 4)}
+    return rows
+
+
+def lines(rows: Iterable[Row]) -> list[str]:
+    """One line per kind of warning, with the number of its images and the first paths."""
+    paths: dict[str, list[str]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: str(row["path"])):
+        for name in filter(None, row["warnings"].split(", ")):
+            paths[name].append(row["path"])
+    found = []
+    for name, words in WORDS.items():
+        if own := paths.get(name):
+            found.append(f"{len(own)} {'image' if len(own) == 1 else 'images'} {words}: {first_names(own)}")
+    return found
+
+
+# Captions
+
+
+def text_warnings(rows: Sequence[Row], trigger: str, longest: int) -> Iterator[Finding]:
+    """Warnings about rows of the role "caption", without regularisation images."""
+    pattern = trigger_pattern(trigger)
+    for row in rows:
+        text, count = row["text"], len(row["text"].split())
+        if trigger and not pattern.search(text):
+            yield row["image_id"], "no_trigger", f'the caption lacks the trigger "{trigger}"'
+        if count > longest:
+            yield row["image_id"], "long_caption", f"the caption has {count} words"
+        if found := MOJIBAKE.search(text):
+            yield row["image_id"], "mojibake", f"the caption has {found[0]!r}, text in another encoding"
+    yield from _equal(rows)
+
+
+def _equal(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Captions with the words of another image's caption, or, from SHORT words on, all but one of them."""
+    whole: dict[tuple[str, ...], str] = {}
+    nearly: dict[tuple[int, tuple[str, ...]], str] = {}
+    for row in rows:
+        words = tuple(re.findall(r"\w+", row["text"].lower()))
+        image = row["image_id"]
+        # A template without {caption} gives all images the same text on purpose.
+        if not words or row["source"] == "template":
+            continue
+        # The caption without one of its words, for each word: captions that differ in word n share part n.
+        parts = [(n, words[:n] + words[n + 1 :]) for n in range(len(words))] if len(words) >= SHORT else []
+        if whole.setdefault(words, image) != image:
+            yield image, "equal_caption", "another image has the same caption"
+        elif any(nearly.get(part, image) != image for part in parts):
+            yield image, "near_caption", "the caption of another image differs in one word"
+        for part in parts:
+            nearly.setdefault(part, image)
+
+
+def repeated_phrase(rows: Sequence[Row], trigger: str, share: float) -> str:
+    """A line about the commonest phrase of five words, if at least LEAST and `share` of the distinct captions have it."""
+    texts = {trigger_pattern(trigger).sub(" ", row["text"]) if trigger else row["text"] for row in rows}
+    counts: Counter[str] = Counter()
+    for text in texts:
+        words = text.lower().split()
+        counts.update({" ".join(words[n : n + PHRASE]) for n in range(len(words) - PHRASE + 1)})
+    if not counts:
+        return ""
+    phrase, count = max(counts.items(), key=lambda item: (item[1], item[0]))
+    if count < max(LEAST, share * len(texts)):
+        return ""
+    return f"{count} of {len(texts)} different captions have the phrase {phrase!r}, which may become part of the style"
+
+
+def imbalance(images: Sequence[Row], most: float) -> str:
+    """A line if the largest folder has at least `most` times the images of the smallest, repeats counted; else ""."""
+    counts: dict[str, float] = {}
+    for row in images:
+        folder = row["folder"] or row["path"].rpartition("/")[0]
+        # A weight balances folders already.
+        if row["use"] is None and row["weight"] is None:
+            counts[folder] = counts.get(folder, 0.0) + (1.0 if row["repeats"] is None else row["repeats"])
+    counts = {name: count for name, count in counts.items() if count}
+    if len(counts) < 2:
+        return ""
+    small, large = min(counts, key=lambda name: (counts[name], name)), max(counts, key=lambda name: (counts[name], name))
+    if counts[large] < most * counts[small]:
+        return ""
+    return (
+        f"folder {large or '.'}/ occurs {counts[large]:g} times per epoch, {small or '.'}/ {counts[small]:g} times; "
+        "[train.data] repeats or [[images.folder]] weight balance them"
+    )
+
+
+# The stage
 
 
 def wanted_checks(run: Run[ChecksConfig]) -> pa.Table:
@@ -52,18 +232,12 @@ def measure_images(run: Run[ChecksConfig]) -> Iterator[pa.RecordBatch]:
                 return
 
 
-def opened_files(run: Run[ChecksConfig]) -> Iterator[Path]:
-    folder: Path = run.needs["image_folder"]
-    yield from (packed.file_to_open(folder / path) for path in run.output.pending["path"].to_pylist())
-
-
 def finish_checks(run: Run[ChecksConfig]) -> Iterator[pa.RecordBatch]:
-    wanted = {row["image_id"]: row for row in wanted_checks(run).to_pylist()}
-    rows = [row for row in run.output.stored.select(CHECKS.batch.names).to_pylist() if row["image_id"] in wanted]
-    # The run was stopped before all pictures were measured.
-    if len(rows) < len(wanted):
-        return
     images = {row["image_id"]: row for row in usable_rows(run.inputs.rows(IMAGES))}
+    rows = [row for row in run.output.stored.select(CHECKS.batch.names).to_pylist() if row["image_id"] in images]
+    # The run was stopped before all pictures were measured.
+    if len(rows) < len(images):
+        return
     captions, trigger = _captions(run, images)
     of_texts: dict[str, dict[str, str]] = {}
     for image_id, name, sentence in text_warnings(captions, trigger, run.config.words):
@@ -102,5 +276,5 @@ STAGE = Stage(
     wants=wanted_checks,
     run=measure_images,
     finish=finish_checks,
-    opens=opened_files,
+    opens=packed.pending_files,
 )

@@ -158,7 +158,7 @@ ROOM = Room(100_000_000)  # in a decoded image a pixel takes 4 to 12 bytes: abou
 @contextmanager
 def _decoded(file: Path | BinaryIO, max_pixels: int, at_least: int | None = None) -> Iterator[tuple[Image.Image, str, int]]:
     """(image, mode in the file, frames). An exception in the body of the `with` becomes an ImageError too."""
-    with _opened(file) as opened:
+    with open_file(file) as opened:
         try:
             with Image.open(opened, formats=_formats(opened)) as image:
                 pixels = image.width * image.height
@@ -176,7 +176,7 @@ def _decoded(file: Path | BinaryIO, max_pixels: int, at_least: int | None = None
 
 
 @contextmanager
-def _opened(file: Path | BinaryIO) -> Iterator[BinaryIO]:
+def open_file(file: Path | BinaryIO) -> Iterator[BinaryIO]:
     if isinstance(file, Path) and packed.split(file):
         try:
             file = io.BytesIO(packed.read_member(file))

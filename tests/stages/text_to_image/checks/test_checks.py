@@ -7,10 +7,9 @@ import pytest
 from PIL import Image
 
 from pipeline.project.project import Project
-from stages.text_to_image.checks.config import ChecksConfig
-from stages.text_to_image.checks.measures import measure_picture
-from stages.text_to_image.checks.near import SIDE, near_pairs
-from stages.text_to_image.checks.texts import imbalance, repeated_phrase, text_warnings
+from stages.text_to_image.checks.measures import SIDE, measure, measure_picture, near_pairs
+from stages.text_to_image.checks.stage import ChecksConfig, imbalance, repeated_phrase, text_warnings
+from stages.text_to_image.imaging.decode import Room
 from tests.projects import Silent, build, edit, make
 from tests.stages.text_to_image.checks import planted
 
@@ -49,6 +48,19 @@ def test_pictures_without_a_near_duplicate_give_no_pair():
     stripes = np.zeros((2, SIDE, SIDE), np.uint8)
     stripes[0, ::4] = stripes[1, 1::4] = 255  # equal hashes of their coarse parts, and no correlation
     assert near_pairs(stripes, USUAL.similarity) == []
+
+
+def test_a_picture_is_decoded_for_measuring_only_while_there_is_room_for_its_pixels(tmp_path, monkeypatch):
+    taken = []
+
+    class Watched(Room):
+        def taken(self, pixels):
+            taken.append(pixels)
+            return super().taken(pixels)
+
+    monkeypatch.setattr("stages.text_to_image.checks.measures.ROOM", Watched(1))
+    Image.new("L", (96, 64)).save(tmp_path / "a.png")
+    assert measure(tmp_path / "a.png")["border"] == 0 and taken == [96 * 64]
 
 
 def test_a_threshold_separates_sharp_pictures_from_blurred_ones():
@@ -105,6 +117,16 @@ def test_text_in_other_scripts_is_no_mojibake():
         caption(str(n), text) for n, text in enumerate(("café à Âge d’or", "日本 の 猫", "кошка на столе", "Ærø “zwj” — ñandú"))
     ]
     assert not [name for _, name, _ in text_warnings(rows, "", USUAL.words)]
+
+
+def test_a_trigger_within_a_longer_word_is_a_missing_trigger():
+    rows = [
+        {"image_id": "a", "text": "a party", "source": "sidecar"},
+        {"image_id": "b", "text": "art, a house", "source": "sidecar"},
+    ]
+    assert [(image, name) for image, name, _ in text_warnings(rows, "art", 300)] == [("a", "no_trigger")]
+    rows = [{"text": f"{n} a party in the hall"} for n in range(5)]
+    assert "'a party in the hall'" in repeated_phrase(rows, "art", 0.5)
 
 
 def test_a_phrase_in_most_captions_is_named_without_the_trigger():
