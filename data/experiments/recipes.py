@@ -30,18 +30,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from data.experiments.agreement import with_agreement
 from data.experiments.in_memory import MemoryTables
 from data.experiments.processes import run_all
-from pipeline.commands.text_to_image.evaluate import (
-    PERCENTILES,
-    RESAMPLES,
-    Row,
-    auc,
-    group_rows,
-    mean_difference,
-    pair_by_prompt,
-    values,
-)
+from pipeline.commands.text_to_image.evaluate import PERCENTILES, RESAMPLES, Row, auc, group_rows, pair_by_prompt, values
 from pipeline.project.project import Project
 
 LOG = logging.getLogger("recipes")
@@ -118,7 +110,10 @@ class Bench:
         base = self._base({key: value for key, value in drawing.items() if key != "samples.checkpoints"})
         shutil.copytree(base.files["samples"], tables.files["samples"], dirs_exist_ok=True)
         tables.rows["samples"] = pa.concat_tables([base.rows["samples"], drawn])
-        return measure(tables.run(Project(EXAMPLE, settings | drawing), "scores").to_pylist())
+        project = Project(EXAMPLE, settings | drawing)
+        rows = tables.run(project, "scores").to_pylist()
+        trigger = project.config.sections["captions"].trigger
+        return measure(with_agreement(rows, tables.files["samples"], EXAMPLE / "references", trigger))
 
     def _base(self, drawing: Settings) -> MemoryTables:
         """Return tables with the base's pictures of all prompts, drawn with the settings `drawing` of [samples]."""
@@ -130,10 +125,11 @@ class Bench:
 
 
 def measure(rows: list[Row]) -> dict[str, Any]:
-    """Return the measurements of a run as a dict. `rows` are its rows of the table `scores`. "style" and "real" are AUCs of
-    the adapter's pictures against the base's. "agreement" is the adapter's mean agreement with the prompts minus the
-    base's, and "agreement_real" is that of real pictures. The recalls (R@10) are of the adapter, the base and real
-    pictures. "scores" has the values of every prompt: column -> [[base, adapter], ...].
+    """Return the measurements of a run as a dict. `rows` are its rows of the table `scores`, with their agreement.
+
+    "style" and "real" are AUCs of the adapter's pictures against the base's. "agreement" is the adapter's mean agreement with the
+    prompts minus the base's, and "agreement_real" is that of real pictures. The recalls (R@10) are of the adapter, the base and
+    real pictures. "scores" has the values of every prompt: column -> [[base, adapter], ...].
     """
     groups = group_rows(rows)
     adapter = next(name for name in groups if name not in ("base", "real"))
@@ -141,7 +137,7 @@ def measure(rows: list[Row]) -> dict[str, Any]:
     for column in COLUMNS:
         pairs = pair_by_prompt(groups["base"], groups[adapter], column)
         base, other = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
-        found[column] = round((mean_difference if column == "agreement" else auc)(base, other), 4)
+        found[column] = round(float(other.mean() - base.mean()) if column == "agreement" else auc(base, other), 4)
         found["scores"][column] = [[round(float(x), 4) for x in (one[0], two[0])] for one, two in pairs]
     for name, key in ((adapter, "recall"), ("base", "recall_base"), ("real", "recall_real")):
         found[key] = round(float(np.mean(values(groups[name], "agreement_rank") <= 10)), 3)

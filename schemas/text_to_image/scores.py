@@ -32,19 +32,5 @@ SCORES = TableSchema(
             "two groups is empty, or if their means do not differ",
             null=True,
         ),
-        column(
-            "agreement",
-            pa.float32(),
-            "cosine between the embedding predicted from the picture and that of its text, both less the mean embedding; null "
-            "without a map, a text, or the embedding of a text",
-            null=True,
-        ),
-        column(
-            "agreement_rank",
-            pa.int32(),
-            "rank of the picture's own text among all distinct texts by that cosine, 1 the best; null where agreement is null",
-            null=True,
-        ),
-        column("texts", pa.int32(), "number of distinct texts of previews and references, without the trigger word"),
     ),
 )

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import pyarrow as pa
+
 from stages.settings import setting_path
 from stages.text_to_image.imaging import packed
 from stages.text_to_image.imaging.masks import composed
@@ -96,6 +98,11 @@ def from_file_name(path: str) -> list[Caption]:
     """The words of the file name: "a/red_fox-2.png" gives "red fox 2"."""
     text = " ".join(re.split(r"[\s_-]+", PurePosixPath(path).stem)).strip()
     return [Caption(text, "filename", path)] if text else []
+
+
+def trigger_word(captions: pa.Table) -> str:
+    """Of the table `captions`; "" if it has none."""
+    return next((row["text"] for row in captions.select(["role", "text"]).to_pylist() if row["role"] == "trigger"), "")
 
 
 def trigger_pattern(trigger: str) -> re.Pattern[str]:

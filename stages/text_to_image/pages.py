@@ -148,8 +148,8 @@ SCORES = Page(
         ),
         Listing(
             "Means by what drew the picture",
-            "select kind, step, count(*) as pictures, avg(style) as style, avg(real) as real, avg(agreement) as agreement, "
-            "median(agreement_rank) as median_rank from scores group by kind, step order by kind, step",
+            "select kind, step, count(*) as pictures, avg(style) as style, avg(real) as real "
+            "from scores group by kind, step order by kind, step",
         ),
     ),
 )

@@ -182,6 +182,7 @@ def results(folder: Path, changes: list[str], step: int) -> Row:
     """Return the mean loss of held-out images after `step`, and the style scores of the previews, of a project whose previews are
     scored: AUC against the base's previews, mean agreement, and mean nearness to real pictures.
     """
+    from data.experiments.agreement import with_agreement
     from pipeline.commands.text_to_image.evaluate import auc
     from pipeline.project.project import Project
 
@@ -191,7 +192,10 @@ def results(folder: Path, changes: list[str], step: int) -> Row:
     scores = project.current("scores").rows().to_pylist()
     own, base = ([row for row in scores if row["kind"] == kind] for kind in ("adapter", "base"))
     style = [np.array([row["style"] for row in rows], np.float64) for rows in (base, own)]
-    mean = {name: float(np.mean([row[name] for row in own])) for name in ("agreement", "real")}
+    previews, trigger = project.current("samples").folder / "artifacts", project.config.sections["captions"].trigger
+    texts = with_agreement([row for row in scores if row["kind"] != "real"], previews, previews, trigger)
+    mean = {"agreement": float(np.mean([row["agreement"] for row in texts if row["kind"] == "adapter"]))}
+    mean |= {"real": float(np.mean([row["real"] for row in own]))}
     return {"held_out_loss": float(np.mean(held)), "style_auc": auc(*style), **mean}
 
 

@@ -1,17 +1,20 @@
 """data/judges: the stored weights are small and come from the released ones; the stored texts cover the example."""
 
+import json
 import re
 
 import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 from torch.nn import functional
 
+from data.experiments.agreement import TEXT_VECTORS, Agreement, TextVectors, with_agreement
 from data.judges import compare, convert, texts
 from stages.hashing import file_sha256
 from stages.models.efficientnet import SIDE, EfficientNet, dequantise, layers
-from stages.text_to_image.scores.encoders import IMAGE_WEIGHTS, JUDGES, TEXT_VECTORS, ImageEncoder, TextVectors
+from stages.text_to_image.scores.measures import IMAGE_WEIGHTS, JUDGES, ImageEncoder
 
 
 def released(seed: int) -> dict[str, np.ndarray]:
@@ -99,3 +102,21 @@ def test_the_comparison_names_what_differs():
     moved = [row | {"style": -row["style"]} for row in rows]
     found = compare.compare(rows, moved)
     assert found[0] == ("AUC of style", "1.0000", "0.0000", "-1.0000") and found[1][3] == "+0.0000"
+
+
+EXAMPLE = JUDGES.parent / "example" / "references"
+REAL = [json.loads(line) for line in (EXAMPLE / "metadata.jsonl").read_text().splitlines()]
+
+
+def test_a_real_picture_ranks_its_own_text_far_better_than_by_chance():
+    rows = [{"kind": "real", "prompt": f"ohwx, {row['text']}", "path": row["file_name"]} for row in REAL[:12]]
+    found = with_agreement(rows, EXAMPLE, EXAMPLE, "ohwx")
+    assert np.mean([row["agreement_rank"] for row in found]) < 4, "6.5 by chance"
+    assert np.mean([row["agreement"] for row in found]) > 0.1
+
+
+def test_a_map_that_was_fitted_to_other_encoders_is_refused(tmp_path):
+    arrays = {name: np.zeros(1, np.float32) for name in ("mean", "scale", "weight", "text")}
+    save_file(arrays, tmp_path / "map.safetensors", {"images_sha256": "another", "texts_sha256": "of a test"})
+    with pytest.raises(ValueError, match="fitted to other encoders"):
+        Agreement([REAL[0]["text"]], file=tmp_path / "map.safetensors")

@@ -18,7 +18,6 @@ from stages.models.weights import weight_files
 from stages.text_to_image.images.folder import scan
 from stages.text_to_image.imaging import masks
 from stages.text_to_image.imaging.decode import HEIC_REMEDY
-from stages.text_to_image.scores.references import read_references
 from stages.text_to_image.train.config import ValidationConfig
 from stages.text_to_image.train.data import held_out
 from stages.tuner.blockwise import device
@@ -101,7 +100,6 @@ def test_files_that_macos_writes_beside_others_are_no_weights_no_references_and_
         (pictures / name).write_bytes(b"\0\5\x16\7")
     (pictures / "cat.png").write_bytes(b"not opened")
     assert [row["path"] for row in scan(pictures).files] == ["cat.png"]
-    assert [reference.path for reference in read_references(pictures)] == ["cat.png"]
 
 
 def test_a_mask_and_a_pattern_match_a_name_in_either_form_of_unicode(tmp_path):

@@ -1,4 +1,4 @@
-"""Fit the map by which `make evaluate` measures whether a picture shows what its text says.
+"""Fit the map by which the experiments measure whether a picture shows what its text says.
 
     python -m data.micro.training.agreement WORK_DIR OUT.safetensors
 
@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from data.experiments.agreement import AgreementMap
 from data.judges import texts as sentences
 from data.micro.training.captions import phrase
 from data.micro.training.compose import COLOURS, SHAPES, load_splits
 from data.micro.training.example import SCALE, Sprites, arguments, caption_of, concepts, held_out
-from stages.text_to_image.scores.agreement import AgreementMap
-from stages.text_to_image.scores.encoders import ImageEncoder
+from stages.text_to_image.scores.measures import ImageEncoder
 
 PENALTY = 2000.0  # 600 to 4000 do as well on concepts of the base's split that are left out
 EACH = 5  # pictures of a concept in a style

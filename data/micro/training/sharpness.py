@@ -24,7 +24,7 @@ from PIL import Image
 from data.experiments.in_memory import MemoryTables
 from data.micro.training.example import SCALE, SQUARE, Sprites, arguments, backgrounds, caption_of, concepts
 from pipeline.project.project import Project
-from stages.text_to_image.scores.encoders import ImageEncoder
+from stages.text_to_image.scores.measures import ImageEncoder
 
 LOG = logging.getLogger("sharpness")
 EXAMPLE = Path(__file__).parents[2] / "example"

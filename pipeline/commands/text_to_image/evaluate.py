@@ -16,8 +16,7 @@ from pipeline.terminal import format_table
 
 RESAMPLES = 2000  # bootstrap samples of the prompts
 PERCENTILES = (2.5, 97.5)  # the ends of a 95 % interval
-RECALLS = (1, 10)  # R@k: share of the pictures whose own text is among the k nearest texts
-HEAD = ("", "pictures", "style", "real", "agreement", "median rank", *(f"R@{k}" for k in RECALLS))
+HEAD = ("", "pictures", "style", "real")
 
 Row = dict[str, Any]
 Groups = dict[str, list[Row]]  # name of a group of pictures, such as "base" -> their rows in the table scores
@@ -35,7 +34,7 @@ def command(project: Project) -> None:
 
 
 def evaluate(project: Project) -> Iterator[str]:
-    """A report on the table `scores`: means by group, explanations, and each adapter against the base. Raises NotBuilt."""
+    """A report on the table `scores`: means by group, and each adapter against the base. Raises NotBuilt."""
     table = project.current("scores")
     if not table.exists:
         raise NotBuilt("evaluate needs the table scores, which is not built for this configuration; run: make evaluate", "scores")
@@ -46,7 +45,7 @@ def evaluate(project: Project) -> Iterator[str]:
     cells = [summary_cells(name, rows) for name, rows in groups.items()]
     yield from format_table(HEAD, cells, right=HEAD[1:]).splitlines()
     yield ""
-    yield from explanations(groups)
+    yield "style: 0 is the base, 1 the training images; real: 0 is the base, 1 the references"
     for name, rows in groups.items():
         if name not in ("base", "real") and "base" in groups:
             yield from comparisons(name, groups["base"], rows)
@@ -61,47 +60,22 @@ def group_rows(rows: list[Row]) -> Groups:
 
 
 def summary_cells(name: str, rows: list[Row]) -> tuple[str, ...]:
-    ranks = values(rows, "agreement_rank")
-    median = f"{np.median(ranks):g}" if len(ranks) else "-"
-    recalls = (f"{np.mean(ranks <= k):.2f}" if len(ranks) else "-" for k in RECALLS)
-    scores = (values(rows, column) for column in ("style", "real", "agreement"))
-    means = (f"{score.mean():.2f}" if len(score) else "-" for score in scores)
-    return (name, str(len(rows)), *means, median, *recalls)
+    scores = (values(rows, column) for column in ("style", "real"))
+    return (name, str(len(rows)), *(f"{score.mean():.2f}" if len(score) else "-" for score in scores))
 
 
 def values(rows: list[Row], column: str) -> np.ndarray:
     return np.array([row[column] for row in rows if row[column] is not None], float)
 
 
-def explanations(groups: Groups) -> Iterator[str]:
-    """What the columns mean, the ranks to expect by chance, and the recall over chance as a share of the real pictures'."""
-    texts = max(row["texts"] for rows in groups.values() for row in rows)
-    yield "style: 0 is the base, 1 the training images; real: 0 is the base, 1 the references"
-    ranks = {name: values(rows, "agreement_rank") for name, rows in groups.items()}
-    if not texts or not any(map(len, ranks.values())):
-        return
-    chance = ", ".join(f"R@{k} {min(1, k / texts):.2f}" for k in RECALLS)
-    yield f"ranks are among {texts} texts; by chance: median {(texts + 1) / 2:g}, {chance}"
-    k = RECALLS[-1]
-    over_chance = {name: float(np.mean(found <= k)) - min(1, k / texts) for name, found in ranks.items() if len(found)}
-    real = over_chance.pop("real", 0.0)
-    if real > 0 and over_chance:
-        shares = ", ".join(f"{name} {value / real:.2f}" for name, value in over_chance.items())
-        yield f"R@{k} over chance, as a share of the real pictures': {shares}"
-
-
 def comparisons(name: str, base: list[Row], adapter: list[Row]) -> Iterator[str]:
-    """For each score, adapter against base with a 95 % bootstrap interval: AUC of style and real, difference of agreement."""
-    for column, measure, meaning in (
-        ("style", auc, "style above the base's, AUC"),
-        ("real", auc, "nearer to the references than the base's, AUC"),
-        ("agreement", mean_difference, "agreement less the base's"),
-    ):
+    """For each score, the AUC of adapter against base with a 95 % bootstrap interval."""
+    for column, meaning in (("style", "style above the base's"), ("real", "nearer to the references than the base's")):
         pairs = pair_by_prompt(base, adapter, column)
         # A score that a prompt lacks, for the base or the adapter, has no line.
         if pairs and all(len(one) and len(other) for one, other in pairs):
-            value, low, high = bootstrap_interval(pairs, measure)
-            yield f"{name}: {meaning} {value:.3f} ({low:.3f} to {high:.3f})"
+            value, low, high = bootstrap_interval(pairs, auc)
+            yield f"{name}: {meaning}, AUC {value:.3f} ({low:.3f} to {high:.3f})"
 
 
 def pair_by_prompt(base: list[Row], adapter: list[Row], column: str) -> Pairs:
@@ -118,10 +92,6 @@ def auc(base: np.ndarray, adapter: np.ndarray) -> float:
     """Probability that a random adapter's score is higher than a random base's; equal ones count half."""
     above, equal = adapter[:, None] > base[None], adapter[:, None] == base[None]
     return float(np.mean(above + 0.5 * equal))
-
-
-def mean_difference(base: np.ndarray, adapter: np.ndarray) -> float:
-    return float(adapter.mean() - base.mean())
 
 
 def bootstrap_interval(pairs: Pairs, measure: Callable[[np.ndarray, np.ndarray], float]) -> tuple[float, float, float]:

@@ -55,7 +55,7 @@ def test_stages_in_memory_compute_the_rows_that_the_runner_stores(tmp_path, tiny
         assert found.select(compared).sort_by(keys).equals(stored.select(compared).sort_by(keys)), name
         if schema.tensors:
             key = found[schema.key[0]][0].as_py()
-            with_runner = project.open("train").tensors(schema).read(key)
+            with_runner = project.open("train").inputs.tensors(schema).read(key)
             assert np.array_equal(with_runner, ArrayReader(found, schema).read(key))
 
 

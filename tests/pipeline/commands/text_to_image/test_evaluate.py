@@ -13,9 +13,9 @@ from tests import projects
 PROMPTS = [f"prompt {n}" for n in range(20)]
 
 
-def row(kind, prompt, style, real, rank, step=0):
+def row(kind, prompt, style, real, step=0):
     named = {"kind": kind, "prompt": prompt, "step": step, "adapter_id": "a" * 64 if kind == "adapter" else ""}
-    return named | {"style": style, "real": real, "agreement": 1 / rank, "agreement_rank": rank, "texts": 20}
+    return named | {"style": style, "real": real}
 
 
 def rows(gain):
@@ -23,10 +23,10 @@ def rows(gain):
     draw = np.random.default_rng(0)
     made = []
     for prompt in PROMPTS:
-        place, rank = draw.normal(0, 0.2), int(draw.integers(1, 5))
-        made.append(row("base", prompt, place, place, rank))
-        made.append(row("adapter", prompt, place + gain, place + gain, rank, step=40))
-        made.append(row("real", prompt, 1.0, 1.0, 1))
+        place = draw.normal(0, 0.2)
+        made.append(row("base", prompt, place, place))
+        made.append(row("adapter", prompt, place + gain, place + gain, step=40))
+        made.append(row("real", prompt, 1.0, 1.0))
     return made
 
 
@@ -34,12 +34,12 @@ def summary(gain):
     groups = evaluate.group_rows(rows(gain))
     lines = [" ".join(evaluate.summary_cells(name, group)) for name, group in groups.items()]
     base, adapter = groups["base"], next(name for name in groups if name.startswith("step"))
-    return [*lines, *evaluate.explanations(groups), *evaluate.comparisons(adapter, base, groups[adapter])]
+    return [*lines, *evaluate.comparisons(adapter, base, groups[adapter])]
 
 
 def test_base_adapter_and_real_pictures_have_a_line_each():
     base, adapter, real = (line.split() for line in summary(0.8)[:3])
-    assert base[0] == "base" and adapter[:2] == ["step", "40"] and " ".join(real) == "real 20 1.00 1.00 1.00 1 1.00 1.00"
+    assert base[0] == "base" and adapter[:2] == ["step", "40"] and " ".join(real) == "real 20 1.00 1.00"
     assert float(adapter[4]) == pytest.approx(float(base[2]) + 0.8, abs=0.011)
 
 
@@ -58,17 +58,10 @@ def test_the_interval_holds_the_value_and_is_the_same_every_time():
     assert low < value < high and evaluate.bootstrap_interval(pairs, evaluate.auc) == (value, low, high)
 
 
-def test_agreement_is_shown_over_chance():
-    found = summary(0.8)
-    assert "ranks are among 20 texts; by chance: median 10.5, R@1 0.05, R@10 0.50" in found
-    assert any(line.startswith("R@10 over chance") and "base 1.00" in line for line in found)
-    assert any("agreement less the base's 0.000 (0.000 to 0.000)" in line for line in found)
-
-
-def test_without_a_map_or_an_adapter_the_lines_about_them_are_left_out():
-    groups = evaluate.group_rows([row("base", "a", None, None, 1) | {"agreement": None, "agreement_rank": None}])
-    assert " ".join(evaluate.summary_cells("base", groups["base"])) == "base 1 - - - - - -"
-    assert len(list(evaluate.explanations(groups))) == 1
+def test_a_score_that_is_not_measured_has_no_value_and_no_line():
+    groups = evaluate.group_rows([row("base", "a", None, None), row("adapter", "a", None, None, step=40)])
+    assert " ".join(evaluate.summary_cells("base", groups["base"])) == "base 1 - -"
+    assert not list(evaluate.comparisons("step 40", *groups.values()))
 
 
 def test_without_scores_the_command_that_makes_them_is_named(tmp_path, tiny_weights):

@@ -1,10 +1,9 @@
-"""The stage scores: positions of previews and references on the style axis, and their agreement with their texts."""
+"""The stage scores: positions of previews and real pictures on the style axis."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from PIL import Image, ImageDraw
-from safetensors.numpy import save_file
 
 from pipeline.project.recipe import rows_sha256
 from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.samples import SAMPLES
-from stages.text_to_image.scores import encoders
-from stages.text_to_image.scores.axis import FeatureGroup, axis_position
-from stages.text_to_image.scores.encoders import ImageEncoder, TextVectors
-from stages.text_to_image.scores.pictures import without_trigger
-from stages.text_to_image.scores.references import read_references
-from stages.text_to_image.scores.stage import STAGE, ScoresConfig
+from stages.hashing import file_sha256
+from stages.text_to_image.scores import stage
+from stages.text_to_image.scores.measures import FeatureGroup, ImageEncoder, axis_position
+from stages.text_to_image.scores.stage import STAGE, ScoresConfig, real_pictures, without_trigger
 from tests import harness
 from tests.stages.text_to_image.train.runs import rows_of
 
@@ -33,17 +29,6 @@ pytestmark = pytest.mark.slow
 TRIGGER = "zorvex"
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 220), "yellow": (240, 220, 60)}
 ADAPTER = "a" * 64
-NAMES = (*(f"a {colour} disc" for colour in COLOURS), "something else")
-UNITS = np.linalg.qr(np.random.default_rng(0).normal(size=(384, len(NAMES))))[0].T.astype(np.float16)
-VECTORS = TextVectors(dict(zip(NAMES, UNITS, strict=True)), "of a test")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def text_vectors() -> Iterator[None]:
-    """Sentence embeddings of the texts of these tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TextVectors, "load", lambda file: VECTORS)
-        yield
 
 
 def disc(path: Path, colour: str, *, striped: bool, size: int = 64) -> Path:
@@ -63,7 +48,7 @@ def text(colour: str) -> str:
 
 
 class Scene:
-    """Training images, previews of the base and of an adapter, references and a map, in a folder."""
+    """Training images, previews of the base and of an adapter, and references, in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -80,18 +65,7 @@ class Scene:
             disc(folder / "references" / f"{colour}.png", colour, striped=True, size=80)
             captions.append({"file_name": f"{colour}.png", "text": text(colour)})
         (folder / "references" / "metadata.jsonl").write_text("\n".join(map(json.dumps, captions)))
-        self.config = ScoresConfig(references=str(folder / "references"), map=str(self.map()))
-
-    def map(self) -> Path:
-        """Write an agreement map that was fitted to the base's previews."""
-        encoder, colours = ImageEncoder.load(), list(COLOURS)
-        images_ND = np.stack([encoder.encode_file(self.folder / "samples" / f"images/base-{c}.png") for c in colours])
-        texts_NE = VECTORS.stack([text(c) for c in colours])
-        weight_DE = np.linalg.lstsq(images_ND - images_ND.mean(0), texts_NE - texts_NE.mean(0), rcond=None)[0]
-        arrays = {"mean": images_ND.mean(0), "scale": np.ones(encoders.D), "weight": weight_DE, "text": texts_NE.mean(0)}
-        about = {"images_sha256": encoder.source_sha256, "texts_sha256": VECTORS.source_sha256}
-        save_file({n: a.astype(np.float32) for n, a in arrays.items()}, self.folder / "map.safetensors", about)
-        return self.folder / "map.safetensors"
+        self.config = ScoresConfig(references=str(folder / "references"))
 
     def tables(self) -> dict[str, pa.Table]:
         images = [{"path": p.name, "image_id": hashlib.sha256(p.read_bytes()).hexdigest()} for p in self.images]
@@ -150,13 +124,6 @@ def test_every_preview_and_every_reference_is_a_row_of_its_kind(scored):
     assert set(of(table, "real", "prompt")) == {text("red"), text("green"), text("blue")}
 
 
-def test_a_text_is_ranked_among_the_distinct_ones_without_the_trigger(scored):
-    _, table = scored
-    assert set(table["texts"].to_pylist()) == {4}  # references and previews say the same, but for the trigger
-    assert list(of(table, "base", "agreement_rank")) == [1, 1, 1, 1]  # the map knows these pictures
-    assert of(table, "base", "agreement").min() > 0.9
-
-
 @pytest.mark.parametrize(
     ("prompt", "plain"),
     [("zorvex, a fox", "a fox"), ("a fox, zorvex", "a fox"), ("a zorvex fox", "a fox"), ("zorvex, a fox, red", "a fox, red")],
@@ -164,6 +131,19 @@ def test_a_text_is_ranked_among_the_distinct_ones_without_the_trigger(scored):
 def test_the_trigger_word_is_removed_with_its_comma(prompt, plain):
     assert without_trigger(prompt, "zorvex") == plain
     assert without_trigger(plain, "") == plain
+
+
+def test_a_trigger_within_a_longer_word_is_no_trigger():
+    assert without_trigger("cat, a catalog", "cat") == "a catalog"
+
+
+def test_previews_are_hashed_once_for_recipe_rows_and_scores(scene, monkeypatch):
+    count = []
+    monkeypatch.setattr(stage, "file_sha256", lambda path: count.append(path) or file_sha256(path))
+    context = scene.context()
+    STAGE.snapshot(context)
+    harness.run(STAGE, context)
+    assert len(count) == len(set(count)), "no file is hashed twice"
 
 
 def test_a_picture_has_the_same_score_whatever_else_is_scored(scored):
@@ -193,26 +173,26 @@ def test_the_recipe_depends_on_everything_that_a_score_depends_on_and_nothing_el
     (scene.folder / "references").rename(scene.folder / "moved")
     moved = replace(scene.config, references=str(scene.folder / "moved"))
     assert scene.recipe(moved) == before  # neither a preview by an adapter nor a folder's name
-    seen = {before, scene.recipe(replace(moved, map="")), scene.recipe(replace(moved, references=""))}
+    seen = {before, scene.recipe(replace(moved, references=""))}
     disc(scene.folder / "samples" / "images" / "base-red.png", "yellow", striped=True)
     seen.add(scene.recipe(moved))
     disc(scene.folder / "moved" / "more.png", "yellow", striped=True)
     seen.add(scene.recipe(moved))
     scene.images.append(disc(scene.folder / "images" / "more.png", "yellow", striped=True, size=90))
     seen.add(scene.recipe(moved))
-    scene.previews[-1]["prompt"] = "something else"
+    scene.previews[0]["prompt"] = "something else"
     seen.add(scene.recipe(moved))
-    assert len(seen) == 7
+    assert len(seen) == 6
 
 
 def test_a_score_without_a_group_to_compare_with_is_null_and_a_line_says_so(scene):
     scene.previews = [row for row in scene.previews if row["caption_id"] == "red"]  # no preview of another prompt
-    context = scene.context(ScoresConfig(references="", map=""))
+    context = scene.context(ScoresConfig(references=""))
     table = harness.run(STAGE, context)
     assert table.num_rows == 2
-    for column in ("style", "real", "agreement", "agreement_rank"):
+    for column in ("style", "real"):
         assert table[column].null_count == 2
-    assert len(context.lines) == 2  # no references, no map
+    assert len(context.lines) == 1  # no references
 
 
 def test_the_only_reference_is_not_measured_against_itself(scene):
@@ -233,7 +213,7 @@ def test_a_reference_that_is_trained_on_is_refused(scene):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"file_name": "none.png", "text": "a"}', "file_name must name a picture in the folder, got none.png"),
+        ('{"file_name": "none.png", "text": "a"}', "1 rows name images that do not exist: none.png"),
         ('{"file_name": "red.png"}', "line 1"),
         ("red.png: a", "line 1"),
     ],
@@ -244,12 +224,14 @@ def test_a_malformed_line_of_metadata_is_named(scene, line, message):
         scene.context()
 
 
-def test_a_reference_may_have_its_caption_in_a_text_file_of_its_name(tmp_path):
+def test_a_reference_may_have_its_caption_in_a_text_file_of_its_name(scene):
     for name, colour in (("b", "red"), ("a", "blue"), ("copy-of-a", "blue")):
-        disc(tmp_path / f"{name}.png", colour, striped=True)
-    (tmp_path / "b.txt").write_text(" a red disc\n")
-    assert [(one.path, one.caption) for one in read_references(tmp_path)] == [("a.png", ""), ("b.png", "a red disc")]
-    assert read_references(tmp_path / "nowhere") == []
+        disc(scene.folder / "own" / f"{name}.png", colour, striped=True)
+    (scene.folder / "own" / "b.txt").write_text(" a red disc\n")
+    (scene.folder / "own" / "._a.png").write_bytes(b"of macOS")
+    found = real_pictures(scene.context(ScoresConfig(str(scene.folder / "own"))))
+    assert [(row["path"], row["prompt"]) for row in found] == [("a.png", ""), ("b.png", "a red disc")]
+    assert real_pictures(scene.context(ScoresConfig(str(scene.folder / "nowhere")))) == []
 
 
 def test_further_pictures_of_two_groups_lie_at_0_and_1_on_average_whatever_the_groups_sizes():
@@ -269,18 +251,6 @@ def test_two_groups_that_do_not_differ_have_no_axis():
     assert axis_position(np.ones(64), one, other) is None
 
 
-def test_without_the_embedding_of_a_text_no_agreement_is_measured_and_one_line_says_so(scene):
-    scene.previews[-1]["prompt"] = f"{TRIGGER}, a text without an embedding"
-    context = scene.context()
-    table = harness.run(STAGE, context)
-    assert table["agreement"].null_count == table["agreement_rank"].null_count == table.num_rows
-    assert table["style"].null_count == 0
-    assert context.lines == [
-        "1 of 5 texts have no sentence embedding, such as 'a text without an embedding', so agreement is not measured; "
-        "data/judges/texts.py adds them"
-    ]
-
-
 def test_a_damaged_artifact_of_features_is_computed_again(scored):
     scene, table = scored
     folder = scene.context(fresh="damaged").output.artifacts
@@ -296,15 +266,6 @@ def test_features_are_read_from_the_artifact_of_the_run_before(scored, monkeypat
     monkeypatch.setattr(ImageEncoder, "encode_file", lambda self, path: count.append(path) or encode(self, path))
     assert harness.run(STAGE, scene.context(stored=table.slice(1))).num_rows == 1
     assert len(count) == 1
-
-
-def test_a_map_of_other_features_is_refused(scene):
-    arrays = {name: np.zeros(1, np.float32) for name in ("mean", "scale", "weight", "text")}
-    save_file(arrays, scene.folder / "map.safetensors", {"images_sha256": "another", "texts_sha256": "of a test"})
-    with pytest.raises(ValueError, match="fitted to other encoders"):
-        harness.run(STAGE, scene.context())
-    with pytest.raises(ValueError, match="there is no file"):
-        STAGE.snapshot(scene.context(replace(scene.config, map="absent.safetensors")))
 
 
 def test_memory_is_released_when_the_stage_ends(scene):
