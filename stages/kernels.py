@@ -10,6 +10,8 @@ from typing import Any
 
 import mlx.core as mx
 
+Arrays = dict[str, mx.array]  # by name
+
 dispatch: Callable[..., None] = mx.async_eval  # start computing these arrays without waiting; MLX leaves it untyped
 # macOS ends a program whose GPU kernel runs too long while the display is on.
 LIMIT = 0.25e12  # floating-point operations of one kernel: an estimated 0.1 s on the slowest Mac that MLX supports
@@ -62,9 +64,9 @@ def slices(total: int, step: int | None) -> list[slice]:
     return [slice(start, min(start + even, total)) for start in range(0, total, even)]
 
 
-def linear(x: mx.array, weight: mx.array) -> mx.array:
-    """`x @ weight.T`: x is (..., inputs), weight (outputs, inputs)."""
-    return product(x, weight.T)
+def linear(x: mx.array, weight: Any) -> mx.array:
+    """`x @ weight.T`: x is (..., inputs), weight (outputs, inputs), or packed, with `dense()`."""
+    return product(x, (weight if isinstance(weight, mx.array) else weight.dense()).T)
 
 
 def product(x: mx.array, right: mx.array, add: mx.array | None = None) -> mx.array:

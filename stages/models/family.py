@@ -135,8 +135,6 @@ class Architecture:
     load_transformer: Callable[..., Transformer]
     # build_transformer(config, weights): a transformer of these weights, by the names of config.shapes(), arrays or packed.
     build_transformer: Callable[[Any, Mapping[str, Any]], Transformer]
-    # meta_transformer(config, dtype): every name and shape, of arrays that are never computed and take no memory.
-    meta_transformer: Callable[[Any, mx.Dtype], Transformer]
     # in_block(name): whether a weight belongs to a block, by its full name.
     in_block: Callable[[str], bool]
     # packs_outside(name): whether a weight outside the blocks is large enough to be worth packing.
@@ -183,6 +181,10 @@ class Architecture:
     # recognise(shapes, family): the component of the family that weights with these names and shapes are, or "".
     recognise: Callable[[Mapping[str, tuple[int, ...]], Family], str]
 
+    def meta_transformer(self, config: Any, dtype: mx.Dtype) -> Transformer:
+        """Of arrays that are never computed and take no memory, for names, shapes and estimates."""
+        return self.build_transformer(config, _meta_weights(config, dtype))
+
 
 @dataclass(frozen=True, kw_only=True)
 class RetrieverFamily(ModelFamily):
@@ -224,14 +226,22 @@ class RetrieverArchitecture:
     load_encoder: Callable[..., Any]
     # load_weights(path, sizes, dtype, head_seed): its weights by name.
     load_weights: Callable[..., dict[str, mx.array]]
-    # meta_encoder(sizes, dtype): every name and shape, of arrays that are never computed and take no memory.
-    meta_encoder: Callable[[Any, mx.Dtype], Any]
     # build_encoder(sizes, weights): an encoder of these weights, by the names of sizes.shapes(), arrays or packed.
     build_encoder: Callable[[Any, Mapping[str, Any]], Any]
     # write_model(folder, sizes, weights, settings): a folder that transformers and sentence-transformers load.
     write_model: Callable[..., None]
     # write_random_weights(folder, family, seed): a complete model of the family's sizes.
     write_random_weights: Callable[[Path, Any, int], None]
+
+    def meta_encoder(self, sizes: Any, dtype: mx.Dtype) -> Any:
+        """Of arrays that are never computed and take no memory, for names, shapes and estimates."""
+        return self.build_encoder(sizes, _meta_weights(sizes, dtype))
+
+
+def _meta_weights(config: Any, dtype: mx.Dtype) -> dict[str, mx.array]:
+    import mlx.core as mx
+
+    return {name: mx.zeros(shape, dtype) for name, shape in config.shapes().items()}
 
 
 class TransformerConfig(Protocol):
@@ -247,6 +257,17 @@ class TransformerConfig(Protocol):
         """Shape of every weight, by full name."""
 
 
+# (name within the block, weight, x) -> y: computes one Linear of a block. An adapter replaces it.
+Linear = Callable[[str, Any, "mx.array"], "mx.array"]
+
+
+@dataclass(frozen=True)
+class Block:
+    kind: str  # such as double or single
+    name: str  # transformer_blocks.0
+    weights: dict[str, Any]  # by name within the block: attn.to_q.weight
+
+
 class Transformer(Protocol):
     """A transformer that is computed block by block.
 
@@ -255,8 +276,7 @@ class Transformer(Protocol):
             h = model.block(b.kind)(b.weights, h, shared, linear)
         velocity = model.leave(h, shared)
 
-    `model(**inputs, linear_for=f)` does all of it, with `linear = f(b.name)`. `linear(name, weight, x)` computes one Linear of
-    a block; an adapter replaces it. `inputs` is what `Architecture.inputs` returns.
+    `model(**inputs, linear_for=f)` does all of it, with `linear = f(b.name)`. `inputs` is what `Architecture.inputs` returns.
     """
 
     @property
@@ -268,8 +288,8 @@ class Transformer(Protocol):
         """The dtype of the computation."""
 
     @property
-    def blocks(self) -> Sequence[Any]:
-        """In order, each with `kind`, `name` (transformer_blocks.0) and `weights`, by name within the block."""
+    def blocks(self) -> Sequence[Block]:
+        """In order."""
 
     @property
     def enter(self) -> Callable[..., tuple[Any, Any]]:

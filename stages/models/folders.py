@@ -78,9 +78,16 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
 }
 
 
-def checked_sizes(kind: type, content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Values of the fields of `kind`, lists as tuples. Raises ValueError for a wrong type or a size that no model has."""
-    fields = [field for field in dataclasses.fields(kind) if field.name in content]
+def checked_sizes(kind: type, content: Mapping[str, Any], where: str, model: str) -> dict[str, Any]:
+    """Values of the fields of `kind`, a dataclass, lists as tuples.
+
+    Raises ValueError if a field without default is missing, for a wrong type, or a size that no model has.
+    """
+    fields = dataclasses.fields(kind)
+    missing = [each.name for each in fields if each.name not in content and each.default is dataclasses.MISSING]
+    if missing:
+        raise ValueError(f"{where} lacks {', '.join(missing)}; is it a {model} model?")
+    fields = tuple(field for field in fields if field.name in content)
     return {field.name: _checked(str(field.type), field.name, content[field.name], where) for field in fields}
 
 

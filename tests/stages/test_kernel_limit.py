@@ -70,7 +70,7 @@ def metal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "keeps_scores", lambda dtype, width: True)
     monkeypatch.setattr(backprop, "compiles", lambda: False)
     monkeypatch.setattr(kernels, "compiled", lambda function: function)
-    for module in (backprop, forward, visit, decoder, kernels):
+    for module in (backprop, forward, visit, kernels):
         monkeypatch.setattr(module, "dispatch", lambda *results: None)
 
 

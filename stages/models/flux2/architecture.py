@@ -10,7 +10,6 @@ FLUX2 = Architecture(
     transformer_config=load.transformer_config,
     load_transformer=load.load_flux2,
     build_transformer=transformer.Flux2,
-    meta_transformer=transformer.meta_transformer,
     in_block=transformer.in_block,
     packs_outside=transformer.packs_outside,
     outside_bits=transformer.OUTSIDE_BITS,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -51,11 +51,7 @@ class AutoencoderConfig:
             other = content.get(key, value)
             if (tuple(other) if isinstance(other, list) else other) != value:
                 raise ValueError(f"autoencoder config: {key} = {other!r} is not supported; expected {value!r}")
-        known = checked_sizes(cls, content, "autoencoder config")
-        missing = [f.name for f in fields(cls) if f.name not in known and f.default is MISSING]
-        if missing:
-            raise ValueError(f"autoencoder config lacks {', '.join(missing)}")
-        made = cls(**known)
+        made = cls(**checked_sizes(cls, content, "autoencoder config", "FLUX.2"))
         odd = [c for c in (*made.block_out_channels, *made.decoder_channels) if c % made.norm_num_groups]
         if odd:
             raise ValueError(

@@ -12,7 +12,7 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 
-from stages.models.flux2.transformer import Flux2, inputs
+from stages.models.flux2.transformer import Flux2, inputs, tokens
 
 Predict = Callable[..., mx.array]  # (keyword arguments of Flux2.enter) -> velocity, (batch, image tokens, channels)
 Velocity = Callable[[mx.array, float], mx.array]  # (x, sigma) -> dx/dsigma, of x's shape
@@ -62,12 +62,12 @@ def velocity_function(
 ) -> Velocity:
     """velocity(x_1Chw, sigma) of one prompt. With `negative_1TJ` guidance is classifier-free, else an input of the model."""
     # References count too: they lengthen the sequence of both passes.
-    tokens = sum(math.prod(each) for each in (size, *(latent.shape[2:] for latent in references)))
+    tokens_in_all = sum(math.prod(each) for each in (size, *(latent.shape[2:] for latent in references)))
     run = predict or model
 
     def one_pass(text_BTJ: mx.array, x_1Chw: mx.array, sigma: float) -> mx.array:
         B = text_BTJ.shape[0]
-        x_BLC = mx.repeat(x_1Chw.flatten(2).swapaxes(1, 2), B, axis=0)
+        x_BLC = mx.repeat(tokens(x_1Chw), B, axis=0)
         beside = [mx.repeat(latent_1Chw, B, axis=0) for latent_1Chw in references]
         v_BLC = run(**inputs(x_BLC, size, text_BTJ, mx.array([sigma] * B), guidance, beside))
         v_BChw = v_BLC.swapaxes(1, 2).reshape(B, *x_1Chw.shape[1:]).astype(mx.float32)
@@ -77,10 +77,12 @@ def velocity_function(
     def velocity(x_1Chw: mx.array, sigma: float) -> mx.array:
         if negative_1TJ is None:
             return one_pass(text_1TJ, x_1Chw, sigma)
-        if tokens <= TOGETHER:
+        if tokens_in_all <= TOGETHER:
             v_BChw = one_pass(mx.concatenate([text_1TJ, negative_1TJ]), x_1Chw, sigma)
-            return classifier_free_guidance(v_BChw[:1], v_BChw[1:], guidance)
-        return classifier_free_guidance(one_pass(text_1TJ, x_1Chw, sigma), one_pass(negative_1TJ, x_1Chw, sigma), guidance)
+            with_prompt, without = v_BChw[:1], v_BChw[1:]
+        else:
+            with_prompt, without = (one_pass(text, x_1Chw, sigma) for text in (text_1TJ, negative_1TJ))
+        return without + guidance * (with_prompt - without)
 
     return velocity
 
@@ -114,7 +116,3 @@ def euler(velocity: Velocity, x: mx.array, levels: Sequence[float]) -> Iterator[
         x = x + (following - sigma) * velocity(x, sigma).astype(mx.float32)
         mx.eval(x)
         yield x
-
-
-def classifier_free_guidance(with_prompt: mx.array, without: mx.array, guidance: float) -> mx.array:
-    return without + guidance * (with_prompt - without)

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from stages import kernels
-from stages.models.attention import attention, sigmoid, silu, slow_exp
+from stages.models.attention import attention, plain_linear, rms_norm, sigmoid, silu, slow_exp
+from stages.models.family import Block, Linear
 from stages.models.folders import checked_sizes
 from stages.own_gradient import OwnGradient
 
@@ -53,10 +54,7 @@ class Flux2Config:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Flux2Config:
         """Raises ValueError if a key is missing or a value is not supported. Unknown keys are ignored."""
-        missing = [f.name for f in fields(cls) if f.name not in config]
-        if missing:
-            raise ValueError(f"the transformer's config lacks {', '.join(missing)}; is this a FLUX.2 transformer?")
-        made = cls(**checked_sizes(cls, config, "the transformer's config"))
+        made = cls(**checked_sizes(cls, config, "the transformer's config", "FLUX.2"))
         if sum(made.axes_dims_rope) != made.attention_head_dim:
             raise ValueError(f"axes_dims_rope {made.axes_dims_rope} must add up to attention_head_dim {made.attention_head_dim}")
         if any(each % 2 for each in made.axes_dims_rope):
@@ -126,11 +124,6 @@ def image_ids(height: int, width: int, image: int = 0) -> np.ndarray:
     return np.stack([0 * row + REFERENCE_STEP * image, row, col, 0 * row], axis=-1)
 
 
-def reference_ids(sizes: Sequence[tuple[int, int]]) -> np.ndarray:
-    """(tokens, 4) of all reference images, one after another. `sizes` are (height, width) of their latents."""
-    return np.concatenate([image_ids(*size, image=number) for number, size in enumerate(sizes, 1)])
-
-
 def text_ids(count: int) -> np.ndarray:
     """(count, 4): (0, 0, 0, index), padding included."""
     ids_T4 = np.zeros((count, 4), np.int64)
@@ -162,7 +155,8 @@ def inputs(
     }
     if references:
         found["references_BRC"] = mx.concatenate([tokens(each).astype(x_BLC.dtype) for each in references], axis=1)
-        found["references_ids_R4"] = reference_ids([(each.shape[2], each.shape[3]) for each in references])
+        ids = [image_ids(each.shape[2], each.shape[3], number) for number, each in enumerate(references, 1)]
+        found["references_ids_R4"] = np.concatenate(ids)
     return found
 
 
@@ -195,8 +189,7 @@ def modulate(x_BSD: mx.array, mods: list[mx.array]) -> mx.array:
     # On a GPU, the modulation of a single sample serves as weights of the norm: one kernel for both. On a CPU, MLX has no
     # kernel of the norm.
     if x_BSD.shape[0] == 1 and kernels.compiles():
-        y_BSD: mx.array = _weighted_layer_norm(x_BSD, mods[1][0, 0], mods[0][0, 0])
-        return y_BSD
+        return _weighted_layer_norm(x_BSD, mods[1][0, 0], mods[0][0, 0])
     # The order of factors and terms is that in which blocks add their gated outputs, so that one compiled kernel serves both.
     return mx.fast.layer_norm(x_BSD, None, None, EPS) * mods[1] + mods[0]
 
@@ -221,9 +214,7 @@ def swiglu(x_BSF: mx.array) -> mx.array:
 
 def silu_times(gate: mx.array, up: mx.array) -> mx.array:
     """silu(gate) * up. On a GPU the gradient computes the sigmoid again, cheaper than storing it; on a CPU it is stored."""
-    made: Any = _silu_times_stored(gate, up) if slow_exp(gate) else [_silu_times(gate, up)]
-    y: mx.array = made[0]
-    return y
+    return _silu_times_stored(gate, up)[0] if slow_exp(gate) else _silu_times(gate, up)
 
 
 @OwnGradient
@@ -255,39 +246,15 @@ def _silu_times_stored_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple
     return dy * share * up + dup * up * (1 - share), dup
 
 
-def rms_norm_heads(x_BSHK: mx.array, weight_K: mx.array) -> mx.array:
-    """RMSNorm of each head. The weight is frozen: its gradient is zero."""
-    y_BSHK: mx.array = _rms_norm_heads(x_BSHK, weight_K)
-    return y_BSHK
-
-
 @OwnGradient
-def _rms_norm_heads(x_BSHK: mx.array, weight_K: mx.array) -> mx.array:
-    return mx.fast.rms_norm(x_BSHK, weight_K, EPS)
-
-
-@_rms_norm_heads.vjp
-def _rms_norm_heads_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
-    x_BSHK, weight_K = primals
-    # MLX's own gradient of the weight would be a sum over all rows.
-    back = mx.vjp(lambda x: mx.fast.rms_norm(x, None, EPS), [x_BSHK], [dy_BSHK * weight_K])[1]
-    return back[0], mx.zeros_like(weight_K)
-
-
-def rotate(x_BSHK: mx.array, rope: Sequence[mx.array]) -> mx.array:
-    """Rotary positions, in float32. `rope` is (cosines, sines), each (S, 1, K), with one angle for both features of a pair."""
-    y_BSHK: mx.array = _rotated(x_BSHK, *rope)
-    return y_BSHK
-
-
-@OwnGradient
-def _rotated(x_BSHK: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+def rotate(x_BSHK: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    """Rotary positions, in float32. Cosines and sines are (S, 1, K), with one angle for both features of a pair."""
     # A positive angle rotates the first feature of a pair towards the second.
     return _rotate_pairs(x_BSHK, cos, sin, [[0, 1], [-1, 0]])
 
 
-@_rotated.vjp
-def _rotated_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+@rotate.vjp
+def _rotate_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     # Both features of a pair have one sine, so that the gradient is the same product with the inverse quarter turn.
     _, cos, sin = primals
     return _rotate_pairs(dy_BSHK, cos, sin, [[0, -1], [1, 0]]), mx.zeros_like(cos), mx.zeros_like(sin)
@@ -303,10 +270,6 @@ def split_heads(x_BSD: mx.array, width: int) -> mx.array:
     return x_BSD.reshape(*x_BSD.shape[:2], -1, width)
 
 
-def norm_and_rotate(x_BSHK: mx.array, norm_K: mx.array, rope: Sequence[mx.array]) -> mx.array:
-    return rotate(rms_norm_heads(x_BSHK, norm_K), rope)
-
-
 def attend(q_BSHK: mx.array, k_BSHK: mx.array, v_BSHK: mx.array) -> mx.array:
     """Every row to every row, (B, S, H, K) -> (B, S, H K)."""
     q_BHSK, k_BHSK, v_BHSK = (x.swapaxes(1, 2) for x in (q_BSHK, k_BSHK, v_BSHK))
@@ -314,19 +277,7 @@ def attend(q_BSHK: mx.array, k_BSHK: mx.array, v_BSHK: mx.array) -> mx.array:
     return y_BHSK.swapaxes(1, 2).flatten(2)
 
 
-Shared = dict[str, Any]  # what all blocks receive: modulations, rotary tables, text positions; arrays and lists of arrays
-Linear = Callable[[str, Any, mx.array], mx.array]  # (name within the block, weight, x) -> y; an adapter replaces it
-
-
-def plain_linear(name: str, weight: Any, x: mx.array) -> mx.array:
-    """x W^T. A packed weight has `dense()`."""
-    return kernels.linear(x, weight if isinstance(weight, mx.array) else weight.dense())
-
-
-def text_rows(shared: Shared) -> int:
-    # From a shape, so that a compiled block knows it.
-    rows: int = shared["ctx_ids"].shape[0]
-    return rows
+Shared = dict[str, Any]  # what all blocks receive: modulations and rotary tables, lists of arrays
 
 
 def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
@@ -339,10 +290,10 @@ def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linea
         parts = []
         for i, (name, x) in enumerate(((text_name, text_in), (image_name, image_in))):
             y_BSHK = split_heads(apply(name, x), width)
-            parts.append(norm_and_rotate(y_BSHK, weights[f"{norms[i]}.weight"], ropes[i]) if norms else y_BSHK)
+            parts.append(rotate(rms_norm(y_BSHK, weights[f"{norms[i]}.weight"], EPS), *ropes[i]) if norms else y_BSHK)
         return mx.concatenate(parts, axis=1)
 
-    T, width = text_rows(shared), weights["attn.norm_q.weight"].shape[0]
+    T, width = shared["text"][0].shape[1], weights["attn.norm_q.weight"].shape[0]
     ropes = list(zip(*(mx.split(turn, [T]) for turn in shared["rope"]), strict=True))  # of the text rows, of the image rows
     h_BTD, h_BLD = mx.split(h_BSD, [T], axis=1)
     text, image = shared["text"], shared["image"]
@@ -367,7 +318,7 @@ def single_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linea
     # One split, so that the gradients of all five parts are joined once.
     q, k, v, gate, up = mx.split(x, [hidden, 2 * hidden, 3 * hidden, (x.shape[-1] + 3 * hidden) // 2], axis=-1)
     q_BSHK, k_BSHK, v_BSHK = (split_heads(y, q_norm.shape[0]) for y in (q, k, v))
-    y_BSD = attend(norm_and_rotate(q_BSHK, q_norm, rope), norm_and_rotate(k_BSHK, k_norm, rope), v_BSHK)
+    y_BSD = attend(rotate(rms_norm(q_BSHK, q_norm, EPS), *rope), rotate(rms_norm(k_BSHK, k_norm, EPS), *rope), v_BSHK)
     y_BSF = mx.concatenate([y_BSD, silu_times(gate, up)], axis=-1)
     name = "attn.to_out"
     gate_BSD: mx.array = mods[2]
@@ -377,15 +328,8 @@ def single_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linea
 TABLES_KEPT = 32  # rotary tables in memory: one per image shape, 2.4 MB at 1024 px
 
 
-@dataclass(frozen=True)
-class Block:
-    kind: str  # double or single
-    name: str  # transformer_blocks.0
-    weights: dict[str, Any]  # by name within the block: attn.to_q.weight
-
-
 class Flux2:
-    """Predicts the velocity, noise minus clean latent. See `protocols.Transformer`."""
+    """Predicts the velocity, noise minus clean latent. See `family.Transformer`."""
 
     def __init__(self, config: Flux2Config, weights: Mapping[str, Any]) -> None:
         """`weights`: arrays or packed ones; outside the blocks these have `dense()`, and x_embedder must be an array."""
@@ -449,15 +393,13 @@ class Flux2:
         scale_BD, shift_BD = mx.split(self._linear("norm_out.linear", temb_BD), 2, axis=-1)
         shared["out"] = spread([shift_BD, 1 + scale_BD], L)
         shared["rope"] = self._rope(ids_S4)
-        # Only the shape is read, by `text_rows`.
-        shared["ctx_ids"] = mx.array(np.asarray(ctx_ids_T4, np.int32))
         h_BTD = self._linear("context_embedder", ctx_BTJ.astype(self.dtype))
         h_BLD = self._linear("x_embedder", x_BLC.astype(self.dtype))
         return mx.concatenate([h_BTD, h_BLD], axis=1), shared
 
     def leave(self, h_BSD: mx.array, shared: Shared) -> mx.array:
         """Velocity (B, L, C) of the image tokens."""
-        T, L = text_rows(shared), shared["out"][0].shape[1]
+        T, L = shared["text"][0].shape[1], shared["out"][0].shape[1]
         h_BLD = modulate(h_BSD[:, T : T + L], shared["out"])
         return self._linear("proj_out", h_BLD)
 
@@ -494,7 +436,7 @@ class Flux2:
         return self._linear(second, silu(self._linear(first, x)))
 
     def _linear(self, name: str, x: mx.array) -> mx.array:
-        return plain_linear(name, self.top[f"{name}.weight"], x)
+        return kernels.linear(x, self.top[f"{name}.weight"])
 
     def _rope(self, ids_S4: np.ndarray) -> list[mx.array]:
         """[cosines, sines], float32 (S, 1, K), equal for features 2n and 2n + 1. Angles are computed in float64."""
@@ -508,8 +450,3 @@ class Flux2:
             if len(self._tables) > TABLES_KEPT:
                 self._tables.pop(next(iter(self._tables)))
         return self._tables[key]
-
-
-def meta_transformer(config: Flux2Config, dtype: mx.Dtype) -> Flux2:
-    """For estimates of memory: weights are lazy zeros."""
-    return Flux2(config, {name: mx.zeros(shape, dtype) for name, shape in config.shapes().items()})

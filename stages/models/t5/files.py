@@ -299,9 +299,4 @@ def write_tokenizer(folder: Path, size: int) -> None:
     write_json(folder / "tokenizer_config.json", settings)
 
 
-def meta_encoder(config: T5Config, dtype: mx.Dtype) -> T5:
-    """For estimates of memory: weights are lazy zeros."""
-    return T5(config, {name: mx.zeros(shape, dtype) for name, shape in config.shapes().items()})
-
-
-T5_RETRIEVER = RetrieverArchitecture(read_sizes, load_encoder, load_weights, meta_encoder, T5, write_model, write_random_weights)
+T5_RETRIEVER = RetrieverArchitecture(read_sizes, load_encoder, load_weights, T5, write_model, write_random_weights)

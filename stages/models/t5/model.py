@@ -11,25 +11,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from stages import kernels
 from stages.kernels import compiles, most_items, product_flop, slices
-from stages.models.attention import FUSED_ROWS, after, fused_forward, fused_gradient, one_layout, sigmoid, slow_exp, softmax
+from stages.models.attention import (
+    FUSED_ROWS,
+    after,
+    fused_forward,
+    fused_gradient,
+    kept,
+    one_layout,
+    plain_linear,
+    pull_back,
+    rms_norm,
+    sigmoid,
+    slow_exp,
+    softmax,
+)
+from stages.models.family import Block, Linear
 from stages.models.folders import checked_sizes
 from stages.own_gradient import OwnGradient
 
 Shape = tuple[int, ...]
 
-SIZES = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
 # Names of activations in a config.json -> the form of the feed-forward: (gated, activation).
 FEED_FORWARDS = {"relu": (False, "relu"), "gated-gelu": (True, "gelu_new")}
 BIAS = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 EMBEDDING, FINAL_NORM = "shared.weight", "encoder.final_layer_norm.weight"
+DENSE = "layer.1.DenseReluDense"  # the feed-forward within a block
 HEAD = "head.linear.weight"  # the projection; its file names it linear.weight
 
 
@@ -52,34 +65,28 @@ class T5Config:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], dimensions: int = 128) -> T5Config:
         """Raises ValueError if a size is missing, or the feed-forward is not that of T5 v1.0 or v1.1."""
-        missing = [name for name in SIZES if name not in config]
-        if missing:
-            raise ValueError(f"the encoder's config lacks {', '.join(missing)}; is it a T5 model?")
-        kind = config.get("feed_forward_proj", "relu")
+        kind = str(config.get("feed_forward_proj", "relu"))
         if kind not in FEED_FORWARDS:
             raise ValueError(f"feed_forward_proj of the encoder must be relu or gated-gelu, got {kind!r}")
         gated, activation = FEED_FORWARDS[kind]
         given = config.get("dense_act_fn", activation)
         if given != activation:
             raise ValueError(f"dense_act_fn of the encoder must be {activation} with {kind}, got {given!r}")
-        more = ("relative_attention_num_buckets", "relative_attention_max_distance", "layer_norm_epsilon")
-        sizes = checked_sizes(cls, {name: config[name] for name in (*SIZES, *more) if name in config}, "the encoder's config")
-        return cls(**sizes, gated=gated, dimensions=dimensions)
+        content = {**config, "gated": gated, "dimensions": dimensions}
+        return cls(**checked_sizes(cls, content, "the encoder's config", "T5"))
 
     def to_dict(self) -> dict[str, Any]:
         """The content of a config.json that transformers reads."""
-        sizes = {name: getattr(self, name) for name in SIZES}
+        sizes = asdict(self)
+        gated, _ = sizes.pop("gated"), sizes.pop("dimensions")
         return {
             "architectures": ["T5EncoderModel"],
             "model_type": "t5",
             **sizes,
             "num_decoder_layers": self.num_layers,
-            "feed_forward_proj": "gated-gelu" if self.gated else "relu",
-            "is_gated_act": self.gated,
-            "dense_act_fn": "gelu_new" if self.gated else "relu",
-            "relative_attention_num_buckets": self.relative_attention_num_buckets,
-            "relative_attention_max_distance": self.relative_attention_max_distance,
-            "layer_norm_epsilon": self.layer_norm_epsilon,
+            "feed_forward_proj": "gated-gelu" if gated else "relu",
+            "is_gated_act": gated,
+            "dense_act_fn": "gelu_new" if gated else "relu",
             "dropout_rate": 0.1,
             "is_encoder_decoder": False,
             "use_cache": False,
@@ -97,23 +104,20 @@ class T5Config:
             **attention,
             "layer.0.SelfAttention.o": (D, inner),
             "layer.0.layer_norm": (D,),
-            **{f"layer.1.DenseReluDense.{name}": shape for name, shape in forward.items()},
+            **{f"{DENSE}.{name}": shape for name, shape in forward.items()},
             "layer.1.layer_norm": (D,),
         }
         return {f"{name}.weight": shape for name, shape in shapes.items()}
 
     def encoder_shapes(self) -> dict[str, Shape]:
         """Without the head."""
-        blocks = {f"{block_name(n)}.{name}": shape for n in range(self.num_layers) for name, shape in self.block_shapes().items()}
+        block = self.block_shapes().items()
+        blocks = {f"encoder.block.{n}.{name}": shape for n in range(self.num_layers) for name, shape in block}
         table = (self.relative_attention_num_buckets, self.num_heads)
         return {EMBEDDING: (self.vocab_size, self.d_model), BIAS: table, **blocks, FINAL_NORM: (self.d_model,)}
 
     def shapes(self) -> dict[str, Shape]:
         return {**self.encoder_shapes(), HEAD: (self.dimensions, self.d_model)}
-
-
-def block_name(number: int) -> str:
-    return f"encoder.block.{number}"
 
 
 HIDDEN = -1e9  # added to the scores of padding
@@ -140,26 +144,9 @@ def buckets(length: int, count: int, furthest: int) -> np.ndarray:
     return found
 
 
-def rms_norm(x: mx.array, weight_D: mx.array, eps: float) -> mx.array:
-    """Over the last axis. The weight is a constant without gradient."""
-
-    @OwnGradient
-    def forward(x: mx.array) -> mx.array:
-        return mx.fast.rms_norm(x, weight_D, eps)
-
-    @forward.vjp
-    def backward(x: mx.array, dy: mx.array, _: mx.array) -> mx.array:
-        return mx.vjp(lambda x: mx.fast.rms_norm(x, None, eps), [x], [dy * weight_D])[1][0]
-
-    y: mx.array = forward(x)
-    return y
-
-
 def gelu_times(gate: mx.array, up: mx.array) -> mx.array:
     """gelu(gate) * up with GELU in its tanh form, as in T5 v1.1. Computed in float32, returned in the dtype of `up`."""
-    made: Any = _gelu_times_kept(gate, up) if slow_exp(gate) else _gelu_times(gate, up)
-    y: mx.array = made[0] if slow_exp(gate) else made
-    return y
+    return _gelu_times_kept(gate, up)[0] if slow_exp(gate) else _gelu_times(gate, up)
 
 
 @OwnGradient
@@ -210,7 +197,8 @@ def attend(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL: mx.a
     """softmax(q k^T + mask) v. The mask gets no gradient. Probabilities are stored only where softmax is slow."""
     # Scores are not scaled anywhere: T5's weights contain that factor.
     if slow_exp(q_BHLK):
-        return _attend_kept(mx.contiguous(q_BHLK), mx.contiguous(k_BHLK), mx.contiguous(v_BHLK), mask_BHLL)
+        B, H, L, _ = q_BHLK.shape
+        return kept(q_BHLK, k_BHLK, v_BHLK, mask_BHLL, max(1, CHUNK_BYTES // (4 * H * L * L)))
     # cuDNN's gradient with a mask is wrong for some lengths that are no multiple of 128: NaN for an odd multiple of 64.
     if fused_gradient(q_BHLK) and q_BHLK.shape[2] % FUSED_ROWS == 0:
         return one_layout(mx.fast.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, scale=1.0, mask=mask_BHLL))
@@ -240,63 +228,16 @@ def attend(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL: mx.a
         for part in parts:
             before = list(done[-1]) if done else [dy_BHLK]
             q, k, v, dy, y = mx.depends([x[part] for x in (*primals, dy_BHLK, y_BHLK)], before)
-            done.append(_pull(q, k, v, probabilities(q, k, part), y, dy))
+            done.append(pull_back(q, k, v, probabilities(q, k, part), y, dy))
         return [mx.concatenate(list(each)) for each in zip(*done, strict=True)]
 
-    y_BHLK: mx.array = forward(q_BHLK, k_BHLK, v_BHLK)
-    return y_BHLK
+    return forward(q_BHLK, k_BHLK, v_BHLK)
 
 
-def _attend_kept(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array, mask_BHLL: mx.array) -> mx.array:
-    """`attend` for a few texts at a time, with the probabilities stored for the gradient."""
-    B, H, L, _ = q_BHLK.shape
-    parts = slices(B, max(1, CHUNK_BYTES // (4 * H * L * L)))
-
-    @OwnGradient
-    def forward(q_BHLK: mx.array, k_BHLK: mx.array, v_BHLK: mx.array) -> list[mx.array]:
-        done: list[mx.array] = []
-        kept: list[mx.array] = []
-        for part in parts:
-            q_bHLK = after(q_BHLK[part], done[-1:])
-            kept.append(softmax(q_bHLK @ k_BHLK[part].swapaxes(-1, -2) + mask_BHLL[part]))
-            done.append(kept[-1] @ v_BHLK[part])
-        return [mx.concatenate(done), *kept]
-
-    @forward.vjp
-    def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
-        y_BHLK, *kept = outputs
-        dy_BHLK = mx.contiguous(cotangents[0])
-        done: list[tuple[mx.array, ...]] = []
-        for part, p_bHLL in zip(parts, kept, strict=True):
-            before = list(done[-1]) if done else [dy_BHLK]
-            q, k, v, y, dy = mx.depends([x[part] for x in (*primals, y_BHLK, dy_BHLK)], before)
-            done.append(_pull(q, k, v, p_bHLL, y, dy))
-        return [mx.concatenate(list(each)) for each in zip(*done, strict=True)]
-
-    made: Any = forward(q_BHLK, k_BHLK, v_BHLK)
-    y_BHLK: mx.array = made[0]
-    return y_BHLK
-
-
-def _pull(q: mx.array, k: mx.array, v: mx.array, p_bHLL: mx.array, y: mx.array, dy: mx.array) -> tuple[mx.array, ...]:
-    # sum(dp * p) over keys, as sum(dy * y).
-    pull_bHL1 = (dy.astype(mx.float32) * y).sum(-1, keepdims=True)
-    ds_bHLL = (p_bHLL * (dy @ v.swapaxes(-1, -2) - pull_bHL1)).astype(q.dtype)
-    return ds_bHLL @ k, ds_bHLL.swapaxes(-1, -2) @ q, p_bHLL.swapaxes(-1, -2) @ dy
-
-
-Linear = Callable[[str, Any, mx.array], mx.array]  # (name within the block, weight, x) -> y
 Shared = list[dict[str, mx.array]]  # per part: mask_BHLL, added to the scores of every block, and real_BL
 
 TABLES_KEPT = 16  # tables of buckets in memory, one per length
 EPS = 1e-12  # the least norm that a vector is divided by, as in PyTorch's normalize
-
-
-@dataclass(frozen=True)
-class Block:
-    kind: str  # gated or relu, by its feed-forward; head: the projection
-    name: str  # encoder.block.0
-    weights: dict[str, Any]  # by name within the block: layer.0.layer_norm.weight
 
 
 class T5:
@@ -309,7 +250,7 @@ class T5:
         kind = "gated" if config.gated else "relu"
         self.blocks = [
             Block(kind, name, {inside: weights[f"{name}.{inside}"] for inside in config.block_shapes()})
-            for name in map(block_name, range(config.num_layers))
+            for name in (f"encoder.block.{n}" for n in range(config.num_layers))
         ]
         head = {"final_layer_norm.weight": weights[FINAL_NORM], "linear.weight": weights[HEAD]}
         self.blocks.append(Block("head", "head", head))
@@ -384,10 +325,6 @@ class T5:
         return self.leave(h_TD, shared)
 
 
-def plain_linear(name: str, weight: Any, x: mx.array) -> mx.array:
-    return kernels.linear(x, weight)
-
-
 def _split(x_TD: mx.array, shared: Shared) -> list[mx.array]:
     ends: list[int] = np.cumsum([part["real_BL"].size for part in shared]).tolist()
     return list(mx.split(x_TD, ends[:-1])) if len(ends) > 1 else [x_TD]
@@ -409,14 +346,10 @@ def _attention(weights: Mapping[str, Any], x_TD: mx.array, shared: Shared, linea
 
 
 def _gated(weights: Mapping[str, Any], x_TD: mx.array, linear: Linear) -> mx.array:
-    gate, up = (linear(name, weights[f"{name}.weight"], x_TD) for name in map(_inner, ("wi_0", "wi_1")))
-    return linear(_inner("wo"), weights[f"{_inner('wo')}.weight"], gelu_times(gate, up))
+    gate, up = (linear(f"{DENSE}.{name}", weights[f"{DENSE}.{name}.weight"], x_TD) for name in ("wi_0", "wi_1"))
+    return linear(f"{DENSE}.wo", weights[f"{DENSE}.wo.weight"], gelu_times(gate, up))
 
 
 def _relu(weights: Mapping[str, Any], x_TD: mx.array, linear: Linear) -> mx.array:
-    inner_TF = mx.maximum(linear(_inner("wi"), weights[f"{_inner('wi')}.weight"], x_TD), 0)
-    return linear(_inner("wo"), weights[f"{_inner('wo')}.weight"], inner_TF)
-
-
-def _inner(name: str) -> str:
-    return f"layer.1.DenseReluDense.{name}"
+    inner_TF = mx.maximum(linear(f"{DENSE}.wi", weights[f"{DENSE}.wi.weight"], x_TD), 0)
+    return linear(f"{DENSE}.wo", weights[f"{DENSE}.wo.weight"], inner_TF)

@@ -20,19 +20,7 @@ from stages import kernels
 from stages.models.attention import attention, silu
 from stages.models.folders import checked_sizes
 
-dispatch: Callable[..., None] = mx.async_eval  # start computing without waiting; MLX leaves it untyped
 IN_FLIGHT = 2  # layers that are computed at once: a GPU computes one while the next is prepared
-
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-)
 
 
 @dataclass(frozen=True)
@@ -56,22 +44,17 @@ class DecoderConfig:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
         """Reads `rope_theta` and the newer `rope_parameters`. Raises ValueError if a field is missing or not supported."""
-        missing = [name for name in SIZES if name not in config]
-        if missing:
-            raise ValueError(f"the text encoder's config lacks {', '.join(missing)}; is it a {cls.title} model?")
         odd = [f"{name} = {config[name]!r}" for name, value in cls.supported.items() if config.get(name, value) != value]
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(rope, Mapping):
             raise ValueError(f"the text encoder's config must have an object as rope_parameters, got {rope!r:.80}")
+        theta = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+        made = cls(**checked_sizes(cls, {**config, **theta}, "the text encoder's config", cls.title))
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             odd.append(f"rope_type = {kind!r}")
         if odd:
             raise ValueError(f"the text encoder's config has {', '.join(odd)}, which FLUX.2's {cls.title} does not have")
-        theta = rope.get("rope_theta", config.get("rope_theta"))
-        if theta is None:
-            raise ValueError("the text encoder's config lacks rope_theta")
-        made = cls(**checked_sizes(cls, {**config, "rope_theta": theta}, "the text encoder's config"))
         if made.num_attention_heads % made.num_key_value_heads or made.head_dim % 2:
             raise ValueError(
                 "the text encoder's config must have an even head_dim, and as num_attention_heads a multiple of "
@@ -145,7 +128,7 @@ class Decoder:
         states, running = {0: h_BTD}, deque[mx.array]()
         for i in range(max(layers)):
             h_BTD = self.layer(i, h_BTD, seen_B1TT)
-            dispatch(h_BTD)
+            kernels.dispatch(h_BTD)
             running.append(h_BTD)
             if len(running) > IN_FLIGHT:
                 mx.eval(running.popleft())  # else the unpacked weights of all layers would exist at once
@@ -183,8 +166,7 @@ class Decoder:
         return mx.fast.rms_norm(x, self.weights[f"{name}.weight"], self.config.rms_norm_eps)
 
     def _linear(self, name: str, x: mx.array) -> mx.array:
-        weight: Any = self.weights[f"{name}.weight"]
-        return kernels.linear(x, weight if isinstance(weight, mx.array) else weight.dense())
+        return kernels.linear(x, self.weights[f"{name}.weight"])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stages.models.flux2 import sampling
-from stages.models.flux2.transformer import Flux2Config, meta_transformer
+from stages.models.flux2.transformer import Flux2Config
 from stages.text_to_image.families import family
 
 
@@ -46,7 +46,7 @@ def test_zero_steps_are_refused() -> None:
 @pytest.mark.parametrize(("height", "width", "message"), [(40, 32, r"height .* got 40"), (32, 0, r"width .* got 0")])
 def test_an_image_is_drawn_in_multiples_of_16_pixels_only(height: int, width: int, message: str) -> None:
     tiny = family("tiny")
-    model = meta_transformer(Flux2Config.from_dict(tiny.transformer), mx.float32)
+    model = tiny.architecture.meta_transformer(Flux2Config.from_dict(tiny.transformer), mx.float32)
     text_1TJ = mx.zeros((1, 3, model.config.joint_attention_dim))
     with pytest.raises(ValueError, match=message):
         next(sampling.draw(model, text_1TJ, height, width, seed=0, steps=1, guidance=1.0))
@@ -84,6 +84,9 @@ def test_noise_depends_on_seed_and_shape_alone() -> None:
 
 
 def test_a_guidance_of_one_is_the_prompt_alone_and_more_extrapolates() -> None:
-    with_prompt, without = mx.array([1.0, 2.0]), mx.array([0.0, 3.0])
-    assert sampling.classifier_free_guidance(with_prompt, without, 1.0).tolist() == [1.0, 2.0]
-    assert sampling.classifier_free_guidance(with_prompt, without, 4.0).tolist() == [4.0, -1.0]
+    texts = mx.array([[[1.0, 2.0]]]), mx.array([[[0.0, 3.0]]])
+    for large in (1, 64):  # both passes as one batch, and one after the other
+        for guidance, wanted in ((1.0, [1.0, 2.0]), (4.0, [4.0, -1.0])):
+            predict = lambda ctx_BTJ, x_BLC, **_: mx.broadcast_to(ctx_BTJ, (len(ctx_BTJ), *x_BLC.shape[1:]))  # noqa: E731
+            velocity = sampling.velocity_function(None, (large, large), *texts, guidance, predict)
+            assert velocity(mx.zeros((1, 2, large, large)), 0.5)[0, :, 0, 0].tolist() == wanted

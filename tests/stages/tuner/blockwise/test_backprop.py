@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
-from stages.models.flux2.transformer import Block, Flux2, Flux2Config, image_ids, text_ids
+from stages.models.family import Block
+from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_ids
 from stages.tuner import quantize
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.initial import fresh_adapter
