@@ -41,7 +41,7 @@ class Stage:
     repair: Callable[[Run[Any]], Iterator[str]] | None = None
     # For a stage whose rows depend on each other: the rows that the whole result depends on. They become part of the recipe.
     snapshot: Callable[[Run[Any]], pa.Table] | None = None
-    forecast: Callable[[Any], Any] | None = None  # stages.forecast: Outlook -> Forecast; None: it needs little
+    forecast: Callable[[Any], Any] | None = None  # stages.memory: Outlook -> Forecast; None: it needs little
     # The files, other than tables and weights, that computing the pending rows opens. None: any file of the folders in `needs`.
     opens: Callable[[Run[Any]], Iterator[Path]] | None = None
     ships: bool = True  # False: rows name such files by full path, so they cannot be sent to workers on other machines

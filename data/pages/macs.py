@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import mlx.core as mx
 
-from stages.text_to_image.capacity import SIDES, capacity
 from stages.text_to_image.families import FAMILIES
+from stages.text_to_image.memory import SIDES, capacity
 from stages.tuner.blockwise.device import HEADROOM, LEAST, RESERVED
 
 FILE = Path(__file__).parents[1] / "macs.md"

@@ -36,8 +36,8 @@ def command(project: Project, gigabytes: float | None) -> int:
 
 def report(project: Project, budget: int | None = None) -> tuple[list[str], bool]:
     """The lines, and whether every stage fits into `budget` bytes (None: what this machine has)."""
-    from pipeline.project.outlook import downloads, need, outlook, refusal
-    from stages.forecast import PROGRAM_BYTES
+    from pipeline.project.outlook import downloads, need, outlook
+    from stages.memory import PROGRAM_BYTES, refusal
 
     seen = outlook(project, budget)
     needs = [need(project, name, seen) for name in project.stage_names]
@@ -53,7 +53,7 @@ def report(project: Project, budget: int | None = None) -> tuple[list[str], bool
         lines.append(f"to download{', about' if known else ''}: {parts}; {total}")
     # With the nearest settings that fit.
     refused = [
-        refusal(each.stage_name, each.forecast.peak, each.forecast.remedy, seen.budget)
+        refusal(each.stage_name, each.forecast.peak, seen.budget, each.forecast.remedy)
         for each in needs
         if each.forecast and each.forecast.peak > seen.budget
     ]
@@ -62,7 +62,7 @@ def report(project: Project, budget: int | None = None) -> tuple[list[str], bool
     lines.append(f"Memory and disk are computed from shapes. Memory is that of arrays; the program takes up to {program} more.")
     lines.append("Time is at the rate of the last run.")
     lines.append("A dash: little, or not known before the stages above have run.")
-    if any(each.forecast and each.forecast.plan.startswith("plan ") for each in needs):
+    if any(each.forecast and each.forecast.plan is not None for each in needs):
         lines.append(PLANS)
     return lines, not refused
 
@@ -76,5 +76,5 @@ def row(each: Need) -> tuple[str | int | None, ...]:
         None if each.disk is None else format_bytes(each.disk),
         format_bytes(found.peak) if found and found.peak else None,
         None if each.seconds is None else format_seconds(each.seconds),
-        found.plan if found else each.note,
+        found.how if found else each.note,
     )

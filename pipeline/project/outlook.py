@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from stages.forecast import PROGRAM_BYTES, Forecast, Outlook
+from stages.memory import GB, PROGRAM_BYTES, Forecast, Outlook, refusal
 from stages.pipelines import Weights
 
 if TYPE_CHECKING:
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from pipeline.project.project import Project
     from schemas.table import TableSchema
-
-GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -97,12 +95,6 @@ def need(project: Project, name: str, seen: Outlook) -> Need:
     return Need(name, wanted, left, found, note, seconds_for(project, name, left), overhead)
 
 
-def refusal(stage_name: str, peak: int, remedy: str, budget: int) -> str:
-    """The message for a stage that needs `peak` bytes of at most `budget`."""
-    would = f"{remedy} would fit" if remedy else "no setting would fit; choose a smaller family"
-    return f"{stage_name} needs about {peak / GB:.3g} GB of memory, more than the {budget / GB:.3g} GB that it may take: {would}"
-
-
 def announcement(project: Project, name: str, rows: int) -> str:
     """A line for the user: rows, disk, memory, plan; "" if nothing is forecast. Raises ValueError if memory does not suffice."""
     seen = outlook(project)
@@ -116,14 +108,14 @@ def announcement(project: Project, name: str, rows: int) -> str:
     divided = project.config.project.divides(stage.divisible, rows)  # the workers have memory of their own
     # A stage with a snapshot makes its own plan from its data.
     if found.peak > seen.budget and stage.snapshot is None and not divided:
-        raise ValueError(refusal(name, found.peak, found.remedy, seen.budget))
+        raise ValueError(refusal(name, found.peak, seen.budget, found.remedy))
     disk = found.row_bytes * rows + found.file_bytes
     size = f", about {disk / 1e6:.3g} MB on disk" if disk else ""
     if not found.peak:
         return f"{rows} rows to make{size}" if disk else ""
     memory = "a worker" if divided else f"of {seen.budget / GB:.3g} GB"
     arrays, program = f"{found.peak / GB:.3g} GB for arrays", f"up to {PROGRAM_BYTES / GB:.2g} GB for the program"
-    return f"{rows} rows to make{size}; estimated peak memory {arrays} {memory}, and {program} ({found.plan})"
+    return f"{rows} rows to make{size}; estimated peak memory {arrays} {memory}, and {program} ({found.how})"
 
 
 def seconds_for(project: Project, name: str, rows: int | None) -> float | None:

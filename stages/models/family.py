@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from stages.memory import Memory
+
 Adapter = tuple[dict[str, "mx.array"], dict[str, float]]  # arrays by "<linear><ending>", float32; the scale of each Linear
 
 # Component -> its folder in the diffusers layout.
@@ -103,7 +105,7 @@ class Family(ModelFamily):
         """Bytes by component: 4 per value of the autoencoder, else 2. A text encoder that cannot be used is left out."""
         architecture = self.architecture
         sizes = {"transformer": 2 * sum(map(math.prod, architecture.transformer_config(None, self).shapes().values()))}
-        sizes["autoencoder"] = architecture.autoencoder_bytes(None, self, 256, 256, 4, True)[0]
+        sizes["autoencoder"] = architecture.autoencoder_memory(None, self, 256, 256, 4, True).held
         if "text_encoder" not in self.unsupported:
             encoder: Any = architecture.text_encoder_sizes(None, self)
             sizes["text_encoder"] = 2 * sum(map(math.prod, encoder.shapes(encoder.num_hidden_layers).values()))
@@ -158,9 +160,9 @@ class Architecture:
     load_text_encoder: Callable[..., TextEncoder]
     # text_encoder_sizes(path or None, family): what an estimate of its memory needs.
     text_encoder_sizes: Callable[[Path | None, Family], TextEncoderSizes]
-    # autoencoder_bytes(path or None, family, height, width, itemsize, encodes, exact=None): (weights, most in use beside them),
-    # bytes, to encode or decode one image of this size in pixels, with or without exact float32 products (None: as they are now).
-    autoencoder_bytes: Callable[..., tuple[int, int]]
+    # autoencoder_memory(path or None, family, height, width, itemsize, encodes, exact=None): to encode or decode one image of
+    # this size in pixels, with or without exact float32 products (None: as they are now).
+    autoencoder_memory: Callable[..., Memory]
 
     # sigmas(tokens, steps): the steps + 1 noise levels, from 1 down to 0, to draw an image of so many image tokens.
     sigmas: Callable[[int, int], list[float]]

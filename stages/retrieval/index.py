@@ -19,9 +19,11 @@ import pyarrow as pa
 
 from schemas.retrieval.index import INDEX
 from schemas.retrieval.sources import SOURCES
+from schemas.retrieval.tokens import TOKENS
 from schemas.retrieval.units import UNITS
 from schemas.retrieval.vectors import VECTORS
-from stages.retrieval.forecasts import forecast_index
+from stages.memory import Forecast, Outlook
+from stages.retrieval.memory import VALUE_BYTES, encoder_sizes
 from stages.retrieval.search import lexical, maxsim
 from stages.retrieval.texts import BASE
 from stages.run import Run
@@ -31,6 +33,7 @@ from stages.stage import Stage
 Row = dict[str, Any]
 
 KEPT = ("unit_id", "encoder", "vector_id", "file")  # the columns on which the freshness of a row depends
+LEXICAL_BYTES, LEXICAL_SHARE = 20_000, 0.85  # of the full-text index: bytes in all, and per byte of the words; about
 MATRIX, WORDS, PARTITIONS = "vectors-{}.npy", "words-{}.lance", "partitions-{}.lance"  # artifacts, by the digest of the rows
 
 
@@ -145,6 +148,20 @@ def _delete_others(folder: Path, wanted: set[str]) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def forecast(outlook: Outlook) -> Forecast | None:
+    """The matrix, the full-text index and, for a large project, the partitioned index; None if the tables are not built."""
+    units, rows = outlook.rows(UNITS), outlook.rows(TOKENS)
+    if units is None or rows is None:
+        return None
+    lengths = dict(zip(rows["text_id"].to_pylist(), rows["count"].to_pylist(), strict=True))
+    tokens = sum(lengths.get(text_id, 0) for text_id in units["text_id"].to_pylist())
+    partitioned = tokens > outlook.sections["index"].exact_tokens
+    vectors = VALUE_BYTES * encoder_sizes(outlook).dimensions * tokens
+    words = sum(len(text.encode()) for text in units["words"].to_pylist())
+    files = vectors * (1 + partitioned) + LEXICAL_BYTES + int(LEXICAL_SHARE * words)
+    return Forecast(0, file_bytes=files, how=f"{tokens} vectors" + (", partitioned" if partitioned else ""))
+
+
 STAGE = Stage(
     reads=(VECTORS, UNITS, SOURCES),
     writes=INDEX,
@@ -152,6 +169,6 @@ STAGE = Stage(
     wants=wanted_index,
     run=list_units,
     finish=write_index,
-    forecast=forecast_index,
+    forecast=forecast,
     divisible=False,
 )

@@ -24,7 +24,8 @@ from schemas.retrieval.pairs import PAIRS
 from schemas.retrieval.tokens import TOKENS
 from schemas.retrieval.units import UNITS
 from stages.hashing import file_sha256
-from stages.retrieval.forecasts import forecast_negatives
+from stages.memory import Forecast, Outlook, Remedy
+from stages.retrieval.memory import VALUE_BYTES, counts, encoder_sizes, encoding_memory
 from stages.retrieval.search import lexical
 from stages.retrieval.search.maxsim import TokenMatrix
 from stages.retrieval.texts import BASE
@@ -235,6 +236,17 @@ def choose(scores: np.ndarray, own: float, excluded: list[int], config: Negative
     return [*safe[config.skip :], *safe[: config.skip][::-1], *rest[::-1]][: config.count]
 
 
+def forecast(outlook: Outlook) -> Forecast | None:
+    """One document being encoded, and the vectors of all; None without an encoder."""
+    if not outlook.sections["negatives"].encoder:
+        return None
+    _, documents = counts(outlook)
+    vectors = VALUE_BYTES * encoder_sizes(outlook).dimensions * int(documents.sum())
+    peak = encoding_memory(outlook, "float32", int(documents.max())).peak + vectors
+    remedy = Remedy({"negatives": {"encoder": ""}}, 0) if peak > outlook.budget else None
+    return Forecast(peak, how="vectors of all documents in memory", remedy=remedy)
+
+
 STAGE = Stage(
     reads=(PAIRS, UNITS, TOKENS),
     writes=NEGATIVES,
@@ -242,7 +254,7 @@ STAGE = Stage(
     needs=("family", "encoder"),
     wants=wanted_negatives,
     run=find_negatives,
-    forecast=forecast_negatives,
+    forecast=forecast,
     snapshot=snapshot,
     opens=opened_files,
     model=lambda config: bool(config.encoder),

@@ -20,8 +20,9 @@ from schemas.retrieval.pairs import PAIRS
 from schemas.retrieval.ranks import RANKS
 from schemas.retrieval.units import UNITS
 from schemas.retrieval.vectors import VECTORS
+from stages.memory import Forecast, Outlook
 from stages.retrieval import texts
-from stages.retrieval.forecasts import forecast_ranks
+from stages.retrieval.memory import held_out_pairs, pair_columns
 from stages.retrieval.search import lexical, measures
 from stages.retrieval.search.maxsim import TokenMatrix
 from stages.run import Run
@@ -30,6 +31,7 @@ from stages.stage import Stage
 
 Row = dict[str, Any]
 
+SCORE_BYTES = 4
 DOCUMENTS = 2000  # documents whose vectors are in memory together
 
 
@@ -222,12 +224,23 @@ def without_name(unit: Row) -> Row:
     return unit | {"text": text, "text_id": texts.text_id("document", text), "words": " ".join(texts.words(text))}
 
 
+def forecast(outlook: Outlook) -> Forecast | None:
+    """A lexical and a semantic score for every query and document; None if the tables are not built."""
+    units, held = outlook.rows(UNITS), held_out_pairs(outlook)
+    if units is None or held is None:
+        return None
+    candidates = units.num_rows
+    if outlook.sections["ranks"].candidates == "pairs":
+        candidates = sum(reason is None for reason in pair_columns(outlook)["rejected"])
+    return Forecast(2 * SCORE_BYTES * held * candidates, how=f"{held} queries, {candidates} documents")
+
+
 STAGE = Stage(
     reads=(VECTORS, PAIRS, UNITS),
     writes=RANKS,
     config=RanksConfig,
     wants=wanted_ranks,
     run=rank_pairs,
-    forecast=forecast_ranks,
+    forecast=forecast,
     snapshot=snapshot,
 )

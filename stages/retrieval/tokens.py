@@ -12,15 +12,17 @@ import pyarrow as pa
 from schemas.retrieval.pairs import PAIRS
 from schemas.retrieval.tokens import TOKENS
 from schemas.retrieval.units import UNITS
+from stages.memory import Forecast, Outlook
 from stages.retrieval import texts
 from stages.retrieval.encoder import TextTokenizer
-from stages.retrieval.forecasts import forecast_tokens
+from stages.retrieval.memory import counts
 from stages.run import Run
 from stages.settings import require, runtime, selects, setting
 from stages.stage import Stage
 
 Row = dict[str, Any]
 
+ID_BYTES = 4  # of a stored token id
 LONGEST = 4096  # tokens: the memory of attention grows with the square of the length
 
 
@@ -89,6 +91,12 @@ def _row(row: Row, ids: list[int], longest: int, tokenizer: TextTokenizer) -> Ro
     }
 
 
+def forecast(outlook: Outlook) -> Forecast:
+    together = np.concatenate(counts(outlook))
+    known = outlook.rows(TOKENS) is not None
+    return Forecast(0, int(ID_BYTES * together.mean()), how="" if known else f"at most {together.max()} tokens a text")
+
+
 STAGE = Stage(
     reads=(UNITS, PAIRS),
     writes=TOKENS,
@@ -96,6 +104,6 @@ STAGE = Stage(
     needs=("family", "tokenizer"),
     wants=wanted_tokens,
     run=encode_tokens,
-    forecast=forecast_tokens,
+    forecast=forecast,
     model=lambda config: False,
 )

@@ -19,7 +19,8 @@ from schemas.retrieval.tokens import TOKENS
 from schemas.retrieval.train import TRAIN
 from schemas.retrieval.vectors import VECTORS
 from stages.hashing import file_sha256
-from stages.retrieval.forecasts import forecast_vectors
+from stages.memory import Forecast, Outlook, Settings, cheapest
+from stages.retrieval.memory import VALUE_BYTES, counts, encoder_sizes, encoding_memory, held_out_pairs
 from stages.retrieval.texts import BASE, vector_id
 from stages.run import Run
 from stages.settings import require, runtime, selects, setting
@@ -127,6 +128,24 @@ def _row(row: Row, vectors: np.ndarray) -> Row:
     }
 
 
+def forecast(outlook: Outlook) -> Forecast:
+    """Advises bfloat16 if float32 is chosen and only bfloat16 fits."""
+    config, (queries, documents) = outlook.sections["vectors"], counts(outlook)
+    longest = int(max(queries.max(), documents.max()))
+
+    def peak(settings: Settings) -> int:
+        return encoding_memory(outlook, outlook.changed(settings).sections["vectors"].precision, longest).peak
+
+    held = held_out_pairs(outlook)
+    share = min(1.0, held / len(queries)) if held is not None else 1.0  # queries of training pairs get no vectors
+    mean = (documents.sum() + share * queries.sum()) / (len(documents) + share * len(queries))
+    row_bytes = int(VALUE_BYTES * encoder_sizes(outlook).dimensions * mean)
+    changes = [{"vectors": {"precision": "bfloat16"}}] if config.precision == "float32" else []
+    remedy = cheapest(peak, outlook.budget, changes)
+    how = f"{config.precision}, at most {longest} tokens"
+    return Forecast(peak({}), row_bytes, how=how, remedy=remedy if peak({}) > outlook.budget else None)
+
+
 STAGE = Stage(
     reads=(TOKENS, PAIRS),
     writes=VECTORS,
@@ -135,5 +154,5 @@ STAGE = Stage(
     optional=(TRAIN,),
     wants=wanted_vectors,
     run=encode_vectors,
-    forecast=forecast_vectors,
+    forecast=forecast,
 )

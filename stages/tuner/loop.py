@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +25,7 @@ from stages.tuner.health import check_health, checks_update
 from stages.tuner.loader import Loader
 from stages.tuner.log import Summary, announce, warn
 from stages.tuner.loss_check import LossCheck
-from stages.tuner.memory_plan import MemoryPlan, adjust_max_tokens
+from stages.tuner.memory import MemoryPlan, adjust_max_tokens, choose_plan
 from stages.tuner.parallel import announce_ranks, check_ranks, measure_together, merge_results, same_state, step_samples
 from stages.tuner.ranks import Ranks, connect
 from stages.tuner.resume import Start, find_start
@@ -74,18 +75,14 @@ def validation_of(task: Task[Any, Any]) -> Validation:
     return Validation(task.config.validation if held_out else None, held_out.count if held_out else 0, task.config.steps)
 
 
-def load_training(task: Task[Any, Any], start: Checkpoint | None, plan: MemoryPlan | None = None) -> TrainingStep:
+def load_training(task: Task[Any, Any], start: Checkpoint | None, memory: MemoryPlan | None = None) -> TrainingStep:
     """Model, adapter and optimizer at `start`. Raises ValueError if the adapter [train] `initial` does not fit."""
     initial = None if start else task.initial_adapter()
     model = task.load_model()
     targets = choose_targets(model.linears(), task.config)
     adapter = start.arrays(checkpoint.ADAPTER) if start else starting_adapter(model, targets, task.config, initial)
     state = start.arrays(checkpoint.OPTIMIZER) if start else None
-    training = TrainingStep(model, task.objective, targets, task.config, adapter, state)
-    if plan:
-        training.plan, training.live_bytes = plan.plan, plan.live_bytes
-        training.max_tokens, training.max_samples = plan.max_tokens, plan.max_samples
-    return training
+    return TrainingStep(model, task.objective, targets, task.config, adapter, state, memory)
 
 
 class TrainingRun:
@@ -154,9 +151,9 @@ class TrainingRun:
     def prepare(self) -> None:
         warn(self.run.report.say, self.task)
         configure_scheduler()  # must come before the first MLX array
-        self.plan = self.task.memory_plan(self.start.checkpoint)
+        plan = choose_plan(self.task.estimator(), self.start.checkpoint, self.run.report.say)
         # Ranks other than 0 start fresh, and `same_state` gives them the adapter and the optimizer's state.
-        self.training = load_training(self.task, self.start.checkpoint if self.ranks.leads else None, self.plan)
+        self.training = load_training(self.task, self.start.checkpoint if self.ranks.leads else None, plan)
         self.training.ranks = self.ranks
         same_state(self.training, self.ranks)
         announce_ranks(self.run.report.say, self.ranks, self.start.checkpoint)
@@ -169,17 +166,18 @@ class TrainingRun:
     def compute(self, batches: Sequence[MicroBatch], lr: float, ratio: bool) -> StepResult:
         """One optimizer step. With micro_batch = "auto", its peak memory sets the micro-batch of the next one."""
         training = self.training
-        if training.max_tokens is None:
+        memory = training.memory
+        if memory.max_tokens is None:
             return training.step(batches, lr, ratio)
         # The peak of this step alone is wanted, so MLX's count is reset; the run's peak is kept here.
         self.earlier_peak = self.peak
         mx.reset_peak_memory()
         result = training.step(batches, lr, ratio)
-        before, used = training.max_tokens, result.largest_tokens
-        after = adjust_max_tokens(before, used, mx.get_active_memory(), mx.get_peak_memory(), self.plan.limit)
+        before, used = memory.max_tokens, result.largest_tokens
+        after = adjust_max_tokens(before, used, mx.get_active_memory(), mx.get_peak_memory(), memory.limit)
         if after != before:
             self.run.report.say(f"the micro-batch is now {after} tokens, {'fewer' if after < before else 'more'} than before")
-        training.max_tokens = after
+        training.memory = replace(memory, max_tokens=after)
         return result
 
     @property
@@ -240,7 +238,7 @@ class TrainingRun:
             return
         training, write = self.training, self.run.output.write
         metadata = {**self.run.output.provenance, **self.task.metadata, **adapter_metadata(training.targets)}
-        facts = {"skipped": self.skipped, "plan": training.plan, "max_tokens": training.max_tokens}
+        facts = {"skipped": self.skipped, "plan": training.memory.plan, "max_tokens": training.memory.max_tokens}
         facts |= {"timed": True} if self.timed else {}
         facts |= {"ranks": self.ranks.size} if self.ranks.size > 1 else {}
         rows = rows_table(self.task.schema, self.unsaved)

@@ -45,7 +45,7 @@ def _train_to(run: Run[Any], task: Task[Any, Any], step: int, write: checkpoint.
     checkpoints = checkpoint.find_checkpoints(run.output.artifacts)
     start = checkpoint_before(checkpoints, step)
     configure_scheduler()  # before the first MLX operation
-    plan = recorded_plan(task, start or (checkpoints[-1] if checkpoints else None), start)
+    plan = recorded_plan(run, task, start or (checkpoints[-1] if checkpoints else None), start)
     training, schedule = load_training(task, start, plan), task.config.learning_rate()
     skipped = start.state["skipped"] if start else 0
     for at, batches, _ in Loader(task, range(start.step + 1 if start else 1, step + 1)):
@@ -56,7 +56,7 @@ def _train_to(run: Run[Any], task: Task[Any, Any], step: int, write: checkpoint.
     rows: list[Row] = [row for row in run.output.stored.to_pylist() if before < row["step"] <= step]
     # As a run writes them: the samples of a step, then its measurement.
     rows.sort(key=lambda row: (row["step"], row["split"] != TRAIN, row["sample"]))
-    facts = {"skipped": skipped, "plan": training.plan, "max_tokens": training.max_tokens}
+    facts = {"skipped": skipped, "plan": training.memory.plan, "max_tokens": training.memory.max_tokens}
     table = rows_table(task.schema, rows)
     metadata = _recorded_metadata(checkpoints) or {**run.output.provenance, **task.metadata, **adapter_metadata(training.targets)}
     return checkpoint.save(write, step, training.adapter, training.state, table, metadata, facts, training.average)

@@ -10,7 +10,7 @@ from stages.tuner.blockwise.device import configure_scheduler
 from stages.tuner.checkpoint import ADAPTER, OPTIMIZER, Checkpoint, find_checkpoints
 from stages.tuner.loader import Loader
 from stages.tuner.loop import load_training
-from stages.tuner.memory_plan import MemoryPlan, saved_max_tokens
+from stages.tuner.memory import MemoryPlan, choose_plan
 from stages.tuner.task import Task
 from stages.tuner.validation import TRAIN
 
@@ -32,7 +32,7 @@ def replay_step(run: Run[Any], task: Task[Any, Any], step: int) -> list[Replayed
     configure_scheduler()  # before the first MLX operation
     # All checkpoints record the plan; the limit of tokens changes during a run, and only that of `start` is right.
     known = start or (checkpoints[-1] if checkpoints else None)
-    plan = recorded_plan(task, known, start)
+    plan = recorded_plan(run, task, known, start)
     training, schedule = load_training(task, start, plan), task.config.learning_rate()
     samples: list[Any] = []
     losses: list[float] = []
@@ -45,10 +45,10 @@ def replay_step(run: Run[Any], task: Task[Any, Any], step: int) -> list[Replayed
     return [ReplayedSample(n, sample, loss, logged.get(n)) for n, (sample, loss) in enumerate(zip(samples, losses, strict=True))]
 
 
-def recorded_plan(task: Task[Any, Any], known: Checkpoint | None, start: Checkpoint | None) -> MemoryPlan:
+def recorded_plan(run: Run[Any], task: Task[Any, Any], known: Checkpoint | None, start: Checkpoint | None) -> MemoryPlan:
     """The plan that `known` recorded, if it fits. `start`: where the steps are repeated from."""
-    plan = task.memory_plan(known, recorded=known is not None)
-    return replace(plan, max_tokens=saved_max_tokens(start.state)) if start else plan
+    plan = choose_plan(task.estimator(), known, run.report.say, recorded=known is not None)
+    return replace(plan, max_tokens=start.state.get("max_tokens")) if start else plan
 
 
 def checkpoint_before(checkpoints: list[Checkpoint], step: int) -> Checkpoint | None:

@@ -12,12 +12,13 @@ import mlx.core as mx
 from stages.tuner.adapters.initial import fresh_adapter, start_from_adapter, target_weights
 from stages.tuner.adapters.stacks import Stacks
 from stages.tuner.adapters.targets import Target, matches_pattern, select_targets, similar_names, target_scales
-from stages.tuner.blockwise.backprop import Plan, Values, loss_and_grads, predict
+from stages.tuner.blockwise.backprop import Values, loss_and_grads, predict
 from stages.tuner.blockwise.chain import Arrays
 from stages.tuner.blockwise.device import live_memory_limit
 from stages.tuner.blockwise.meter import Meter
 from stages.tuner.config import TrainingConfig, longest_first
 from stages.tuner.contrastive.gradcache import loss_and_grads_in_parts
+from stages.tuner.memory import MemoryPlan
 from stages.tuner.optimizers import ema
 from stages.tuner.optimizers.step import OptimizerStep, global_norm, is_finite
 from stages.tuner.ranks import Ranks
@@ -81,6 +82,7 @@ class TrainingStep:
         config: TrainingConfig,
         adapter: Arrays,
         state: Arrays | None = None,
+        memory: MemoryPlan | None = None,
     ) -> None:
         self.model, self.objective, self.config = model, objective, config
         self.targets, self.scales = list(targets), target_scales(targets)
@@ -89,11 +91,8 @@ class TrainingStep:
         self.state = self.optimizer.init(self.masters) if state is None else state
         mx.eval(self.masters.arrays, self.state)
         self.ranks = Ranks()
-        # What follows may be changed between steps.
-        self.plan: Plan = "whole"
-        self.live_bytes: int | None = None  # bytes in use from which MLX starts no further operation
-        self.max_tokens: int | None = None  # of a micro-batch
-        self.max_samples: int | None = config.micro_batch if isinstance(config.micro_batch, int) else None
+        # May be changed between steps.
+        self.memory = memory or MemoryPlan(max_samples=config.micro_batch if isinstance(config.micro_batch, int) else None)
 
     @property
     def adapter(self) -> Arrays:
@@ -109,7 +108,7 @@ class TrainingStep:
 
         The call waits for the device once, at its end; with a `meter`, after each phase (batch, gradients, optimizer).
         """
-        with live_memory_limit(self.live_bytes):
+        with live_memory_limit(self.memory.live_bytes):
             found = self.gradient(batches, meter)
             losses = found.losses
             with _phase(meter, "optimizer"):
@@ -165,9 +164,9 @@ class TrainingStep:
         if self.config.micro_batch is not None and whole and not self.objective.separable:
             raise ValueError("[train] micro_batch must be unset: the loss compares all samples of a batch with each other")
         if term.division is None or whole or self.most(batch) >= len(batch.samples):
-            return loss_and_grads(self.model, adapter, self.scales, term.inputs, term.loss, self.plan)
+            return loss_and_grads(self.model, adapter, self.scales, term.inputs, term.loss, self.memory.plan)
         parts, join = term.division.parts(self.most(batch)), term.division.join
-        return loss_and_grads_in_parts(self.model, adapter, self.scales, parts, join, term.loss, self.plan, self.ranks)
+        return loss_and_grads_in_parts(self.model, adapter, self.scales, parts, join, term.loss, self.memory.plan, self.ranks)
 
     def _terms(self, batch: MicroBatch, meter: Meter | None) -> Iterator[Term]:
         if meter is None:
@@ -196,8 +195,8 @@ class TrainingStep:
 
     def most(self, batch: MicroBatch) -> int:
         """How many samples of a batch may be computed at once, at least 1."""
-        count = len(batch.samples)
-        most = min(self.max_samples or count, max(1, self.max_tokens // batch.tokens) if self.max_tokens else count)
+        count, memory = len(batch.samples), self.memory
+        most = min(memory.max_samples or count, max(1, memory.max_tokens // batch.tokens) if memory.max_tokens else count)
         if self.ranks.size == 1 or self.objective.separable:
             return most
         share = count // self.ranks.size  # every rank encodes equally many parts of equal size
@@ -205,7 +204,7 @@ class TrainingStep:
 
     def measure(self, batch: MicroBatch) -> dict[str, list[Any]]:
         """Column -> one value per held-out sample, with the current adapter."""
-        with live_memory_limit(self.live_bytes):
+        with live_memory_limit(self.memory.live_bytes):
             term = self.objective.validation_term(self.model, batch)
             adapter = self.adapter
             # In parts whose size the settings alone decide: free memory must not change a measurement.

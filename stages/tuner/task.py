@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import mlx.core as mx
 import pyarrow as pa
 
 from stages.tuner.blockwise.backprop import Loss
 from stages.tuner.blockwise.chain import Arrays, Chain
-from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.config import TrainingConfig
-from stages.tuner.memory_plan import MemoryPlan
+
+if TYPE_CHECKING:
+    from stages.tuner.memory import Estimator
 
 Row = dict[str, Any]
 InitialAdapter = tuple[Arrays, dict[str, float]]  # arrays by "<linear><ending>", float32; the scale of each Linear
@@ -155,8 +156,8 @@ class Task(Protocol[S, M]):
     def description(self) -> str:
         """One line: which data the run trains on."""
 
-    def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
-        """`recorded`: as if [train] memory were "auto". Raises ValueError, naming settings that would fit."""
+    def estimator(self) -> Estimator[Any]:
+        """What memory the largest batch takes."""
 
     def initial_adapter(self) -> InitialAdapter | None:
         """The adapter [train] `initial`; None if unset. Raises ValueError if it does not fit the model."""

@@ -106,7 +106,7 @@ def mlx_step(shape: Shape) -> Callable[[], Any]:
 
     configure_scheduler()  # as in training, before MLX's first operation
     from stages.text_to_image.families import family
-    from stages.text_to_image.train.memory_plan import BatchShape
+    from stages.text_to_image.train.memory import BatchShape
     from stages.text_to_image.train.profile import profile_settings, random_batch, random_training
 
     record = family(FAMILY)

@@ -30,8 +30,9 @@ def main(name: str, px: int, blocks: int, tflop: float, steps: int) -> None:
     """
     from stages import kernels
     from stages.text_to_image.families import family
-    from stages.text_to_image.train.memory_plan import BatchShape
+    from stages.text_to_image.train.memory import BatchShape
     from stages.text_to_image.train.profile import profile_settings, random_batch, random_training
+    from stages.tuner.memory import MemoryPlan
     from tests.bench.run import take_step
 
     record = family(name)
@@ -44,7 +45,7 @@ def main(name: str, px: int, blocks: int, tflop: float, steps: int) -> None:
     kernels.limited = lambda: cut[0]
     for way in seconds:
         ways[way] = random_training(record, profile_settings())
-        ways[way].plan = "blocks"
+        ways[way].memory = MemoryPlan("blocks")
     for number in range(steps + 1):
         for way in (False, True) if number % 2 else (True, False):
             cut[0], began = way, clock()

@@ -49,6 +49,7 @@ def measure_mlx(case: RetrieverCase) -> dict[str, float]:
     from stages.retrieval.train.config import LossConfig, TrainConfig
     from stages.retrieval.train.objective import Contrast
     from stages.tuner.blockwise.forward import BlockwiseForward
+    from stages.tuner.memory import MemoryPlan
     from stages.tuner.step import TrainingStep, choose_targets, starting_adapter
 
     sizes = T5Config.from_dict(case.config, DIMENSIONS)
@@ -60,8 +61,9 @@ def measure_mlx(case: RetrieverCase) -> dict[str, float]:
     targets = choose_targets(model.linears(), config)
     training = TrainingStep(model, Contrast(LossConfig()), targets, config, starting_adapter(model, targets, config))
     encoder = BlockwiseForward(model)
-    training.plan, batch = case.plan, random_batch(case)
-    training.live_bytes = encoder.live_bytes = int(1e9 * case.memory_gb) or None
+    batch = random_batch(case)
+    encoder.live_bytes = int(1e9 * case.memory_gb) or None
+    training.memory = MemoryPlan(case.plan, encoder.live_bytes)
     ids = mx.array(batch.document_BMK[:, 0])
     real = mx.ones(ids.shape, mx.bool_)
 

@@ -54,11 +54,11 @@ def measure_training(case: Case) -> dict[str, Any]:
     import mlx.core as mx
 
     from stages.text_to_image.families import family
-    from stages.text_to_image.train.memory_plan import BatchShape, MemoryEstimator
+    from stages.text_to_image.train.memory import BatchShape, ImageEstimator
     from stages.text_to_image.train.profile import profile_settings, random_batch, random_training
     from stages.tuner.blockwise.device import configure_scheduler, memory_budget
     from stages.tuner.blockwise.meter import Meter
-    from stages.tuner.memory_plan import live_bytes_limit
+    from stages.tuner.memory import MemoryPlan
     from stages.tuner.ranks import connect
     from tests.bench.plain import random_plain_training
 
@@ -69,14 +69,15 @@ def measure_training(case: Case) -> dict[str, Any]:
     config = profile_settings(case.optimizer, base_bits=case.bits, rank=case.rank, stream_blocks=case.stream)
     architecture = record.architecture
     shape = BatchShape(1, case.width, case.height, record.text_tokens, architecture.pixels_per_token)
-    estimate = MemoryEstimator(config, architecture, architecture.transformer_config(None, record)).estimate(shape, 1)
+    blocks = ImageEstimator(config, architecture, architecture.transformer_config(None, record), shape).blocks(1)
     training = (random_plain_training if case.plan == "plain" else random_training)(record, config)
     training.ranks = ranks
     sizes = {"load_peak_gb": mx.get_peak_memory(), "held_gb": mx.get_active_memory()}
     if case.plan != "plain":
-        training.plan = int(case.plan) if case.plan.isdigit() else case.plan
-        training.live_bytes = live_bytes_limit(estimate, training.plan, memory_budget()) if case.memory_limited else None
-        sizes["estimated_gb"] = estimate.peak(training.plan)
+        plan = int(case.plan) if case.plan.isdigit() else case.plan
+        memory = blocks.memory(plan, memory_budget())
+        training.memory = MemoryPlan(plan, memory.live if case.memory_limited else None)
+        sizes["estimated_gb"] = memory.peak
     mx.clear_cache()
     mx.reset_peak_memory()
     batch = random_batch(record, shape)
@@ -97,7 +98,7 @@ def measure_encoder(case: Case) -> dict[str, Any]:
 
     from stages.models.flux2 import autoencoder
     from stages.text_to_image.embeddings import EmbeddingsConfig
-    from stages.text_to_image.embeddings.memory_plan import estimate
+    from stages.text_to_image.embeddings.memory import encoder_memory
     from stages.text_to_image.families import family
     from stages.tuner.blockwise.device import compute_exactly, configure_convolutions, live_memory_limit
     from tests.bench.encoders import Captions, Images, Latents
@@ -109,23 +110,21 @@ def measure_encoder(case: Case) -> dict[str, Any]:
     record, dtype = family(case.family), getattr(mx, case.dtype)
     if case.kind == "text_encoder":
         encoder: Any = Captions(record, dtype, case.bits)
-        plan = estimate(EmbeddingsConfig(precision=case.dtype, bits=case.bits), record, None, False)  # type: ignore[arg-type]
-        peak, live = plan.peak, plan.live_bytes
+        memory = encoder_memory(EmbeddingsConfig(precision=case.dtype, bits=case.bits), record, None, False)  # type: ignore[arg-type]
     else:
         encodes = case.kind == "autoencoder"
         encoder = (Images if encodes else Latents)(record, (case.width, case.height), dtype)
         given = (None, record, case.height, case.width, dtype.size, encodes)
-        held, work = record.architecture.autoencoder_bytes(*given)
-        peak, live = held + work, held + work
+        memory = record.architecture.autoencoder_memory(*given)
     strips = (
         {} if case.kind == "text_encoder" else {"strip_mb": autoencoder.strip_bytes() >> 20, "in_flight": autoencoder.IN_FLIGHT}
     )
     weights_gb = mx.get_active_memory() / 1e9
     mx.clear_cache()
     mx.reset_peak_memory()
-    with live_memory_limit(live if case.memory_limited else None):
+    with live_memory_limit(memory.live if case.memory_limited else None):
         times = time_steps(encoder.step, case.steps)
-    sizes = {"peak_gb": mx.get_peak_memory(), "cache_gb": mx.get_cache_memory(), "estimated_gb": peak}
+    sizes = {"peak_gb": mx.get_peak_memory(), "cache_gb": mx.get_cache_memory(), "estimated_gb": memory.peak}
     return times | {name: size / 1e9 for name, size in sizes.items()} | {"held_gb": weights_gb} | strips
 
 
@@ -135,7 +134,7 @@ def measure_drawing(case: Case) -> dict[str, Any]:
 
     from stages.text_to_image.families import family
     from stages.text_to_image.samples.config import SamplesConfig
-    from stages.text_to_image.samples.memory_plan import drawing_memory
+    from stages.text_to_image.samples.memory import drawing_memory
     from stages.text_to_image.train.profile import profile_settings, random_transformer
     from stages.tuner.blockwise.device import configure_scheduler
     from stages.tuner.blockwise.forward import model_forward
@@ -147,7 +146,7 @@ def measure_drawing(case: Case) -> dict[str, Any]:
     memory = drawing_memory(record, None, packed, config.precision, (case.width, case.height), 1)
     model = random_transformer(record, config)
     predict = model_forward(model, None)
-    predict.live_bytes = memory.live_bytes if case.memory_limited else None
+    predict.live_bytes = memory.live if case.memory_limited else None
     grid = case.height // 16, case.width // 16
     inputs = record.architecture.zero_inputs(model.config, 1, grid, record.text_tokens)
     inputs |= {name: mx.random.normal(inputs[name].shape) for name in ("x_BLC", "ctx_BTJ")}

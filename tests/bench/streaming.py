@@ -24,8 +24,9 @@ from tests.bench.environment import describe
 def main(name: str, px: int, bits: int, steps: int) -> None:
     """Print a row for each way: median and least CPU seconds of a step."""
     from stages.text_to_image.families import family
-    from stages.text_to_image.train.memory_plan import BatchShape
+    from stages.text_to_image.train.memory import BatchShape
     from stages.text_to_image.train.profile import profile_settings, random_batch, random_training
+    from stages.tuner.memory import MemoryPlan
     from tests.bench.run import take_step
 
     record = family(name)
@@ -33,7 +34,7 @@ def main(name: str, px: int, bits: int, steps: int) -> None:
     ways, seconds = {}, {False: list[float](), True: list[float]()}
     for streamed in seconds:
         ways[streamed] = random_training(record, profile_settings(base_bits=bits, stream_blocks=streamed))
-        ways[streamed].plan = "blocks"
+        ways[streamed].memory = MemoryPlan("blocks")
     for number in range(steps + 2):
         for streamed in (False, True) if number % 2 else (True, False):
             began = time.process_time()

@@ -25,7 +25,7 @@ def measure(family: str, px: int, megabytes: int, in_flight: int, steps: int, de
     mx.clear_cache()
     mx.reset_peak_memory()
     times = time_steps(images.step, steps)
-    estimated = sum(record.architecture.autoencoder_bytes(None, record, px, px, 4, not decodes)) / 1e9
+    estimated = record.architecture.autoencoder_memory(None, record, px, px, 4, not decodes).peak / 1e9
     row = {"strip_mb": megabytes, "in_flight": in_flight, "decodes": decodes, **times}
     return row | {"peak_gb": mx.get_peak_memory() / 1e9, "estimated_gb": estimated}
 

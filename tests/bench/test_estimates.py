@@ -8,12 +8,12 @@ import mlx.core as mx
 import pytest
 
 from stages.models.flux2 import autoencoder
-from stages.text_to_image.embeddings import memory_plan as embeddings
 from stages.text_to_image.embeddings.config import EmbeddingsConfig
+from stages.text_to_image.embeddings.memory import encoder_memory
 from stages.text_to_image.families import family
 from stages.text_to_image.samples.config import SamplesConfig
-from stages.text_to_image.samples.memory_plan import drawing_memory
-from stages.text_to_image.train.memory_plan import BatchShape, MemoryEstimator
+from stages.text_to_image.samples.memory import drawing_memory
+from stages.text_to_image.train.memory import BatchShape, ImageEstimator
 from stages.text_to_image.train.profile import profile_settings
 from tests.bench.labels import configuration, name, size
 
@@ -45,15 +45,15 @@ def estimate(row: dict) -> int:
         packed = SamplesConfig(base_bits=row["bits"], stream_blocks=row.get("stream", False))
         return drawing_memory(record, None, packed, row["dtype"], pixels, 1).peak
     if row["kind"] == "text_encoder":
-        return embeddings.estimate(EmbeddingsConfig(precision=row["dtype"], bits=row["bits"]), record, None, False).peak
+        return encoder_memory(EmbeddingsConfig(precision=row["dtype"], bits=row["bits"]), record, None, False).peak
     if row["kind"] != "train":
         given = (None, record, *pixels[::-1], 4, row["kind"] == "autoencoder", row.get("exact", False))
-        return sum(record.architecture.autoencoder_bytes(*given))
+        return record.architecture.autoencoder_memory(*given).peak
     config = profile_settings(row["optimizer"], base_bits=row["bits"], rank=row["rank"], stream_blocks=row.get("stream", False))
     shape = BatchShape(1, *pixels, record.text_tokens, record.architecture.pixels_per_token)
     sizes = record.architecture.transformer_config(None, record)
     plan = int(row["plan"]) if row["plan"].isdigit() else row["plan"]
-    return MemoryEstimator(config, record.architecture, sizes).estimate(shape, 1).peak(plan)
+    return ImageEstimator(config, record.architecture, sizes, shape).blocks(1).memory(plan).peak
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from stages.text_to_image.families import family
-from stages.text_to_image.train.memory_plan import BatchShape
+from stages.text_to_image.train.memory import BatchShape
 from stages.text_to_image.train.profile import profile_settings, random_batch, random_training
 from stages.tuner.adapters.lora import B
 from stages.tuner.adapters.stacks import Stacks

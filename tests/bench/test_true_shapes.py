@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.forecast import PROGRAM_BYTES
+from stages.memory import PROGRAM_BYTES
 from tests.projects import HANG, ROOT
 
 STAGES = ["images", "captions", "buckets", "latents", "embeddings", "train", "again", "samples"]

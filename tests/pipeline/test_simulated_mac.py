@@ -100,7 +100,7 @@ def test_on_every_mac_the_plan_refuses_only_what_exceeds_its_budget_and_its_reme
     assert fits == (not refused) and fits == (gigabytes >= 16)
     budget = device.memory_budget()
     assert f"a stage may take {budget / 1e9:.3g} GB" in lines[0]
-    assert all(("would fit" in line) or ("choose a smaller family" in line) for line in refused)
+    assert all(("would need" in line) or ("choose a smaller family" in line) for line in refused)
 
 
 def test_a_hostile_folder_passes_the_whole_chain_with_256_descriptors(unbroken, tmp_path, tiny_weights):

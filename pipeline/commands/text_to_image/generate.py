@@ -170,13 +170,14 @@ def generate(project: Project, wish: Wish, console: Console) -> Iterator[Path]:
 
 def open_drawing(project: Project, config: SamplesConfig, report: Report, artifacts: Path, write: Write) -> Run[SamplesConfig]:
     """A run of the stage `samples` with settings of its own. Raises ValueError if drawing needs more memory than it may take."""
-    from pipeline.project.outlook import outlook, refusal
-    from stages.text_to_image.samples.memory_plan import forecast
+    from pipeline.project.outlook import outlook
+    from stages.memory import refusal
+    from stages.text_to_image.samples.memory import forecast
 
     seen = outlook(project)
     found = forecast(replace(seen, sections={**seen.sections, "samples": config}))
     if found.peak > seen.budget:
-        raise ValueError(refusal("generate", found.peak, found.remedy, seen.budget))
+        raise ValueError(refusal("generate", found.peak, seen.budget, found.remedy))
     run = project.open("samples", report, artifacts=artifacts, write=write)
     run.config, run.reuse = config, lambda name, load: load()  # a model that stays in memory would be in the way of other stages
     return run

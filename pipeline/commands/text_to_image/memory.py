@@ -30,11 +30,11 @@ from stages.models.family import Family
 from stages.text_to_image.families import FAMILIES, family
 from stages.text_to_image.train.batches import MicroBatch
 from stages.text_to_image.train.config import TrainConfig
-from stages.text_to_image.train.memory_plan import BatchShape, MemoryEstimator, cheapest_fit, require_fit
+from stages.text_to_image.train.memory import BatchShape, ImageEstimator
 from stages.text_to_image.train.profile import profile_settings, random_batch, random_training
 from stages.tuner.blockwise.device import configure_scheduler, memory_budget
 from stages.tuner.blockwise.meter import Meter
-from stages.tuner.memory_plan import Candidate, live_bytes_limit
+from stages.tuner.memory import Candidate, MemoryPlan, cheapest_settings, require_fit
 from stages.tuner.quantize import BITS
 from stages.tuner.step import TrainingStep
 
@@ -62,10 +62,9 @@ class Profile:
         """Memory that training may take, bytes."""
         return memory_budget(self.train.memory_gb)
 
-    @property
-    def estimator(self) -> MemoryEstimator:
+    def estimator(self, side: int) -> ImageEstimator:
         architecture = self.family.architecture
-        return MemoryEstimator(self.train, architecture, architecture.transformer_config(None, self.family))
+        return ImageEstimator(self.train, architecture, architecture.transformer_config(None, self.family), self.batch(side))
 
     def batch(self, side: int) -> BatchShape:
         pixels_per_token = self.family.architecture.pixels_per_token
@@ -118,9 +117,8 @@ def prepare(profile: Profile, limit: int) -> tuple[Candidate, TrainingStep, Micr
     Raises ValueError, with settings that would fit, if it needs more than `limit` bytes.
     """
     batch = profile.batch(profile.pixels)
-    plan = require_fit(profile.estimator, batch, limit)
-    training = random_training(profile.family, profile.train)
-    training.plan, training.live_bytes = plan.plan, live_bytes_limit(plan.estimate, plan.plan, limit)
+    plan = require_fit(profile.estimator(profile.pixels), limit)
+    training = random_training(profile.family, profile.train, MemoryPlan(plan.plan, plan.memory(limit).live))
     return plan, training, random_batch(profile.family, replace(batch, samples=plan.samples))
 
 
@@ -148,7 +146,7 @@ def report(profile: Profile, folder: Path) -> Iterator[str]:
     yield f"{title}, {c.variant} of rank {c.rank}, {c.optimizer.kind}, plan {plan.plan}"
     yield from meter_table(meter)
     held = format_bytes(meter.rows[0]["before"])
-    yield f"peak {format_bytes(meter.peak)}, estimated {format_bytes(plan.needs)}; held between steps: {held}"
+    yield f"peak {format_bytes(meter.peak)}, estimated {format_bytes(plan.peak)}; held between steps: {held}"
     yield from leak_lines(meter)
     folder.mkdir(parents=True, exist_ok=True)
     facts = {"family": profile.family.name, "pixels": profile.pixels, "samples": plan.samples, "bits": c.base_bits}
@@ -186,22 +184,22 @@ def panels(meter: Meter) -> list[Panel]:
 
 def advice(profile: Profile) -> Iterator[str]:
     """What one image needs with 16, 8 and 4 bits, then the [train] settings that would fit for each size."""
-    train = replace(profile.train, memory="auto", micro_batch=1)
-    estimators = [profile.estimator.with_config(replace(train, base_bits=bits)) for bits in BITS]
     yield f"one image may take {format_bytes(profile.limit)} and needs, with plan blocks / plan whole:"
-    for estimator in estimators:
-        needs = {side: estimator.estimate(profile.batch(side), 1) for side in SIDES}
-        cells = [f"{side} px {format_bytes(p.peak('blocks'))} / {format_bytes(p.peak('whole'))}" for side, p in needs.items()]
-        yield f"  base_bits = {estimator.config.base_bits}: " + ", ".join(cells)
-    for side in SIDES:
-        remedy = cheapest_fit(estimators[0], profile.batch(side), profile.limit)
-        changes = {"base_bits": BITS[0], **remedy.settings}
+    train = replace(profile.train, memory="auto", micro_batch=1)
+    estimators = {side: replace(profile, train=replace(train, base_bits=BITS[0])).estimator(side) for side in SIDES}
+    for bits in BITS:
+        needs = {side: each.changed({"train": {"base_bits": bits}}).blocks(1) for side, each in estimators.items()}
+        peaks = {side: [format_bytes(found.memory(plan).peak) for plan in ("blocks", "whole")] for side, found in needs.items()}
+        yield f"  base_bits = {bits}: " + ", ".join(f"{side} px {blocks} / {whole}" for side, (blocks, whole) in peaks.items())
+    for side, estimator in estimators.items():
+        remedy = cheapest_settings(estimator, profile.limit)
+        changes = {"base_bits": BITS[0], **remedy.settings.get("train", {})}
         changes = {name: value for name, value in changes.items() if value != getattr(train, name)}
-        settings = f" with {replace(remedy, settings=changes)}" if changes else ""
-        if remedy.needs > profile.limit:
-            yield f"{side} px would not fit:{settings} it needs {format_bytes(remedy.needs)}"
+        settings = f" with {replace(remedy, settings={'train': changes})}" if changes else ""
+        if remedy.peak > profile.limit:
+            yield f"{side} px would not fit:{settings} it needs {format_bytes(remedy.peak)}"
         else:
-            yield f"{side} px would fit{settings}, plan {remedy.plan}"
+            yield f"{side} px would fit{settings}, plan {estimator.changed(remedy.settings).best(profile.limit).plan}"
 
 
 # Probes of `latentmill doctor --measure`
@@ -226,4 +224,4 @@ def probe(name: str, side: int, budget: int, steps: int = 20) -> dict[str, Any]:
     gc.collect()
     mx.clear_cache()
     times = {"first_s": seconds[0], "s": median(seconds[1:]), "least_s": min(seconds[1:]), "most_s": max(seconds[1:])}
-    return times | {"plan": str(plan.plan), "bits": 4, "peak_bytes": peak, "estimated_bytes": plan.needs}
+    return times | {"plan": str(plan.plan), "bits": 4, "peak_bytes": peak, "estimated_bytes": plan.peak}

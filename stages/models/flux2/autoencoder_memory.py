@@ -13,27 +13,22 @@ from pathlib import Path
 import mlx.core as mx
 
 from stages import kernels
+from stages.memory import COLUMNS, EXACT, EXTRA, INPUTS, OUTPUTS, WINOGRAD, Memory
 from stages.models.family import Family
 from stages.models.flux2.autoencoder import AutoencoderConfig, query_rows, strip_rows
 from stages.models.flux2.load import autoencoder_config
 
-COLUMNS = 9.0  # on a CPU, a convolution copies each 3 x 3 neighbourhood of its input
-EXTRA = 4.0  # on a CPU, strips beside these copies: the input, its normalised form, the sum with the bias, and one more
-INPUTS = 3.0  # on a GPU, copies of the input strip: with the rows beside it, normalised, padded
-OUTPUTS = 2.0  # on a GPU, copies of the output strip: the convolution's result, its sum with another activation
-EXACT = 5.5  # on CUDA: bytes of scratch of an exact convolution per byte of input and output strip (data/bench.jsonl)
-WINOGRAD = 64 / 36  # on Metal, if not exact: bytes of scratch per byte of input and output; tiles of 8 x 8 stand for 6 x 6
 
-
-def autoencoder_bytes(
+def autoencoder_memory(
     path: Path | None, family: Family, height: int, width: int, itemsize: int, encodes: bool, exact: bool | None = None
-) -> tuple[int, int]:
-    """(weights, most in use beside them) in bytes, to encode or decode one image; `Architecture.autoencoder_bytes`."""
+) -> Memory:
+    """To encode or decode one image; `Architecture.autoencoder_memory`."""
     config = autoencoder_config(path, family)
     weights = sum(itemsize * math.prod(shape) for shape in config.shapes().values())
     half = (encoding if encodes else decoding)(config, height, width, kernels.exact() if exact is None else exact)
     image = 4 * height * width * 3  # float32 pixels, as input or output
-    return weights, int(max(held + work for held, work in half) * itemsize) + image
+    work = int(max(held + work for held, work in half) * itemsize) + image
+    return Memory(weights, work, weights + work)
 
 
 def encoding(config: AutoencoderConfig, height: int, width: int, exact: bool) -> Iterator[tuple[float, float]]:

@@ -5,7 +5,6 @@ The training loop is `stages.tuner.loop`; its task is PairTask.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from collections.abc import Iterator, Mapping
@@ -21,17 +20,15 @@ from schemas.retrieval.train import TRAIN
 from stages.hashing import file_sha256
 from stages.models.t5.model import T5, T5Config
 from stages.retrieval.encoder import read_adapter
-from stages.retrieval.train import memory_plan
 from stages.retrieval.train.config import TrainConfig, bits_of
 from stages.retrieval.train.data import HeldOutPairs, PairReader, Sample, load_dataset
-from stages.retrieval.train.forecast import forecast
+from stages.retrieval.train.memory import PairEstimator, forecast
 from stages.retrieval.train.objective import Contrast
 from stages.run import Run
 from stages.stage import Stage
 from stages.tuner import loop
-from stages.tuner.checkpoint import ADAPTER, Checkpoint
+from stages.tuner.checkpoint import ADAPTER
 from stages.tuner.control import Control
-from stages.tuner.memory_plan import MemoryPlan
 from stages.tuner.order import Order
 from stages.tuner.quantize import pack_if_possible
 from stages.tuner.rows import wanted_rows
@@ -111,12 +108,8 @@ class PairTask:
             line += f", {given} hard negatives"
         return line + (f"; {len(self.data.held)} pairs are held out" if self.data.held else "")
 
-    def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
-        """`recorded` prefers the plan of `start`, since steps of an earlier run are computed again. Raises ValueError if no
-        plan fits.
-        """
-        config = dataclasses.replace(self.config, memory="auto") if recorded else self.config
-        return memory_plan.choose(config, self.family.architecture, self.sizes_of_model, self.data, start, self.run.report.say)
+    def estimator(self) -> PairEstimator:
+        return PairEstimator(self.config, self.family.architecture, self.sizes_of_model, self.data.longest)
 
     def initial_adapter(self) -> InitialAdapter | None:
         """(arrays, scales) of [train] initial. Raises ValueError if it is incomplete or does not fit the model."""

@@ -19,7 +19,7 @@ from stages.models.weights import reading
 from stages.run import Run
 from stages.stage import Stage
 from stages.text_to_image.embeddings.config import EmbeddingsConfig
-from stages.text_to_image.embeddings.memory_plan import choose_plan, forecast, load_encoder
+from stages.text_to_image.embeddings.memory import choose_plan, forecast, load_encoder
 from stages.text_to_image.stored_embeddings import INT8, pack
 from stages.tuner.blockwise.device import live_memory_limit, memory_budget
 
@@ -58,11 +58,11 @@ def encode_texts(run: Run[EmbeddingsConfig], texts: Sequence[str]) -> Iterator[l
     family = run.needs["family"]
     family.require("text_encoder")  # before its weights are looked for
     path, tokenizer = run.needs["text_encoder"], run.needs["tokenizer"]
-    plan = choose_plan(run.config, family, path, memory_budget())
+    by_layer, memory = choose_plan(run.config, family, path, memory_budget())
     with reading("the text encoder", run.report.note):
-        encoder = run.reuse("text encoder", lambda: load_encoder(family, path, tokenizer, run.config, plan.by_layer))
+        encoder = run.reuse("text encoder", lambda: load_encoder(family, path, tokenizer, run.config, by_layer))
     try:
-        with live_memory_limit(plan.live_bytes):
+        with live_memory_limit(memory.live):
             for start in range(0, len(texts), run.config.batch_size):
                 if run.report.stop():
                     return

@@ -15,6 +15,7 @@ import pyarrow as pa
 from schemas.text_to_image.buckets import BUCKETS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
+from stages.memory import Forecast, Memory, Outlook, Settings, cheapest
 from stages.models.text.encoder import widen
 from stages.run import Run
 from stages.stage import Stage
@@ -23,7 +24,7 @@ from stages.text_to_image.imaging.decode import ImageError
 from stages.text_to_image.imaging.usable import USE, usable_paths
 from stages.text_to_image.latents.config import LatentsConfig
 from stages.text_to_image.latents.crops import FileChanged, ImageJob, decode_ahead, mask_files, mask_ids
-from stages.text_to_image.latents.memory_plan import forecast
+from stages.text_to_image.memory import image_sizes, largest_image, smaller_sides
 from stages.tuner import draws
 from stages.tuner.blockwise.device import compute_exactly, configure_convolutions, live_memory_limit
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 WANTED = ("latent_id", "image_id", "width", "height", "crop_x", "crop_y", "crop_w", "crop_h", "flip", "mask_id")
+LATENT_ITEM = 2  # bytes of a stored value
 CROP = ("crop_x", "crop_y", "crop_w", "crop_h")
 
 
@@ -100,7 +102,7 @@ def encode_latents(run: Run[LatentsConfig]) -> Iterator[pa.RecordBatch]:
     # all in memory.
     sizes = [(row["height"], row["width"]) for row in run.output.pending.to_pylist()]
     largest = max(sizes, key=lambda size: size[0] * size[1])
-    limit = sum(family.architecture.autoencoder_bytes(path, family, *largest, dtype.size, True, run.config.exact))
+    limit = family.architecture.autoencoder_memory(path, family, *largest, dtype.size, True, run.config.exact).live
     changed: list[str] = []
     rows = _encoded_rows(run, model, changed)
     held: list[Row] = []
@@ -198,6 +200,25 @@ def opened_files(run: Run[LatentsConfig]) -> Iterator[Path]:
         yield packed.file_to_open(job.path)
         if job.mask:
             yield packed.file_to_open(job.mask)
+
+
+def forecast(outlook: Outlook) -> Forecast:
+    config, family, weights = outlook.sections["latents"], outlook.family, outlook.weights("autoencoder")
+    architecture, item, (width, height) = family.architecture, getattr(mx, config.precision).size, largest_image(outlook)
+
+    def peak(settings: Settings) -> int:
+        sides = settings["buckets"]["resolutions"] * 2 if settings else (height, width)
+        memory: Memory = architecture.autoencoder_memory(weights, family, *sides, item, True, config.exact)
+        return memory.peak
+
+    step = architecture.pixels_per_token
+    changes = ({"buckets": {"resolutions": [side]}} for side in smaller_sides((width * height) ** 0.5, step))
+    remedy = cheapest(peak, outlook.budget, changes)
+    channels = architecture.transformer_config(outlook.weights("transformer"), family).in_channels
+    sizes = image_sizes(outlook)
+    row_bytes = LATENT_ITEM * channels * sum(width * height for width, height in sizes) // (step * step * len(sizes))
+    how = f"images of at most {width} x {height} px"
+    return Forecast(peak({}), row_bytes, how=how, remedy=remedy if peak({}) > outlook.budget else None)
 
 
 STAGE = Stage(

@@ -25,7 +25,7 @@ from stages.models.weights import reading
 from stages.run import Run
 from stages.text_to_image.imaging.decode import CEILING_BYTES, ImageError, open_image
 from stages.text_to_image.samples.config import MULTIPLE, SamplesConfig
-from stages.text_to_image.samples.memory_plan import drawing_memory, passes
+from stages.text_to_image.samples.memory import drawing_memory, passes
 from stages.text_to_image.weights import CONVERTED, STREAMED, load_transformer, meta_transformer
 from stages.tuner import checkpoint
 from stages.tuner.adapters.combine import Part, join
@@ -144,7 +144,7 @@ def _decode(run: Run[SamplesConfig], drawn: Sequence[Picture]) -> Iterator[Drawn
         return
     family, path, size = run.needs["family"], run.needs["autoencoder"], (run.config.height, run.config.width)
     autoencoder = load_autoencoder(run)
-    limit = sum(family.architecture.autoencoder_bytes(path, family, *size, 4, False))
+    limit = family.architecture.autoencoder_memory(path, family, *size, 4, False).live
     for picture in drawn:
         if run.report.stop():
             return
@@ -259,7 +259,7 @@ def load_sampler(
     memory = drawing_memory(family, transformer, config, config.precision, size, both, held, shown)
     model = load_transformer(transformer, family, dtype, config, folder=folder, copies=copies, say=say)
     predict = adapted_forward(model, parts)
-    predict.live_bytes = memory.live_bytes  # while so many are in use, MLX starts no further operation
+    predict.live_bytes = memory.live  # while so many are in use, MLX starts no further operation
     steps = family.sampling_steps if config.steps is None else config.steps
     guidance = family.guidance if config.guidance is None else config.guidance
     return LatentSampler(adapters.label, family, model, predict, steps, guidance, read_negative() if both > 1 else None)

@@ -24,7 +24,7 @@ from stages.stage import Stage
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.drawing import LATENTS, Adapters, Picture, draw_pictures, reference_id, save_png
 from stages.text_to_image.samples.grid import write_grid
-from stages.text_to_image.samples.memory_plan import forecast
+from stages.text_to_image.samples.memory import forecast
 from stages.text_to_image.stored_embeddings import embedding_reader
 from stages.tuner import checkpoint
 from stages.tuner.checkpoint import ADAPTER, EMA, Checkpoint

@@ -13,11 +13,12 @@ from stages.models.family import Family, Transformer
 from stages.text_to_image.train.batches import MicroBatch, Sample
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.data import Crop
-from stages.text_to_image.train.memory_plan import BatchShape
+from stages.text_to_image.train.memory import BatchShape
 from stages.text_to_image.train.task import FlowMatching
 from stages.text_to_image.weights import STREAMED, arranged
 from stages.tuner.blockwise.device import compiles
 from stages.tuner.config import OptimizerConfig
+from stages.tuner.memory import MemoryPlan
 from stages.tuner.optimizers.methods import make_optimizer
 from stages.tuner.step import TrainingStep, choose_targets, starting_adapter
 from stages.tuner.stored import WeightFolder
@@ -47,12 +48,12 @@ def random_transformer(family: Family, config: TrainConfig) -> Transformer:
     return model
 
 
-def random_training(family: Family, config: TrainConfig) -> TrainingStep:
-    """A step with plan "whole" and no memory limit; set `plan` and `live_bytes` of the result to use less."""
+def random_training(family: Family, config: TrainConfig, memory: MemoryPlan | None = None) -> TrainingStep:
+    """`memory`: None computes no block twice and has no limit."""
     model = random_transformer(family, config)
     targets = choose_targets(model.linears(), config)
     objective = FlowMatching(family.architecture, config.loss, config.preservation)
-    return TrainingStep(model, objective, targets, config, starting_adapter(model, targets, config))
+    return TrainingStep(model, objective, targets, config, starting_adapter(model, targets, config), memory=memory)
 
 
 def random_batch(family: Family, batch: BatchShape) -> MicroBatch:

@@ -21,7 +21,7 @@ from stages.run import Run
 from stages.stage import Stage
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.data import load_dataset
-from stages.text_to_image.train.forecast import forecast
+from stages.text_to_image.train.memory import forecast
 from stages.text_to_image.train.task import ImageTask
 from stages.tuner import checkpoint, loop
 from stages.tuner.checkpoint import ADAPTER

@@ -6,7 +6,6 @@ Letters in names: B batch, C latent channels, H W latent height and width, L = H
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,16 +24,17 @@ from stages.models.family import Architecture, Transformer
 from stages.models.weights import reading
 from stages.run import Run
 from stages.text_to_image.stored_embeddings import embedding_reader
-from stages.text_to_image.train import memory_plan, sound_start
+from stages.text_to_image.train import sound_start
 from stages.text_to_image.train.batches import BatchReader, HeldOutImages, MicroBatch, Sample, build_sampler
 from stages.text_to_image.train.config import LossConfig, PreservationConfig, TrainConfig
 from stages.text_to_image.train.data import load_dataset
+from stages.text_to_image.train.memory import ImageEstimator, largest_batch
 from stages.text_to_image.weights import CONVERTED, STREAMED, load_transformer, meta_transformer
 from stages.tuner.adapters.initial import check_initial
 from stages.tuner.blockwise.backprop import predict_base
-from stages.tuner.checkpoint import Checkpoint, adapter_damage
+from stages.tuner.checkpoint import adapter_damage
 from stages.tuner.diffusion import loss, weighting
-from stages.tuner.memory_plan import MemoryPlan
+from stages.tuner.ranks import connect
 from stages.tuner.step import choose_targets
 from stages.tuner.task import ExpectedLoss, InitialAdapter, Term
 
@@ -199,11 +199,11 @@ class ImageTask:
             line += f"; {sum(crop.mask is not None for crop in crops)} crops have a mask"
         return line
 
-    def memory_plan(self, start: Checkpoint | None, recorded: bool = False) -> MemoryPlan:
-        """`recorded`: the plan in `start` if it fits, whatever [train] memory says. Raises ValueError if no allowed plan fits."""
-        # With "auto", the plan of `start` is chosen again if it fits, else the fastest that does.
-        config = dataclasses.replace(self.config, memory="auto") if recorded else self.config
-        return memory_plan.choose(config, self.family, self.run.needs["transformer"], self.sampler, start, self.run.report.say)
+    def estimator(self) -> ImageEstimator:
+        architecture = self.family.architecture
+        sizes = architecture.transformer_config(self.run.needs["transformer"], self.family)
+        batch = largest_batch(self.sampler, architecture.pixels_per_token, connect().size)
+        return ImageEstimator(self.config, architecture, sizes, batch)
 
     def initial_adapter(self) -> InitialAdapter | None:
         if not self.config.initial:

@@ -16,7 +16,7 @@ from pipeline.commands import doctor
 from pipeline.commands.doctor import command, report
 from pipeline.commands.text_to_image import memory
 from pipeline.machine import Machine, examine, problems
-from stages.text_to_image.capacity import capacities
+from stages.text_to_image.memory import capacities
 
 GIB = 2**30
 MAC = Machine(

@@ -18,7 +18,7 @@ import pytest
 from pipeline.commands.plan import report
 from pipeline.project.outlook import announcement, need, outlook
 from pipeline.project.project import Project
-from stages.forecast import PROGRAM_BYTES
+from stages.memory import PROGRAM_BYTES
 from stages.text_to_image.families import FAMILIES
 from tests import projects
 
@@ -55,13 +55,13 @@ def test_what_cannot_fit_is_refused_and_the_named_settings_do_fit(tmp_path):
     lines, fits = report(klein(tmp_path), budget)
     assert not fits
     (samples,) = [line for line in lines if line.startswith("samples needs about")]
-    assert "[samples] base_bits = 8 would fit" in samples or "[samples] base_bits = 4 would fit" in samples
+    assert "[samples] base_bits = 8 would need" in samples or "[samples] base_bits = 4 would need" in samples
     bits = int(samples.split("base_bits = ")[1].split()[0])
     more = f'[samples]\nbase_bits = {bits}\n[train]\nbase_bits = 4\n[train.optimizer]\nkind = "adamw8bit"\n'
     again, fits = report(klein(tmp_path, more, 512), budget)
     assert fits, again
     nothing, _ = report(klein(tmp_path), int(1e8))
-    assert any("no setting would fit; choose a smaller family" in line for line in nothing)
+    assert any("too much as well; choose a smaller family" in line for line in nothing)
 
 
 def test_a_stage_that_cannot_run_for_the_family_says_why_in_its_line(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.embeddings import EMBEDDINGS
 from stages.models.text.encoder import widen
 from stages.run import Run
-from stages.text_to_image.embeddings import STAGE, EmbeddingsConfig, memory_plan
+from stages.text_to_image.embeddings import STAGE, EmbeddingsConfig, memory
 from stages.text_to_image.families import family
 from stages.tuner.blockwise.device import live_memory_limit
 from tests import harness
@@ -215,18 +215,18 @@ def test_layer_by_layer_the_embeddings_are_the_same_to_the_bit(folder: Path, tmp
 
 
 def test_layer_by_layer_needs_the_memory_of_a_layer_and_not_of_all(folder: Path, tmp_path: Path) -> None:
-    plans = {by_layer: memory_plan.estimate(FLOAT32, family("klein-base-4b"), None, by_layer) for by_layer in (False, True)}
+    plans = {by_layer: memory.encoder_memory(FLOAT32, family("klein-base-4b"), None, by_layer) for by_layer in (False, True)}
     assert plans[True].peak < plans[False].peak / 4
-    assert memory_plan.choose_plan(FLOAT32, family("klein-base-4b"), None, int(40e9)).by_layer is False
-    assert memory_plan.choose_plan(FLOAT32, family("klein-base-4b"), None, int(8e9)).by_layer is True
+    assert memory.choose_plan(FLOAT32, family("klein-base-4b"), None, int(40e9))[0] is False
+    assert memory.choose_plan(FLOAT32, family("klein-base-4b"), None, int(8e9))[0] is True
 
 
 def test_an_encoder_that_cannot_fit_is_refused_and_the_settings_that_fit_are_named() -> None:
     whole, klein = replace(FLOAT32, memory="whole"), family("klein-base-4b")
-    with pytest.raises(ValueError, match=r'text encoder needs about .* GB, .*: with \[embeddings\] memory = "layers" it fits'):
-        memory_plan.choose_plan(whole, klein, None, int(4e9))
-    with pytest.raises(ValueError, match="no setting makes it fit"):
-        memory_plan.choose_plan(whole, klein, None, int(1e8))
+    with pytest.raises(ValueError, match=r'text encoder needs .*: \[embeddings\] memory = "layers" would need .* GB$'):
+        memory.choose_plan(whole, klein, None, int(4e9))
+    with pytest.raises(ValueError, match="too much as well; choose a smaller family"):
+        memory.choose_plan(whole, klein, None, int(1e8))
 
 
 def test_fewer_bits_give_nearly_the_embeddings_of_all_and_only_they_rename_the_table(folder: Path, tmp_path: Path) -> None:
@@ -246,12 +246,12 @@ def test_the_estimate_of_the_text_encoder_is_near_its_measured_peak(
     larger = replace(TINY, text_encoder=TINY.text_encoder | wide, text_layers=(2, 3, 5))
     larger.architecture.write_random_weights(tmp_path / "weights", larger, 0)
     config = replace(FLOAT32, bits=bits)
-    expected = memory_plan.estimate(config, larger, None, by_layer).peak
+    expected = memory.encoder_memory(config, larger, None, by_layer).peak
     gc.collect()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     paths = [tmp_path / "weights" / name for name in ("text_encoder", "tokenizer")]
-    encoder = memory_plan.load_encoder(larger, *paths, config, by_layer)
+    encoder = memory.load_encoder(larger, *paths, config, by_layer)
     list(encoder.encode(["a cat", "a dog"]))
     measured = mx.get_peak_memory() - before
     # Layer by layer, the estimate counts the layer that is read ahead. On a busy machine it may come late, which lowers the peak.
@@ -263,12 +263,12 @@ def test_with_its_limit_encoding_takes_no_more_than_the_estimate(tmp_path: Path)
     larger = replace(TINY, text_encoder=TINY.text_encoder | wide, text_layers=(2, 3, 5))
     larger.architecture.write_random_weights(tmp_path / "weights", larger, 0)
     config = replace(FLOAT32, bits=4)
-    plan = memory_plan.estimate(config, larger, None, False)
+    plan = memory.encoder_memory(config, larger, None, False)
     gc.collect()
     before = mx.get_active_memory()
     paths = [tmp_path / "weights" / name for name in ("text_encoder", "tokenizer")]
-    encoder = memory_plan.load_encoder(larger, *paths, config)
+    encoder = memory.load_encoder(larger, *paths, config)
     mx.reset_peak_memory()
-    with live_memory_limit(before + plan.live_bytes):
+    with live_memory_limit(before + plan.live):
         list(encoder.encode(["a cat", "a dog"]))
     assert mx.get_peak_memory() - before <= 1.02 * plan.peak, (mx.get_peak_memory() - before, plan.peak)

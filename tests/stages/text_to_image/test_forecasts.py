@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from stages.forecast import Outlook
+from stages.memory import Outlook
 from stages.models.family import Family
 from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig, arrange
 from stages.models.flux2.random_weights import weight
@@ -18,11 +18,11 @@ from stages.models.flux2.sizes import transformer_sizes
 from stages.text_to_image import PIPELINE
 from stages.text_to_image.families import family
 from stages.text_to_image.samples.config import SamplesConfig
-from stages.text_to_image.samples.memory_plan import drawing_memory
-from stages.text_to_image.train.memory_plan import BatchShape, MemoryEstimator
+from stages.text_to_image.samples.memory import drawing_memory
+from stages.text_to_image.train.memory import BatchShape, ImageEstimator
 from stages.text_to_image.train.profile import profile_settings, random_batch, random_training, random_transformer
 from stages.tuner.blockwise.forward import model_forward
-from stages.tuner.memory_plan import live_bytes_limit
+from stages.tuner.memory import MemoryPlan
 
 TINY = family("tiny")
 WIDE = replace(TINY, transformer=transformer_sizes(2, 3, 4, 256) | {"attention_head_dim": 64, "axes_dims_rope": (16,) * 4})
@@ -54,7 +54,7 @@ def test_the_estimate_of_drawing_is_near_its_measured_peak(bits: Any, side: int,
     text = mx.zeros((1, TINY.text_tokens, 256))
     negative = text if passes == 2 else None
     predict = model_forward(model, None)
-    predict.live_bytes = expected.live_bytes
+    predict.live_bytes = expected.live
     drawing = {"seed": 0, "steps": 2, "guidance": 3.0, "negative_1TJ": negative, "predict": predict}
     before = start()
     list(WIDE.architecture.draw(model, text, side, side, **drawing))
@@ -76,11 +76,11 @@ def test_the_estimate_of_the_autoencoder_is_near_its_measured_peak(encodes: bool
     shape = (1, side, side, 3) if encodes else (1, 128, side // 16, side // 16)
     given = mx.array(np.random.default_rng(0).standard_normal(shape).astype(np.float32))
     mx.eval(arrays, given)
-    weights, expected = larger.architecture.autoencoder_bytes(None, larger, side, side, 4, encodes)
-    assert sum(array.nbytes for array in arrays.values()) == weights
+    expected = larger.architecture.autoencoder_memory(None, larger, side, side, 4, encodes)
+    assert sum(array.nbytes for array in arrays.values()) == expected.held
     before = start()
     mx.eval(model.encode(given) if encodes else model.decode(given))
-    assert 0.7 < expected / peak_beside(before) < 1.4, (expected, peak_beside(before))
+    assert 0.7 < expected.work / peak_beside(before) < 1.4, (expected, peak_beside(before))
 
 
 @pytest.mark.parametrize(("side", "samples", "plan"), [(128, 4, "whole"), (128, 4, "blocks"), (512, 1, "blocks")])
@@ -88,14 +88,13 @@ def test_the_estimate_of_training_on_a_cpu_is_within_a_tenth_of_the_peak_of_a_st
     config, record = profile_settings(rank=16), family("micro")
     shape = BatchShape(samples, side, side, record.text_tokens, record.architecture.pixels_per_token)
     sizes = record.architecture.transformer_config(None, record)
-    expected = MemoryEstimator(config, record.architecture, sizes).estimate(shape, samples)
+    expected = ImageEstimator(config, record.architecture, sizes, shape).blocks(samples).memory(plan, BUDGET)
     before = start()
-    training, batch = random_training(record, config), random_batch(record, shape)
-    training.plan, training.live_bytes = plan, live_bytes_limit(expected, plan, BUDGET)
+    training, batch = random_training(record, config, MemoryPlan(plan, expected.live)), random_batch(record, shape)
     training.step([batch], config.lr)
     mx.reset_peak_memory()
     training.step([batch], config.lr)
-    assert expected.peak(plan) == pytest.approx(peak_beside(before), rel=0.1)
+    assert expected.peak == pytest.approx(peak_beside(before), rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["latents", "embeddings", "train", "samples"])

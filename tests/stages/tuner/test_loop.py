@@ -11,6 +11,7 @@ import pytest
 
 from stages.tuner import checkpoint, loop
 from stages.tuner.config import EmaConfig
+from stages.tuner.memory import MemoryPlan
 from stages.tuner.replay import replay_step
 from tests.stages.tuner.toy import CONFIG, HELD, PAIRS, ToyRun, ToyTask, read_pairs
 
@@ -60,7 +61,7 @@ def test_the_loss_of_a_batch_is_computed_over_all_its_samples(whole, tmp_path):
     task = ToyTask(CONFIG)
     training = loop.load_training(task, None)
     batches = [read_pairs(samples) for samples in task.draw(1)]
-    training.max_samples, training.max_tokens = 1, 10
+    training.memory = MemoryPlan(max_samples=1, max_tokens=10)
     assert [len(batch.samples) for batch in training.split(batches)] == [4, 4]
     losses = training.gradient(batches).losses.tolist()
     assert losses == [row["loss"] for row in whole.rows if (row["step"], row["split"]) == (1, "train")]

@@ -14,21 +14,20 @@ import numpy as np
 import pyarrow as pa
 
 import stages  # noqa: F401  a fast BLAS, before MLX
+from stages.memory import Settings, changed
 from stages.run import Output, Report, Run
 from stages.tuner import draws, loop
-from stages.tuner.blockwise import planner
 from stages.tuner.config import ScheduleConfig, TrainingConfig, ValidationConfig
 from stages.tuner.control import Control
-from stages.tuner.memory_plan import MemoryPlan, best_candidate, plan_run
+from stages.tuner.memory import Blocks, Estimator, trace
 from stages.tuner.order import Order
 from stages.tuner.resume import Key, row_key
 from stages.tuner.rows import wanted_rows
-from stages.tuner.step import choose_targets
+from stages.tuner.step import build_optimizer, choose_targets
 from stages.tuner.task import Term
 
 WORDS, WIDTH, LENGTH, BLOCKS, PAIRS = 50, 16, 5, 3, 14
 HELD = (12, 13)  # pairs that are only measured
-LIMIT = 10**9
 CONFIG = TrainingConfig(
     steps=7,
     batch_size=4,
@@ -148,6 +147,22 @@ class HeldOutPairs:
         yield read_pairs(list(HELD))
 
 
+class ToyEstimator(Estimator[TrainingConfig]):
+    tokens, of = 2 * LENGTH, "of a toy"
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self.samples = self.most = config.batch_size
+        model = Encoder()
+        super().__init__(config, model, {}, (), choose_targets(model.linears(), config), build_optimizer(config))
+
+    def blocks(self, samples: int) -> Blocks:
+        inputs = {"ids_RN": mx.zeros((2 * samples, LENGTH), mx.int32)}
+        return trace(self.model, inputs, self.targets, **self.frozen | {"weights": 4000}, optimizer_state=4000)
+
+    def changed(self, settings: Settings) -> ToyEstimator:
+        return ToyEstimator(changed(self.config, settings["train"]))
+
+
 class ToyTask:
     """See `stages.tuner.task.Task`."""
 
@@ -179,16 +194,8 @@ class ToyTask:
     def description(self) -> str:
         return f"{PAIRS - len(HELD)} pairs"
 
-    def memory_plan(self, start: Any, recorded: bool = False) -> MemoryPlan:
-        config = replace(self.config, memory="auto") if recorded else self.config
-        model = Encoder()
-        targets = choose_targets(model.linears(), config)
-
-        def estimate(samples: int) -> planner.Estimate:
-            return planner.estimate(model, {"ids_RN": mx.zeros((2 * samples, LENGTH), mx.int32)}, 4000, targets, 4000)
-
-        found = best_candidate(config, config.batch_size, estimate, LIMIT, start.state["plan"] if start else None)
-        return plan_run(config, found, 2 * LENGTH, LIMIT, start, self.say)
+    def estimator(self) -> ToyEstimator:
+        return ToyEstimator(self.config)
 
     def initial_adapter(self) -> None:
         return None

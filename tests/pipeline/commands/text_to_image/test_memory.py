@@ -16,12 +16,12 @@ from pipeline.commands.text_to_image import memory
 from pipeline.commands.text_to_image.memory import Profile
 from pipeline.plots import TEXT_CHUNK
 from pipeline.project.project import Project
+from stages.memory import FACTOR
 from stages.text_to_image.families import FAMILIES
-from stages.text_to_image.train.memory_plan import require_fit
 from stages.text_to_image.train.profile import profile_settings, random_batch, random_training
 from stages.text_to_image.train.task import FlowMatching
 from stages.tuner.blockwise.meter import Meter
-from stages.tuner.blockwise.planner import FACTOR
+from stages.tuner.memory import MemoryPlan, require_fit
 from tests import projects
 
 TINY = Profile(FAMILIES["tiny"], profile_settings(rank=4), 128)
@@ -120,20 +120,20 @@ def test_the_profile_limits_command_buffers_as_training_does_before_it_asks_for_
 def test_the_estimate_is_that_of_training_and_near_the_measured_peak(training):
     for plan in ("blocks", "whole"):
         profile = replace(TINY, train=replace(training.config, memory=plan))
-        found = require_fit(profile.estimator, profile.batch(128), profile.limit)
+        found = require_fit(profile.estimator(128), profile.limit)
         assert (found.samples, found.plan) == (1, plan)
-        training.plan = plan
+        training.memory = MemoryPlan(plan)
         meter = memory.measure_steps(training, batch(), 2)
-        elsewhere = meter.rows[0]["before"] - found.estimate.held
-        assert 1 / FACTOR < found.needs / (meter.peak - elsewhere) < FACTOR
+        elsewhere = meter.rows[0]["before"] - found.blocks.held
+        assert 1 / FACTOR < found.peak / (meter.peak - elsewhere) < FACTOR
 
 
 def test_advice_names_the_bits_that_would_fit_and_the_sizes_that_would_not(monkeypatch):
     monkeypatch.setattr(memory, "SIDES", (64, 128))
 
     def limited(side: int, bits: int) -> Profile:
-        found = replace(TINY, train=profile_settings(rank=4, base_bits=bits)).estimator.estimate(TINY.batch(side), 1)
-        return replace(TINY, train=profile_settings(rank=4, memory_gb=found.peak("blocks") / 1e9 + 1e-6))
+        found = replace(TINY, train=profile_settings(rank=4, base_bits=bits)).estimator(side).blocks(1)
+        return replace(TINY, train=profile_settings(rank=4, memory_gb=found.memory("blocks").peak / 1e9 + 1e-6))
 
     assert list(memory.advice(limited(128, 16)))[-1] == "128 px would fit, plan blocks"
     assert list(memory.advice(limited(128, 4)))[-1] == "128 px would fit with [train] base_bits = 4, plan blocks"

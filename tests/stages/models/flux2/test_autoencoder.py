@@ -12,7 +12,7 @@ from stages.models import weights
 from stages.models.flux2 import autoencoder
 from stages.models.flux2 import load as convert
 from stages.models.flux2.autoencoder import AutoencoderConfig
-from stages.models.flux2.autoencoder_memory import autoencoder_bytes
+from stages.models.flux2.autoencoder_memory import autoencoder_memory
 from stages.models.flux2.load import load_autoencoder, load_flux2
 from stages.models.flux2.sizes import AUTOENCODER
 from stages.text_to_image.families import FAMILIES, family
@@ -103,7 +103,7 @@ def test_the_small_decoder_is_recognised_by_the_shapes_of_its_single_file(tmp_pa
     assert model.config.decoder_channels == (16, 24, 32, 48)
     latents = np.random.default_rng(0).standard_normal((1, 128, 2, 3)).astype(np.float32)
     np.testing.assert_allclose(np.array(model.decode(mx.array(latents))), decoded(made, latents), atol=1e-4)
-    assert autoencoder_bytes(tmp_path / "ae.safetensors", sized, 64, 64, 4, False) != autoencoder_bytes(
+    assert autoencoder_memory(tmp_path / "ae.safetensors", sized, 64, 64, 4, False) != autoencoder_memory(
         None, sized, 64, 64, 4, False
     )
 

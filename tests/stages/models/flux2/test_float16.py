@@ -18,8 +18,8 @@ from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_
 from stages.models.folders import read_config
 from stages.models.text.encoder import TextEncoder
 from stages.text_to_image.families import family
-from stages.text_to_image.train import memory_plan
 from stages.text_to_image.train.config import TrainConfig
+from stages.text_to_image.train.memory import BatchShape, ImageEstimator
 from stages.text_to_image.weights import load_transformer
 from stages.tuner import quantize
 
@@ -113,8 +113,9 @@ def test_a_text_encoder_in_float16_computes_what_its_numbers_in_float32_do(half,
 def test_the_plan_counts_the_bytes_that_float16_weights_take_once_they_are_loaded(half, precision, bits):
     c = TrainConfig(precision=precision, base_bits=bits)
     model: Any = load_transformer(half / "transformer", TINY, DTYPES[precision], c)
-    estimator = memory_plan.MemoryEstimator(c, TINY.architecture, Flux2Config.from_dict(read_config(half / "transformer")))
-    assert estimator.weights == sum(array.nbytes for _, array in tree_flatten(held(model)))
+    sizes = Flux2Config.from_dict(read_config(half / "transformer"))
+    estimator = ImageEstimator(c, TINY.architecture, sizes, BatchShape(1, 64, 64, 8, 16))
+    assert estimator.frozen["weights"] == sum(array.nbytes for _, array in tree_flatten(held(model)))
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -8,12 +8,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from stages.text_to_image.train import memory_plan
 from stages.text_to_image.train.config import PreservationConfig, ValidationConfig
 from stages.text_to_image.train.task import ImageTask
+from stages.tuner import loop
+from stages.tuner import replay as tuner_replay
 from stages.tuner import step as tuner_step
 from stages.tuner.config import EmaConfig
 from stages.tuner.loader import Loader
+from stages.tuner.memory import MemoryPlan, choose_plan
 from stages.tuner.replay import replay_step
 from stages.tuner.step import TrainingStep
 from tests.stages.text_to_image.train.runs import BASE, Run, rich_tables
@@ -23,14 +25,15 @@ from tests.stages.text_to_image.train.runs import BASE, Run, rich_tables
 def bounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The limits of live bytes that memory plans choose."""
     found: list[int] = []
-    real = memory_plan.choose
 
-    def choose(*given: Any) -> memory_plan.MemoryPlan:
-        chosen = real(*given)
+    def noted(*given: Any, **named: Any) -> MemoryPlan:
+        chosen = choose_plan(*given, **named)
+        assert chosen.live_bytes
         found.append(chosen.live_bytes)
         return chosen
 
-    monkeypatch.setattr(memory_plan, "choose", choose)
+    monkeypatch.setattr(loop, "choose_plan", noted)
+    monkeypatch.setattr(tuner_replay, "choose_plan", noted)
     return found
 
 
@@ -61,7 +64,7 @@ def test_every_step_runs_under_the_live_memory_limit_of_the_plan_and_the_limit_i
 def test_a_step_waits_for_the_device_once(more, transformer, tmp_path, monkeypatch):
     run = Run(tmp_path, transformer, replace(BASE, **more), rich_tables())
     made = run.training()
-    made.plan, made.live_bytes = run.config.memory if "memory" in more else "whole", 1
+    made.memory = replace(made.memory, plan=run.config.memory if "memory" in more else "whole", live_bytes=1)
     waits: list[int] = []
     real = mx.eval
     monkeypatch.setattr(mx, "eval", lambda *given: [waits.append(1), real(*given)][1])

@@ -9,16 +9,15 @@ import mlx.core as mx
 import pytest
 
 from stages import kernels
+from stages.memory import FACTOR, GB
 from stages.models.folders import read_config
-from stages.text_to_image.train import memory_plan
+from stages.text_to_image.train import memory
 from stages.text_to_image.train.config import PreservationConfig, ValidationConfig
 from stages.text_to_image.train.stage import STAGE
 from stages.tuner import checkpoint
 from stages.tuner import step as tuner_step
-from stages.tuner.blockwise import planner
 from stages.tuner.blockwise.device import live_memory_limit
 from stages.tuner.loader import Loader
-from stages.tuner.memory_plan import GB
 from tests.stages.text_to_image.train.plans import batch_of, chosen, estimator, needs
 from tests.stages.text_to_image.train.runs import (
     BASE,
@@ -70,7 +69,7 @@ def peak_of(run: Run, steps: int = 2) -> int:
     gc.collect()  # what another test left would else be let go in between
     before = mx.get_active_memory()
     made = run.training()
-    made.plan, made.live_bytes = run.config.memory, 1
+    made.memory = replace(made.memory, plan=run.config.memory, live_bytes=1)
     mx.reset_peak_memory()
     for _, batches, _ in Loader(run.task(), range(1, steps + 1)):
         made.step(batches, 1e-4)
@@ -86,7 +85,7 @@ def test_adding_up_gradients_is_estimated_to_need_the_adapters_size_once_more_an
     plain = replace(BASE, batch_size=1, rank=16, memory="whole", caption_dropout=0.0)
     runs = [Run(tmp_path, deep, config, rich_tables(((128, 128),) * 4)) for config in (plain, replace(plain, **more))]
     expected, measured = [needs(run, "whole", 1) * GB for run in runs], [peak_of(run) for run in runs]
-    adapter = estimator(plain, read_config(deep)).adapter
+    adapter = estimator(plain, read_config(deep), batch_of(runs[0])).adapter
     assert expected[1] - expected[0] == pytest.approx(adapter)
     assert measured[1] - measured[0] == pytest.approx(adapter, rel=0.25)
 
@@ -101,23 +100,23 @@ def test_the_estimate_includes_held_out_images_that_are_larger_than_all_others(s
     gc.collect()  # what another test left would else be let go in between
     before = mx.get_active_memory()
     made = run.training()
-    made.live_bytes = 1
+    made.memory = replace(made.memory, live_bytes=1)
     held_out = run.task().held_out
     assert held_out
     mx.reset_peak_memory()
     for micro_batch in held_out.micro_batches():
         made.measure(micro_batch)
     measured = mx.get_peak_memory() - before
-    assert 1 / planner.FACTOR < needs(run, "blocks", samples or 2) * GB / measured < planner.FACTOR
+    assert 1 / FACTOR < needs(run, "blocks", samples or 2) * GB / measured < FACTOR
     trained = needs(Run(tmp_path, deep, replace(config, validation=None), tables(((64, 64),) * 3)), "blocks", samples or 2)
-    assert trained * GB < measured / planner.FACTOR
+    assert trained * GB < measured / FACTOR
 
 
 def test_gradients_are_added_up_without_a_third_copy_of_any(deep, tmp_path):
     config = replace(BASE, batch_size=1, rank=64, accumulate=3, precision="bfloat16", memory="blocks")
     run = Run(tmp_path, deep, config, tables(((64, 64),) * 4))
     made = run.training()
-    made.plan = "blocks"
+    made.memory = replace(made.memory, plan="blocks")
     batches = run.micro_batches(1)
     gc.collect()  # what another test left would else be let go in between
     before = mx.get_active_memory()
@@ -152,10 +151,10 @@ def test_on_metal_large_images_are_computed_one_at_a_time_unless_the_setting_say
     run = Run(tmp_path, transformer)
     assert chosen(run).max_samples is None
     monkeypatch.setattr(kernels, "limited", lambda: True)
-    assert batch_of(run).samples > 1 and batch_of(run).resolution < memory_plan.ALONE
+    assert batch_of(run).samples > 1 and batch_of(run).resolution < memory.ALONE
     assert chosen(run).max_samples is None
     together = needs(run, "blocks")
-    monkeypatch.setattr(memory_plan, "ALONE", batch_of(run).resolution)
+    monkeypatch.setattr(memory, "ALONE", batch_of(run).resolution)
     assert chosen(run).max_samples == 1
     run.config = replace(BASE, memory="blocks", memory_gb=0.999 * together)
     assert chosen(run).max_samples == 1, "the estimate is that of one sample"

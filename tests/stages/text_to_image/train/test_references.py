@@ -12,7 +12,7 @@ import pytest
 
 from schemas.text_to_image import images
 from stages.text_to_image.train.config import DataConfig, ValidationConfig
-from stages.text_to_image.train.memory_plan import MemoryEstimator, largest_batch
+from stages.text_to_image.train.memory import ImageEstimator, largest_batch
 from stages.tuner.adapters.stacks import Stacks
 from tests.stages.text_to_image.train.runs import BASE, TEXT_ROWS, TINY, Run, rows_of, tables, weights
 from tests.stages.text_to_image.train.test_step import plain
@@ -110,6 +110,8 @@ def test_the_estimate_of_memory_counts_the_references(wide: Path, tmp_path: Path
     run = Run(tmp_path, wide, BASE, paired())
     batch = largest_batch(run.task().sampler, 16)
     sizes = TINY.architecture.transformer_config(wide, TINY)
-    peak = MemoryEstimator(BASE, TINY.architecture, sizes).best
     assert batch.references == ((4, 6), (2, 4)) and batch.tokens == 24 + 24 + 8 + TEXT_ROWS
-    assert peak(batch, 10**12).needs > peak(replace(batch, references=()), 10**12).needs
+    peaks = [
+        ImageEstimator(BASE, TINY.architecture, sizes, each).best(10**12).peak for each in (batch, replace(batch, references=()))
+    ]
+    assert peaks[0] > peaks[1]

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from stages.text_to_image.families import family
-from stages.text_to_image.train import memory_plan, task
+from stages.text_to_image.train import task
 from stages.text_to_image.train.config import TrainConfig, ValidationConfig
+from stages.text_to_image.train.memory import BatchShape
 from stages.tuner.config import OptimizerConfig
+from stages.tuner.memory import require_fit
 from tests.stages.text_to_image.train.plans import PIXELS, chosen, estimator, needs
 from tests.stages.text_to_image.train.runs import (
     BASE,
@@ -57,13 +59,11 @@ def test_what_cannot_fit_is_refused_before_a_weight_is_loaded_with_the_setting_t
     with pytest.raises(
         ValueError,
         match=r'base_bits = 4, stream_blocks = true; \[train.optimizer\] kind = "adamw8bit" would need .* GB, too much as well; '
-        r"choose a smaller family, or train on a device with more memory$",
+        r"choose a smaller family, or a device with more memory$",
     ):
         run.go()
     run.config = replace(run.config, base_bits=4, stream_blocks=True, optimizer=OptimizerConfig(kind="lion"))
-    with pytest.raises(
-        ValueError, match=r"no setting would need less; choose a smaller family, or train on a device with more memory$"
-    ):
+    with pytest.raises(ValueError, match=r"no setting would need less; choose a smaller family, or a device with more memory$"):
         run.go()
     run.config = replace(run.config, memory="whole", memory_gb=needs(run, "whole", 1) * 0.99)
     with pytest.raises(ValueError, match=r'plan whole needs .* memory = "blocks" would need'):
@@ -92,9 +92,10 @@ def test_where_only_several_settings_together_fit_a_refusal_names_them_all_and_t
 
 def test_the_refusal_of_klein_9b_in_a_batch_of_8_at_1024_px_in_11_gb_names_micro_batches_and_4_bits(monkeypatch):
     monkeypatch.setattr("stages.models.attention.fused_gradient", lambda q_BHLK: True)
-    klein = estimator(TrainConfig(batch_size=8), family("klein-base-9b").transformer)
+    batch = BatchShape(8, 1024, 1024, 512, PIXELS)
+    klein = estimator(TrainConfig(batch_size=8), family("klein-base-9b").transformer, batch)
     with pytest.raises(ValueError, match=r"may take: \[train\] micro_batch = 1, base_bits = 4 would need (9|10)\..* GB$"):
-        memory_plan.require_fit(klein, memory_plan.BatchShape(8, 1024, 1024, 512, PIXELS), int(11e9))
+        require_fit(klein, int(11e9))
 
 
 def test_a_refusal_names_no_setting_that_is_not_needed_beside_the_others(deep, tmp_path):

@@ -17,6 +17,7 @@ from stages.text_to_image.weights import weight_bits
 from stages.tuner import quantize
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.stacks import Stacks
+from stages.tuner.memory import MemoryPlan
 from stages.tuner.step import TrainingStep
 from tests.stages.text_to_image.train.runs import BASE, EVERYTHING, TEXT_ROWS, TINY, Run, rich_tables, tables, weights
 from tests.stages.tuner.blockwise.test_backprop import assert_same
@@ -152,7 +153,7 @@ def test_plans_and_micro_batches_give_the_same_gradient_with_masks_and_preservat
     assert any(value is not None for value in values)
     preserved = [value if value is None else pytest.approx(value, rel=1e-5) for value in values]
     for plan, samples, tokens in (("blocks", None, None), (2, 3, None), ("whole", None, 30), ("blocks", 1, None)):
-        made.plan, made.max_samples, made.max_tokens = plan, samples, tokens
+        made.memory = MemoryPlan(plan, max_samples=samples, max_tokens=tokens)
         found = made.gradient(batches)
         np.testing.assert_allclose(np.array(found.losses), np.array(whole.losses), rtol=1e-5)
         assert found.values("preservation") == preserved

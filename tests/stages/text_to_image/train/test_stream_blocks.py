@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from stages.text_to_image.train import memory_plan
+from stages.text_to_image.train.memory import ImageEstimator, largest_batch
 from stages.text_to_image.weights import load_transformer
 from stages.tuner.blockwise.backprop import Plan
 from tests.stages.text_to_image.train.runs import BASE, EVERYTHING, TINY, Run, rich_tables, weights
@@ -31,17 +31,17 @@ def test_the_peak_is_lower_by_the_streamed_weights_and_as_estimated(plan: Plan, 
     for on_disk in (False, True):
         run = Run(tmp_path / str(on_disk), folder, replace(BASE, batch_size=1, steps=1, memory=plan, stream_blocks=on_disk))
         training = run.training()
-        training.plan = plan
+        training.memory = replace(training.memory, plan=plan)
         batches = run.micro_batches()
         mx.clear_cache()
         mx.reset_peak_memory()
         training.step(batches, 1e-3)
         peaks.append(mx.get_peak_memory())
         sizes = TINY.architecture.transformer_config(folder, TINY)
-        estimator = memory_plan.MemoryEstimator(run.config, TINY.architecture, sizes)
-        size = memory_plan.largest_batch(run.task().sampler, TINY.architecture.pixels_per_token)
-        estimates.append(estimator.estimate(size, 1).peak(plan))
-        stored, needed = estimator.stored, estimator.estimate(size, 1).stored_work(plan)
+        size = largest_batch(run.task().sampler, TINY.architecture.pixels_per_token)
+        blocks = ImageEstimator(run.config, TINY.architecture, sizes, size).blocks(1)
+        estimates.append(blocks.memory(plan).peak)
+        stored, needed = blocks.stored, blocks.stored_work(plan)
         del training
     assert needed == sum(stored[-2:] if plan == "blocks" else stored[-7:]) or plan == "blocks"
     saved = sum(stored) - needed

@@ -15,7 +15,6 @@ from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
 from schemas.text_to_image.train import TRAIN
 from stages.text_to_image.families import family
-from stages.text_to_image.train import memory_plan
 from stages.text_to_image.train.batches import MicroBatch, crop_noise, level_batches
 from stages.text_to_image.train.config import (
     DataConfig,
@@ -25,6 +24,7 @@ from stages.text_to_image.train.config import (
     TrainConfig,
     ValidationConfig,
 )
+from stages.text_to_image.train.memory import largest_batch
 from stages.text_to_image.train.task import ImageTask
 from stages.tuner.loader import Loader
 from stages.tuner.rows import wanted_rows
@@ -128,7 +128,7 @@ def test_resolutions_and_folders_occur_as_often_as_their_settings_say():
 def test_the_largest_batch_is_found_among_crops_that_the_first_epochs_do_not_have():
     made = task(Project(), data=DataConfig(resolutions={"512": 1, "768": 0.01}), batch_size=3)
     assert {sample.crop.width for sample in drawn(made, 8)} == {32}
-    batch = memory_plan.largest_batch(made.sampler, 16)
+    batch = largest_batch(made.sampler, 16)
     assert (batch.samples, batch.width, batch.height, batch.text_rows) == (3, 48, 48, 2)
 
 

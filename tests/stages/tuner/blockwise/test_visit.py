@@ -12,8 +12,8 @@ import pytest
 from stages.tuner import quantize, stored
 from stages.tuner.blockwise.backprop import loss_and_grads, predict_base
 from stages.tuner.blockwise.forward import model_forward
-from stages.tuner.blockwise.planner import Estimate
 from stages.tuner.blockwise.visit import Visit
+from stages.tuner.memory import Blocks
 from stages.tuner.stored import StoredWeight, WeightFolder
 from tests.stages.tuner.blockwise.test_backprop import Stream, assert_same, batch, loss_of, tiny, trained
 
@@ -80,7 +80,7 @@ def peak_in_weights(compute: Any) -> float:
 def test_the_peak_is_that_of_two_blocks_or_of_those_that_keep_their_activations(plan, most, tmp_path):
     chain = streamed(Heavy(), tmp_path)
     scales = {f"{block.name}.fc": 0.1 for block in chain.blocks}
-    needs = Estimate(0, 0, 0, 0, (0,) * BLOCKS, (0,) * BLOCKS, stored=(BYTES,) * BLOCKS)
+    needs = Blocks(0, 0, 0, 0, (0,) * BLOCKS, (0,) * BLOCKS, stored=(BYTES,) * BLOCKS)
     found = peak_in_weights(lambda: loss_and_grads(chain, chain.adapters, scales, {}, lambda h: mx.square(h).mean(-1), plan))
     assert found < most
     assert needs.stored_work(plan) == (2 if plan == "blocks" else 5) * BYTES

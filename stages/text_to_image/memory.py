@@ -1,4 +1,4 @@
-"""What a machine with a given memory can train: families, sizes of images, and the settings with which every stage fits."""
+"""Sizes of the images that stages will meet, for their forecasts; and what a machine with a given memory can train."""
 
 from __future__ import annotations
 
@@ -6,13 +6,35 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stages.forecast import Forecast, Outlook
+from schemas.text_to_image.buckets import BUCKETS
+from stages.memory import Forecast, Outlook
 from stages.models.family import Family
 from stages.text_to_image import PIPELINE
 from stages.text_to_image.families import FAMILIES
-from stages.tuner.quantize import BITS
 
+LOWEST = 256  # pixels: no smaller image is advised
 SIDES = (512, 768, 1024)  # pixels
+
+
+def image_sizes(outlook: Outlook) -> list[tuple[int, int]]:
+    """(width, height) of every crop; without the table `buckets`, a square per resolution."""
+    rows = outlook.rows(BUCKETS)
+    if rows is None or not rows.num_rows:
+        return [(side, side) for side in outlook.sections["buckets"].resolutions]
+    kept = [row for row in rows.to_pylist() if row["rejected"] is None]
+    return [(row["width"], row["height"]) for row in kept] or [(0, 0)]
+
+
+def largest_image(outlook: Outlook) -> tuple[int, int]:
+    return max(image_sizes(outlook), key=lambda size: (size[0] * size[1], size))
+
+
+def smaller_sides(side: float, step: int) -> range:
+    """The sides below `side`, multiples of `step`, the largest first."""
+    return range(int(side) // step * step - step, LOWEST - 1, -step)
+
+
+# What fits
 
 
 @dataclass(frozen=True)
@@ -20,13 +42,14 @@ class Capacity:
     family: str
     side: int  # pixels
     bits: int | None = None  # per weight; None: nothing fits
-    plan: str = ""  # of training
+    plan: str | int | None = None  # of training
     peak: int = 0  # bytes, of the largest stage
     streamed: bool = False  # blocks stay on disk
 
     def __str__(self) -> str:
+        plan = f"{self.plan} blocks kept" if isinstance(self.plan, int) else self.plan
         streamed = " streamed" if self.streamed else ""
-        return f"{self.bits} bits{streamed}, {self.plan}, {self.peak / 1e9:.3g} GB" if self.bits else "does not fit"
+        return f"{self.bits} bits{streamed}, {plan}, {self.peak / 1e9:.3g} GB" if self.bits else "does not fit"
 
 
 def capacities(budget: int) -> Iterator[Capacity]:
@@ -38,19 +61,19 @@ def capacities(budget: int) -> Iterator[Capacity]:
 
 def capacity(family: Family, side: int, budget: int) -> Capacity:
     """The most bits per weight with which every stage fits into `budget` bytes."""
+    from stages.tuner.quantize import BITS
+
     # Streamed only if even the fewest bits do not fit otherwise.
     for bits, streamed in (*((bits, False) for bits in BITS), (BITS[-1], True)):
         found = forecasts(family, side, bits, budget, streamed)
         peak = max(forecast.peak for forecast in found.values())
         if peak <= budget:
-            plan = found["train"].plan.split(",")[0].removeprefix("plan ")
-            plan = plan if plan in ("whole", "blocks") else f"{plan} blocks kept"
-            return Capacity(family.name, side, bits, plan, peak, streamed)
+            return Capacity(family.name, side, bits, found["train"].plan, peak, streamed)
     return Capacity(family.name, side)
 
 
 def forecasts(family: Family, side: int, bits: int, budget: int, streamed: bool = False) -> dict[str, Forecast]:
-    """Memory of each stage for images of `side` pixels; all other settings at their defaults."""
+    """Of each stage, for images of `side` pixels; all other settings at their defaults."""
     sections: dict[str, Any] = {name: PIPELINE.stage(name).config() for name in PIPELINE.stages}
     train = sections["train"]
     # Who packs the base to save memory saves it in the optimizer too.
@@ -58,8 +81,7 @@ def forecasts(family: Family, side: int, bits: int, budget: int, streamed: bool 
     sections["buckets"] = replace(sections["buckets"], resolutions=(side,))
     sections["samples"] = replace(sections["samples"], width=side, height=side, base_bits=bits, stream_blocks=streamed)
     sections["train"] = replace(train, base_bits=bits, optimizer=method, stream_blocks=streamed)
-    outlook = Outlook(sections, family, budget)
-    found = {}
+    outlook, found = Outlook(sections, family, budget), {}
     for name in PIPELINE.stages:
         stage = PIPELINE.stage(name)
         # A stage whose component the family lacks does not run.

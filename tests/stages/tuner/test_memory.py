@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +14,29 @@ import pytest
 from mlx.utils import tree_flatten
 
 import stages  # noqa: F401  a fast BLAS, before MLX
+from stages.memory import FACTOR, UNPACKED
 from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_ids
 from stages.text_to_image.families import family
-from stages.text_to_image.train import memory_plan
 from stages.text_to_image.train.config import TrainConfig
+from stages.text_to_image.train.memory import BatchShape, ImageEstimator
 from stages.tuner import quantize
 from stages.tuner.adapters.initial import fresh_adapter, target_weights
 from stages.tuner.adapters.stacks import Stacks
 from stages.tuner.adapters.targets import select_targets, target_scales
-from stages.tuner.blockwise import planner
 from stages.tuner.blockwise.backprop import loss_and_grads
 from stages.tuner.blockwise.device import BUFFER_MB, live_memory_limit
+from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.config import OptimizerConfig
 from stages.tuner.diffusion import loss
+from stages.tuner.memory import Blocks, adjust_max_tokens, choose_plan, frozen_weights, trace, weight_bytes
 from stages.tuner.optimizers import step
 from stages.tuner.optimizers.adamw import AdamW
 from stages.tuner.optimizers.step import OptimizerStep
+from tests.stages.tuner.toy import CONFIG, ToyEstimator
 
 SIZES = {"num_layers": 2, "num_single_layers": 3, "joint_attention_dim": 64, "timestep_guidance_channels": 32}
 TEXT = 32
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 
 
 def config(heads: int, width: int) -> Flux2Config:
@@ -55,9 +59,7 @@ def nbytes(arrays: dict) -> int:
 
 
 @functools.cache
-def estimate_and_measure(
-    heads: int, width: int, side: int, bits: int, rank: int, variant: str, plan: Any
-) -> tuple[planner.Estimate, int]:
+def estimate_and_measure(heads: int, width: int, side: int, bits: int, rank: int, variant: str, plan: Any) -> tuple[Blocks, int]:
     """Return the estimate of a training step's memory, and the measured peak in bytes."""
     c = config(heads, width)
     own = {name: bits if "transformer_blocks." in name else 16 for name in c.shapes()}
@@ -66,7 +68,7 @@ def estimate_and_measure(
         for name, shape in c.shapes().items()
     }
     shapes = [(shape, own[name]) for name, shape in c.shapes().items()]
-    assert planner.weight_bytes(shapes, 4) == sum(array.nbytes for _, array in tree_flatten(arrays))
+    assert weight_bytes(shapes, 4) == sum(array.nbytes for _, array in tree_flatten(arrays))
     model = Flux2(c, arrays)
     targets = select_targets(model.linears(), ["*"], rank, variant=variant)
     adapter = fresh_adapter(targets, 0, target_weights(model.blocks, targets))
@@ -75,14 +77,13 @@ def estimate_and_measure(
     state = optimizer_step.init(masters)
     batch, target = inputs(c, side, side), mx.zeros((1, side * side, c.in_channels))
     mx.eval(masters.arrays, state, batch["x_BLC"], batch["ctx_BTJ"], target, list(arrays.values()))
-    held = {"weights": planner.weight_bytes(shapes, 4), "targets": targets, "optimizer_state": nbytes(state)}
     del arrays, adapter
     scores = heads * (side * side + TEXT) ** 2 * 4
     meta_model = Flux2(c, {name: mx.zeros(shape) for name, shape in c.shapes().items()})
-    blocks = [(shape, own[name]) for name, shape in c.shapes().items() if "transformer_blocks." in name]
+    given = {name: (shape, own[name]) for name, shape in c.shapes().items()}
+    frozen = frozen_weights(meta_model, given, (name for name in given if "transformer_blocks." in name), 4)
     more = {"optimizer_work": optimizer_step.working_bytes(masters), "scores": scores, "saved_scores": scores}
-    more["unpacked"] = planner.unpacked_bytes(blocks, 4)
-    found = planner.estimate(meta_model, batch, **held, **more)
+    found = trace(meta_model, batch, targets, **frozen, **more, optimizer_state=nbytes(state))
     assert found.adapter == masters.nbytes
 
     gc.collect()
@@ -107,7 +108,7 @@ MEASURED = [(*model, variant) for variant in VARIANTS for model in (MODELS if va
 @pytest.mark.parametrize(("heads", "width", "side", "bits", "variant"), MEASURED)
 def test_the_estimate_is_within_its_stated_factor_of_the_measured_peak(heads, width, side, bits, plan, variant):
     found, measured = estimate_and_measure(heads, width, side, bits, 4 if side > 4 else 32, variant, plan)
-    assert 1 / planner.FACTOR < found.peak(plan) / measured < planner.FACTOR
+    assert 1 / FACTOR < found.memory(plan).peak / measured < FACTOR
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_the_estimate_counts_what_a_variant_keeps_beyond_lora(variant, rank, pla
         estimate_and_measure(4, 64, 20, 4, 4, "lora", plan),
         estimate_and_measure(4, 64, 20, 4, rank, variant, plan),
     )
-    expected = found.peak(plan) - found.held - (plain.peak(plan) - plain.held)
+    expected = found.memory(plan).peak - found.held - (plain.memory(plan).peak - plain.held)
     assert expected == pytest.approx(most - found.held - (least - plain.held), rel=0.4)
 
 
@@ -128,9 +129,11 @@ def test_the_estimate_counts_the_unpacked_weights_of_one_block():
         estimate_and_measure(4, 64, 4, 4, 32, "lokr", "blocks"),
     )
     assert found.unpacked == 4 * 2304 * 256
-    assert found.peak("blocks") - found.held - (plain.peak("blocks") - plain.held) == planner.UNPACKED * found.unpacked
-    assert most - found.held - (least - plain.held) == pytest.approx(planner.UNPACKED * found.unpacked, rel=0.4)
-    assert planner.unpacked_bytes([((36864, 6144), 4), ((64, 64), 16)], 2) == quantize.CHUNK
+    assert found.memory("blocks").peak - found.held - (plain.memory("blocks").peak - plain.held) == UNPACKED * found.unpacked
+    assert most - found.held - (least - plain.held) == pytest.approx(UNPACKED * found.unpacked, rel=0.4)
+    shapes, c = {"large": ((36864, 6144), 4), "small": ((64, 64), 16)}, config(4, 64)
+    meta_model = Flux2(c, {name: mx.zeros(shape) for name, shape in c.shapes().items()})
+    assert frozen_weights(meta_model, shapes, shapes, 2)["unpacked"] == quantize.CHUNK
 
 
 def test_an_estimate_computes_nothing():
@@ -138,13 +141,13 @@ def test_an_estimate_computes_nothing():
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     meta_model = Flux2(c, {name: mx.zeros(shape) for name, shape in c.shapes().items()})
-    assert planner.estimate(meta_model, inputs(c, 64, 64), 0, [], 0).peak("whole") > 100e6
+    assert trace(meta_model, inputs(c, 64, 64)).memory("whole").peak > 100e6
     assert mx.get_peak_memory() - before < 5e6
 
 
 def test_more_kept_blocks_never_need_less():
-    found = planner.Estimate(100, 10, 20, 5, (50, 50, 40, 40), (3, 3, 4, 4), scores=7, saved_scores=7)
-    needs = [found.peak(plan) for plan in ("blocks", 1, 2, 3, "whole")]
+    found = Blocks(100, 10, 20, 5, (50, 50, 40, 40), (3, 3, 4, 4), scores=7, saved_scores=7)
+    needs = [found.memory(plan).peak for plan in ("blocks", 1, 2, 3, "whole")]
     assert needs[0] == needs[1]
     assert needs == sorted(needs)
 
@@ -172,7 +175,39 @@ def test_the_estimate_is_within_its_stated_factor_of_a_gpus_peak_at_full_size(ro
     c = TrainConfig(base_bits=row["bits"], rank=row["rank"], optimizer=optimizer, stream_blocks=streamed)
     record = family(row["family"])
     sizes = record.architecture.transformer_config(None, record)
-    estimator = memory_plan.MemoryEstimator(c, record.architecture, sizes)
-    found = estimator.estimate(memory_plan.BatchShape(1, row["width"], row["height"], 512, 16), 1)
+    batch = BatchShape(1, row["width"], row["height"], 512, 16)
+    found = ImageEstimator(c, record.architecture, sizes, batch).blocks(1)
     plan = int(row["plan"]) if row["plan"].isdigit() else row["plan"]
-    assert 1 / planner.FACTOR < found.peak(plan) / (row["peak_gb"] * 1e9) < planner.FACTOR
+    assert 1 / FACTOR < found.memory(plan).peak / (row["peak_gb"] * 1e9) < FACTOR
+
+
+# What is decided from numbers alone
+
+
+def test_the_micro_batch_halves_above_the_limit_and_doubles_far_below_it():
+    assert adjust_max_tokens(100, 100, held=10, peak=60, limit=50) == 50
+    assert adjust_max_tokens(100, 100, held=10, peak=30, limit=100) == 200
+    assert adjust_max_tokens(100, 100, held=10, peak=60, limit=100) == 100
+    assert adjust_max_tokens(100, 40, held=10, peak=20, limit=100) == 100, "a small step says nothing about a large one"
+
+
+def test_the_micro_batch_doubles_only_if_the_peak_then_stays_below_nine_tenths_of_the_limit():
+    assert adjust_max_tokens(100, 100, held=10, peak=50, limit=100) == 200
+    assert adjust_max_tokens(100, 100, held=10, peak=51, limit=100) == 100
+    assert adjust_max_tokens(100, 100, held=10, peak=100, limit=100) == 100
+    assert adjust_max_tokens(100, 100, held=10, peak=101, limit=100) == 50
+
+
+def test_unpacked_weights_are_no_allowance_for_working_ahead():
+    packed = Blocks(100, 10, 20, 5, (50, 50, 40, 40), (3, 3, 4, 4), unpacked=30)
+    bare, limit = replace(packed, unpacked=0), 10**6
+    assert packed.memory("blocks").peak > bare.memory("blocks").peak
+    assert packed.memory("blocks", limit).live == bare.memory("blocks", limit).live > bare.memory("blocks").peak
+    assert packed.memory("whole", limit).live == limit - round(0.25 * packed.block_work) < limit
+
+
+def test_a_resumed_run_goes_on_with_the_micro_batch_of_its_checkpoint():
+    estimator = ToyEstimator(replace(CONFIG, micro_batch="auto"))
+    start = Checkpoint(3, Path(), {"plan": "whole", "max_tokens": 44})
+    assert choose_plan(estimator, start, print).max_tokens == 44
+    assert choose_plan(estimator, None, print).max_tokens == estimator.samples * estimator.tokens

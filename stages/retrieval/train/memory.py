@@ -1,0 +1,83 @@
+"""The memory that training on pairs takes, from shapes alone. `stages.tuner.memory` decides what is made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from stages.memory import LOSS_WORK, T5_STEPWISE, Forecast, Outlook, Settings, changed
+from stages.models.attention import slow_exp
+from stages.models.family import RetrieverArchitecture
+from stages.models.t5.model import T5Config
+from stages.retrieval.memory import counts, encoder_sizes
+from stages.retrieval.train.config import TrainConfig, bits_of
+from stages.retrieval.train.data import DOCUMENT_STEP, QUERY_STEP
+from stages.retrieval.train.objective import zero_inputs
+from stages.tuner.blockwise.device import memory_budget
+from stages.tuner.memory import Blocks, Estimator, find_remedy, trace
+from stages.tuner.ranks import connect
+from stages.tuner.step import build_optimizer, choose_targets
+
+
+class PairEstimator(Estimator[TrainConfig]):
+    """`longest`: tokens of the longest query and of the longest document."""
+
+    def __init__(
+        self, config: TrainConfig, architecture: RetrieverArchitecture, sizes: T5Config, longest: tuple[int, int]
+    ) -> None:
+        self.architecture, self.sizes, self.longest = architecture, sizes, longest
+        self.query, self.document = (-(-n // step) * step for n, step in zip(longest, (QUERY_STEP, DOCUMENT_STEP), strict=True))
+        self.samples, self.most, self.of = (
+            config.batch_size // connect().size,
+            config.batch_size,
+            f"for {config.batch_size} pairs",
+        )
+        self.tokens = self.query + (1 + config.hard_negatives) * self.document  # padding included
+        model = architecture.meta_encoder(sizes, getattr(mx, config.precision))
+        linears, named = model.linears(), {name: name.removesuffix(".weight") for name in sizes.shapes()}
+        bits = {name: bits_of(linear, config) if linear in linears else 16 for name, linear in named.items()}
+        shapes = {name: (shape, bits[name]) for name, shape in sizes.shapes().items()}
+        super().__init__(config, model, shapes, shapes, choose_targets(linears, config), build_optimizer(config))
+
+    def blocks(self, samples: int) -> Blocks:
+        c, documents = self.config, 1 + self.config.hard_negatives
+        vectors = 4 * c.batch_size * self.tokens * self.sizes.dimensions
+        similarities = 4 * c.batch_size**2 * documents * self.query * self.document
+        scores = samples * documents * self.sizes.num_heads * self.document**2 * self.dtype.size
+        work, whole = LOSS_WORK * (vectors + similarities), samples >= c.batch_size
+        rates: dict[str, Any] = T5_STEPWISE | {"saved_scores": scores} if slow_exp(mx.zeros(0, self.dtype)) else {}
+        return trace(
+            self.model,
+            zero_inputs(samples, documents, self.query, self.document),
+            self.targets,
+            # The mask of all blocks is as large as one's scores.
+            optimizer_state=self.state + (work if whole else 2 * vectors) + scores,
+            optimizer_work=self.update,
+            scores=scores,
+            validation=0 if whole else work,
+            **self.frozen,
+            **rates,
+        )
+
+    def changed(self, settings: Settings) -> PairEstimator:
+        return PairEstimator(changed(self.config, settings.get("train", {})), self.architecture, self.sizes, self.longest)
+
+
+def forecast(outlook: Outlook) -> Forecast:
+    config: TrainConfig = outlook.sections["train"]
+    queries, documents = counts(outlook)
+    longest = int(queries.max()), int(documents.max())
+    budget = min(outlook.budget, memory_budget(config.memory_gb)) if config.memory_gb else outlook.budget
+    estimator = PairEstimator(config, outlook.family.architecture, encoder_sizes(outlook), longest)
+    found = estimator.best(budget)
+    checkpoints = -(-config.steps // config.checkpoint_every)
+    bits = f", {config.base_bits} bits" if config.base_bits < 16 else ""
+    return Forecast(
+        found.peak,
+        rows=config.steps * config.batch_size * config.accumulate,
+        file_bytes=checkpoints * estimator.adapter + min(checkpoints, config.keep_states) * estimator.state,
+        how=f"plan {found.plan}{bits}, {config.batch_size} pairs",
+        plan=found.plan,
+        remedy=find_remedy(estimator, budget) if found.peak > budget else None,
+    )
