@@ -1,8 +1,7 @@
 """The pipeline text_to_image: a folder of images becomes a FLUX.2 LoRA. No stage imports another one."""
 
 from stages.pipelines import FamilyRecord, Folder, Pipeline, Weights
-from stages.text_to_image.pages import DETAIL, PAGES
-from stages.text_to_image.views import PANELS, RANKING, VIEWS
+from stages.text_to_image.pages import DETAIL, PAGES, PANELS, RANKING, VIEWS
 
 PIPELINE = Pipeline(
     name="text_to_image",

@@ -21,7 +21,6 @@ from stages.run import Run
 from stages.settings import check_bounds, selects, setting
 from stages.stage import Stage
 from stages.text_to_image.imaging.usable import USE, usable_rows
-from stages.text_to_image.selecting import select_images
 
 STEP = 16  # pixels along one side of a cell
 LONGEST = 8.0  # largest aspect ratio, long side over short side; a longer image is cropped to it
@@ -71,8 +70,7 @@ class Bucket:
 
 
 def choose_bucket(width: int, height: int, resolution: int, upscale: bool = False, max_shapes: int = 256) -> Bucket | None:
-    """The size (at most `resolution`² pixels) and the crop at which to train an image; None: too small, and not to be
-    enlarged.
+    """The size (at most `resolution`² pixels) and crop to train an image at; None: too small, and not to be enlarged.
 
     The shape of full area that crops least; if that would enlarge the image and `upscale` is False, the smaller shape
     with the least sum of two shares: of the image, cropped away; and of the pixels, given up.
@@ -153,6 +151,33 @@ def wanted_buckets(run: Run[BucketsConfig]) -> pa.Table:
         chosen = select_images(run.config.where, run.inputs.rows(IMAGES), run.inputs.rows(CHECKS)) | _only_references(run)
         rows = [row if row["image_id"] in chosen else row | {"rejected": "where"} for row in rows]
     return pa.Table.from_pylist(rows, schema=BUCKETS.batch)
+
+
+def select_images(condition: str, images: pa.Table, checks: pa.Table) -> set[str]:
+    """The image_ids that meet `condition`. Raises ValueError if it is no valid SQL, reads a file, or none meets it."""
+    import duckdb
+
+    # The condition may come from someone else's project.toml: no files, no extensions, and no way to allow them again.
+    settings: dict[str, str | bool | int | float | list[str]] = {
+        "enable_external_access": "false",
+        "autoinstall_known_extensions": "false",
+        "lock_configuration": "true",
+    }
+    shared = [name for name in checks.column_names if name in images.column_names and name != "image_id"]
+    usable = {row["image_id"] for row in usable_rows(images)}
+    with duckdb.connect(":memory:", config=settings) as connection:
+        connection.register("images", images)
+        connection.register("checks", checks.drop_columns(shared))
+        try:
+            # The newline ends a `--` comment in the condition.
+            query = f"select image_id from images join checks using (image_id) where rejected is null and ({condition}\n)"
+            found = {row[0] for row in connection.execute(query).fetchall()}
+        except duckdb.Error as error:
+            words = " ".join(str(error).split("LINE ")[0].split())
+            raise ValueError(f'buckets.where must be an SQL condition such as "blur < 0.6", got "{condition}": {words}') from None
+    if not found & usable:
+        raise ValueError(f'buckets.where: none of the {len(usable)} images meets "{condition}"; see latentmill lint')
+    return found
 
 
 def _only_references(run: Run[BucketsConfig]) -> set[str]:

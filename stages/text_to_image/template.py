@@ -1,4 +1,4 @@
-"""The project.toml with which a new project of text_to_image begins."""
+"""`latentmill init`: the project.toml with which a new project of text_to_image begins, and its presets."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from stages.models.family import Family
 from stages.pipelines import Option, Template
 from stages.settings import toml_string
-from stages.text_to_image.concepts import concept_folders
 from stages.text_to_image.families import family as family_record
-from stages.text_to_image.presets import PRESETS, Settings
+from stages.untrusted import read_json
+
+Settings = Mapping[str, Mapping[str, tuple[Any, str]]]  # section -> setting -> (value, reason)
 
 TEXT = """\
 # A latentmill project. Every setting has a default; `latentmill status` tells what each table would cost to rebuild.
@@ -42,28 +44,65 @@ BEGIN: Settings = {
     },
     "samples": {"checkpoints": ("all", "")},
 }
+# The first settings for what is trained, each with its reason
+PRESETS: Mapping[str, Settings] = {
+    "subject": {
+        "buckets": {"resolutions": ((512, 768), "add 1024 for the last bit of detail, if it fits")},
+        "train": {
+            "steps": (1000, "10 to 30 pictures of one thing: it is learned early, and later steps copy the pictures"),
+            "checkpoint_every": (100, "compare the checkpoints: the best one is rarely the last"),
+        },
+        "train.data": {"dropped": ("trigger", "the trigger alone should be enough to call the subject")},
+        "samples": {"checkpoints": ("all", "")},
+    },
+    "character": {
+        "buckets": {"resolutions": ((512, 768, 1024), "a face is a small part of the picture: it needs the pixels")},
+        "train": {
+            "steps": (1500, "a face, clothes and poses: more than a thing has"),
+            "checkpoint_every": (150, "compare the checkpoints: the best one is rarely the last"),
+        },
+        "train.data": {"dropped": ("trigger", "the trigger alone should be enough to call the character")},
+        "samples": {"checkpoints": ("all", "")},
+    },
+    "style": {
+        "latents": {"flip": (True, "a look has no left and right; false if the pictures have writing")},
+        "train": {
+            "steps": (2000, "30 to 200 pictures whose subjects differ: it takes longer until the look alone is left"),
+            "caption_dropout": (0.1, "the look should also come if the prompt does not describe it"),
+        },
+        "samples": {"checkpoints": ("all", "")},
+    },
+    "edit": {
+        "buckets": {"resolutions": ((512,), "a reference has as many tokens as its image, and a step more than twice the work")},
+        "train": {
+            "steps": (2000, "the model learns what to keep and what to change: more than a look"),
+            "caption_dropout": (0.0, "the caption is the instruction: without it the task is unknown"),
+        },
+        "train.data": {"reference_dropout": (0.0, "the model always sees what it edits")},
+        "samples": {
+            "references": ((), 'the pictures that previews start from: ["images/control/a.png"]'),
+            "checkpoints": ("all", ""),
+        },
+    },
+}
 
 
 def project_toml(options: Mapping[str, str]) -> str:
     """`options`: images, family, weights, trigger, preset. Raises ValueError for an unknown family or preset."""
     record = family_record(options["family"])
-    trigger = options["trigger"]
+    trigger, images = options["trigger"], options["images"]
     return TEXT.format(
         family=toml_string(record.name),
         weights=toml_string(options["weights"]),
-        images=_images(options["images"]),
+        images=concept_folders(Path(images))
+        if Path(images).is_file()
+        else f"[images]\nfolder = {toml_string(images)}  # only read, never written",
         trigger=toml_string(trigger),
         template=toml_string("{trigger}, {caption}" if trigger else "{caption}"),
         preview=toml_string(f"a photo of {trigger}" if trigger else "a photo"),
         source=record.source,
         sections=toml_sections(record, preset_settings(options.get("preset", ""), trigger)),
     )
-
-
-def _images(images: str) -> str:
-    if Path(images).is_file():
-        return concept_folders(Path(images))
-    return f"[images]\nfolder = {toml_string(images)}  # only read, never written"
 
 
 def preset_settings(name: str, trigger: str) -> Settings:
@@ -91,6 +130,64 @@ def toml_sections(record: Family, settings: Settings = BEGIN) -> str:
             lines.append(f"{name} = {json.dumps(value)}{remark and '  # ' + remark}")  # JSON is TOML here
         parts += ["\n".join(lines)] if usual or own else []
     return "\n\n".join(parts)
+
+
+# OneTrainer's concepts.json
+
+FORM = 'must be OneTrainer\'s list of concepts, such as [{"name": "cat", "path": "/photos/cat", "balancing": 1.0}]'
+
+
+def concept_folders(file: Path) -> str:
+    """TOML text. A concept's balancing x loss_weight becomes `repeats`, or `weight` with balancing_strategy "SAMPLES".
+
+    Disabled concepts and those for validation become comments. Raises ValueError if a concept cannot be expressed in
+    project.toml.
+    """
+    concepts = read_json(file)
+    if not isinstance(concepts, list) or not all(
+        isinstance(each, dict) and isinstance(each.get("path"), str) for each in concepts
+    ):
+        raise ValueError(f"{file}: {FORM}, got {str(concepts)[:60]}")
+    used = [each for each in concepts if not _left_out(each)]
+    if not used:
+        raise ValueError(f"{file}: none of its {len(concepts)} concepts is enabled and trained on; enable one in OneTrainer")
+    strategies = {str(each.get("balancing_strategy", "REPEATS")).upper() for each in used}
+    if len(strategies) > 1:
+        raise ValueError(f"{file}: balancing_strategy must be the same in all concepts, got {' and '.join(sorted(strategies))}")
+    entries = [_entry(each, file, "SAMPLES" in strategies) for each in used]
+    unused = [f"# {each.get('name') or each['path']}: {_left_out(each)}" for each in concepts if _left_out(each)]
+    return "\n\n".join([*entries, *(["\n".join(unused)] if unused else [])])
+
+
+def _left_out(concept: dict[str, Any]) -> str:
+    if not concept.get("enabled", True):
+        return "not enabled in OneTrainer"
+    validation = concept.get("validation_concept") or str(concept.get("type", "")).upper() == "VALIDATION"
+    return "for validation in OneTrainer; see [train.validation]" if validation else ""
+
+
+def _entry(concept: dict[str, Any], file: Path, by_samples: bool) -> str:
+    name = concept.get("name") or concept["path"]
+    text = concept.get("text") if isinstance(concept.get("text"), dict) else {}
+    source = text.get("prompt_source", "sample") if text else "sample"
+    if source != "sample":
+        raise ValueError(
+            f"{file}: concept {name!r} has prompt_source {source!r}: only 'sample' (a text file beside each image) is read; "
+            'write such files, or name the folder and set captions.sources = ["filename"]'
+        )
+    count, weight = (
+        concept.get(key, concept.get("repeats", 1.0) if key == "balancing" else 1.0) for key in ("balancing", "loss_weight")
+    )
+    if not isinstance(count, int | float) or not isinstance(weight, int | float) or isinstance(count, bool) or count < 0:
+        raise ValueError(f"{file}: concept {name!r}: balancing and loss_weight must be numbers, got {count!r} and {weight!r}")
+    lines = [
+        "[[images.folder]]",
+        # OneTrainer's relative paths are taken to start at the folder of the file.
+        f"path = {toml_string(str(file.parent.resolve() / Path(concept['path']).expanduser()))}",
+        f"{'weight' if by_samples else 'repeats'} = {count * weight:g}{'  # with loss_weight' if weight != 1 else ''}",
+    ]
+    lines += ["regularisation = true"] if str(concept.get("type", "")).upper() == "PRIOR_PREDICTION" else []
+    return "\n".join(lines)
 
 
 TEMPLATE = Template(

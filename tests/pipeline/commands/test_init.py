@@ -11,7 +11,7 @@ from pipeline.commands.init import new_project
 from pipeline.project.project import Project
 from stages.pipelines import Option, Template
 from stages.text_to_image.families import FAMILIES, family
-from stages.text_to_image.presets import PRESETS
+from stages.text_to_image.template import PRESETS
 from tests.projects import draw
 from tests.stages.retrieval.project import run, write
 

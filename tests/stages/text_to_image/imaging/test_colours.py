@@ -10,6 +10,7 @@ from PIL import Image, ImageCms
 
 from stages.text_to_image.imaging import decode
 from stages.text_to_image.imaging.decode import ImageError, open_image, probe
+from stages.text_to_image.pages import thumbnail
 from tests.stages.text_to_image.imaging.pictures import opened, picture, png, saved
 
 pillow_heif.register_heif_opener()
@@ -77,6 +78,18 @@ def test_sixteen_bits_are_scaled_to_eight_and_not_clipped():
     assert dark.max() == 3  # 700 of 65535; convert() would say white
     rgb = png(2, 1, 16, 2, [struct.pack(">6H", 65535, 32896, 0, 257, 514, 65535)])
     assert np.asarray(opened(rgb)).tolist() == [[[255, 128, 0], [1, 2, 255]]]
+
+
+def test_the_page_shows_a_picture_of_sixteen_bits_or_with_transparency_as_it_is_trained(tmp_path):
+    deep = Image.fromarray(np.full((8, 8), 32768, np.uint16))
+    clear = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
+    for image, grey in ((deep, 128), (clear, 255)):
+        image.save(tmp_path / "a.png")
+        shown = Image.open(io.BytesIO(thumbnail(tmp_path / "a.png", 4))).convert("RGB")
+        assert shown.size == (4, 4) and np.abs(np.asarray(shown, float) - grey).max() <= 3
+    (tmp_path / "b.png").write_text("no picture")
+    with pytest.raises(ValueError, match=r"^no picture that can be read: "):
+        thumbnail(tmp_path / "b.png", 4)
 
 
 @pytest.mark.parametrize("white", [1.0, 255.0, 65535.0])
