@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import click
 
 from pipeline.device_errors import explain
-from pipeline.options import ENVIRONMENT
+from pipeline.options import PROJECT
 
 LONGEST = 1600  # characters of an error's line
 STOPPED = 130  # the shell's code for Ctrl-C
@@ -116,13 +115,10 @@ def own_commands(arguments: Sequence[str]) -> Mapping[str, str]:
 
 def own_pipeline(arguments: Sequence[str]) -> str:
     """The pipeline that the chosen project.toml names; "" if there is none or it cannot be read."""
-    folder = os.environ.get(ENVIRONMENT) or "."
-    # Not by click: --project belongs to the commands, and which commands there are depends on the answer.
-    for word, following in itertools.pairwise([*arguments, ""]):
-        if word in ("-p", "--project"):
-            folder = following
-        elif word.startswith(("--project=", "-p")):
-            folder = word.removeprefix("--project=").removeprefix("-p")
+    # --project belongs to the commands, but which commands there are depends on it.
+    lenient = {"ignore_unknown_options": True, "allow_extra_args": True}
+    reader = click.Command("latentmill", params=[], context_settings=lenient, add_help_option=False)
+    folder = PROJECT(reader).make_context("latentmill", list(arguments), resilient_parsing=True).params["path"]
     if not Path(folder, "project.toml").is_file():  # the usual case for --help; saves the import
         return ""
     from pipeline.project.config import pipeline_name, read
@@ -155,7 +151,7 @@ def cli() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command and end the process; exit code 2 for a user's mistake, 130 for an interrupt."""
-    code = exit_code(lambda: cli.main(arguments, prog_name="latentmill", standalone_mode=False))
+    code = exit_code(functools.partial(cli.main, arguments, prog_name="latentmill", standalone_mode=False))
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a pipe whose reader has ended
             stream.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections.abc import Callable
@@ -16,38 +15,54 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
 
 ENVIRONMENT = "LATENTMILL_PROJECT"
-PROJECT = click.option(
-    "--project", "-p", "path", default=".", envvar=ENVIRONMENT, show_default="the current folder", help="The project's folder."
-)
-SET = click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Override a setting of project.toml, such as train.steps=500. May be repeated. With make: SET='...'.",
-)
-RUN = click.option(
-    "--run",
-    "chosen_run",
-    default="",
-    envvar="LATENTMILL_RUN",
-    metavar="NAME",
-    help="Use a training run by its name or recipe, with the settings that it was made with. `latentmill runs` lists them.",
-)
+NAMES = ("--project", "-p")
+PROJECT_OPTION: dict[str, Any] = {
+    "default": ".",
+    "envvar": ENVIRONMENT,
+    "show_default": "the current folder",
+    "help": "The project's folder.",
+}
+SET_OPTION: dict[str, Any] = {
+    "multiple": True,
+    "metavar": "SECTION.KEY=VALUE",
+    "help": "Override a setting of project.toml, such as train.steps=500. May be repeated. With make: SET='...'.",
+}
+PROJECT = click.option(*NAMES, "path", **PROJECT_OPTION)
+SET = click.option("--set", "overrides", **SET_OPTION)
 
 
 def with_project(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --project, --set and --run to a click command, which gets the opened `Project` as the argument `project`."""
+    """Add --project, --set and --run to a click command, which gets the opened `Project` as the argument `project`.
 
-    @PROJECT
-    @SET
-    @RUN
-    @functools.wraps(function)
-    def opened(path: str, overrides: tuple[str, ...], chosen_run: str, **others: Any) -> Any:
-        with hashing_of(click.get_current_context().info_name or function.__name__):
-            return function(project=open_project(path, overrides, chosen_run), **others)
+    It is opened while click reads the options: no function stands between the command line and the command.
+    """
 
-    return opened
+    def keep(context: click.Context, param: click.Parameter, value: Any) -> None:
+        context.meta[f"{__name__}.{param.name}"] = value
+
+    def opened(context: click.Context, param: click.Parameter, path: str) -> Project | None:
+        if context.resilient_parsing:  # the shell asks for completions
+            return None
+        context.with_resource(hashing_of(context.info_name or ""))
+        return open_project(path, context.meta[f"{__name__}.overrides"], context.meta[f"{__name__}.chosen_run"])
+
+    # Options that are eager come first, wherever they stand.
+    early: dict[str, Any] = {"callback": keep, "expose_value": False, "is_eager": True}
+    for option in (
+        click.option(
+            "--run",
+            "chosen_run",
+            default="",
+            envvar="LATENTMILL_RUN",
+            metavar="NAME",
+            help="Use a training run by its name or recipe, with the settings it was made with. `latentmill runs` lists them.",
+            **early,
+        ),
+        click.option("--set", "overrides", **SET_OPTION, **early),
+        click.option(*NAMES, "project", callback=opened, **PROJECT_OPTION),
+    ):
+        function = option(function)
+    return function
 
 
 def open_project(path: str, overrides: tuple[str, ...] = (), run: str = "") -> Project:

@@ -33,7 +33,8 @@ import pyarrow as pa
 from data.experiments.agreement import with_agreement
 from data.experiments.in_memory import MemoryTables
 from data.experiments.processes import run_all
-from pipeline.commands.text_to_image.evaluate import PERCENTILES, RESAMPLES, Row, auc, group_rows, pair_by_prompt, values
+from pipeline.commands.intervals import PERCENTILES, RESAMPLES
+from pipeline.commands.text_to_image.evaluate import Row, auc, group_rows, pair_by_prompt, values
 from pipeline.project.project import Project
 
 LOG = logging.getLogger("recipes")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.commands.intervals import bootstrap_mean
 from stages.retrieval.search import measures
 
 STRENGTHS = (0.25, 0.5, 0.75, 1.0)
@@ -63,7 +64,7 @@ def _compare(base: Row, tuned: list[Row]) -> list[str]:
         shown = []
         for label in ("P@1", "MRR@10", "R@10"):
             each = measures.MEASURES[label](np.array(row["test"]))
-            low, high = measures.bootstrap(each)
+            low, high = bootstrap_mean(each)
             shown.append(f"{each.mean():.3f} [{low:.3f}, {high:.3f}]")
         lines.append(f"| {name} | {' | '.join(shown)} |")
     for split, about in (("test", ""), ("valid", " of the validation queries")):
@@ -72,7 +73,7 @@ def _compare(base: Row, tuned: list[Row]) -> list[str]:
         if len(gains) > 1:
             gains[f"Mean of {len(gains)} seeds"] = np.mean(list(gains.values()), axis=0)
         for name, gain in gains.items():
-            low, high = measures.bootstrap(gain)
+            low, high = bootstrap_mean(gain)
             lines.append(f"\n{name} less base, MRR@10{about}: {gain.mean():+.3f} [{low:+.3f}, {high:+.3f}], paired bootstrap.")
     return lines
 

@@ -9,6 +9,7 @@ from typing import Any
 import click
 import numpy as np
 
+from pipeline.commands.intervals import bootstrap_mean
 from pipeline.errors import NotBuilt
 from pipeline.options import with_project
 from pipeline.project.project import Project
@@ -79,21 +80,21 @@ def short(encoder: str) -> str:
 
 def line(search: str, encoder: str, found: np.ndarray) -> tuple[str, ...]:
     """One row of the table; a cell is a mean and its interval, such as "0.512 [0.480, 0.544]"."""
-    from stages.retrieval.search.measures import MEASURES, bootstrap, wilson
+    from stages.retrieval.search.measures import MEASURES, wilson
 
     cells = []
     for name, measure in MEASURES.items():
         values = measure(found)
         mean = float(values.mean())
         # P@1 and R@10 are shares, the others means.
-        low, high = wilson(mean, len(values)) if name in ("P@1", "R@10") else bootstrap(values)
+        low, high = wilson(mean, len(values)) if name in ("P@1", "R@10") else bootstrap_mean(values)
         cells.append(f"{mean:.3f} [{low:.3f}, {high:.3f}]")
     return search, encoder, *cells
 
 
 def differences(encoders: dict[str, Columns]) -> Iterator[str]:
     """MRR@10 between the searches of each encoder, and between each tuned encoder and the base."""
-    from stages.retrieval.search.measures import bootstrap, reciprocal
+    from stages.retrieval.search.measures import reciprocal
 
     pairs = [
         (f"{one} - {other}, {short(encoder)}", columns[one], columns[other])
@@ -111,7 +112,7 @@ def differences(encoders: dict[str, Columns]) -> Iterator[str]:
     for name, one, other in pairs:
         # Both have the same queries in the same order, so the difference is paired.
         values = reciprocal(one) - reciprocal(other)
-        low, high = bootstrap(values)
+        low, high = bootstrap_mean(values)
         yield f"  {name}: {values.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
 
 

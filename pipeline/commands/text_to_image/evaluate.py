@@ -9,13 +9,12 @@ from typing import Any
 import click
 import numpy as np
 
+from pipeline.commands.intervals import bootstrap
 from pipeline.errors import NotBuilt
 from pipeline.options import with_project
 from pipeline.project.project import Project
 from pipeline.terminal import format_table
 
-RESAMPLES = 2000  # bootstrap samples of the prompts
-PERCENTILES = (2.5, 97.5)  # the ends of a 95 % interval
 HEAD = ("", "pictures", "style", "real")
 
 Row = dict[str, Any]
@@ -101,7 +100,4 @@ def bootstrap_interval(pairs: Pairs, measure: Callable[[np.ndarray, np.ndarray],
         return measure(*(np.concatenate([pairs[place][side] for place in chosen]) for side in (0, 1)))
 
     # Prompts are resampled, not pictures: the pictures of one prompt depend on each other.
-    draw = np.random.default_rng(0)
-    resampled = [measure_prompts(draw.integers(0, len(pairs), len(pairs))) for _ in range(RESAMPLES)]
-    low, high = np.percentile(resampled, PERCENTILES)
-    return measure_prompts(range(len(pairs))), float(low), float(high)
+    return measure_prompts(range(len(pairs))), *bootstrap(len(pairs), measure_prompts)

@@ -9,7 +9,6 @@ import numpy as np
 CUT = 10  # ranks beyond this count as not found in MRR@10, R@10 and nDCG@10
 Z = 1.959964  # of a 95 % interval
 TIE = 1e-6  # scores that differ by less are equal: sums of products depend on their order by about 1e-7
-RESAMPLES = 2000  # bootstrap samples of the queries
 
 
 def rank_of(scores: np.ndarray, own: int, excluded: np.ndarray | None = None) -> int:
@@ -57,13 +56,3 @@ def wilson(share: float, count: int) -> tuple[float, float]:
     half = Z * np.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2))
     scale = 1 + Z**2 / count
     return max(0.0, float((centre - half) / scale)), min(1.0, float((centre + half) / scale))
-
-
-def bootstrap(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """95 % interval of the mean. To compare two systems, pass their differences query by query."""
-    if not len(values):
-        return 0.0, 0.0
-    draws = np.random.default_rng(seed)
-    means = [values[draws.integers(0, len(values), len(values))].mean() for _ in range(RESAMPLES)]
-    low, high = np.percentile(means, [2.5, 97.5])
-    return float(low), float(high)

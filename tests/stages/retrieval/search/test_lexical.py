@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pipeline.commands.intervals import bootstrap_mean
 from stages.retrieval.search import lexical, measures
 
 WORDS = ["parse date from text", "read file line by line", "parse header of message", "sort numbers", "dates dated dating"]
@@ -71,7 +72,7 @@ def test_intervals_hold_their_mean_and_shrink_with_more_queries():
     assert measures.wilson(14 / 15, 15) == pytest.approx((0.702, 0.988), abs=2e-3)
     assert measures.wilson(0.0, 10)[0] == pytest.approx(0) and measures.wilson(1.0, 10)[1] == pytest.approx(1)
     values = np.random.default_rng(0).normal(0.3, 1, 2000)
-    low, high = measures.bootstrap(values)
-    few = measures.bootstrap(values[:100])
+    low, high = bootstrap_mean(values)
+    few = bootstrap_mean(values[:100])
     assert low < values.mean() < high and high - low < few[1] - few[0]
-    assert measures.bootstrap(values) == (low, high)
+    assert bootstrap_mean(values) == (low, high)
