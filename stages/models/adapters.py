@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-Arrays = dict[str, mx.array]
+from stages.kernels import Arrays
+
 Scales = dict[str, float]  # by the name of the Linear
 
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"

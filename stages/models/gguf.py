@@ -158,15 +158,12 @@ def _header(file: BufferedReader, size: int) -> tuple[dict[str, Entry], int]:
 
 def _entry(name: str, kind: int, shape: tuple[int, ...], start: int, size: int) -> Entry:
     if kind not in KINDS:
-        raise ValueError(f"{name} is {OTHERS.get(kind, f'of kind {kind}')}, which is not read; read are {', '.join(_names())}")
+        read = ", ".join(each.name for each in KINDS.values())
+        raise ValueError(f"{name} is {OTHERS.get(kind, f'of kind {kind}')}, which is not read; read are {read}")
     # Every kind takes more than a quarter of a byte per value: a larger product cannot lie in the file.
     if min(shape) < 1 or shape[-1] % KINDS[kind].values or math.prod(shape) > 4 * size:
         raise ValueError(f"{name} cannot have the shape {shape}")
     return Entry(KINDS[kind], shape, start)
-
-
-def _names() -> list[str]:
-    return [kind.name for kind in KINDS.values()]
 
 
 def _halves(raw: mx.array, at: int) -> mx.array:

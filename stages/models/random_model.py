@@ -1,12 +1,15 @@
-"""A byte-level BPE tokenizer in Qwen3's file format, for models of random weights. It has merges for a few words."""
+"""Parts of models of random weights: numbers from a seed, and small tokenizers in the formats of Qwen3 and of T5."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 THINKING = ("<think>", "</think>")  # never split, but not special tokens in Qwen3's tokenizer
@@ -31,6 +34,15 @@ TEMPLATE = (
 )
 
 
+def uniform(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """float64, from -1 to 1; equal for one name and seed on every machine."""
+    # Raw 24-bit words and exact arithmetic: the rounding of a library's random function could change.
+    stream = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16], "little")
+    raw = np.random.PCG64(stream).random_raw(int(np.prod(shape)))
+    unit: np.ndarray = (raw >> np.uint64(40)).astype(np.float64) / 2**23 - 1
+    return unit.reshape(shape)
+
+
 def write_json(path: Path, content: Any) -> None:
     """Indented, with sorted keys. Missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,10 +50,10 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
-    """The tokenizer's files and the chat template in Qwen3's format. `size` includes the 256 bytes and special tokens."""
+    """A byte-level BPE tokenizer and the chat template of Qwen3. `size` includes the 256 bytes and special tokens."""
     merges = _merges(size - 256 - len(SPECIAL))
     tokens = [*_letters().values(), *("".join(pair) for pair in merges)]
-    added = [_added(len(tokens) + i, name) for i, name in enumerate(SPECIAL)]
+    added = [_added(len(tokens) + i, name, name not in THINKING) for i, name in enumerate(SPECIAL)]
     cut = {"type": "Split", "pattern": {"Regex": CUT}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     content = {
@@ -71,9 +83,43 @@ def write_tokenizer(folder: Path, size: int) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
 
 
-def _added(number: int, token: str) -> dict[str, Any]:
+def write_word_tokenizer(folder: Path, size: int) -> None:
+    """T5's ids and special tokens. Lower-cased words and numbers, split into characters and frequent pairs.
+
+    97 of at most `size` entries are no pairs.
+    """
+    special = ("<pad>", "</s>", "<unk>")  # T5's ids 0, 1 and 2
+    pairs = [a + b for a in "etaoinshrdlu" for b in "etaoinshrdlucmfpgwybvk"]
+    pieces = [*special, *map(chr, range(33, 127)), *pairs][:size]
+    single = [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "</s>", "type_id": 0}}]
+    double = [*single, {"Sequence": {"id": "B", "type_id": 0}}, {"SpecialToken": {"id": "</s>", "type_id": 0}}]
+    end = {"</s>": {"id": "</s>", "ids": [1], "tokens": ["</s>"]}}
+    split = {"type": "Split", "pattern": {"Regex": r"\p{L}+|\p{N}+"}, "behavior": "Removed", "invert": True}
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_added(n, token, True) for n, token in enumerate(special)],
+        "normalizer": {"type": "Lowercase"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split]},
+        "post_processor": {"type": "TemplateProcessing", "single": single, "pair": double, "special_tokens": end},
+        "decoder": None,
+        "model": {
+            "type": "BPE",
+            "unk_token": "<unk>",
+            "vocab": {piece: n for n, piece in enumerate(pieces)},
+            "merges": [list(pair) for pair in pairs if pair in pieces],
+        },
+    }
+    names = dict(zip(("pad_token", "eos_token", "unk_token"), special, strict=True))
+    write_json(folder / "tokenizer.json", content)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names, "model_max_length": 512}
+    write_json(folder / "tokenizer_config.json", settings)
+
+
+def _added(number: int, token: str, special: bool) -> dict[str, Any]:
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": number, "content": token, **plain, "special": token not in THINKING}
+    return {"id": number, "content": token, **plain, "special": special}
 
 
 def _letters() -> dict[int, str]:

@@ -17,19 +17,29 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from stages.kernels import Arrays
 from stages.models import gguf
 from stages.models.folders import read_config
 from stages.untrusted import open_regular, parse_json, read_json
 
-Arrays = dict[str, mx.array]
 Shapes = Mapping[str, tuple[int, ...]]
+Arrange = Callable[[str, mx.array], Any]  # (name, array) -> what takes its place, such as a packed weight
 
 NAMED = 3  # keys that a message names; it counts the rest
 MAX_HEADER = 100_000_000  # bytes; the limit of the format
-FP8 = ("F8_E4M3", "F8_E5M2")
+BYTES = ("F8_E4M3", "F8_E5M2", "I8")  # of weights in 8 bits
 # Integers and U8 occur in buffers, never in weights; U32 in layers that MLX has quantised.
-DTYPES = ("BF16", "F16", "F32", "I64", "I32", "U8", "BOOL", "U32", *FP8)
-NUMPY = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "I64": "<i8", "I32": "<i4", "BOOL": "?", "U32": "<u4"}  # others are bytes
+DTYPES = ("BF16", "F16", "F32", "I64", "I32", "U8", "BOOL", "U32", *BYTES)
+NUMPY = {
+    "BF16": "<u2",
+    "F16": "<f2",
+    "F32": "<f4",
+    "I64": "<i8",
+    "I32": "<i4",
+    "BOOL": "?",
+    "U32": "<u4",
+    "I8": "i1",
+}  # others are bytes
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -116,10 +126,15 @@ def _check_structure(path: Path) -> None:
         raise ValueError(f"{path} is not a safetensors file: {' '.join(str(error).split()):.200}") from None
 
 
-def read_keys(path: Path) -> set[str]:
-    """Names of all tensors of a component, without reading one."""
-    files = weight_files(path)
-    return {key for file in files for key in (gguf.read_entries(file) if file.suffix == gguf.SUFFIX else read_header(file))}
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors of a component as they are stored, by name, without reading one."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(path):
+        if file.suffix == gguf.SUFFIX:
+            shapes |= {name: entry.shape for name, entry in gguf.read_entries(file).items()}
+        else:
+            shapes |= {name: tuple(entry["shape"]) for name, entry in read_header(file).items()}
+    return shapes
 
 
 def read_file(path: Path) -> tuple[Arrays, dict[str, str]]:
@@ -133,7 +148,7 @@ def read_file(path: Path) -> tuple[Arrays, dict[str, str]]:
 
 
 def read_tensors(path: Path) -> Arrays:
-    """All tensors of a component, lazily. fp8 and weights that MLX has quantised are unpacked, their scales left out.
+    """All tensors of a component, lazily. fp8, int8 and weights that MLX has quantised are unpacked, their scales left out.
 
     Raises ValueError if a file is damaged, another quantisation is found, or a name is in two files.
     """
@@ -166,35 +181,24 @@ def _bytes_of(file: Path, header: Mapping[str, Mapping[str, Any]]) -> Arrays:
     return found
 
 
-def load_component(
-    path: Path,
-    shapes: Shapes,
-    *,
-    rename: Callable[[str], str | None] | None = None,
-    convert: Callable[[Arrays], Arrays] | None = None,
-    dtype: Any = None,
-    ignore: Callable[[str], bool] | None = None,
-    arrange: Callable[[str, mx.array], mx.array] | None = None,
-) -> Arrays:
-    """Weights of a component in memory, checked against `shapes`.
-
-    In this order: `convert(all tensors)`, for files in another layout; `rename(name)`, None to leave a tensor out;
-    `ignore(new name)`; the check; the cast of floating-point tensors to `dtype` or `dtype(name)`; `arrange(name, array)`.
-    Raises ValueError if a file is damaged, or a tensor is missing, unknown, not finite or of another shape.
-    """
-    arrays = open_component(path, shapes, rename=rename, convert=convert, ignore=ignore)
-    return evaluate_each(arrays, dtype, arrange)
+def load_component(path: Path, shapes: Shapes, *, dtype: Any = None, arrange: Arrange | None = None, **names: Any) -> Arrays:
+    """`open_component`, evaluated by `evaluate_each`."""
+    return evaluate_each(open_component(path, shapes, **names), dtype, arrange)
 
 
 def open_component(
     path: Path,
     shapes: Shapes,
     *,
-    rename: Callable[[str], str | None] | None = None,
     convert: Callable[[Arrays], Arrays] | None = None,
+    rename: Callable[[str], str | None] | None = None,
     ignore: Callable[[str], bool] | None = None,
 ) -> Arrays:
-    """Tensors of a component, lazily, checked against `shapes`. Arguments and errors as in `load_component`."""
+    """Tensors of a component, lazily, checked against `shapes`.
+
+    In this order: `convert(all tensors)`, for files in another layout; `rename(name)`, None to leave a tensor out;
+    `ignore(new name)`; the check. Raises ValueError if a file is damaged, or a tensor is missing, unknown or of another shape.
+    """
     arrays = read_tensors(path)
     if convert:
         arrays = convert(arrays)
@@ -267,7 +271,7 @@ def reading(what: str, note: Callable[[str], None]) -> Iterator[None]:
             note("")
 
 
-def evaluate_each(arrays: Arrays, dtype: Any, arrange: Callable[[str, mx.array], mx.array] | None) -> Arrays:
+def evaluate_each(arrays: Arrays, dtype: Any, arrange: Arrange | None = None) -> Arrays:
     """Casts to `dtype` or `dtype(name)`, then `arrange(name, tensor)`. Empties `arrays`. ValueError for infinity or NaN."""
     done: Arrays = {}
     report, total, read = _report.get(), sum(value.nbytes for value in arrays.values()), 0
@@ -310,7 +314,7 @@ GROUP = 64  # MLX's default
 
 def is_packed(dtypes: Mapping[str, str]) -> bool:
     """`dtypes` by name, as safetensors spells them."""
-    return any(dtype in FP8 or (dtype == "U32" and name.endswith(".weight")) for name, dtype in dtypes.items()) or any(
+    return any(dtype in BYTES or (dtype == "U32" and name.endswith(".weight")) for name, dtype in dtypes.items()) or any(
         OTHER.search(name) or name.endswith(SCALES) for name in dtypes
     )
 
@@ -318,7 +322,7 @@ def is_packed(dtypes: Mapping[str, str]) -> bool:
 def unpack(arrays: Arrays, dtypes: Mapping[str, str], config: Mapping[str, Any], path: Path) -> Arrays:
     """Tensors as floating-point numbers, scales left out. In `arrays`, fp8 is uint8; `config` states the bits of MLX's layers.
 
-    Raises ValueError if a quantisation is not supported or a scale has a wrong shape.
+    Raises ValueError if a quantisation is not supported, a scale has a wrong shape, or is there without a weight in 8 bits.
     """
     if foreign := next((name for name in arrays if OTHER.search(name)), ""):
         raise ValueError(f"{path} is quantised in a way that is not read ({foreign}): fetch the bfloat16 or the fp8 weights")
@@ -326,34 +330,38 @@ def unpack(arrays: Arrays, dtypes: Mapping[str, str], config: Mapping[str, Any],
     done: Arrays = {}
     for name, value in arrays.items():
         stem = name.removesuffix(".weight")
-        if dtypes[name] in FP8:
-            used |= {scale for part in SCALES if (scale := f"{stem}.{part}") in arrays}
-            done[name] = _scaled(name, _from_fp8(value, dtypes[name]), arrays, path)
+        if dtypes[name] in BYTES:
+            found = [scale for part in SCALES if (scale := f"{stem}.{part}") in arrays]
+            used |= set(found)
+            if dtypes[name] == "I8" and not found:
+                raise ValueError(f"{path}: {name} is stored in 8 bits only with {name}_scale beside it, one factor per row")
+            wide = _from_bytes(value, dtypes[name])
+            done[name] = _scaled(wide, found[0], arrays[found[0]], path) if found else wide
         elif dtypes[name] == "U32" and name.endswith(".weight"):
             used |= {f"{stem}.{part}" for part in MLX_PARTS}
             done[name] = _dequantized(stem, arrays, config, path)
         else:
             done[name] = value
+    if lone := next((name for name in done if name.endswith(SCALES) and name not in used), ""):
+        raise ValueError(f"{path} holds {lone}, the scale of a weight that is not in 8 bits: use the bfloat16 or the fp8 file")
     return {name: value for name, value in done.items() if name not in used and not UNUSED.search(name)}
 
 
-def _from_fp8(value: mx.array, dtype: str) -> mx.array:
+def _from_bytes(value: mx.array, dtype: str) -> mx.array:
+    if dtype == "I8":
+        return value.astype(mx.float32)
     if dtype == "F8_E4M3":
         return mx.from_fp8(value, mx.float32)
     # The five-bit exponent of e5m2 is that of float16, of which it is the upper byte.
     return mx.left_shift(value.astype(mx.uint16), mx.array(8, mx.uint16)).view(mx.float16).astype(mx.float32)
 
 
-def _scaled(name: str, value: mx.array, arrays: Arrays, path: Path) -> mx.array:
-    stem = name.removesuffix(".weight")
-    found = [name for part in SCALES if (name := f"{stem}.{part}") in arrays]
-    if not found:
-        return value
-    scale, rows = arrays[found[0]], value.shape[0] if value.ndim else 1
+def _scaled(value: mx.array, name: str, scale: mx.array, path: Path) -> mx.array:
+    rows = value.shape[0] if value.ndim else 1
     # One factor, or one per row.
     allowed = {(), (1,), (1, 1), (rows,), (rows, 1)}
     if tuple(scale.shape) not in allowed or not mx.issubdtype(scale.dtype, mx.floating):
-        raise ValueError(f"{path}: {found[0]} must be one number or one for each of {rows} rows, got {tuple(scale.shape)}")
+        raise ValueError(f"{path}: {name} must be one number or one for each of {rows} rows, got {tuple(scale.shape)}")
     product: mx.array = value * scale.astype(mx.float32).reshape(-1, *[1] * (value.ndim - 1))
     return product
 

@@ -1,11 +1,10 @@
-"""Adapters of FLUX.2 in the layouts of this program and diffusers, of ComfyUI, kohya and LyCORIS.
+"""Adapters of FLUX.2 in the layouts of this program and diffusers, of ComfyUI, kohya and LyCORIS: names, reading, writing.
 
 R rank, I inputs of a Linear, O outputs.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -14,35 +13,17 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from stages.models import weights
-from stages.models.adapters import (
-    ALPHA,
-    DORA_SCALE,
-    MAGNITUDE,
-    W1,
-    W1_A,
-    W1_B,
-    W2,
-    W2_A,
-    W2_B,
-    A,
-    Arrays,
-    B,
-    Scales,
-    linear_name,
-    linears,
-    of_linear,
-    variant,
-)
+from stages.kernels import Arrays
+from stages.models import adapters, weights
+from stages.models.adapters import ALPHA, DORA_SCALE, MAGNITUDE, W1, W1_A, W1_B, W2, W2_A, W2_B, A, B, Scales
 from stages.models.flux2 import load
-
-HALVES_SWAPPED = "final_layer.adaLN_modulation.1"  # its rows are shift, scale; in diffusers scale, shift
+from stages.untrusted import parse_json
 
 
 def _reference_linears() -> dict[str, tuple[str, ...]]:
     double, single = "transformer_blocks.{}.", "single_transformer_blocks.{}."
     found: dict[str, tuple[str, ...]] = {name: (ours,) for name, ours in load.TRANSFORMER.items()}
-    found[HALVES_SWAPPED] = ("norm_out.linear",)
+    found[load.HALVES_SWAPPED] = ("norm_out.linear",)
     found |= {f"double_blocks.{{}}.{n}": tuple(double + p for p in parts) for n, parts in load.FUSED.items()}
     found |= {f"double_blocks.{{}}.{n}": (double + p,) for n, p in load.DOUBLE.items() if "norm" not in n}
     return found | {f"single_blocks.{{}}.{n}": (single + p,) for n, p in load.SINGLE.items() if "norm" not in n}
@@ -50,12 +31,12 @@ def _reference_linears() -> dict[str, tuple[str, ...]]:
 
 # Black Forest Labs' name -> diffusers' names, three in the order of its rows where q, k and v are one Linear. {} is the
 # block's number.
-FUSED = _reference_linears()
-FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
+REFERENCE = _reference_linears()
+REFERENCE_OF = {part: name for name, parts in REFERENCE.items() for part in parts}
 PREFIXES = ("base_model.model.", "diffusion_model.", "transformer.")
-_UNDERSCORED = {  # underscores for dots: kohya writes Black Forest Labs' names so, LyCORIS diffusers' names
-    "lora_unet_": {fused.replace(".", "_"): fused for fused in FUSED},
-    "lycoris_": {part.replace(".", "_"): part for part in FUSED_OF},
+UNDERSCORED = {  # underscores for dots: kohya writes Black Forest Labs' names so, LyCORIS diffusers' names
+    "lora_unet_": {name.replace(".", "_"): name for name in REFERENCE},
+    "lycoris_": {name.replace(".", "_"): name for name in REFERENCE_OF},
 }
 _READ = {A: A, B: B, ".lora_down.weight": A, ".lora_up.weight": B, MAGNITUDE: MAGNITUDE, MAGNITUDE + ".weight": MAGNITUDE}
 _READ |= {DORA_SCALE: MAGNITUDE, ALPHA: ALPHA} | {ending: ending for ending in (W1, W1_A, W1_B, W2, W2_A, W2_B)}
@@ -73,7 +54,7 @@ def parse_key(key: str) -> tuple[str, str]:
     name, ending = match[1], _READ[match[2]]
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)
-    for prefix, known in _UNDERSCORED.items():
+    for prefix, known in UNDERSCORED.items():
         if name.startswith(prefix):
             name = _dotted(key, name.removeprefix(prefix), known)
     return load.from_mflux(f"{name}.").removesuffix("."), ending
@@ -88,27 +69,18 @@ def _dotted(key: str, flat: str, known: dict[str, str]) -> str:
     return known[pattern].replace("{}", block[1] if block else "")
 
 
-def has_prefix(key: str) -> bool:
-    """Whether a key starts with another program's prefix."""
-    return key.startswith((*PREFIXES, *_UNDERSCORED))
-
-
-def lycoris_name(name: str) -> str:
-    return "lycoris_" + name.replace(".", "_")
-
-
 def diffusers_names(name: str) -> list[str]:
     """diffusers' names of a Linear of Black Forest Labs' code: three if it stacks q, k and v; [name] if it is unknown."""
     pattern, block = _split_number(name)
-    return [part.replace("{}", block) for part in FUSED.get(pattern, (name,))]
+    return [part.replace("{}", block) for part in REFERENCE.get(pattern, (name,))]
 
 
 def reference_name(name: str) -> str:
     """Black Forest Labs' name of a diffusers Linear; q, k and v share one. Raises ValueError if that code has no such Linear."""
     pattern, block = _split_number(name)
-    if pattern not in FUSED_OF:
+    if pattern not in REFERENCE_OF:
         raise ValueError(f"{name} has no counterpart in the FLUX.2 reference layout; export it as diffusers")
-    return FUSED_OF[pattern].replace("{}", block)
+    return REFERENCE_OF[pattern].replace("{}", block)
 
 
 def _split_number(name: str) -> tuple[str, str]:
@@ -124,7 +96,7 @@ def read_adapter(path: Path) -> tuple[Arrays, Scales]:
     """
     if not path.is_file():
         raise ValueError(f"no adapter at {path}")
-    arrays, metadata = weights.read_file(path)
+    arrays, header = weights.read_file(path)
     found: Arrays = {}
     alphas: Scales = {}
     for key in sorted(arrays):
@@ -132,78 +104,92 @@ def read_adapter(path: Path) -> tuple[Arrays, Scales]:
         wide = arrays[key].astype(mx.float32)
         if ending == ALPHA:
             alphas[name] = float(np.array(wide).item())
+        elif ending == MAGNITUDE:
+            if wide.ndim > 2 or (wide.ndim == 2 and wide.shape[1] != 1):
+                raise ValueError(f"{key} of shape {wide.shape} sets the lengths of columns; only a DoRA of rows is read")
+            found[name + ending] = wide.flatten()
+        elif wide.ndim != 2:
+            raise ValueError(f"{key} must be a matrix, got the shape {wide.shape}")
         else:
-            found[name + ending] = _as_vector(key, wide) if ending == MAGNITUDE else wide
-    # Alphas as arrays (kohya, LyCORIS); else PEFT's config, if the keys have a prefix; else this program's metadata.
+            found[name + ending] = wide
+    ranks: dict[str, int | None] = {adapters.linear_name(key): None for key in found}
+    ranks |= {key.removesuffix(W1_B): value.shape[0] for key, value in found.items() if key.endswith(W1_B)}
+    ranks |= adapters.ranks(found)  # a second factor of low rank goes before a first one
+    # Alphas as arrays (kohya, LyCORIS); else PEFT's config, if the keys have a prefix; else this program's header.
     if alphas:
-        metadata = {"alphas": json.dumps(alphas)}
-    elif any(has_prefix(key) for key in arrays):
-        metadata = _from_peft(metadata, found)
-    scales = _scales(found, metadata)
+        scales = {name: alphas.get(name, rank) / rank if rank else 1.0 for name, rank in ranks.items()}
+    elif any(key.startswith((*PREFIXES, *UNDERSCORED)) for key in arrays):
+        scales = _scales_of_peft(_entries(header, "lora_adapter_metadata", path), ranks, adapters.variant(found), path)
+    else:
+        listed, alpha = _entries(header, "scales", path), parse_json(header.get("alpha", "null"), f"{path}: alpha")
+        by_rank = {name: _number(alpha, path) / rank if rank and alpha is not None else 1.0 for name, rank in ranks.items()}
+        scales = {name: _number(listed.get(name, scale), path) for name, scale in by_rank.items()}
     return _unfuse(_multiply_w1(found), scales)
 
 
-def _as_vector(key: str, magnitude: mx.array) -> mx.array:
-    if magnitude.ndim > 2 or (magnitude.ndim == 2 and magnitude.shape[1] != 1):
-        raise ValueError(f"{key} of shape {magnitude.shape} sets the lengths of columns; only a DoRA of rows is read")
-    return magnitude.flatten()
+def _entries(header: dict[str, str], key: str, path: Path) -> dict[str, Any]:
+    found = parse_json(header.get(key) or "{}", f"{path}: {key}")
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: {key} in the header must be a JSON object, got {type(found).__name__}")
+    return found
 
 
-def _multiply_w1(arrays: Arrays) -> Arrays:
-    # A lone half is left out.
-    pairs = [key.removesuffix(W1_A) for key in arrays if key.endswith(W1_A) and key.removesuffix(W1_A) + W1_B in arrays]
-    products = {name + W1: arrays[name + W1_A] @ arrays[name + W1_B] for name in pairs}
-    return {key: value for key, value in arrays.items() if not key.endswith((W1_A, W1_B))} | products
+def _number(value: Any, path: Path) -> float:
+    if type(value) not in (int, float) or not abs(value) < 1e30:
+        raise ValueError(f"{path}: scales, alphas and ranks in the header must be numbers, got {value!r:.80}")
+    return float(value)
 
 
-def _ranks(arrays: Arrays) -> dict[str, int | None]:
-    ranks: dict[str, int | None] = {linear_name(key): None for key in arrays}
-    for ending in (W1_B, W2_B, A):  # a later ending replaces the rank of an earlier one
-        ranks |= {key.removesuffix(ending): value.shape[0] for key, value in arrays.items() if key.endswith(ending)}
-    return ranks
+def _scales_of_peft(stored: dict[str, Any], ranks: dict[str, int | None], variant: str, path: Path) -> Scales:
+    """alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
+    config = {key.removeprefix("transformer."): value for key, value in stored.items()}
+    if config.get("use_dora") and variant != "dora":
+        raise ValueError("the adapter says that it is a DoRA, but its file lacks the magnitudes")
+    rank_of, alpha_of = (_patterns(config.get(f"{kind}_pattern"), path) for kind in ("rank", "alpha"))
 
+    def setting(patterns: list[tuple[re.Pattern[str], Any]], name: str, otherwise: Any) -> float:
+        return _number(next((value for pattern, value in patterns if pattern.match(name)), otherwise), path)
 
-def _scales(arrays: Arrays, metadata: dict[str, str]) -> Scales:
-    # In the metadata, "scales" and "alphas" are JSON by Linear, and "alpha" is that of all others. A scale goes before an
-    # alpha.
-    by_name, alphas = (json.loads(metadata.get(key, "{}")) for key in ("scales", "alphas"))
-    common = metadata.get("alpha")
     scales = {}
-    for name, rank in _ranks(arrays).items():
-        alpha = alphas.get(name, common if common is not None else rank)
-        scales[name] = float(by_name.get(name, float(alpha) / rank if rank else 1.0))
+    for name, own_rank in ranks.items():
+        rank = own_rank or setting(rank_of, name, config.get("r", 0))
+        alpha = setting(alpha_of, name, config.get("lora_alpha", config.get("alpha", rank)))
+        scales[name] = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank) if rank > 0 else 1.0
     return scales
 
 
-def _from_peft(metadata: dict[str, str], arrays: Arrays) -> dict[str, str]:
-    """{"scales": JSON by Linear} from PEFT's config: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
-    stored = json.loads(metadata.get("lora_adapter_metadata") or "{}")
-    config = {key.removeprefix("transformer."): value for key, value in stored.items()}
-    if config.get("use_dora") and variant(arrays) != "dora":
-        raise ValueError("the adapter says that it is a DoRA, but its file lacks the magnitudes")
-    scales = {}
-    for name, own_rank in _ranks(arrays).items():
-        rank = own_rank or _by_pattern(config, "rank_pattern", name, config.get("r"))
-        if rank:
-            alpha = _by_pattern(config, "alpha_pattern", name, config.get("lora_alpha", config.get("alpha", rank)))
-            scales[name] = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return {"scales": json.dumps(scales)}
+def _patterns(given: Any, path: Path) -> list[tuple[re.Pattern[str], Any]]:
+    """PEFT's rule: the first pattern that matches the end of the name counts."""
+    if not isinstance(given or {}, dict):
+        raise ValueError(f"{path}: patterns of ranks and alphas must be a JSON object, got {type(given).__name__}")
+    found = []
+    for pattern, value in (given or {}).items():
+        # With more repetitions, or repeated groups, a pattern could take hours.
+        bounded = len(pattern) <= 200 and len(re.findall(r"[*+?{]", pattern)) <= 3 and not re.search(r"\)[*+?{]", pattern)
+        try:
+            found.append((re.compile(rf"(.*\.)?({pattern if bounded else '('})$"), value))
+        except (re.error, OverflowError):
+            raise ValueError(f"{path}: the pattern {pattern!r:.80} of a rank or an alpha cannot be read") from None
+    return found
 
 
-def _by_pattern(config: dict[str, Any], key: str, name: str, otherwise: Any) -> Any:
-    # PEFT's rule: the first pattern that matches the end of the name.
-    patterns = config.get(key) or {}
-    return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name)), otherwise)
+def _multiply_w1(arrays: Arrays) -> Arrays:
+    names = dict.fromkeys(key.removesuffix(W1_A).removesuffix(W1_B) for key in arrays if key.endswith((W1_A, W1_B)))
+    for name in names:
+        if lone := next((end for end in (W1_A, W1_B) if name + end not in arrays), ""):
+            raise ValueError(f"the adapter lacks {name}{lone}, though it has other arrays of {name}")
+    products = {name + W1: arrays[name + W1_A] @ arrays[name + W1_B] for name in names}
+    return {key: value for key, value in arrays.items() if not key.endswith((W1_A, W1_B))} | products
 
 
 def _unfuse(arrays: Arrays, scales: Scales) -> tuple[Arrays, Scales]:
     split: Arrays = {}
     own_scales: Scales = {}
-    for name in linears(arrays):
-        parts, own = diffusers_names(name), of_linear(arrays, name)
-        if name == HALVES_SWAPPED:
+    for name in adapters.linears(arrays):
+        parts, own = diffusers_names(name), adapters.of_linear(arrays, name)
+        if name == load.HALVES_SWAPPED:
             # Rows of a Kronecker product follow its first factor, so that exchanging the halves of w1 is exact.
-            own = {ending: swap_halves(value) if ending in (B, MAGNITUDE, W1) else value for ending, value in own.items()}
+            own = {ending: load.swap_halves(value) if ending in (B, MAGNITUDE, W1) else value for ending, value in own.items()}
         for part, part_arrays in zip(parts, _split_linear(name, own, len(parts)), strict=True):
             split |= {part + ending: value for ending, value in part_arrays.items()}
             own_scales[part] = scales[name]
@@ -238,7 +224,7 @@ def _split_pair(a_RI: mx.array, b_OR: mx.array, count: int) -> list[tuple[mx.arr
 def to_diffusers(arrays: Arrays, scales: Scales) -> Arrays:
     """Keys such as "transformer.proj_out.lora_A.weight", scales multiplied in. Raises ValueError for an incomplete Linear."""
     out: Arrays = {}
-    for name in linears(arrays):
+    for name in adapters.linears(arrays):
         out |= {f"transformer.{name}{ending}": value for ending, value in _scaled(arrays, scales, name).items()}
     return out
 
@@ -249,8 +235,8 @@ def to_comfyui(arrays: Arrays, scales: Scales) -> Arrays:
     Raises ValueError for a Linear that Black Forest Labs' code does not have, or a DoRA of only some of q, k and v.
     """
     # Before the LoKr, so that a Linear without counterpart is an error there too.
-    groups = dict.fromkeys(reference_name(name) for name in linears(arrays))
-    if variant(arrays) == "lokr":
+    groups = dict.fromkeys(reference_name(name) for name in adapters.linears(arrays))
+    if adapters.variant(arrays) == "lokr":
         # A LoKr of q, k and v cannot be fused, as the result is no Kronecker product.
         return _to_lycoris(arrays, scales)
     out: Arrays = {}
@@ -266,7 +252,7 @@ def _fuse(fused: str, arrays: Arrays, scales: Scales) -> Arrays:
     b_OR = block_diagonal([scaled[part][B] if part in scaled else None for part in parts])
     out = {
         f"diffusion_model.{fused}{A}": mx.concatenate([own[A] for own in scaled.values()]),
-        f"diffusion_model.{fused}{B}": swap_halves(b_OR) if fused == HALVES_SWAPPED else b_OR,
+        f"diffusion_model.{fused}{B}": load.swap_halves(b_OR) if fused == load.HALVES_SWAPPED else b_OR,
     }
     if any(MAGNITUDE in own for own in scaled.values()):
         magnitudes = [scaled.get(part, {}).get(MAGNITUDE) for part in parts]
@@ -276,20 +262,20 @@ def _fuse(fused: str, arrays: Arrays, scales: Scales) -> Arrays:
 
 def _to_lycoris(arrays: Arrays, scales: Scales) -> Arrays:
     out: Arrays = {}
-    for name in linears(arrays):
-        own = of_linear(arrays, name)
+    for name in adapters.linears(arrays):
+        own = adapters.of_linear(arrays, name)
         low = W2_B in own  # LyCORIS divides alpha by the rank of a factor of low rank alone
         if not low:
-            own[W1] = _times(own[W1], scales[name])
+            own[W1] = own[W1].astype(mx.float32) * scales[name]
         alpha = mx.array(scales[name] * own[W2_B].shape[0] if low else 1.0, mx.float32)
-        out |= {lycoris_name(name) + ending: value for ending, value in {**own, ALPHA: alpha}.items()}
+        out |= {"lycoris_" + name.replace(".", "_") + ending: value for ending, value in {**own, ALPHA: alpha}.items()}
     return out
 
 
 def _scaled(arrays: Arrays, scales: Scales, name: str) -> Arrays:
-    own = of_linear(arrays, name)
+    own = adapters.of_linear(arrays, name)
     target = W1 if W1 in own else B
-    return {**own, target: _times(own[target], scales[name])}
+    return {**own, target: own[target].astype(mx.float32) * scales[name]}
 
 
 def _dora_scale(fused: str, magnitudes: list[mx.array | None]) -> mx.array:
@@ -300,7 +286,7 @@ def _dora_scale(fused: str, magnitudes: list[mx.array | None]) -> mx.array:
         )
     # A column: ComfyUI would lay a plain vector along the inputs.
     whole_O1 = mx.concatenate(present)[:, None]
-    return swap_halves(whole_O1) if fused == HALVES_SWAPPED else whole_O1
+    return load.swap_halves(whole_O1) if fused == load.HALVES_SWAPPED else whole_O1
 
 
 def block_diagonal(blocks: list[mx.array | None]) -> mx.array:
@@ -318,15 +304,3 @@ def block_diagonal(blocks: list[mx.array | None]) -> mx.array:
         rows.append(mx.pad(b, [(0, 0), (before, after)]))
         before += b.shape[1]
     return mx.concatenate(rows)
-
-
-def swap_halves(rows: mx.array) -> mx.array:
-    """Exchange the halves of axis 0. Raises ValueError if its length is odd."""
-    if rows.shape[0] % 2:
-        raise ValueError(f"{HALVES_SWAPPED}: {rows.shape[0]} rows have no halves to exchange")
-    first, second = mx.split(rows, 2)
-    return mx.concatenate([second, first])
-
-
-def _times(array: mx.array, scale: float) -> mx.array:
-    return array.astype(mx.float32) * scale

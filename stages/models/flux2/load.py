@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from stages.kernels import Arrays
 from stages.models import weights
 from stages.models.family import Family
 from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig, arrange
@@ -19,7 +20,6 @@ from stages.models.flux2.transformer import Flux2, Flux2Config
 from stages.models.folders import component_config, read_config
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")  # some single files put one of them before every key
-QUANTISED = (".input_scale", ".weight_scale", ".weight_scale_2", ".scale_weight", ".scale_input", "scaled_fp8")
 
 # Black Forest Labs' name -> diffusers' name. Outside the blocks; then within a double, and within a single block.
 # Source: model.py and autoencoder.py of the reference repository beside the released diffusers folders. Tests compare them in
@@ -62,6 +62,7 @@ MFLUX = {  # names in models that mflux saves, where they differ
     r"^time_guidance_embed\.(linear_\d)\.": r"time_guidance_embed.timestep_embedder.\1.",
     r"^(transformer_blocks\.\d+\.attn\.to_out)\.(?!\d)": r"\1.0.",
 }
+HALVES_SWAPPED = "final_layer.adaLN_modulation.1"  # its rows are shift, scale; in diffusers' norm_out scale, shift
 ATTENTION = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "to_out.0"}
 
 
@@ -75,18 +76,22 @@ def is_single_file(keys: Iterable[str]) -> bool:
     return any(strip_prefix(k).startswith(marks) for k in keys)
 
 
-def transformer_to_diffusers(arrays: dict[str, mx.array], path: Path) -> dict[str, mx.array]:
-    """Fused q, k, v become three weights; an unknown name loses its prefix only. Raises ValueError for a scale."""
-    converted: dict[str, mx.array] = {}
+def swap_halves(rows: mx.array) -> mx.array:
+    """Exchange the halves of axis 0. Raises ValueError if its length is odd."""
+    if rows.shape[0] % 2:
+        raise ValueError(f"{HALVES_SWAPPED}: {rows.shape[0]} rows have no halves to exchange")
+    first, second = mx.split(rows, 2)
+    return mx.concatenate([second, first])
+
+
+def transformer_to_diffusers(arrays: Arrays) -> Arrays:
+    """Fused q, k, v become three weights; an unknown name loses its prefix only."""
+    converted: Arrays = {}
     for found, value in arrays.items():
-        # `read_tensors` has multiplied fp8 weights by their scales, and left these out.
-        if found.endswith(QUANTISED):
-            raise ValueError(f"{path} holds {found}, the scale of a weight that is not fp8: use the bfloat16 or the fp8 file")
         key = strip_prefix(found)
         name, _, ending = key.rpartition(".")
-        if key == "final_layer.adaLN_modulation.1.weight":  # its rows are shift, scale; in diffusers scale, shift
-            half = value.shape[0] // 2
-            converted["norm_out.linear.weight"] = mx.concatenate([value[half:], value[:half]])
+        if key == f"{HALVES_SWAPPED}.weight":
+            converted["norm_out.linear.weight"] = swap_halves(value)
         elif name in TRANSFORMER:
             converted[f"{TRANSFORMER[name]}.{ending}"] = value
         else:
@@ -101,7 +106,7 @@ def from_mflux(key: str) -> str:
     return key
 
 
-def _block(key: str, value: mx.array) -> dict[str, mx.array]:
+def _block(key: str, value: mx.array) -> Arrays:
     match = re.fullmatch(r"(double|single)_blocks\.(\d+)\.(.+)\.(weight|scale)", key)
     if not match:
         return {key: value}
@@ -114,10 +119,10 @@ def _block(key: str, value: mx.array) -> dict[str, mx.array]:
     return {f"{prefix}.{known[name]}.weight": value} if name in known else {key: value}
 
 
-def autoencoder_to_diffusers(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+def autoencoder_to_diffusers(arrays: Arrays) -> Arrays:
     """The 1 x 1 convolutions of the attention become matrices."""
     levels = 1 + max((int(m[1]) for k in arrays if (m := re.match(r"decoder\.up\.(\d+)\.", k))), default=0)
-    converted: dict[str, mx.array] = {}
+    converted: Arrays = {}
     for found, value in arrays.items():
         key = _autoencoder_key(found, levels)
         flat = ".attentions.0.to_" in key and value.ndim == 4
@@ -153,11 +158,11 @@ def transformer_config(path: Path | None, family: Family) -> Flux2Config:
 def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[[str, mx.array], Any] | None = None) -> Flux2:
     """See `Architecture.load_transformer`. Raises ValueError if a weight is missing, unknown, damaged or of another shape."""
     config = transformer_config(path, family)
-    foreign = is_single_file(weights.read_keys(path))
+    foreign = is_single_file(weights.read_shapes(path))
     arrays = weights.load_component(
         path,
         config.shapes(),
-        convert=(lambda found: transformer_to_diffusers(found, path)) if foreign else None,
+        convert=transformer_to_diffusers if foreign else None,
         rename=None if foreign else from_mflux,
         dtype=dtype,
         arrange=arrange,
@@ -171,7 +176,7 @@ def load_autoencoder(path: Path, family: Family, dtype: Any = None) -> Autoencod
     arrays = weights.load_component(
         path,
         config.shapes(),
-        convert=autoencoder_to_diffusers if is_single_file(weights.read_keys(path)) else None,
+        convert=autoencoder_to_diffusers if is_single_file(weights.read_shapes(path)) else None,
         dtype=lambda key: mx.float32 if key.startswith("bn.") else dtype,
         ignore=lambda key: key == "bn.num_batches_tracked",
         arrange=arrange,
@@ -184,7 +189,7 @@ def autoencoder_config(path: Path | None, family: Family) -> AutoencoderConfig:
     if path is None or read_config(path):
         return AutoencoderConfig.from_dict(component_config(path, family.autoencoder) if path else family.autoencoder)
     levels = len(family.autoencoder["block_out_channels"])
-    shapes = {name: tensor["shape"] for file in weights.weight_files(path) for name, tensor in weights.read_header(file).items()}
+    shapes = weights.read_shapes(path)
     named = [
         (f"decoder.up.{i}.block.0.conv1.weight", f"decoder.up_blocks.{levels - 1 - i}.resnets.0.conv1.weight")
         for i in range(levels)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 from stages.models.family import Family
 from stages.models.flux2.autoencoder import AutoencoderConfig
 from stages.models.flux2.transformer import TRANSFORMER_CLASS, Flux2Config
-from stages.models.random_model import write_json, write_tokenizer
+from stages.models.random_model import uniform, write_json, write_tokenizer
 from stages.models.text.decoder import Qwen3Config
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -70,17 +69,15 @@ def write_random_weights(folder: Path, family: Family, seed: int) -> None:
     qwen3 = Qwen3Config.from_dict(family.text_encoder)
     text_shapes = {f"model.{name}": shape for name, shape in qwen3.shapes(qwen3.num_hidden_layers).items()}
     stem = "diffusion_pytorch_model"
-    _write_component(folder / "transformer", stem, _class(TRANSFORMER_CLASS, family.transformer), flux2.shapes(), seed)
-    _write_component(folder / "vae", stem, _class("AutoencoderKLFlux2", family.autoencoder), autoencoder.shapes(), seed)
+    transformer_config = {"_class_name": TRANSFORMER_CLASS, **family.transformer}
+    _write_component(folder / "transformer", stem, transformer_config, flux2.shapes(), seed)
+    autoencoder_config = {"_class_name": "AutoencoderKLFlux2", **family.autoencoder}
+    _write_component(folder / "vae", stem, autoencoder_config, autoencoder.shapes(), seed)
     _write_component(folder / "text_encoder", "model", {**family.text_encoder, **QWEN3}, text_shapes, seed)
     write_tokenizer(folder / "tokenizer", qwen3.vocab_size)
     write_json(folder / "scheduler" / "scheduler_config.json", SCHEDULER)
     # Last: a folder with this file is complete.
     write_json(folder / "model_index.json", INDEX)
-
-
-def _class(name: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    return {"_class_name": name, **sizes}
 
 
 def _write_component(folder: Path, stem: str, config: Mapping[str, Any], shapes: Shapes, seed: int) -> None:
@@ -95,21 +92,15 @@ def _write_component(folder: Path, stem: str, config: Mapping[str, Any], shapes:
 
 def weight(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     """float32 values of "<component>.<name of the weight>", with the spread that `GAINS` gives it."""
+
+    def drawn(std: float) -> np.ndarray:
+        return (uniform(name, shape, seed) * (std * float(np.sqrt(3.0)))).astype(np.float32)
+
     if name.endswith("running_var"):
-        return LATENT_VARIANCE + _uniform(name, shape, seed, BIAS)
-    if name.endswith("running_mean"):
-        return _uniform(name, shape, seed, BIAS)
+        return LATENT_VARIANCE + drawn(BIAS)
     if len(shape) == 1 and name.endswith("weight"):  # a norm
-        return 1 + _uniform(name, shape, seed, BIAS)
-    if name.endswith("bias"):
-        return _uniform(name, shape, seed, BIAS)
+        return 1 + drawn(BIAS)
+    if name.endswith(("running_mean", "bias")):
+        return drawn(BIAS)
     gain = next(value for pattern, value in GAINS if re.search(pattern, name))
-    return _uniform(name, shape, seed, gain / float(np.sqrt(np.prod(shape[1:]))))
-
-
-def _uniform(name: str, shape: tuple[int, ...], seed: int, std: float) -> np.ndarray:
-    # Raw 24-bit words and exact arithmetic: the rounding of a library's random function could change.
-    stream = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16], "little")
-    raw = np.random.PCG64(stream).random_raw(int(np.prod(shape)))
-    unit = (raw >> np.uint64(40)).astype(np.float64) / 2**23 - 1
-    return (unit * (std * float(np.sqrt(3.0)))).astype(np.float32).reshape(shape)
+    return drawn(gain / float(np.sqrt(np.prod(shape[1:]))))

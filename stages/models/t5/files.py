@@ -7,9 +7,10 @@ one factor per row.
 
 from __future__ import annotations
 
-import hashlib
 import pickle
+import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,16 +19,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from stages.kernels import Arrays
 from stages.models.family import RetrieverArchitecture
 from stages.models.folders import read_config
-from stages.models.random_model import write_json
+from stages.models.random_model import uniform, write_json, write_word_tokenizer
 from stages.models.t5.model import BIAS, EMBEDDING, HEAD, T5, T5Config
-from stages.models.weights import Arrays, check_shapes, read_header, weight_files
+from stages.models.weights import check_shapes, evaluate_each, read_tensors
 
 DENSE = ("1_Dense", "2_Dense")  # folders of the head; PyLate writes the first, Google's XTR the second
-SCALE = "_scale"  # ending of the scales of a matrix that is stored in 8 bits
 TIED = "encoder.embed_tokens.weight"  # another name of the embedding
-DTYPES = ("BF16", "F16", "F32", "I8")
+DECODER = ("decoder.", "lm_head.weight")
 
 
 def read_sizes(folder: Path, dimensions: int = 128) -> T5Config:
@@ -36,7 +37,7 @@ def read_sizes(folder: Path, dimensions: int = 128) -> T5Config:
     if not config:
         raise ValueError(f"{folder} has no config.json: a T5 encoder in the layout of transformers is needed")
     head = find_head(folder)
-    return T5Config.from_dict(config, _head_shape(head)[0] if head else dimensions)
+    return T5Config.from_dict(config, _read_head(head).shape[0] if head else dimensions)
 
 
 def load_encoder(folder: Path, dtype: mx.Dtype | None = None, head_seed: int | None = None, dimensions: int = 128) -> T5:
@@ -47,14 +48,14 @@ def load_encoder(folder: Path, dtype: mx.Dtype | None = None, head_seed: int | N
 
 def load_weights(folder: Path, config: T5Config, dtype: mx.Dtype = mx.float32, head_seed: int | None = None) -> Arrays:
     """Weights by name, checked against `config`. A missing head is drawn from `head_seed`; without a seed it is a ValueError."""
-    arrays = {_rename(key): value for key, value in _read_encoder(folder).items() if not _is_decoder(key)}
+    pickled = folder / "pytorch_model.bin"
+    stored = read_torch_file(pickled) if pickled.is_file() and not any(folder.glob("*.safetensors")) else read_tensors(folder)
+    if EMBEDDING in stored:
+        stored.pop(TIED, None)
+    arrays = {EMBEDDING if key == TIED else key: stored[key] for key in stored if not key.startswith(DECODER)}
     check_shapes(arrays, config.encoder_shapes(), folder)
     arrays[HEAD] = _load_head(folder, config, head_seed)
-    done: Arrays = {}
-    for name in config.shapes():
-        done[name] = arrays.pop(name).astype(dtype)
-        mx.eval(done[name])
-    return done
+    return evaluate_each({name: arrays.pop(name) for name in config.shapes()}, dtype)
 
 
 def find_head(folder: Path) -> Path | None:
@@ -62,17 +63,12 @@ def find_head(folder: Path) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _head_shape(file: Path) -> tuple[int, int]:
-    shape = tuple(_read_head(file).shape)
-    if len(shape) != 2:
-        raise ValueError(f"linear.weight in {file} must be a matrix (outputs, inputs), got shape {shape}")
-    return shape[0], shape[1]
-
-
 def _read_head(file: Path) -> mx.array:
-    arrays = _read([file]) if file.suffix == ".safetensors" else read_torch_file(file)
+    arrays = read_tensors(file) if file.suffix == ".safetensors" else read_torch_file(file)
     if set(arrays) != {"linear.weight"}:
         raise ValueError(f"{file} must hold linear.weight and nothing else, got {', '.join(sorted(arrays))}")
+    if arrays["linear.weight"].ndim != 2:
+        raise ValueError(f"linear.weight in {file} must be a matrix (outputs, inputs), got shape {arrays['linear.weight'].shape}")
     return arrays["linear.weight"]
 
 
@@ -93,57 +89,11 @@ def _load_head(folder: Path, config: T5Config, seed: int | None) -> mx.array:
     return mx.array(drawn.astype(np.float32))
 
 
-def _read_encoder(folder: Path) -> Arrays:
-    plain = folder / "pytorch_model.bin"
-    if plain.is_file() and not any(folder.glob("*.safetensors")):
-        arrays = read_torch_file(plain)
-        if EMBEDDING in arrays:
-            arrays.pop(TIED, None)
-        return arrays
-    return _read(weight_files(folder))
-
-
-def _rename(key: str) -> str:
-    return EMBEDDING if key == TIED else key
-
-
-def _is_decoder(key: str) -> bool:
-    return key.startswith("decoder.") or key == "lm_head.weight"
-
-
-def _read(files: list[Path]) -> Arrays:
-    """Matrices in 8 bits become float32. Raises ValueError if a name is in two files or a dtype is not supported."""
-    stored: Arrays = {}
-    for file in files:
-        for key, tensor in read_header(file).items():
-            if key in stored:
-                raise ValueError(f"{key} is in more than one file of {file.parent}: remove the copies")
-            if str(tensor.get("dtype")) not in DTYPES:
-                raise ValueError(f"{file}: {key} is {tensor.get('dtype')}, which is not supported; fetch float weights instead")
-        loaded: Any = mx.load(str(file))
-        stored.update(loaded)
-    if TIED in stored and EMBEDDING in stored:
-        stored.pop(TIED)
-    return {key: _unpacked(key, value, stored, files[0].parent) for key, value in stored.items() if not key.endswith(SCALE)}
-
-
-def _unpacked(key: str, value: mx.array, stored: Mapping[str, mx.array], where: Path) -> mx.array:
-    scale = stored.get(key + SCALE)
-    if (scale is None) == (value.dtype == mx.int8):
-        raise ValueError(f"{where}: {key} is stored in 8 bits only with {key}{SCALE} beside it, one factor per row")
-    if scale is None:
-        return value
-    if scale.size != value.shape[0]:
-        raise ValueError(f"{where}: {key}{SCALE} must have one factor for each of {value.shape[0]} rows, got {scale.size}")
-    return value.astype(mx.float32) * scale.astype(mx.float32).reshape(-1, 1)
-
-
 STORAGES = {"FloatStorage": np.float32, "HalfStorage": np.float16}
-
-
-class _Storage:
-    def __init__(self, name: str) -> None:
-        self.dtype = STORAGES[name]
+# What a damaged archive or pickle raises; RuntimeError for an archive that is encrypted.
+DAMAGE: tuple[type[Exception], ...] = (zipfile.BadZipFile, zlib.error, struct.error, pickle.UnpicklingError, EOFError)
+DAMAGE += (ImportError, MemoryError, RuntimeError, StopIteration, LookupError, ValueError, ArithmeticError)
+DAMAGE += (AttributeError, TypeError)
 
 
 class _Reader(pickle.Unpickler):
@@ -159,14 +109,14 @@ class _Reader(pickle.Unpickler):
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return _rebuild
         if module == "torch" and name in STORAGES:
-            return _Storage(name)
+            return name
         # Any other name could run code.
         raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
     def persistent_load(self, pid: Any) -> np.ndarray:
         _, storage, key, _, count = pid
         data = self.archive.read(f"{self.folder}/data/{key}")
-        return np.frombuffer(data, storage.dtype, count)
+        return np.frombuffer(data, STORAGES[storage], count)
 
 
 def _rebuild(storage: np.ndarray, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> np.ndarray:
@@ -184,7 +134,7 @@ def read_torch_file(path: Path) -> dict[str, mx.array]:
             folder = next(name.rsplit("/", 1)[0] for name in archive.namelist() if name.endswith("/data.pkl"))
             found = _Reader(archive, folder).load()
         return {str(name): mx.array(np.asarray(value, np.float32)) for name, value in found.items()}
-    except (zipfile.BadZipFile, pickle.UnpicklingError, StopIteration, KeyError, ValueError, AttributeError, EOFError) as error:
+    except DAMAGE as error:
         raise ValueError(f"{path} is not a file of tensors that PyTorch saved: {error or 'it is damaged'}") from None
 
 
@@ -235,68 +185,26 @@ def _write_modules(folder: Path, config: T5Config, settings: Mapping[str, Any]) 
     write_json(folder / "config_sentence_transformers.json", about)
 
 
-SPECIAL = ("<pad>", "</s>", "<unk>")  # T5's ids 0, 1 and 2
-GAIN = 0.5  # of the residual branches: the token itself stays visible in its state
-LETTERS = [chr(code) for code in range(33, 127)]
+GAIN = 0.5  # of the residual branches of random weights: the token itself stays visible in its state
 
 
 def write_random_weights(folder: Path, family: Any, seed: int) -> None:
-    """`family.sizes` is the content of config.json. Equal seeds give equal weights."""
+    """A model to test the pipeline. Equal words have equal vectors, so that its scores are no noise. Equal seeds, equal weights.
+
+    `family.sizes` is the content of config.json.
+    """
     config = T5Config.from_dict(family.sizes, family.sizes.get("dimensions", 128))
-    weights = {name: mx.array(_weight(name, shape, seed, config)) for name, shape in config.shapes().items()}
+    weights: Arrays = {}
+    for name, shape in config.shapes().items():
+        if len(shape) == 1:
+            weights[name] = mx.ones(shape)
+            continue
+        std = 1.0 if name in (EMBEDDING, BIAS, HEAD) else GAIN * shape[1] ** -0.5
+        if ".q." in name:
+            std *= config.d_kv**-0.5  # T5 has the root of the width in this weight
+        weights[name] = mx.array((uniform(name, shape, seed) * 3**0.5 * std).astype(np.float32))
     write_model(folder, config, weights)
-    write_tokenizer(folder, config.vocab_size)
-
-
-def _weight(name: str, shape: tuple[int, ...], seed: int, config: T5Config) -> np.ndarray:
-    if len(shape) == 1:
-        return np.ones(shape, np.float32)
-    stream = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16], "little")
-    raw = np.random.PCG64(stream).random_raw(int(np.prod(shape)))
-    unit = ((raw >> np.uint64(40)).astype(np.float64) / 2**23 - 1).reshape(shape) * 3**0.5
-    std = 1.0 if name in (EMBEDDING, BIAS, HEAD) else GAIN * shape[1] ** -0.5
-    if ".q." in name:
-        std *= config.d_kv**-0.5  # T5 has the root of the width in this weight
-    return (unit * std).astype(np.float32)
-
-
-def write_tokenizer(folder: Path, size: int) -> None:
-    """Lower-cased words and numbers, split into characters and frequent pairs. 97 of at most `size` entries are no pairs."""
-    pairs = [a + b for a in "etaoinshrdlu" for b in "etaoinshrdlucmfpgwybvk"]
-    pieces = [*SPECIAL, *LETTERS, *pairs][:size]
-    merges = [list(pair) for pair in pairs if pair in pieces]
-    names = dict(zip(("pad_token", "eos_token", "unk_token"), SPECIAL, strict=True))
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [{"id": n, "content": token, **flags, "special": True} for n, token in enumerate(SPECIAL)]
-    single = [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "</s>", "type_id": 0}}]
-    double = [*single, {"Sequence": {"id": "B", "type_id": 0}}, {"SpecialToken": {"id": "</s>", "type_id": 0}}]
-    special = {"</s>": {"id": "</s>", "ids": [1], "tokens": ["</s>"]}}
-    write_json(
-        folder / "tokenizer.json",
-        {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": added,
-            "normalizer": {"type": "Lowercase"},
-            "pre_tokenizer": {
-                "type": "Sequence",
-                "pretokenizers": [
-                    {"type": "Split", "pattern": {"Regex": r"\p{L}+|\p{N}+"}, "behavior": "Removed", "invert": True},
-                ],
-            },
-            "post_processor": {"type": "TemplateProcessing", "single": single, "pair": double, "special_tokens": special},
-            "decoder": None,
-            "model": {
-                "type": "BPE",
-                "unk_token": "<unk>",
-                "vocab": {piece: n for n, piece in enumerate(pieces)},
-                "merges": merges,
-            },
-        },
-    )
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names, "model_max_length": 512}
-    write_json(folder / "tokenizer_config.json", settings)
+    write_word_tokenizer(folder, config.vocab_size)
 
 
 T5_RETRIEVER = RetrieverArchitecture(read_sizes, load_encoder, load_weights, T5, write_model, write_random_weights)

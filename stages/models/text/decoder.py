@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -227,10 +227,6 @@ INSIDE = {
 }
 UNUSED = ("rope_freqs.weight",)  # constants of the rotary embedding
 INTERLEAVED = ("self_attn.q_proj", "self_attn.k_proj")
-
-
-def is_gguf(keys: Iterable[str]) -> bool:
-    return "token_embd.weight" in keys
 
 
 def from_gguf(arrays: Mapping[str, mx.array], head_dim: int, interleaved: bool, path: Path) -> dict[str, mx.array]:

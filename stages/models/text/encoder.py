@@ -23,12 +23,11 @@ from stages.models.text.decoder import (
     Mistral3Config,
     Qwen3Config,
     from_gguf,
-    is_gguf,
     mask,
     unneeded_beyond,
 )
 from stages.models.text.tokenisation import PromptTokenizer, TokenizedPrompt
-from stages.models.weights import evaluate_each, open_component, read_keys
+from stages.models.weights import evaluate_each, open_component, read_shapes
 
 PRECISIONS = {"bfloat16": mx.bfloat16, "float32": mx.float32}
 DECODERS: Mapping[str, type[DecoderConfig]] = {"qwen3": Qwen3Config, "mistral3": Mistral3Config}  # by the family's text_kind
@@ -80,7 +79,7 @@ class TextEncoder:
         deepest = max(self.layers)
         unneeded = unneeded_beyond(deepest, self.config.num_hidden_layers)
         convert = None
-        if is_gguf(read_keys(self.path)):
+        if "token_embd.weight" in read_shapes(self.path):
             convert = functools.partial(
                 from_gguf, head_dim=self.config.head_dim, interleaved=not self.config.head_norms, path=self.path
             )

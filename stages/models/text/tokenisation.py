@@ -33,7 +33,6 @@ class Chat:
     settings: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the chat template
     system: str = ""  # system message
     removed: str = ""  # token that is taken out of prompts; without effect if there is no system message
-    pads_left: bool = False  # a short prompt is padded at its start
     pad: str = ""  # named in the error message for a tokenizer without a padding token, and not used otherwise
 
     def messages(self, text: str) -> list[dict[str, Any]]:
@@ -46,7 +45,7 @@ class Chat:
 
 CHATS: Mapping[str, Chat] = {  # by the family's text_kind
     "qwen3": Chat({"add_generation_prompt": True, "enable_thinking": False}, pad="<|endoftext|>"),
-    "mistral3": Chat({"add_generation_prompt": False}, SYSTEM_MESSAGE, removed="[IMG]", pads_left=True, pad="<pad>"),
+    "mistral3": Chat({"add_generation_prompt": False}, SYSTEM_MESSAGE, removed="[IMG]", pad="<pad>"),
 }
 
 
@@ -127,7 +126,7 @@ class PromptTokenizer:
     def __init__(self, folder: Path, family: Family) -> None:
         """Raises ValueError if the family's text encoder is not supported, or the folder lacks a file or a setting."""
         family.require("text_encoder")
-        self.length = family.text_tokens
+        self.length, self.padding = family.text_tokens, family.text_padding
         self.chat = CHATS[family.text_kind]
         self.tokenizer = _load(folder)
         if self.tokenizer.pad_token_id is None:
@@ -152,7 +151,7 @@ class PromptTokenizer:
         tokenize = functools.partial(self.tokenizer, truncation=False, add_special_tokens=not complete, verbose=False)
         ids = within(TEMPLATE_SECONDS, lambda: tokenize(formed)["input_ids"], "the tokenizer")
         kept = ids[: self.length]
-        first = self.length - len(kept) if self.chat.pads_left else 0
+        first = self.length - len(kept) if self.padding == "start" else 0
         ids_T = np.full(self.length, self.tokenizer.pad_token_id, np.int32)
         ids_T[first : first + len(kept)] = kept
         return TokenizedPrompt(ids_T, len(kept), len(ids) - len(kept), first)

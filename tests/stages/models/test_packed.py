@@ -131,7 +131,7 @@ SHAPES = {"a.weight": (4, 64)}
         ({"a.weight_scale": mx.ones(1, mx.int32)}, "must be one number"),
         ({"a.weight_scale_2": mx.ones(1)}, r"quantised in a way that is not read \(a\.weight_scale_2\)"),
         ({"a.weight_scale_inv": mx.ones(1)}, "not read"),
-        ({"b.weight_scale": mx.ones(1)}, r"holds b\.weight_scale, which the architecture does not have"),
+        ({"b.weight_scale": mx.ones(1)}, r"holds b\.weight_scale, the scale of a weight that is not in 8 bits"),
         ({"a.weight_scale": mx.array(float("nan"))}, "infinite or not a number"),
     ],
 )

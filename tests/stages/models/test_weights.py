@@ -8,7 +8,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from stages.models import weights
-from stages.models.flux2 import load as convert
 
 SHAPES = {"a.weight": (4, 3), "b.weight": (5,)}
 
@@ -125,8 +124,9 @@ def test_weights_of_an_unknown_dtype_are_refused_by_name(tmp_path):
 
 
 def test_a_scale_without_its_eight_bit_weight_is_refused_in_a_single_file(tmp_path):
-    with pytest.raises(ValueError, match="the scale of a weight that is not fp8"):
-        convert.transformer_to_diffusers({"double_blocks.0.img_attn.proj.weight_scale": mx.ones(1)}, tmp_path)
+    save_file(arrays() | {"c.weight_scale": np.ones(1, np.float32)}, tmp_path / "m.safetensors")
+    with pytest.raises(ValueError, match=r"holds c\.weight_scale, the scale of a weight that is not in 8 bits: use the bfloat16"):
+        weights.load_component(tmp_path, SHAPES)
 
 
 def test_casting_holds_no_more_than_one_tensor_twice(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 
 from stages.models.flux2 import load, random_weights
-from stages.models.flux2.autoencoder import Autoencoder
+from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig
 from stages.models.flux2.transformer import image_ids, text_ids
 from stages.models.folders import locate
 from stages.models.text.encoder import TextEncoder, widen
 from stages.text_to_image.families import family
+from tests.stages.models.test_gguf import file_of
 
 TINY = family("tiny")
 
@@ -125,3 +127,17 @@ def test_a_random_velocity_is_of_the_size_of_noise_and_depends_on_every_input(fo
     assert 0.3 < float(base.std()) < 2
     assert float(mx.abs(velocity(two, 0.5) - base).mean()) > 0.01
     assert float(mx.abs(velocity(one, 0.9) - base).mean()) > 0.05
+
+
+def test_an_autoencoder_as_gguf_without_a_config_is_read_with_the_widths_of_its_decoder(folder: Path, tmp_path: Path) -> None:
+    widths = {"block_out_channels": (8, 16, 16, 16), "decoder_block_out_channels": (4, 8, 12, 16)}
+    record = replace(TINY, autoencoder={**TINY.autoencoder, **widths})
+    shapes = AutoencoderConfig.from_dict(record.autoencoder).shapes()
+    arrays = {name: random_weights.weight(f"vae.{name}", shape, 0) for name, shape in shapes.items()}
+    tensors = [(name, value.shape, 0, value.tobytes()) for name, value in arrays.items()]
+    (tmp_path / "ae.gguf").write_bytes(file_of(tensors))
+    read = load.load_autoencoder(tmp_path / "ae.gguf", TINY, mx.float32)
+    assert read.config.decoder_channels == widths["decoder_block_out_channels"]
+    assert np.array_equal(
+        np.array(read.weights["decoder.conv_in.weight"]).transpose(0, 3, 1, 2), arrays["decoder.conv_in.weight"]
+    )

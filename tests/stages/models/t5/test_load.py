@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from stages.models.t5.files import load_encoder, load_weights, read_sizes
+from stages.models.t5.files import load_encoder, load_weights, read_sizes, read_torch_file
 from stages.models.t5.model import HEAD
 from tests.stages.models.t5.test_encoder import ours, reference, texts
 
@@ -79,6 +81,44 @@ def test_a_file_of_pytorch_that_would_run_code_is_refused(saved: Any, tmp_path: 
     with pytest.raises(ValueError, match="is not a file of tensors that PyTorch saved"):
         load_encoder(folder)
     assert not (tmp_path / "touched").exists()
+
+
+def test_a_damaged_file_of_pytorch_is_refused_in_one_line(tmp_path: Path) -> None:
+    import torch
+
+    file, draw = tmp_path / "pytorch_model.bin", random.Random(0)
+    torch.save({"linear.weight": torch.ones(2, 3)}, file)
+    with zipfile.ZipFile(file) as archive:
+        content = {name: archive.read(name) for name in archive.namelist()}
+    (name,) = (name for name in content if name.endswith("data.pkl"))
+    pickled = content[name]
+    damaged = [b"ccollections\nOrderedDict\n(I5\ntR.", b"]."]  # OrderedDict(5); a list
+    for _ in range(300):
+        made = bytearray(pickled)
+        for _ in range(draw.randint(1, 3)):
+            made[draw.randrange(len(made))] = draw.randrange(256)
+        damaged.append(bytes(made))
+    refused = 0
+    for each in damaged:
+        with zipfile.ZipFile(file, "w") as archive:
+            for entry, data in (content | {name: each}).items():
+                archive.writestr(entry, data)
+        try:
+            read_torch_file(file)
+        except ValueError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > 100
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_with_the_tensors_name(saved: Any, tmp_path: Path, wrong: float) -> None:
+    folder = copied(saved, tmp_path)
+    arrays: dict[str, mx.array] = dict(mx.load(str(folder / "model.safetensors")))
+    arrays["encoder.block.1.layer.0.SelfAttention.k.weight"][3, 4] = wrong
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
+    with pytest.raises(ValueError, match=r"SelfAttention\.k\.weight has values that are infinite or not a number"):
+        load_encoder(folder)
 
 
 @pytest.mark.parametrize("shape", [(-1, 1), (-1,)])

@@ -72,11 +72,7 @@ def other_layers() -> Iterator[Family]:
 
 @contextmanager
 def other_padding() -> Iterator[Family]:
-    from stages.models.text import tokenisation
-
-    chat = tokenisation.CHATS[MICRO.text_kind]
-    with patch.object(tokenisation, "CHATS", {MICRO.text_kind: replace(chat, pads_left=True)}):
-        yield MICRO
+    yield replace(MICRO, text_padding="start")
 
 
 @contextmanager

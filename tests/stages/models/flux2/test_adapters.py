@@ -1,0 +1,71 @@
+"""Adapter files that somebody else wrote: each says what it means, or is refused in one line."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from stages.models.flux2.adapters import read_adapter
+
+NAME = "transformer_blocks.0.attn.to_q"
+PAIR = {f"transformer.{NAME}.lora_A.weight": mx.ones((4, 6)), f"transformer.{NAME}.lora_B.weight": mx.ones((8, 4))}
+OWN = {name.removeprefix("transformer."): value for name, value in PAIR.items()}
+
+
+def read(folder: Path, arrays: dict[str, mx.array], **header: str) -> dict[str, float]:
+    mx.save_safetensors(str(folder / "a.safetensors"), arrays, header)
+    return read_adapter(folder / "a.safetensors")[1]
+
+
+@pytest.mark.parametrize("patterns", [{NAME: 2}, {r".*\.to_q": 2}, {"x|(attn|y).to_q": 2, NAME: 9}])
+def test_an_alpha_by_a_pattern_of_peft_goes_before_the_common_one(patterns: dict[str, int], tmp_path: Path) -> None:
+    config = {"transformer.r": 4, "transformer.lora_alpha": 8, "transformer.alpha_pattern": patterns}
+    assert read(tmp_path, PAIR, lora_adapter_metadata=json.dumps(config)) == {NAME: 0.5}
+    assert read(tmp_path, PAIR, lora_adapter_metadata=json.dumps(config | {"transformer.alpha_pattern": {}})) == {NAME: 2.0}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        [1],
+        "x",
+        {"lora_alpha": "x"},
+        {"lora_alpha": None},
+        {"lora_alpha": 10**400},
+        {"alpha_pattern": [NAME]},
+        {"alpha_pattern": {"(": 2}},
+        {"alpha_pattern": {"(a+)+x": 2}},
+        {"alpha_pattern": {".*.*.*.*": 2}},
+        {"alpha_pattern": {"a{99999999999}": 2}},
+        {"alpha_pattern": {NAME: "x"}},
+    ],
+)
+def test_settings_of_peft_that_are_none_are_refused_in_one_line(config: object, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a\.safetensors: ") as error:
+        read(tmp_path, PAIR, lora_adapter_metadata=json.dumps(config))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("header", [{"scales": "[1]"}, {"scales": json.dumps({NAME: None})}, {"alpha": "x"}, {"alpha": "[1]"}])
+def test_scales_in_the_header_that_are_none_are_refused_in_one_line(header: dict[str, str], tmp_path: Path) -> None:
+    assert read(tmp_path, OWN, alpha="8", scales=json.dumps({"other": 3})) == {NAME: 2.0}
+    with pytest.raises(ValueError, match=r"a\.safetensors: ") as error:
+        read(tmp_path, OWN, **header)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("there", ["a", "b"])
+def test_half_of_a_factor_of_a_lokr_is_refused_and_not_left_out(there: str, tmp_path: Path) -> None:
+    other = {
+        f"transformer_blocks.1.attn.to_q{end}": value
+        for end, value in ((".lokr_w1", mx.ones((2, 2))), (".lokr_w2", mx.ones((2, 3))))
+    }
+    missing = "b" if there == "a" else "a"
+    with pytest.raises(ValueError, match=rf"lacks {NAME}\.lokr_w1_{missing}, though it has other arrays"):
+        read(tmp_path, other | {f"{NAME}.lokr_w1_{there}": mx.ones((2, 2))})
+
+
+def test_an_array_that_is_no_matrix_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"lora_A\.weight must be a matrix, got the shape \(4,\)"):
+        read(tmp_path, PAIR | {f"transformer.{NAME}.lora_A.weight": mx.ones(4)})
