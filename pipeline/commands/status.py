@@ -62,8 +62,8 @@ def states(project: Project) -> list[TableState]:
 def state(project: Project, stage_name: str) -> TableState:
     """The state of one table; loads no weights. Leaves `stale_inputs` empty, which `states` fills."""
     from pipeline.errors import NotBuilt
-    from pipeline.project.hub import NotFetched
     from pipeline.project.recipe import recipe_id
+    from pipeline.project.weights import NotFetched
     from pipeline.store.lock import lock_holder
     from pipeline.store.rows import missing
 

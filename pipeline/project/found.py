@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.project.large_files import SUFFIX as PARTIAL
+from pipeline.project.recipe import TENSOR_SUFFIXES
+from pipeline.project.weights import PARTIAL, SHARD, TOKENIZER, cache_name, tensors
 from stages.models.family import Family
+from stages.models.folders import locate
 
-SUFFIXES = (".safetensors", ".gguf")
-SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 DEPTH = 6  # folders below a place that are searched
 MOST = 5000  # files of a place that are looked at
 COMFYUI = ("ComfyUI/models", "Documents/ComfyUI/models")  # below the home folder
@@ -43,10 +42,11 @@ def places(home: Path | None = None) -> list[Path]:
 
 def search(place: Path, families: Mapping[str, Family]) -> Iterator[Found]:
     """The components below `place` that a family can use, and interrupted downloads."""
-    groups: dict[tuple[Path, str], list[Path]] = {}
+    groups: dict[tuple[Path, str, str], list[Path]] = {}
     for path in _files(place):
         shard = SHARD.fullmatch(path.name)
-        groups.setdefault((path.parent, shard[1] if shard else path.name), []).append(path)
+        key = (path.parent, shard[1], shard[3]) if shard else (path.parent, path.name, "")
+        groups.setdefault(key, []).append(path)
     for paths in groups.values():
         if found := _component(paths, families):
             yield found
@@ -62,7 +62,7 @@ def _files(place: Path) -> list[Path]:
         below[:] = sorted(name for name in below if not name.startswith("."))
         for name in names:
             path = Path(folder) / name
-            if path.suffix in SUFFIXES and not name.startswith(".") and path.exists():
+            if path.suffix in TENSOR_SUFFIXES and not name.startswith(".") and path.exists():
                 seen.setdefault(path.resolve(), path)
         if len(seen) > MOST:
             break
@@ -76,7 +76,7 @@ def _component(paths: Sequence[Path], families: Mapping[str, Family]) -> Found |
     size, problem = sum(path.stat().st_size for path in paths), ""
     for path in paths:
         try:
-            for name, shape, dtype, count in _tensors(path):
+            for name, shape, dtype, count in tensors(path):
                 shapes[name] = shape
                 values[dtype] += count
         except ValueError as error:
@@ -93,49 +93,28 @@ def _component(paths: Sequence[Path], families: Mapping[str, Family]) -> Found |
             return None
         return Found(tuple(named), next(iter(named.values())), path, size, "", problem)
     component, names = next(iter(by_component.items()))
-    return Found(tuple(names), component, path, size, values.most_common(1)[0][0], problem or _lacking(paths))
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
-    """(name, shape, dtype, bytes) of every tensor in a file."""
-    from stages.models import gguf, weights
-
-    if path.suffix == gguf.SUFFIX:
-        for name, entry in gguf.read_entries(path).items():
-            yield name, entry.shape, entry.kind.name, entry.size
-        return
-    for name, tensor in weights.read_header(path).items():
-        begin, end = tensor["data_offsets"]
-        yield name, tuple(tensor["shape"]), str(tensor["dtype"]), end - begin
-
-
-def _lacking(paths: Sequence[Path]) -> str:
-    """Such as "1 of 4 shards"; empty if none is missing."""
-    shards = [shard for path in paths if (shard := SHARD.fullmatch(path.name))]
-    return (
-        f"{int(shards[0][3]) - len(shards)} of {int(shards[0][3])} shards" if shards and len(shards) < int(shards[0][3]) else ""
-    )
+    shards = [int(shard[2]) for each in paths if (shard := SHARD.fullmatch(each.name))]  # each names their number
+    lacking = f"{shards[0] - len(shards)} of {shards[0]} shards" if shards and len(shards) < shards[0] else ""
+    return Found(tuple(names), component, path, size, values.most_common(1)[0][0], problem or lacking)
 
 
 def _interrupted(place: Path, families: Mapping[str, Family]) -> Iterator[Found]:
     for family in families.values():
-        for blob in sorted(place.glob(f"models--{family.hub.replace('/', '--')}/blobs/*.incomplete")):
+        for blob in sorted(place.glob(f"{cache_name(family.hub)}/blobs/*.incomplete")):
             rest = "the rest" if blob.name.endswith(PARTIAL) else "it again"
             yield Found((family.name,), "download", blob, blob.stat().st_size, "", f"interrupted: the stage fetches {rest}")
 
 
 def complete_roots(found: Iterable[Found], families: Mapping[str, Family]) -> Iterator[tuple[str, Path]]:
     """(family name, folder) for every folder that can be the setting `weights`: it holds all components of the family."""
-    from stages.models.folders import locate
-
     roots = {root for each in found for root in (each.path.parent, each.path.parent.parent) if not each.missing}
     for family in families.values():
         for root in sorted(roots):
             try:
-                places_found = [locate(root, component, family) for component in family.folders]
+                at = {component: locate(root, component, family) for component in family.folders}
             except ValueError:
                 continue
             own = [each for each in found if family.name in each.families and not each.missing]
-            # The tokenizer is the last component, and has no tensors to be found by.
-            if all(any(each.path == path or path in each.path.parents for each in own) for path in places_found[:3]):
+            at.pop(TOKENIZER, None)  # it has no tensors to be found by
+            if all(any(each.path == path or path in each.path.parents for each in own) for path in at.values()):
                 yield family.name, root

@@ -130,7 +130,7 @@ def seconds_for(project: Project, name: str, rows: int | None) -> float | None:
 
 def downloads(project: Project) -> dict[str, int]:
     """Component -> bytes (0: not known) of the weights that are missing here. Raises ValueError for wrong `components`."""
-    from pipeline.project.hub import NotFetched
+    from pipeline.project.weights import NotFetched
 
     family = project.family if project.pipeline.families else None
     for name in (project.config.project.components or {}) if family else {}:

@@ -131,9 +131,9 @@ class Project:
 
     def component(self, name: str, *, fetch: bool = True) -> Path:
         """The folder or file of a component's weights. Raises ValueError if they are missing or incomplete."""
-        from pipeline.project import components
+        from pipeline.project import weights
 
-        return components.find(self.config.project, self.path, self.family, name, fetch=fetch)
+        return weights.find(self.config.project, self.path, self.family, name, fetch=fetch)
 
     def weight_recipe(self, name: str) -> dict[str, Any]:
         """The sha256 of a component's files, and the fields of the family that `Weights.fields` lists."""

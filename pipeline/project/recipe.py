@@ -17,8 +17,10 @@ from pipeline.store.disk import atomic_write, stamp
 from stages.hashing import file_sha256
 from stages.stage import Stage
 
-WEIGHTS = (".safetensors", ".bin", ".gguf")
-WEIGHT_SUFFIXES = (*WEIGHTS, ".json", ".jinja", ".txt", ".model")  # files of a component that decide what it computes
+# Files of a component that decide what it computes: tensors in the formats that are read, or only hashed; configs, tokenizers.
+TENSOR_SUFFIXES = (".safetensors", ".gguf")
+WEIGHT_SUFFIXES = (*TENSOR_SUFFIXES, ".bin")
+TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 
 
 def significant_settings(config: Any) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def rows_sha256(rows: pa.Table) -> str:
 
 def _decides(path: Path) -> bool:
     # macOS writes "._name" files.
-    return path.suffix in WEIGHT_SUFFIXES and not path.name.startswith("._") and path.is_file()
+    return path.suffix in (*WEIGHT_SUFFIXES, *TEXT_SUFFIXES) and not path.name.startswith("._") and path.is_file()
 
 
 class FileHashes:
@@ -89,7 +91,7 @@ class FileHashes:
     def component(self, name: str, path: Path, patterns: Iterable[str] = ("*",), weights: bool = True) -> str:
         """One hash of a component's weight and config files, remembered as `name`. `path`: its folder or its only file."""
         found = [path] if path.is_file() else sorted({p for pattern in patterns for p in path.glob(pattern)})
-        files = [path] if path.is_file() else [p for p in found if _decides(p) and (weights or p.suffix not in WEIGHTS)]
+        files = [path] if path.is_file() else [p for p in found if _decides(p) and (weights or p.suffix not in WEIGHT_SUFFIXES)]
         lines = [f"{p.relative_to(path).as_posix() if path.is_dir() else 'file'} {self.of_file(p)}" for p in files]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         self._remember("components", name, digest)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, T5Config, T5EncoderModel
 
 from data.retriever.training import corpus, export
 from data.retriever.training.extract import functions
-from pipeline.project.hub import resolve
+from pipeline.project.weights import resolve
 from stages.models.t5.model import rms_norm
 from stages.retrieval.encoder import Encoder, load_encoder
 from stages.retrieval.families import FAMILIES

@@ -27,10 +27,10 @@ COMMIT = "b" * 40
 CODE = """
 import sys
 from pathlib import Path
-from pipeline.project import hub
+from pipeline.project import weights
 from stages.text_to_image.families import family
 try:
-    print("found", hub.resolve(sys.argv[1], Path(sys.argv[2]), family(sys.argv[3]), ["transformer", "tokenizer"]))
+    print("found", weights.resolve(sys.argv[1], Path(sys.argv[2]), family(sys.argv[3]), ["transformer", "tokenizer"]))
 except ValueError as error:
     print("refused", error)
 """
@@ -38,12 +38,12 @@ except ValueError as error:
 COMPONENT = """
 import sys
 from pathlib import Path
-from pipeline.project import components
+from pipeline.project import weights
 from pipeline.project.config import ProjectConfig
 from stages.text_to_image.families import family
 settings = ProjectConfig(family="tiny", components={sys.argv[3]: sys.argv[1]})
 try:
-    print("found", components.find(settings, Path(sys.argv[2]), family("tiny"), sys.argv[3], fetch=True))
+    print("found", weights.find(settings, Path(sys.argv[2]), family("tiny"), sys.argv[3], fetch=True))
 except ValueError as error:
     print("refused", error)
 """

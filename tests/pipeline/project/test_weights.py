@@ -1,17 +1,24 @@
+"""Tests of the setting [project] components: the weights of one component may lie in a folder of their own."""
+
+from __future__ import annotations
+
 import dataclasses
 import json
 import shutil
 from pathlib import Path
 
 import huggingface_hub
+import mlx.core as mx
 import pytest
 from huggingface_hub import constants, errors
 
-from pipeline.project import hub
+from pipeline.project import weights
+from pipeline.project.project import Project
 from stages.models.family import FOLDERS
 from stages.models.flux2.architecture import FLUX2
 from stages.models.folders import locate
 from stages.text_to_image.families import family
+from tests import projects
 
 HUB = "black-forest-labs/FLUX.2-klein-base-4B"
 
@@ -60,26 +67,26 @@ def test_a_folder_is_found_relative_to_the_project_absolute_or_from_home(tmp_pat
     monkeypatch.setenv("HOME", str(tmp_path))
     record = family("klein-base-4b")
     for spec in ("org/name", str(tmp_path / "project/org/name"), "~/project/org/name"):
-        assert hub.resolve(spec, tmp_path / "project", record) == tmp_path / "project" / "org" / "name"
+        assert weights.resolve(spec, tmp_path / "project", record) == tmp_path / "project" / "org" / "name"
 
 
 @pytest.mark.parametrize("spec", ["/no/such/folder", "./weights", "a/b/c", "weights"])
 def test_a_folder_that_does_not_exist_is_refused_with_its_path(tmp_path, spec):
     with pytest.raises(ValueError, match=r"weights must be a folder or a hub id \(org/name\), got .* does not exist"):
-        hub.resolve(spec, tmp_path, family("klein-base-4b"))
+        weights.resolve(spec, tmp_path, family("klein-base-4b"))
 
 
 def test_a_cached_repository_is_used_without_a_network(tmp_path, cache):
     snapshot = cache_repository(cache, HUB, "transformer", "vae", "text_encoder", "tokenizer")
-    assert hub.resolve("", tmp_path, family("klein-base-4b")) == snapshot
-    assert hub.resolve(HUB, tmp_path, family("klein-4b")) == snapshot
+    assert weights.resolve("", tmp_path, family("klein-base-4b")) == snapshot
+    assert weights.resolve(HUB, tmp_path, family("klein-4b")) == snapshot
 
 
 def test_only_the_components_asked_for_must_be_cached(tmp_path, cache):
     snapshot = cache_repository(cache, HUB, "vae")
-    assert hub.resolve("", tmp_path, family("klein-base-4b"), ["autoencoder"]) == snapshot
+    assert weights.resolve("", tmp_path, family("klein-base-4b"), ["autoencoder"]) == snapshot
     with pytest.raises(ValueError, match=r"hf download .* --include 'transformer/\*'"):
-        hub.resolve("", tmp_path, family("klein-base-4b"), ["transformer"])
+        weights.resolve("", tmp_path, family("klein-base-4b"), ["transformer"])
 
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -103,21 +110,21 @@ def test_an_interrupted_download_is_not_taken_for_complete(tmp_path, cache, ther
     for name, text in there.items():
         (folder / name).write_text(text)
     with pytest.raises(ValueError, match="not downloaded yet"):
-        hub.resolve("", tmp_path, family("klein-base-4b"), ["text_encoder"], fetch=False)
+        weights.resolve("", tmp_path, family("klein-base-4b"), ["text_encoder"], fetch=False)
     for name, text in {"config.json": "{}", SHARDS[0]: "", SHARDS[1]: "", "model.safetensors.index.json": INDEX}.items():
         (folder / name).write_text(text)
     (folder / "model.safetensors").unlink(missing_ok=True)
-    assert hub.resolve("", tmp_path, family("klein-base-4b"), ["text_encoder"], fetch=False) == folder.parent
+    assert weights.resolve("", tmp_path, family("klein-base-4b"), ["text_encoder"], fetch=False) == folder.parent
 
 
 def test_a_missing_repository_is_an_error_at_once_if_fetching_is_not_allowed(tmp_path):
     with pytest.raises(ValueError, match="is not downloaded yet"):
-        hub.resolve("", tmp_path, family("klein-base-4b"), fetch=False)
+        weights.resolve("", tmp_path, family("klein-base-4b"), fetch=False)
 
 
 def test_offline_the_message_says_what_to_fetch_and_where_to_put_it(tmp_path):
     with pytest.raises(ValueError, match="cannot be reached") as caught:
-        hub.resolve("", tmp_path, family("klein-base-4b"))
+        weights.resolve("", tmp_path, family("klein-base-4b"))
     message = str(caught.value)
     assert f"hf download {HUB}" in message
     assert all(f"--include '{name}/*'" in message for name in ("transformer", "vae", "text_encoder", "tokenizer"))
@@ -131,29 +138,29 @@ def test_offline_the_message_says_what_to_fetch_and_where_to_put_it(tmp_path):
 def test_a_gated_repository_names_its_licence_page(tmp_path, monkeypatch, error):
     raise_on_download(monkeypatch, error)
     with pytest.raises(ValueError, match=r"gated .*accept the licence at .*/black-forest-labs/FLUX\.2-klein-base-9B"):
-        hub.resolve("", tmp_path, family("klein-base-9b"))
+        weights.resolve("", tmp_path, family("klein-base-9b"))
 
 
 def test_a_repository_that_does_not_exist_is_reported_as_such(tmp_path, monkeypatch):
     raise_on_download(monkeypatch, errors.RepositoryNotFoundError("no", response=Response(404)))
     with pytest.raises(ValueError, match="the hub has no repository someone/nothing"):
-        hub.resolve("someone/nothing", tmp_path, family("klein-base-4b"))
+        weights.resolve("someone/nothing", tmp_path, family("klein-base-4b"))
 
 
 def test_a_full_disk_is_reported_with_the_folder(tmp_path, monkeypatch):
     raise_on_download(monkeypatch, OSError(28, "No space left on device"))
     with pytest.raises(ValueError, match=r"cannot be written to .*No space left on device; free space there"):
-        hub.resolve("", tmp_path, family("klein-base-4b"))
+        weights.resolve("", tmp_path, family("klein-base-4b"))
 
 
 def test_a_seeded_familys_weights_are_generated_once(tmp_path):
     record = family("tiny")
-    folder = hub.resolve("", tmp_path, record)
+    folder = weights.resolve("", tmp_path, record)
     assert folder == tmp_path / "weights" / "tiny"
     for component in ("transformer", "autoencoder", "text_encoder", "tokenizer"):
         assert locate(folder, component, record).is_dir()
     assert [p.name for p in (tmp_path / "weights").iterdir()] == ["tiny"]
-    assert hub.resolve("", tmp_path, dataclasses.replace(record, code="tests:cannot_write")) == folder
+    assert weights.resolve("", tmp_path, dataclasses.replace(record, code="tests:cannot_write")) == folder
 
 
 def write_half(folder, family, seed):
@@ -166,20 +173,20 @@ HALF = dataclasses.replace(FLUX2, write_random_weights=write_half)
 
 def test_weights_that_were_not_generated_completely_do_not_appear(tmp_path):
     with pytest.raises(OSError, match="No space"):
-        hub.resolve("", tmp_path, dataclasses.replace(family("tiny"), code=f"{__name__}:HALF"))
+        weights.resolve("", tmp_path, dataclasses.replace(family("tiny"), code=f"{__name__}:HALF"))
     assert list((tmp_path / "weights").iterdir()) == []
 
 
 def test_a_seeded_familys_weights_are_not_generated_if_that_is_not_allowed(tmp_path):
     with pytest.raises(ValueError, match="is not generated yet"):
-        hub.resolve("", tmp_path, family("tiny"), fetch=False)
+        weights.resolve("", tmp_path, family("tiny"), fetch=False)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
 def bundled(tmp_path, tiny_weights, monkeypatch):
     """A family whose weights are in the checkout, and their folder there."""
-    monkeypatch.setattr(hub, "CHECKOUT", tmp_path / "checkout")
+    monkeypatch.setattr(weights, "CHECKOUT", tmp_path / "checkout")
     folder = tmp_path / "checkout" / "data" / "small"
     shutil.copytree(tiny_weights, folder)
     return dataclasses.replace(family("tiny"), seeded=None, bundled="data/small"), folder
@@ -190,7 +197,7 @@ def test_bundled_weights_are_found_from_any_folder_and_nothing_is_written(tmp_pa
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     for fetch in (True, False):
-        assert hub.resolve("", Path("project"), record, fetch=fetch) == folder
+        assert weights.resolve("", Path("project"), record, fetch=fetch) == folder
     assert list(Path().iterdir()) == []
 
 
@@ -198,7 +205,7 @@ def test_a_folder_in_the_settings_takes_precedence_over_the_bundled_one(tmp_path
     record, _ = bundled
     other = tmp_path / "other"
     other.mkdir()
-    assert hub.resolve(str(other), tmp_path, record) == other
+    assert weights.resolve(str(other), tmp_path, record) == other
 
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -222,15 +229,86 @@ def test_a_bundled_file_that_is_missing_or_cut_is_named_with_the_command_that_re
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content[:cut]) if cut else (folder / name).unlink()
     with pytest.raises(ValueError) as caught:
-        hub.resolve("", tmp_path, record, (component,))
+        weights.resolve("", tmp_path, record, (component,))
     message = str(caught.value)
     assert message.startswith(said) and "\n" not in message and "fetch" not in message
     assert f"it is part of the checkout; run `git checkout data/small` in {tmp_path / 'checkout'} to restore it" in message
     others = [each for each in FOLDERS if each != component]
-    assert hub.resolve("", tmp_path, record, others) == folder
+    assert weights.resolve("", tmp_path, record, others) == folder
 
 
 def test_a_family_without_published_weights_needs_a_folder(tmp_path):
     nameless = dataclasses.replace(family("klein-base-4b"), hub="")
     with pytest.raises(ValueError, match="weights must be a folder: no weights are published"):
-        hub.resolve("", tmp_path, nameless)
+        weights.resolve("", tmp_path, nameless)
+
+
+def with_encoder(project: Path, encoder: Path | str, name: str = "text_encoder") -> None:
+    projects.edit(project, "commit_seconds", f'components = {{ {name} = "{encoder}" }}\ncommit_seconds')
+
+
+def quantised(source: Path, folder: Path) -> Path:
+    """Write the text encoder in `source` to `folder`, quantised to 4 bits in the format of mlx-lm."""
+    folder.mkdir()
+    stored, settings = {}, {"group_size": 32, "bits": 4}
+    for key, value in mx.load(str(source / "model.safetensors")).items():
+        stored[key] = value
+        if value.ndim == 2:
+            names = (key, key.replace("weight", "scales"), key.replace("weight", "biases"))
+            stored |= dict(zip(names, mx.quantize(value, **settings), strict=True))
+    config = json.loads((source / "config.json").read_text()) | {"quantization": settings}
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), stored)
+    return folder
+
+
+@pytest.mark.parametrize("form", ["diffusers", "quantised by MLX"])
+def test_a_text_encoder_in_another_folder_gives_the_embeddings_of_one_folder(form, tmp_path, tiny_weights):
+    given = tiny_weights / "text_encoder"
+    apart = shutil.copytree(given, tmp_path / "apart") if form == "diffusers" else quantised(given, tmp_path / "apart")
+    whole = shutil.copytree(tiny_weights, tmp_path / "whole")
+    shutil.rmtree(whole / "text_encoder")
+    without = projects.make(tmp_path / "two", shutil.copytree(whole, tmp_path / "without"), images=1)
+    shutil.copytree(apart, whole / "text_encoder")
+    one = projects.make(tmp_path / "one", whole, images=1)
+    with_encoder(without, "../apart")
+    stages = ("images", "captions", "embeddings")
+    for folder in (one, without):
+        projects.build(folder, *stages)
+    assert projects.content(one, "embeddings") == projects.content(without, "embeddings")
+    assert Project(one).recipe("embeddings") == Project(without).recipe("embeddings")
+
+
+def test_another_text_encoder_makes_the_embeddings_again_and_no_latent(tmp_path, tiny_weights):
+    project = projects.make(tmp_path / "project", tiny_weights, images=1)
+    stages = ("images", "captions", "buckets", "latents", "embeddings")
+    projects.build(project, *stages)
+    with_encoder(project, quantised(tiny_weights / "text_encoder", tmp_path / "apart"))
+    again = projects.written(projects.build(project, *stages))
+    assert again["embeddings"] > 0 and not any(again[name] for name in stages[:-1])
+
+
+def test_a_component_that_is_missing_unknown_or_another_is_one_line(tmp_path, tiny_weights):
+    project = projects.make(tmp_path / "project", tiny_weights, images=1)
+    wrong = {
+        "text_encodr": (
+            tiny_weights,
+            r"project\.components must name any of transformer, .*did you mean text_encoder",
+        ),
+        "text_encoder": (tiny_weights / "vae", r"components\.text_encoder must be the text encoder, got .*holds the autoencoder"),
+        "transformer": ("/no/such/place", r"components\.transformer must be a folder, a file or a hub id .*does not exist"),
+    }
+    for name, (path, message) in wrong.items():
+        with pytest.raises(ValueError, match=message) as caught:
+            Project(project, {"project.components": {name: str(path)}}).component(name)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_plan_names_the_place_where_a_component_is_missing(tmp_path, tiny_weights):
+    project = projects.make(tmp_path / "project", tiny_weights, images=1)
+    with_encoder(project, "/no/such/place")
+    said = projects.latentmill(project, "plan", code=2)
+    assert (
+        said.startswith("error: project.components.text_encoder must be a folder, a file or a hub id")
+        and "\n" not in said.strip()
+    )
