@@ -21,6 +21,7 @@ from schemas.text_to_image.train import TRAIN
 from stages.hashing import file_sha256
 from stages.run import Run
 from stages.stage import Stage
+from stages.text_to_image.caption_files import trigger_word
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.drawing import LATENTS, Adapters, Picture, draw_pictures, reference_id, save_png
 from stages.text_to_image.samples.grid import write_grid
@@ -58,10 +59,10 @@ def preview_prompts(run: Run[SamplesConfig]) -> dict[str, str]:
 
 def references_by_prompt(run: Run[SamplesConfig]) -> dict[str, tuple[Path, ...]]:
     """Files by preview prompt. Raises ValueError if [samples] prompt_references names no prompt; its keys may have {trigger}."""
-    triggers = [row["text"] for row in run.inputs.rows(CAPTIONS).to_pylist() if row["role"] == "trigger"]
+    trigger = trigger_word(run.inputs.rows(CAPTIONS))
     found = dict.fromkeys(preview_prompts(run).values(), run.config.references)
     for key, paths in (run.config.prompt_references or {}).items():
-        prompt = key.replace("{trigger}", triggers[0] if triggers else "")
+        prompt = key.replace("{trigger}", trigger)
         if prompt not in found:
             near = difflib.get_close_matches(prompt, found, 1)
             hint = f'; did you mean "{near[0]}"?' if near else ""

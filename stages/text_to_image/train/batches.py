@@ -5,7 +5,6 @@ Letters in names: B batch, C latent channels, H W latent height and width, L = H
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from schemas.text_to_image.latents import LATENTS
-from stages.run import Run, TensorReader
+from stages.run import Run
 from stages.text_to_image.stored_embeddings import embedding_reader
 from stages.text_to_image.train.config import TrainConfig, ValidationConfig
 from stages.text_to_image.train.data import Crop, Dataset
@@ -125,9 +124,10 @@ class MicroBatch:
 
 
 class BatchReader:
-    def __init__(self, run: Run[Any], sampler: TrainingSampler, mask_floor: float) -> None:
+    def __init__(self, run: Run[Any], mask_floor: float, noise: Callable[[int, Sample, tuple[int, ...]], np.ndarray]) -> None:
+        """`noise(step, sample, shape)`: float32. `mask_floor`: replaces every smaller weight of a token."""
         self.latents, self.embeddings = run.inputs.tensors(LATENTS), embedding_reader(run)
-        self.sampler, self.mask_floor = sampler, mask_floor
+        self.mask_floor, self.noise = mask_floor, noise
 
     def prefetch(self, samples: Iterable[Sample]) -> None:
         """Start reading the samples of the next step in the background."""
@@ -137,29 +137,18 @@ class BatchReader:
         self.embeddings.ahead([caption for s in coming for caption in (s.caption_id, s.class_id) if caption])
 
     def read(self, step: int, samples: list[Sample]) -> MicroBatch:
-        noise = functools.partial(self.sampler.noise_of, step)
-        return read_batch(samples, self.latents, self.embeddings, noise, self.mask_floor)
-
-
-def read_batch(
-    samples: list[Sample],
-    latents: TensorReader,
-    embeddings: TensorReader,
-    noise: Callable[[Sample, tuple[int, ...]], np.ndarray],
-    mask_floor: float,
-) -> MicroBatch:
-    """`noise(sample, shape)`: the float32 noise. `mask_floor`: replaces every smaller weight of a token."""
-    x0_BCHW = np.stack([latents.read(s.crop.latent_id) for s in samples])
-    noise_BCHW = np.stack([noise(s, x0_BCHW.shape[1:]) for s in samples])
-    ctx_BTJ = np.stack([embeddings.read(s.caption_id) for s in samples])
-    batch = MicroBatch(samples, x0_BCHW, noise_BCHW, ctx_BTJ, token_weights(samples, mask_floor))
-    shown = zip(*(s.crop.references for s in samples), strict=True)  # for each place among the references, that of each sample
-    batch.references = tuple(np.stack([latents.read(each.latent_id) for each in of_samples]) for of_samples in shown)
-    if any(s.class_id for s in samples):
-        # A sample without a class caption has its own caption here, and weight 0.
-        batch.class_BTJ = np.stack([embeddings.read(s.class_id or s.caption_id) for s in samples])
-        batch.class_B = np.array([bool(s.class_id) for s in samples], np.float32)
-    return batch
+        latents, embeddings = self.latents, self.embeddings
+        x0_BCHW = np.stack([latents.read(s.crop.latent_id) for s in samples])
+        noise_BCHW = np.stack([self.noise(step, s, x0_BCHW.shape[1:]) for s in samples])
+        ctx_BTJ = np.stack([embeddings.read(s.caption_id) for s in samples])
+        batch = MicroBatch(samples, x0_BCHW, noise_BCHW, ctx_BTJ, token_weights(samples, self.mask_floor))
+        shown = zip(*(s.crop.references for s in samples), strict=True)  # by place among the references, that of each sample
+        batch.references = tuple(np.stack([latents.read(each.latent_id) for each in of_samples]) for of_samples in shown)
+        if any(s.class_id for s in samples):
+            # A sample without a class caption has its own caption here, and weight 0.
+            batch.class_BTJ = np.stack([embeddings.read(s.class_id or s.caption_id) for s in samples])
+            batch.class_B = np.array([bool(s.class_id) for s in samples], np.float32)
+        return batch
 
 
 def token_weights(samples: Sequence[Sample], floor: float) -> np.ndarray | None:
@@ -191,13 +180,13 @@ class HeldOutImages:
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         # Opened separately from the training's readers, which release memory at another pace.
-        latents, embeddings = self.run.inputs.tensors(LATENTS), embedding_reader(self.run)
+        reader = BatchReader(self.run, self.mask_floor, self.noise_of)
         for samples in self.samples():
-            yield read_batch(samples, latents, embeddings, self.noise_of, self.mask_floor)
+            yield reader.read(0, samples)
 
-    def noise_of(self, sample: Sample, shape: tuple[int, ...]) -> np.ndarray:
-        """Depends on the validation seed and the crop alone, so it is equal at every noise level."""
-        return crop_noise(shape, self.config.seed, sample.crop.latent_id)
+    def noise_of(self, step: int, sample: Sample, shape: tuple[int, ...]) -> np.ndarray:
+        """Depends on the validation seed and the crop alone, so it is equal at every noise level and step."""
+        return draws.normal(shape, self.config.seed, f"validation {sample.crop.latent_id}")
 
 
 def level_batches(shapes: Sequence[Hashable], sigmas: Sequence[float], batch_size: int) -> list[list[tuple[int, float]]]:
@@ -206,7 +195,3 @@ def level_batches(shapes: Sequence[Hashable], sigmas: Sequence[float], batch_siz
     for row, shape in enumerate(shapes):
         by_shape.setdefault(shape, []).extend((row, sigma) for sigma in sigmas)
     return [pairs[n : n + batch_size] for pairs in by_shape.values() for n in range(0, len(pairs), batch_size)]
-
-
-def crop_noise(shape: tuple[int, ...], seed: int, latent_id: str) -> np.ndarray:
-    return draws.normal(shape, seed, f"validation {latent_id}")

@@ -96,6 +96,7 @@ class DataConfig:
             for key, value in (getattr(self, name) or {}).items():
                 if value and not LEAST <= value <= MOST:
                     raise ValueError(f"{name} must be 0, or {LEAST:g} to {MOST:g}, got {value:g} for {key!r}")
+        check_bounds(self)
         for key in self.resolutions or {}:
             if not key.isdecimal():
                 raise ValueError(f"resolutions must name values of [buckets] resolutions, such as 512, got {key!r}")

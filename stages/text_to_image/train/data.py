@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import unicodedata
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any
@@ -17,6 +16,7 @@ from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
 from stages.run import Run
+from stages.text_to_image.imaging.masks import composed
 from stages.text_to_image.imaging.usable import USE, usable_paths
 from stages.text_to_image.train.config import DataConfig, TrainConfig, ValidationConfig
 from stages.tuner import draws
@@ -95,39 +95,45 @@ def load_dataset(run: Run[TrainConfig]) -> Dataset:
     if config.mask and not any(row["mask"] for row in latents):
         raise ValueError('[train.mask]: no crop has a mask; set mask = "alpha" or "file" in [latents] and run that stage')
     references = References(every, run.inputs.rows(BUCKETS).to_pylist(), run.inputs.rows(LATENTS).to_pylist())
-    for row in latents:
-        row["references"] = references.of(row["image_id"], row["resolution"], row["flip"])
-    drawn = _with_rates(latents, images, paths, config.data)
-    aside = _held_images(drawn, images, paths, config)
-    crops = [_crop(row, rate, texts, config.mask is not None) for row, rate in drawn if row["image_id"] not in aside]
-    if not crops:
-        raise ValueError(f"[train.validation]: all {len(aside)} images are held out; lower share, or name fewer paths")
-    # Validation measures the plain crops: no mirrored copies, no jittered ones.
-    plain = [(row, rate) for row, rate in drawn if row["image_id"] in aside and not row["flip"] and not row["further"]]
-    held = [_crop(row, rate, texts, config.mask is not None) for row, rate in plain]
-    return _with_embeddings(run, Dataset(tuple(crops), texts.empty, {}, tuple(held), texts.empty_class))
-
-
-def _with_rates(
-    latents: Sequence[Row], images: Mapping[str, Row], paths: Mapping[str, list[str]], data: DataConfig
-) -> list[tuple[Row, float]]:
-    found = rates(data, [(row["resolution"], paths[row["image_id"]][0]) for row in latents])
-    found = folder_rates(found, [images[row["image_id"]] for row in latents], data.regularisation)
+    found = rates(config.data, [(row["resolution"], paths[row["image_id"]][0]) for row in latents])
+    found = folder_rates(found, [images[row["image_id"]] for row in latents], config.data.regularisation)
     drawn = [(row, rate) for row, rate in zip(latents, found, strict=True) if rate]
     if not drawn:
         raise ValueError(f"[train.data]: nothing to train on: resolutions and repeats leave out all {len(latents)} crops")
-    return drawn
-
-
-def _held_images(
-    drawn: Sequence[tuple[Row, float]], images: Mapping[str, Row], paths: Mapping[str, list[str]], config: TrainConfig
-) -> frozenset[str]:
-    """The image_ids that [train.validation] holds out, of those with a crop in `drawn`."""
-    if not config.validation:
-        return frozenset()
-    # Regularisation images show the class of the subject, not the subject, and are never held out.
-    own = {row["image_id"] for row, _ in drawn if images[row["image_id"]]["use"] is None}
-    return held_out(config.validation, {image_id: paths[image_id] for image_id in own})
+    aside: frozenset[str] = frozenset()
+    if config.validation:
+        # Regularisation images show the class of the subject, not the subject, and are never held out.
+        own = {row["image_id"] for row, _ in drawn if images[row["image_id"]]["use"] is None}
+        aside = held_out(config.validation, {image_id: paths[image_id] for image_id in own})
+    crops, held = [], []
+    for row, rate in drawn:
+        image = row["image_id"]
+        crop = Crop(
+            latent_id=row["latent_id"],
+            image_id=image,
+            width=row["width"],
+            height=row["height"],
+            grid=(row["shape"][1], row["shape"][2]),
+            captions=texts.captions[image],
+            classes=texts.classes.get(image, ()),
+            rate=rate,
+            mask=row["mask"] if config.mask else None,
+            resolution=row["resolution"],
+            references=references.of(image, row["resolution"], row["flip"]),
+            weights=texts.weights.get(image, ()),
+        )
+        if image not in aside:
+            crops.append(crop)
+        elif not row["flip"] and not row["further"]:  # validation measures the plain crops
+            held.append(crop)
+    if not crops:
+        raise ValueError(f"[train.validation]: all {len(aside)} images are held out; lower share, or name fewer paths")
+    text_rows = {row["caption_id"]: row["shape"][0] for row in run.inputs.rows(EMBEDDINGS).to_pylist()}
+    data = Dataset(tuple(crops), texts.empty, text_rows, tuple(held), texts.empty_class)
+    read = {caption for _, _, caption in data.pairs() if caption}
+    if lost := len(read - set(text_rows)):
+        raise ValueError(f"train: {lost} of {len(read)} captions have no embedding; run the stage embeddings")
+    return data
 
 
 def _latents(run: Run[Any], paths: Container[str], texts: Texts) -> list[Row]:
@@ -156,34 +162,6 @@ def _latents(run: Run[Any], paths: Container[str], texts: Texts) -> list[Row]:
     return used
 
 
-def _with_embeddings(run: Run[Any], data: Dataset) -> Dataset:
-    text_rows = {row["caption_id"]: row["shape"][0] for row in run.inputs.rows(EMBEDDINGS).to_pylist()}
-    read = {caption for _, _, caption in data.pairs() if caption}
-    if read - set(text_rows):
-        raise ValueError(
-            f"train: {len(read - set(text_rows))} of {len(read)} captions have no embedding; run the stage embeddings"
-        )
-    return replace(data, text_rows=text_rows)
-
-
-def _crop(row: Row, rate: float, texts: Texts, masked: bool) -> Crop:
-    image = row["image_id"]
-    return Crop(
-        row["latent_id"],
-        image,
-        row["width"],
-        row["height"],
-        (row["shape"][1], row["shape"][2]),
-        texts.captions[image],
-        texts.classes.get(image, ()),
-        rate,
-        row["mask"] if masked else None,
-        row["resolution"],
-        row["references"],
-        texts.weights.get(image, ()),
-    )
-
-
 @dataclass(frozen=True)
 class Texts:
     """The caption_ids that a run may use, by image_id."""
@@ -208,7 +186,13 @@ def _texts(run: Run[Any], data: DataConfig, dropout: bool, with_classes: bool) -
         captions.setdefault(row["image_id"], []).append(row)
     empty = empty_class = ""
     if dropout:
-        empty = _dropped_caption(by_role, data)
+        if data.dropped not in by_role:
+            raise ValueError(
+                '[train.data] dropped = "trigger": captions has no such row; set trigger in [captions]'
+                if data.dropped == "trigger"
+                else "train: caption_dropout needs the empty caption, of which captions has no row; run the stage captions"
+            )
+        empty = by_role[data.dropped][0]["caption_id"]
         # The class caption of the trigger word alone has no image and position 0: it is the class word.
         empty_class = class_of.get(("", 0), "") if data.dropped == "trigger" else ""
     return Texts(
@@ -218,15 +202,6 @@ def _texts(run: Run[Any], data: DataConfig, dropout: bool, with_classes: bool) -
         empty_class,
         {image: tuple(weights) for image, rows in captions.items() if len(set(weights := [row["weight"] for row in rows])) > 1},
     )
-
-
-def _dropped_caption(by_role: dict[str, list[Row]], data: DataConfig) -> str:
-    if data.dropped in by_role:
-        caption: str = by_role[data.dropped][0]["caption_id"]
-        return caption
-    if data.dropped == "trigger":
-        raise ValueError('[train.data] dropped = "trigger": captions has no such row; set trigger in [captions]')
-    raise ValueError("train: caption_dropout needs the empty caption, of which captions has no row; run the stage captions")
 
 
 @dataclass(frozen=True)
@@ -329,8 +304,10 @@ def rates(config: DataConfig, crops: Sequence[tuple[int, str]]) -> list[float]:
     folders = {folder.strip("/").removeprefix("./"): count for folder, count in (config.repeats or {}).items()}
     for given, folder in zip(config.repeats or {}, folders, strict=True):
         if not any(_below(path, folder) for _, path in crops):
-            near = _near(folder, {str(above) for _, path in crops for above in PurePosixPath(path).parents})
-            raise ValueError(f"[train.data] repeats: no image that is trained on has the path {given!r}{near}")
+            folders_above = {str(above) for _, path in crops for above in PurePosixPath(path).parents}
+            near = difflib.get_close_matches(folder, sorted(folders_above), 1, 0.5)
+            hint = f'; did you mean "{near[0]}"?' if near else ""
+            raise ValueError(f"[train.data] repeats: no image that is trained on has the path {given!r}{hint}")
     # The longest path that matches decides.
     longest = sorted(folders, key=len, reverse=True)
     times = [next((folders[f] for f in longest if _below(path, f)), 1.0) for _, path in crops]
@@ -358,7 +335,8 @@ def _weights(config: DataConfig, present: Iterable[int]) -> dict[int, float]:
 def held_out(config: ValidationConfig, paths: Mapping[str, Sequence[str]]) -> frozenset[str]:
     """The image_ids to hold out. `paths`: all paths of each image. Raises ValueError if `config.paths` matches none."""
     if config.paths:
-        found = {i for i, own in paths.items() if any(fnmatchcase(nfc(path), nfc(p)) for path in own for p in config.paths)}
+        patterns = [composed(pattern) for pattern in config.paths]
+        found = {i for i, own in paths.items() if any(fnmatchcase(composed(path), p) for path in own for p in patterns)}
         if not found:
             raise ValueError(f"[train.validation] paths: {list(config.paths)} matches none of the {len(paths)} images")
         return frozenset(found)
@@ -369,14 +347,4 @@ def held_out(config: ValidationConfig, paths: Mapping[str, Sequence[str]]) -> fr
 
 
 def _below(path: str, folder: str) -> bool:
-    return PurePosixPath(nfc(path)).is_relative_to(nfc(folder))
-
-
-def nfc(path: str) -> str:
-    """macOS may store an umlaut as two characters, other systems as one."""
-    return unicodedata.normalize("NFC", path)
-
-
-def _near(word: str, words: Iterable[str]) -> str:
-    found = difflib.get_close_matches(word, sorted(words), 1, 0.5)
-    return f'; did you mean "{found[0]}"?' if found else ""
+    return PurePosixPath(composed(path)).is_relative_to(composed(folder))

@@ -12,7 +12,7 @@ import numpy as np
 from stages.models.family import Family, Transformer
 from stages.text_to_image.train.batches import MicroBatch, Sample
 from stages.text_to_image.train.config import TrainConfig
-from stages.text_to_image.train.data import Crop
+from stages.text_to_image.train.data import Crop, Reference
 from stages.text_to_image.train.memory import BatchShape
 from stages.text_to_image.train.task import FlowMatching
 from stages.text_to_image.weights import STREAMED, arranged
@@ -66,8 +66,11 @@ def random_batch(family: Family, batch: BatchShape) -> MicroBatch:
         # The upper half of a float32 is a bfloat16.
         return (values.view(np.uint32) >> 16).astype(np.uint16)
 
-    crop = Crop("", "", batch.width, batch.height, batch.grid, ("",))
+    shown = tuple(Reference("", grid) for grid in batch.references)
+    crop = Crop("", "", batch.width, batch.height, batch.grid, ("",), references=shown)
     samples = [Sample(n, 0, crop, "", False, 0.5) for n in range(batch.samples)]
     latent = (sizes.in_channels, *batch.grid)
     noise_BCHW = draw.standard_normal((batch.samples, *latent), dtype=np.float32)
-    return MicroBatch(samples, words(*latent), noise_BCHW, words(batch.text_rows, sizes.joint_attention_dim))
+    found = MicroBatch(samples, words(*latent), noise_BCHW, words(batch.text_rows, sizes.joint_attention_dim))
+    found.references = tuple(words(sizes.in_channels, *grid) for grid in batch.references)
+    return found

@@ -23,6 +23,7 @@ from schemas.text_to_image.train import TRAIN
 from stages.models.family import Architecture, Transformer
 from stages.models.weights import reading
 from stages.run import Run
+from stages.text_to_image.caption_files import trigger_word
 from stages.text_to_image.stored_embeddings import embedding_reader
 from stages.text_to_image.train import sound_start
 from stages.text_to_image.train.batches import BatchReader, HeldOutImages, MicroBatch, Sample, build_sampler
@@ -131,11 +132,10 @@ class ImageTask:
     @property
     def metadata(self) -> Mapping[str, str]:
         """For the headers of adapter files. "resolution" is the largest that is trained, such as "768x768"."""
-        captions = self.run.inputs.rows(CAPTIONS)
-        triggers = captions.filter(pc.equal(captions["role"], "trigger"))["text"].to_pylist()
+        trigger = trigger_word(self.run.inputs.rows(CAPTIONS))
         largest = max(crop.resolution for crop in self.data.crops)
         found = {"family": self.family.name, "resolution": f"{largest}x{largest}"}
-        return found | {"trigger": triggers[0]} if triggers else found
+        return found | {"trigger": trigger} if trigger else found
 
     def sizes(self, step: int) -> list[int]:
         return self.sampler.sizes(step)
@@ -144,7 +144,7 @@ class ImageTask:
         return self.sampler.step(step)
 
     def reader(self) -> BatchReader:
-        return BatchReader(self.run, self.sampler, self.mask_floor)
+        return BatchReader(self.run, self.mask_floor, self.sampler.noise_of)
 
     def row(self, sample: Sample) -> dict[str, Any]:
         """The columns of `train` that describe a sample, without loss and step."""

@@ -96,6 +96,16 @@ def test_a_damaged_copy_is_never_used_and_made_again(published: Path, tmp_path: 
         assert copy.read_bytes() == whole
 
 
+def test_drawing_says_in_one_line_that_a_damaged_copy_is_deleted(published: Path, tmp_path: Path) -> None:
+    plain, _ = load(published, tmp_path / "copies")
+    (copy,) = (tmp_path / "copies").glob("*.safetensors")
+    copy.write_bytes(copy.read_bytes()[:-1])
+    said: list[str] = []
+    model = load_transformer(published, TINY, mx.float32, CONFIG, copies=tmp_path / "copies", say=said.append)
+    assert said == [f"the converted copy {copy.name} is damaged and deleted; the weights are read instead"]
+    assert same(plain, flat(model)) and not copy.exists()
+
+
 def test_without_room_on_the_disk_the_run_goes_on_without_a_copy(
     published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

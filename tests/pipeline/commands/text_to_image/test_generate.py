@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 from PIL import Image
 
 from pipeline.api import Project
+from pipeline.commands.text_to_image import generate
+from pipeline.errors import Stopped
+from stages.text_to_image.samples import drawing
 from tests import projects
 
 pytestmark = pytest.mark.slow
@@ -108,6 +112,79 @@ def test_the_command_draws_the_preview_to_the_bit_and_draws_no_picture_twice(bui
     assert answer(Project(built), "from generated").num_rows == 4
     base = pictures(built, row["prompt"], "--adapter", "none", "--size", "96x32")
     assert base[0].shape == (32, 96, 3)
+
+
+def wish(seeds: int = 3, **given: Any) -> generate.Wish:
+    return generate.Wish(("a thing that nobody drew",), tuple(range(seeds)), given=given)
+
+
+class Interrupting(projects.Silent):
+    """Interrupts the process after so many denoising steps, as Ctrl-C does."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.after, self.steps = after, []
+
+    def progress(self, done: int, total: int, unit: str) -> None:
+        self.steps.append((done, total))
+        if done == self.after:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_generate_that_is_interrupted_draws_no_picture_twice_and_keeps_what_it_says(built):
+    steps, before = Project(built).config.sections["samples"].steps, len(rows_of(built))
+    console = Interrupting(after=steps + 1)
+    with pytest.raises(Stopped, match=r"generate: stopped; 0 new pictures are kept, and the latents .* 3 are still to do"):
+        list(generate.generate(Project(built), wish(width=32), console))
+    assert console.steps[-1] == (steps + 1, 3 * steps)
+    console = Interrupting(after=-1)
+    paths = list(generate.generate(Project(built), wish(width=32), console))
+    assert console.steps[-1] == (2 * steps, 2 * steps), "the first picture is not drawn again"
+    assert len(paths) == 3 and all(path.is_file() for path in paths)
+    assert len(rows_of(built)) == before + 3 and not list(paths[0].parents[1].glob("latents/*"))
+
+
+def test_a_picture_is_committed_as_soon_as_it_is_decoded(built, monkeypatch):
+    before = len(rows_of(built))
+    save, saved = drawing.save_png, []
+
+    def fails(path, image, metadata):
+        saved.append(path)
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+        save(path, image, metadata)
+
+    monkeypatch.setattr(drawing, "save_png", fails)
+    with pytest.raises(KeyboardInterrupt):
+        list(generate.generate(Project(built), wish(height=32), projects.Silent()))
+    monkeypatch.undo()
+    console = Interrupting(after=-1)
+    assert len(list(generate.generate(Project(built), wish(height=32), console))) == 3
+    assert not console.steps, "all latents were there"
+    assert len(rows_of(built)) == before + 3
+
+
+def test_pictures_that_need_more_memory_than_there_is_are_refused_before_anything_is_loaded(built, monkeypatch):
+    monkeypatch.setattr("stages.tuner.blockwise.device.memory_budget", lambda *given: 1000)
+    monkeypatch.setattr("stages.text_to_image.samples.drawing.load_transformer", None)
+    with pytest.raises(ValueError, match=r"generate needs about .* GB of memory, more than"):
+        list(generate.generate(Project(built), wish(width=48), projects.Silent()))
+    with pytest.raises(ValueError, match=r"generate needs about .* GB of memory, more than"):
+        Project(built).adapter().generate("a thing")
+
+
+def test_the_bits_of_the_text_encoder_decide_the_id_of_a_picture_and_16_keep_it(built):
+    def ids(bits: int) -> list[str]:
+        return [row["picture_id"] for row in generate.wanted_rows(Project(built, {"embeddings.bits": bits}), wish())[0]]
+
+    assert ids(16) == [row["picture_id"] for row in generate.wanted_rows(Project(built), wish())[0]] != ids(8)
+    assert "text_bits" not in generate._weights(Project(built, {"embeddings.bits": 16}))
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    from pipeline.commands.query import answer
+
+    return answer(Project(folder), "from generated").to_pylist()
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,16 @@ def test_a_preview_with_references_is_the_picture_that_diffusers_draws_from_them
         assert np.abs(expected - plain).mean() > 0.1, "the references change nothing"
 
 
+def test_references_are_encoded_by_the_autoencoder_that_decodes(root: Path, tmp_path: Path) -> None:
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "red.png")
+    config = replace(CONFIG, base=True, checkpoints=(), seeds=(0,), references=(str(tmp_path / "red.png"),))
+    run = context(root, tmp_path / "run", config)
+    asked: list[str] = []
+    run.reuse = lambda name, load: asked.append(name) or load()
+    assert harness.run(STAGE, run).num_rows == 2
+    assert [name.split()[0] for name in asked] == ["autoencoder", "sampler", "autoencoder"] and asked[0] == asked[2]
+
+
 def test_guidance_is_two_passes_only_where_the_family_has_real_cfg(root: Path, tmp_path: Path) -> None:
     config = replace(CONFIG, seeds=(0,), checkpoints=())
     plain = replace(TINY, real_cfg=False)

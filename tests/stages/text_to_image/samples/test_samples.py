@@ -173,6 +173,21 @@ def test_the_grid_comes_back_when_it_is_lost_and_follows_the_choice(root: Path, 
         assert image.width == 220 + 2 * 40
 
 
+def test_previews_that_a_crash_kept_from_the_grid_are_in_the_grid_of_the_next_run(root: Path, tmp_path: Path) -> None:
+    config = replace(CONFIG, checkpoints=(), seeds=(0,))
+    seen = tmp_path / "artifacts" / "images"
+    first = harness.run(STAGE, context(root, tmp_path, config, stop=lambda: any(seen.glob("*.png"))))
+    second = context(root, tmp_path, config, stored=first)
+    rest = harness.collect(STAGE, STAGE.run(second))  # and no `finish`: the process was killed
+    grey = second.output.artifacts / "grid.png"
+    before = grey.read_bytes()
+    harness.run(STAGE, context(root, tmp_path, config, stored=pa.concat_tables([first, rest])))
+    assert grey.read_bytes() != before
+    whole = context(root, tmp_path / "whole", config)
+    harness.run(STAGE, whole)
+    assert grey.read_bytes() == (whole.output.artifacts / "grid.png").read_bytes()
+
+
 def test_an_adapter_that_was_damaged_is_refused(root: Path, tmp_path: Path) -> None:
     import shutil
 

@@ -13,6 +13,7 @@ import pytest
 from schemas.text_to_image import images
 from stages.text_to_image.train.config import DataConfig, ValidationConfig
 from stages.text_to_image.train.memory import ImageEstimator, largest_batch
+from stages.text_to_image.train.profile import random_batch
 from stages.tuner.adapters.stacks import Stacks
 from tests.stages.text_to_image.train.runs import BASE, TEXT_ROWS, TINY, Run, rows_of, tables, weights
 from tests.stages.text_to_image.train.test_step import plain
@@ -115,3 +116,9 @@ def test_the_estimate_of_memory_counts_the_references(wide: Path, tmp_path: Path
         ImageEstimator(BASE, TINY.architecture, sizes, each).best(10**12).peak for each in (batch, replace(batch, references=()))
     ]
     assert peaks[0] > peaks[1]
+
+
+def test_a_batch_to_measure_with_has_the_references_of_the_batch_that_it_stands_for(wide: Path, tmp_path: Path) -> None:
+    batch = largest_batch(Run(tmp_path, wide, BASE, paired()).task().sampler, 16)
+    drawn = random_batch(TINY, batch)
+    assert [each.shape[2:] for each in drawn.references] == [*batch.references] and drawn.tokens == batch.tokens

@@ -83,3 +83,9 @@ def test_paths_hold_out_every_image_that_they_match_by_any_of_its_paths():
 def test_an_error_about_a_value_out_of_range_names_the_setting(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("values", [{"regularisation": -1.0}, {"reference_dropout": 1.5}])
+def test_a_value_of_data_out_of_its_bounds_is_refused(values):
+    with pytest.raises(ValueError, match=f"{next(iter(values))} must be"):
+        DataConfig(**values)

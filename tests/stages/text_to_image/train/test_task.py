@@ -15,7 +15,7 @@ from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
 from schemas.text_to_image.train import TRAIN
 from stages.text_to_image.families import family
-from stages.text_to_image.train.batches import MicroBatch, crop_noise, level_batches
+from stages.text_to_image.train.batches import MicroBatch, level_batches
 from stages.text_to_image.train.config import (
     DataConfig,
     MaskConfig,
@@ -26,6 +26,7 @@ from stages.text_to_image.train.config import (
 )
 from stages.text_to_image.train.memory import largest_batch
 from stages.text_to_image.train.task import ImageTask
+from stages.tuner import draws
 from stages.tuner.loader import Loader
 from stages.tuner.rows import wanted_rows
 from stages.tuner.validation import Validation
@@ -66,7 +67,7 @@ class Project:
         texts = [("caption", f"image{n}", f"text{n}", 0) for n in range(IMAGE_COUNT)]
         texts += [("caption", "image0", "other0", 1), ("empty", "", "nothing", 0), ("trigger", "", "word", 0)]
         texts += [("class", f"image{n}", f"class{n}", 0) for n in range(IMAGE_COUNT) if n != 1] + [("class", "", "kind", 0)]
-        captions = [{"role": r, "image_id": i, "caption_id": c, "position": p} for r, i, c, p in texts]
+        captions = [{"role": r, "image_id": i, "caption_id": c, "position": p, "text": c} for r, i, c, p in texts]
         embeddings = [{"caption_id": c, "shape": [2, 3], "tensor": [n] * 6} for n, (_, _, c, _) in enumerate(texts)]
         self.tables = {
             "images": table(IMAGES, images),
@@ -217,7 +218,7 @@ def test_every_measurement_has_the_same_samples_noise_and_levels():
         assert np.array_equal(one.noise_BCHW, other.noise_BCHW)
     for batch in first:
         for sample, noise in zip(batch.samples, batch.noise_BCHW, strict=True):
-            assert np.array_equal(noise, crop_noise(noise.shape, HELD.seed, sample.crop.latent_id))
+            assert np.array_equal(noise, draws.normal(noise.shape, HELD.seed, f"validation {sample.crop.latent_id}"))
 
 
 def test_every_held_out_crop_is_measured_at_every_level_in_batches_of_one_shape():
@@ -225,13 +226,6 @@ def test_every_held_out_crop_is_measured_at_every_level_in_batches_of_one_shape(
     batches = level_batches(shapes, sigmas, 4)
     assert sorted(pair for batch in batches for pair in batch) == [(row, sigma) for row in range(3) for sigma in sigmas]
     assert all(len({shapes[row] for row, _ in batch}) == 1 and len(batch) <= 4 for batch in batches)
-
-
-def test_the_noise_of_a_held_out_crop_does_not_depend_on_other_crops():
-    first = crop_noise((2, 3), 0, "row")
-    assert np.array_equal(first, crop_noise((2, 3), 0, "row"))
-    assert not np.array_equal(first, crop_noise((2, 3), 0, "other"))
-    assert not np.array_equal(first, crop_noise((2, 3), 1, "row"))
 
 
 def test_the_stored_rows_decide_when_a_run_ends_and_which_step_is_best():
@@ -270,5 +264,5 @@ def test_the_adapter_names_its_family_the_largest_resolution_and_the_trigger():
     project = Project()
     largest = max(row["resolution"] for row in project.tables["buckets"].to_pylist() if row["rejected"] is None)
     found = task(project).metadata
-    assert found == {"family": "tiny", "resolution": f"{largest}x{largest}", "trigger": found["trigger"]}
+    assert found == {"family": "tiny", "resolution": f"{largest}x{largest}", "trigger": "word"}
     assert "trigger" not in task(Project().without("captions", "trigger")).metadata
