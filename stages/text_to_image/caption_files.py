@@ -345,16 +345,6 @@ def _check_columns(columns: list[str], where: str, delimiter: str) -> None:
         raise ValueError(f"{where}: columns must be separated by {words[delimiter]}, got {words[other]}: {columns[0]:.60}")
 
 
-def _missing_column(row: Row, column: str, columns: str) -> str:
-    """The error for a row without a column of captions, with the remedy."""
-    if not column:
-        remedy = "set captions.caption_column to the column that holds the captions"
-        return f"must have one of {', '.join(packed.TEXT_COLUMNS)}; columns: {columns}; {remedy}"
-    near = difflib.get_close_matches(column, map(str, row), 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return f"captions.caption_column must name a column, got {column!r}; columns: {columns}{hint}"
-
-
 def _parse(where: str, row: Row, file_columns: tuple[str, ...], column: str) -> tuple[str, list[str]]:
     """(file name, captions) of a row. Blank captions are left out. Raises ValueError if one of the two is missing."""
     columns = f"{', '.join(map(str, row)):.300}"
@@ -364,7 +354,12 @@ def _parse(where: str, row: Row, file_columns: tuple[str, ...], column: str) -> 
         raise ValueError(f"{where}: {named} must be a path; columns: {columns}")
     found = next((name for name in ((column,) if column else packed.TEXT_COLUMNS) if name in row), None)
     if found is None:
-        raise ValueError(f"{where}: {_missing_column(row, column, columns)}")
+        if column:
+            near = difflib.get_close_matches(column, map(str, row), 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{where}: captions.caption_column must name a column, got {column!r}; columns: {columns}{hint}")
+        remedy = "set captions.caption_column to the column that holds the captions"
+        raise ValueError(f"{where}: must have one of {', '.join(packed.TEXT_COLUMNS)}; columns: {columns}; {remedy}")
     texts = row[found] if isinstance(row[found], list) else [row[found]]
     if not all(text is None or isinstance(text, str) for text in texts):
         raise ValueError(f"{where}: {found} must be a text or a list of texts, got {row[found]!r:.80}")

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,34 +83,28 @@ def write_sidecars(run: Run[CaptionsConfig]) -> str:
     _add(run.root, entries)
     taken = {key for change in changes for key in change.edits}
     left = {key: text for key, text in edits.items() if key not in taken}
-    # The files are read again as the stage reads them, without the edits they took: only that shows what sources, template
-    # and shared files do.
-    good = _write(folder, changes, before, lambda: _harmless(changes, texts, _texts(run, find_captions(run), left)))
-    written = {key for change in good for key in change.edits}
-    write_edits(run.root, dict.fromkeys(written))
-    paths = {image_id: each.paths[0] for image_id, each in found.subjects.items()}
-    stay = [paths.get(key.rpartition(":")[0], key) for key in edits if key not in written]
-    rest = f"; {len(stay)} stay edits of the project, since a file would give another text: {first_names(stay)}" if stay else ""
-    return f"{len(written)} captions written into {len(good)} files{rest}"
-
-
-def _write(
-    folder: Path, changes: list[Change], before: Mapping[str, bytes | None], check: Callable[[], list[Change]]
-) -> list[Change]:
-    """Write all changes, keep those that `check()` returns, and restore the other files; after an error, all."""
     good: list[Change] = []
     done: list[str] = []
     try:
         for change in changes:
             _put(folder / change.name, change.text.encode())
             done.append(change.name)
-        good = check()
+        # The files are read again as the stage reads them, without the edits they took: only that shows what sources,
+        # template and shared files do. A file is good if neither its edits nor other texts that are read from it differ.
+        reread, absent = _texts(run, find_captions(run), left), (None, "")
+        differing = {key for key in texts.keys() | reread.keys() if texts.get(key, absent)[0] != reread.get(key, absent)[0]}
+        files = {made.get(key, absent)[1] for made in (texts, reread) for key in differing}
+        good = [change for change in changes if change.name not in files and not differing & change.edits.keys()]
     finally:
-        kept = {change.name for change in good}
-        for name in done:
-            if name not in kept:
-                _put(folder / name, before[name])
-    return good
+        # Also after an error: then none is good.
+        for name in set(done) - {change.name for change in good}:
+            _put(folder / name, before[name])
+    written = {key for change in good for key in change.edits}
+    write_edits(run.root, dict.fromkeys(written))
+    paths = {image_id: each.paths[0] for image_id, each in found.subjects.items()}
+    stay = [paths.get(key.rpartition(":")[0], key) for key in edits if key not in written]
+    rest = f"; {len(stay)} stay edits of the project, since a file would give another text: {first_names(stay)}" if stay else ""
+    return f"{len(written)} captions written into {len(good)} files{rest}"
 
 
 def undo_sidecars(run: Run[CaptionsConfig]) -> str:
@@ -155,14 +149,6 @@ def _texts(run: Run[CaptionsConfig], read: Found, edits: Mapping[str, str]) -> d
             origin = row["origin"].rpartition(":")[0] if numbered else row["origin"]
             found[f"{row['image_id']}:{row['position']}"] = row["text"], origin
     return found
-
-
-def _harmless(changes: list[Change], before: Mapping[str, tuple[str, str]], after: Mapping[str, tuple[str, str]]) -> list[Change]:
-    """The changes after which no training text differs: neither one that they edit, nor one that is read from their files."""
-    absent = (None, "")
-    differing = {key for key in before.keys() | after.keys() if before.get(key, absent)[0] != after.get(key, absent)[0]}
-    files = {texts.get(key, absent)[1] for texts in (before, after) for key in differing}
-    return [change for change in changes if change.name not in files and not differing & change.edits.keys()]
 
 
 def _changes(run: Run[CaptionsConfig], found: Found, edits: Mapping[str, str]) -> Iterator[Change]:

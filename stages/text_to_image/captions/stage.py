@@ -395,7 +395,8 @@ def caption_rows(found: Found, config: CaptionsConfig, edits: Mapping[str, str])
     Raises ValueError if the trigger is in no caption, or a caption has "[trigger]" without a trigger to put there.
     """
     subjects = found.subjects
-    rows, filled = [], []
+    rows: list[Row] = []
+    filled: list[tuple[Filled, Caption]] = []
     for image_id, captions in found.captions.items():
         subject = subjects[image_id]
         texts = [(subject.fill(config, each), each) for each in operate(captions, config, image_id)]
@@ -425,16 +426,18 @@ def caption_rows(found: Found, config: CaptionsConfig, edits: Mapping[str, str])
     return rows, notes
 
 
-def _image_rows(image_id: str, texts: list[tuple[Filled, Caption]]) -> list[Row]:
+def _image_rows(image_id: str, texts: list[tuple[Filled, Caption]]) -> Iterator[Row]:
     """One row per different text: the first caption that gave it, with the weights added up."""
-    weights: dict[str, float | None] = {}
-    for filled, caption in texts:
-        weights[filled.text] = None if caption.weight is None else (weights.get(filled.text) or 0.0) + caption.weight
-    first = {filled.text: (filled, caption) for filled, caption in reversed(texts)}
-    return [
-        _row(image_id, "caption", text, first[text][1].source, first[text][1].origin, position, first[text][0], weights[text])
-        for position, text in enumerate(dict.fromkeys(filled.text for filled, _ in texts))
-    ]
+    groups: dict[str, list[tuple[Filled, Caption]]] = {}
+    for each in texts:
+        groups.setdefault(each[0].text, []).append(each)
+    for position, (text, group) in enumerate(groups.items()):
+        filled, caption = group[0]
+        weight = caption.weight
+        for _, other in group[1:]:
+            weight = None if other.weight is None else (weight or 0.0) + other.weight
+        more = {"template": filled.template, "reason": filled.reason, "weight": weight}
+        yield _row(image_id, "caption", text, caption.source, caption.origin, position, **more)
 
 
 def _class_rows(rows: list[Row], subjects: Mapping[str, Subject], config: CaptionsConfig) -> list[Row]:
@@ -451,34 +454,15 @@ def _class_rows(rows: list[Row], subjects: Mapping[str, Subject], config: Captio
     return list(found.values())
 
 
-def _row(
-    image_id: str,
-    role: str,
-    text: str,
-    source: str,
-    origin: str,
-    position: int,
-    filled: Filled | None = None,
-    weight: float | None = None,
-) -> Row:
+def _row(image_id: str, role: str, text: str, source: str, origin: str, position: int, **more: Any) -> Row:
     try:
         caption_id = hashlib.sha256(text.encode()).hexdigest()
     except UnicodeEncodeError:
         raise ValueError(
             f"{origin or 'project.toml'}: the text must be valid Unicode, but contains half of a surrogate pair"
         ) from None
-    return {
-        "caption_id": caption_id,
-        "image_id": image_id,
-        "role": role,
-        "text": text,
-        "source": source,
-        "origin": origin,
-        "position": position,
-        "template": filled.template if filled else None,
-        "reason": filled.reason if filled else None,
-        "weight": weight,
-    }
+    row = {"caption_id": caption_id, "image_id": image_id, "role": role, "text": text, "source": source, "origin": origin}
+    return row | {"position": position, "template": None, "reason": None, "weight": None} | more
 
 
 def _check_trigger(texts: list[str], subjects: Mapping[str, Subject], config: CaptionsConfig) -> list[str]:

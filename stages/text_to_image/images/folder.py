@@ -254,9 +254,13 @@ def _rule(parent: PurePosixPath, folders: Sequence[Root], read_names: bool) -> R
     root = next(each for each in folders if parent.is_relative_to(each.path))
     found = dict(NOTHING)
     if read_names:
-        # The name of an entry's own folder counts too.
-        inner = parent.relative_to(root.path).parts if root.settings is None else parent.parts
-        found |= _named(parent.parts[: len(parent.parts) - len(inner)], inner)
+        # The name of an entry's own folder counts too. Inner folders win.
+        for number, part in enumerate(parent.parts, 1):
+            where = str(PurePosixPath(*parent.parts[:number]))
+            if part.lower() in REGULARISATION:
+                found |= {"folder": where, "use": CLASS}
+            elif name := REPEATED.fullmatch(part):
+                found |= {"folder": where, "repeats": float(name[1]), "concept": name[2].strip()}
     if root.settings:
         given = root.settings
         found["folder"] = root.path or "."
@@ -264,18 +268,6 @@ def _rule(parent: PurePosixPath, folders: Sequence[Root], read_names: bool) -> R
         found |= {name: getattr(given, name) for name in ("repeats", "weight", "trigger") if getattr(given, name) is not None}
         # A weight replaces repeats, also those of the name.
         found["repeats"] = None if given.weight is not None else found["repeats"]
-    return found
-
-
-def _named(above: tuple[str, ...], parts: tuple[str, ...]) -> Row:
-    """("10_cat",) gives {"folder": "10_cat", "repeats": 10.0, "concept": "cat"}. Names in `above` say nothing; inner ones win."""
-    found: Row = {}
-    for number, part in enumerate(parts, 1):
-        where = str(PurePosixPath(*above, *parts[:number]))
-        if part.lower() in REGULARISATION:
-            found |= {"folder": where, "use": CLASS}
-        elif name := REPEATED.fullmatch(part):
-            found |= {"folder": where, "repeats": float(name[1]), "concept": name[2].strip()}
     return found
 
 
@@ -353,7 +345,14 @@ def pair_references(paths: Iterable[str], folders: Sequence[str] | None) -> dict
         # An ordinary folder may be called control: it counts only if one of its files has the name of an image.
         real = {inside[path][:2] for path, image in found.items() if image}
         found = {path: image for path, image in found.items() if inside[path][:2] in real} | _by_ending(images)
-    return _numbered(found, {path: names.index(name) for path, (_, name, _) in inside.items()})
+    # From 1 for each image: by ending first, then by the rank of their folder, then by path.
+    ranks = {path: names.index(name) for path, (_, name, _) in inside.items()}
+    counts: Counter[str | None] = Counter()
+    numbers: dict[str, Pair] = {}
+    for path in sorted(found, key=lambda path: (ranks.get(path, -1), path)):
+        counts[found[path]] += 1
+        numbers[path] = (found[path], counts[found[path]])
+    return numbers
 
 
 def _folder_of(path: str, names: Sequence[str]) -> tuple[Parts, str, Parts] | None:
@@ -393,16 +392,6 @@ def _by_ending(images: Sequence[str]) -> dict[str, str | None]:
             if stem.endswith(ending) and (image := of_name.get((*above, stem.removesuffix(ending) + other))):
                 found[path] = image
     return found
-
-
-def _numbered(found: Mapping[str, str | None], places: Mapping[str, int]) -> dict[str, Pair]:
-    """Number the references of each image from 1: by ending first, then by the rank of their folder, then by path."""
-    counts: dict[str | None, int] = {}
-    numbers: dict[str, Pair] = {}
-    for path in sorted(found, key=lambda path: (places.get(path, -1), path)):
-        counts[found[path]] = counts.get(found[path], 0) + 1
-        numbers[path] = (found[path], counts[found[path]])
-    return numbers
 
 
 def _parts(path: str) -> Parts:

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -241,25 +241,24 @@ def _listing(run: Run[ImagesConfig]) -> Listing:
 def examine_images(run: Run[ImagesConfig]) -> Iterator[pa.RecordBatch]:
     """The rows of the pending files, each from its own file alone: `finish_images` marks duplicates."""
     stored = {row["path"]: row for row in _rows(run.output.stored)}
-    pending = sorted(run.output.pending.to_pylist(), key=_path)
+    pending = sorted(run.output.pending.to_pylist(), key=itemgetter("path"))
     limits = {name: getattr(run.config, name) for name in ("min_side", "max_pixels", "max_bytes")}
-    read = partial(_row_of, stored, partial(examine, run.needs["image_folder"], **limits))
+
+    def row_of(file: Row) -> Row:
+        old = stored.get(file["path"])
+        # It is read only if it has changed, or could not be read before.
+        if old and old["image_id"] and _file(old) == _file(file):
+            return old | {name: file[name] for name in RULES}
+        return examine(run.needs["image_folder"], file, **limits)
+
     with ThreadPoolExecutor(run.config.workers) as pool:
         for start in range(0, len(pending), BATCH):
-            rows = list(_until_stop(run, pool, read, pending[start : start + BATCH]))
+            rows = list(_until_stop(run, pool, row_of, pending[start : start + BATCH]))
             # A row may be as before, where only a failed read was tried again.
             yield from _batches([row for row in rows if row != stored.get(row["path"])])
             run.report.progress(start + len(rows), len(pending), "images")
             if run.report.stop():
                 return
-
-
-def _row_of(stored: dict[str, Row], read: Callable[[Row], Row], file: Row) -> Row:
-    """The row of a file. It is read only if it has changed, or could not be read before."""
-    old = stored.get(file["path"])
-    if old and old["image_id"] and _file(old) == _file(file):
-        return old | {name: file[name] for name in RULES}
-    return read(file)
 
 
 def _until_stop(run: Run[ImagesConfig], pool: ThreadPoolExecutor, read: Callable[[Row], Row], files: list[Row]) -> Iterator[Row]:
@@ -284,7 +283,7 @@ def finish_images(run: Run[ImagesConfig]) -> Iterator[pa.RecordBatch]:
     if not all(file in stored for file in pending):
         return
     present = set(map(_file, listing.files))
-    rows = sorted((row for file, row in stored.items() if file in present), key=_path)
+    rows = sorted((row for file, row in stored.items() if file in present), key=itemgetter("path"))
     marked = mark_duplicates(rows)
     yield from _batches([new for new, old in zip(marked, rows, strict=True) if new != old])
     _summarise(run, marked, listing.masks)
@@ -293,10 +292,6 @@ def finish_images(run: Run[ImagesConfig]) -> Iterator[pa.RecordBatch]:
 def _rows(stored: pa.Table) -> list[Row]:
     rows: list[Row] = stored.select(IMAGES.batch.names).to_pylist()
     return rows
-
-
-def _path(row: Row) -> str:
-    return str(row["path"])
 
 
 def _file(row: Row) -> tuple[Any, ...]:

@@ -435,18 +435,6 @@ def _lacks(marker: bytes) -> Callable[[BinaryIO, int], bool]:
     return lambda file, size: marker not in peek(file, max(0, size - TAIL), TAIL)
 
 
-def _gif(file: BinaryIO, size: int) -> bool:
-    return peek(file, max(0, size - 1), 1) != b";"
-
-
-def _riff(file: BinaryIO, size: int) -> bool:
-    return size < 8 + _number("<I", peek(file, 4, 4))
-
-
-def _bmp(file: BinaryIO, size: int) -> bool:
-    return size < _number("<I", peek(file, 2, 4))
-
-
 def _boxes(file: BinaryIO, size: int) -> bool:
     """AVIF, HEIC and JPEG 2000 are boxes that begin with their length."""
     at = 0
@@ -485,12 +473,12 @@ def _number(form: str, data: bytes) -> int:
 
 
 CONTAINERS: tuple[tuple[int, bytes, Callable[[BinaryIO, int], bool]], ...] = (
-    (0, b"RIFF", _riff),  # WebP
+    (0, b"RIFF", lambda file, size: size < 8 + _number("<I", peek(file, 4, 4))),  # WebP
     (0, b"\x89PNG", _lacks(b"IEND")),
     (0, b"\xff\xd8\xff", _lacks(b"\xff\xd9")),  # JPEG
     (0, b"\xff\x4f\xff\x51", _lacks(b"\xff\xd9")),  # a bare JPEG 2000 stream
-    (0, b"GIF8", _gif),
-    (0, b"BM", _bmp),
+    (0, b"GIF8", lambda file, size: peek(file, max(0, size - 1), 1) != b";"),
+    (0, b"BM", lambda file, size: size < _number("<I", peek(file, 2, 4))),
     (0, b"II*\0", _tiff),
     (0, b"MM\0*", _tiff),
     (4, b"ftyp", _boxes),  # AVIF, HEIC

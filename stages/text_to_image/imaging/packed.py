@@ -145,6 +145,8 @@ def _text(data: bytes, suffix: str, column: str) -> str:
 
 
 def _table_texts(file: Path, column: str) -> Iterator[tuple[str, tuple[str, str]]]:
+    import pyarrow.parquet as pq
+
     found = members(file)
     if not found:
         return
@@ -154,7 +156,8 @@ def _table_texts(file: Path, column: str) -> Iterator[tuple[str, tuple[str, str]
         return
     if name_of not in schema.names:
         raise ValueError(f'captions.caption_column must be a column of {file}, such as {", ".join(schema.names)}, got "{column}"')
-    values = _column(file, name_of).to_pylist()
+    parquet = file.suffix.lower() == ".parquet"
+    values = (pq.read_table(file, columns=[name_of]) if parquet else _arrow(file))[name_of].to_pylist()
     for name, member in found.items():
         text = values[member.offset]
         if isinstance(text, str) and text.strip():
@@ -180,31 +183,18 @@ def _names(file: Path) -> tuple[Any, list[str | None]]:
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-    parquet = file.suffix.lower() == ".parquet"
-    if parquet:
-        with pq.ParquetFile(file) as opened:
-            schema, rows = opened.schema_arrow, opened.metadata.num_rows
-    else:
-        table = _arrow(file)
-        schema, rows = table.schema, table.num_rows
+    table = None if file.suffix.lower() == ".parquet" else _arrow(file)
+    schema = pq.read_schema(file) if table is None else table.schema
     column = image_column(schema)
     if not column:
         return schema, []
     kind = schema.field(column).type
     if not pa.types.is_struct(kind) or kind.get_field_index("path") < 0:
-        return schema, [None] * rows
-    if parquet:
+        return schema, [None] * (pq.read_metadata(file).num_rows if table is None else table.num_rows)
+    if table is None:
         with pq.ParquetFile(file) as opened:
-            values = opened.read(columns=[f"{column}.path"])[column]
-    else:
-        values = table[column]
-    return schema, pc.struct_field(values, "path").to_pylist()
-
-
-def _column(file: Path, name: str) -> Any:
-    import pyarrow.parquet as pq
-
-    return pq.read_table(file, columns=[name])[name] if file.suffix.lower() == ".parquet" else _arrow(file)[name]
+            table = opened.read(columns=[f"{column}.path"])
+    return schema, pc.struct_field(table[column], "path").to_pylist()
 
 
 def _cell(file: Path, member: Member) -> Any:
