@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
 
 from pipeline.terminal import Say, silent
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 WHICH = {"last": "adapter", "average": "adapter_ema", "best": "adapter_best"}  # name of an adapter -> its file in a run
 SECTIONS = {"average": "train.ema", "best": "train.validation"}  # the settings that make a run write it
 DTYPES = ("float32", "bfloat16", "float16")
 STRONGEST = 10.0
+
+STEP = click.option("--step", type=int, help="The checkpoint of this step.  [default: the end of the run]")
+
+
+def which_option(best: str) -> Callable[[F], F]:
+    help_ = f"last: as trained; average: the moving average ([train.ema]); best: {best} ([train.validation])."
+    return click.option("--which", type=click.Choice(list(WHICH)), default="last", show_default=True, help=help_)
+
+
+def dtype_option(default: str, of: str = "matrices") -> Callable[[F], F]:
+    return click.option("--dtype", type=click.Choice(DTYPES), default=default, show_default=True, help=f"The type of the {of}.")
 
 
 def find_adapter(project: Project, text: str, step: int | None = None) -> Path:

@@ -82,6 +82,14 @@ def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConne
     return catalog
 
 
+def dicts(catalog: duckdb.DuckDBPyConnection, sql: str, most: int | None = None, **values: Any) -> list[dict[str, Any]]:
+    """The rows of a query, at most `most`. `values` are its parameters: `step=5` sets `$step`."""
+    result = catalog.execute(sql, values or None)
+    names = [column[0] for column in result.description]
+    found = result.fetchall() if most is None else result.fetchmany(most)
+    return [dict(zip(names, row, strict=True)) for row in found]
+
+
 def _tables(project: Project) -> pa.Table:
     import pyarrow as pa
 

@@ -17,7 +17,6 @@ from stages.pipelines import load
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
-    from pipeline.store.table import TableFolder
 
 
 @click.command("clean")
@@ -64,14 +63,8 @@ def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
 def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int]]:
     """(line, bytes) for the files of killed commands, and for damaged files that were replaced."""
     tables = project.path / "tables"
-    for folder in (
-        project.path,
-        project.path / "exports",
-        project.path / "weights",
-        project.path / "weights" / "converted",
-        tables,
-        *tables.glob("[!.]*/"),
-    ):
+    others = [project.path / name for name in ("", "exports", "weights", "weights/converted")]
+    for folder in (*others, tables, *tables.glob("[!.]*/")):
         # Temporary files that a running command has locked are not abandoned.
         for path in abandoned(folder):
             size = size_of(path)
@@ -91,8 +84,11 @@ def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int
 
 
 def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """(line, bytes) for each deletion in a stage's tables. `delete` is the permission to delete at all."""
-    from pipeline.store.table import Writer
+    """(line, bytes) for each deletion in a stage's tables, and for tables of other settings that are kept, with the reason.
+
+    `delete` is the permission to delete at all.
+    """
+    from pipeline.store.table import Writer, link_table
 
     try:
         current = project.current(name)
@@ -100,7 +96,23 @@ def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> It
         if (project.path / "tables" / name).is_dir():
             yield f"{name}: kept, because its recipe is unknown: {error}", 0
         return
-    yield from _clean_others(name, current, delete, dry_run)
+    others = sorted(
+        path for path in current.folder.parent.glob("*/") if path != current.folder and not path.name.startswith(TEMPORARY)
+    )
+    count = f"{name}: {len(others)} other configuration{'s' if len(others) > 1 else ''}"
+    described = f"{count} ({format_bytes(sum(map(size_of, others)))}) kept"
+    if others and not current.exists:  # a typing error in project.toml makes all tables those of other settings
+        yield f"{described}, because the table of the present settings is not built yet", 0
+    elif others and not delete:
+        yield f"{described}; --runs deletes results of other configurations", 0
+    else:
+        for folder in others:
+            size = size_of(folder)
+            yield f"{name}: {folder.name}, another configuration, {format_bytes(size)}", size
+            if not dry_run:
+                _delete_table(folder)
+        if others and not dry_run:
+            link_table(current)  # the link for LanceDB may lead to a deleted table
     if not delete or not current.exists:
         return
     dead, rows = current.usage()["dead"], current.index.read_newest()
@@ -111,29 +123,6 @@ def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> It
             with Writer(current, project.recipe(name)) as writer:
                 freed = writer.collect()
         yield f"{name}: {f'{dead} rows that are no longer wanted' if dead else 'files that no row names'}", freed
-
-
-def _clean_others(name: str, current: TableFolder, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """(line, bytes) for the tables of other settings, or one line that says why they are kept."""
-    from pipeline.store.table import link_table
-
-    others = sorted(
-        path for path in current.folder.parent.glob("*/") if path != current.folder and not path.name.startswith(TEMPORARY)
-    )
-    count = f"{len(others)} other configuration{'s' if len(others) > 1 else ''}"
-    described = f"{name}: {count} ({format_bytes(sum(map(size_of, others)))})"
-    if others and not current.exists:  # a typing error in project.toml makes all tables those of other settings
-        yield f"{described} kept, because the table of the present settings is not built yet", 0
-    elif others and not delete:
-        yield f"{described} kept; --runs deletes results of other configurations", 0
-    else:
-        for folder in others:
-            size = size_of(folder)
-            yield f"{name}: {folder.name}, another configuration, {format_bytes(size)}", size
-            if not dry_run:
-                _delete_table(folder)
-        if others and not dry_run:
-            link_table(current)  # the link for LanceDB may lead to a deleted table
 
 
 def _delete_table(folder: Path) -> None:

@@ -33,12 +33,9 @@ def command(found: bool, folders: tuple[Path, ...]) -> None:
     """
     if folders and not found:
         raise click.UsageError("--in needs --found")
-    if found:
-        for line in found_lines(folders):
-            click.echo(line)
-        return
     rows = [(family.name, family.title, family.licence, family.source) for _, family in all_families()]
-    click.echo(format_table(("family", "model", "licence", "weights"), rows))
+    table = format_table(("family", "model", "licence", "weights"), rows)
+    click.echo("\n".join(found_lines(folders)) if found else table)
 
 
 def found_lines(folders: Sequence[Path] = ()) -> Iterator[str]:

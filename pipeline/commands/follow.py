@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -33,16 +34,10 @@ def command(text: str | None, project: Project) -> None:
 
 def follow(project: Project, text: str) -> Iterator[str]:
     """What every stage computed from one input. Raises ValueError if `text` matches none, or several."""
-    from pipeline.commands.catalog import open_catalog
+    from pipeline.commands.catalog import dicts, open_catalog
 
     chain = chain_of(project)
-    connection = open_catalog(project)
-
-    def query(sql: str, **values: Any) -> list[dict[str, Any]]:
-        result = connection.execute(sql, values)
-        names = [column[0] for column in result.description]
-        return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
-
+    query = functools.partial(dicts, open_catalog(project))
     row = find_row(project, chain, query, text)
     built = {each["stage"] for each in query("select stage from tables where built")}
     for table, tell in chain.describe.items():

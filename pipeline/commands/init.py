@@ -6,15 +6,16 @@ import os
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import click
 
 import stages
-from pipeline.commands import own
+from pipeline.commands import own as own_of
 from pipeline.options import ENVIRONMENT
 from pipeline.project import config
 from pipeline.project.paths import from_home, shell_path
-from stages.pipelines import Option, Template, load
+from stages.pipelines import Template, load
 
 DEFAULT = next(iter(stages.PIPELINES))
 
@@ -25,19 +26,12 @@ class Init(click.Command):
         named = [after for word, after in pairwise(args) if word == "--pipeline"]
         named += [word.removeprefix("--pipeline=") for word in args if word.startswith("--pipeline=")]
         own = [param for param in self.params if param.name in ("folder", "pipeline")]
-        self.params = [*own, *map(_click_option, template_of(named[0] if named else DEFAULT).options)]
+        for option in template_of(named[0] if named else DEFAULT).options:
+            given: dict[str, Any] = {"default": option.default, "required": option.default is None, "help": option.doc}
+            given |= {"show_default": bool(option.default), "envvar": f"LATENTMILL_{option.name.upper()}"}
+            own.append(click.Option([f"--{option.name}"], **given))
+        self.params = own
         return super().parse_args(ctx, args)
-
-
-def _click_option(option: Option) -> click.Option:
-    return click.Option(
-        [f"--{option.name}"],
-        help=option.doc,
-        required=option.default is None,
-        default=option.default,
-        show_default=bool(option.default),
-        envvar=f"LATENTMILL_{option.name.upper()}",
-    )
 
 
 @click.command("init", cls=Init)
@@ -55,7 +49,7 @@ def command(folder: Path, pipeline: str, **options: str) -> None:
 
 def template_of(pipeline: str) -> Template:
     """Raises ValueError if there is no such pipeline, or if it has no template."""
-    reference = own(pipeline).template
+    reference = own_of(pipeline).template
     if not reference:
         raise ValueError(f"the pipeline {pipeline} has no template; write {config.FILE} by hand")
     template: Template = load(reference)

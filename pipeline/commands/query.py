@@ -55,11 +55,14 @@ USUAL = Limits()
 
 
 FILE = click.Path(path_type=Path, dir_okay=False)
+FORMAT = click.option(
+    "--format", "style", type=click.Choice(STYLES), default="table", show_default=True, help="Format of the answer."
+)
 
 
 @click.command("query")
 @click.argument("sql", required=False, envvar="LATENTMILL_SQL")
-@click.option("--format", "style", type=click.Choice(STYLES), default="table", show_default=True, help="Format of the answer.")
+@FORMAT
 @click.option("--csv", "csv_file", type=FILE, help="Write the answer to this file, as CSV.")
 @click.option("--json", "json_file", type=FILE, help="Write the answer to this file, as a JSON array.")
 @click.option(
@@ -108,7 +111,7 @@ def command(
 
 @click.command("panel")
 @click.argument("name", required=False, envvar="LATENTMILL_NAME")
-@click.option("--format", "style", type=click.Choice(STYLES), default="table", show_default=True, help="Format of the answer.")
+@FORMAT
 @with_project
 def panel_command(name: str | None, style: str, project: Project) -> None:
     """Show the answer to a stored query of the pipeline. Such a query is called a panel. NAME is the name of the panel,
@@ -116,8 +119,7 @@ def panel_command(name: str | None, style: str, project: Project) -> None:
     table, as CSV or as JSON.
     """
     if name:
-        rows = answer_panel(project, name)
-        click.echo(format_answer(rows.column_names, [tuple(row.values()) for row in rows.to_pylist()], style))
+        click.echo(format_rows(answer_panel(project, name), style))
     else:
         click.echo(format_table(("panel", "shows"), [(panel.name, panel.title) for panel in project.pipeline.panels]))
 
@@ -311,6 +313,10 @@ def format_answer(names: Sequence[str], rows: Sequence[tuple[Any, ...]], style: 
     table = format_table(names, [[_short(value) for value in row] for row in rows[:ROWS_SHOWN]], null="NULL")
     left = len(rows) - ROWS_SHOWN
     return f"{table}\n... and {left} more rows; --format csv or json has all" if left > 0 else table
+
+
+def format_rows(rows: pa.Table, style: str) -> str:
+    return format_answer(rows.column_names, [tuple(row.values()) for row in rows.to_pylist()], style)
 
 
 def csv_text(rows: Sequence[Sequence[Any]]) -> str:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.commands.catalog import open_catalog, run_facts
+from pipeline.commands.catalog import dicts, open_catalog, run_facts
 from pipeline.commands.status import describe, states
 from pipeline.project.runs import find_runs, trains
 from pipeline.store.disk import format_bytes
@@ -35,11 +35,7 @@ class Catalog:
         self.connection = open_catalog(project)
 
     def rows(self, sql: str, most: int | None = None, **values: Any) -> list[Row]:
-        """`values` are the parameters of the query: `step=5` sets `$step`."""
-        result = self.connection.execute(sql, values or None)
-        names = [column[0] for column in result.description]
-        found = result.fetchall() if most is None else result.fetchmany(most)
-        return [dict(zip(names, row, strict=True)) for row in found]
+        return dicts(self.connection, sql, most, **values)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.adapters import DTYPES, WHICH, adapter_of, check_choice, file_name
+from pipeline.commands.adapters import DTYPES, STEP, adapter_of, check_choice, dtype_option, file_name, which_option
 from pipeline.options import with_project
 from pipeline.store.disk import atomic_folder
 from pipeline.terminal import Say, say_aside, silent
@@ -22,15 +22,9 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json
 
 @click.command("export")
 @click.argument("out", required=False, type=click.Path(path_type=Path))
-@click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True, help="The type of the weights.")
-@click.option("--step", type=int, help="Export the checkpoint of this step.  [default: the end of the run]")
-@click.option(
-    "--which",
-    type=click.Choice(list(WHICH)),
-    default="last",
-    show_default=True,
-    help="last: as trained; average: the moving average ([train.ema]); best: highest held-out MRR ([train.validation]).",
-)
+@dtype_option("float32", "weights")
+@STEP
+@which_option("highest held-out MRR")
 @with_project
 def command(out: Path | None, dtype: str, step: int | None, which: str, project: Project) -> None:
     """Write the trained retriever as a folder that other programs can load. OUT is the new folder. Without OUT, it is

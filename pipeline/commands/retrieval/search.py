@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -70,25 +70,41 @@ class Session:
 
     def __init__(self, project: Project, mode: Mode, *, explain: bool = False, resident: bool = False) -> None:
         from schemas.retrieval.index import INDEX
+        from stages.retrieval.encoder import TextTokenizer
+        from stages.retrieval.search.lexical import DEFAULT_WEIGHT
         from stages.retrieval.searcher import Searcher
 
-        self.project, self.mode = project, mode
+        self.mode = mode
         table = project.built(INDEX, "search")
         rows = table.rows().to_pylist()
         if not rows:
             raise ValueError("the index has no units: set sources.roots, then run make index")
-        encoder = None if mode == "lexical" else open_encoder(project, rows[0]["encoder"])
-        weight = hybrid_weight(project, rows[0]["encoder"])
+        name = rows[0]["encoder"]
+        encoder = None if mode == "lexical" else open_encoder(project, name)
+        ranks = project.folder("ranks")
+        ranked = ranks.rows().select(["encoder", "mode", "weight"]).to_pylist() if ranks.exists else []
+        # Of the semantic scores, 0 to 1, as it was measured.
+        weights = [row["weight"] for row in ranked if (row["encoder"], row["mode"]) == (name, "plain")]
+        weight = float(next((each for each in weights if each is not None), DEFAULT_WEIGHT))
         self.searcher: Searcher = Searcher(rows, table.folder / "artifacts", encoder, weight, resident=resident)
-        self.pieces: Callable[[str, str], list[str]] | None = token_pieces(project) if explain else None
-        units = project.folder("units").rows().select(["unit_id", "text"]).to_pylist() if explain else []
-        self.texts: dict[str, str] = {row["unit_id"]: row["text"] for row in units}
+        self.texts: dict[str, str] = {}
+        if explain:
+            family = cast("RetrieverFamily", project.family)
+            self.tokenizer = TextTokenizer(project.component("tokenizer"), lower_case=family.lower_case)
+            self.config = project.config.sections["tokens"]
+            units = project.folder("units").rows().select(["unit_id", "text"]).to_pylist()
+            self.texts = {row["unit_id"]: row["text"] for row in units}
 
     def explain(self, query: str, answer: Answer) -> list[tuple[str, str, float]]:
         """For each token of `query`: (query token, best code token, dot product). `query` must be the last one searched."""
-        assert self.pieces is not None
         document = self.texts[answer.row["unit_id"]]
-        return self.searcher.explain(answer, self.pieces("query", query), self.pieces("document", document))
+        return self.searcher.explain(
+            answer, self._pieces(query, self.config.query_tokens), self._pieces(document, self.config.document_tokens)
+        )
+
+    def _pieces(self, text: str, longest: int) -> list[str]:
+        found = self.tokenizer.pieces(self.tokenizer.cut(self.tokenizer.encode([text])[0], longest))
+        return [each.lstrip(SPACES) or each for each in found]
 
 
 def open_encoder(project: Project, name: str) -> Any:
@@ -108,31 +124,6 @@ def open_encoder(project: Project, name: str) -> Any:
     family = cast("RetrieverFamily", project.family)
     strength = project.config.sections["vectors"].strength
     return load_encoder(*paths, family, adapter, query_tokens=longest, strength=strength)
-
-
-def hybrid_weight(project: Project, encoder: str) -> float:
-    """Weight of the semantic scores, 0 to 1: the one measured in `ranks`, or `DEFAULT_WEIGHT`."""
-    from stages.retrieval.search.lexical import DEFAULT_WEIGHT
-
-    table = project.folder("ranks")
-    rows = table.rows().select(["encoder", "mode", "weight"]).to_pylist() if table.exists else []
-    found = [row["weight"] for row in rows if row["encoder"] == encoder and row["mode"] == "plain" and row["weight"] is not None]
-    return float(found[0]) if found else DEFAULT_WEIGHT
-
-
-def token_pieces(project: Project) -> Callable[[str, str], list[str]]:
-    """A function (role, text) -> tokens as strings, cut to the role's length."""
-    from stages.retrieval.encoder import TextTokenizer
-
-    config = project.config.sections["tokens"]
-    longest = {"query": config.query_tokens, "document": config.document_tokens}
-    tokenizer = TextTokenizer(project.component("tokenizer"), lower_case=project.family.lower_case)  # type: ignore[attr-defined]
-
-    def pieces(role: str, text: str) -> list[str]:
-        found = tokenizer.pieces(tokenizer.cut(tokenizer.encode([text])[0], longest[role]))
-        return [each.lstrip(SPACES) or each for each in found]
-
-    return pieces
 
 
 def as_line(query: str, mode: str, answers: list[Answer], explained: Iterable[Any]) -> str:

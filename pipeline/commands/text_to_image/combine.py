@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.adapters import DTYPES, check_choice, file_stem, find_adapter, pair_strengths
+from pipeline.commands.adapters import DTYPES, check_choice, dtype_option, file_stem, find_adapter, pair_strengths
 from pipeline.commands.text_to_image.export import STYLES, use_of, write_arrays
 from pipeline.options import with_project
 from pipeline.terminal import Say
@@ -29,7 +30,7 @@ RANK_HELP = "The largest rank of a Linear in the new file."
 
 def shared_options(function: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
-        click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Of the matrices."),
+        dtype_option("bfloat16"),
         click.option(
             "--style", type=click.Choice(list(STYLES)), default="diffusers", show_default=True, help="Names of tensors."
         ),
@@ -193,13 +194,20 @@ def write(
 
     Raises ValueError if the file was made from something else.
     """
+    from stages.models.weights import read_file
+
     check_choice("style", style, STYLES)
     check_choice("dtype", dtype, DTYPES)
     made = json.dumps(recipe | {"style": style, "dtype": dtype}, sort_keys=True)
     folder = out or project.path / "exports"
-    target = folder if folder.suffix == ".safetensors" else folder / _file_name(project.name, recipe, made)
+    rank = f"-rank{recipe['rank']}" if recipe["rank"] else ""
+    name = f"{file_stem(project.name)}-{recipe['operation']}{rank}-{hashlib.sha256(made.encode()).hexdigest()[:8]}.safetensors"
+    target = folder if folder.suffix == ".safetensors" else folder / name
     if target.exists():
-        if _made_from(target) != made:
+        found = ""
+        with contextlib.suppress(ValueError):  # it is no safetensors file
+            found = read_file(target)[1].get(MADE, "")
+        if found != made:
             raise ValueError(f"{target} exists and was made from something else; move it away or choose another name")
         say(f"{target} is up to date")
         return target
@@ -209,20 +217,6 @@ def write(
     say(line)
     say(f"wrote {target}")
     return target
-
-
-def _file_name(project: str, recipe: Recipe, made: str) -> str:
-    rank = f"-rank{recipe['rank']}" if recipe["rank"] else ""
-    return f"{file_stem(project)}-{recipe['operation']}{rank}-{hashlib.sha256(made.encode()).hexdigest()[:8]}.safetensors"
-
-
-def _made_from(file: Path) -> str:
-    from stages.models.weights import read_file
-
-    try:
-        return read_file(file)[1].get(MADE, "")
-    except ValueError:
-        return ""
 
 
 def _contents(files: Sequence[tuple[Path, float]]) -> list[list[Any]]:

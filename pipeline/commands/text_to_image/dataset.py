@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.query import STYLES, answer, answer_panel, format_answer
+from pipeline.commands.query import FORMAT, answer, answer_panel, format_rows
 from pipeline.commands.run import summary
 from pipeline.options import with_project
 from pipeline.store.disk import atomic_write
@@ -31,7 +31,7 @@ def bring_up_to_date(project: Project, stage: str) -> None:
 
 
 @click.command("lint")
-@click.option("--format", "style", type=click.Choice(STYLES), default="table", show_default=True, help="Format of the answer.")
+@FORMAT
 @with_project
 def lint(style: str, project: Project) -> None:
     """Look for mistakes in the images and captions. They are near-duplicates, blur, bad exposure, borders, small or
@@ -41,10 +41,7 @@ def lint(style: str, project: Project) -> None:
     """
     bring_up_to_date(project, "checks")
     rows = answer_panel(project, "checks")
-    if rows.num_rows:
-        click.echo(format_answer(rows.column_names, [tuple(row.values()) for row in rows.to_pylist()], style))
-    else:
-        click.echo("no image has a warning")
+    click.echo(format_rows(rows, style) if rows.num_rows else "no image has a warning")
 
 
 @click.command("crops")

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.commands.adapters import DTYPES, WHICH, adapter_of, check_choice, file_name
+from pipeline.commands.adapters import DTYPES, STEP, adapter_of, check_choice, dtype_option, file_name, which_option
 from pipeline.options import with_project
 from pipeline.store.disk import atomic_folder, atomic_write, delete_abandoned
 from pipeline.terminal import Say, say_aside, silent
@@ -53,15 +53,9 @@ SHARD = 4 << 30  # the largest size of a merged weight file, bytes; as much is h
     show_default=True,
     help="The program whose tensor names are used.",
 )
-@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="The type of the matrices.")
-@click.option("--step", type=int, help="Export the checkpoint of this step.  [default: the end of the run]")
-@click.option(
-    "--which",
-    type=click.Choice(list(WHICH)),
-    default="last",
-    show_default=True,
-    help="last: as trained; average: the moving average ([train.ema]); best: lowest validation loss ([train.validation]).",
-)
+@dtype_option("bfloat16")
+@STEP
+@which_option("lowest validation loss")
 @click.option("--merged", is_flag=True, help="Write the whole transformer with the adapter merged into its weights.")
 @with_project
 def command(out: Path | None, style: str, dtype: str, step: int | None, which: str, merged: bool, project: Project) -> None:
@@ -170,50 +164,37 @@ def write_arrays(
     An earlier export of the same project, style and family is replaced. Raises ValueError if `target` is any other file, or
     if a value is too large for `dtype`.
     """
+    import mlx.core as mx
+
     from stages.models import adapters
+    from stages.models.weights import read_file
 
     arrays, scales = adapter
     # Folds the scales in: a reader that ignores metadata gets the right change.
     converted = family.architecture.adapter_styles[style](arrays, scales)
     variant = adapters.variant(arrays)
-    new_metadata = header(about, style, dtype, adapters.ranks(converted), variant)
-    _check_replaced(target, new_metadata, say)
-    _write(target, converted, dtype, new_metadata)
-    if variant in READERS[style]:
-        say(READERS[style][variant])
-    return target
-
-
-def _check_replaced(target: Path, metadata: dict[str, str], say: Say) -> None:
-    from stages.models.weights import read_file
-
-    if not target.exists():
-        return
-    try:
-        _, found = read_file(target)
-    except ValueError:
-        found = {}
-    purpose = ("project", "export_style", "family")
-    if "export_style" not in found or any(found.get(key) != metadata.get(key) for key in purpose):
-        kind = f"{metadata['export_style']} export of this project"
-        raise ValueError(f"{target} exists and is not a {kind}; move it away or choose another name")
-    say(f"replaced {target} (it held step {found.get('step', '?')})")
-
-
-def _write(target: Path, arrays: dict[str, Any], dtype: str, metadata: dict[str, str]) -> None:
-    import mlx.core as mx
-
-    from stages.models.adapters import EXACT, first_not_finite
-
+    metadata = header(about, style, dtype, adapters.ranks(converted), variant)
+    if target.exists():
+        try:
+            _, found = read_file(target)
+        except ValueError:
+            found = {}
+        purpose = ("project", "export_style", "family")
+        if "export_style" not in found or any(found.get(key) != metadata.get(key) for key in purpose):
+            raise ValueError(f"{target} exists and is not a {style} export of this project; move it away or choose another name")
+        say(f"replaced {target} (it held step {found.get('step', '?')})")
     # DoRA magnitudes and alphas stay float32.
-    dtypes = {key: mx.float32 if key.endswith(EXACT) else getattr(mx, dtype) for key in arrays}
-    cast = {key: mx.contiguous(value.astype(dtypes[key])) for key, value in arrays.items()}
-    if key := first_not_finite(cast):
+    dtypes = {key: mx.float32 if key.endswith(adapters.EXACT) else getattr(mx, dtype) for key in converted}
+    cast = {key: mx.contiguous(value.astype(dtypes[key])) for key, value in converted.items()}
+    if key := adapters.first_not_finite(cast):
         raise ValueError(f"{key} has values too large for {dtype}; export as bfloat16 or float32")
     delete_abandoned(target.parent)
     with atomic_write(target) as temporary:
         temporary.touch()  # reports a folder that cannot be written as the system does; MLX would not
         mx.save_safetensors(str(temporary), cast, metadata)
+    if variant in READERS[style]:
+        say(READERS[style][variant])
+    return target
 
 
 # Its header, with the keys of this program, of PEFT, of kohya and of Stability's modelspec
@@ -221,64 +202,39 @@ def _write(target: Path, arrays: dict[str, Any], dtype: str, metadata: dict[str,
 
 def header(about: dict[str, str], style: str, dtype: str, ranks: dict[str, int], variant: str) -> dict[str, str]:
     """Field -> text, as safetensors requires. `ranks`: name of a Linear in the file -> rank; `variant`: a key of `NETWORKS`."""
-    fields = {**_own_fields(about, style, dtype), **_common_fields(about, ranks, variant)}
-    if style == "diffusers" and variant != "lokr":  # diffusers reads the settings of a LoKr from its shapes
-        settings = _peft_config({name.removeprefix("transformer."): rank for name, rank in ranks.items()}, variant)
-        fields["lora_adapter_metadata"] = json.dumps(settings)
-    return fields
-
-
-def _own_fields(about: dict[str, str], style: str, dtype: str) -> dict[str, str]:
+    try:
+        software = f"latentmill {version('latentmill')}"
+    except PackageNotFoundError:  # run from a checkout that was never installed
+        software = "latentmill"
+    common = Counter(ranks.values()).most_common(1)[0][0] if ranks else 0
     # Entries that do not hold for the exported file, such as the scales, stay behind.
-    kept = {key: str(value) for key, value in about.items() if key not in ("format", "lora_adapter_metadata", "scales")}
-    written = {"export_style": style, "export_dtype": dtype, "scale": "folded into the arrays", "software": _software()}
-    return {**kept, **written, "format": "pt"}
-
-
-def _common_fields(about: dict[str, str], ranks: dict[str, int], variant: str) -> dict[str, str]:
-    rank = str(_most_common(ranks)) if ranks else ""
-    fields = {
+    kept = {key: value for key, value in about.items() if key not in ("format", "lora_adapter_metadata", "scales")}
+    ours = {"export_style": style, "export_dtype": dtype, "scale": "folded into the arrays", "software": software}
+    others = {
         "modelspec.sai_model_spec": "1.0.0",
         "modelspec.implementation": "diffusers",
-        "modelspec.title": about.get("project", ""),
+        "modelspec.title": about.get("project"),
         "modelspec.architecture": f"{about['family']}/{'lokr' if variant == 'lokr' else 'lora'}" if "family" in about else "",
-        "modelspec.resolution": about.get("resolution", ""),
-        "modelspec.trigger_phrase": about.get("trigger", ""),
-        "ss_output_name": about.get("project", ""),
-        "ss_base_model_version": about.get("family", ""),
-        "ss_steps": about.get("step", ""),
+        "modelspec.resolution": about.get("resolution"),
+        "modelspec.trigger_phrase": about.get("trigger"),
+        "ss_output_name": about.get("project"),
+        "ss_base_model_version": about.get("family"),
+        "ss_steps": about.get("step"),
         "ss_network_module": NETWORKS[variant],
         "ss_network_args": json.dumps({"algo": "lokr"}) if variant == "lokr" else "",
-        "ss_network_dim": rank,
-        "ss_network_alpha": rank,  # the trained alpha is folded into the arrays
+        "ss_network_dim": common,
+        "ss_network_alpha": common,  # the trained alpha is folded into the arrays
     }
-    return {key: str(value) for key, value in fields.items() if value}
-
-
-def _peft_config(ranks: dict[str, int], variant: str) -> dict[str, Any]:
-    """PEFT's LoraConfig under the prefix "transformer.", as diffusers reads it."""
-    common = _most_common(ranks)
-    other = {"^" + re.escape(name): rank for name, rank in ranks.items() if rank != common}
-    settings = {
-        "transformer.r": common,
+    fields = {**kept, **ours, "format": "pt", **{key: value for key, value in others.items() if value}}
+    if style == "diffusers" and variant != "lokr":  # diffusers reads the settings of a LoKr from its shapes
+        # PEFT's LoraConfig under the prefix "transformer.", as diffusers reads it.
+        linears = {name.removeprefix("transformer."): rank for name, rank in ranks.items()}
+        pattern = {"^" + re.escape(name): rank for name, rank in linears.items() if rank != common}
         # Alpha equals the rank, so PEFT scales by 1: the trained scale is in the arrays.
-        "transformer.lora_alpha": common,
-        "transformer.rank_pattern": other,
-        "transformer.alpha_pattern": dict(other),
-        "transformer.target_modules": list(ranks),
-    }
-    return settings | {"transformer.use_dora": True} if variant == "dora" else settings
-
-
-def _most_common(ranks: dict[str, int]) -> int:
-    return Counter(ranks.values()).most_common(1)[0][0]
-
-
-def _software() -> str:
-    try:
-        return f"latentmill {version('latentmill')}"
-    except PackageNotFoundError:  # run from a checkout that was never installed
-        return "latentmill"
+        settings = {"r": common, "lora_alpha": common, "rank_pattern": pattern, "alpha_pattern": pattern}
+        settings |= {"target_modules": list(linears), **({"use_dora": True} if variant == "dora" else {})}
+        fields["lora_adapter_metadata"] = json.dumps({f"transformer.{key}": value for key, value in settings.items()})
+    return {key: str(value) for key, value in fields.items()}
 
 
 # The transformer with the adapter merged in, as a folder in the diffusers layout
@@ -327,18 +283,14 @@ def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype:
         # `arrange` sees one weight at a time, so that the transformer is never in memory as a whole.
         architecture.load_transformer(base, family, arrange=write)
         write_pending()
-        _name_shards(folder, written)
+        count = len(written)
+        # A name contains the number of files, which is known only now.
+        several = [f"{STEM}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+        names = several if count > 1 else [f"{STEM}.safetensors"]
+        for n, name in enumerate(names):
+            (folder / f"{n}.safetensors").rename(folder / name)
+        if count > 1:
+            files = {key: name for name, keys in zip(names, written, strict=True) for key in keys}
+            index = {"metadata": {"total_size": sum(sum(keys.values()) for keys in written)}, "weight_map": files}
+            (folder / f"{STEM}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return out
-
-
-def _name_shards(folder: Path, written: list[dict[str, int]]) -> None:
-    count = len(written)
-    # A name contains the number of files, which is known only now.
-    several = [f"{STEM}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-    names = several if count > 1 else [f"{STEM}.safetensors"]
-    for n, name in enumerate(names):
-        (folder / f"{n}.safetensors").rename(folder / name)
-    if count > 1:
-        files = {key: name for name, keys in zip(names, written, strict=True) for key in keys}
-        index = {"metadata": {"total_size": sum(sum(keys.values()) for keys in written)}, "weight_map": files}
-        (folder / f"{STEM}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

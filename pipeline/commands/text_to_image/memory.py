@@ -144,7 +144,9 @@ def report(profile: Profile, folder: Path) -> Iterator[str]:
     images = "" if plan.samples == 1 else f" x {plan.samples}"
     title = f"{profile.family.title}, {profile.pixels} px{images}, {c.base_bits} bits"
     yield f"{title}, {c.variant} of rank {c.rank}, {c.optimizer.kind}, plan {plan.plan}"
-    yield from meter_table(meter)
+    columns = {"before": "before", "after": "active", "peak": "peak", "cache": "cache"}
+    rows = [(row["step"], row["phase"], *(format_bytes(row[name]) for name in columns.values())) for row in meter.rows]
+    yield from format_table(("step", "phase", *columns), rows, right=tuple(columns)).splitlines()
     held = format_bytes(meter.rows[0]["before"])
     yield f"peak {format_bytes(meter.peak)}, estimated {format_bytes(plan.peak)}; held between steps: {held}"
     yield from leak_lines(meter)
@@ -159,12 +161,6 @@ def report(profile: Profile, folder: Path) -> Iterator[str]:
     except plots.MatplotlibMissing as error:
         yield str(error)
     yield from advice(profile)
-
-
-def meter_table(meter: Meter) -> list[str]:
-    columns = {"before": "before", "after": "active", "peak": "peak", "cache": "cache"}
-    rows = [(row["step"], row["phase"], *(format_bytes(row[name]) for name in columns.values())) for row in meter.rows]
-    return format_table(("step", "phase", *columns), rows, right=tuple(columns)).splitlines()
 
 
 def panels(meter: Meter) -> list[Panel]:

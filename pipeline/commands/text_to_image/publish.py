@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.adapters import DTYPES, WHICH
+from pipeline.commands.adapters import STEP, dtype_option, which_option
 from pipeline.commands.text_to_image.export import export_run, use_of
 from pipeline.options import with_project
 from pipeline.store.disk import atomic_folder, delete_abandoned
@@ -28,9 +28,9 @@ PROMPTS = 4  # previews that the card names as examples
 
 @click.command("publish")
 @click.argument("out", required=False, type=click.Path(path_type=Path))
-@click.option("--which", type=click.Choice(list(WHICH)), default="last", show_default=True, help="The adapter, as in export.")
-@click.option("--step", type=int, help="The checkpoint of this step.  [default: the end of the run]")
-@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="The type of the matrices.")
+@which_option("lowest validation loss")
+@STEP
+@dtype_option("bfloat16")
 @click.option("--licence", help="Licence of the LoRA.  [default: that of the base model]")
 @click.option("--data-licence", default="", help="Who owns the training images, and under which licence they may be used.")
 @with_project
