@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import pipeline.store.disk
 from pipeline.commands.adapters import DTYPES, file_name
 from pipeline.commands.text_to_image.export import STYLES, export_run, write_adapter
+from stages.hashing import file_sha256
 from stages.models.adapters import A, B, linears
 from stages.models.flux2.adapters import read_adapter
 from stages.models.weights import read_file
@@ -283,19 +285,22 @@ def test_the_result_of_a_run_or_the_checkpoint_of_a_step_is_exported(tmp_path: P
     with pytest.raises(ValueError, match=r"no finished adapter .* no checkpoint yet; run: make train"):
         run()
     for step in (20, 40):
-        (artifacts / f"checkpoints/step-{step:06d}").mkdir(parents=True)
-        trained(artifacts / f"checkpoints/step-{step:06d}" / "adapter.safetensors", transformer, BLOCKS[:1], step=str(step))
+        saved = artifacts / f"checkpoints/step-{step:06d}" / "adapter.safetensors"
+        saved.parent.mkdir(parents=True)
+        trained(saved, transformer, BLOCKS[:1], step=str(step))
+        files = {saved.name: {"bytes": saved.stat().st_size, "sha256": file_sha256(saved)}}
+        (saved.parent / "state.json").write_text(json.dumps({"step": step, "files": files}))
     for missing in (None, 30):
         with pytest.raises(ValueError, match="its checkpoints are 20, 40; run: make train"):
             run(missing)
-    trained(artifacts / "adapter.safetensors", transformer, BLOCKS[:1], step="40")
+    shutil.copy(saved, artifacts)
     assert run() == tmp_path / "exports" / "cats-000040.safetensors"
     assert run(20) == tmp_path / "exports" / "cats-000020.safetensors"
     assert run(20, tmp_path / "mine.safetensors") == tmp_path / "mine.safetensors"
     with pytest.raises(ValueError, match=r"cats has no average adapter to export: it was trained without \[train.ema\]"):
         run(which="average")
     trained(artifacts / "adapter_ema.safetensors", transformer, BLOCKS[:1], step="40")
-    trained(artifacts / "adapter_best.safetensors", transformer, BLOCKS[:1], step="20")
+    shutil.copy(artifacts / "checkpoints/step-000020/adapter.safetensors", artifacts / "adapter_best.safetensors")
     assert run(which="average") == tmp_path / "exports" / "cats-000040-average.safetensors"
     assert run(which="best") == tmp_path / "exports" / "cats-000020-best.safetensors"
     with pytest.raises(ValueError, match="leave out step 20"):
