@@ -168,7 +168,7 @@ def read_tensors(path: Path) -> Arrays:
         # MLX cannot read e5m2.
         loaded: Any = _bytes_of(file, header) if "F8_E5M2" in dtypes.values() else mx.load(str(file))
         arrays.update(loaded)
-    return unpack(arrays, dtypes, read_config(path), path) if is_packed(dtypes) else arrays
+    return unpack(arrays, dtypes, path)
 
 
 def _bytes_of(file: Path, header: Mapping[str, Mapping[str, Any]]) -> Arrays:
@@ -312,15 +312,8 @@ GROUPS = (32, 64, 128)
 GROUP = 64  # MLX's default
 
 
-def is_packed(dtypes: Mapping[str, str]) -> bool:
-    """`dtypes` by name, as safetensors spells them."""
-    return any(dtype in BYTES or (dtype == "U32" and name.endswith(".weight")) for name, dtype in dtypes.items()) or any(
-        OTHER.search(name) or name.endswith(SCALES) for name in dtypes
-    )
-
-
-def unpack(arrays: Arrays, dtypes: Mapping[str, str], config: Mapping[str, Any], path: Path) -> Arrays:
-    """Tensors as floating-point numbers, scales left out. In `arrays`, fp8 is uint8; `config` states the bits of MLX's layers.
+def unpack(arrays: Arrays, dtypes: Mapping[str, str], path: Path) -> Arrays:
+    """Tensors as floating-point numbers, scales left out. In `arrays`, fp8 is uint8; `dtypes` as safetensors spells them.
 
     Raises ValueError if a quantisation is not supported, a scale has a wrong shape, or is there without a weight in 8 bits.
     """
@@ -330,16 +323,17 @@ def unpack(arrays: Arrays, dtypes: Mapping[str, str], config: Mapping[str, Any],
     done: Arrays = {}
     for name, value in arrays.items():
         stem = name.removesuffix(".weight")
-        if dtypes[name] in BYTES:
+        dtype = dtypes.get(name)
+        if dtype in BYTES:
             found = [scale for part in SCALES if (scale := f"{stem}.{part}") in arrays]
             used |= set(found)
-            if dtypes[name] == "I8" and not found:
+            if dtype == "I8" and not found:
                 raise ValueError(f"{path}: {name} is stored in 8 bits only with {name}_scale beside it, one factor per row")
-            wide = _from_bytes(value, dtypes[name])
+            wide = _from_bytes(value, dtype)
             done[name] = _scaled(wide, found[0], arrays[found[0]], path) if found else wide
-        elif dtypes[name] == "U32" and name.endswith(".weight"):
+        elif dtype == "U32" and name.endswith(".weight"):
             used |= {f"{stem}.{part}" for part in MLX_PARTS}
-            done[name] = _dequantized(stem, arrays, config, path)
+            done[name] = _dequantized(stem, arrays, path)
         else:
             done[name] = value
     if lone := next((name for name in done if name.endswith(SCALES) and name not in used), ""):
@@ -366,12 +360,12 @@ def _scaled(value: mx.array, name: str, scale: mx.array, path: Path) -> mx.array
     return product
 
 
-def _dequantized(stem: str, arrays: Arrays, config: Mapping[str, Any], path: Path) -> mx.array:
+def _dequantized(stem: str, arrays: Arrays, path: Path) -> mx.array:
     parts = [f"{stem}.{part}" for part in ("weight", *MLX_PARTS)]
     if missing := [part for part in parts if part not in arrays]:
         raise ValueError(f"{path} lacks {missing[0]}, which a layer quantised by MLX has")
     packed, scales, biases = (arrays[part] for part in parts)
-    group, bits = _settings(stem, config, path)
+    group, bits = _settings(stem, path)
     words, groups = packed.shape[-1], scales.shape[-1]
     bits = bits or 32 * words // max(1, groups * group)
     sound = scales.shape == biases.shape and packed.shape[:-1] == scales.shape[:-1] and packed.ndim == 2
@@ -383,9 +377,9 @@ def _dequantized(stem: str, arrays: Arrays, config: Mapping[str, Any], path: Pat
     return mx.dequantize(packed, scales, biases, group_size=group, bits=bits)
 
 
-def _settings(stem: str, config: Mapping[str, Any], path: Path) -> tuple[int, int]:
+def _settings(stem: str, path: Path) -> tuple[int, int]:
     """(group size, bits) of a layer; 0 bits if config.json does not state them."""
-    found = config.get("quantization", {})
+    found = read_config(path).get("quantization", {})
     # Settings of one layer go before those of the model.
     own = found.get(stem) if isinstance(found, Mapping) else None
     settings = own if isinstance(own, Mapping) else found

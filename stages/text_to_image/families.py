@@ -11,11 +11,45 @@ from difflib import get_close_matches
 from typing import Any
 
 from stages.models.family import Family
-from stages.models.flux2.sizes import AUTOENCODER, transformer_sizes
 
 FLUX2 = "stages.models.flux2.architecture:FLUX2"
 APACHE = "Apache-2.0"
 NON_COMMERCIAL = "FLUX non-commercial"
+
+# vae/config.json: one autoencoder serves every released model.
+AUTOENCODER: Mapping[str, Any] = {
+    "in_channels": 3,
+    "out_channels": 3,
+    "latent_channels": 32,
+    "block_out_channels": (128, 256, 512, 512),
+    "decoder_block_out_channels": None,
+    "layers_per_block": 2,
+    "norm_num_groups": 32,
+    "patch_size": (2, 2),
+    "batch_norm_eps": 1e-4,
+    "use_quant_conv": True,
+    "use_post_quant_conv": True,
+    "mid_block_add_attention": True,
+}
+
+
+def transformer_sizes(double: int, single: int, heads: int, text_features: int, *, guidance: bool = False) -> dict[str, Any]:
+    """A transformer's config.json from its numbers of double and single blocks; the rest is equal in every released model."""
+    return {
+        "in_channels": 128,
+        "out_channels": None,
+        "num_layers": double,
+        "num_single_layers": single,
+        "num_attention_heads": heads,
+        "attention_head_dim": 128,
+        "joint_attention_dim": text_features,
+        "mlp_ratio": 3.0,
+        "axes_dims_rope": (32, 32, 32, 32),
+        "rope_theta": 2000,
+        "timestep_guidance_channels": 256,
+        "guidance_embeds": guidance,
+        "eps": 1e-6,
+    }
 
 
 def _qwen3(hidden: int, inner: int, *, tied: bool) -> dict[str, Any]:

@@ -87,19 +87,13 @@ def velocity_function(
     return velocity
 
 
-def empirical_mu(tokens: int, steps: int) -> float:
-    """FLUX.2's shift of noise levels towards 1, between its constants for 10 and 200 steps; above `LONG` tokens the latter."""
-    at_10, at_200 = (slope * tokens + offset for slope, offset in (AT_10_STEPS, AT_200_STEPS))
-    if tokens > LONG:
-        return at_200
-    return at_200 + (at_200 - at_10) / 190 * (steps - 200)
-
-
 def sigmas(tokens: int, steps: int) -> list[float]:
     """Noise levels from 1 to 0: even levels s become m / (m + 1 / s - 1), m = exp(mu). Raises ValueError if steps < 1."""
     if steps < 1:
         raise ValueError(f"steps must be >= 1, got {steps}")
-    shift = math.exp(empirical_mu(tokens, steps))
+    # mu shifts the levels towards 1. It lies between FLUX.2's constants for 10 and 200 steps; above `LONG` it is the latter.
+    at_10, at_200 = (slope * tokens + offset for slope, offset in (AT_10_STEPS, AT_200_STEPS))
+    shift = math.exp(at_200 if tokens > LONG else at_200 + (at_200 - at_10) / 190 * (steps - 200))
     return [shift / (shift + 1 / sigma - 1) for sigma in np.linspace(1, 1 / steps, steps).tolist()] + [0.0]
 
 

@@ -69,40 +69,24 @@ class Flux2Config:
 
     def shapes(self) -> Shapes:
         """By diffusers' name, in the order of the layers."""
-        found = self._first_shapes()
-        for i in range(self.num_layers):
-            found |= {f"transformer_blocks.{i}.{n}": s for n, s in self._double_shapes().items()}
-        for i in range(self.num_single_layers):
-            found |= {f"single_transformer_blocks.{i}.{n}": s for n, s in self._single_shapes().items()}
-        found |= {"norm_out.linear": (2 * self.hidden, self.hidden), "proj_out": (self.in_channels, self.hidden)}
-        return {f"{name}.weight": shape for name, shape in found.items()}
-
-    @property
-    def _mlp(self) -> int:
-        return int(self.hidden * self.mlp_ratio)
-
-    def _first_shapes(self) -> Shapes:
-        D = self.hidden
+        D, K, F = self.hidden, self.attention_head_dim, int(self.hidden * self.mlp_ratio)
         found: Shapes = {"x_embedder": (D, self.in_channels), "context_embedder": (D, self.joint_attention_dim)}
         for kind in ("timestep", "guidance") if self.guidance_embeds else ("timestep",):
             found[f"time_guidance_embed.{kind}_embedder.linear_1"] = (D, self.timestep_guidance_channels)
             found[f"time_guidance_embed.{kind}_embedder.linear_2"] = (D, D)
         for stream, name in MODULATIONS.items():
             found[f"{name}.linear"] = (3 * D if stream == "single" else 6 * D, D)
-        return found
-
-    def _double_shapes(self) -> Shapes:
-        D, K, F = self.hidden, self.attention_head_dim, self._mlp
         linears = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_out.0", "to_add_out")
-        found: Shapes = {f"attn.{n}": (D, D) for n in linears}
-        found |= {f"attn.{n}": (K,) for n in ("norm_q", "norm_k", "norm_added_q", "norm_added_k")}
-        return found | {
-            f"{m}.{n}": s for m in ("ff", "ff_context") for n, s in (("linear_in", (2 * F, D)), ("linear_out", (D, F)))
-        }
-
-    def _single_shapes(self) -> Shapes:
-        D, K, F = self.hidden, self.attention_head_dim, self._mlp
-        return {"attn.to_qkv_mlp_proj": (3 * D + 2 * F, D), "attn.to_out": (D, D + F), "attn.norm_q": (K,), "attn.norm_k": (K,)}
+        double: Shapes = {f"attn.{n}": (D, D) for n in linears}
+        double |= {f"attn.{n}": (K,) for n in ("norm_q", "norm_k", "norm_added_q", "norm_added_k")}
+        for part in ("ff", "ff_context"):
+            double |= {f"{part}.linear_in": (2 * F, D), f"{part}.linear_out": (D, F)}
+        single: Shapes = {"attn.to_qkv_mlp_proj": (3 * D + 2 * F, D), "attn.to_out": (D, D + F)}
+        single |= {"attn.norm_q": (K,), "attn.norm_k": (K,)}
+        found |= {f"transformer_blocks.{i}.{n}": s for i in range(self.num_layers) for n, s in double.items()}
+        found |= {f"single_transformer_blocks.{i}.{n}": s for i in range(self.num_single_layers) for n, s in single.items()}
+        found |= {"norm_out.linear": (2 * D, D), "proj_out": (self.in_channels, D)}
+        return {f"{name}.weight": shape for name, shape in found.items()}
 
 
 def in_block(name: str) -> bool:
@@ -403,22 +387,9 @@ class Flux2:
         h_BLD = modulate(h_BSD[:, T : T + L], shared["out"])
         return self._linear("proj_out", h_BLD)
 
-    def __call__(
-        self,
-        x_BLC: mx.array,
-        x_ids_L4: np.ndarray,
-        ctx_BTJ: mx.array,
-        ctx_ids_T4: np.ndarray,
-        timesteps_B: mx.array,
-        guidance_B: mx.array | None = None,
-        references_BRC: mx.array | None = None,
-        references_ids_R4: np.ndarray | None = None,
-        linear_for: Callable[[str], Linear] | None = None,
-    ) -> mx.array:
-        """Velocity in the shape of `x_BLC`. `linear_for(block name)` gives the `linear` of a block, to apply an adapter."""
-        h_BSD, shared = self.enter(
-            x_BLC, x_ids_L4, ctx_BTJ, ctx_ids_T4, timesteps_B, guidance_B, references_BRC, references_ids_R4
-        )
+    def __call__(self, *given: Any, linear_for: Callable[[str], Linear] | None = None, **inputs: Any) -> mx.array:
+        """Velocity in the shape of `x_BLC`. Inputs as in `enter`; `linear_for(block name)` gives an adapter's `linear`."""
+        h_BSD, shared = self.enter(*given, **inputs)
         for block in self.blocks:
             linear = linear_for(block.name) if linear_for else plain_linear
             h_BSD = self.block(block.kind)(block.weights, h_BSD, shared, linear)

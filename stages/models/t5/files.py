@@ -165,10 +165,6 @@ def write_model(
     write_json(folder / "config.json", config.to_dict())
     (folder / "1_Dense").mkdir(exist_ok=True)
     mx.save_safetensors(str(folder / "1_Dense" / "model.safetensors"), {"linear.weight": weights[HEAD]}, {"format": "pt"})
-    _write_modules(folder, config, settings or {})
-
-
-def _write_modules(folder: Path, config: T5Config, settings: Mapping[str, Any]) -> None:
     both = {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
     sizes = {"in_features": config.d_model, "out_features": config.dimensions, "bias": False}
     identity = "torch.nn.modules.linear.Identity"
@@ -176,7 +172,7 @@ def _write_modules(folder: Path, config: T5Config, settings: Mapping[str, Any]) 
     transformer = {"transformer_task": "feature-extraction", "modality_config": text, "module_output_name": "token_embeddings"}
     modules = [{"idx": n, "name": str(n), "path": path, "type": kind} for n, (path, kind) in enumerate(MODULES)]
     write_json(folder / "modules.json", modules)
-    write_json(folder / "sentence_bert_config.json", {**transformer, **settings})
+    write_json(folder / "sentence_bert_config.json", {**transformer, **(settings or {})})
     write_json(folder / "1_Dense" / "config.json", {**sizes, "activation_function": identity, **both})
     write_json(folder / "2_Normalize" / "config.json", both)
     mask = {"skiplist_words": [], "skiplist_tasks": ["document"], "keep_only_token_ids": None}

@@ -14,9 +14,8 @@ from stages.memory import Outlook
 from stages.models.family import Family
 from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig, arrange
 from stages.models.flux2.random_weights import weight
-from stages.models.flux2.sizes import transformer_sizes
 from stages.text_to_image import PIPELINE
-from stages.text_to_image.families import family
+from stages.text_to_image.families import family, transformer_sizes
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.memory import drawing_memory
 from stages.text_to_image.train.memory import BatchShape, ImageEstimator

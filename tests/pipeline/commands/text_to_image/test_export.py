@@ -77,7 +77,8 @@ def test_diffusers_loads_either_export_and_gives_the_output_of_the_merged_weight
 def test_ranks_and_alphas_that_differ_by_target_survive_the_export(tmp_path: Path, transformer: Any, style: str) -> None:
     ranks = {name: 2 + i % 3 for i, name in enumerate(BLOCKS)}
     alphas = {name: 1.0 + i % 5 for i, name in enumerate(BLOCKS)}
-    arrays = trained(tmp_path / "a.safetensors", transformer, BLOCKS, ranks, alpha="4", alphas=json.dumps(alphas))
+    scales = json.dumps({name: alphas[name] / ranks[name] for name in BLOCKS})
+    arrays = trained(tmp_path / "a.safetensors", transformer, BLOCKS, ranks, alpha="4", scales=scales)
     file = write_adapter(tmp_path / "a.safetensors", TINY, tmp_path / "x.safetensors", style, dtype="float32", metadata={})
     want = merged(transformer, arrays, lambda name: alphas[name] / ranks[name])
     assert np.abs(through_diffusers(transformer, file) - want).max() < 1e-5
@@ -121,7 +122,7 @@ def test_an_export_read_again_is_the_adapter_with_its_scale_in_b(tmp_path: Path,
 
 
 def test_the_trained_form_is_read_with_its_scale(tmp_path: Path, transformer: Any) -> None:
-    arrays = trained(tmp_path / "a.safetensors", transformer, BLOCKS, alpha="6", alphas=json.dumps({BLOCKS[3]: 2}))
+    arrays = trained(tmp_path / "a.safetensors", transformer, BLOCKS, alpha="6", scales=json.dumps({BLOCKS[3]: 0.5}))
     again, scales = read_adapter(tmp_path / "a.safetensors")
     assert linears(again) == sorted(scales, key=linears(again).index)
     assert scales[BLOCKS[3]] == 0.5 and scales[BLOCKS[0]] == 1.5

@@ -1,3 +1,7 @@
+"""The autoencoder against diffusers', whole and in strips of rows, and the layouts of single files."""
+
+from __future__ import annotations
+
 import dataclasses
 
 import mlx.core as mx
@@ -8,14 +12,15 @@ from diffusers import AutoencoderKLFlux2
 from diffusers.loaders.single_file_utils import convert_flux2_transformer_checkpoint_to_diffusers
 from safetensors.numpy import save_file
 
+from stages import kernels
 from stages.models import weights
 from stages.models.flux2 import autoencoder
 from stages.models.flux2 import load as convert
-from stages.models.flux2.autoencoder import AutoencoderConfig
+from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig, arrange, query_rows
 from stages.models.flux2.autoencoder_memory import autoencoder_memory
 from stages.models.flux2.load import load_autoencoder, load_flux2
-from stages.models.flux2.sizes import AUTOENCODER
-from stages.text_to_image.families import FAMILIES, family
+from stages.models.flux2.random_weights import weight
+from stages.text_to_image.families import AUTOENCODER, FAMILIES, TINY_AUTOENCODER, family
 from tests import checkpoints
 
 SIZES = {"block_out_channels": (32, 32, 64, 64), "norm_num_groups": 8}
@@ -207,3 +212,72 @@ def makers_transformer(guidance):
 
 def test_every_family_names_an_autoencoder_that_divides_by_16():
     assert {AutoencoderConfig.from_dict(record.autoencoder).scale for record in FAMILIES.values()} == {16}
+
+
+@pytest.fixture(scope="module")
+def model() -> Autoencoder:
+    config = AutoencoderConfig.from_dict(TINY_AUTOENCODER)
+    arrays = {name: arrange(name, mx.array(weight(f"vae.{name}", shape, 0))) for name, shape in config.shapes().items()}
+    return Autoencoder(config, arrays)
+
+
+@pytest.mark.parametrize(("height", "width"), [(96, 64), (80, 112), (16, 160)])
+@pytest.mark.parametrize("strip", [1, 3000, 40000], ids=["a row", "few rows", "many rows"])
+def test_a_tiled_image_gives_the_latent_and_the_picture_of_an_untiled_one(model, height, width, strip, monkeypatch):
+    image = mx.array(np.random.default_rng(0).uniform(-1, 1, (1, height, width, 3)).astype(np.float32))
+    latent = model.encode(image)
+    picture = model.decode(latent)
+    monkeypatch.setattr(autoencoder, "STRIP_BYTES", strip)
+    assert mx.abs(model.encode(image) - latent).max() < 1e-5
+    assert mx.abs(model.decode(latent) - picture).max() < 1e-5
+
+
+def test_strips_follow_from_shapes_and_are_larger_on_a_gpu_with_inexact_products_and_a_small_image_is_one_strip(monkeypatch):
+    assert autoencoder.strip_rows(256, 256, 128, 128) == 256
+    assert autoencoder.strip_rows(1024, 1024, 128, 128) == 64
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    monkeypatch.delenv("MLX_ENABLE_TF32", raising=False)
+    assert autoencoder.strip_rows(1024, 1024, 128, 128) == 256
+    monkeypatch.setenv("MLX_ENABLE_TF32", "0")
+    assert autoencoder.strip_rows(1024, 1024, 128, 128) == 64
+    assert list(autoencoder.windows(10, 4)) == [(0, 4), (4, 8), (8, 10)]
+
+
+def waited_for(monkeypatch, sizes: list[int], work: int = 0) -> list[int]:
+    """Return which strips of the given sizes (in values) a queue waits for, in order, while these strips are started."""
+    found: list[int] = []
+    monkeypatch.setattr(mx, "eval", lambda strip: found.append(strip.tolist()[0]))
+    queue = autoencoder.StripQueue()
+    for at, size in enumerate(sizes):
+        queue.start(mx.full((size,), at, mx.int32), work)
+    return found
+
+
+def test_a_cpu_waits_for_every_strip_and_a_gpu_for_the_oldest_of_what_exceeds_two_strips(monkeypatch):
+    monkeypatch.setattr(autoencoder, "STRIP_BYTES", 400)
+    monkeypatch.setattr(autoencoder, "GPU_STRIP_BYTES", 400)
+    assert waited_for(monkeypatch, [100, 1, 100]) == [0, 1, 2]
+    monkeypatch.setattr(kernels, "compiles", lambda: True)
+    assert waited_for(monkeypatch, [100, 100, 100, 100]) == [0, 1]
+    assert waited_for(monkeypatch, [10] * 22) == [0, 1], "small strips are started far ahead"
+    assert waited_for(monkeypatch, [1, 1, 1], work=150) == [0, 1], "what a strip is computed from counts"
+    assert waited_for(monkeypatch, [1000]) == [], "a strip that is too large is started all the same"
+
+
+@pytest.mark.parametrize("side", [512, 1024, 2048, 4096])
+@pytest.mark.parametrize("channels", [(3, 128), (128, 128), (128, 256), (256, 256), (512, 512)])
+@pytest.mark.parametrize("device", [mx.cpu, mx.gpu], ids=["cpu", "gpu"])
+def test_no_convolution_and_no_attention_exceeds_the_limit_of_one_kernel(side, channels, device, monkeypatch):
+    monkeypatch.setattr(mx, "default_device", lambda: device)
+    most = autoencoder.strip_rows(side, side, *channels)
+    assert kernels.product_flop(most * side, 9 * channels[0], channels[1]) <= kernels.LIMIT
+    positions = (side // 8) ** 2
+    assert 2 * kernels.product_flop(query_rows(positions, 512), 512, positions) <= kernels.LIMIT
+
+
+def test_strips_that_are_used_are_freed_and_a_freed_strip_is_never_read():
+    held = autoencoder.Rows([mx.zeros((1, 2, 4, 1)), mx.ones((1, 2, 4, 1))])
+    held.free_before(2)
+    assert held.strips[0] is None and held.take(2, 4).shape == (1, 2, 4, 1)
+    with pytest.raises(AssertionError, match="freed too early"):
+        held.take(1, 3)
