@@ -20,7 +20,7 @@ from schemas.text_to_image.images import IMAGES
 from stages.run import Run
 from stages.settings import check_bounds, selects, setting
 from stages.stage import Stage
-from stages.text_to_image.imaging.usable import USE, usable_rows
+from stages.text_to_image.imaging.usable import REFERENCE, usable_rows
 
 STEP = 16  # pixels along one side of a cell
 LONGEST = 8.0  # largest aspect ratio, long side over short side; a longer image is cropped to it
@@ -182,7 +182,7 @@ def select_images(condition: str, images: pa.Table, checks: pa.Table) -> set[str
 
 def _only_references(run: Run[BucketsConfig]) -> set[str]:
     found = usable_rows(run.inputs.rows(IMAGES), references=True)
-    return {row["image_id"] for row in found} - {row["image_id"] for row in found if row["use"] != USE}
+    return {row["image_id"] for row in found} - {row["image_id"] for row in found if row["use"] != REFERENCE}
 
 
 def _rows(image_id: str, width: int, height: int, config: BucketsConfig) -> Iterator[dict[str, Any]]:

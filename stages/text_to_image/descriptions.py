@@ -30,7 +30,7 @@ from stages.settings import check_bounds, runtime, selects, setting, setting_pat
 from stages.stage import Stage
 from stages.text_to_image.caption_files import CaptionSources, make_lookups
 from stages.text_to_image.imaging.decode import ImageError, open_image
-from stages.text_to_image.imaging.usable import USE, first_names, usable_paths
+from stages.text_to_image.imaging.usable import REFERENCE, first_names, usable_paths
 
 WANTED = ("image_id", "path", "prompt")
 MOST = 1_000_000  # bytes of a server's answer that are read
@@ -225,7 +225,7 @@ def _without_caption(run: Run[DescriptionsConfig]) -> list[dict[str, str]]:
         return []
     images, config = run.inputs.rows(IMAGES), run.config
     sources = CaptionSources(config.sources or (), config.extension or (), config.folder or "", config.caption_column or "")
-    paths = [row["path"] for row in images.to_pylist() if row["use"] != USE]
+    paths = [row["path"] for row in images.to_pylist() if row["use"] != REFERENCE]
     lookups, _ = make_lookups(run.needs["image_folder"], paths, sources, run.root)
     return [
         {"image_id": image_id, "path": paths[0], "prompt": config.prompt}

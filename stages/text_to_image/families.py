@@ -7,6 +7,7 @@ estimate memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -133,60 +134,47 @@ def _single_files(tail: str, *text_encoders: str) -> dict[str, tuple[str, ...]]:
     }
 
 
+_BASE_4B = Family(
+    name="klein-base-4b",
+    title="FLUX.2 klein base 4B",
+    licence=APACHE,
+    code=FLUX2,
+    transformer=KLEIN_4B,
+    text_encoder=QWEN3_4B,
+    autoencoder=AUTOENCODER,
+    hub="black-forest-labs/FLUX.2-klein-base-4B",
+    single_files=_single_files("klein-base-4b", "qwen_3_4b", "qwen3-4b"),
+)
+_BASE_9B = replace(
+    _BASE_4B,
+    name="klein-base-9b",
+    title="FLUX.2 klein base 9B",
+    licence=NON_COMMERCIAL,
+    transformer=KLEIN_9B,
+    text_encoder=QWEN3_8B,
+    hub="black-forest-labs/FLUX.2-klein-base-9B",
+    gated=True,
+    single_files=_single_files("klein-base-9b", "qwen_3_8b", "qwen3-8b"),
+)
+_DISTILLED: Mapping[str, Any] = {"real_cfg": False, "distilled": True, "guidance": 1.0, "sampling_steps": 4}
 _ALL = (
-    Family(
-        name="klein-base-4b",
-        title="FLUX.2 klein base 4B",
-        licence=APACHE,
-        code=FLUX2,
-        transformer=KLEIN_4B,
-        text_encoder=QWEN3_4B,
-        autoencoder=AUTOENCODER,
-        hub="black-forest-labs/FLUX.2-klein-base-4B",
-        single_files=_single_files("klein-base-4b", "qwen_3_4b", "qwen3-4b"),
-    ),
-    Family(
-        name="klein-base-9b",
-        title="FLUX.2 klein base 9B",
-        licence=NON_COMMERCIAL,
-        code=FLUX2,
-        transformer=KLEIN_9B,
-        text_encoder=QWEN3_8B,
-        autoencoder=AUTOENCODER,
-        hub="black-forest-labs/FLUX.2-klein-base-9B",
-        gated=True,
-        single_files=_single_files("klein-base-9b", "qwen_3_8b", "qwen3-8b"),
-    ),
-    Family(
+    _BASE_4B,
+    _BASE_9B,
+    replace(
+        _BASE_4B,
         name="klein-4b",
         title="FLUX.2 klein 4B, distilled",
-        licence=APACHE,
-        code=FLUX2,
-        transformer=KLEIN_4B,
-        text_encoder=QWEN3_4B,
-        autoencoder=AUTOENCODER,
         hub="black-forest-labs/FLUX.2-klein-4B",
         single_files=_single_files("klein-4b", "qwen_3_4b", "qwen3-4b"),
-        real_cfg=False,
-        distilled=True,
-        guidance=1.0,
-        sampling_steps=4,
+        **_DISTILLED,
     ),
-    Family(
+    replace(
+        _BASE_9B,
         name="klein-9b",
         title="FLUX.2 klein 9B, distilled",
-        licence=NON_COMMERCIAL,
-        code=FLUX2,
-        transformer=KLEIN_9B,
-        text_encoder=QWEN3_8B,
-        autoencoder=AUTOENCODER,
         hub="black-forest-labs/FLUX.2-klein-9B",
-        gated=True,
         single_files=_single_files("klein-9b", "qwen_3_8b", "qwen3-8b"),
-        real_cfg=False,
-        distilled=True,
-        guidance=1.0,
-        sampling_steps=4,
+        **_DISTILLED,
     ),
     Family(
         name="dev",

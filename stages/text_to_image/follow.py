@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ ID_DIGITS = 4  # a text of fewer hex digits is not taken for the start of an ima
 
 def find_image(query: Query, need: Callable[[str], Any], text: str) -> list[dict[str, Any]]:
     """Rows of `images`, by path, start of an image_id, part of a path, part of a caption: the first that matches."""
-    path = _below(need("image_folder"), text)
+    path = text
+    # What the user typed may be a path from the current folder; the table has paths below the image folder.
+    with suppress(ValueError, OSError):
+        if Path(text).exists():
+            path = Path(text).resolve().relative_to(need("image_folder").resolve()).as_posix()
     if exact := query("select * from images where path = $path", path=path):
         return exact[:1]
     captioned = "select image_id from captions where role = 'caption' and contains(lower(text), $text)"
@@ -27,14 +32,6 @@ def find_image(query: Query, need: Callable[[str], Any], text: str) -> list[dict
             # One row of several files with the same bytes: the first that is not rejected.
             return list({row["image_id"] or row["path"]: row for row in reversed(rows)}.values())[::-1]
     return []
-
-
-def _below(folder: Path, text: str) -> str:
-    # What the user typed may be a path from the current folder; the table has paths below the image folder.
-    try:
-        return Path(text).resolve().relative_to(folder.resolve()).as_posix() if Path(text).exists() else text
-    except (ValueError, OSError):
-        return text
 
 
 def describe_image(query: Query, image: Row) -> Iterator[str]:
@@ -97,8 +94,15 @@ def describe_latents(query: Query, image: Row) -> Iterator[str]:
 
 
 def describe_training(query: Query, image: Row) -> Iterator[str]:
-    held_out = list(_describe_validation(query, image))
-    yield from held_out
+    held_out = query(
+        "select step, avg(loss) as loss, count(*) as samples from train "
+        "where image_id = $id and split = 'validation' group by step order by step",
+        id=image["image_id"],
+    )
+    if held_out:
+        rows = held_out[0], held_out[-1], min(held_out, key=lambda row: float(row["loss"]))
+        first, last, lowest = (f"{row['loss']:.4f} at step {row['step']}" for row in rows)
+        yield f"held out, measured by {held_out[0]['samples']} samples: mean loss {first}, {last}; the lowest {lowest}"
     # A loss depends mostly on sigma, so it is compared with the mean loss of all samples in the same tenths of sigma.
     (drawn,) = query(
         "with drawn as (select * from train where split = 'train'), "
@@ -109,13 +113,10 @@ def describe_training(query: Query, image: Row) -> Iterator[str]:
         "(select max(step) from drawn) as last from mine",
         id=image["image_id"],
     )
-    if drawn["times"]:
-        yield from _describe_draws(query, image, drawn)
-    elif not held_out:
-        yield f"never drawn in {drawn['last'] or 0} steps"
-
-
-def _describe_draws(query: Query, image: Row, drawn: Row) -> Iterator[str]:
+    if not drawn["times"]:
+        if not held_out:
+            yield f"never drawn in {drawn['last'] or 0} steps"
+        return
     steps = drawn["steps"]
     named = ", ".join(map(str, steps[:STEPS_NAMED])) + (f", ... {steps[-1]}" if len(steps) > STEPS_NAMED else "")
     dropped = f", {_times(drawn['dropped'])} without its caption" if drawn["dropped"] else ""
@@ -128,18 +129,6 @@ def _describe_draws(query: Query, image: Row, drawn: Row) -> Iterator[str]:
             id=image["image_id"],
         )
         yield f"{word} loss {row['loss']:.4f} at step {row['step']}, sigma {row['sigma']:.3f}"
-
-
-def _describe_validation(query: Query, image: Row) -> Iterator[str]:
-    found = query(
-        "select step, avg(loss) as loss, count(*) as samples from train "
-        "where image_id = $id and split = 'validation' group by step order by step",
-        id=image["image_id"],
-    )
-    if found:
-        rows = found[0], found[-1], min(found, key=lambda row: float(row["loss"]))
-        first, last, lowest = (f"{row['loss']:.4f} at step {row['step']}" for row in rows)
-        yield f"held out, measured by {found[0]['samples']} samples: mean loss {first}, {last}; the lowest {lowest}"
 
 
 def describe_samples(query: Query, image: Row) -> Iterator[str]:

@@ -35,7 +35,7 @@ from stages.text_to_image.caption_files import (
     trigger_pattern,
 )
 from stages.text_to_image.imaging.masks import composed
-from stages.text_to_image.imaging.usable import USE, first_names, usable_paths, without_ending
+from stages.text_to_image.imaging.usable import REFERENCE, first_names, usable_paths, without_ending
 from stages.tuner import draws
 
 Row = dict[str, Any]
@@ -231,7 +231,7 @@ class Subject:
 
 def subjects_of(images: pa.Table, config: CaptionsConfig) -> dict[str, Subject]:
     every = images.to_pylist()
-    rows = {row["image_id"]: row for row in every if row["rejected"] is None and row["use"] != USE}
+    rows = {row["image_id"]: row for row in every if row["rejected"] is None and row["use"] != REFERENCE}
     beside: dict[str, list[str]] = {}
     for row in every:
         if row["reference_of"]:

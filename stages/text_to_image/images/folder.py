@@ -24,7 +24,7 @@ from stages.settings import check_bounds, selects, setting_path
 from stages.text_to_image.imaging import masks, packed
 from stages.text_to_image.imaging.decode import IMAGE_SUFFIXES
 from stages.text_to_image.imaging.masks import composed
-from stages.text_to_image.imaging.usable import ENDINGS, USE, first_names
+from stages.text_to_image.imaging.usable import ENDINGS, REFERENCE, first_names
 
 Row = dict[str, Any]
 
@@ -244,7 +244,7 @@ def reference_rules(paths: Iterable[str], folders: Sequence[str] | None) -> dict
     """The same of the reference images alone: control/cat.png is reference 1 of cat.png."""
     pairs = pair_references(paths, folders)
     return {
-        path: NOTHING | {"folder": str(PurePosixPath(path).parent), "use": USE, "reference_of": image, "reference": number}
+        path: NOTHING | {"folder": str(PurePosixPath(path).parent), "use": REFERENCE, "reference_of": image, "reference": number}
         for path, (image, number) in pairs.items()
     }
 
@@ -290,12 +290,12 @@ def describe(rows: Sequence[Row]) -> Iterator[str]:
         parents = (PurePosixPath(path).parents for path in inside)
         files = sorted({str(next(p for p in each if p.suffix.lower() in packed.SUFFIXES)) for each in parents})
         yield f"{len(inside)} images inside {first_names(files, 1)}"
-    ruled = [row for row in usable if row["folder"] and row["use"] != USE]
+    ruled = [row for row in usable if row["folder"] and row["use"] != REFERENCE]
     groups = Counter(tuple(row[name] for name in RULES) for row in ruled)
     if found := [(dict(zip(RULES, key, strict=True)), count) for key, count in groups.items()]:
         kind = "kohya folder" if any(rule["concept"] for rule, _ in found) else "folders"
         yield f"{kind}: {'; '.join(_words(rule, count) for rule, count in found)}"
-    if references := [row for row in rows if row["use"] == USE]:
+    if references := [row for row in rows if row["use"] == REFERENCE]:
         # A reference may be a duplicate, and so may the image that it names: equal images count once.
         decoded = {row["path"]: row["image_id"] for row in rows if row["rejected"] in (None, "duplicate")}
         trained = {row["image_id"] for row in rows if row["rejected"] is None and row["use"] is None}

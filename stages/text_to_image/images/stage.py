@@ -46,7 +46,7 @@ from stages.text_to_image.imaging.decode import (
     pixel_count,
     probe,
 )
-from stages.text_to_image.imaging.usable import USE, first_names
+from stages.text_to_image.imaging.usable import REFERENCE, first_names
 from stages.untrusted import open_regular
 
 Row = dict[str, Any]
@@ -185,7 +185,7 @@ def mark_duplicates(rows: Iterable[Row]) -> list[Row]:
 
     def group(row: Row) -> tuple[str, bool]:
         # A reference may have the bytes of an image.
-        return row["image_id"], row["use"] == USE
+        return row["image_id"], row["use"] == REFERENCE
 
     rows, first = list(rows), dict[tuple[str, bool], str]()
     decoded = [row for row in rows if row["rejected"] in (None, "duplicate")]

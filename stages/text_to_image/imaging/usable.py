@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-USE = "reference"  # in the column `use` of the table `images`
+REFERENCE = "reference"  # in the column `use` of the table `images`
 ENDINGS = {"_in": "_out", "_start": "_end"}  # of the name of a reference, and of the name of its image
 
 
@@ -22,7 +22,7 @@ def without_ending(path: str) -> list[str]:
 
 def usable_rows(images: pa.Table, references: bool = False) -> list[dict[str, Any]]:
     """Rows that are not rejected, by path. Raises ValueError if there are none, with the reasons."""
-    rows = [row for row in images.to_pylist() if references or row.get("use") != USE]
+    rows = [row for row in images.to_pylist() if references or row.get("use") != REFERENCE]
     usable = [row for row in rows if row["rejected"] is None]
     if not usable:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(Counter(row["rejected"] for row in rows).items()))
@@ -34,7 +34,7 @@ def usable_paths(images: pa.Table, references: bool = False) -> dict[str, list[s
     """image_id -> path of the file that is used, then those of its duplicates. Raises ValueError if no image is usable."""
     paths = {row["image_id"]: [row["path"]] for row in usable_rows(images, references)}
     for row in sorted(images.to_pylist(), key=lambda row: str(row["path"])):
-        wanted = references or row.get("use") != USE
+        wanted = references or row.get("use") != REFERENCE
         if row["rejected"] == "duplicate" and row["image_id"] in paths and wanted:
             paths[row["image_id"]].append(row["path"])
     return paths

@@ -21,7 +21,7 @@ from stages.run import Run
 from stages.stage import Stage
 from stages.text_to_image.imaging import packed
 from stages.text_to_image.imaging.decode import ImageError
-from stages.text_to_image.imaging.usable import USE, usable_paths
+from stages.text_to_image.imaging.usable import REFERENCE, usable_paths
 from stages.text_to_image.latents.config import LatentsConfig
 from stages.text_to_image.latents.crops import FileChanged, ImageJob, decode_ahead, mask_files, mask_ids
 from stages.text_to_image.memory import image_sizes, largest_image, smaller_sides
@@ -85,7 +85,7 @@ def with_references(images: pa.Table) -> set[str]:
     """image_ids of edit training: images with references, and the references."""
     rows = images.select(["path", "image_id", "use", "reference_of"]).to_pylist()
     shown = {row["reference_of"] for row in rows if row["reference_of"]}
-    return {row["image_id"] for row in rows if row["use"] == USE or row["path"] in shown}
+    return {row["image_id"] for row in rows if row["use"] == REFERENCE or row["path"] in shown}
 
 
 def encode_latents(run: Run[LatentsConfig]) -> Iterator[pa.RecordBatch]:

@@ -17,7 +17,7 @@ from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
 from stages.run import Run
 from stages.text_to_image.imaging.masks import composed
-from stages.text_to_image.imaging.usable import USE, usable_paths
+from stages.text_to_image.imaging.usable import REFERENCE, usable_paths
 from stages.text_to_image.train.config import DataConfig, TrainConfig, ValidationConfig
 from stages.tuner import draws
 
@@ -89,7 +89,7 @@ def load_dataset(run: Run[TrainConfig]) -> Dataset:
     config = run.config
     paths = usable_paths(run.inputs.rows(IMAGES))
     every = run.inputs.rows(IMAGES).to_pylist()
-    images = {row["image_id"]: row for row in every if row["rejected"] is None and row["use"] != USE}
+    images = {row["image_id"]: row for row in every if row["rejected"] is None and row["use"] != REFERENCE}
     texts = _texts(run, config.data, bool(config.caption_dropout), config.preservation is not None)
     latents = _latents(run, paths, texts)
     if config.mask and not any(row["mask"] for row in latents):
@@ -217,7 +217,7 @@ class References:
         self.ids = {row["path"]: row["image_id"] for row in rows if row["rejected"] in (None, "duplicate")}
         self.paths: dict[str, list[str]] = {}
         for row in sorted(rows, key=lambda row: row["reference"] or 0):
-            if row["use"] == USE and row["reference_of"] and row["path"] in self.ids:
+            if row["use"] == REFERENCE and row["reference_of"] and row["path"] in self.ids:
                 self.paths.setdefault(self.ids.get(row["reference_of"], ""), []).append(row["path"])
         wanted = {self.ids[path] for paths in self.paths.values() for path in paths}
         self.encoded = {(*place(row), row["flip"]): row for row in latents if row["image_id"] in wanted and not row["rejected"]}
