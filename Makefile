@@ -58,21 +58,21 @@ init: .venv/ready
 
 ## Read the image folder: one row per file
 images: .venv/ready
-	@$(RUN) images
+	@$(RUN) images --only
 
 ## Find the captions of the images
 captions: images
-	@$(RUN) captions
+	@$(RUN) captions --only
 
 ingest: images captions
 
 ## Look for near-duplicates, blur and mistakes in captions
 checks: images captions
-	@$(RUN) checks
+	@$(RUN) checks --only
 
 ## Write missing captions by a vision-language model
 descriptions: images
-	@$(RUN) descriptions
+	@$(RUN) descriptions --only
 
 ## Show the images with warnings
 lint: checks
@@ -80,7 +80,7 @@ lint: checks
 
 ## Decide the size and the crop of each image at each resolution
 buckets: images checks
-	@$(RUN) buckets
+	@$(RUN) buckets --only
 
 ## Draw all crops on contact sheets
 crops: buckets
@@ -88,22 +88,22 @@ crops: buckets
 
 ## Encode the crops with the autoencoder
 latents: buckets images
-	@$(RUN) latents
+	@$(RUN) latents --only
 
 ## Encode the captions with the text encoder
 embeddings: captions
-	@$(RUN) embeddings
+	@$(RUN) embeddings --only
 
 # `train` ends with the previews, which name the adapter; `samples` is an alias.
 # `captions` stands before `latents`, so that a missing caption is found before weights are downloaded.
 ifeq ($(PIPELINE),retrieval)
 train: negatives tokens
-	@$(RUN) train
+	@$(RUN) train --only
 else
 ## Train, then draw previews (the default), after earlier stages
 train: images captions checks buckets latents embeddings
-	@$(RUN) train
-	@$(RUN) samples
+	@$(RUN) train --only
+	@$(RUN) samples --only
 endif
 
 samples: train
@@ -112,7 +112,7 @@ samples: train
 ## Compare the previews with training images and real pictures
 scores evaluate: export LATENTMILL_SET := $(value SET) $(if $(filter retrieval,$(PIPELINE)),,samples.first_prompts=0)
 scores: samples
-	@$(RUN) scores
+	@$(RUN) scores --only
 
 # SEEDS=3 trains data/example with three seeds, in memory, and shows the means with intervals over seeds and pictures.
 ## Show the scores of base, adapters and real pictures
@@ -136,31 +136,31 @@ segments: images captions checks buckets latents embeddings
 # Stages of the pipeline retrieval
 
 sources: .venv/ready
-	@$(RUN) sources
+	@$(RUN) sources --only
 
 units: sources
-	@$(RUN) units
+	@$(RUN) units --only
 
 pairs: units
-	@$(RUN) pairs
+	@$(RUN) pairs --only
 
 tokens: pairs
-	@$(RUN) tokens
+	@$(RUN) tokens --only
 
 negatives: pairs units tokens
-	@$(RUN) negatives
+	@$(RUN) negatives --only
 
 # The encoder is tuned first if the project says how.
 ifneq ($(and $(filter retrieval,$(PIPELINE)),$(TRAINS)),)
 vectors: train
 endif
 vectors: tokens pairs
-	@$(RUN) vectors
+	@$(RUN) vectors --only
 
 ## Tune to a folder of code, index, evaluate, answer QUERY
 index: vectors units sources
-	@$(RUN) index
-	@$(RUN) ranks
+	@$(RUN) index --only
+	@$(RUN) ranks --only
 	@$(LATENTMILL) evaluate
 	@$(LATENTMILL) search
 

@@ -42,17 +42,9 @@ class Project(project.Project):
         `progress`: True for a bar on standard error, False for nothing, or a function of (stage, done, total, unit).
         Raises ValueError for mistakes of the user, Stopped after an interrupt.
         """
-        from pipeline import runner
-        from pipeline.terminal import console_for
+        from pipeline.runner import run_chain
 
-        # An unknown name is refused before any stage runs.
-        self.stage(name)
-        for each in [*(self.pipeline.upstream(name) if upstream else ()), name]:
-            self.refresh()
-            with console_for(each, progress) as console:
-                outcome = runner.run(self.allow_downloads(), each, console)
-        self.refresh()
-        return outcome
+        return run_chain(self, [*(self.chain(name) if upstream else ()), self.stage(name).name], progress)
 
     def __getitem__(self, name: str) -> Table:
         """The table of the present settings, or else the newest of others. ValueError if no run has finished."""

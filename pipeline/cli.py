@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
-from pipeline.device_errors import explain
 from pipeline.options import PROJECT
+from pipeline.process import explain
 
 LONGEST = 1600  # characters of an error's line
 STOPPED = 130  # the shell's code for Ctrl-C

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -14,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from pipeline import process
 
 FILES = 1024  # open files that a run may need: shards, Lance, weights
 LEAST_MACOS = (14, 0)  # MLX's oldest
@@ -42,16 +43,6 @@ class Machine:
     budget: int  # bytes that a stage may take
 
 
-def peak_rss() -> int:
-    """Peak resident memory of this process so far, bytes."""
-    # ru_maxrss is in bytes on macOS only.
-    if sys.platform == "darwin":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # On Linux, getrusage gives the memory of the parent process if that was larger when it started this one.
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
-
-
 def examine(folder: Path = Path()) -> Machine:
     import stages
     from stages.tuner.blockwise.device import memory_budget
@@ -68,7 +59,7 @@ def examine(folder: Path = Path()) -> Machine:
         arch=platform.machine(),
         python=platform.python_version(),
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        mlx=importlib.metadata.version("mlx"),
+        mlx=process.version("mlx"),
         device=str(info.get("device_name", "")),
         backend=backend,
         blas="Accelerate" if sys.platform == "darwin" else Path(stages.BLAS).name,

@@ -1,17 +1,114 @@
-"""What a rank of data-parallel training other than rank 0 runs: it computes its share and writes nothing."""
+"""Data-parallel training: the ranks of a run as processes of one machine, and what a rank other than 0 runs.
+
+All are ended when one fails.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import socket
+import subprocess
 import tempfile
 import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import IO
 
 from pipeline.project import runs
 from pipeline.project.project import Project
 from pipeline.project.recipe import recipe_id
 from stages.stage import Stage
-from stages.tuner.ranks import launched_rank
+from stages.tuner.ranks import HOSTS, RANK, SIZE, launched_rank
+
+LOCALHOST = "127.0.0.1"
+GRACE_SECONDS = 20.0  # after a rank failed, until the others are killed: over NCCL they wait for it forever
+POLL_SECONDS = 0.05  # between two looks at the processes
+
+
+def visible_gpus(count: int) -> Sequence[str] | None:
+    """Ids of the first `count` CUDA devices that this process may use; None without CUDA. ValueError if there are fewer."""
+    import mlx.core as mx
+
+    if not mx.cuda.is_available():
+        return None
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    ids = listed.split(",") if listed else [str(number) for number in range(mx.device_count(mx.gpu))]
+    if len(ids) < count:
+        raise ValueError(f"launch --ranks {count}: there are {len(ids)} GPUs; a rank needs one of its own")
+    return ids[:count]
+
+
+def rank_environments(count: int, hosts_file: Path, cuda: Sequence[str] | None) -> list[dict[str, str]]:
+    """Variables of each rank. NCCL on the devices `cuda`; if None, local sockets, whose addresses `hosts_file` gets as JSON."""
+    if cuda is None:
+        hosts_file.write_text(json.dumps([[f"{LOCALHOST}:{port}"] for port in free_ports(count)]))
+        return [{RANK: str(rank), HOSTS: str(hosts_file)} for rank in range(count)]
+    shared = {SIZE: str(count), "NCCL_HOST_IP": LOCALHOST, "NCCL_PORT": str(free_ports(1)[0]), "NCCL_NVLS_ENABLE": "0"}
+    return [{RANK: str(rank), "CUDA_VISIBLE_DEVICES": cuda[rank], **shared} for rank in range(count)]
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        # All are bound at the same time, so that the ports differ.
+        for each in sockets:
+            each.bind((LOCALHOST, 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]], say: Callable[[str], None]) -> int:
+    """Run `command` once per rank, rank 0 on this terminal. Returns 0, or the exit code of a rank that failed."""
+    processes: list[subprocess.Popen[str]] = []
+    readers: list[threading.Thread] = []
+    before, ended = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    try:
+        for rank, variables in enumerate(environments):
+            environment = {**os.environ, **variables}
+            if rank == 0:
+                processes.append(subprocess.Popen(command, env=environment, text=True))
+                continue
+            quiet = subprocess.DEVNULL
+            process = subprocess.Popen(command, env=environment, text=True, stdin=quiet, stdout=quiet, stderr=subprocess.PIPE)
+            processes.append(process)
+            readers.append(threading.Thread(target=_pass_on, args=(process.stderr, rank, say), daemon=True))
+            readers[-1].start()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the ranks too
+        # Rank 0 decides what becomes of a signal; the others ignore it (`follow`).
+        signal.signal(signal.SIGTERM, lambda number, frame: processes[0].send_signal(signal.SIGINT))
+        return _wait(processes, say)
+    finally:
+        # After GRACE_SECONDS, if one failed. What they wrote is complete: files appear by rename.
+        for process in processes:
+            process.kill()
+            process.wait()
+        for reader in readers:
+            reader.join()
+        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGTERM, ended)
+
+
+def _pass_on(lines: IO[str], rank: int, say: Callable[[str], None]) -> None:
+    for line in lines:
+        say(f"rank {rank}: {line.rstrip()}")
+
+
+def _wait(processes: Sequence[subprocess.Popen[str]], say: Callable[[str], None]) -> int:
+    """0, or the exit code of a failed rank: 128 + the signal if one ended a rank, else that of the lowest failed rank."""
+    deadline = float("inf")
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        if any(process.poll() for process in processes):
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        time.sleep(POLL_SECONDS)
+    failures = [(code, rank) for rank, process in enumerate(processes) if (code := process.poll())]
+    killed = [(code, rank) for code, rank in failures if code < 0]
+    code, rank = (killed or failures or [(0, 0)])[0]
+    if code < 0:
+        say(f"rank {rank} was ended by signal {-code}; the run ends at its last checkpoint. Run it again to go on.")
+    return code if code >= 0 else 128 - code  # as a shell does
 
 
 def following() -> bool:

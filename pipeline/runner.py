@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
+import importlib.util
+import os
 import platform
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline import ranks, workers
+from pipeline import ranks
 from pipeline.errors import Stopped
-from pipeline.interrupts import interruptible
-from pipeline.machine import peak_rss
+from pipeline.process import interruptible, peak_mlx, peak_rss, version
 from pipeline.project import runs
 from pipeline.project.outlook import announcement
 from pipeline.project.project import Project
@@ -28,27 +28,15 @@ from pipeline.project.recipe import recipe_id
 from pipeline.store.rows import matches, missing
 from pipeline.store.table import Writer, link_table
 from pipeline.tracking.tracker import tracked
+from pipeline.work import Item
 from stages.run import Report, Run
 from stages.stage import Artifact, Stage
 
 if TYPE_CHECKING:
+    from pipeline.terminal import ProgressCallback, Quiet, Terminal
     from stages.tuner.blockwise.meter import Meter
 
 VERSIONS = ("latentmill", "mlx", "numpy", "pyarrow", "pylance", "pillow", "transformers")
-
-
-class Console(Protocol):
-    def say(self, line: str) -> None:
-        """Show one line of text."""
-
-    def note(self, text: str) -> None:
-        """Show facts beside the progress, such as the loss. Each text replaces the one before."""
-
-    def progress(self, done: int, total: int, unit: str) -> None:
-        """Show that `done` of `total` items are finished. `unit` names the items in the plural, for example "images"."""
-
-
-Computed = Iterator[pa.RecordBatch | Artifact]  # batches of the stage's table, and files that their rows name
 
 
 @dataclass
@@ -73,9 +61,9 @@ class Outcome:
 def run(
     project: Project,
     name: str,
-    console: Console,
+    console: Terminal | Quiet,
     meter: Meter | None = None,
-    compute: Callable[[Run[Any]], Computed] | None = None,
+    compute: Callable[[Run[Any]], Iterator[Item]] | None = None,
     run_name: str = "",
 ) -> Outcome:
     """Compute and store the rows that the table `name` lacks, and publish it. A rank other than 0 only computes.
@@ -95,20 +83,22 @@ def run(
     with (
         interruptible(console.say) as stop,
         Writer(folder, project.recipe(name), flush_seconds=project.config.project.commit_seconds) as writer,
-        tracked(project, name, writer, console.say) as follow,
+        tracked(project, name, writer, console.say) as committed,
     ):
         run = _open(project, stage, writer, console, stop, reasons)
         wanted = stage.wants(run)
         run.output.pending = pending_rows(stage, run, wanted)
         _begin(project, stage, run, run_name, notes)
         published = folder.rows().select(wanted.column_names) if folder.exists else wanted.slice(0, 0)
-        commit(follow((compute or workers.computation(project, name))(run)), stage, writer, meter)
+        commit((compute or computation(project, name))(run), stage, writer, meter, committed)
         wanted = _finish(stage, run, writer, wanted)
         written, left = writer.rows_written, missing(wanted, writer.stored).num_rows
         if left and stop.is_set():
             raise Stopped(f"{name}: stopped; {written} new rows are kept, {left} are still to do. Run the same command to go on.")
         assert not left or reasons, f"{name}: {left} rows that the stage wants were never yielded"
-        outcome = Outcome(name, written, 0, wanted.num_rows, time.monotonic() - began, peak_rss(), peak_mlx(meter))
+        # A meter resets the peak that MLX records.
+        peak = max(peak_mlx(), meter.peak) if meter else peak_mlx()
+        outcome = Outcome(name, written, 0, wanted.num_rows, time.monotonic() - began, peak_rss(), peak)
         if left:
             outcome.left, outcome.reason = left, reasons[-1]
         else:
@@ -117,6 +107,25 @@ def run(
         writer.finish(wanted, facts_of(outcome) if written or left or not folder.exists else {})
         link_table(folder)
     return outcome
+
+
+def run_chain(project: Project, names: Sequence[str], progress: ProgressCallback | bool = True) -> Outcome:
+    """Run these stages in this process, one after another. What the last one did."""
+    from pipeline.terminal import console_for
+
+    for name in names:
+        project.refresh()
+        with console_for(name, progress) as console:
+            outcome = run(project.allow_downloads(), name, console)
+    project.refresh()
+    return outcome
+
+
+def run_words(project: Project, name: str, *more: str) -> list[str]:
+    """The command that runs a stage with the settings, and the chosen run, of this project."""
+    words = [sys.executable, "-m", "pipeline", "run", name, *more, "--project", str(project.path.resolve())]
+    words += [word for override in project.overrides for word in ("--set", str(override))]
+    return [*words, "--run", project.fixed.table.folder.name] if project.fixed else words
 
 
 def _begin(project: Project, stage: Stage, run: Run[Any], run_name: str, notes: Iterable[str]) -> None:
@@ -140,7 +149,7 @@ def _finish(stage: Stage, run: Run[Any], writer: Writer, wanted: pa.Table) -> pa
     return stage.wants(run)
 
 
-def repair(project: Project, name: str, console: Console) -> None:
+def repair(project: Project, name: str, console: Terminal | Quiet) -> None:
     """Let the stage write damaged artifacts again that no row names, such as checkpoints. A run remakes the others."""
     stage, folder = project.stage(name), project.current(name)
     if stage.repair is None or not folder.exists:
@@ -151,7 +160,7 @@ def repair(project: Project, name: str, console: Console) -> None:
 
 
 def _open(
-    project: Project, stage: Stage, writer: Writer, console: Console, stop: threading.Event, reasons: list[str]
+    project: Project, stage: Stage, writer: Writer, console: Terminal | Quiet, stop: threading.Event, reasons: list[str]
 ) -> Run[Any]:
     return project.open(
         stage.name,
@@ -172,17 +181,52 @@ def pending_rows(stage: Stage, run: Run[Any], wanted: pa.Table) -> pa.Table:
     return pa.concat_tables([absent, again.filter(pc.invert(matches(again, absent, list(stage.writes.key))))])
 
 
-def commit(batches: Iterable[pa.RecordBatch | Artifact], stage: Stage, writer: Writer, meter: Meter | None = None) -> None:
-    """Write and commit batches and artifacts. If computing fails, the rows before the failure are committed."""
+def computation(project: Project, name: str) -> Callable[[Run[Any]], Iterator[Item]]:
+    """How pending rows are computed: here or on Ray, as [project] `workers` says. Raises ValueError if Ray is not installed."""
+    stage, settings = project.stage(name), project.config.project
+    if settings.workers == "local" or not stage.divisible:
+        return stage.run
+    if importlib.util.find_spec("ray") is None:
+        raise ValueError(f'project.workers = "{settings.workers}" needs Ray; pip install "latentmill[ray]"')
+
+    def compute(run: Run[Any]) -> Iterator[Item]:
+        if not settings.divides(stage.divisible, run.output.pending.num_rows):
+            return stage.run(run)
+        # The workers do not share the files, and the stage's cannot be sent.
+        if settings.worker_inputs == "shipped" and not stage.ships:
+            run.report.say("computed here, because its input files cannot be sent to workers (project.worker_inputs)")
+            return stage.run(run)
+        if settings.workers != "ray" and (Path.home() / ".ray" / "auth_token").exists():
+            # The cluster asks for the token, but Ray's client does not look for it unless told. Elsewhere Ray decides itself.
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+        from pipeline import on_ray
+
+        return on_ray.compute(project, name, run)
+
+    return compute
+
+
+def commit(
+    items: Iterable[Item],
+    stage: Stage,
+    writer: Writer,
+    meter: Meter | None = None,
+    committed: Callable[[], None] = lambda: None,
+) -> None:
+    """Write and commit batches and artifacts. If computing fails, the rows before the failure are committed.
+
+    `committed` is called after each item, when rows may have been committed.
+    """
     try:
-        for item in meter.measure_each(batches, stage.name) if meter else batches:
+        for item in meter.measure_each(items, stage.name) if meter else items:
             if isinstance(item, Artifact):
                 writer.write_artifact(item.name, functools.partial(_write_bytes, content=item.content))
             else:
                 writer.append(item)
+            committed()
     finally:
-        if isinstance(batches, Generator):
-            batches.close()
+        if isinstance(items, Generator):
+            items.close()
         writer.flush()
         if "mlx.core" in sys.modules:
             sys.modules["mlx.core"].clear_cache()
@@ -201,16 +245,8 @@ def provenance(project: Project, stage_name: str) -> dict[str, str]:
 
 
 def software() -> dict[str, str]:
-    versions = {name: version for name in VERSIONS if (version := _version(name))}
+    versions = {name: found for name in VERSIONS if (found := version(name))}
     return {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}", **versions}
-
-
-@functools.cache
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def facts_of(outcome: Outcome) -> dict[str, Any]:
@@ -223,10 +259,3 @@ def facts_of(outcome: Outcome) -> dict[str, Any]:
         },
         "versions": software(),
     }
-
-
-def peak_mlx(meter: Meter | None = None) -> int:
-    """Peak active memory of MLX in this process, bytes; 0 if MLX was never imported."""
-    core = sys.modules.get("mlx.core")
-    # A meter resets the peak that MLX records.
-    return max(int(core.get_peak_memory()), meter.peak if meter else 0) if core else 0

@@ -148,7 +148,7 @@ def hashing_of(command: str) -> Iterator[None]:
 class Quiet:
     """Shows nothing; calls of `progress` go to `report`."""
 
-    def __init__(self, stage_name: str, report: ProgressCallback | None = None) -> None:
+    def __init__(self, stage_name: str = "", report: ProgressCallback | None = None) -> None:
         self.stage_name, self.report = stage_name, report
 
     def __enter__(self) -> Quiet:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 
@@ -20,6 +19,8 @@ from pipeline.store.rows import matches
 from stages.pipelines import load
 from stages.run import Report, Run
 from stages.stage import Artifact, Input, Stage, WorkUnit
+
+Item: TypeAlias = pa.RecordBatch | Artifact  # what a stage makes: rows, and files that rows name
 
 
 def divide(module: str, stage: Stage, run: Run[Any], inputs: Mapping[str, Input], size: int) -> Iterator[WorkUnit]:
@@ -35,40 +36,22 @@ def divide(module: str, stage: Stage, run: Run[Any], inputs: Mapping[str, Input]
         yield WorkUnit(module, run.config, pending, stored, inputs, needs, output.artifacts, run.root, output.provenance)
 
 
-def perform(unit: WorkUnit, report: Report | None = None, kept: Kept | None = None) -> Iterator[pa.RecordBatch | Artifact]:
+def perform(unit: WorkUnit, report: Report | None = None, kept: Kept | None = None) -> Iterator[Item]:
     """Batches of the unit's pending rows, each after its artifacts. `report.stop` ends early; rows are then missing."""
     stage: Stage = load(f"{unit.stage}:STAGE")
+    written: list[Artifact] = []
     # Nothing else is written: the runner commits what is yielded.
-    with TemporaryArtifacts() as files:
-        for batch in stage.run(open_run(unit, report, files.write, kept)):
-            yield from files.take()
+    with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
+
+        def write_artifact(name: str, write: Callable[[Path], None]) -> Path:
+            path = Path(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path)
+            written.append(Artifact(name, path.read_bytes()))
+            return path
+
+        for batch in stage.run(open_run(unit, report, write_artifact, kept)):
+            yield from written
+            written.clear()
             yield batch
-        yield from files.take()
-
-
-class TemporaryArtifacts:
-    """Files that a unit writes, in a temporary folder until the runner takes them."""
-
-    def __init__(self) -> None:
-        self.folder: tempfile.TemporaryDirectory[str] | None = None
-        self.written: list[Artifact] = []
-
-    def __enter__(self) -> TemporaryArtifacts:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.folder:
-            self.folder.cleanup()
-
-    def write(self, name: str, write: Callable[[Path], None]) -> Path:
-        # Made for the first file: few stages write files.
-        self.folder = self.folder or tempfile.TemporaryDirectory(prefix="latentmill-")
-        path = Path(self.folder.name, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
-        self.written.append(Artifact(name, path.read_bytes()))
-        return path
-
-    def take(self) -> Iterator[Artifact]:
-        yield from self.written
-        self.written.clear()
+        yield from written

@@ -3,7 +3,7 @@
 # Imports nothing large, so that a pipeline's commands are listed quickly.
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
@@ -99,6 +99,8 @@ class Pipeline:
     stages: Mapping[str, str]  # table -> module whose STAGE writes it, in the order of the chain
     resources: Mapping[str, Resource] = field(default_factory=dict)  # what stages may need, by name
     families: str = ""  # the table of model families, name -> record; empty: the pipeline uses no model
+    # Optional inputs of stages that are brought up to date before them: "always", or if project.toml has their "section".
+    first: Mapping[str, Literal["always", "section"]] = field(default_factory=dict)
     results: tuple[str, ...] = ()  # tables that `clean` keeps, because a user came for them; the main one first
     tables: Mapping[str, str] = field(default_factory=dict)  # tables that a command writes, not a stage -> their TableSchema
     views: Mapping[str, View] = field(default_factory=dict)
@@ -117,11 +119,19 @@ class Pipeline:
         return found
 
     def upstream(self, name: str) -> list[str]:
-        """The stages that must run before `name`, in the order of the chain."""
+        """The stages whose tables decide that of `name`, in the order of the chain."""
+        return self._before(name, frozenset())
+
+    def chain(self, name: str, sections: Collection[str]) -> list[str]:
+        """The stages that run before `name`: `upstream`, and optional ones by `first`. `sections`: of project.toml."""
+        return self._before(name, {each for each, when in self.first.items() if when == "always" or each in sections})
+
+    def _before(self, name: str, optional: Collection[str]) -> list[str]:
         needed = {name}
         for other in reversed(list(self.stages)):
             if other in needed:
-                needed |= {read.name for read in self.stage(other).reads}
+                stage = self.stage(other)
+                needed |= {read.name for read in stage.reads} | {each.name for each in stage.optional if each.name in optional}
         return [other for other in self.stages if other in needed - {name}]
 
 

@@ -19,6 +19,7 @@ from pipeline import cli, runner
 from pipeline.project.config import Overrides
 from pipeline.project.project import Project
 from pipeline.runner import Outcome
+from pipeline.terminal import Quiet
 from tests.harness import compared
 
 ROOT = Path(__file__).parents[1]
@@ -56,10 +57,11 @@ steps = 2
 SIZES = ((160, 120), (120, 160), (128, 128), (200, 90), (150, 150))
 
 
-class Silent:
+class Silent(Quiet):
     """A console that keeps the messages in `lines` and the facts beside the progress in `notes`, and checks the progress."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.lines: list[str] = []
         self.notes: list[str] = []
 

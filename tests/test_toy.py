@@ -73,7 +73,7 @@ def test_its_view_its_panel_and_its_tables_answer_in_sql(folder):
 def test_its_commands_and_the_general_ones_work_from_the_shell(folder):
     assert projects.latentmill_process(folder, "longest").strip() == "one two three four five"
     assert "tokens" in projects.latentmill(folder, "status")
-    assert "up to date" in projects.latentmill(folder, "run", "tokens")
+    assert "up to date" in projects.latentmill(folder, "run", "tokens", "--only")
     assert "4" in projects.latentmill(folder, "query", "select count(*) from long_lines")
     story = projects.latentmill(folder, "follow", "green")
     assert "a.txt:2: a green leaf" in story and "12 tokens" in story and "drawn" in story
@@ -83,4 +83,4 @@ def test_its_commands_and_the_general_ones_work_from_the_shell(folder):
 def test_a_mistake_in_it_is_one_line(folder, tmp_path):
     copy = make(tmp_path / "project")
     (copy / "texts").rename(copy / "words")
-    assert "does not exist: put text files there" in projects.latentmill(copy, "run", "lines", code=2)
+    assert "does not exist: put text files there" in projects.latentmill(copy, "run", "lines", "--only", code=2)

@@ -17,6 +17,7 @@ from typing import Any
 
 from pipeline import runner
 from pipeline.project.project import Project
+from pipeline.terminal import Quiet
 
 LOG = logging.getLogger("experiments")
 EXAMPLE = Path(__file__).parents[1] / "example"
@@ -99,18 +100,12 @@ RUNS: dict[str, tuple[str, ...]] = {
 BOTH_SIZES = ("train.data.resolutions={128=1, 192=1}",)  # to measure held-out crops of both sizes
 
 
-class LogConsole:
+class LogConsole(Quiet):
     """A console for the runner that writes messages into the log and shows no progress bar."""
 
     def say(self, line: str) -> None:
         """Log one line."""
         LOG.info("  %s", line)
-
-    def note(self, text: str) -> None:
-        """Show nothing."""
-
-    def progress(self, done: int, total: int, unit: str) -> None:
-        """Show nothing."""
 
 
 def settings(run: str) -> dict[str, Any]:

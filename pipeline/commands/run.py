@@ -6,17 +6,17 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.awake import allow_open_files, kept_awake, replace_process, run_with_restart
 from pipeline.options import with_project
-from pipeline.ranks import following
+from pipeline.process import allow_open_files, kept_awake, replace_process, restarting, run_apart
 from pipeline.store.disk import format_bytes
 from pipeline.terminal import Terminal, format_seconds, say_aside
+from stages.tuner.ranks import launched_rank
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
@@ -26,18 +26,22 @@ if TYPE_CHECKING:
 
 @click.command("run")
 @click.argument("stage")
+@click.option("--only", is_flag=True, help="Run no other stage: take the tables that it reads as they are.")
 @click.option(
     "--memory", "measured", is_flag=True, help="Also measure MLX's memory batch by batch, and write the figures to tables/memory."
 )
 @click.option("--name", "run_name", default="", envvar="LATENTMILL_NAME", help="Name the run, if the stage trains.")
 @with_project
-def command(stage: str, measured: bool, run_name: str, project: Project) -> None:
+def command(stage: str, only: bool, measured: bool, run_name: str, project: Project) -> None:
     """Run one stage, which brings its table up to date. STAGE is the name of a table in `latentmill status`; `latentmill
-    STAGE` is short for it. The tables that the stage reads are used as they are; `make STAGE` brings them up to date
-    first. With --memory, MLX's memory is measured too. --name names the run of a stage that trains.
+    STAGE` is short for it. The tables that the stage reads are brought up to date first, each by a process of its own;
+    --only takes them as they are. With --memory, MLX's memory is measured too. --name names the run of a stage that trains.
     """
     from pipeline import runner
 
+    # Of several ranks, each would write the tables.
+    if not only and launched_rank() is None:
+        bring_up_to_date(project, project.chain(stage))
     project.stage(stage)
     meter = None
     if measured:
@@ -51,20 +55,29 @@ def command(stage: str, measured: bool, run_name: str, project: Project) -> None
         except ValueError:  # an input or weights are missing; running the stage reports it
             return None
 
-    def run() -> Outcome:
-        with kept_awake(), Terminal(stage) as terminal:
-            return runner.run(project.allow_downloads(), stage, terminal, meter, run_name=run_name)
-
     allow_open_files()
-    outcome = run_with_restart(run, artifacts, say_aside, replace_process)
+    with restarting(artifacts, say_aside, replace_process), kept_awake(), Terminal(stage) as terminal:
+        outcome = runner.run(project.allow_downloads(), stage, terminal, meter, run_name=run_name)
     # Of several ranks, one reports.
-    if following():
+    if launched_rank():
         return
     click.echo(summary(outcome))
     for line in stage_report(meter, project, stage) if meter else ():
         click.echo(line)
     for line in results(project, stage):
         click.echo(line)
+
+
+def bring_up_to_date(project: Project, names: Iterable[str], *, quiet: bool = False) -> None:
+    """Run these stages, each in a process of its own: it frees what it holds when it ends, so no two models are in memory
+    together. If one fails, the command ends with its exit code. `quiet`: all output goes to standard error.
+    """
+    from pipeline.runner import run_words
+
+    for name in names:
+        if code := run_apart(run_words(project, name, "--only"), quiet=quiet):
+            raise click.exceptions.Exit(code)
+    project.refresh()
 
 
 def summary(outcome: Outcome) -> str:
@@ -136,29 +149,23 @@ def launch_command(stage: str, ranks: int | None, hosts: str, hostfile: str, run
 
     The first process (rank 0) writes all files. The run draws the same samples as a run with one process.
     """
-    from pipeline import launcher
     from pipeline.project import runs
+    from pipeline.ranks import rank_environments, run_ranks, visible_gpus
+    from pipeline.runner import run_words
 
     if not runs.trains(project.stage(stage).writes):
         raise ValueError(f"{stage}: only a stage that trains divides its work among ranks; run `latentmill {stage}`")
     if bool(ranks) + bool(hosts) + bool(hostfile) > 1:
         raise ValueError("launch takes one of --ranks, --hosts and --hostfile")
-    words = run_words(stage, project, run_name)
+    words = [*run_words(project, stage, "--only"), *(["--name", run_name] if run_name else [])]
     if hosts or hostfile:
         os.execv(mlx_launch(), [mlx_launch(), *(["--hosts", hosts] if hosts else ["--hostfile", hostfile]), "--", *words])
     count = ranks or project.config.sections[stage].data_parallel
     if not count:
         raise ValueError("launch needs --ranks, --hosts, --hostfile or the setting [train] data_parallel")
     with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
-        environments = launcher.rank_environments(count, Path(folder, "hosts.json"), launcher.visible_gpus(count))
-        return launcher.run_ranks(words, environments, say_aside)
-
-
-def run_words(stage: str, project: Project, run_name: str) -> list[str]:
-    overrides = [str(one) for one in project.overrides]
-    words = [sys.executable, "-m", "pipeline", "run", stage, "--project", str(project.path.resolve())]
-    words += [word for one in overrides for word in ("--set", one)]
-    return [*words, "--name", run_name] if run_name else words
+        environments = rank_environments(count, Path(folder, "hosts.json"), visible_gpus(count))
+        return run_ranks(words, environments, say_aside)
 
 
 def mlx_launch() -> str:

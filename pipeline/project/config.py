@@ -73,6 +73,7 @@ class Config:
 
     project: ProjectConfig  # the section [project]
     sections: Mapping[str, Any]  # stage -> its config dataclass
+    given: frozenset[str] = frozenset()  # sections that the file or an override has
 
 
 def load(file: Path, overrides: Overrides = ()) -> Config:
@@ -101,7 +102,7 @@ def load(file: Path, overrides: Overrides = ()) -> Config:
             raise ValueError(f"[{name}] is not a section{near} ({place(name)})")
     parser = Parser(sections, place)
     parsed = {name: parser.section(name, raw.get(name, {})) for name in sections}
-    return Config(dataclasses.replace(parsed.pop("project"), pipeline=chosen), follow(parsed))
+    return Config(dataclasses.replace(parsed.pop("project"), pipeline=chosen), follow(parsed), frozenset(raw))
 
 
 def read(file: Path) -> dict[str, Any]:

@@ -94,6 +94,10 @@ class Project:
     def name(self) -> str:
         return self.path.resolve().name
 
+    def chain(self, name: str) -> list[str]:
+        """The stages that run before `name`, so that its inputs are up to date."""
+        return self.pipeline.chain(self.stage(name).name, self.config.given)
+
     @property
     def stage_names(self) -> tuple[str, ...]:
         return tuple(self.pipeline.stages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from pipeline.tracking.points import Values, points
 FOLDER = "tracking"  # in the project
 PACKAGES = {"tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb", "mlflow": "mlflow"}
 Say = Callable[[str], None]
-Computed = Iterator[Any]  # batches and artifacts of a stage
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def catch_up(tracker: Tracker, rows: pa.Table, last: int, *, unfinished: bool = 
 
 
 class Following:
-    """Passes a stage's batches on; between two of them, sends the steps that `writer` has committed to the tracker."""
+    """Sends the steps that `writer` has committed to the tracker."""
 
     def __init__(self, tracker: Tracker, writer: Writer) -> None:
         self.tracker, self.writer = tracker, writer
@@ -78,23 +78,13 @@ class Following:
             self.version = self.writer.version
             self.last = catch_up(self.tracker, self.writer.stored, self.last, unfinished=unfinished)
 
-    def __call__(self, batches: Computed) -> Computed:
-        try:
-            for each in batches:
-                yield each
-                self.update(unfinished=True)
-        finally:
-            # The caller may stop early: the stage then releases what it holds.
-            if hasattr(batches, "close"):
-                batches.close()
-
 
 @contextmanager
-def tracked(project: Project, stage: str, writer: Writer, say: Say) -> Iterator[Callable[[Computed], Computed]]:
-    """The block gets a `Following`, if [train] `track` names a tracker. At the end, also after an error, no step is missing."""
+def tracked(project: Project, stage: str, writer: Writer, say: Say) -> Iterator[Callable[[], None]]:
+    """The block gets a function that sends what is committed to the tracker of [train] `track`. At the end no step is missing."""
     kind = getattr(project.config.sections[stage], "track", "")
     if not kind:
-        yield lambda batches: batches
+        yield lambda: None
         return
     settings = flatten({name: each for name, each in present_settings(project, stage).items() if name == stage})
     run = TrackedRun(project.name, writer.table.folder.name, settings, project.path / FOLDER)
@@ -103,7 +93,7 @@ def tracked(project: Project, stage: str, writer: Writer, say: Say) -> Iterator[
     follow = Following(tracker, writer)
     try:
         follow.update(unfinished=True)
-        yield follow
+        yield functools.partial(follow.update, unfinished=True)
     finally:
         follow.update(unfinished=False)
         tracker.close()

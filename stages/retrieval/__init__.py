@@ -16,6 +16,7 @@ PIPELINE = Pipeline(
         "tokenizer": Weights(("lower_case",)),
     },
     families="stages.retrieval.families:FAMILIES",
+    first={"train": "section"},  # the encoder is tuned if the project says how
     results=("index", "train", "ranks"),
     views=VIEWS,
     panels=PANELS,

@@ -30,6 +30,7 @@ PIPELINE = Pipeline(
         "tokenizer": Weights(),
     },
     families="stages.text_to_image.families:FAMILIES",
+    first={"checks": "always"},  # its warnings, and its columns for buckets.where
     results=("train", "samples"),
     tables={"generated": "schemas.text_to_image.generated:GENERATED"},
     views=VIEWS,

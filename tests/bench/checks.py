@@ -115,7 +115,7 @@ def cost(count: int) -> Iterator[tuple[str, ...]]:
         (project / "images" / "metadata.jsonl").write_text("\n".join(map(json.dumps, texts)))
         for n, name in enumerate(STAGES):
             began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-            projects.latentmill_process(project, "run", name)
+            projects.latentmill_process(project, "run", name, "--only")
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
             again = ", nothing new" if name in STAGES[:n] else ""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline import ray_workers, runner
+from pipeline import on_ray, runner
 from pipeline.project.project import Project
 from pipeline.store.disk import size_of
 from pipeline.store.table import TableFolder, Writer
@@ -93,7 +93,7 @@ def measure_workers(workers: int, count: int, seconds: float) -> dict[str, Any]:
     processes: set[int] = set()
 
     def compute(run: Run[Any]) -> Iterator[pa.RecordBatch | Artifact]:
-        for number, item in enumerate(ray_workers.compute(project, "waits", run), 1):
+        for number, item in enumerate(on_ray.compute(project, "waits", run), 1):
             assert isinstance(item, pa.RecordBatch)
             if len(processes) < workers:  # the time begins when every worker has shown its first result
                 processes.add(item["process"][0].as_py())

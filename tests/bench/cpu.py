@@ -21,7 +21,7 @@ from typing import Any
 
 import click
 
-from pipeline.machine import peak_rss
+from pipeline.process import peak_rss
 from tests.bench.environment import describe
 
 FAMILY, FOLDER = "micro", "data/micro/transformer"

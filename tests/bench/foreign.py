@@ -107,7 +107,7 @@ def make_project(folder: Path, initial: Path | None = None) -> Path:
 def run_ours(folder: Path, stage: str, changes: list[str]) -> Finished:
     """Run a stage of a project in a process of its own and return what it took."""
     given = [word for change in changes for word in ("--set", change)]
-    command = [sys.executable, "-m", "pipeline", "run", stage, "--project", str(folder), *given]
+    command = [sys.executable, "-m", "pipeline", "run", stage, "--only", "--project", str(folder), *given]
     return measure(command, folder / f"{stage}.log")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from pipeline.machine import peak_rss
+from pipeline.process import peak_rss
 from stages.text_to_image import weights
 
 Row = dict[str, Any]

@@ -22,7 +22,7 @@ import click
 import numpy as np
 
 import stages  # noqa: F401  (before mlx.core)
-from pipeline.machine import peak_rss
+from pipeline.process import peak_rss
 from tests.bench.environment import describe
 from tests.bench.retriever_cases import DIMENSIONS, LIMIT_S, SIZES, TARGETS, TORCH_PLANS, RetrieverCase, comparison
 from tests.bench.retriever_page import page

@@ -220,7 +220,7 @@ def run(case: Case) -> dict[str, Any]:
 
 def run_on_ranks(case: Case) -> int:
     """Run a case in `case.ranks` processes on this machine, of which the first prints the row. Returns the exit code."""
-    from pipeline.launcher import rank_environments, run_ranks, visible_gpus
+    from pipeline.ranks import rank_environments, run_ranks, visible_gpus
 
     command = [sys.executable, "-m", "tests.bench.run", case.to_json()]
     with tempfile.TemporaryDirectory() as folder:

@@ -21,12 +21,12 @@ def rebuild_under_kills(folder: Path, stage_name: str, syncs: int, kills: int) -
     shutil.rmtree(folder / "tables" / stage_name)
     generator, left = random.Random(stage_name), kills
     while left:
-        code, _ = run_and_kill(generator.randint(1, syncs), CLI, "run", stage_name, "--project", str(folder))
+        code, _ = run_and_kill(generator.randint(1, syncs), CLI, "run", stage_name, "--only", "--project", str(folder))
         left -= code == KILLED
         _use(folder, generator)
         if Project(folder).current(stage_name).exists:  # nothing is left to kill: begin again
             shutil.rmtree(folder / "tables" / stage_name)
-    projects.latentmill(folder, "run", stage_name)
+    projects.latentmill(folder, "run", stage_name, "--only")
     assert not list((folder / "tables" / stage_name).rglob(".tmp-*"))
 
 

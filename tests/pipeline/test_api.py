@@ -92,7 +92,7 @@ def test_an_object_notices_that_a_stage_has_run_here_or_in_another_process(tmp_p
     count = len(before)
     projects.add_image(folder, "more.png", seed=9)
     for stage in ("images", "captions"):
-        projects.latentmill_process(folder, "run", stage)
+        projects.latentmill_process(folder, "run", stage, "--only")
     assert len(p["captions"]) == p.sql("select count(*) as n from captions")["n"][0].as_py() == count + 1
     assert len(before) == before.to_arrow().num_rows == count
     projects.add_image(folder, "fourth.png", seed=10)

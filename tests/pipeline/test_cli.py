@@ -55,7 +55,7 @@ def test_the_help_lists_all_commands_and_loads_nothing_large():
 
 def test_a_pipeline_outside_the_packages_brings_its_command_to_its_projects(tmp_path):
     folder = toy.make(tmp_path / "texts")
-    projects.latentmill(folder, "run", "lines")
+    projects.latentmill(folder, "run", "lines", "--only")
     assert projects.latentmill_process(folder, "longest") == "one two three four five\n"
     assert latentmill("longest", folder=folder) == "one two three four five\n"
     assert "Commands of tests.toy" in latentmill("--help", folder=folder)
@@ -70,7 +70,7 @@ def test_the_generic_commands_work_for_another_pipeline(tmp_path):
     folder = toy.make(tmp_path / "texts")
     assert "7 rows missing: make lines" in projects.latentmill(folder, "status")
     for stage in ("lines", "tokens"):
-        projects.latentmill(folder, "run", stage)
+        projects.latentmill(folder, "run", stage, "--only")
     assert projects.latentmill(folder, "follow", "apple").splitlines() == [
         "lines     a.txt:1: a red apple on a table",
         "tokens    16 tokens",

@@ -9,10 +9,9 @@ from typing import Any, NoReturn
 
 import pytest
 
-from pipeline import awake
-from pipeline.awake import RESTARTED, kept_awake, run_with_restart
+from pipeline import process
 from pipeline.cli import exit_code
-from pipeline.device_errors import explain, may_restart
+from pipeline.process import RESTARTED, explain, kept_awake, may_restart, restarting
 
 MEMORY = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)."
 TIMEOUT = "[METAL] Command buffer execution failed: Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)"
@@ -54,15 +53,13 @@ class Again(Exception):  # noqa: N818
 def attempt(message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int) -> list[str]:
     """Return the lines said by a run that fails after its newest checkpoint went from `before` to `after`."""
     steps, said = iter([before, after]), []
-    monkeypatch.setattr(awake, "newest_checkpoint", lambda artifacts: next(steps))
-
-    def run() -> None:
-        raise RuntimeError(message)
+    monkeypatch.setattr(process, "newest_checkpoint", lambda artifacts: next(steps))
 
     def start_again() -> NoReturn:
         raise Again
 
-    run_with_restart(run, lambda: tmp_path, said.append, start_again)
+    with restarting(lambda: tmp_path, said.append, start_again):
+        raise RuntimeError(message)
     return said
 
 
@@ -90,8 +87,13 @@ def test_on_a_mac_a_stage_keeps_the_machine_awake_until_it_ends(tmp_path, monkey
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     started: list[Any] = []
-    real = awake.subprocess.Popen
-    monkeypatch.setattr(awake.subprocess, "Popen", lambda *given, **more: [started.append(real(*given, **more)), started[-1]][1])
+    real = process.subprocess.Popen
+
+    def popen(*given: Any, **more: Any) -> Any:
+        started.append(real(*given, **more))
+        return started[-1]
+
+    monkeypatch.setattr(process.subprocess, "Popen", popen)
     with kept_awake():
         assert not started
     monkeypatch.setattr(sys, "platform", "darwin")

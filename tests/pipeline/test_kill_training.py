@@ -78,21 +78,21 @@ def test_training_with_every_feature_on_and_killed_before_any_fsync_ends_where_a
     tmp_path: Path, tiny_weights: Path, cases: Callable[[int, int], int]
 ):
     unbroken, killed = (prepared(tmp_path / name / "project", tiny_weights) for name in ("unbroken", "killed"))
-    syncs = count_syncs(lambda: projects.latentmill(unbroken, "run", "train"))
-    projects.latentmill(killed, "run", "train", "--set", "train.stop_after_steps=4")
-    projects.latentmill(killed, "run", "samples")  # previews between the kills
+    syncs = count_syncs(lambda: projects.latentmill(unbroken, "run", "train", "--only"))
+    projects.latentmill(killed, "run", "train", "--only", "--set", "train.stop_after_steps=4")
+    projects.latentmill(killed, "run", "samples", "--only")  # previews between the kills
     generator, left, rows = random.Random(7), cases(KILLS, 20), missing(killed)
     while left:
-        code, _ = run_and_kill(generator.randint(1, syncs), CLI, "run", "train", "--project", str(killed))
+        code, _ = run_and_kill(generator.randint(1, syncs), CLI, "run", "train", "--only", "--project", str(killed))
         before, rows = rows, missing(killed)
         left -= code == KILLED and rows < before  # a kill before the first new row tests nothing of training
         if not rows:
             shutil.rmtree(Project(killed).current("train").folder)  # nothing is left to kill: begin again
             rows = missing(killed)
-    projects.latentmill(killed, "run", "train")
+    projects.latentmill(killed, "run", "train", "--only")
     assert missing(killed) == 0
-    projects.latentmill(unbroken, "run", "samples")
-    projects.latentmill(killed, "run", "samples")
+    projects.latentmill(unbroken, "run", "samples", "--only")
+    projects.latentmill(killed, "run", "samples", "--only")
     for stage_name in ("train", "samples"):
         assert projects.content(killed, stage_name) == projects.content(unbroken, stage_name)
         assert artifacts(killed, stage_name) == artifacts(unbroken, stage_name)

@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from pipeline.awake import allow_open_files
+from pipeline.process import allow_open_files
 from pipeline.project.recipe import FileHashes
 from stages.models.weights import weight_files
 from stages.text_to_image.images.folder import scan
@@ -118,7 +118,7 @@ def test_the_remedy_for_heic_names_the_python_that_runs():
 def test_a_command_raises_its_limit_of_open_files_as_far_as_the_system_allows():
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard})); "
-        "from pipeline.awake import allow_open_files; allow_open_files(); print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+        "from pipeline.process import allow_open_files; allow_open_files(); print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
     root = Path(__file__).parents[2]
     for hard, expected in ((8192, "4096"), (1000, "1000"), (256, "256")):

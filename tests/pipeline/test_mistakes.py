@@ -44,25 +44,25 @@ def refused(folder: Path, *arguments: str) -> str:
 
 
 def test_a_project_folder_that_is_missing_is_named(tmp_path):
-    assert "nowhere" in refused(tmp_path / "nowhere", "run", "images")
+    assert "nowhere" in refused(tmp_path / "nowhere", "run", "images", "--only")
 
 
 def test_a_missing_image_folder_is_named(project):
     (project / "images").rename(project / "pictures")
-    assert "images" in refused(project, "run", "images")
+    assert "images" in refused(project, "run", "images", "--only")
 
 
 def test_an_empty_image_folder_is_named(project):
     shutil.rmtree(project / "images")
     (project / "images").mkdir()
-    assert "images" in refused(project, "run", "images")
+    assert "images" in refused(project, "run", "images", "--only")
 
 
 def test_images_without_captions_are_counted_and_named(project):
     for path in (project / "images").glob("*.txt"):
         path.unlink()
-    projects.latentmill(project, "run", "images")
-    line = refused(project, "run", "captions")
+    projects.latentmill(project, "run", "images", "--only")
+    line = refused(project, "run", "captions", "--only")
     assert "3" in line and "picture0.png" in line
 
 
@@ -71,9 +71,9 @@ def test_a_stage_that_does_not_exist_gets_the_nearest_name(project):
 
 
 def test_a_stage_without_its_inputs_names_the_command_that_builds_them(project):
-    assert "make images" in refused(project, "run", "latents")
+    assert "make images" in refused(project, "run", "latents", "--only")
     projects.build(project, "images")
-    assert "make buckets" in refused(project, "run", "latents")
+    assert "make buckets" in refused(project, "run", "latents", "--only")
 
 
 @pytest.mark.parametrize(
@@ -87,16 +87,16 @@ def test_a_stage_without_its_inputs_names_the_command_that_builds_them(project):
 )
 def test_a_mistake_in_the_project_file_stops_before_anything_is_written(project, old, new, said):
     projects.edit(project, old, new)
-    assert said in refused(project, "run", "images")
+    assert said in refused(project, "run", "images", "--only")
     assert not (project / "tables").exists()
 
 
 def test_missing_weights_are_named(project, weights):
     use(project, weights)
     shutil.rmtree(weights / "vae")
-    assert "vae" in refused(project, "run", "latents")
+    assert "vae" in refused(project, "run", "latents", "--only")
     shutil.rmtree(weights)
-    assert "weights" in refused(project, "run", "embeddings")
+    assert "weights" in refused(project, "run", "embeddings", "--only")
 
 
 def use(project: Path, weights: Path) -> None:
@@ -113,9 +113,9 @@ def test_truncated_weights_are_refused_with_the_name_of_the_file(project, weight
     file = next((weights / "vae").glob("*.safetensors"))
     whole = file.read_bytes()
     file.write_bytes(whole[: int(len(whole) * share)])
-    assert file.name in refused(project, "run", "latents")
+    assert file.name in refused(project, "run", "latents", "--only")
     file.write_bytes(whole)
-    projects.latentmill(project, "run", "latents")
+    projects.latentmill(project, "run", "latents", "--only")
 
 
 def test_weights_of_another_shape_are_refused_with_the_name_of_the_tensor(project, weights):
@@ -125,22 +125,22 @@ def test_weights_of_another_shape_are_refused_with_the_name_of_the_tensor(projec
     name = "model.layers.0.self_attn.q_proj.weight"
     arrays[name] = np.zeros((3, 3), np.float32)
     save_file(arrays, file)
-    assert name.removeprefix("model.") in refused(project, "run", "embeddings")
+    assert name.removeprefix("model.") in refused(project, "run", "embeddings", "--only")
 
 
 def test_weights_whose_header_is_not_json_are_refused(project, weights):
     use(project, weights)
     file = next((weights / "vae").glob("*.safetensors"))
     file.write_bytes(struct.pack("<Q", 10) + b"not json at all")
-    assert file.name in refused(project, "run", "latents")
+    assert file.name in refused(project, "run", "latents", "--only")
 
 
 def test_a_second_writer_is_refused_with_the_process_that_writes(project):
     folder = Project(project).current("images")
     with Writer(folder, Project(project).recipe("images")):
-        line = refused(project, "run", "images")
+        line = refused(project, "run", "images", "--only")
     assert "images" in line and str(os.getpid()) in line
-    projects.latentmill(project, "run", "images")
+    projects.latentmill(project, "run", "images", "--only")
 
 
 LIMITED = """
@@ -155,12 +155,12 @@ main(sys.argv[2:])
 def test_a_full_disk_is_one_line_and_the_next_run_continues(project):
     """A limit on the size of files makes a write fail as a full disk does."""
     projects.build(project, "images", "captions", "buckets")
-    words = [sys.executable, "-c", LIMITED, "6000", "run", "latents", "--project", str(project)]
+    words = [sys.executable, "-c", LIMITED, "6000", "run", "latents", "--only", "--project", str(project)]
     done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, timeout=projects.HANG)
     assert done.returncode == USER, done.stderr
     assert "Traceback" not in done.stderr and "latents" in done.stderr
     assert not Project(project).current("latents").exists
-    projects.latentmill(project, "run", "latents")
+    projects.latentmill(project, "run", "latents", "--only")
     assert projects.content(project, "latents").num_rows == 6
 
 
@@ -170,7 +170,7 @@ def test_an_interrupt_keeps_finished_rows_and_tells_how_to_go_on(project, stage_
     for number in range(3, 60):
         projects.add_image(project, f"more{number}.png", seed=number)
     projects.build(project, "images", "captions", "buckets", *(["latents", "embeddings"] if stage_name == "train" else []))
-    process = projects.command(project, "run", stage_name)
+    process = projects.command(project, "run", stage_name, "--only")
     projects.wait_until(lambda: any((project / "tables" / stage_name).glob("*/rows.lance/_versions/*")), process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=projects.HANG)

@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from pipeline.launcher import _wait, run_ranks
 from pipeline.project.project import Project
+from pipeline.ranks import _wait, run_ranks
 from stages.tuner import checkpoint
 from stages.tuner.ranks import Ranks, launched_rank, merged
 from tests import projects
@@ -41,7 +41,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path:
 def alone(ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same project, trained by one process."""
     folder = copy(ready, tmp_path_factory.mktemp("alone") / "project")
-    projects.latentmill(folder, "run", "train")
+    projects.latentmill(folder, "run", "train", "--only")
     return folder
 
 
@@ -89,7 +89,7 @@ def test_two_ranks_train_as_one_process_does(ready, alone, tmp_path, cases):
         alone = copy(ready, tmp_path / "alone" / "project")
         for folder in (alone, ranked):
             projects.edit(folder, "steps = 12", f"steps = {steps}")
-        projects.latentmill(alone, "run", "train")
+        projects.latentmill(alone, "run", "train", "--only")
     said = projects.latentmill_process(ranked, "launch", "--ranks", "2")
     assert "2 ranks train together" in said and said.count("lora of rank") == 1, "rank 0 alone talks"
     assert_alike(ranked, alone)
@@ -100,7 +100,7 @@ def test_a_run_continues_on_another_number_of_ranks_with_the_same_samples(ready,
     ranked = copy(ready, tmp_path / "ranked" / "project")
     stopped = projects.latentmill_process(ranked, "launch", "--ranks", "2", "--set", "train.stop_after_steps=5")
     assert "stopped after 5 steps" in stopped
-    said = projects.latentmill(ranked, "run", "train")
+    said = projects.latentmill(ranked, "run", "train", "--only")
     assert "the run began with 2 ranks and goes on with 1" in said
     assert_alike(ranked, alone)
 
@@ -118,7 +118,7 @@ def test_a_rank_that_is_killed_ends_the_run_at_its_last_checkpoint(rank, ready, 
     assert f"rank {rank} was ended by signal 9; the run ends at its last checkpoint. Run it again to go on." in err
     for saved in checkpoint.find_checkpoints(artifacts):
         shutil.rmtree(saved.folder) if saved.step > 6 else None
-    projects.latentmill(ranked, "run", "train")
+    projects.latentmill(ranked, "run", "train", "--only")
     assert_alike(ranked, alone)
 
 

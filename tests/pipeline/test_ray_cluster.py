@@ -11,11 +11,22 @@ import pyarrow as pa
 import pytest
 
 ray = pytest.importorskip("ray", reason='needs Ray: pip install "latentmill[ray]"')
-from pipeline import ray_cluster  # noqa: E402
-from pipeline.launcher import free_ports  # noqa: E402
+from pipeline import on_ray  # noqa: E402
+from pipeline.on_ray import (  # noqa: E402  # noqa: E402
+    Host,
+    Worker,
+    check_hosts,
+    check_reachable,
+    end_workers,
+    has_model,
+    room,
+    start_workers,
+    version,
+    worker_count,
+    worker_needs,
+)
 from pipeline.project.project import Project  # noqa: E402
-from pipeline.ray_cluster import Host, check_hosts, check_reachable, room, worker_count, worker_needs  # noqa: E402
-from pipeline.ray_workers import Worker, end_workers, has_model, start_workers, version  # noqa: E402
+from pipeline.ranks import free_ports  # noqa: E402
 from stages.stage import WorkUnit  # noqa: E402
 
 GPUS = {"CPU": 4, "GPU": 2, "memory": 3e9}
@@ -64,7 +75,7 @@ def test_as_many_workers_fit_as_the_scarcest_resource_of_each_machine_allows():
 
 
 def test_a_cluster_without_room_for_one_worker_is_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr(ray_cluster.ray, "nodes", lambda: [{"Alive": True, "Resources": GPUS}])
+    monkeypatch.setattr(on_ray.ray, "nodes", lambda: [{"Alive": True, "Resources": GPUS}])
     with pytest.raises(ValueError) as raised:
         worker_count("latents", 0, 9, {"CPU": 1, "memory": 9_100_000_000}, print)
     assert str(raised.value) == (
@@ -102,7 +113,7 @@ def test_a_stage_takes_a_gpu_only_if_it_computes_with_a_model(tmp_path):
 
 
 def test_a_model_of_unknown_size_takes_no_memory_and_fits_a_machine_without_gpus(monkeypatch):
-    monkeypatch.setattr(ray_cluster.ray, "cluster_resources", lambda: {"CPU": 4.0, "memory": 3e9})
+    monkeypatch.setattr(on_ray.ray, "cluster_resources", lambda: {"CPU": 4.0, "memory": 3e9})
     assert worker_needs(0) == {"CPU": 1} and worker_needs(5) == {"CPU": 1, "memory": 5}
     assert room([{"Alive": True, "Resources": GPUS}], worker_needs(0)) == 4
 

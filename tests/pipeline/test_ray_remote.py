@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.launcher import free_ports
+from pipeline.ranks import free_ports
 from tests import projects
 from tests.pipeline.test_ray_workers import STAGES, assert_same_table
 from tests.pipeline.test_work import without
@@ -72,9 +72,9 @@ def test_workers_that_see_no_file_write_the_table_of_a_local_run(finished, addre
         folder = without(finished, finished.parent / name / "project", name)
         words = ("--set", f"project.workers={address}", "--set", "project.unit_rows=1")
         if name == "latents":
-            said = projects.latentmill_process(folder, "run", name, *words, code=2)
+            said = projects.latentmill_process(folder, "run", name, "--only", *words, code=2)
             assert f"a worker does not see {folder}; share the folders by a network file system at the same path, or set" in said
-        said = projects.latentmill_process(folder, "run", name, *words, "--set", "project.worker_inputs=shipped")
+        said = projects.latentmill_process(folder, "run", name, "--only", *words, "--set", "project.worker_inputs=shipped")
         assert "2 workers on Ray, 1 rows at a time" in said
         assert_same_table(folder, finished, name)
     left = set(Path(tempfile.gettempdir()).glob("latentmill-*")) - before

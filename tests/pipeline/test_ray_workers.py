@@ -76,10 +76,10 @@ def workers() -> list[int]:
 def test_three_workers_write_the_table_of_a_local_run_bit_for_bit(finished, cluster, tmp_path, cases):
     for name in STAGES[: cases(2, len(STAGES))]:
         folder = without(finished, tmp_path / name / "project", name)
-        said = projects.latentmill_process(folder, "run", name, *DIVIDED)
+        said = projects.latentmill_process(folder, "run", name, "--only", *DIVIDED)
         assert f"{WORKERS} workers on Ray, 1 rows at a time" in said
         assert_same_table(folder, finished, name)
-        assert "up to date" in projects.latentmill(folder, "run", name)
+        assert "up to date" in projects.latentmill(folder, "run", name, "--only")
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_workers_that_are_killed_lose_and_double_nothing(finished, cluster, tmp_
     left, generator = cases(2, 30), random.Random(3)
     while left > 0:
         folder = without(finished, tmp_path / f"{left}" / "project", "latents")
-        process = projects.command(folder, "run", "latents", *DIVIDED)
+        process = projects.command(folder, "run", "latents", "--only", *DIVIDED)
         for _ in range(min(left, 3)):
             projects.wait_until(lambda: bool(workers()), process)
             if alive := workers():
@@ -106,7 +106,7 @@ def test_workers_that_are_killed_lose_and_double_nothing(finished, cluster, tmp_
 def test_a_driver_that_is_killed_or_interrupted_is_continued_by_the_next_run(number, code, cluster, tmp_path):
     (tmp_path / "project.toml").write_text(STAND_IN.format(workers=WORKERS, count=120, seconds=0.1))
     projects.edit(tmp_path, "unit_rows = 1", "unit_rows = 1\ncommit_seconds = 0.0")
-    process = projects.command(tmp_path, "run", "waits")
+    process = projects.command(tmp_path, "run", "waits", "--only")
     rows = Project(tmp_path).current("waits").folder / "rows.lance"
     projects.wait_until(lambda: len(list(rows.glob("_versions/*"))) > 3, process)
     process.send_signal(number)
@@ -114,7 +114,7 @@ def test_a_driver_that_is_killed_or_interrupted_is_continued_by_the_next_run(num
     assert process.returncode == code and "Traceback" not in err, (out, err)
     if number == signal.SIGINT:
         assert "new rows are kept" in err and not workers(), "its workers have ended"
-    said = projects.latentmill_process(tmp_path, "run", "waits")
+    said = projects.latentmill_process(tmp_path, "run", "waits", "--only")
     written = int(re.findall(r"(\d+) rows written, 120 in all", said)[0])
     assert 0 < written < 120
     assert projects.content(tmp_path, "waits")["number"].to_pylist() == list(range(120))
@@ -124,7 +124,7 @@ def test_a_driver_that_is_killed_or_interrupted_is_continued_by_the_next_run(num
 def test_an_error_of_a_unit_is_the_error_of_the_run_and_the_other_rows_are_kept(finished, cluster, tmp_path):
     folder = without(finished, tmp_path / "project", "latents")
     projects.draw(folder / "images" / "picture3.png", seed=77, size=(200, 90))
-    said = projects.latentmill_process(folder, "run", "latents", *DIVIDED, code=2)
+    said = projects.latentmill_process(folder, "run", "latents", "--only", *DIVIDED, code=2)
     assert "1 image files changed since the table images was written (picture3.png): run images again" in said
 
 
@@ -139,7 +139,7 @@ def test_a_worker_that_fails_as_it_starts_is_named_in_one_line(finished, cluster
     def fail(*_: object) -> None:
         raise ray.exceptions.RayActorError
 
-    monkeypatch.setattr("pipeline.ray_workers.answers", fail)
+    monkeypatch.setattr("pipeline.on_ray.answers", fail)
     folder = without(finished, tmp_path / "project", "latents")
     with pytest.raises(ValueError, match="a worker failed as it started; is latentmill installed on every host"):
         Runs(folder, {"project.workers": "ray", "project.unit_rows": 1}).run("latents")

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from pipeline.interrupts import interruptible
+from pipeline.process import interruptible
 from stages.models import weights
 from tests import projects
 

@@ -29,10 +29,10 @@ def built(tmp_path_factory, tiny_weights) -> Path:
     projects.build(folder, "images", "captions", "buckets", "latents", "embeddings", "train", "samples")
     rename(Project(folder), find_runs(Project(folder))[0], "slow")
     projects.edit(folder, LR, "lr = 0.005")
-    projects.latentmill(folder, "train", "--name", "fast")
+    projects.latentmill(folder, "train", "--only", "--name", "fast")
     projects.build(folder, "samples")
     projects.edit(folder, "lr = 0.005", "lr = 0.002")
-    projects.latentmill(folder, "train", "--set", "train.stop_after_steps=2")
+    projects.latentmill(folder, "train", "--only", "--set", "train.stop_after_steps=2")
     return folder
 
 
@@ -74,19 +74,19 @@ def test_an_older_run_is_exported_by_name(built, tmp_path):
 def test_an_older_run_goes_on_by_name_and_no_other_run_changes(project):
     before = {run.recipe: run.rows.num_rows for run in find_runs(Project(project))}
     slow = find_run(Project(project), "slow").recipe
-    said = projects.latentmill(project, "train", "--run", "slow", "--set", "train.steps=8")
+    said = projects.latentmill(project, "train", "--only", "--run", "slow", "--set", "train.steps=8")
     assert "rows written" in said
     after = {run.recipe: run.rows.num_rows for run in find_runs(Project(project))}
     assert after.pop(slow) > before.pop(slow) and after == before
     assert find_run(Project(project), "slow").steps.num_rows == 8
     third = next(run.recipe for run in find_runs(Project(project)) if not run.name)
-    projects.latentmill(project, "train", "--run", third[:6])
+    projects.latentmill(project, "train", "--only", "--run", third[:6])
     assert find_run(Project(project), third).steps.num_rows == 6
 
 
 def test_a_continued_run_ends_with_the_bits_of_an_unbroken_one(project):
     third = next(run for run in find_runs(Project(project)) if not run.name)
-    projects.latentmill(project, "train", "--run", third.recipe)
+    projects.latentmill(project, "train", "--only", "--run", third.recipe)
     whole = project.parent / "whole"
     shutil.copytree(project, whole, symlinks=True)
     shutil.rmtree(whole / "tables" / "train")
@@ -101,7 +101,7 @@ def test_a_continued_run_ends_with_the_bits_of_an_unbroken_one(project):
 def test_a_run_whose_data_have_changed_is_not_continued_but_can_be_exported(project, tmp_path):
     projects.add_image(project, "new.png", seed=9)
     projects.build(project, "images", "captions", "buckets", "latents", "embeddings")
-    said = projects.latentmill(project, "train", "--run", "slow", code=2)
+    said = projects.latentmill(project, "train", "--only", "--run", "slow", code=2)
     assert "cannot go on: snapshot" in said
     assert "wrote" in projects.latentmill(project, "export", str(tmp_path / "slow.safetensors"), "--run", "slow")
 

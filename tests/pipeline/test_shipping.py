@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 
 import stages
+from pipeline.on_ray import Mirror, Packer, lasting_files
 from pipeline.project.project import Project
-from pipeline.shipping import Mirror, Packer, lasting_files
 from pipeline.work import divide, perform
 from stages.pipelines import Folder, Pipeline
 from stages.stage import Artifact

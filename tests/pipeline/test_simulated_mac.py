@@ -57,9 +57,9 @@ def test_after_an_error_of_metal_the_same_command_ends_with_the_bits_of_an_unbro
     with monkeypatch.context() as patch:
         patch.setenv("LATENTMILL_RESTARTED", "1")
         patch.setattr(TrainingStep, "step", step)
-        shown = projects.latentmill(folder, "run", "train", code=2)
+        shown = projects.latentmill(folder, "run", "train", "--only", code=2)
     assert "Traceback" not in shown and shown.strip().splitlines()[-1].endswith("the same command goes on.")
-    projects.latentmill(folder, "run", "train")
+    projects.latentmill(folder, "run", "train", "--only")
     assert adapter_of(folder) == adapter_of(unbroken)
     assert projects.content(folder, "train") == projects.content(unbroken, "train")
 
@@ -119,7 +119,7 @@ def test_a_hostile_folder_passes_the_whole_chain_with_256_descriptors(unbroken, 
     limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)); sys.argv[0] = 'latentmill'; "
     for stage in Project(hostile).stage_names:
         code = f"{limited}from pipeline.cli import main; sys.exit(main())"
-        command = [sys.executable, "-c", code, "run", stage, "--project", str(hostile)]
+        command = [sys.executable, "-c", code, "run", stage, "--only", "--project", str(hostile)]
         done = subprocess.run(command, cwd=projects.ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, (stage, done.stderr)
     for name in ("latents", "embeddings"):

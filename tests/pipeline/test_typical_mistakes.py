@@ -26,7 +26,7 @@ COMMANDS = [
     (["follow"], "make follow WHAT=TEXT"),
     (["export", "--run", "nothing"], "there is no run 'nothing'"),
     (["compare", "one"], "compare needs two runs or more"),
-    (["buckets"], "make images"),
+    (["buckets", "--only"], "make images"),
 ]
 SETTINGS = [
     ("[train]\nepochs = 10", "train.epochs is not a setting; did you mean steps?"),

@@ -18,7 +18,7 @@ try:
     project.run("lines")
 except ValueError as error:
     print(error)
-several = ("pipeline.ray_workers", "pipeline.ray_cluster", "pipeline.shipping", "pipeline.launcher", "mlx._distributed_utils")
+several = ("pipeline.on_ray", "mlx._distributed_utils")
 print([name for name in sys.modules if name in several or name.startswith("ray.")])
 """
 
@@ -45,6 +45,6 @@ def test_a_stage_whose_files_cannot_be_sent_is_computed_by_the_starting_process(
     lines = '[project]\npipeline = "retrieval"\nworkers = "ray://nowhere:1"\nworker_inputs = "shipped"\nunit_rows = 1\n'
     (tmp_path / "project.toml").write_text(lines)
     for name in ("sources", "units"):
-        said = projects.latentmill(tmp_path, "run", name)
+        said = projects.latentmill(tmp_path, "run", name, "--only")
         assert "computed here, because its input files cannot be sent to workers" in said
     assert sorted(projects.content(tmp_path, "units")["name"].to_pylist()) == ["a", "b"]

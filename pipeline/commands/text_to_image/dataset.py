@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.commands.query import FORMAT, answer, answer_panel, format_rows
-from pipeline.commands.run import summary
+from pipeline.commands.run import bring_up_to_date, summary
 from pipeline.options import with_project
 from pipeline.store.disk import atomic_write
 from pipeline.store.lock import texts_lock
@@ -19,15 +19,6 @@ from pipeline.terminal import Terminal
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
-
-
-def bring_up_to_date(project: Project, stage: str) -> None:
-    from pipeline import runner
-
-    for name in [*project.pipeline.upstream(stage), stage]:
-        with Terminal(name) as terminal:
-            runner.run(project, name, terminal)
-        project.refresh()
 
 
 @click.command("lint")
@@ -39,7 +30,7 @@ def lint(style: str, project: Project) -> None:
     Each row that is printed is an image with warnings. Images with warnings are still used. To exclude images, set the
     condition `where` in the section [buckets]. --format prints the rows as a table, as CSV or as JSON.
     """
-    bring_up_to_date(project, "checks")
+    bring_up_to_date(project, [*project.chain("checks"), "checks"], quiet=True)
     rows = answer_panel(project, "checks")
     click.echo(format_rows(rows, style) if rows.num_rows else "no image has a warning")
 
@@ -53,7 +44,7 @@ def crops(out: Path | None, project: Project) -> None:
     sheets are written into the folder exports/crops of the project. The earlier content of this folder is deleted. The
     table `buckets` is brought up to date first.
     """
-    bring_up_to_date(project, "buckets")
+    bring_up_to_date(project, [*project.chain("buckets"), "buckets"], quiet=True)
     written = write_crops(project, out)
     more = f" and {len(written) - 1} more" if len(written) > 1 else ""
     click.echo(f"wrote {written[0]}{more}")
@@ -102,6 +93,7 @@ def captions(edit: Path | None, apply: Path | None, sidecars: bool, undo_sidecar
     if apply:
         count = read_captions(project, apply)
         click.echo(f"{count} captions changed")
+    bring_up_to_date(project, project.chain("captions"))
     with Terminal("captions") as terminal:
         outcome = runner.run(project.allow_downloads(), "captions", terminal)
     click.echo(summary(outcome))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pipeline.project.project import Project
     from pipeline.project.stage_run import Write
-    from pipeline.runner import Console
+    from pipeline.terminal import Quiet
     from stages.run import Run
     from stages.text_to_image.samples.config import SamplesConfig
 
@@ -126,12 +126,12 @@ def parse_size(size: str | None) -> dict[str, int]:
     return {"width": int(width), "height": int(height)}
 
 
-def generate(project: Project, wish: Wish, console: Console) -> Iterator[Path]:
+def generate(project: Project, wish: Wish, console: Terminal | Quiet) -> Iterator[Path]:
     """Draw the pictures that do not exist yet, and yield the path of each, prompt by prompt. All are drawn before the first path
     is yielded. Raises ValueError for a wrong setting, Stopped after an interrupt.
     """
     from pipeline.errors import Stopped
-    from pipeline.interrupts import interruptible
+    from pipeline.process import interruptible
     from pipeline.project.recipe import recipe_id
     from pipeline.store.table import TableFolder, Writer
     from schemas.text_to_image.generated import GENERATED

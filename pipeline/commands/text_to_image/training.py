@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import click
 
+from pipeline.commands.run import bring_up_to_date
 from pipeline.commands.runs import best_of, checkpoint_scores
 from pipeline.commands.status import state
 from pipeline.options import PROJECT, SET, overrides_from_environment, with_project
@@ -25,17 +26,20 @@ from stages.run import Report
 @PROJECT
 @SET
 def segments_command(every: int, patience: int | None, path: str, overrides: tuple[str, ...]) -> int:
-    """Train in segments and draw previews after each one. Every segment is a process of its own. --every sets the
-    training steps of a segment. With --patience, previews are scored too. Training then ends early after so many
-    segments without a better score. The exit code is 0, or that of the first stage that fails.
+    """Train in segments and draw previews after each one. Every segment is a process of its own. The stages before come
+    first. --every sets the training steps of a segment. With --patience, previews are scored too. Training then ends
+    early after so many segments without a better score. The exit code is 0, or that of the first stage that fails.
     """
-    return segments(path, every, overrides or overrides_from_environment(), patience)
+    overrides = overrides or overrides_from_environment()
+    project = Project(path, overrides)
+    bring_up_to_date(project, project.chain("train"))
+    return segments(path, every, overrides, patience)
 
 
 def run_stage(stage: str, *arguments: str) -> int:
     # A process of its own: while previews are drawn, no training process holds memory. macOS may end long GPU work while the
     # display is on, which short segments avoid.
-    return subprocess.run([sys.executable, "-m", "pipeline", "run", stage, *arguments], check=False).returncode
+    return subprocess.run([sys.executable, "-m", "pipeline", "run", stage, "--only", *arguments], check=False).returncode
 
 
 def segments(

@@ -104,7 +104,7 @@ def test_measure_writes_one_json_file_and_a_probe_that_fails_says_so(tmp_path, m
 
 def test_the_peak_memory_of_a_process_leaves_out_the_program_that_started_it():
     large = np.ones(50_000_000)  # 400 MB
-    code = "from pipeline.machine import peak_rss; held = bytearray({}); print(peak_rss())"
+    code = "from pipeline.process import peak_rss; held = bytearray({}); print(peak_rss())"
     small, held = (
         int(subprocess.run([sys.executable, "-c", code.format(size)], capture_output=True, text=True, check=True).stdout)
         for size in (0, 100_000_000)

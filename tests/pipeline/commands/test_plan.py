@@ -86,7 +86,7 @@ def test_besides_arrays_each_stage_takes_less_memory_than_the_plan_says_of_the_p
     folder = projects.make(tmp_path / "p", projects.ROOT / "data" / "micro", images=2)
     projects.edit(folder, 'family = "tiny"', 'family = "micro"')
     for name in ("images", "captions", "buckets", "latents", "embeddings"):
-        projects.latentmill_process(folder, "run", name)
+        projects.latentmill_process(folder, "run", name, "--only")
     for name in ("latents", "embeddings"):
         run = Project(folder).current(name).manifest()["facts"]["run"]
         assert 0.1 * PROGRAM_BYTES < run["peak_rss"] - run["peak_mlx"] < PROGRAM_BYTES, run

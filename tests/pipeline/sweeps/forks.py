@@ -36,7 +36,7 @@ NOTES = 1 << 16  # bytes that a fork can leave in `notes`
 IMPORTED = (
     *("duckdb", "lance", "mlx.core", "mlx.nn", "mlx.optimizers", "pyarrow.acero", "pyarrow.dataset", "pyarrow.parquet", "xxhash"),
     *("PIL.PngImagePlugin", "PIL.ImageCms", "PIL.ImageOps", "jinja2", "safetensors.numpy", "rich.progress"),
-    *("pipeline.cli", "pipeline.api", "pipeline.runner", "pipeline.awake", "tests.pipeline.sweeps.life"),
+    *("pipeline.cli", "pipeline.api", "pipeline.runner", "pipeline.process", "tests.pipeline.sweeps.life"),
 )
 WALKED = ("schemas", "stages", "pipeline.commands", "pipeline.store", "pipeline.project", "pipeline.page")
 USED = ("AutoTokenizer", "PreTrainedTokenizerFast", "Qwen2TokenizerFast")  # transformers imports them when they are named

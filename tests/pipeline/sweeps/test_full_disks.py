@@ -16,7 +16,7 @@ from tests.pipeline.sweeps.replay import read
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif("sys.platform != 'linux'", reason="disk.c is preloaded on Linux alone")]
 USES = (
-    *(("run", name) for name in life.STAGES),
+    *(("run", name, "--only") for name in life.STAGES),
     ("export",),
     ("export", "--merged"),
     ("publish",),

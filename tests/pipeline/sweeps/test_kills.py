@@ -142,9 +142,9 @@ class Life:
                 shutil.rmtree(self.folder / "tables" / name, ignore_errors=True)
                 self.committed = {each: rows for each, rows in self.committed.items() if not each.startswith(f"{name}/")}
             for _ in range(self.generator.choice((1, 1, 2, 3))):
-                if self.kills.total() >= most or not self.killed(("run", name)):
+                if self.kills.total() >= most or not self.killed(("run", name, "--only")):
                     break
-            self.run(("run", name))
+            self.run(("run", name, "--only"))
         for words in self.generator.sample(COMMANDS, 6):
             if self.kills.total() < most:
                 self.export(words)

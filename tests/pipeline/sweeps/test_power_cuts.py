@@ -17,7 +17,7 @@ from tests.pipeline.sweeps.replay import CUTS, Disk, read
 pytestmark = [pytest.mark.slow, pytest.mark.skipif("sys.platform != 'linux'", reason="disk.c is preloaded on Linux alone")]
 CAPTIONS = ("picture number 0", "a red cup")  # of picture0, before and after an edit
 USES = (
-    *(("run", name) for name in life.STAGES),
+    *(("run", name, "--only") for name in life.STAGES),
     ("export",),
     ("query", "select path, width from images", "--parquet", "exports/answer.parquet"),
     ("generate", "a red cup"),

@@ -79,7 +79,7 @@ def check_equal(kind: str, folder: Path) -> None:
 
 
 def train(folder: Path, kind: str, *words: str, code: int = 0) -> str:
-    return projects.latentmill_process(folder, "train", "--set", f'train.track="{kind}"', *words, code=code)
+    return projects.latentmill_process(folder, "train", "--only", "--set", f'train.track="{kind}"', *words, code=code)
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_the_numbers_of_a_run_that_was_stopped_and_resumed_are_those_of_the_tabl
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_was_not_tracked_at_first_is_completed_later(tracked, kind):
-    projects.latentmill_process(tracked, "train")
+    projects.latentmill_process(tracked, "train", "--only")
     train(tracked, kind)
     check_equal(kind, tracked)
 
@@ -122,7 +122,7 @@ main(sys.argv[1:])
 @pytest.mark.parametrize("kind", KINDS)
 def test_after_a_kill_and_a_resume_no_step_is_doubled(tracked, kind, written):
     script = SCRIPT.format(step=KILLED_AT, close="arguments[0].close()" if written else "pass")
-    words = ["train", "--project", str(tracked), "--set", f'train.track="{kind}"']
+    words = ["train", "--only", "--project", str(tracked), "--set", f'train.track="{kind}"']
     done = subprocess.run([sys.executable, "-c", script, *words], cwd=projects.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
     train(tracked, kind)

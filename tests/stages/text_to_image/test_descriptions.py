@@ -121,7 +121,7 @@ def test_a_server_captions_the_images_that_have_no_caption_once_and_no_other(pro
 def test_after_a_kill_no_caption_is_written_twice(project: Path, server: Server) -> None:
     run(project, "images")
     server.stall_after = 2
-    process = projects.command(project, "run", "descriptions")
+    process = projects.command(project, "run", "descriptions", "--only")
     projects.wait_until(server.stalled.is_set, process)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()

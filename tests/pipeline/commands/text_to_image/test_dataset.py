@@ -21,7 +21,7 @@ from tests.projects import draw, latentmill, make
 @pytest.fixture(scope="module")
 def project(tmp_path_factory, tiny_weights):
     folder = make(tmp_path_factory.mktemp("captions") / "project", tiny_weights, images=2)
-    latentmill(folder, "run", "images")
+    latentmill(folder, "run", "images", "--only")
     return folder
 
 

@@ -184,7 +184,7 @@ def measured(tmp_path_factory, tiny_weights):
     folder = projects.make(tmp_path_factory.mktemp("measured") / "project", tiny_weights)
     projects.edit(folder, "[embeddings]", "[latents]\nbatch_size = 1\n\n[embeddings]")
     projects.build(folder, "images", "captions", "buckets")
-    return folder, projects.latentmill(folder, "run", "latents", "--memory")
+    return folder, projects.latentmill(folder, "run", "latents", "--only", "--memory")
 
 
 def test_any_stage_can_be_measured_batch_by_batch_and_writes_the_same_rows(measured, tmp_path):
@@ -197,7 +197,7 @@ def test_any_stage_can_be_measured_batch_by_batch_and_writes_the_same_rows(measu
     other = projects.copied(folder, tmp_path / "project")
     projects.build(other, "images", "captions", "buckets", "latents")
     assert projects.content(other, "latents") == projects.content(folder, "latents")
-    assert "latents computed no batch" in projects.latentmill(folder, "run", "latents", "--memory")
+    assert "latents computed no batch" in projects.latentmill(folder, "run", "latents", "--only", "--memory")
 
 
 def test_a_leak_planted_in_a_stage_is_found_and_the_outcome_has_the_meter_s_peak(measured, tmp_path):

@@ -20,7 +20,7 @@ def test_training_in_segments_ends_with_the_table_of_an_unbroken_run(tmp_path, t
         "train: stopped after 4 steps, as [train] stop_after_steps says; 4 new rows are kept, 2 are still to do. "
         "Run the same command to go on."
     )
-    said = projects.latentmill(folder, "run", "train")
+    said = projects.latentmill(folder, "run", "train", "--only")
     assert "2 rows written" in said
     assert projects.content(folder, "train").equals(projects.content(whole, "train"))
     assert projects.latentmill(folder, "replay", "5").endswith("step 5: the same to the bit\n")

@@ -17,8 +17,8 @@ import pytest
 from PIL import Image
 
 from pipeline import runner
+from pipeline.on_ray import Packer
 from pipeline.project.project import Project
-from pipeline.shipping import Packer
 from tests import projects
 
 pytestmark = pytest.mark.slow
@@ -160,7 +160,7 @@ def peak_of(folder: Path) -> float:
     """Run the stage `images` in a process, three times from the beginning, and return the least peak memory in megabytes. On a
     busy machine, threads may hold more at once in one run than in the next.
     """
-    words = [sys.executable, "-m", "pipeline", "run", "images", "--project", str(folder)]
+    words = [sys.executable, "-m", "pipeline", "run", "images", "--only", "--project", str(folder)]
     peaks = []
     for _ in range(3):
         shutil.rmtree(folder / "tables", ignore_errors=True)
@@ -177,4 +177,4 @@ def test_the_memory_of_reading_grows_by_rows_alone_and_a_second_run_reads_no_ima
         peaks = [peak_of(folder) for folder in folders]
         assert peaks[1] - peaks[0] < VARIES + 0.008 * (many - few), (kind, peaks)  # 8 kB of rows for each image
         assert Project(folders[1]).current("images").rows().num_rows == many
-        assert "images: up to date" in projects.latentmill(folders[1], "run", "images")
+        assert "images: up to date" in projects.latentmill(folders[1], "run", "images", "--only")

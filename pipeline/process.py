@@ -1,0 +1,226 @@
+"""What a process needs of its machine: signals, no idle sleep, open files, peak memory, and what errors of the device mean."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+FILES = 4096  # open files: shards, indices and weights of a large project
+RESTARTED = "LATENTMILL_RESTARTED"  # set in a process that was started again, so that it happens once
+
+
+# Signals
+
+
+@contextlib.contextmanager
+def interruptible(say: Callable[[str], None] = lambda line: None) -> Iterator[threading.Event]:
+    """Yield an event that the first signal sets (only in the main thread); a second raises KeyboardInterrupt."""
+    stop = threading.Event()
+
+    def handle(number: int, frame: Any) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        with _acknowledged(say):
+            yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _acknowledged(say: Callable[[str], None]) -> Iterator[None]:
+    """Call `say` at the first signal, even while the main thread computes. Needs Python handlers for both signals."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def listen() -> None:
+        while number := os.read(reader, 1):
+            if number[0] in SIGNALS:
+                say("stopping after the current item; a second signal ends at once")
+                return
+
+    thread = threading.Thread(target=listen, name="signals", daemon=True)
+    thread.start()
+    # Python runs a handler only when the main thread returns from native code, which may take minutes. The number of the
+    # signal arrives in this pipe at once. Only the main thread may set it.
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+        thread.join()
+        os.close(reader)
+
+
+def run_apart(words: Sequence[str], *, quiet: bool = False) -> int:
+    """Exit code of a command, run as a process of its own; 128 + the signal that ended it. `quiet`: it only writes to stderr."""
+    process = subprocess.Popen(words, stdout=2 if quiet else None)
+    # Ctrl-C reaches both from the terminal, and the process decides what becomes of it. SIGTERM is passed on.
+    handlers = {signal.SIGINT: lambda number, frame: None, signal.SIGTERM: lambda number, frame: process.terminate()}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
+# The machine
+
+
+@contextlib.contextmanager
+def kept_awake() -> Iterator[None]:
+    """No idle sleep on macOS during the block; nothing elsewhere."""
+    program = shutil.which("caffeinate") if sys.platform == "darwin" else None
+    if program is None:
+        yield
+        return
+    # -w: caffeinate ends with this process, even if that is killed.
+    process = subprocess.Popen([program, "-i", "-w", str(os.getpid())], stdin=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def newest_checkpoint(artifacts: Path | None) -> int:
+    """Step of the newest checkpoint; -1 if there is none."""
+    if artifacts is None or not artifacts.is_dir():
+        return -1
+    from stages.tuner.checkpoint import find_checkpoints
+
+    return max((saved.step for saved in find_checkpoints(artifacts)), default=-1)
+
+
+def replace_process() -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "pipeline", *sys.argv[1:]])
+
+
+def allow_open_files(wanted: int = FILES) -> None:
+    """Raise the limit of open files to `wanted`, or as far as the system allows; never lower it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+@functools.cache
+def version(package: str = "latentmill") -> str:
+    """Of an installed package; "" if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def peak_rss() -> int:
+    """Peak resident memory of this process so far, bytes."""
+    # ru_maxrss is in bytes on macOS only.
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # On Linux, getrusage gives the memory of the parent process if that was larger when it started this one.
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+
+
+def peak_mlx() -> int:
+    """Peak active memory of MLX in this process, bytes, since it was last reset; 0 if MLX was never imported."""
+    core = sys.modules.get("mlx.core")
+    return int(core.get_peak_memory()) if core else 0
+
+
+# Errors that MLX raises as RuntimeError: of the GPU, a full disk, lost ranks
+
+# (pattern of the message, what happened, what helps, whether a fresh process may go on)
+KINDS = (
+    (
+        r"impacting ?interactivity",
+        "macOS ended the GPU work because it held up the display",
+        "let the display sleep (`pmset displaysleepnow`) or log out of the desktop, or use [train] micro_batch = 1 and a lower "
+        "resolution",
+        True,
+    ),
+    (
+        r"gpu timeout|callbackerrortimeout|gpu hang|callbackerrorhang",
+        "macOS ended GPU work that took too long",
+        "use [train] micro_batch = 1 or a lower resolution, and close programs that use the GPU",
+        True,
+    ),
+    (
+        r"\[write\] unable to write",  # MLX gives no error number
+        "disk full, or the file cannot be written",
+        "free some space and run again",
+        False,
+    ),
+    (
+        r"connection to a peer was lost|\[ring\]|nccl",
+        "another rank of the run ended, or the network failed",
+        "look at the messages of the other ranks",
+        False,
+    ),
+    (
+        r"insufficient memory|outofmemory|out of memory|\b(malloc|alloc\w*)\b.*\b(fail|bytes|unable|memory)|unable to allocate",
+        "not enough memory",
+        "`latentmill plan` shows what each stage needs and which settings need less",
+        False,
+    ),
+)
+
+
+def explain(message: str) -> str | None:
+    """What happened, `message` and a remedy in one line; None for an unknown error."""
+    for pattern, happened, remedy, _ in KINDS:
+        if re.search(pattern, message, re.IGNORECASE):
+            return f"{happened}: {' '.join(message.split())}; {remedy}. Finished work is kept: the same command goes on."
+    return None
+
+
+def may_restart(message: str) -> bool:
+    """True if a fresh process can go on, because macOS ended the GPU work."""
+    found = [again for pattern, _, _, again in KINDS if re.search(pattern, message, re.IGNORECASE)]
+    return bool(found) and found[0]
+
+
+@contextlib.contextmanager
+def restarting(
+    artifacts: Callable[[], Path | None], say: Callable[[str], None], start_again: Callable[[], NoReturn]
+) -> Iterator[None]:
+    """If macOS stops the block's GPU work after it saved a new checkpoint, `start_again`, once per command."""
+    before = newest_checkpoint(artifacts())
+    try:
+        yield
+    except RuntimeError as error:
+        after = newest_checkpoint(artifacts())
+        if not may_restart(str(error)) or after <= before or os.environ.get(RESTARTED):
+            raise
+        say(f"{explain(str(error))} Starting once more from step {after}.")
+        os.environ[RESTARTED] = "1"
+        # It must replace the process: the GPU context of this one is broken.
+        start_again()

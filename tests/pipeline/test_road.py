@@ -1,0 +1,190 @@
+"""The road from the command line to the computation is short, and what is expensive is done once."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import cli
+from pipeline.project.project import Project
+from stages.stage import Stage
+from stages.text_to_image.captions import stage as captions
+from stages.text_to_image.images import stage as images
+from stages.text_to_image.latents import stage as latents
+from stages.text_to_image.scores import pictures
+from stages.text_to_image.train import dataset
+from stages.tuner.step import TrainingStep
+from tests import projects
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path:
+    """A project whose tables before `train` are built. Tests train in it, with settings of their own."""
+    folder = projects.make(tmp_path_factory.mktemp("road") / "project", tiny_weights, images=3)
+    projects.build(folder, "images", "captions", "checks", "buckets", "latents", "embeddings")
+    return folder
+
+
+def frames() -> list[str]:
+    """The functions between `cli.main` and the caller, both included, without those of click and contextlib."""
+    names = []
+    for each in inspect.stack()[2:]:
+        if not any(part in each.filename for part in ("/click/", "contextlib.py", "functools.py")):
+            names.append(f"{Path(each.filename).name}:{each.function}")
+        if each.filename.endswith("pipeline/cli.py") and each.function == "main":
+            return names[::-1]
+    raise AssertionError("not called from cli.main")
+
+
+class Leave(BaseException):
+    """In place of the end of the process."""
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> None:
+    def leave(code: int) -> None:
+        assert code == 0
+        raise Leave
+
+    monkeypatch.setattr(cli.os, "_exit", leave)
+    with pytest.raises(Leave):
+        cli.main([*arguments, "--project", str(folder)])
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, calls: list[Any]) -> None:
+    """Let `calls` grow by the first argument of each call of a function."""
+    real = getattr(owner, name)
+
+    def call(first: Any, *more: Any, **named: Any) -> Any:
+        calls.append(first)
+        return real(first, *more, **named)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def test_at_most_9_frames_lie_between_the_command_line_and_the_encoding_of_latents(built, monkeypatch):
+    seen: list[list[str]] = []
+    real = latents.STAGE.run
+
+    def encode(run: Any) -> Any:
+        seen.append(frames())
+        yield from real(run)
+
+    stage = Stage(**{**vars(latents.STAGE), "run": encode})
+    monkeypatch.setattr(latents, "STAGE", stage)
+    monkeypatch.setattr("stages.text_to_image.latents.STAGE", stage)
+    run(monkeypatch, built, "run", "latents", "--only", "--set", "latents.flip=true")
+    assert seen and len(seen[0]) <= 9, seen
+
+
+def test_at_most_12_frames_lie_between_the_command_line_and_a_training_step(built, monkeypatch):
+    seen: list[list[str]] = []
+    real = TrainingStep.step
+
+    def step(self: TrainingStep, *given: Any, **named: Any) -> Any:
+        seen.append(frames())
+        return real(self, *given, **named)
+
+    monkeypatch.setattr(TrainingStep, "step", step)
+    run(monkeypatch, built, "run", "train", "--only", "--set", "train.steps=1")
+    assert len(seen) == 1 and len(seen[0]) <= 12, seen
+
+
+def test_a_training_run_loads_its_data_once_and_reads_at_most_8_manifests(built, monkeypatch):
+    loads: list[Any] = []
+    manifests: list[str] = []
+    real = dataset.load_dataset
+
+    def load(run: Any) -> Any:
+        loads.append(run)
+        return real(run)
+
+    monkeypatch.setattr("stages.text_to_image.train.stage.load_dataset", load)
+    monkeypatch.setattr("stages.text_to_image.train.task.load_dataset", load)
+    read = Path.read_bytes
+
+    def read_bytes(self: Path) -> bytes:
+        if self.name == "manifest.json":
+            manifests.append(self.parent.parent.name)
+        return read(self)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    run(monkeypatch, built, "run", "train", "--only", "--set", "train.steps=2")
+    assert len(loads) == 1
+    assert len(manifests) <= 8, manifests
+
+
+@pytest.mark.parametrize(
+    ("stage_name", "owner", "function"),
+    [("images", images, "scan"), ("captions", captions, "caption_rows")],
+)
+def test_files_are_listed_and_read_once_in_a_run(stage_name, owner, function, tmp_path, tiny_weights, monkeypatch):
+    folder = projects.make(tmp_path / "project", tiny_weights, images=2)
+    if stage_name != "images":
+        projects.build(folder, "images")
+    calls: list[Any] = []
+    counted(monkeypatch, owner, function, calls)
+    projects.build(folder, stage_name)
+    assert len(calls) == 1
+
+
+def test_scores_hash_each_preview_and_each_reference_once(built, tmp_path, monkeypatch):
+    folder = projects.copied(built, tmp_path / "project")
+    (folder / "references").mkdir()
+    projects.draw(folder / "references" / "one.png", seed=90, size=(96, 96))
+    projects.edit(folder, "steps = 6", "steps = 2")
+    projects.build(folder, "images", "captions", "checks", "buckets", "latents", "embeddings", "train", "samples")
+    calls: list[Path] = []
+    counted(monkeypatch, pictures, "file_sha256", calls)
+    projects.build(folder, "scores")
+    assert len(calls) == len(set(calls)) == len(projects.content(folder, "samples"))
+
+
+def test_what_a_run_has_listed_is_listed_again_by_the_next(tmp_path, tiny_weights):
+    from pipeline.api import Project as Api
+
+    project = Api(projects.make(tmp_path / "project", tiny_weights, images=2))
+    counts: list[int] = []
+    for number in (5, 6):
+        project.run("images", progress=False)
+        counts.append(len(projects.content(project.path, "images")))
+        projects.add_image(project.path, f"more{number}.png", seed=number)
+    project.run("images", progress=False)
+    assert [*counts, len(projects.content(project.path, "images"))] == [2, 3, 4]
+
+
+def test_a_command_brings_the_tables_before_its_stage_up_to_date_and_with_only_it_does_not(tmp_path, tiny_weights):
+    folder = projects.make(tmp_path / "project", tiny_weights, images=2)
+    assert "make images" in projects.latentmill_process(folder, "buckets", "--only", code=2)
+    projects.latentmill_process(folder, "buckets", "--set", "buckets.resolutions=[64]")
+    assert len(projects.content(folder, "buckets", {"buckets.resolutions": [64]})) == 2
+    assert Project(folder).current("checks").exists  # as under make
+    projects.add_image(folder, "late.png", seed=9)
+    said = projects.latentmill_process(folder, "run", "buckets", "--only")
+    assert "images:" not in said and len(projects.content(folder, "images")) == 2
+    said = projects.latentmill_process(folder, "run", "buckets")
+    assert len(projects.content(folder, "images")) == 3 and len(projects.content(folder, "buckets")) == 6
+
+
+def test_a_stage_that_fails_ends_the_chain_with_its_exit_code(tmp_path, tiny_weights):
+    folder = projects.make(tmp_path / "project", tiny_weights, images=2)
+    (folder / "images" / "picture1.txt").unlink()
+    said = projects.latentmill_process(folder, "embeddings", code=2)
+    assert said.count("error:") == 1 and not Project(folder).current("captions").exists
+
+
+def test_a_chain_keeps_the_settings_and_the_chosen_run(built):
+    from pipeline.project import runs
+    from pipeline.runner import run_words
+
+    project = Project(built, ("train.steps=1", 'captions.template="{caption}, $x"'))
+    assert run_words(project, "train", "--only")[3:] == [
+        *("run", "train", "--only", "--project", str(built.resolve())),
+        *("--set", "train.steps=1", "--set", 'captions.template="{caption}, $x"'),
+    ]
+    projects.latentmill(built, "train", "--only", "--name", "chosen", "--set", "train.steps=1")
+    project = Project(built)
+    runs.choose(project, "chosen")
+    assert run_words(project, "train")[-2:] == ["--run", project.current("train").folder.name]
