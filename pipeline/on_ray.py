@@ -496,12 +496,13 @@ def end_workers(workers: Sequence[Any], shipped: bool) -> None:
 
 
 def results(workers: list[Any], units: Iterator[WorkUnit], run: Run[Any], files: Files = nothing) -> Iterator[Item]:
-    """Results of the unit that is finished first come first. Those of a unit with an error are yielded before it is raised."""
+    """Results of the unit that is finished first come first. After an error no unit begins, and it is raised at the end."""
     under_way: dict[Any, tuple[Any, int]] = {}
     total, done, peak, stopped = run.output.pending.num_rows, 0, 0, False
+    error: BaseException | None = None  # the first; what the other workers have finished is kept too
 
     def give(worker: Any) -> None:
-        if not run.report.stop() and (unit := next(units, None)):
+        if not error and not run.report.stop() and (unit := next(units, None)):
             sent = files(unit)
             reference = worker.compute.remote(unit.pending, unit.stored, *([sent] if sent else []))
             under_way[reference] = worker, unit.pending.num_rows
@@ -511,21 +512,22 @@ def results(workers: list[Any], units: Iterator[WorkUnit], run: Run[Any], files:
             give(worker)
     while under_way:
         ready, _ = ray.wait(list(under_way), num_returns=1, timeout=0.5)
-        if run.report.stop() and not stopped:
+        if (error or run.report.stop()) and not stopped:
             stopped = True
             for worker in workers:
                 worker.stop.remote()
         for reference in ready:
             worker, rows = under_way.pop(reference)
             result: Result = ray.get(reference)
+            error = error or result.error
             give(worker)
             # By now the worker has its next unit: it does not wait until these rows are committed.
             for line in result.lines:
                 run.report.say(line)
             yield from result.items
-            if result.error:
-                raise result.error
             done, peak = done + rows, max(peak, result.peak)
             run.report.progress(done, total, "rows")
+    if error:
+        raise error
     if peak:
         run.report.say(f"peak memory {peak / 1e9:.2g} GB a worker")

@@ -10,16 +10,22 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from pipeline.api import Project as Runs
 from pipeline.project.project import Project
+from stages.run import Report
 from tests import projects
 from tests.bench.cluster import STAND_IN
 from tests.pipeline.test_work import artifacts, without
 
 ray = pytest.importorskip("ray", reason='needs Ray: pip install "latentmill[ray]"')
+from pipeline import on_ray  # noqa: E402
+
 STAGES = ("latents", "samples", "images", "embeddings", "scores")  # the first two write tensors, and artifacts
 WORKERS = 3
 MARK = "LATENTMILL_TEST_CLUSTER"
@@ -126,6 +132,30 @@ def test_an_error_of_a_unit_is_the_error_of_the_run_and_the_other_rows_are_kept(
     projects.draw(folder / "images" / "picture3.png", seed=77, size=(200, 90))
     said = projects.latentmill_process(folder, "run", "latents", "--only", *DIVIDED, code=2)
     assert "1 image files changed since the table images was written (picture3.png): run images again" in said
+
+
+def test_after_an_error_of_one_unit_what_other_workers_finish_is_kept_and_no_unit_begins(monkeypatch):
+    made = iter([on_ray.Result(error=ValueError("one")), *(on_ray.Result([number]) for number in (2, 3, 4))])
+    stopped: list[int] = []
+
+    def worker(number: int) -> Any:
+        return SimpleNamespace(
+            compute=SimpleNamespace(remote=lambda *_: object()), stop=SimpleNamespace(remote=lambda: stopped.append(number))
+        )
+
+    unit = SimpleNamespace(pending=pa.table({"row": [1]}), stored=None)
+    run: Any = SimpleNamespace(output=SimpleNamespace(pending=pa.table({"row": range(9)})), report=Report())
+    monkeypatch.setattr(ray, "wait", lambda waiting, **_: (waiting[:1], waiting[1:]))
+    monkeypatch.setattr(ray, "get", lambda reference: next(made))
+    kept: list[Any] = []
+
+    def collect() -> None:
+        for item in on_ray.results([worker(0), worker(1)], iter([unit] * 9), run):
+            kept.append(item)
+
+    with pytest.raises(ValueError, match="one"):
+        collect()
+    assert kept == [2, 3, 4] and next(made, None) is None and stopped == [0, 1]
 
 
 @pytest.mark.parametrize("value", ["rya", "ray:10001", "dask"])

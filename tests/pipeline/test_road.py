@@ -175,7 +175,7 @@ def test_a_stage_that_fails_ends_the_chain_with_its_exit_code(tmp_path, tiny_wei
     assert said.count("error:") == 1 and not Project(folder).current("captions").exists
 
 
-def test_a_chain_keeps_the_settings_and_the_chosen_run(built):
+def test_a_chain_and_the_ranks_of_a_launch_keep_the_settings_and_the_chosen_run(built, monkeypatch):
     from pipeline.project import runs
     from pipeline.runner import run_words
 
@@ -187,4 +187,9 @@ def test_a_chain_keeps_the_settings_and_the_chosen_run(built):
     projects.latentmill(built, "train", "--only", "--name", "chosen", "--set", "train.steps=1")
     project = Project(built)
     runs.choose(project, "chosen")
-    assert run_words(project, "train")[-2:] == ["--run", project.current("train").folder.name]
+    recipe = project.current("train").folder.name
+    assert run_words(project, "train")[-2:] == ["--run", recipe]
+    launched: list[list[str]] = []
+    monkeypatch.setattr("pipeline.ranks.run_ranks", lambda words, *_: launched.append(words) or 0)
+    projects.latentmill(built, "launch", "--ranks", "2", "--run", "chosen")
+    assert launched[0][launched[0].index("--run") + 1] == recipe and "--only" in launched[0]

@@ -39,8 +39,8 @@ def test_segments_draw_previews_and_end_with_the_tables_of_an_unbroken_run(tmp_p
     whole = projects.make(tmp_path / "whole" / "cats", tiny_weights, images=2)
     projects.build(whole)
     folder = projects.make(tmp_path / "segments" / "cats", tiny_weights, images=2)
-    projects.build(folder, "images", "captions", "buckets", "latents", "embeddings")
     said = projects.latentmill_process(folder, "segments", "--every", "4")
+    said = said[said.index("train:") :]  # after the stages before
     assert said.index("stopped after 4 steps") < said.index("grid:") < said.index("2 rows written")
     assert said.count("grid:") == 2
     for stage_name in ("train", "samples"):
