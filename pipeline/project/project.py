@@ -56,7 +56,6 @@ class Project:
         self.pipeline = stages.pipeline(self.config.project.pipeline)
         self.hashes = recipes.FileHashes(folder / "tables" / "weights.json")
         self._recipes: dict[str, dict[str, Any]] = {}
-        self._tables: dict[str, TableFolder] = {}  # those of the present settings
         self.kept = Kept()
         self._seen = self._manifests()
         self.fixed: FixedTable | None = None
@@ -71,7 +70,6 @@ class Project:
 
     def _forget(self) -> None:
         self._recipes.clear()
-        self._tables.clear()
         self.kept = Kept()
 
     def refresh(self) -> None:
@@ -181,19 +179,12 @@ class Project:
 
     def current(self, name: str) -> TableFolder:
         """The table for the present settings; it may not exist. Raises as `recipe` does."""
-        from pipeline.store.table import TableFolder
-
         if self.fixed and self.fixed.stage == name:
             return self.fixed.table
-        if name not in self._tables:
-            folder = self.path / "tables" / name / recipes.recipe_id(self.recipe(name))
-            self._tables[name] = TableFolder(folder, self.stage(name).writes)
-        return self._tables[name]
+        return self.kept.table(self.path / "tables" / name / recipes.recipe_id(self.recipe(name)), self.stage(name).writes)
 
     def folder(self, name: str) -> TableFolder:
         """The table to read from: `current` if it is built, else the newest of other settings, else one that does not exist."""
-        from pipeline.store.table import TableFolder
-
         schema = self.stage(name).writes
         if self.fixed and self.fixed.stage == name:
             return self.fixed.table
@@ -201,11 +192,11 @@ class Project:
         try:
             found = self.current(name)
         except ValueError:  # weights or inputs are missing, so the recipe is unknown
-            found = TableFolder(parent / "none", schema)
+            found = self.kept.table(parent / "none", schema)
         if found.exists:
             return found
         manifests = sorted(parent.glob("*/manifest.json"), key=lambda p: p.stat().st_mtime)
-        return TableFolder(manifests[-1].parent, schema) if manifests else found
+        return self.kept.table(manifests[-1].parent, schema) if manifests else found
 
     def built(self, schema: TableSchema, reader: str) -> TableFolder:
         """`current`, or NotBuilt with the command that builds it. `reader`: the stage or command that needs it."""
@@ -225,9 +216,10 @@ class Project:
 
     def rows(self, schema: TableSchema, reader: str) -> pa.Table:
         """The rows of a built table. Raises NotBuilt."""
-        key = self.built(schema, reader).folder, None
+        found = self.built(schema, reader)
+        key = found.folder, None
         if key not in self.kept.rows:
-            self.kept.rows[key] = self._tables[schema.name].rows()
+            self.kept.rows[key] = found.rows()
         return self.kept.rows[key]
 
     def open(

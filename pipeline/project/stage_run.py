@@ -17,6 +17,7 @@ from stages.run import Output, Report, Run, TensorReader
 from stages.stage import Input, Stage, WorkUnit
 
 if TYPE_CHECKING:
+    from pipeline.store.table import TableFolder
     from schemas.table import TableSchema
 
 T = TypeVar("T")
@@ -37,12 +38,20 @@ def open_run(unit: WorkUnit, report: Report | None = None, write: Write | None =
 
 
 class Kept:
-    """What a process keeps between units of one config: rows of input tables, results of `Run.once`, and one model."""
+    """What a process keeps between units of one config: input tables, their rows, results of `Run.once`, and one model."""
 
     def __init__(self) -> None:
+        self.tables: dict[Path, TableFolder] = {}
         self.rows: dict[tuple[Path, int | None], pa.Table] = {}
         self.known: dict[str, dict[Any, Any]] = {}  # by the stage's module
         self.name, self.value = "", None
+
+    def table(self, folder: Path, schema: TableSchema) -> TableFolder:
+        from pipeline.store.table import TableFolder
+
+        if folder not in self.tables:
+            self.tables[folder] = TableFolder(folder, schema)
+        return self.tables[folder]
 
     def model(self, name: str, load: Callable[[], Any]) -> Any:
         if self.name != name:
@@ -65,9 +74,7 @@ class UnitInputs:
             return found.rows.drop_columns([tensor.name for tensor in schema.tensors])
         key = found.folder, found.version
         if key not in self.kept.rows:
-            from pipeline.store.table import TableFolder
-
-            self.kept.rows[key] = TableFolder(found.folder, schema).rows(found.version)
+            self.kept.rows[key] = self.kept.table(found.folder, schema).rows(found.version)
         return self.kept.rows[key]
 
     def tensors(self, schema: TableSchema) -> TensorReader:
