@@ -81,7 +81,9 @@ def draw_pictures(
     `read_prompts(prompts)` gives a function from a prompt to its embedding, bfloat16 (1, T, J). `empty()`: the empty prompt.
     """
     configure_scheduler()  # must come before the first MLX array
-    undrawn = {each.name: each for _, pictures in groups for each in pictures if not is_drawn(run, each)}
+    every = {each.name: each for _, pictures in groups for each in pictures}
+    latents = {name: latent_path(run, each) for name, each in every.items() if is_drawn(run, each)}
+    undrawn = {name: each for name, each in every.items() if name not in latents}
     config, family = run.config, run.needs["family"]
     done, total = 0, len(undrawn) * (config.steps or family.sampling_steps)
 
@@ -111,14 +113,16 @@ def draw_pictures(
             with reading("the transformer", run.report.note):
                 sampler = run.reuse(f"sampler {adapters.adapter_id}", load)
             for each in coming:
-                if not _keep_latent(run, sampler, each, embedding(each.prompt), references.get(each.references, ()), stop_after):
+                beside = references.get(each.references, ())
+                if not (path := _keep_latent(run, sampler, each, embedding(each.prompt), beside, stop_after)):
                     break
+                latents[each.name] = path
                 del undrawn[each.name]
                 if run.report.stop():
                     break
             del sampler
             mx.clear_cache()  # give the transformer's memory back before the autoencoder is loaded
-        yield from _decode(run, [each for each in pictures if each.name not in undrawn])
+        yield from _decode(run, {each: latents[each.name] for each in pictures if each.name in latents})
 
 
 def _keep_latent(
@@ -128,28 +132,29 @@ def _keep_latent(
     text_1TJ: mx.array,
     references: Sequence[mx.array],
     stop_after: Callable[[], bool],
-) -> bool:
+) -> Path | None:
     started = time.perf_counter()
     latent_1Chw = sampler.draw(text_1TJ, picture.seed, run.config.width, run.config.height, stop_after, references)
     if latent_1Chw is None:
-        return False
+        return None
     # The time is kept with the latent, since the picture is made only when it is decoded, perhaps by a later run.
     arrays, about = {"latents": latent_1Chw}, {"seconds": repr(time.perf_counter() - started)}
-    run.output.write(f"{LATENTS}/{picture.name}.safetensors", partial(checkpoint.write_arrays, arrays=arrays, metadata=about))
-    return True
+    return run.output.write(
+        f"{LATENTS}/{picture.name}.safetensors", partial(checkpoint.write_arrays, arrays=arrays, metadata=about)
+    )
 
 
-def _decode(run: Run[SamplesConfig], drawn: Sequence[Picture]) -> Iterator[Drawn]:
+def _decode(run: Run[SamplesConfig], drawn: Mapping[Picture, Path]) -> Iterator[Drawn]:
     if not drawn or run.report.stop():
         return
     family, path, size = run.needs["family"], run.needs["autoencoder"], (run.config.height, run.config.width)
     autoencoder = load_autoencoder(run)
     limit = family.architecture.autoencoder_memory(path, family, *size, 4, False).live
-    for picture in drawn:
+    for picture, latent in drawn.items():
         if run.report.stop():
             return
         started = time.perf_counter()
-        loaded: Any = mx.load(str(latent_path(run, picture)), return_metadata=True)
+        loaded: Any = mx.load(str(latent), return_metadata=True)
         arrays, about = loaded
         with live_memory_limit(limit):
             image = decode(autoencoder, arrays["latents"])
