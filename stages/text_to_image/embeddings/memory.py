@@ -8,10 +8,9 @@ from typing import Any
 import mlx.core as mx
 
 from stages.memory import UNFREED, Forecast, Memory, Outlook, Remedy, Settings, changed, cheapest, refusal
-from stages.models.family import Family, TextEncoder
+from stages.models.family import Family
 from stages.text_to_image.embeddings.config import EmbeddingsConfig
 from stages.text_to_image.stored_embeddings import stored_words
-from stages.tuner import quantize
 from stages.tuner.blockwise.device import blocks_in_flight
 from stages.tuner.memory import weight_bytes
 from stages.tuner.quantize import BITS, is_packable
@@ -79,12 +78,6 @@ def choose_plan(config: EmbeddingsConfig, family: Family, weights: Path, budget:
         advice = find_remedy(config, family, weights, budget)
         raise ValueError(refusal("embeddings: the text encoder", memory.peak, budget, advice))
     return by_layer, memory
-
-
-def load_encoder(family: Family, weights: Path, tokenizer: Path, config: EmbeddingsConfig, by_layer: bool = False) -> TextEncoder:
-    arrange = None if config.bits == 16 else lambda name, weight: quantize.pack_if_possible(weight, config.bits)
-    found: TextEncoder = family.architecture.load_text_encoder(weights, tokenizer, family, config.precision, arrange, by_layer)
-    return found
 
 
 def forecast(outlook: Outlook) -> Forecast:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,13 +15,15 @@ import pyarrow.compute as pc
 
 from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.embeddings import EMBEDDINGS
+from stages.models.family import Family, TextEncoder
 from stages.models.text.encoder import Embedding, widen
 from stages.models.weights import reading
 from stages.run import Run
 from stages.stage import Stage
 from stages.text_to_image.embeddings.config import EmbeddingsConfig
-from stages.text_to_image.embeddings.memory import choose_plan, forecast, load_encoder
+from stages.text_to_image.embeddings.memory import choose_plan, forecast
 from stages.text_to_image.stored_embeddings import INT8, pack
+from stages.tuner import quantize
 from stages.tuner.blockwise.device import live_memory_limit, memory_budget
 
 Row = dict[str, Any]
@@ -71,6 +74,12 @@ def encode_texts(run: Run[EmbeddingsConfig], texts: Sequence[str]) -> Iterator[l
         del encoder
         gc.collect()
         mx.clear_cache()
+
+
+def load_encoder(family: Family, weights: Path, tokenizer: Path, config: EmbeddingsConfig, by_layer: bool = False) -> TextEncoder:
+    arrange = None if config.bits == 16 else lambda name, weight: quantize.pack_if_possible(weight, config.bits)
+    found: TextEncoder = family.architecture.load_text_encoder(weights, tokenizer, family, config.precision, arrange, by_layer)
+    return found
 
 
 def _row(caption_id: str, embedding: Embedding, stored: str, states: int) -> Row:

@@ -194,3 +194,17 @@ def test_a_base_of_fewer_bits_draws_a_preview_that_is_farther_from_that_of_the_f
     drawn = {bits: pixels(context(root, tmp_path / str(bits), config), found.to_pylist()[0]) for bits, found in rows.items()}
     far = {bits: np.abs(drawn[bits] - drawn[16]).mean() for bits in (8, 4)}
     assert 0 < far[8] < far[4]
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_base_on_disk_draws_the_same_pictures_and_leaves_no_file(bits: Any, root: Path, tmp_path: Path) -> None:
+    pictures = []
+    for streamed in (False, True):
+        config = replace(CONFIG, checkpoints="last", seeds=(0,), base_bits=bits, stream_blocks=streamed)
+        run = context(root, tmp_path / str(streamed), config)
+        rows = [row for batch in STAGE.run(run) for row in batch.to_pylist()]
+        pictures.append([np.array(Image.open(run.output.artifacts / row["path"])) for row in rows])
+    kept, read = pictures
+    assert len(kept) == len(read) == 4
+    assert all(np.array_equal(a, b) for a, b in zip(kept, read, strict=True))
+    assert not (tmp_path / "True" / "streamed").exists()
