@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from pipeline.project.project import Project
+    from schemas.table import TableSchema
 
 # The value of a bfloat16 word: sign, 8 bits of exponent, 7 of fraction. Denormals count as zero.
 BF16 = """
@@ -162,21 +163,14 @@ def plain(value: Any) -> str:
 
 def rows_of_runs(project: Project, runs: Sequence[Run]) -> dict[str, pa.Table]:
     """Table name -> rows of all runs (all_train), with `run` and `run_name` in front."""
-    import pyarrow as pa
-
     found = {}
     for stage in project.stage_names:
-        stored = project.stage(stage).writes.stored
-        if not trains(project.stage(stage).writes):
-            continue
-        names = pa.schema([("run", pa.string()), ("run_name", pa.string()), *stored])
-        parts = [names.empty_table()]
-        for run in runs:
-            if run.stage == stage:
-                rows = run.rows.cast(stored)
-                texts = [pa.array([text] * rows.num_rows, pa.string()) for text in (run.recipe, run.label)]
-                parts.append(pa.Table.from_arrays([*texts, *rows.columns], schema=names))
-        found[f"all_{stage}"] = pa.concat_tables(parts)
+        schema = project.stage(stage).writes
+        if trains(schema):
+            own = [
+                ({"run": run.recipe, "run_name": run.label}, run.rows.cast(schema.stored)) for run in runs if run.stage == stage
+            ]
+            found[f"all_{stage}"] = _joined(("run", "run_name"), own, schema)
     return found
 
 
@@ -210,20 +204,25 @@ def rows_of_results(project: Project, runs: Sequence[Run]) -> dict[str, pa.Table
 
 def rows_of_commands(project: Project) -> dict[str, pa.Table]:
     """Table name -> rows of all folders of a table that a command writes (generated), with `recipe` in front."""
-    import pyarrow as pa
-
     from pipeline.store.table import TableFolder
 
     found = {}
     for name, reference in project.pipeline.tables.items():
-        table_schema = load(reference)
-        schema = pa.schema([("recipe", pa.string()), *table_schema.stored])
-        parts = [schema.empty_table()]
-        for folder in sorted((project.path / "tables" / name).glob("*/manifest.json")):
-            table = TableFolder(folder.parent, table_schema)
-            if table.exists:  # its manifest is not damaged
-                rows = table.rows()
-                names = pa.array([folder.parent.name] * rows.num_rows, pa.string())
-                parts.append(pa.Table.from_arrays([names, *rows.columns], schema=schema))
-        found[name] = pa.concat_tables(parts)
+        schema = load(reference)
+        folders = sorted((project.path / "tables" / name).glob("*/manifest.json"))
+        # One whose manifest is damaged does not exist.
+        tables = [table for folder in folders if (table := TableFolder(folder.parent, schema)).exists]
+        found[name] = _joined(("recipe",), [({"recipe": table.folder.name}, table.rows()) for table in tables], schema)
     return found
+
+
+def _joined(front: Sequence[str], parts: Sequence[tuple[dict[str, str], pa.Table]], schema: TableSchema) -> pa.Table:
+    """The rows of all parts, each with its own texts in the columns `front`."""
+    import pyarrow as pa
+
+    whole = pa.schema([*((name, pa.string()) for name in front), *schema.stored])
+    tables = [whole.empty_table()]
+    for texts, rows in parts:
+        columns = [pa.array([texts[name]] * rows.num_rows, pa.string()) for name in front]
+        tables.append(pa.Table.from_arrays([*columns, *rows.columns], schema=whole))
+    return pa.concat_tables(tables)

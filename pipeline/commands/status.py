@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,22 +102,16 @@ def describe(found: TableState) -> str:
     if found.note:
         return found.note
     if missing or found.unpublished or found.surplus:
-        return f"{', '.join(_reasons(found, stored))}: make {found.stage_name}"
+        if found.interrupted:
+            reasons = [f"interrupted: {stored}"]
+        else:
+            reasons = [f"{_count(missing)} missing"] if missing else []
+            reasons += [f"{_count(found.unpublished)} wanted again"] if found.unpublished else []
+        reasons += [f"{_count(found.surplus)} no longer wanted"] if found.surplus else []
+        return f"{', '.join(reasons)}: make {found.stage_name}"
     if found.stale_inputs:
         return f"up to date, but {' and '.join(found.stale_inputs)} {'is' if len(found.stale_inputs) == 1 else 'are'} not"
     return "up to date"
-
-
-def _reasons(found: TableState, stored: str) -> Iterator[str]:
-    if found.interrupted:
-        yield f"interrupted: {stored}"
-    else:
-        if found.missing:
-            yield f"{_count(found.missing)} missing"
-        if found.unpublished:
-            yield f"{_count(found.unpublished)} wanted again"
-    if found.surplus:
-        yield f"{_count(found.surplus)} no longer wanted"
 
 
 def _count(rows: int) -> str:
@@ -145,11 +138,8 @@ def render(project: Project, more: bool = False) -> str:
     shown = [index for index, name in enumerate(names) if more or name not in ("recipe", "dead", "peak")]
     cells = [[row[index] for index in shown] for row in rows]
     table = format_table([names[index] for index in shown], cells, right=("size", "peak"))
-    runs = list_runs(project)
-    return f"{project.name}: {family}{_short(project.path)}\n{table}" + (f"\n\n{runs}" if runs else "")
-
-
-def _short(path: Path) -> Path:
+    path = project.path
     with suppress(ValueError):
-        return path.resolve().relative_to(Path.cwd())
-    return path
+        path = path.resolve().relative_to(Path.cwd())
+    runs = list_runs(project)
+    return f"{project.name}: {family}{path}\n{table}" + (f"\n\n{runs}" if runs else "")

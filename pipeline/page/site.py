@@ -6,7 +6,8 @@ import base64
 import contextlib
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pipeline.page.blocks import ROWS_SHOWN, Catalog, Texts, block_data, errors_
 from pipeline.project.config import Overrides
 from pipeline.project.project import Project
 from pipeline.store.lock import texts_lock
-from stages.page import Detail, Editor
+from stages.page import Editor
 from stages.pipelines import Folder, load
 
 LONGEST = (160, 384, 2048)  # pixels: sizes in which a picture is shown
@@ -80,7 +81,13 @@ class Site:
         found: dict[str, Any] = {"text": sql}
         if sql.strip():
             with errors_as_text(found):
-                self.refuse_writing(sql)
+                text = self.catalog.connection.execute("select json_serialize_sql($1)", [sql]).fetchall()[0][0]
+                tree = json.loads(text)
+                # json_serialize_sql knows only SELECT statements. A syntax error is left to the query itself.
+                if tree.get("error") and tree.get("error_type") == "not implemented":
+                    raise ValueError("only queries that read are answered here: select ..., with ... select, from ...")
+                if len(tree.get("statements", [])) > 1:
+                    raise ValueError("one query at a time")
                 rows = answer(self.project, sql)
                 found |= listing_data(rows.slice(0, ROWS_SHOWN).to_pylist(), rows.num_rows)
         found["tables"] = self.catalog.rows("select stage, doc from tables")
@@ -88,36 +95,24 @@ class Site:
         found["views"] = [{"name": name, "doc": view.doc} for name, view in self.project.pipeline.views.items()]
         return found
 
-    def refuse_writing(self, sql: str) -> None:
-        import json
-
-        tree = json.loads(self.catalog.connection.execute("select json_serialize_sql($1)", [sql]).fetchall()[0][0])
-        # json_serialize_sql knows only SELECT statements. A syntax error is left to the query itself.
-        if tree.get("error") and tree.get("error_type") == "not implemented":
-            raise ValueError("only queries that read are answered here: select ..., with ... select, from ...")
-        if len(tree.get("statements", [])) > 1:
-            raise ValueError("one query at a time")
-
     def detail(self, key: str) -> dict[str, Any] | None:
         """None if there is no such input, or if the pipeline has no page about one."""
-        from pipeline.commands.follow import chain_of, follow
+        from pipeline.commands.follow import follow
 
         described = self.project.pipeline.detail
         found = self.catalog.rows(described.sql, text=key) if described else []
         if not found or not described:
             return None
         boxes = self.catalog.rows(described.boxes, text=key) if described.boxes else []
+        masks = []
+        for row in self.catalog.rows(described.masks, text=key) if described.masks else []:
+            picture: bytes = load(described.draw_mask)(row["columns"], row["values"])
+            masks.append((row["label"], f"data:image/webp;base64,{base64.b64encode(picture).decode()}"))
         try:
-            chain_of(self.project)
             lines = list(follow(self.project, key))
         except ValueError as error:
             lines = [str(error)]
-        return {"name": key, **found[0], "boxes": boxes, "masks": list(self._masks(described, key)), "lines": lines}
-
-    def _masks(self, described: Detail, key: str) -> Iterator[tuple[str, str]]:
-        for row in self.catalog.rows(described.masks, text=key) if described.masks else []:
-            picture: bytes = load(described.draw_mask)(row["columns"], row["values"])
-            yield row["label"], f"data:image/webp;base64,{base64.b64encode(picture).decode()}"
+        return {"name": key, **found[0], "boxes": boxes, "masks": masks, "lines": lines}
 
     def file(self, name: str) -> Path:
         """The file of "RESOURCE/PATH" (the user's) or "TABLE/RECIPE/PATH" (a stage's). Raises ValueError if it leads
