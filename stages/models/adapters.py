@@ -36,31 +36,22 @@ def linear_name(key: str) -> str:
 
 def linears(arrays: Arrays) -> list[str]:
     """Linears of an adapter, block 2 before block 10. Raises ValueError if the arrays of one do not fit together."""
-    found = sorted({linear_name(key) for key in arrays}, key=natural)
-    for name in found:
-        _check(name, of_linear(arrays, name))
-    return found
-
-
-def _check(name: str, own: Arrays) -> None:
-    for ending in _required(own):
-        if ending not in own:
-            raise ValueError(f"the adapter lacks {name}{ending}, though it has other arrays of {name}")
-    if MAGNITUDE in own and W1 in own:
-        raise ValueError(f"{name}: a LoKr with magnitudes is not supported")
-    left, right = (W2_A, W2_B) if W1 in own else (B, A)
-    if W2 not in own and own[left].shape[1] != own[right].shape[0]:
-        raise ValueError(f"{name}: {left[1:]} {own[left].shape} and {right[1:]} {own[right].shape} do not fit together")
-    if MAGNITUDE in own and own[MAGNITUDE].shape != own[B].shape[:1]:
-        rows = own[B].shape[0]
-        raise ValueError(f"{name}: the magnitude of shape {own[MAGNITUDE].shape} is not one number for each of {rows} rows")
-
-
-def _required(own: Arrays) -> tuple[str, ...]:
-    if W2 in own:
-        return W1, W2
-    # The magnitude is optional: it makes a LoRA a DoRA.
-    return (W1, W2_A, W2_B) if {W1, W2_A, W2_B} & own.keys() else (A, B)
+    names = sorted({linear_name(key) for key in arrays}, key=natural)
+    for name in names:
+        own = of_linear(arrays, name)
+        # The magnitude is optional: it makes a LoRA a DoRA.
+        low = (W1, W2_A, W2_B) if {W1, W2_A, W2_B} & own.keys() else (A, B)
+        if missing := next((ending for ending in ((W1, W2) if W2 in own else low) if ending not in own), ""):
+            raise ValueError(f"the adapter lacks {name}{missing}, though it has other arrays of {name}")
+        if MAGNITUDE in own and W1 in own:
+            raise ValueError(f"{name}: a LoKr with magnitudes is not supported")
+        left, right = (W2_A, W2_B) if W1 in own else (B, A)
+        if W2 not in own and own[left].shape[1] != own[right].shape[0]:
+            raise ValueError(f"{name}: {left[1:]} {own[left].shape} and {right[1:]} {own[right].shape} do not fit together")
+        if MAGNITUDE in own and own[MAGNITUDE].shape != own[B].shape[:1]:
+            rows = own[B].shape[0]
+            raise ValueError(f"{name}: the magnitude of shape {own[MAGNITUDE].shape} is not one number for each of {rows} rows")
+    return names
 
 
 def of_linear(arrays: Arrays, name: str) -> Arrays:

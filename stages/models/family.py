@@ -248,15 +248,10 @@ def _meta_weights(config: Any, dtype: mx.Dtype) -> dict[str, mx.array]:
 
 class TransformerConfig(Protocol):
     @property
-    def num_attention_heads(self) -> int:
-        """Heads of every block."""
-
+    def num_attention_heads(self) -> int: ...
     @property
-    def attention_head_dim(self) -> int:
-        """Width of a head."""
-
-    def shapes(self) -> dict[str, Shape]:
-        """Shape of every weight, by full name."""
+    def attention_head_dim(self) -> int: ...
+    def shapes(self) -> dict[str, Shape]: ...
 
 
 # (name within the block, weight, x) -> y: computes one Linear of a block. An adapter replaces it.
@@ -286,13 +281,9 @@ class Transformer(Protocol):
         """The sizes, with the attributes of `TransformerConfig`."""
 
     @property
-    def dtype(self) -> mx.Dtype:
-        """The dtype of the computation."""
-
+    def dtype(self) -> mx.Dtype: ...
     @property
-    def blocks(self) -> Sequence[Block]:
-        """In order."""
-
+    def blocks(self) -> Sequence[Block]: ...
     @property
     def enter(self) -> Callable[..., tuple[Any, Any]]:
         """enter(**inputs) -> (input of the first block, what all blocks read)."""
@@ -318,21 +309,13 @@ class Autoencoder(Protocol):
 
 class TextEncoderSizes(Protocol):
     @property
-    def vocab_size(self) -> int:
-        """Rows of the token embedding."""
-
+    def vocab_size(self) -> int: ...
     @property
-    def hidden_size(self) -> int:
-        """Features of a hidden state."""
-
+    def hidden_size(self) -> int: ...
     @property
-    def intermediate_size(self) -> int:
-        """Features inside a feed-forward."""
-
+    def intermediate_size(self) -> int: ...
     @property
-    def num_attention_heads(self) -> int:
-        """Heads of every layer."""
-
+    def num_attention_heads(self) -> int: ...
     def shapes(self, layers: int) -> dict[str, Shape]:
         """Shapes of what the first `layers` layers need, embedding included; in layers, names start with "layers."."""
 

@@ -40,6 +40,17 @@ NUMPY = {
     "U32": "<u4",
     "I8": "i1",
 }  # others are bytes
+STRETCH = 1 << 22  # values that are checked at once, so that the check takes little memory
+LARGE = 500_000_000  # bytes; smaller models are read at once, and nothing is said about them
+
+# Names of the scale of X.weight, and names that only matter for computing in 8 bits.
+SCALES = ("weight_scale", "scale_weight")
+UNUSED = re.compile(r"(^|\.)(input_scale|scale_input|comfy_quant|scaled_fp8)$")
+OTHER = re.compile(r"\.(weight_scale_2|weight_scale_inv|qweight|qzeros|absmax|quant_map|_scale|_data)$")  # other quantisers
+MLX_PARTS = ("scales", "biases")
+BITS = (2, 3, 4, 5, 6, 8)
+GROUPS = (32, 64, 128)
+GROUP = 64  # MLX's default
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -93,6 +104,8 @@ def _shards(index: Path) -> list[Path]:
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
     """dtype, shape and data_offsets by tensor. Raises ValueError for another format or another length than the header's."""
+    from safetensors import SafetensorError, safe_open
+
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -111,19 +124,13 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
     if size != expected:
         word = "cut short" if size < expected else "too long"
         raise ValueError(f"{path} is {word}: {size:,} bytes, its header says {expected:,}; fetch it again")
-    _check_structure(path)
-    return tensors
-
-
-def _check_structure(path: Path) -> None:
-    from safetensors import SafetensorError, safe_open
-
     try:
         # The library finds unknown dtypes, overlapping tensors, and sizes that do not match their shapes.
         with safe_open(path, framework="numpy"):
             pass
     except (SafetensorError, OverflowError, ValueError) as error:
         raise ValueError(f"{path} is not a safetensors file: {' '.join(str(error).split()):.200}") from None
+    return tensors
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -244,9 +251,6 @@ def _first(names: Iterable[str]) -> str:
     return ", ".join(every[:NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-STRETCH = 1 << 22  # values that are checked at once, so that the check takes little memory
-LARGE = 500_000_000  # bytes; smaller models are read at once, and nothing is said about them
-
 _report: ContextVar[Callable[[int, int], None]] = ContextVar("report", default=lambda read, total: None)
 
 
@@ -282,34 +286,17 @@ def evaluate_each(arrays: Arrays, dtype: Any, arrange: Arrange | None = None) ->
         wanted = dtype(key) if callable(dtype) else dtype
         if wanted is not None and mx.issubdtype(value.dtype, mx.floating):
             value = value.astype(wanted)
-        check_finite(key, value)
+        if mx.issubdtype(value.dtype, mx.floating):
+            mx.eval(value)
+            flat = value.reshape(-1)
+            if not all(mx.isfinite(flat[at : at + STRETCH]).all().item() for at in range(0, flat.size, STRETCH)):
+                raise ValueError(f"{key} has values that are infinite or not a number: the weights are damaged; fetch them again")
         if arrange:
             value = arrange(key, value)
         mx.eval(value)
         done[key] = value
         report(read, total)
     return done
-
-
-def check_finite(name: str, value: mx.array) -> None:
-    """Raise ValueError if a floating-point tensor contains infinity or NaN."""
-    if not mx.issubdtype(value.dtype, mx.floating):
-        return
-    mx.eval(value)
-    flat = value.reshape(-1)
-    for start in range(0, flat.size, STRETCH):
-        if not mx.isfinite(flat[start : start + STRETCH]).all().item():
-            raise ValueError(f"{name} has values that are infinite or not a number: the weights are damaged; fetch them again")
-
-
-# Names of the scale of X.weight, and names that only matter for computing in 8 bits.
-SCALES = ("weight_scale", "scale_weight")
-UNUSED = re.compile(r"(^|\.)(input_scale|scale_input|comfy_quant|scaled_fp8)$")
-OTHER = re.compile(r"\.(weight_scale_2|weight_scale_inv|qweight|qzeros|absmax|quant_map|_scale|_data)$")  # other quantisers
-MLX_PARTS = ("scales", "biases")
-BITS = (2, 3, 4, 5, 6, 8)
-GROUPS = (32, 64, 128)
-GROUP = 64  # MLX's default
 
 
 def unpack(arrays: Arrays, dtypes: Mapping[str, str], path: Path) -> Arrays:
@@ -365,7 +352,15 @@ def _dequantized(stem: str, arrays: Arrays, path: Path) -> mx.array:
     if missing := [part for part in parts if part not in arrays]:
         raise ValueError(f"{path} lacks {missing[0]}, which a layer quantised by MLX has")
     packed, scales, biases = (arrays[part] for part in parts)
-    group, bits = _settings(stem, path)
+    found = read_config(path).get("quantization", {})
+    # Settings of one layer go before those of the model.
+    own = found.get(stem) if isinstance(found, Mapping) else None
+    settings = own if isinstance(own, Mapping) else found
+    if not isinstance(settings, Mapping) or settings.get("mode", "affine") != "affine":
+        raise ValueError(f"{path}: quantization in config.json must be MLX's affine one, got {settings!r:.80}")
+    group, bits = settings.get("group_size", GROUP), settings.get("bits", 0)  # 0: it does not state them
+    if group not in GROUPS or bits not in (0, *BITS):
+        raise ValueError(f"{path}: quantization must have group_size in {GROUPS} and bits in {BITS}, got {group!r} and {bits!r}")
     words, groups = packed.shape[-1], scales.shape[-1]
     bits = bits or 32 * words // max(1, groups * group)
     sound = scales.shape == biases.shape and packed.shape[:-1] == scales.shape[:-1] and packed.ndim == 2
@@ -375,17 +370,3 @@ def _dequantized(stem: str, arrays: Arrays, path: Path) -> mx.array:
             f"scales {tuple(scales.shape)} and biases {tuple(biases.shape)}"
         )
     return mx.dequantize(packed, scales, biases, group_size=group, bits=bits)
-
-
-def _settings(stem: str, path: Path) -> tuple[int, int]:
-    """(group size, bits) of a layer; 0 bits if config.json does not state them."""
-    found = read_config(path).get("quantization", {})
-    # Settings of one layer go before those of the model.
-    own = found.get(stem) if isinstance(found, Mapping) else None
-    settings = own if isinstance(own, Mapping) else found
-    if not isinstance(settings, Mapping) or settings.get("mode", "affine") != "affine":
-        raise ValueError(f"{path}: quantization in config.json must be MLX's affine one, got {settings!r:.80}")
-    group, bits = settings.get("group_size", GROUP), settings.get("bits", 0)
-    if group not in GROUPS or bits not in (0, *BITS):
-        raise ValueError(f"{path}: quantization must have group_size in {GROUPS} and bits in {BITS}, got {group!r} and {bits!r}")
-    return group, bits

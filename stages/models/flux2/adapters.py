@@ -204,21 +204,14 @@ def _split_linear(name: str, own: Arrays, count: int) -> list[Arrays]:
         if own[W1].shape[0] % count:
             raise ValueError(f"{name}: a LoKr of q, k and v in one, w1 of {own[W1].shape[0]} rows, cannot be taken apart exactly")
         return [{**own, W1: w1} for w1 in mx.split(own[W1], count)]
-    pairs = [{A: a_RI, B: b_OR} for a_RI, b_OR in _split_pair(own[A], own[B], count)]
-    if MAGNITUDE not in own:
-        return pairs
-    return [{**pair, MAGNITUDE: m} for pair, m in zip(pairs, mx.split(own[MAGNITUDE], count), strict=True)]
-
-
-def _split_pair(a_RI: mx.array, b_OR: mx.array, count: int) -> list[tuple[mx.array, mx.array]]:
-    rows = mx.split(b_OR, count)
-    if a_RI.shape[0] % count:
-        return [(a_RI, b) for b in rows]
-    blocks = [mx.split(b, count, axis=1)[i] for i, b in enumerate(rows)]
-    # A block-diagonal B, as `to_comfyui` makes it, uses only its own rows of A in each part.
-    if not mx.array_equal(b_OR, block_diagonal(list(blocks))).item():
-        return [(a_RI, b) for b in rows]
-    return list(zip(mx.split(a_RI, count), blocks, strict=True))
+    rows = {ending: mx.split(own[ending], count) for ending in (B, MAGNITUDE) if ending in own}
+    parts = [{A: own[A], **{ending: split[i] for ending, split in rows.items()}} for i in range(count)]
+    if own[A].shape[0] % count == 0:
+        blocks = [mx.split(part[B], count, axis=1)[i] for i, part in enumerate(parts)]
+        # A block-diagonal B, as `to_comfyui` makes it, uses only its own rows of A in each part.
+        if mx.array_equal(own[B], block_diagonal(list(blocks))).item():
+            return [{**part, A: a, B: b} for part, a, b in zip(parts, mx.split(own[A], count), blocks, strict=True)]
+    return parts
 
 
 def to_diffusers(arrays: Arrays, scales: Scales) -> Arrays:
@@ -248,15 +241,20 @@ def to_comfyui(arrays: Arrays, scales: Scales) -> Arrays:
 def _fuse(fused: str, arrays: Arrays, scales: Scales) -> Arrays:
     parts = diffusers_names(fused)
     scaled = {part: _scaled(arrays, scales, part) for part in parts if part + B in arrays}
+    swap = load.swap_halves if fused == load.HALVES_SWAPPED else lambda rows: rows
     # Three LoRAs become one exact LoRA of the fused Linear: rows of A are stacked, B is block-diagonal.
     b_OR = block_diagonal([scaled[part][B] if part in scaled else None for part in parts])
     out = {
         f"diffusion_model.{fused}{A}": mx.concatenate([own[A] for own in scaled.values()]),
-        f"diffusion_model.{fused}{B}": load.swap_halves(b_OR) if fused == load.HALVES_SWAPPED else b_OR,
+        f"diffusion_model.{fused}{B}": swap(b_OR),
     }
-    if any(MAGNITUDE in own for own in scaled.values()):
-        magnitudes = [scaled.get(part, {}).get(MAGNITUDE) for part in parts]
-        out[f"diffusion_model.{fused}{DORA_SCALE}"] = _dora_scale(fused, magnitudes)
+    if magnitudes := [own[MAGNITUDE] for own in scaled.values() if MAGNITUDE in own]:
+        if len(magnitudes) < len(parts):
+            raise ValueError(
+                f"{fused}: a DoRA of some of q, k and v cannot be fused, the others' lengths are the base's; export as diffusers"
+            )
+        # A column: ComfyUI would lay a plain vector along the inputs.
+        out[f"diffusion_model.{fused}{DORA_SCALE}"] = swap(mx.concatenate(magnitudes)[:, None])
     return out
 
 
@@ -276,17 +274,6 @@ def _scaled(arrays: Arrays, scales: Scales, name: str) -> Arrays:
     own = adapters.of_linear(arrays, name)
     target = W1 if W1 in own else B
     return {**own, target: own[target].astype(mx.float32) * scales[name]}
-
-
-def _dora_scale(fused: str, magnitudes: list[mx.array | None]) -> mx.array:
-    present = [magnitude for magnitude in magnitudes if magnitude is not None]
-    if len(present) < len(magnitudes):
-        raise ValueError(
-            f"{fused}: a DoRA of some of q, k and v cannot be fused, the others' lengths are the base's; export as diffusers"
-        )
-    # A column: ComfyUI would lay a plain vector along the inputs.
-    whole_O1 = mx.concatenate(present)[:, None]
-    return load.swap_halves(whole_O1) if fused == load.HALVES_SWAPPED else whole_O1
 
 
 def block_diagonal(blocks: list[mx.array | None]) -> mx.array:

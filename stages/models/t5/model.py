@@ -269,14 +269,13 @@ class T5:
     def enter(self, ids: Sequence[mx.array], real: Sequence[mx.array]) -> tuple[mx.array, Shared]:
         """(h_TD, masks of each part). Arguments as in `T5`."""
         h_TD = mx.concatenate([self.embedding[part_BL.reshape(-1)] for part_BL in ids])
-        return h_TD, [self._part(part_BL) for part_BL in real]
-
-    def _part(self, real_BL: mx.array) -> dict[str, mx.array]:
-        length = real_BL.shape[1]
-        bias_1HLL = self.bias[self._bucket_table(length)].transpose(2, 0, 1)[None]
-        hidden_B11L = mx.where(real_BL, 0.0, HIDDEN)[:, None, None, :]
-        mask_BHLL = mx.contiguous(bias_1HLL).astype(self.dtype) + hidden_B11L.astype(self.dtype)
-        return {"mask_BHLL": mask_BHLL, "real_BL": real_BL}
+        shared = []
+        for real_BL in real:
+            bias_1HLL = self.bias[self._bucket_table(real_BL.shape[1])].transpose(2, 0, 1)[None]
+            hidden_B11L = mx.where(real_BL, 0.0, HIDDEN)[:, None, None, :]
+            mask_BHLL = mx.contiguous(bias_1HLL).astype(self.dtype) + hidden_B11L.astype(self.dtype)
+            shared.append({"mask_BHLL": mask_BHLL, "real_BL": real_BL})
+        return h_TD, shared
 
     def _bucket_table(self, length: int) -> mx.array:
         if length not in self._buckets:

@@ -131,7 +131,9 @@ class PromptTokenizer:
         self.tokenizer = _load(folder)
         if self.tokenizer.pad_token_id is None:
             raise ValueError(f"{folder} names no pad_token in tokenizer_config.json; it should be {self.chat.pad}")
-        self.template = self.tokenizer.chat_template or _older_template(folder)
+        older = folder / "chat_template.json"  # older tokenizers keep their template in a file of its own
+        found = read_json(older) if not self.tokenizer.chat_template and older.is_file() else None
+        self.template = self.tokenizer.chat_template or (found.get("chat_template") if isinstance(found, dict) else None)
         if not self.template:
             raise ValueError(f"{folder} has no chat template: chat_template.jinja is missing")
         check_template(self.template, folder)
@@ -155,13 +157,6 @@ class PromptTokenizer:
         ids_T = np.full(self.length, self.tokenizer.pad_token_id, np.int32)
         ids_T[first : first + len(kept)] = kept
         return TokenizedPrompt(ids_T, len(kept), len(ids) - len(kept), first)
-
-
-def _older_template(folder: Path) -> Any:
-    # Older tokenizers keep their template in a file of its own.
-    file = folder / "chat_template.json"
-    found = read_json(file) if file.is_file() else None
-    return found.get("chat_template") if isinstance(found, dict) else None
 
 
 def _load(folder: Path) -> Any:
