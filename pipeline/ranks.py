@@ -22,7 +22,7 @@ from pipeline.project import runs
 from pipeline.project.project import Project
 from pipeline.project.recipe import recipe_id
 from stages.stage import Stage
-from stages.tuner.ranks import HOSTS, RANK, SIZE, launched_rank
+from stages.tuner.launched import HOSTS, RANK, SIZE, launched_rank
 
 LOCALHOST = "127.0.0.1"
 GRACE_SECONDS = 20.0  # after a rank failed, until the others are killed: over NCCL they wait for it forever

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,12 @@ def setting_path(text: str, project: Path) -> Path:
     with suppress(RuntimeError):  # an unknown user, such as ~x
         return project / Path(text).expanduser()
     return project / text
+
+
+def nearest(word: Any, words: Iterable[str], form: str = "{}", cutoff: float = 0.6) -> str:
+    """The end of a message about an unknown name, "; did you mean train?", or ""."""
+    found = difflib.get_close_matches(str(word), list(words), 1, cutoff)
+    return f"; did you mean {form.format(found[0])}?" if found else ""
 
 
 def toml_string(text: str) -> str:

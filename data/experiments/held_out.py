@@ -14,9 +14,9 @@ from schemas.text_to_image.captions import CAPTIONS
 from stages.text_to_image.train.batches import HeldOutImages
 from stages.text_to_image.train.task import ImageTask
 from stages.tuner import checkpoint
-from stages.tuner.adapters.stacks import Stacks
 from stages.tuner.checkpoint import ADAPTER, Checkpoint
 from stages.tuner.loop import load_training
+from stages.tuner.optimizers.step import Stacks
 
 SIDES = (128, 192)  # pixels: the resolutions of the crops
 CAPTION_KINDS = ("own", "empty")  # measured under the picture's caption, and under the empty one

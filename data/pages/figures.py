@@ -12,8 +12,7 @@ import numpy as np
 from pipeline.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, Curve, Panel, save
 from stages.text_to_image.families import family
 from stages.text_to_image.train.config import NoiseConfig
-from stages.tuner.diffusion.noise import BASES, Base, SigmaDistribution
-from stages.tuner.diffusion.weighting import WEIGHTS, weight
+from stages.tuner.diffusion import BASES, WEIGHTS, Base, SigmaDistribution, weight
 
 FOLDER = Path(__file__).parents[1] / "figures"
 TOKENS = {512: 32 * 32, 1024: 64 * 64}  # image tokens by the side of a square image, pixels

@@ -16,7 +16,7 @@ from typing import Any
 from data.pages.settings import defaults, entries, in_toml
 from stages.text_to_image import PIPELINE
 from stages.tuner.config import OptimizerConfig
-from stages.tuner.optimizers.methods import METHODS
+from stages.tuner.optimizers import METHODS
 
 FILE = Path(__file__).parents[1] / "recipe.md"
 RIVALS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("rivals.toml").read_text(encoding="utf-8"))

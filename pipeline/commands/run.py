@@ -16,7 +16,7 @@ from pipeline.options import with_project
 from pipeline.process import allow_open_files, kept_awake, replace_process, restarting, run_apart
 from pipeline.store.disk import format_bytes
 from pipeline.terminal import Terminal, format_seconds, say_aside
-from stages.tuner.ranks import launched_rank
+from stages.tuner.launched import launched_rank
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project

@@ -107,7 +107,7 @@ def _damaged_results(project: Project, table: TableFolder, known: set[str], affe
     if not (artifacts / checkpoint.FOLDER).is_dir():
         return
     for step, problem in sorted(checkpoint.damaged_checkpoints(artifacts).items()):
-        file = f"artifacts/{checkpoint.FOLDER}/step-{step:06d}/{checkpoint.STATE}"
+        file = f"artifacts/{checkpoint.folder_name(step)}/{checkpoint.STATE}"
         if not any(each.startswith(file.rpartition("/")[0]) for each in known):
             yield Finding(name, table.folder, file, f"or a file beside it is damaged: {problem}", (), affects)
     if not (artifacts / checkpoint.ADAPTER).exists() and table.exists and project.stage(name).result == checkpoint.ADAPTER:

@@ -14,9 +14,9 @@ from stages.models import adapters
 from stages.models.family import RetrieverFamily
 from stages.models.t5.model import T5
 from stages.models.weights import read_file
-from stages.tuner.adapters import dora, full, lora
-from stages.tuner.adapters.merge import check_shapes, merge
-from stages.tuner.blockwise.forward import BlockwiseForward
+from stages.tuner.adapters import lora
+from stages.tuner.adapters.lora import check_fits, merge
+from stages.tuner.blockwise.backprop import BlockwiseForward
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -76,17 +76,17 @@ def read_adapter(path: Path, linears: Mapping[str, tuple[int, int]], strength: f
     """
     arrays, metadata = read_file(path)
     arrays = {name: value.astype(mx.float32) for name, value in arrays.items()}
-    whole = [name.removesuffix(full.DIFF) for name in arrays if name.endswith(full.DIFF)]
+    whole = [name.removesuffix(lora.DIFF) for name in arrays if name.endswith(lora.DIFF)]
     try:
-        low = adapters.linears({name: value for name, value in arrays.items() if not name.endswith(full.DIFF)})
+        low = adapters.linears({name: value for name, value in arrays.items() if not name.endswith(lora.DIFF)})
         scales = dict.fromkeys(whole, 1.0) | _scales(metadata, arrays, low)
         _check_linears(metadata, scales)
-        check_shapes({f"{name}.weight": shape for name, shape in linears.items()}, arrays, scales)
+        check_fits(linears, arrays, scales)
     except (ValueError, KeyError) as error:
         raise ValueError(f"{path}: {error}") from None
     if name := adapters.first_not_finite(arrays):
         raise ValueError(f"{path}: {name} holds values that are not finite; choose an earlier checkpoint")
-    if strength != 1 and any(name.endswith(dora.MAGNITUDE) for name in arrays):
+    if strength != 1 and any(name.endswith(lora.MAGNITUDE) for name in arrays):
         raise ValueError(f"vectors.strength must be 1 for an adapter with DoRA, got {strength:g}: its change has no scale")
     return arrays, {name: strength * scale for name, scale in scales.items()}
 

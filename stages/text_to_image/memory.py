@@ -61,7 +61,7 @@ def capacities(budget: int) -> Iterator[Capacity]:
 
 def capacity(family: Family, side: int, budget: int) -> Capacity:
     """The most bits per weight with which every stage fits into `budget` bytes."""
-    from stages.tuner.quantize import BITS
+    from stages.tuner.weights import BITS
 
     # Streamed only if even the fewest bits do not fit otherwise.
     for bits, streamed in (*((bits, False) for bits in BITS), (BITS[-1], True)):

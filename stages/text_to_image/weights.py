@@ -13,11 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from stages.models.family import Architecture, Family, Transformer
 from stages.models.folders import read_config
-from stages.tuner import quantize
-from stages.tuner.adapters.targets import matches_pattern
-from stages.tuner.config import longest_first
-from stages.tuner.quantize import QuantizedWeight
-from stages.tuner.stored import WeightFolder
+from stages.tuner.adapters.targets import by_pattern
+from stages.tuner.weights import QuantizedWeight, WeightFolder, pack_if_possible
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -101,7 +98,7 @@ def packing(architecture: Architecture, config: Packed) -> Callable[[str, mx.arr
     """Packs a weight as `config` says; None: nothing is packed."""
     if (config.base_bits or 16) == 16 and not config.base_bits_for:
         return None
-    return lambda name, weight: quantize.pack_if_possible(weight, weight_bits(name, architecture, config))
+    return lambda name, weight: pack_if_possible(weight, weight_bits(name, architecture, config))
 
 
 def weight_bits(name: str, architecture: Architecture, config: Packed) -> int:
@@ -110,8 +107,7 @@ def weight_bits(name: str, architecture: Architecture, config: Packed) -> int:
     if not architecture.in_block(name):
         return max(bits, architecture.outside_bits) if architecture.packs_outside(name) else 16
     linear = name.removesuffix(".weight")
-    patterns = longest_first(config.base_bits_for)
-    return next((other for pattern, other in patterns.items() if matches_pattern(linear, pattern)), bits)
+    return by_pattern(linear, config.base_bits_for, bits)
 
 
 CONVERTED = "weights/converted"  # below the project; its files may be deleted at any time

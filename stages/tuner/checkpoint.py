@@ -27,11 +27,12 @@ import numpy as np
 import pyarrow as pa
 
 from stages.hashing import file_sha256
+from stages.tuner.weights import Arrays
 
-Arrays = dict[str, mx.array]
 WriteArtifact = Callable[[str, Callable[[Path], None]], Path]  # (name below the artifacts folder, write(path)) -> its path
 
 FOLDER = "checkpoints"
+DELETED = "deleted-"  # begins the name of a folder that is being deleted
 ADAPTER, EMA, BEST = "adapter.safetensors", "adapter_ema.safetensors", "adapter_best.safetensors"
 OPTIMIZER, ROWS, STATE = "optimizer.safetensors", "rows.arrow", "state.json"
 SAFETENSORS_DTYPES = {
@@ -40,6 +41,17 @@ SAFETENSORS_DTYPES = {
     mx.int8: ("I8", np.int8),
     mx.uint8: ("U8", np.uint8),
 }
+
+
+def folder_name(step: int) -> str:
+    """Of a checkpoint, below the artifacts folder."""
+    return f"{FOLDER}/step-{step:06d}"
+
+
+def _folders(artifacts: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of all checkpoints, also of incomplete ones."""
+    found = ((folder.name.removeprefix("step-"), folder) for folder in artifacts.glob(f"{FOLDER}/step-*"))
+    return [(int(digits), folder) for digits, folder in found if digits.isdigit()]
 
 
 @dataclass(frozen=True)
@@ -89,7 +101,7 @@ def save(
     averaged: Arrays | None = None,  # [train.ema]
 ) -> Checkpoint:
     """Raises ValueError if a value is not finite."""
-    inside = f"{FOLDER}/step-{step:06d}"
+    inside = folder_name(step)
     header = {**metadata, "step": str(step)}
     arrays = {ADAPTER: (adapter, header), OPTIMIZER: (optimizer, {"step": str(step)})}
     if averaged is not None:
@@ -108,11 +120,11 @@ def save(
 
 def publish(write_artifact: WriteArtifact, final: Checkpoint, best: Checkpoint | None = None) -> None:
     if best:
-        write_artifact(BEST, functools.partial(_copy, best.folder / ADAPTER))
+        write_artifact(BEST, functools.partial(shutil.copyfile, best.folder / ADAPTER))
     # ADAPTER last: if it exists, the result is complete.
     for name in (EMA, ADAPTER):
         if name in final.state["files"]:
-            write_artifact(name, functools.partial(_copy, final.folder / name))
+            write_artifact(name, functools.partial(shutil.copyfile, final.folder / name))
 
 
 def header_metadata(path: Path) -> dict[str, str]:
@@ -178,11 +190,10 @@ def damaged_checkpoints(artifacts: Path) -> dict[int, str]:
     saved = {one.step: one for one in find_checkpoints(artifacts)}
     written = max(published_step(artifacts) or 0, *saved, 0)
     problems: dict[int, str] = {}
-    for folder in artifacts.glob(f"{FOLDER}/step-*"):
-        digits = folder.name.removeprefix("step-")
-        if not digits.isdigit() or not any(folder.iterdir()):
+    for step, folder in _folders(artifacts):
+        path = folder / STATE
+        if not any(folder.iterdir()):
             continue
-        step, path = int(digits), folder / STATE
         if step in saved:
             names = [name for name in saved[step].state["files"] if name != OPTIMIZER]  # old optimizer states are deleted
             bad = [name for name in names if not _has_size(folder / name, saved[step].state["files"][name])]
@@ -198,11 +209,11 @@ def _has_size(path: Path, record: Mapping[str, Any]) -> bool:
 
 
 def delete_incomplete(artifacts: Path, after: int) -> None:
-    for folder in artifacts.glob(f"{FOLDER}/step-*"):
-        digits = folder.name.removeprefix("step-")
-        # Their writing was interrupted.
-        if digits.isdigit() and int(digits) > after and not (folder / STATE).exists():
+    """Folders of later steps whose writing was interrupted, and folders whose deletion was."""
+    for step, folder in _folders(artifacts):
+        if step > after and not (folder / STATE).exists():
             shutil.rmtree(folder)
+    _delete_renamed(artifacts)
 
 
 def prune(artifacts: Path, step: int, last: int) -> None:
@@ -212,12 +223,17 @@ def prune(artifacts: Path, step: int, last: int) -> None:
 
 
 def prune_timed(artifacts: Path, step: int) -> None:
-    """Delete earlier checkpoints that were written only because time had passed. Their rows are in the table by then."""
+    """Delete earlier checkpoints that were written only because time had passed. The newest one holds their rows too."""
     for saved in find_checkpoints(artifacts):
         if saved.state.get("timed") and saved.step < step:
-            # State first: an interrupted deletion leaves no checkpoint behind.
-            (saved.folder / STATE).unlink(missing_ok=True)  # first: a folder without it is no checkpoint
-            shutil.rmtree(saved.folder, ignore_errors=True)
+            # Renamed first: a folder that a kill leaves half deleted must not be taken for a damaged checkpoint.
+            saved.folder.rename(saved.folder.with_name(f"{DELETED}{saved.folder.name}"))
+    _delete_renamed(artifacts)
+
+
+def _delete_renamed(artifacts: Path) -> None:
+    for folder in artifacts.glob(f"{FOLDER}/{DELETED}*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
@@ -249,7 +265,3 @@ def write_rows(path: Path, rows: pa.Table) -> None:
 
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text)
-
-
-def _copy(source: Path, path: Path) -> None:
-    shutil.copyfile(source, path)

@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from stages.settings import SEEDS, check_bounds, runtime, selects, setting
 from stages.tuner.adapters.targets import Variant
-from stages.tuner.optimizers.methods import MethodName, make_optimizer
-from stages.tuner.optimizers.protocol import Method
-from stages.tuner.quantize import BITS, Bits
-from stages.tuner.schedule import Schedule, Shape
+from stages.tuner.optimizers import MethodName, make_optimizer
+from stages.tuner.optimizers.optimizer import Method
+from stages.tuner.weights import BITS, Bits
+
+Shape = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate as a function of the step alone, so that a run can be made longer without changing its past."""
+
+    base: float
+    shape: Shape = "constant"
+    warmup: int = 0  # steps
+    decay: int = 0  # steps after the warm-up in which linear and cosine fall
+    floor: float = 0.0  # share of base
+
+    def at(self, step: int) -> float:
+        """Steps count from 1; the last step of the warm-up has the full rate."""
+        if step <= self.warmup:
+            return self.base * step / self.warmup
+        if self.shape == "constant":
+            return self.base
+        done = min((step - self.warmup) / max(self.decay, 1), 1.0)
+        left = 1 - done if self.shape == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.base * (self.floor + (1 - self.floor) * left)
 
 
 @dataclass(frozen=True)
@@ -23,7 +46,9 @@ class OptimizerConfig:
     beta1: float | None = setting(None, "decay of the mean of gradients; unset: the method's own", bounds=(0.0, 0.9999999))
     beta2: float | None = setting(None, "decay of the mean of their squares; unset: the method's own", bounds=(0.0, 0.9999999))
     eps: float | None = setting(
-        None, "added to the root, so that a zero gradient is not divided by zero; unset: the method's own", bounds=(1e-30, 1.0)
+        None,
+        "added to the root (adafactor: to squared gradients), so a zero gradient is not divided by zero; unset: the method's own",
+        bounds=(1e-30, 1.0),
     )
     d_coef: float | None = setting(
         None, "prodigy: factor of its rate; 0.5 slower, 2 faster; unset: the method's own", bounds=(1e-6, 1e6)
@@ -207,8 +232,3 @@ class TrainingConfig:
         # From the settings alone, never from free memory: it changes the last bits of a loss, and so which checkpoint is
         # best.
         return 1 if self.micro_batch == "auto" else min(self.batch_size, self.micro_batch or self.batch_size)
-
-
-def longest_first(patterns: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Sorted so that the first pattern that matches a name is the longest; equal lengths alphabetically."""
-    return dict(sorted((patterns or {}).items(), key=lambda item: (-len(item[0]), item[0])))

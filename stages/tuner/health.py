@@ -1,8 +1,14 @@
-"""Health checks during training: loss, gradient and adapter must be finite, and the adapter must change at a sound rate."""
+"""Health checks after each step: loss, gradient and adapter are finite, the adapter changes at a sound rate, and the losses are
+those that are known before: at first the untrained model's, and never far above that of a model that knows nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import Any
 
 import mlx.core as mx
@@ -10,12 +16,20 @@ import mlx.core as mx
 from stages.tuner.adapters import lora
 from stages.tuner.config import TrainingConfig
 from stages.tuner.step import StepResult, TrainingStep
+from stages.tuner.task import ExpectedLoss, Row
+from stages.tuner.validation import TRAIN
 
 MOST_SKIPPED = 3  # steps in a row without a finite loss and gradient that end the run
 MOVED_BY = 10  # the step after which every run must have moved its adapter
 RATIO_EVERY = 100  # steps between two checks of the update's length
 # Sound lengths of an update relative to the adapter: above float32's rounding, and below a new adapter in ten steps.
 RATIOS = (1e-7, 0.1)
+
+FIRST_STEPS = 50  # steps whose losses are compared with the untrained model's; later, training has changed it
+LEAST_SAMPLES = 12  # samples without which nothing is said
+SURE = 3.0  # standard errors between a mean and its limit
+LAST_SAMPLES = 50  # samples whose mean shows that the loss has collapsed
+WORSE = 1.5  # a collapsed loss is so many times the loss at the start
 
 
 def checks_update(step: int) -> bool:
@@ -41,7 +55,15 @@ def check_health(
         )
     # An adapter from `initial` is not zero at the start: the check would see nothing.
     if step == MOVED_BY and not config.initial:
-        _check_moved(say, lr, training, step)
+        adapter, names = training.adapter, [target.name for target in training.targets]
+        # The largest values of the arrays that start at zero, `B` of LoRA and `w2` of LoKr, in one transfer for all Linears.
+        moved: Any = mx.stack([lora.largest_change(lora.arrays_of_linear(adapter, name)) for name in names]).tolist()
+        still = [name for name, most in zip(names, moved, strict=True) if most == 0]
+        if len(still) == len(names):
+            raise ValueError(f"train: stopped at step {step}: the adapter has not moved; raise [train] lr ({lr:g})")
+        if still:
+            others = f", nor have {len(still) - 1} other Linears" if len(still) > 1 else ""
+            say(f"step {step}: {still[0]} has not moved{others}; no gradient reaches it, and [train] targets could leave it out")
     if result.update_ratio is not None and result.finite:
         _check_size(say, config, step, result.update_ratio)
 
@@ -54,20 +76,65 @@ def _check_size(say: Callable[[str], None], config: TrainingConfig, step: int, r
         say(f"step {step}: the update is {ratio:.1g} of the adapter's length; {change} [train] lr ({config.lr:g})")
 
 
-def _check_moved(say: Callable[[str], None], lr: float, training: TrainingStep, step: int) -> None:
-    still = unmoved_linears(training)
-    if not still:
-        return
-    if len(still) == len(training.targets):
-        raise ValueError(f"train: stopped at step {step}: the adapter has not moved; raise [train] lr ({lr:g})")
-    others = f", nor have {len(still) - 1} other Linears" if len(still) > 1 else ""
-    say(f"step {step}: {still[0]} has not moved{others}; no gradient reaches it, and [train] targets could leave it out")
+@dataclass(frozen=True)
+class Mean:
+    value: float
+    error: float  # standard error
+
+    @classmethod
+    def of(cls, numbers: Iterable[float]) -> Mean:
+        found = list(numbers)
+        return cls(fmean(found), stdev(found) / math.sqrt(len(found)))
 
 
-def unmoved_linears(training: TrainingStep) -> list[str]:
-    """Linears whose adapter still changes nothing: the arrays that start at zero (`B` of LoRA, `w2` of LoKr) are zero."""
-    adapter = training.adapter
-    names = [target.name for target in training.targets]
-    # One transfer for all Linears.
-    moved: Any = mx.stack([lora.largest_change(lora.arrays_of_linear(adapter, name)) for name in names]).tolist()
-    return [name for name, most in zip(names, moved, strict=True) if most == 0]
+class LossCheck:
+    """Warns once if the first losses are not those of an untrained model; raises ValueError if the loss collapses.
+
+    Losses are divided by that of a model that knows nothing about the sample: 1 at every noise level means that
+    nothing is known.
+    """
+
+    def __init__(self, say: Callable[[str], None], expected: ExpectedLoss | None, past: Iterable[Row] = ()) -> None:
+        self.say, self.expected = say, expected
+        self.first: list[float] = []
+        self.last: deque[float] = deque(maxlen=LAST_SAMPLES)
+        self.warned = False
+        steps: dict[int, list[Row]] = {}
+        for row in past:
+            steps.setdefault(row["step"], []).append(row)
+        for step in sorted(steps):
+            # Earlier steps of a resumed run count, but were warned about then.
+            self.after(step, steps[step], quiet=True)
+
+    def after(self, step: int, rows: Iterable[Row], quiet: bool = False) -> None:
+        if self.expected is None:
+            return
+        for row in rows:
+            known_nothing = self.expected.uninformed(row) if row["split"] == TRAIN else None
+            if known_nothing and math.isfinite(row["loss"]):
+                self.last.append(row["loss"] / known_nothing)
+                if step <= FIRST_STEPS:
+                    self.first.append(self.last[-1])
+        if step <= FIRST_STEPS and not self.warned and len(self.first) >= LEAST_SAMPLES:
+            self._check_start(step, self.expected, Mean.of(self.first), quiet)
+        if step > FIRST_STEPS and len(self.first) >= LEAST_SAMPLES and len(self.last) == LAST_SAMPLES:
+            self._check_collapse(step, Mean.of(self.first[:LEAST_SAMPLES]), Mean.of(self.last))
+
+    def _check_start(self, step: int, expected: ExpectedLoss, found: Mean, quiet: bool) -> None:
+        low, high = expected.start
+        if low <= found.value + SURE * found.error and found.value - SURE * found.error <= high:
+            return
+        self.warned = True
+        if quiet:
+            return
+        self.say(
+            f"step {step}: the loss is {found.value:.2f} times that of {expected.nobody}; it should begin at "
+            f"{low:g} to {high:g} ({expected.source}): {expected.remedy}"
+        )
+
+    def _check_collapse(self, step: int, first: Mean, last: Mean) -> None:
+        if last.value - SURE * last.error > max(1.0, WORSE * first.value):
+            raise ValueError(
+                f"train: stopped at step {step}: the loss has collapsed, from {first.value:.2f} to {last.value:.2f} times that "
+                "of a model that knows nothing; lower [train] lr"
+            )

@@ -1,4 +1,18 @@
-"""The training loop: the order of steps, measurements and checkpoints. A task (task.py) supplies model, data and loss.
+"""The training loop, from the start of a run to its result. A task (task.py) supplies model, data and loss.
+
+When a step ends, in this order:
+
+    1. health.py looks at loss, gradient and adapter; a run that cannot go on ends here, and nothing of the step is written
+    2. held-out samples are measured, if that is due
+    3. control.py looks for Ctrl-C, the files stop, checkpoint and pause, and the limits on steps and minutes
+    4. a checkpoint is written, if one is due (checkpoint_every, the last step, the best measurement yet, the age of the last
+       checkpoint) or 3 asks for one: adapter, average, optimizer, rows since the last checkpoint, and last state.json; then
+       older ones are thinned out, and after the last step the adapters are copied to the top: the result
+    5. the rows are yielded, for the runner to store: stored rows imply that a due checkpoint holds their result
+    6. the run waits while it is paused
+
+A stop changes 4 and 6: the checkpoint of this step is written, and the run ends after its rows. It is also looked for before
+the first step and between the micro-batches of a measurement, which the next command repeats.
 
 The samples of a step depend on (seed, step) alone, and a checkpoint holds all other state. So a run that is stopped,
 killed or made longer ends with the same bits as an uninterrupted run. With several ranks (ranks.py), rank 0 decides and
@@ -7,32 +21,36 @@ writes.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Generic
 
 import mlx.core as mx
+import numpy as np
 import pyarrow as pa
 
 from stages.run import Run
 from stages.tuner import checkpoint
 from stages.tuner.adapters.targets import adapter_metadata
 from stages.tuner.blockwise.device import configure_scheduler
-from stages.tuner.checkpoint import Checkpoint
+from stages.tuner.checkpoint import OPTIMIZER, ROWS, Checkpoint
+from stages.tuner.config import TrainingConfig
 from stages.tuner.control import Control
-from stages.tuner.health import check_health, checks_update
-from stages.tuner.loader import Loader
-from stages.tuner.log import Summary, announce, warn
-from stages.tuner.loss_check import LossCheck
-from stages.tuner.memory import MemoryPlan, adjust_max_tokens, choose_plan
-from stages.tuner.parallel import announce_ranks, check_ranks, measure_together, merge_results, same_state, step_samples
-from stages.tuner.ranks import Ranks, connect
-from stages.tuner.resume import Start, find_start
-from stages.tuner.rows import record_batches, rows_table, sample_rows
+from stages.tuner.health import LossCheck, check_health, checks_update
+from stages.tuner.memory import MemoryPlan, choose_plan
+from stages.tuner.ranks import Ranks, connect, merged
 from stages.tuner.step import StepResult, TrainingStep, choose_targets, starting_adapter
-from stages.tuner.task import MicroBatch, Row, Task
-from stages.tuner.validation import TRAIN, VALIDATION, Validation
+from stages.tuner.task import M, Row, S, Task
+from stages.tuner.validation import TRAIN, VALIDATION, Validation, measured_steps
+
+Key = tuple[int, str, int]  # step, split, sample
+
+SMOOTHED = 50  # steps whose mean is the smoothed loss
 
 
 def train(run: Run[Any], task: Task[Any, Any], control: Control) -> Iterator[pa.RecordBatch]:
@@ -41,38 +59,107 @@ def train(run: Run[Any], task: Task[Any, Any], control: Control) -> Iterator[pa.
 
     A request that ends the run early writes a checkpoint first. Raises ValueError if the run cannot continue.
     """
+    # In this order: MLX's variables are read, and the ranks connected, before the first MLX array.
     ranks = connect()
+    configure_scheduler()
     check_ranks(run, task.config, ranks)
     # The checkpoints lie with rank 0; the others get its decision.
     start = ranks.first(next_start(run, task) if ranks.leads else None)
     return TrainingRun(run, task, control, start, ranks).go() if start else iter(())
 
 
+def check_ranks(run: Run[Any], config: TrainingConfig, ranks: Ranks) -> None:
+    """Raises ValueError, in every rank, if the ranks differ in recipe or cannot divide the batch."""
+    if config.data_parallel not in (None, ranks.size):
+        raise ValueError(
+            f"train.data_parallel must be unset or the number of ranks ({ranks.size}), got {config.data_parallel}; "
+            f"`latentmill launch --ranks {config.data_parallel}` starts so many"
+        )
+    if config.batch_size % ranks.size:
+        raise ValueError(f"train.batch_size must be a multiple of the number of ranks ({ranks.size}), got {config.batch_size}")
+    recipes = ranks.each(run.output.provenance.get("recipe", ""))
+    other = next((rank for rank, recipe in enumerate(recipes) if recipe != recipes[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"train: rank {other} has other settings, tables or weights than rank 0 (recipes {recipes[other]} and {recipes[0]}); "
+            "give every host the same project"
+        )
+
+
+# Where a run goes on
+
+
+@dataclass(frozen=True)
+class Start:
+    checkpoint: Checkpoint | None  # None: step 0
+    recovered: list[Row]  # rows up to its step that the table lacks, read from checkpoints
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.step if self.checkpoint else 0
+
+
 def next_start(run: Run[Any], task: Task[Any, Any]) -> Start | None:
     """Where the run goes on; None: every row is stored and the result is published."""
-    validation = validation_of(task)
-    validation.add_table(run.output.stored)
-    last = validation.last_step
-    for step, problem in sorted(checkpoint.damaged_checkpoints(run.output.artifacts).items()):
+    artifacts, validation = run.output.artifacts, validation_of(task, run.output.stored)
+    for step, problem in sorted(checkpoint.damaged_checkpoints(artifacts).items()):
         run.report.say(f"the checkpoint of step {step} is damaged: {problem}; latentmill verify --repair makes it again")
-    if not run.output.pending.num_rows and checkpoint.is_published(run.output.artifacts, last, validation.best_step):
+    last = validation.last_step
+    if not run.output.pending.num_rows and checkpoint.is_published(artifacts, last, validation.best_step):
         return None
     start = find_start(run, last)
     # Later folders would be taken for damaged checkpoints once the run passes them.
-    checkpoint.delete_incomplete(run.output.artifacts, start.step)
+    checkpoint.delete_incomplete(artifacts, start.step)
     return start
+
+
+def validation_of(task: Task[Any, Any], stored: pa.Table | None = None) -> Validation:
+    held_out = task.held_out
+    found = Validation(task.config.validation if held_out else None, held_out.count if held_out else 0, task.config.steps)
+    if stored is not None:
+        found.add(stored.select(["step", "split", "loss"]).to_pylist())
+    return found
 
 
 def last_step(task: Task[Any, Any], stored: pa.Table) -> int:
     """The last step of a run: [train] `steps`, or an earlier one at which early stopping ended it."""
-    validation = validation_of(task)
-    validation.add_table(stored)
-    return validation.last_step
+    return validation_of(task, stored).last_step
 
 
-def validation_of(task: Task[Any, Any]) -> Validation:
-    held_out = task.held_out
-    return Validation(task.config.validation if held_out else None, held_out.count if held_out else 0, task.config.steps)
+def row_key(row: Row) -> Key:
+    return row["step"], row["split"], row["sample"]
+
+
+def find_start(run: Run[Any], last: int) -> Start:
+    """The newest intact checkpoint before which no row is lost (in neither the table nor an intact checkpoint); else step 0."""
+    pending = {row_key(row) for row in run.output.pending.to_pylist()}
+    checkpoints = [saved for saved in checkpoint.find_checkpoints(run.output.artifacts) if saved.step <= last]
+    held: dict[Key, Row] = {}
+    # The rows of the checkpoints are needed only after a kill between a checkpoint and the commit of its rows.
+    if checkpoints and any(step <= checkpoints[0].step for step, _, _ in pending):
+        held = {row_key(row): row for saved in checkpoints if saved.intact(ROWS) for row in saved.rows().to_pylist()}
+    for saved in checkpoints:
+        past = sorted(key for key in pending if key[0] <= saved.step)
+        if _usable(saved, last, [key for key in past if key not in held]):
+            if saved is not checkpoints[0]:
+                newest = checkpoints[0]
+                why = "is damaged" if not newest.intact(*newest.state["files"]) else "lacks rows that are lost"
+                run.report.say(f"the checkpoint of step {newest.step} {why}; the run goes on from step {saved.step}")
+            return Start(saved, [held[key] for key in past if key in held])
+    if run.output.stored.num_rows:
+        run.report.say("no checkpoint is left to go on from; the run begins again at step 1 and will end with the same result")
+    return Start(None, [])
+
+
+def _usable(saved: Checkpoint, last: int, lost: list[Key]) -> bool:
+    # Rows of the measurement at this step may be lost: it is repeated.
+    if any((step, split) != (saved.step, VALIDATION) for step, split, _ in lost):
+        return False
+    needed = set(saved.state["files"])
+    # Nothing is left to compute, so no optimizer state is needed. A repeated measurement loads the whole training, and does.
+    if saved.step == last and not lost:
+        needed.discard(OPTIMIZER)
+    return saved.intact(*needed)
 
 
 def load_training(task: Task[Any, Any], start: Checkpoint | None, memory: MemoryPlan | None = None) -> TrainingStep:
@@ -81,7 +168,7 @@ def load_training(task: Task[Any, Any], start: Checkpoint | None, memory: Memory
     model = task.load_model()
     targets = choose_targets(model.linears(), task.config)
     adapter = start.arrays(checkpoint.ADAPTER) if start else starting_adapter(model, targets, task.config, initial)
-    state = start.arrays(checkpoint.OPTIMIZER) if start else None
+    state = start.arrays(OPTIMIZER) if start else None
     return TrainingStep(model, task.objective, targets, task.config, adapter, state, memory)
 
 
@@ -98,9 +185,8 @@ class TrainingRun:
         self.summary = Summary(task.config, self.past)
         self.loss_check = LossCheck(run.report.say, task.expected_loss, self.past)
         self.skipped: int = start.checkpoint.state["skipped"] if start.checkpoint else 0  # steps in a row that were not finite
-        self.unsaved: list[Row] = []  # rows that no checkpoint holds yet
+        self.unsaved: list[Row] = list(start.recovered)  # rows that no lasting checkpoint holds yet
         self.timed = False  # the last checkpoint was written only because of its time
-        self.earlier_peak = 0  # bytes: the peak before MLX's own count was last reset
 
     @property
     def finished(self) -> bool:
@@ -108,91 +194,94 @@ class TrainingRun:
         return self.start.checkpoint is not None and self.start.step >= self.validation.last_step
 
     def go(self) -> Iterator[pa.RecordBatch]:
-        yield from record_batches(self.task.schema, self.start.recovered)
+        task, control, report = self.task, self.control, self.run.report
+        yield from record_batches(task.schema, self.start.recovered)
         if not self.finished or self.unmeasured:
             self.prepare()
-            if self.ranks.agreed(self.control.stop_requested()):
+            if self.ranks.agreed(control.stop_requested()):
                 return
-            yield from record_batches(self.task.schema, self.first_measurement())
-            if self.ranks.agreed(self.control.ending):
+            yield from record_batches(task.schema, self.first_measurement())
+            if self.ranks.agreed(control.ending):
                 return
         if self.finished:
             assert self.start.checkpoint
             self.publish(self.start.checkpoint)
             return
-        schedule = self.task.config.learning_rate()
+        training = self.training
+        schedule = task.config.learning_rate()
         began = time.perf_counter()
-        for step, batches, waited in Loader(self.task, self.steps, self.ranks):
+        for step, batches, waited in Loader(task, self.steps, self.ranks):
             lr = schedule.at(step)
-            result = self.compute(batches, lr, ratio=checks_update(step) and lr > 0)
-            result = merge_results(result, self.task, step, self.ranks)
-            seconds = time.perf_counter() - began
-            shared = {"step": step, "lr": lr, "grad_norm": result.grad_norm, "peak_bytes": self.peak}
-            samples = step_samples(self.task, step, batches, self.ranks)
-            rows = self.step_rows(samples, result, shared | {"seconds": seconds, "read_seconds": waited})
+            result = training.step(batches, lr, checks_update(step) and lr > 0)
+            if change := training.adjust_micro_batch(result.largest_tokens):
+                report.say(change)
+            samples = [sample for batch in batches for sample in batch.samples]
+            if self.ranks.size > 1 and task.objective.separable:
+                # This rank has read and computed only its share.
+                samples, result = [sample for batch in task.draw(step) for sample in batch], self.merged(step, result)
+            shared = {"step": step, "lr": lr, "grad_norm": result.grad_norm, "peak_bytes": training.peak}
+            clocks = {"seconds": time.perf_counter() - began, "read_seconds": waited, "split": TRAIN}
+            rows = sample_rows(task, samples, {"loss": result.losses, **result.terms}, shared | clocks)
+            self.unsaved += rows
             self.skipped = 0 if result.finite else self.skipped + 1
-            check_health(self.run.report.say, self.task.config, self.training, step, self.skipped, result)
+            check_health(report.say, task.config, training, step, self.skipped, result)
             self.loss_check.after(step, rows)
             rows += self.measure(shared)
             began = time.perf_counter()
-            self.control.after_step()
+            control.after_step()
             # One exchange for all three: every rank must take the same branch, or they wait for each other forever.
-            saves, pauses, ends = self.ranks.first((self.saves_after(step), self.control.pausing, self.control.ending))
-            # Saved before the rows are yielded: stored rows imply a checkpoint that holds their result.
+            saves, pauses, ends = self.ranks.first((self.saves_after(step), control.pausing, control.ending))
             if saves:
                 self.save(step)
-            yield from record_batches(self.task.schema, rows)
-            self.run.report.note(self.summary.after(rows, self.validation))
-            self.run.report.progress(step, self.validation.last_step, "step")
-            self.control.wait_while_paused()
-            if (self.ranks.agreed(self.control.ending) if pauses else ends) or step >= self.validation.last_step:
+            yield from record_batches(task.schema, rows)
+            report.note(self.summary.after(rows, self.validation))
+            report.progress(step, self.validation.last_step, "step")
+            control.wait_while_paused()
+            if (self.ranks.agreed(control.ending) if pauses else ends) or step >= self.validation.last_step:
                 return
 
     def prepare(self) -> None:
-        warn(self.run.report.say, self.task)
-        configure_scheduler()  # must come before the first MLX array
-        plan = choose_plan(self.task.estimator(), self.start.checkpoint, self.run.report.say)
-        # Ranks other than 0 start fresh, and `same_state` gives them the adapter and the optimizer's state.
-        self.training = load_training(self.task, self.start.checkpoint if self.ranks.leads else None, plan)
-        self.training.ranks = self.ranks
-        same_state(self.training, self.ranks)
-        announce_ranks(self.run.report.say, self.ranks, self.start.checkpoint)
-        announce(self.run, self.task, self.training, self.steps)
+        say, ranks, task, begun = self.run.report.say, self.ranks, self.task, self.start.checkpoint
+        for line in warnings(task):
+            say(line)
+        plan = choose_plan(task.estimator(), begun, say)
+        # Ranks other than 0 start fresh, and `share_state` gives them the adapter and the optimizer's state.
+        self.training = load_training(task, begun if ranks.leads else None, plan)
+        self.training.ranks = ranks
+        self.training.share_state()
+        before = begun.state.get("ranks", 1) if begun else ranks.size
+        if before != ranks.size:
+            say(f"the run began with {before} ranks and goes on with {ranks.size}: the same samples and gradients up to rounding")
+        elif ranks.size > 1:
+            say(f"{ranks.size} ranks train together, each on its share of every batch")
+        values = sum(value.size for value in self.training.adapter.values())
+        each = sorted({target.rank for target in self.training.targets})
+        adapter = f"{task.config.variant} of rank {' to '.join(map(str, sorted({each[0], each[-1]})))}"
+        steps = self.steps
+        stretch = f"steps {steps.start} to {steps[-1]}" if steps else "one measurement is left to do"
+        say(f"files named stop, checkpoint or pause in {self.run.output.artifacts} control this run")
+        say(f"{adapter} on {len(self.training.targets)} Linears: {values / 1e6:.2g} M values; {stretch}")
+        say(task.description())
 
     @property
     def steps(self) -> range:
         return range(self.start.step + 1, self.task.config.steps + 1)
 
-    def compute(self, batches: Sequence[MicroBatch], lr: float, ratio: bool) -> StepResult:
-        """One optimizer step. With micro_batch = "auto", its peak memory sets the micro-batch of the next one."""
-        training = self.training
-        memory = training.memory
-        if memory.max_tokens is None:
-            return training.step(batches, lr, ratio)
-        # The peak of this step alone is wanted, so MLX's count is reset; the run's peak is kept here.
-        self.earlier_peak = self.peak
-        mx.reset_peak_memory()
-        result = training.step(batches, lr, ratio)
-        before, used = memory.max_tokens, result.largest_tokens
-        after = adjust_max_tokens(before, used, mx.get_active_memory(), mx.get_peak_memory(), memory.limit)
-        if after != before:
-            self.run.report.say(f"the micro-batch is now {after} tokens, {'fewer' if after < before else 'more'} than before")
-        training.memory = replace(memory, max_tokens=after)
-        return result
-
-    @property
-    def peak(self) -> int:
-        return max(self.earlier_peak, mx.get_peak_memory())
-
-    def step_rows(self, samples: Sequence[Any], result: StepResult, shared: Row) -> list[Row]:
-        rows = sample_rows(self.task, samples, {"loss": result.losses, **result.terms}, shared | {"split": TRAIN})
-        self.unsaved += rows
-        return rows
+    def merged(self, step: int, result: StepResult) -> StepResult:
+        """The losses and terms of all samples of a step, in order."""
+        found = self.ranks.each({"loss": result.losses, **result.terms})
+        owners = self.ranks.owners(self.task.sizes(step))
+        nothing = [[None] * len(each["loss"]) for each in found]
+        values: dict[str, list[Any]] = {
+            name: merged([each.get(name, nothing[rank]) for rank, each in enumerate(found)], owners)
+            for name in dict.fromkeys(name for each in found for name in each)
+        }
+        return replace(result, losses=values.pop("loss"), terms=values)
 
     def first_measurement(self) -> list[Row]:
         """Rows of the measurement at step 0, or of the interrupted one of a resumed run."""
         if not self.start.checkpoint:
-            return self.measure({"step": 0, "lr": 0.0, "grad_norm": 0.0, "peak_bytes": self.peak})
+            return self.measure({"step": 0, "lr": 0.0, "grad_norm": 0.0, "peak_bytes": self.training.peak})
         if not self.unmeasured:
             return []
         trained = next(row for row in self.past if (row["step"], row["split"]) == (self.start.step, TRAIN))
@@ -200,26 +289,27 @@ class TrainingRun:
 
     def measure(self, shared: Row) -> list[Row]:
         """Rows of the held-out samples; none if no measurement is due or a stop interrupts it."""
-        held_out, step = self.task.held_out, shared["step"]
+        held_out, step, ranks = self.task.held_out, shared["step"], self.ranks
         if held_out is None or not self.validation.is_due(step):
             return []
         rows: list[Row] = []
-        began = time.perf_counter()
-        for batch, measured in measure_together(held_out, self.training, self.ranks, self.interrupted):
-            clocks = {"seconds": time.perf_counter() - began, "read_seconds": 0.0, "split": VALIDATION}
-            rows += sample_rows(self.task, batch.samples, measured, shared | clocks, first=len(rows))
-            began = time.perf_counter()
-        if self.unmeasured:
-            return []
+        began, batches = time.perf_counter(), held_out.micro_batches()
+        # In rounds of one micro-batch per rank: all ranks stop together, after the same round.
+        while coming := list(islice(batches, ranks.size)):
+            self.unmeasured = ranks.agreed(self.control.stop_requested())
+            if self.unmeasured:
+                return []
+            # The last round may leave ranks without a batch.
+            own = self.training.measure(coming[ranks.rank]) if ranks.rank < len(coming) else {}
+            for batch, measured in zip(coming, ranks.each(own)[: len(coming)], strict=True):
+                clocks = {"seconds": time.perf_counter() - began, "read_seconds": 0.0, "split": VALIDATION}
+                rows += sample_rows(self.task, batch.samples, measured, shared | clocks, first=len(rows))
+                began = time.perf_counter()
         self.validation.add(rows)
         self.unsaved += rows
         best = ", the best so far" if step == self.validation.best_step else ""
         self.run.report.say(f"step {step}: validation loss {self.validation.means[step]:.4f}{best}")
         return rows
-
-    def interrupted(self) -> bool:
-        self.unmeasured = self.ranks.agreed(self.control.stop_requested())
-        return self.unmeasured
 
     def saves_after(self, step: int) -> bool:
         """Sets `timed`; deletes the file `checkpoint`."""
@@ -232,25 +322,22 @@ class TrainingRun:
 
     def save(self, step: int) -> None:
         # Undoes the drift between chips of different kinds, and gives all ranks the state that a resumed run would have.
-        same_state(self.training, self.ranks)
-        if not self.ranks.leads:
+        self.training.share_state()
+        if self.ranks.leads:
+            facts: dict[str, Any] = {"timed": True} if self.timed else {}
+            facts |= {"ranks": self.ranks.size} if self.ranks.size > 1 else {}
+            rows = rows_table(self.task.schema, self.unsaved)
+            saved = save_checkpoint(self.run, self.task, self.training, step, self.skipped, rows, facts)
+            self.control.saved()
+            if self.timed:
+                checkpoint.prune_timed(self.run.output.artifacts, step)
+            checkpoint.prune(self.run.output.artifacts, step, self.task.config.keep_states)
+            # An interrupted measurement is repeated first: it may change which checkpoint is the best.
+            if step >= self.validation.last_step and not self.unmeasured:
+                self.publish(saved)
+        # A timed checkpoint will be deleted, perhaps before its rows are stored: the next one holds them too.
+        if not self.timed:
             self.unsaved = []
-            return
-        training, write = self.training, self.run.output.write
-        metadata = {**self.run.output.provenance, **self.task.metadata, **adapter_metadata(training.targets)}
-        facts = {"skipped": self.skipped, "plan": training.memory.plan, "max_tokens": training.memory.max_tokens}
-        facts |= {"timed": True} if self.timed else {}
-        facts |= {"ranks": self.ranks.size} if self.ranks.size > 1 else {}
-        rows = rows_table(self.task.schema, self.unsaved)
-        saved = checkpoint.save(write, step, training.adapter, training.state, rows, metadata, facts, training.average)
-        self.unsaved = []
-        self.control.saved()
-        if self.timed:
-            checkpoint.prune_timed(self.run.output.artifacts, step)
-        checkpoint.prune(self.run.output.artifacts, step, self.task.config.keep_states)
-        # An interrupted measurement is repeated first: it may change which checkpoint is the best.
-        if step >= self.validation.last_step and not self.unmeasured:
-            self.publish(saved)
 
     def publish(self, final: Checkpoint) -> None:
         if not self.ranks.leads:
@@ -263,3 +350,157 @@ class TrainingRun:
         saved = checkpoint.find_checkpoints(self.run.output.artifacts)
         best = next((found for found in saved if found.step == self.validation.best_step), None)
         checkpoint.publish(self.run.output.write, final, best)
+
+
+def save_checkpoint(
+    run: Run[Any],
+    task: Task[Any, Any],
+    training: TrainingStep,
+    step: int,
+    skipped: int,
+    rows: pa.Table,
+    facts: Mapping[str, Any],  # further entries of state.json
+    metadata: Mapping[str, str] | None = None,  # of the adapter files; None: that of this run
+    write: checkpoint.WriteArtifact | None = None,
+) -> Checkpoint:
+    own = {**run.output.provenance, **task.metadata, **adapter_metadata(training.targets)}
+    state = {"skipped": skipped, "plan": training.memory.plan, "max_tokens": training.memory.max_tokens, **facts}
+    adapter, average = training.adapter, training.average
+    return checkpoint.save(write or run.output.write, step, adapter, training.state, rows, metadata or own, state, average)
+
+
+class Loader(Generic[S, M]):
+    """Iterates over (step, micro-batches in host memory, seconds waited for them).
+
+    A background thread reads the next step while the device computes the current one.
+    """
+
+    def __init__(self, task: Task[S, M], steps: range, ranks: Ranks | None = None) -> None:
+        self.task, self.steps = task, steps
+        # A loss that compares the samples of a batch needs them all: then every rank reads the whole batch.
+        self.ranks = ranks if ranks and ranks.size > 1 and task.objective.separable else None
+        self.reader = task.reader()
+
+    def __iter__(self) -> Iterator[tuple[int, list[M], float]]:
+        if not self.steps:
+            return
+        self.prefetch(self.steps.start)
+        with ThreadPoolExecutor(1, "loader") as pool:
+            coming = pool.submit(self.read, self.steps.start)
+            for step in self.steps:
+                began = time.perf_counter()
+                batches = coming.result()
+                waited = time.perf_counter() - began
+                if step + 1 in self.steps:
+                    coming = pool.submit(self.read, step + 1)
+                yield step, batches, waited
+
+    def read(self, step: int) -> list[M]:
+        batches = [self.reader.read(step, samples) for samples in self.draw(step)]
+        if step + 1 in self.steps:
+            self.prefetch(step + 1)
+        return batches
+
+    def prefetch(self, step: int) -> None:
+        self.reader.prefetch([sample for samples in self.draw(step) for sample in samples])
+
+    def draw(self, step: int) -> list[list[S]]:
+        # One list per micro-batch to read.
+        batches = self.task.draw(step)
+        return self.ranks.share(batches, self.task.sizes(step)) if self.ranks else batches
+
+
+# The rows of a run: one for each sample of a training step, and one for each held-out sample of a measurement
+
+
+def wanted_rows(task: Task[Any, Any], last: int) -> pa.Table:
+    """The keys (step, split, sample) of all rows of a run that ends at step `last`."""
+    sizes = [sum(task.sizes(step)) for step in range(1, last + 1)]
+    trained = _keys(TRAIN, range(1, last + 1), sizes)
+    if task.config.validation is None or task.held_out is None:
+        return trained
+    steps = measured_steps(task.config.validation.every, last)
+    return pa.concat_tables([trained, _keys(VALIDATION, steps, [task.held_out.count] * len(steps))])
+
+
+def _keys(split: str, steps: Sequence[int], sizes: Sequence[int]) -> pa.Table:
+    step = np.repeat(np.array(steps, np.int32), sizes)
+    sample = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes] or [np.zeros(0, np.int32)])
+    return pa.table({"step": step, "split": pa.array([split] * len(step), pa.string()), "sample": sample})
+
+
+def sample_rows(
+    task: Task[Any, Any], samples: Sequence[Any], values: Mapping[str, Sequence[Any]], shared: Row, first: int = 0
+) -> list[Row]:
+    """`values`: column -> one value per sample; `shared`: column -> value of all; `sample` counts from `first`."""
+    nothing: Row = dict.fromkeys(field.name for field in task.schema if field.nullable)
+    return [
+        nothing | {"sample": first + n} | task.row(sample) | {name: each[n] for name, each in values.items()} | shared
+        for n, sample in enumerate(samples)
+    ]
+
+
+def rows_table(schema: pa.Schema, rows: list[Row]) -> pa.Table:
+    names = set(schema.names)
+    for row in rows:
+        assert set(row) == names, f"columns {sorted(set(row) ^ names)} are missing or unknown"
+    return pa.Table.from_pylist(rows, schema=schema)
+
+
+def record_batches(schema: pa.Schema, rows: list[Row]) -> list[pa.RecordBatch]:
+    return rows_table(schema, rows).combine_chunks().to_batches() if rows else []
+
+
+# Lines for the user
+
+
+class Summary:
+    def __init__(self, config: TrainingConfig, past: Iterable[Row]) -> None:
+        self.config = config
+        self.losses: deque[float] = deque(maxlen=SMOOTHED)  # the mean loss of each of the last steps
+        steps: dict[int, list[float]] = {}
+        for row in past:
+            if row["split"] == TRAIN:
+                steps.setdefault(row["step"], []).append(row["loss"])
+        self.losses.extend(_mean(losses) for _, losses in sorted(steps.items()))
+
+    def after(self, rows: Sequence[Row], validation: Validation) -> str:
+        """One line, such as "loss 0.6120, held out 0.6400, lr 0.0003, checkpoint in 12 steps, 1.9 GB". Call it once per step."""
+        trained = [row for row in rows if row["split"] == TRAIN]
+        step, lr, peak = (trained[0][name] for name in ("step", "lr", "peak_bytes"))
+        self.losses.append(_mean([row["loss"] for row in trained]))
+        parts = [f"loss {_mean([loss for loss in self.losses if math.isfinite(loss)]):.4f}"]
+        means = validation.means
+        if means:
+            best = validation.best_step
+            lowest = f" (best {means[best]:.4f} at {best})" if best is not None and best != max(means) else ""
+            parts.append(f"held out {means[max(means)]:.4f}{lowest}")
+        every = self.config.checkpoint_every
+        left = min(every - step % every, validation.last_step - step)
+        parts.append(f"lr {lr:.2g}")
+        if left > 0:
+            parts.append(f"checkpoint in {left} step{'s' if left > 1 else ''}")
+        return ", ".join([*parts, f"{peak / 1e9:.3g} GB"])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def warnings(task: Task[Any, Any]) -> Iterator[str]:
+    yield from task.warnings()
+    if task.config.precision == "bfloat16" and mx.default_device() == mx.cpu:
+        yield 'bfloat16 is slow on a CPU; [train] precision = "float32" is faster'
+    yield from schedule_warnings(task.config)
+
+
+def schedule_warnings(config: TrainingConfig) -> Iterator[str]:
+    s, end = config.schedule, config.schedule.warmup_steps + config.schedule.decay_steps
+    if config.steps <= s.warmup_steps:
+        yield (
+            f"all {config.steps} steps are warm-up, below the full rate: lower [train.schedule] warmup_steps ({s.warmup_steps})"
+        )
+    elif s.shape != "constant" and end < config.steps and not s.floor:
+        yield f"from step {end} on the rate is 0 and nothing is trained: raise [train.schedule] decay_steps ({s.decay_steps})"
+    elif s.shape != "constant" and end > config.steps:
+        yield f"the rate reaches its floor at step {end}, after the last: lower [train.schedule] decay_steps ({s.decay_steps})"

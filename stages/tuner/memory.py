@@ -31,16 +31,14 @@ from stages.memory import (
     cheapest,
     refusal,
 )
-from stages.tuner.adapters import dora, full, lokr
-from stages.tuner.adapters.stacks import Stacks
+from stages.tuner.adapters import lora
 from stages.tuner.adapters.targets import Target
-from stages.tuner.blockwise.backprop import Plan, kept_blocks
-from stages.tuner.blockwise.chain import Chain, Tree
+from stages.tuner.blockwise.backprop import Chain, Plan, Tree, kept_blocks
 from stages.tuner.blockwise.device import blocks_in_flight, memory_budget
 from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.config import TrainingConfig
-from stages.tuner.optimizers.step import OptimizerStep
-from stages.tuner.quantize import BITS, CHUNK, GROUP, is_packable
+from stages.tuner.optimizers.step import OptimizerStep, Stacks
+from stages.tuner.weights import BITS, GROUP, UNPACKED_CHUNK, is_packable
 
 C = TypeVar("C", bound=TrainingConfig)
 Shapes = Mapping[str, tuple[tuple[int, ...], int]]  # name of a weight -> (shape, bits): 8 or 4 if packed, else 16
@@ -129,7 +127,9 @@ class Estimator(Generic[C]):
         adapter = {target.name + end: mx.zeros(shape) for target in targets for end, shape in target.shapes.items()}
         stacks = Stacks.of(adapter)
         self.adapter = sum(value.nbytes for value in adapter.values())  # bytes
-        self.state = sum(value.nbytes for value in optimizer.init(stacks).values())  # bytes of the optimizer's state
+        self.state = sum(
+            value.nbytes for value in optimizer.method.init(stacks.arrays).values()
+        )  # bytes of the optimizer's state
         self.update = optimizer.working_bytes(stacks)
 
     @property
@@ -302,7 +302,7 @@ def trace(chain: Chain, inputs: Mapping[str, Any], targets: Sequence[Target] = (
     h, shared = chain.enter(**inputs)
     by_kind = {block.kind: block for block in chain.blocks}
     traced = {kind: _trace_linears(chain, block, h, shared) for kind, block in by_kind.items()}
-    saved = {target.name: _saved_per_token(target) for target in targets}
+    saved = {target.name: lora.kind_of(target.shapes).saved(target.shapes) for target in targets}
     adapter = sum(4 * math.prod(shape) for target in targets for shape in target.shapes.values())
     traffic, adapter_saved = [], []
     for block in chain.blocks:
@@ -333,26 +333,12 @@ def _trace_linears(chain: Chain, block: Any, h: Tree, shared: Tree) -> dict[str,
     return seen
 
 
-def _saved_per_token(target: Target) -> int:
-    """Values per token that the adapter keeps for its gradient, besides the Linear's input and output."""
-    shapes = target.shapes
-    if full.DIFF in shapes:
-        return 0
-    if lokr.W1 not in shapes:
-        return target.rank + (target.outputs if dora.MAGNITUDE in shapes else 0)
-    a, b = shapes[lokr.W1]
-    if lokr.W2 in shapes:
-        c, d = shapes[lokr.W2]
-        return int(min(b * c, a * d))
-    return int((a + b) * target.rank)
-
-
 def frozen_weights(chain: Chain, shapes: Shapes, inside: Iterable[str], itemsize: int, stream: bool = False) -> dict[str, Any]:
     """The fields of `Blocks` that frozen weights decide. `stream`: the matrices of blocks stay on disk."""
     blocks = ([shapes[f"{block.name}.{name}"] for name in block.weights] for block in chain.blocks) if stream else ()
     stored = tuple(weight_bytes((each for each in block if len(each[0]) == 2), itemsize) for block in blocks)
     packed = (math.prod(shape) * itemsize for shape, bits in map(shapes.__getitem__, inside) if _is_packed(shape, bits))
-    unpacked = max((min(size, CHUNK) for size in packed), default=0)
+    unpacked = max((min(size, UNPACKED_CHUNK) for size in packed), default=0)
     return {"weights": weight_bytes(shapes.values(), itemsize) - sum(stored), "stored": stored, "unpacked": unpacked}
 
 

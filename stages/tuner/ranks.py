@@ -8,27 +8,20 @@ then ends them.
 from __future__ import annotations
 
 import functools
-import os
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
+
+import mlx.core as mx
+import numpy as np
+
+from stages.kernels import dispatch
+from stages.tuner.launched import launched_rank
 
 T = TypeVar("T")
 
-RANK, SIZE = "MLX_RANK", "MLX_WORLD_SIZE"  # set by mlx.launch
-HOSTS, DEVICES = "MLX_HOSTFILE", "MLX_IBV_DEVICES"  # files that list the ranks, for the backends ring and jaccl
 LENGTH, SHORT = 8, 4096  # bytes of a message's length, and of a message that one exchange carries
-
-
-def launched_rank() -> int | None:
-    """The rank that `mlx.launch` or `latentmill launch` gave this process; None: started alone. Does not import MLX."""
-    number = os.environ.get(RANK, "")
-    size = os.environ.get(SIZE, "")
-    files = [Path(os.environ[name]) for name in (HOSTS, DEVICES) if os.environ.get(name)]
-    several = (size.isdecimal() and int(size) > 1) or any(file.is_file() and file.read_text().strip() for file in files)
-    return int(number) if number.isdecimal() and several else None
 
 
 @dataclass(frozen=True)
@@ -43,10 +36,6 @@ class Ranks:
 
     def sum(self, arrays: dict[str, Any], share: float = 1.0) -> dict[str, Any]:
         """float32 sums of `share` x array over all ranks, equal to the bit. Empties `arrays`. Alone: `arrays`, unscaled."""
-        import mlx.core as mx
-
-        from stages.tuner.blockwise.device import dispatch
-
         if self.size == 1:
             return arrays
         summed = {}
@@ -58,10 +47,6 @@ class Ranks:
         return summed
 
     def everywhere(self, flag: Any) -> Any:
-        import mlx.core as mx
-
-        from stages.tuner.blockwise.device import dispatch
-
         if self.size == 1:
             return flag
         count = mx.distributed.all_sum(flag.astype(mx.int32), group=self.group)
@@ -70,8 +55,6 @@ class Ranks:
 
     def gather(self, arrays: Sequence[Any]) -> list[Any]:
         """The arrays of rank 0, then those of rank 1, and so on: equally many, of equal shapes."""
-        import mlx.core as mx
-
         if self.size == 1:
             return list(arrays)
         found = []
@@ -82,8 +65,6 @@ class Ranks:
 
     def agreed(self, flag: bool) -> bool:
         """The flag of rank 0."""
-        import mlx.core as mx
-
         if self.size == 1:
             return flag
         return bool(mx.distributed.all_sum(mx.array(int(flag and self.leads)), group=self.group).item())
@@ -102,9 +83,6 @@ class Ranks:
 
     def _sent(self, content: bytes, place: int, places: int) -> list[bytes]:
         """`places` byte strings, equal on every rank. Of the ranks that pass one `place`, all but one must pass b""."""
-        import mlx.core as mx
-        import numpy as np
-
         # Sent as a sum in which all other ranks hold zeros. The first exchange carries lengths and short messages, so that
         # most messages need one exchange; a longer one takes a second.
         heads = np.zeros((places, LENGTH + SHORT), np.uint8)
@@ -144,8 +122,6 @@ def connect() -> Ranks:
     """Raises ValueError if the other ranks cannot be reached. The first call must come before the first MLX array."""
     if launched_rank() is None:
         return Ranks()
-    import mlx.core as mx
-
     try:
         group = mx.distributed.init(strict=True, backend="nccl" if mx.cuda.is_available() else "any")
     except RuntimeError as error:

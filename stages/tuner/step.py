@@ -4,26 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
-from stages.tuner.adapters.initial import fresh_adapter, start_from_adapter, target_weights
-from stages.tuner.adapters.stacks import Stacks
-from stages.tuner.adapters.targets import Target, matches_pattern, select_targets, similar_names, target_scales
-from stages.tuner.blockwise.backprop import Values, loss_and_grads, predict
-from stages.tuner.blockwise.chain import Arrays
+from stages.kernels import dispatch
+from stages.tuner.adapters.targets import (
+    Target,
+    fresh_adapter,
+    matches_pattern,
+    select_targets,
+    similar_names,
+    start_from_adapter,
+    target_scales,
+    target_weights,
+)
+from stages.tuner.blockwise.backprop import Values, loss_and_grads, main_losses, predict
 from stages.tuner.blockwise.device import live_memory_limit
 from stages.tuner.blockwise.meter import Meter
-from stages.tuner.config import TrainingConfig, longest_first
-from stages.tuner.contrastive.gradcache import loss_and_grads_in_parts
-from stages.tuner.memory import MemoryPlan
-from stages.tuner.optimizers import ema
-from stages.tuner.optimizers.step import OptimizerStep, global_norm, is_finite
+from stages.tuner.config import TrainingConfig
+from stages.tuner.contrastive import loss_and_grads_in_parts
+from stages.tuner.memory import MemoryPlan, adjust_max_tokens
+from stages.tuner.optimizers.step import Averaged, OptimizerStep, Stacks, averages, global_norm, is_finite, unstack
 from stages.tuner.ranks import Ranks
-from stages.tuner.step_gradient import StepGradient
 from stages.tuner.task import InitialAdapter, MicroBatch, Model, Objective, Term
+from stages.tuner.weights import Arrays
+
+Found = tuple[mx.array, Sequence[bool] | None, Sequence[str] | None]  # values, which samples have them, texts that they index
 
 
 def choose_targets(linears: Mapping[str, tuple[int, int]], config: TrainingConfig) -> list[Target]:
@@ -37,8 +46,8 @@ def choose_targets(linears: Mapping[str, tuple[int, int]], config: TrainingConfi
             config.targets,
             config.rank,
             config.alpha,
-            ranks=longest_first(config.rank_for),
-            alphas=longest_first(config.alpha_for),
+            ranks=config.rank_for,
+            alphas=config.alpha_for,
             variant=config.variant,
             rslora=config.rslora,
             factor=config.factor,
@@ -59,7 +68,52 @@ def starting_adapter(
 
 def build_optimizer(config: TrainingConfig) -> OptimizerStep:
     method = config.optimizer.method()
-    return OptimizerStep(ema.Averaged(method, config.ema.decay) if config.ema else method, config.clip)
+    return OptimizerStep(Averaged(method, config.ema.decay) if config.ema else method, config.clip)
+
+
+@dataclass
+class StepGradient:
+    """The gradient of one optimizer step, and the values of its samples by table column. All arrays are lazy."""
+
+    grads: Arrays = field(default_factory=dict)  # summed over the micro-batches
+    terms: list[dict[str, Found]] = field(default_factory=list)  # per micro-batch, by column
+    largest_tokens: int = 0
+
+    @property
+    def losses(self) -> mx.array:
+        return mx.concatenate([terms["loss"][0] for terms in self.terms])
+
+    def values(self, column: str) -> list[Any]:
+        found: list[Any] = []
+        for terms in self.terms:
+            count = terms["loss"][0].size
+            found += plain_values(*terms[column]) if column in terms else [None] * count
+        return found
+
+    def note(self, term: Term, found: mx.array | Values) -> None:
+        names = term.names or {}
+        self.terms[-1][term.column] = main_losses(found), term.applies, None
+        if isinstance(found, dict):
+            more = {column: (value, term.applies, names.get(column)) for column, value in found.items() if column != "loss"}
+            self.terms[-1].update(more)
+
+    def add(self, grads: Arrays, share: float) -> None:
+        """Add `share` times the gradients of a term. Consumes `grads`. `share`: the micro-batch's part of the step's samples."""
+        if share < 1 or self.grads:
+            # In place, array by array: a third copy of the gradient would raise the peak of memory.
+            for name in grads:
+                part = share * grads[name].astype(mx.float32)
+                grads[name] = part + self.grads.pop(name) if name in self.grads else part
+            dispatch(grads)  # else the gradient of every micro-batch would wait for the last one
+        self.grads = grads
+
+
+def plain_values(values: mx.array, applies: Sequence[bool] | None, texts: Sequence[str] | None) -> list[Any]:
+    """One Python value per sample; a negative index into `texts` is None."""
+    each: Any = values.tolist()
+    if texts is not None:
+        each = [texts[n] if n >= 0 else None for n in each]
+    return each if applies is None else [v if a else None for v, a in zip(each, applies, strict=True)]
 
 
 @dataclass
@@ -88,11 +142,12 @@ class TrainingStep:
         self.targets, self.scales = list(targets), target_scales(targets)
         self.optimizer = build_optimizer(config)
         self.masters = Stacks.of(adapter)
-        self.state = self.optimizer.init(self.masters) if state is None else state
+        self.state = self.optimizer.method.init(self.masters.arrays) if state is None else state
         mx.eval(self.masters.arrays, self.state)
         self.ranks = Ranks()
         # May be changed between steps.
         self.memory = memory or MemoryPlan(max_samples=config.micro_batch if isinstance(config.micro_batch, int) else None)
+        self.earlier_peak = 0  # bytes: the peak before MLX's own count was last reset
 
     @property
     def adapter(self) -> Arrays:
@@ -101,13 +156,23 @@ class TrainingStep:
 
     @property
     def average(self) -> Arrays | None:
-        return self.optimizer.average(self.masters, self.state) or None
+        average = averages(self.state)
+        return unstack(average, self.masters.groups) if average else None
+
+    @property
+    def peak(self) -> int:
+        """Bytes, over all steps."""
+        return max(self.earlier_peak, mx.get_peak_memory())
 
     def step(self, batches: Sequence[MicroBatch], lr: float, ratio: bool = False, meter: Meter | None = None) -> StepResult:
         """Update the adapter with the mean gradient over all samples, unless a loss or the gradient is not finite.
 
         The call waits for the device once, at its end; with a `meter`, after each phase (batch, gradients, optimizer).
         """
+        if self.memory.max_tokens is not None:
+            # `adjust_micro_batch` wants the peak of this step alone, so MLX's count is reset.
+            self.earlier_peak = self.peak
+            mx.reset_peak_memory()
         with live_memory_limit(self.memory.live_bytes):
             found = self.gradient(batches, meter)
             losses = found.losses
@@ -135,10 +200,39 @@ class TrainingStep:
             largest_tokens=found.largest_tokens,
         )
 
+    def adjust_micro_batch(self, used: int) -> str:
+        """With micro_batch = "auto", the peak of the last step, which computed `used` tokens at once, sets the size for the next.
+        A line for the user; "" without a change.
+        """
+        before, limit = self.memory.max_tokens, self.memory.limit
+        if before is None:
+            return ""
+        after = adjust_max_tokens(before, used, mx.get_active_memory(), mx.get_peak_memory(), limit)
+        self.memory = replace(self.memory, max_tokens=after)
+        return (
+            ""
+            if after == before
+            else f"the micro-batch is now {after} tokens, {'fewer' if after < before else 'more'} than before"
+        )
+
+    def share_state(self) -> None:
+        """Gives all ranks the adapter and the state of rank 0: chips of different kinds round an update differently."""
+        if self.ranks.size == 1:
+            return
+        arrays, state = ({name: np.array(a) for name, a in part.items()} for part in (self.masters.arrays, self.state))
+        given = self.masters.groups, arrays, state
+        groups, arrays, state = self.ranks.first(given if self.ranks.leads else None) or given
+        if not self.ranks.leads:
+            self.masters = Stacks(groups, {name: mx.array(value) for name, value in arrays.items()})
+            self.state = {name: mx.array(value) for name, value in state.items()}
+            mx.eval(self.masters.arrays, self.state)
+
     def gradient(self, batches: Sequence[MicroBatch], meter: Meter | None = None) -> StepGradient:
         """Lazy. With ranks, of this rank's share: the step's gradient is the mean over ranks (the sum, if not separable)."""
         count = sum(len(batch.samples) for batch in batches)
-        adapter = cast_adapter(self.masters, self.model.dtype, self.config)
+        # With packed weights, each Linear casts its own arrays as it is computed: a cast copy of the adapter takes more memory.
+        cast = self.config.base_bits == 16
+        adapter = (self.masters.cast(self.model.dtype) if cast else self.masters).unstack()
         found = StepGradient()
         for batch in self.split(batches):
             found.largest_tokens = max(found.largest_tokens, min(self.most(batch), len(batch.samples)) * batch.tokens)
@@ -218,15 +312,10 @@ class TrainingStep:
             return {column: found.values(column) for column in found.terms[0]}
 
 
-def cast_adapter(masters: Stacks, dtype: mx.Dtype, config: TrainingConfig) -> Arrays:
-    # With packed weights, each Linear casts its own arrays as it is computed: a cast copy of the adapter takes more memory.
-    return (masters.cast(dtype) if config.base_bits == 16 else masters).unstack()
+def _phase(meter: Meter | None, name: str) -> AbstractContextManager[None]:
+    return meter.phase(name) if meter else nullcontext()
 
 
 def update_ratio(before: Arrays, after: Arrays) -> mx.array:
     change = global_norm({name: after[name] - before[name] for name in before})
     return change / mx.maximum(global_norm(before), 1e-30)
-
-
-def _phase(meter: Meter | None, name: str) -> AbstractContextManager[None]:
-    return meter.phase(name) if meter else nullcontext()

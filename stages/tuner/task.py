@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 import mlx.core as mx
 import pyarrow as pa
 
-from stages.tuner.blockwise.backprop import Loss
-from stages.tuner.blockwise.chain import Arrays, Chain
+from stages.tuner.blockwise.backprop import Chain, Loss
 from stages.tuner.config import TrainingConfig
+from stages.tuner.weights import Arrays
 
 if TYPE_CHECKING:
     from stages.tuner.memory import Estimator

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
-
-import pyarrow as pa
 
 from stages.tuner.config import ValidationConfig
+from stages.tuner.task import Row
 
 TRAIN, VALIDATION = "train", "validation"  # values of the column `split`
-
-Row = dict[str, Any]
 
 
 class Validation:
@@ -26,9 +22,6 @@ class Validation:
 
     def add(self, rows: Iterable[Row]) -> None:
         self._replace([*self.rows, *(row for row in rows if row["split"] == VALIDATION)])
-
-    def add_table(self, rows: pa.Table) -> None:
-        self.add(rows.select(["step", "split", "loss"]).to_pylist())
 
     def is_due(self, step: int) -> bool:
         """Step 0 is before the first step."""

@@ -49,7 +49,7 @@ def velocities(name: str, px: int) -> Iterator[dict[str, Any]]:
 
     from stages.text_to_image.families import family
     from stages.text_to_image.train.profile import profile_settings, random_transformer
-    from stages.tuner.blockwise.forward import model_forward
+    from stages.tuner.blockwise.backprop import model_forward
 
     record, found = family(name), {}
     for bits in (16, 8, 4):

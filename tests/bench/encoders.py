@@ -15,7 +15,7 @@ from stages.models.flux2 import autoencoder
 from stages.models.flux2.autoencoder import AutoencoderConfig
 from stages.models.text.decoder import Decoder
 from stages.models.text.encoder import text_encoder_sizes
-from stages.tuner import quantize
+from stages.tuner.weights import pack_if_possible
 
 CAPTION_TOKENS = 60  # a caption of usual length; the other rows are padding, which is computed too
 
@@ -70,7 +70,7 @@ class Captions:
         self.layers = family.text_layers
         weights: dict[str, Any] = random_weights(config.shapes(max(self.layers)), dtype)
         for name in [name for name in weights if name.startswith("layers.")]:
-            weights[name] = quantize.pack_if_possible(weights.pop(name), bits)
+            weights[name] = pack_if_possible(weights.pop(name), bits)
         self.model = Decoder(config, weights)
         T = family.text_tokens
         self.tokens_BT = mx.random.randint(0, config.vocab_size, (1, T))

@@ -17,12 +17,11 @@ from stages.models.family import Family
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.profile import random_transformer
 from stages.text_to_image.train.task import FlowMatching
-from stages.tuner import quantize
 from stages.tuner.adapters import lora
 from stages.tuner.blockwise.meter import Meter
-from stages.tuner.step import TrainingStep, choose_targets, starting_adapter
-from stages.tuner.step_gradient import StepGradient
+from stages.tuner.step import StepGradient, TrainingStep, choose_targets, starting_adapter
 from stages.tuner.task import MicroBatch
+from stages.tuner.weights import unpacked
 
 Arrays = dict[str, mx.array]
 
@@ -74,7 +73,7 @@ def plain_linear(adapter: Arrays, scales: Mapping[str, float], block: str) -> Ca
 
     def linear(name: str, weight: Any, x: mx.array, widths: Sequence[int] = ()) -> Any:
         full = f"{block}.{name}"
-        y = x @ quantize.dense(weight).T
+        y = x @ unpacked(weight).T
         if full in scales:
             A, B = (adapter[full + end].astype(x.dtype) for end in (lora.A, lora.B))
             y = y + scales[full] * ((x @ A.T) @ B.T)

@@ -28,7 +28,7 @@ from pipeline.store.shards import ShardReader, write_shard
 from schemas.table import TableSchema
 from schemas.text_to_image.embeddings import EMBEDDINGS
 from schemas.text_to_image.latents import LATENTS
-from stages.tuner.loader import Loader
+from stages.tuner.loop import Loader
 
 ROWS_PER_SHARD = 8
 TEXT_ROWS = 512

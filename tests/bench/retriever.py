@@ -48,7 +48,7 @@ def measure_mlx(case: RetrieverCase) -> dict[str, float]:
     from stages.models.t5.model import T5, T5Config
     from stages.retrieval.train.config import LossConfig, TrainConfig
     from stages.retrieval.train.objective import Contrast
-    from stages.tuner.blockwise.forward import BlockwiseForward
+    from stages.tuner.blockwise.backprop import BlockwiseForward
     from stages.tuner.memory import MemoryPlan
     from stages.tuner.step import TrainingStep, choose_targets, starting_adapter
 

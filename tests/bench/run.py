@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import stages  # noqa: F401  (before mlx.core)
-from stages.tuner.ranks import launched_rank
+from stages.tuner.launched import launched_rank
 from tests.bench.cases import KINDS, TORCH_PLANS, Case
 from tests.bench.environment import describe
 
@@ -136,8 +136,8 @@ def measure_drawing(case: Case) -> dict[str, Any]:
     from stages.text_to_image.samples.config import SamplesConfig
     from stages.text_to_image.samples.memory import drawing_memory
     from stages.text_to_image.train.profile import profile_settings, random_transformer
+    from stages.tuner.blockwise.backprop import model_forward
     from stages.tuner.blockwise.device import configure_scheduler
-    from stages.tuner.blockwise.forward import model_forward
 
     if case.memory_limited:
         configure_scheduler()  # before MLX's first operation

@@ -7,7 +7,7 @@ from stages.text_to_image.families import family
 from stages.text_to_image.train.memory import BatchShape
 from stages.text_to_image.train.profile import profile_settings, random_batch, random_training
 from stages.tuner.adapters.lora import B
-from stages.tuner.adapters.stacks import Stacks
+from stages.tuner.optimizers.step import Stacks
 from tests.bench import plain
 from tests.bench.plain import random_plain_training
 

@@ -17,7 +17,8 @@ import pytest
 from pipeline.project.project import Project
 from pipeline.ranks import _wait, run_ranks
 from stages.tuner import checkpoint
-from stages.tuner.ranks import Ranks, launched_rank, merged
+from stages.tuner.launched import launched_rank
+from stages.tuner.ranks import Ranks, merged
 from tests import projects
 from tests.pipeline.test_kill_training import FEATURES, prepared
 

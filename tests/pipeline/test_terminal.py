@@ -112,7 +112,7 @@ def test_facts_of_a_training_run_end_the_line_of_progress(clock, capsys):
 
 def test_the_summary_of_a_run_names_loss_held_out_rate_next_checkpoint_and_memory():
     from stages.tuner.config import TrainingConfig, ValidationConfig
-    from stages.tuner.log import Summary
+    from stages.tuner.loop import Summary
     from stages.tuner.validation import Validation
 
     validation = Validation(ValidationConfig(every=2), 1, 100)

@@ -22,9 +22,9 @@ from stages.retrieval.train.config import TrainConfig as RetrieverTraining
 from stages.text_to_image.families import family
 from stages.text_to_image.train.profile import profile_settings
 from stages.tuner.adapters.targets import target_scales
-from stages.tuner.blockwise import backprop, forward, visit
-from stages.tuner.blockwise.forward import model_forward
-from stages.tuner.contrastive.late_interaction import maxsim
+from stages.tuner.blockwise import backprop
+from stages.tuner.blockwise.backprop import model_forward
+from stages.tuner.contrastive import maxsim
 from stages.tuner.step import choose_targets
 
 T5_BASE: dict[str, Any] = {"vocab_size": 32128, "d_model": 768, "d_kv": 64, "d_ff": 2048, "num_layers": 1, "num_heads": 12}
@@ -70,7 +70,7 @@ def metal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "keeps_scores", lambda dtype, width: True)
     monkeypatch.setattr(backprop, "compiles", lambda: False)
     monkeypatch.setattr(kernels, "compiled", lambda function: function)
-    for module in (backprop, forward, visit, kernels):
+    for module in (backprop, kernels):
         monkeypatch.setattr(module, "dispatch", lambda *results: None)
 
 

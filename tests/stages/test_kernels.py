@@ -8,9 +8,9 @@ import pytest
 
 from stages import kernels
 from stages.models.t5 import model as t5
-from stages.tuner.adapters import lokr
-from stages.tuner.adapters.product import product
-from stages.tuner.quantize import dense, pack, row_chunks
+from stages.tuner.adapters import lora
+from stages.tuner.adapters.lora import product
+from stages.tuner.weights import pack, row_chunks, unpacked
 
 
 def drawn(*shape: int) -> mx.array:
@@ -42,7 +42,7 @@ def test_a_product_in_several_kernels_has_the_same_result_and_gradients(bits, me
     split = mx.vjp(run, [x, *pair], [dy])
     for before, after in zip([*whole[0], *whole[1]], [*split[0], *split[1]], strict=True):
         assert mx.allclose(before, after, rtol=1e-5, atol=1e-4)
-    assert mx.allclose(kernels.linear(x, dense(packed)), x @ dense(packed).T, rtol=1e-5, atol=1e-5)
+    assert mx.allclose(kernels.linear(x, unpacked(packed)), x @ unpacked(packed).T, rtol=1e-5, atol=1e-5)
 
 
 def test_a_large_product_in_parts_has_the_result_of_one_with_and_without_a_term_to_add(metal, monkeypatch):
@@ -55,14 +55,14 @@ def test_a_large_product_in_parts_has_the_result_of_one_with_and_without_a_term_
 
 
 def test_a_kronecker_adapter_and_attention_in_parts_have_the_results_and_gradients_of_whole_ones(metal, monkeypatch):
-    arrays = {lokr.W1: drawn(6, 4), lokr.W2_A: drawn(8, 3), lokr.W2_B: drawn(3, 16)}
+    arrays = {lora.W1: drawn(6, 4), lora.W2_A: drawn(8, 3), lora.W2_B: drawn(3, 16)}
     q, mask = drawn(4, 2, 8, 16), drawn(4, 1, 8, 8)
 
     def change(x: mx.array, w1: mx.array) -> mx.array:
-        return lokr.output_change(x, {**arrays, lokr.W1: w1})
+        return lora.lokr_output(x, {**arrays, lora.W1: w1})
 
     def both() -> list[mx.array]:
-        grown = mx.vjp(change, [drawn(5, 64), arrays[lokr.W1]], [drawn(5, 48)])
+        grown = mx.vjp(change, [drawn(5, 64), arrays[lora.W1]], [drawn(5, 48)])
         attended = mx.vjp(lambda q: t5.attend(q, q, q, mask), [q], [q])
         return [*grown[0], *grown[1], *attended[0], *attended[1]]
 

@@ -19,8 +19,8 @@ from stages.tuner import loop
 from stages.tuner.checkpoint import ADAPTER
 from stages.tuner.config import ScheduleConfig, TrainingConfig
 from stages.tuner.control import Control
+from stages.tuner.loop import wanted_rows
 from stages.tuner.order import Order
-from stages.tuner.rows import wanted_rows
 from tests.stages.tuner.toy import LENGTH, WORDS, Pairs, ToyTask
 from tests.toy.schemas import LINES, TOKENS, TRAIN
 

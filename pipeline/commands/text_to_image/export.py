@@ -249,14 +249,15 @@ def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype:
 
     from stages.models.adapters import of_linear
     from stages.models.folders import component_config
-    from stages.tuner.adapters import merge
+    from stages.tuner.adapters import lora
 
     if out.exists():
         raise ValueError(f"{out} exists; move it away or choose another name")
     architecture = family.architecture
     config = {"_class_name": architecture.transformer_class, **component_config(base, family.transformer)}
     arrays, scales = architecture.read_adapter(adapter)
-    merge.check_shapes(architecture.transformer_config(base, family).shapes(), arrays, scales)
+    shapes = architecture.transformer_config(base, family).shapes()
+    lora.check_fits({name.removesuffix(".weight"): shape for name, shape in shapes.items()}, arrays, scales)
     delete_abandoned(out.parent)
     with atomic_folder(out) as folder:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -271,7 +272,7 @@ def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype:
         def write(key: str, weight: mx.array) -> mx.array:
             name = key.removesuffix(".weight")
             if name in scales:
-                weight = merge.merge(weight.astype(mx.float32), of_linear(arrays, name), scales[name])
+                weight = lora.merge(weight.astype(mx.float32), of_linear(arrays, name), scales[name])
             value = weight.astype(getattr(mx, dtype))
             if pending and sum(each.nbytes for each in pending.values()) + value.nbytes > SHARD:
                 write_pending()

@@ -35,8 +35,8 @@ from stages.text_to_image.train.profile import profile_settings, random_batch, r
 from stages.tuner.blockwise.device import configure_scheduler, memory_budget
 from stages.tuner.blockwise.meter import Meter
 from stages.tuner.memory import Candidate, MemoryPlan, cheapest_settings, require_fit
-from stages.tuner.quantize import BITS
 from stages.tuner.step import TrainingStep
+from stages.tuner.weights import BITS
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project

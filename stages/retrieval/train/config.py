@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -78,7 +77,6 @@ class TrainConfig(TrainingConfig):
 
 def bits_of(name: str, config: TrainingConfig) -> int:
     """Bits in which the frozen weight of a Linear is kept: `base_bits_for` before `base_bits`."""
-    from stages.tuner.adapters.targets import matches_pattern
+    from stages.tuner.adapters.targets import by_pattern
 
-    patterns: Mapping[str, int] = tuner.longest_first(config.base_bits_for)
-    return next((bits for pattern, bits in patterns.items() if matches_pattern(name, pattern)), config.base_bits)
+    return by_pattern(name, config.base_bits_for, config.base_bits)

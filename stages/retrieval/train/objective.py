@@ -15,7 +15,7 @@ import mlx.core as mx
 from stages.models.t5.model import T5
 from stages.retrieval.train.config import LossConfig
 from stages.retrieval.train.data import PairBatch
-from stages.tuner.contrastive import late_interaction as late
+from stages.tuner import contrastive as late
 from stages.tuner.task import Division, Term
 
 Vectors = list[mx.array]  # of the queries (B, Q, E), and of the documents (B M, K, E), pair by pair

@@ -29,11 +29,11 @@ from stages.stage import Stage
 from stages.tuner import loop
 from stages.tuner.checkpoint import ADAPTER
 from stages.tuner.control import Control
+from stages.tuner.loop import wanted_rows
 from stages.tuner.order import Order
-from stages.tuner.quantize import pack_if_possible
-from stages.tuner.rows import wanted_rows
 from stages.tuner.step import choose_targets
 from stages.tuner.task import InitialAdapter
+from stages.tuner.weights import pack_if_possible
 
 POOLS = 8  # most groups of documents of similar length
 POOL_BATCHES = 4  # batches that a group has at least, so that its pairs meet in ever new batches

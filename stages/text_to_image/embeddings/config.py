@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stages.settings import require, runtime, setting
-from stages.tuner.quantize import Bits
+from stages.tuner.weights import Bits
 
 MAX_BATCH = 64  # texts per batch: 64 embeddings of the largest family are 1 GB
 

@@ -13,7 +13,7 @@ from stages.text_to_image.embeddings.config import EmbeddingsConfig
 from stages.text_to_image.stored_embeddings import stored_words
 from stages.tuner.blockwise.device import blocks_in_flight
 from stages.tuner.memory import weight_bytes
-from stages.tuner.quantize import BITS, is_packable
+from stages.tuner.weights import BITS, is_packable
 
 
 def encoder_memory(config: EmbeddingsConfig, family: Family, weights: Path | None, by_layer: bool) -> Memory:

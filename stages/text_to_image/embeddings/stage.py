@@ -23,8 +23,8 @@ from stages.stage import Stage
 from stages.text_to_image.embeddings.config import EmbeddingsConfig
 from stages.text_to_image.embeddings.memory import choose_plan, forecast
 from stages.text_to_image.stored_embeddings import INT8, pack
-from stages.tuner import quantize
 from stages.tuner.blockwise.device import live_memory_limit, memory_budget
+from stages.tuner.weights import pack_if_possible
 
 Row = dict[str, Any]
 
@@ -77,7 +77,7 @@ def encode_texts(run: Run[EmbeddingsConfig], texts: Sequence[str]) -> Iterator[l
 
 
 def load_encoder(family: Family, weights: Path, tokenizer: Path, config: EmbeddingsConfig, by_layer: bool = False) -> TextEncoder:
-    arrange = None if config.bits == 16 else lambda name, weight: quantize.pack_if_possible(weight, config.bits)
+    arrange = None if config.bits == 16 else lambda name, weight: pack_if_possible(weight, config.bits)
     found: TextEncoder = family.architecture.load_text_encoder(weights, tokenizer, family, config.precision, arrange, by_layer)
     return found
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stages.settings import SEEDS, check_bounds, runtime, selects, setting
-from stages.tuner.quantize import BITS, Bits
+from stages.tuner.weights import BITS, Bits
 
 MULTIPLE = 16  # pixels: widths and heights are multiples of this
 

@@ -29,8 +29,9 @@ from stages.text_to_image.samples.memory import drawing_memory, passes
 from stages.text_to_image.weights import CONVERTED, STREAMED, load_transformer, meta_transformer
 from stages.tuner import checkpoint
 from stages.tuner.adapters.combine import Part, join
+from stages.tuner.adapters.lora import check_fits
+from stages.tuner.blockwise.backprop import BlockwiseForward, model_forward
 from stages.tuner.blockwise.device import configure_scheduler, live_memory_limit
-from stages.tuner.blockwise.forward import BlockwiseForward, check_adapter, model_forward
 from stages.untrusted import read_bytes
 
 LATENTS = "latents"  # artifacts folder of latents that were drawn but not decoded, so that a stopped run draws nothing twice
@@ -276,7 +277,7 @@ def read_adapters(adapters: Adapters, family: Family, model: Transformer) -> lis
     for file, strength in adapters.files():
         try:
             arrays, scales = family.architecture.read_adapter(file)
-            check_adapter(model, arrays, scales)
+            check_fits(model.linears(), arrays, scales)
         except ValueError as error:
             raise ValueError(f"{adapters.label}: {file} does not fit {family.name}: {error}") from None
         parts.append((arrays, scales, strength))

@@ -17,8 +17,8 @@ from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.weights import Packed, weight_bits
 from stages.tuner.blockwise.device import blocks_in_flight
 from stages.tuner.memory import frozen_weights, trace
-from stages.tuner.quantize import BITS
 from stages.tuner.step import choose_targets
+from stages.tuner.weights import BITS
 
 PNG = 1.5  # bytes per pixel of a preview on disk, about
 

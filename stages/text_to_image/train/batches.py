@@ -17,7 +17,7 @@ from stages.text_to_image.stored_embeddings import embedding_reader
 from stages.text_to_image.train.config import TrainConfig, ValidationConfig
 from stages.text_to_image.train.data import Crop, Dataset
 from stages.tuner import draws
-from stages.tuner.diffusion.noise import SigmaDistribution, stratified_uniform
+from stages.tuner.diffusion import SigmaDistribution, stratified_uniform
 from stages.tuner.order import Order
 
 

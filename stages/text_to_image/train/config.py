@@ -8,8 +8,7 @@ from typing import Literal
 
 from stages.settings import SEEDS, check_bounds, runtime, setting
 from stages.tuner import config as tuner
-from stages.tuner.diffusion.noise import Base, Shift
-from stages.tuner.diffusion.weighting import WeightName
+from stages.tuner.diffusion import Base, Shift, WeightName
 
 LEAST, MOST = 1e-3, 1e3  # of a rate in a setting: an epoch is a list in memory, and has at least one crop
 

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from stages.kernels import compiles
 from stages.models.family import Family, Transformer
 from stages.text_to_image.train.batches import MicroBatch, Sample
 from stages.text_to_image.train.config import TrainConfig
@@ -16,12 +17,11 @@ from stages.text_to_image.train.data import Crop, Reference
 from stages.text_to_image.train.memory import BatchShape
 from stages.text_to_image.train.task import FlowMatching
 from stages.text_to_image.weights import STREAMED, arranged
-from stages.tuner.blockwise.device import compiles
 from stages.tuner.config import OptimizerConfig
 from stages.tuner.memory import MemoryPlan
-from stages.tuner.optimizers.methods import make_optimizer
+from stages.tuner.optimizers import make_optimizer
 from stages.tuner.step import TrainingStep, choose_targets, starting_adapter
-from stages.tuner.stored import WeightFolder
+from stages.tuner.weights import WeightFolder
 
 
 def profile_settings(method: Any = "adamw", **others: Any) -> TrainConfig:

@@ -9,7 +9,7 @@ import numpy as np
 from stages.models.family import Family
 from stages.models.text.encoder import widen
 from stages.text_to_image.train.config import LossConfig
-from stages.tuner.diffusion.weighting import weight
+from stages.tuner.diffusion import weight
 from stages.tuner.task import ExpectedLoss, Row
 
 # The loss alone does not show every mistake. With the model `micro` on data/example, other hidden states of the text encoder

@@ -26,8 +26,8 @@ from stages.text_to_image.train.task import ImageTask
 from stages.tuner import checkpoint, loop
 from stages.tuner.checkpoint import ADAPTER
 from stages.tuner.control import Control
-from stages.tuner.remake import remake_checkpoints
-from stages.tuner.rows import wanted_rows
+from stages.tuner.loop import wanted_rows
+from stages.tuner.replay import remake_checkpoints
 
 
 def wanted_samples(run: Run[Any]) -> pa.Table:

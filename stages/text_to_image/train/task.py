@@ -31,10 +31,10 @@ from stages.text_to_image.train.config import LossConfig, PreservationConfig, Tr
 from stages.text_to_image.train.data import load_dataset
 from stages.text_to_image.train.memory import ImageEstimator, largest_batch
 from stages.text_to_image.weights import CONVERTED, STREAMED, load_transformer, meta_transformer
-from stages.tuner.adapters.initial import check_initial
+from stages.tuner import diffusion
+from stages.tuner.adapters.targets import check_initial
 from stages.tuner.blockwise.backprop import predict_base
 from stages.tuner.checkpoint import adapter_damage
-from stages.tuner.diffusion import loss, weighting
 from stages.tuner.ranks import connect
 from stages.tuner.step import choose_targets
 from stages.tuner.task import ExpectedLoss, InitialAdapter, Term
@@ -62,7 +62,7 @@ class FlowMatching:
         inputs = self.inputs(batch, x_BLC, batch.class_BTJ)
         weight_B = self.preservation.weight * mx.array(batch.class_B)
         # How far the adapter moves the prediction: the target is the prediction of the base without it.
-        preserved = functools.partial(loss.preservation, base_BLC=predict_base(model, inputs), weight_B=weight_B)
+        preserved = functools.partial(diffusion.mse, target_BLC=predict_base(model, inputs), weight_B=weight_B)
         yield Term(inputs, preserved, "preservation", [bool(one) for one in batch.class_B])
 
     def validation_term(self, model: Transformer, batch: MicroBatch) -> Term:
@@ -97,12 +97,12 @@ def velocity_loss(batch: MicroBatch, target_BLC: mx.array, config: LossConfig) -
     arrays = {"target_BLC": target_BLC}
     if config.weight != "none":
         sigma_B = np.array([s.sigma for s in batch.samples])
-        arrays["weight_B"] = mx.array(weighting.weight(config.weight, sigma_B).astype(np.float32))
+        arrays["weight_B"] = mx.array(diffusion.weight(config.weight, sigma_B).astype(np.float32))
     if batch.mask_BL is not None:
         arrays["mask_BL"] = mx.array(batch.mask_BL)
     if config.kind == "pseudo_huber":
-        return functools.partial(loss.pseudo_huber, c=mx.array(config.huber_c, mx.float32), **arrays)
-    return functools.partial(loss.mse, **arrays)
+        return functools.partial(diffusion.pseudo_huber, c=mx.array(config.huber_c, mx.float32), **arrays)
+    return functools.partial(diffusion.mse, **arrays)
 
 
 class ImageTask:

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from stages.tuner.adapters import lora
-from stages.tuner.adapters.lora import Arrays
+from stages.tuner.weights import Arrays
 
 Scales = dict[str, float]  # the factor of a Linear's change, by the name of the Linear
 Part = tuple[Mapping[str, mx.array], Mapping[str, float], float]  # arrays, scales, strength

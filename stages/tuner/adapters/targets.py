@@ -1,4 +1,4 @@
-"""Which Linears get an adapter: patterns of names, and the rank, alpha and variant of each."""
+"""Which Linears get an adapter, of which rank, alpha and variant, and with which arrays it starts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
-from stages.tuner.adapters import dora, full, lokr
+import mlx.core as mx
+import numpy as np
+
+from stages.settings import nearest
+from stages.tuner import draws
+from stages.tuner.adapters import lora
 from stages.tuner.adapters.lora import A, B
+from stages.tuner.weights import Arrays, Weight, read
 
 Variant = Literal["lora", "dora", "lokr"]
 Shapes = Mapping[str, tuple[int, int]]  # name of a Linear -> (outputs, inputs)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class Target:
     @property
     def scale(self) -> float:
         """Factor of the adapter's change; 1 for "full" and for a LoKr whose w2 is whole."""
-        if lokr.W2 in self.shapes or self.variant == "full":
+        if not lora.kind_of(self.shapes).scaled:
             return 1.0
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
@@ -39,11 +46,11 @@ class Target:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """By suffix."""
         if self.variant == "full":
-            return {full.DIFF: (self.outputs, self.inputs)}
+            return {lora.DIFF: (self.outputs, self.inputs)}
         if self.variant == "lokr":
-            return dict(lokr.array_shapes(self.outputs, self.inputs, self.rank, self.factor))
+            return lora.lokr_shapes(self.outputs, self.inputs, self.rank, self.factor)
         pair: dict[str, tuple[int, ...]] = {A: (self.rank, self.inputs), B: (self.outputs, self.rank)}
-        return pair | {dora.MAGNITUDE: (self.outputs,)} if self.variant == "dora" else pair
+        return pair | {lora.MAGNITUDE: (self.outputs,)} if self.variant == "dora" else pair
 
 
 def select_targets(
@@ -71,12 +78,12 @@ def select_targets(
         raise ValueError(f"rslora needs an alpha, which it divides by sqrt(rank); alpha = {neutral} gives a scale of 1")
     targets = []
     for name, (outputs, inputs) in chosen.items():
-        # The first matching pattern counts; rank 0 leaves a Linear out.
-        if own_rank := _first_match(name, ranks, rank):
+        # Rank 0 leaves a Linear out.
+        if own_rank := by_pattern(name, ranks, rank):
             if own_rank > min(outputs, inputs) and variant != "lokr":
                 narrow = f"{min(outputs, inputs)} for {name} ({outputs} x {inputs})"
                 raise ValueError(f"rank must be <= {narrow}, got {own_rank:g}: a larger one adds nothing; see rank_for")
-            own_alpha = _first_match(name, alphas, own_rank if alpha is None else alpha)
+            own_alpha = by_pattern(name, alphas, own_rank if alpha is None else alpha)
             targets.append(Target(name, outputs, inputs, int(own_rank), float(own_alpha), variant, rslora, factor))
     if not targets:
         raise ValueError("rank_for must leave at least one target a rank above 0, got rank 0 for all of them")
@@ -102,8 +109,10 @@ def _check_overrides(setting: str, values: Mapping[str, float], targets: Iterabl
             raise ValueError(f"{setting}: the value of {pattern!r} must be {bound}, got {value}")
 
 
-def _first_match(name: str, values: Mapping[str, float] | None, default: float) -> float:
-    return next((value for pattern, value in (values or {}).items() if matches_pattern(name, pattern)), default)
+def by_pattern(name: str, values: Mapping[str, T] | None, default: T) -> T:
+    """The value of the longest pattern that matches; of equally long ones, the first by the alphabet."""
+    found = [pattern for pattern in values or {} if matches_pattern(name, pattern)]
+    return (values or {})[min(found, key=lambda pattern: (-len(pattern), pattern))] if found else default
 
 
 def matches_pattern(name: str, pattern: str) -> bool:
@@ -130,9 +139,111 @@ def adapter_metadata(targets: Iterable[Target]) -> dict[str, str]:
     chosen = list(targets)
     first = chosen[0]
     metadata = {"variant": first.variant, "rank": str(first.rank), "alpha": f"{first.alpha:g}"}
-    unscaled = (lokr.W2, full.DIFF)
     # Without "scales", readers divide the one alpha by the rank of each Linear's own arrays: with alpha 8 in the header, a
     # Linear of rank 16 and alpha 16 would get 0.5 instead of 1. Linears that always have scale 1 are not compared.
-    if any(t.scale != float(metadata["alpha"]) / t.rank and not any(suffix in t.shapes for suffix in unscaled) for t in chosen):
+    scaled = [target for target in chosen if lora.kind_of(target.shapes).scaled]
+    if any(target.scale != float(metadata["alpha"]) / target.rank for target in scaled):
         metadata["scales"] = json.dumps(target_scales(chosen))
     return metadata
+
+
+# How an adapter starts: fresh, so that it changes nothing, or with the arrays of another adapter
+
+RANK_AXIS = {lora.A: 0, lora.B: 1, lora.W2_A: 1, lora.W2_B: 0}  # the axis of length rank, by suffix
+
+
+def target_weights(blocks: Iterable[Any], targets: Iterable[Target]) -> dict[str, Weight]:
+    every = {f"{block.name}.{name}": weight for block in blocks for name, weight in block.weights.items()}
+    return {target.name: every[f"{target.name}.weight"] for target in targets}
+
+
+def fresh_adapter(targets: Iterable[Target], seed: int, weights: Mapping[str, Weight] | None = None) -> Arrays:
+    """Float32 arrays that change nothing yet; random values depend only on seed, key and shape. Only DoRA needs `weights`."""
+    arrays: Arrays = {}
+    for target in targets:
+        for suffix, shape in target.shapes.items():
+            if suffix == lora.MAGNITUDE:
+                assert weights is not None, "DoRA's magnitudes start as the norms of the weights' rows"
+                # The same arithmetic as in training, with a B of zeros: the norms are equal to the last bit.
+                down_RI, up_OR = mx.zeros((1, target.inputs)), mx.zeros((target.outputs, 1))
+                arrays[target.name + suffix] = lora.row_norms(read(weights[target.name]), down_RI, up_OR, 0.0)
+                mx.eval(arrays[target.name + suffix])  # one weight in float32 at a time
+            elif suffix in lora.ZERO_AT_START:
+                arrays[target.name + suffix] = mx.zeros(shape, mx.float32)
+            else:
+                arrays[target.name + suffix] = _uniform(seed, target.name, suffix, shape)
+    return arrays
+
+
+def _uniform(seed: int, name: str, suffix: str, shape: tuple[int, ...]) -> mx.array:
+    purpose = f"init {name}" if suffix == lora.A else f"init {name}{suffix}"
+    unit = draws.generator(seed, purpose).random(shape, dtype=np.float32)
+    # Within 1 / sqrt(columns): Kaiming's bound with a = sqrt(5), as in PEFT and LyCORIS.
+    return mx.array((2 * unit - 1) * np.float32(1 / math.sqrt(shape[1])))
+
+
+def start_from_adapter(
+    source: Mapping[str, mx.array],
+    scales: Mapping[str, float],
+    targets: Iterable[Target],
+    fresh: Mapping[str, mx.array],
+    weights: Mapping[str, Weight] | None = None,
+) -> Arrays:
+    """Arrays that change the model as `source` does, up to rounding; what it lacks comes from `fresh`. Raises ValueError."""
+    chosen = list(targets)
+    check_initial(source, scales, chosen)
+    arrays: Arrays = {}
+    for target in chosen:
+        name, own = target.name, lora.arrays_of_linear(fresh, target.name)
+        if name in scales:
+            for suffix, value in lora.arrays_of_linear(source, name).items():
+                # B, or LoKr's w2, takes the ratio of the scales, so that the change of the weight stays the same.
+                ratio = scales[name] / target.scale if suffix in lora.ZERO_AT_START else 1.0
+                own[suffix] = _filled_up(suffix, value.astype(mx.float32) * ratio, own[suffix])
+            if target.variant == "dora" and name + lora.MAGNITUDE not in source:
+                assert weights is not None, "the magnitudes of a LoRA are the row norms of its adapted weights"
+                own[lora.MAGNITUDE] = lora.row_norms(read(weights[name]), own[lora.A], own[lora.B], target.scale)
+                mx.eval(own[lora.MAGNITUDE])
+        arrays |= {name + suffix: value.astype(mx.float32) for suffix, value in own.items()}
+    return arrays
+
+
+def check_initial(source: Mapping[str, mx.array], scales: Mapping[str, float], targets: Iterable[Target]) -> None:
+    """Raises ValueError unless `source` can start `targets`: same variant and shapes, no larger rank, finite values."""
+    chosen = {target.name: target for target in targets}
+    for name in scales:
+        if name not in chosen:
+            raise ValueError(f"the adapter has {name}, which is not a target: add it to the targets{nearest(name, chosen)}")
+        arrays = lora.arrays_of_linear(source, name)
+        target = chosen[name]
+        given = {*arrays} if target.variant != "dora" else {*arrays, lora.MAGNITUDE}
+        if given != {*target.shapes}:
+            wanted, had = lora.kind_of(target.shapes).name, lora.kind_of(arrays).name
+            raise ValueError(f"the adapter of {name} must be {wanted}, got {had}")
+        shape, expected = lora.linear_shape(arrays), (target.outputs, target.inputs)
+        if shape != expected:
+            raise ValueError(f"the adapter of {name} must be for shape {expected}, got {shape}: is it of another model?")
+        for suffix, value in arrays.items():
+            _check_array(target, suffix, value.shape)
+    for name, value in source.items():
+        if not mx.all(mx.isfinite(value)).item():
+            raise ValueError(f"the adapter's {name} has values that are not finite: choose an earlier checkpoint")
+
+
+def _check_array(target: Target, suffix: str, shape: tuple[int, ...]) -> None:
+    expected, rank_axis = target.shapes[suffix], RANK_AXIS.get(suffix)
+    # A larger rank is refused: cutting it by singular values would give another adapter than the one that was named.
+    if rank_axis is not None and shape[rank_axis] > expected[rank_axis]:
+        most, rank = expected[rank_axis], shape[rank_axis]
+        raise ValueError(f"the adapter of {target.name} must have a rank <= {most}, got {rank}: raise the rank to {rank}")
+    if any(had != want for axis, (had, want) in enumerate(zip(shape, expected, strict=True)) if axis != rank_axis):
+        remedy = "set the factor that it was trained with"
+        raise ValueError(f"{suffix[1:]} of {target.name} must have the shape {expected}, got {tuple(shape)}: {remedy}")
+
+
+def _filled_up(suffix: str, value: mx.array, fresh: mx.array) -> mx.array:
+    axis = RANK_AXIS.get(suffix)
+    if axis is None or value.shape[axis] == fresh.shape[axis]:
+        return value
+    # What is filled in changes nothing yet: the fresh part of B, or of LoKr's w2_b, is zero.
+    return mx.concatenate([value, mx.split(fresh, [value.shape[axis]], axis=axis)[1]], axis=axis)

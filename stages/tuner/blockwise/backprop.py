@@ -1,29 +1,61 @@
-"""Gradients of a chain of blocks: block by block, as one graph, or a mixture. Knows no architecture.
+"""A model as a chain of blocks, and its predictions and gradients: block by block, as one graph, or a mixture.
 
 Block by block, the forward pass keeps only each block's input. The backward pass computes each block again, last block first,
-differentiates it alone and evaluates it before the next begins: one more forward pass, as only adapters are trained.
+differentiates it alone and evaluates it before the next begins: one more forward pass, as only adapters are trained. Knows no
+architecture.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
+from stages.kernels import compiles, dispatch
 from stages.tuner.adapters import lora
-from stages.tuner.blockwise.chain import Arrays, Chain, Tree
-from stages.tuner.blockwise.cores import on_cores
-from stages.tuner.blockwise.device import compiles, dispatch
-from stages.tuner.blockwise.visit import Visit
-from stages.tuner.stored import read_all
+from stages.tuner.adapters.lora import Linear
+from stages.tuner.blockwise.device import cores, live_memory_limit
+from stages.tuner.weights import Arrays, StoredWeight, read_all
 
+Tree = Any  # an array, or tuples, lists and dicts of arrays
+BlockFunction = Callable[[Mapping[str, Any], Tree, Tree, Linear], Tree]  # (weights, h, shared, linear) -> h
 Values = dict[str, mx.array]  # one value per sample each: "loss", and any others that are only reported
 Loss = Callable[[Any], mx.array | Values]  # prediction -> one loss per sample, alone or with other values
 Plan = str | int  # "whole", "blocks", or how many of the last blocks keep their activations
+
+
+class Block(Protocol):
+    @property
+    def kind(self) -> str: ...  # names the function that computes the block
+
+    @property
+    def name(self) -> str: ...  # prefix of the names of its adapter's arrays
+
+    @property
+    def weights(self) -> Mapping[str, Any]: ...  # by name within the block
+
+
+class Chain(Protocol):
+    """A model whose blocks map `h` to the next `h` and all read `shared` (position tables), which takes no gradient."""
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """In the order of the forward pass."""
+
+    @property
+    def enter(self) -> Callable[..., tuple[Tree, Tree]]:
+        """Maps the model's inputs to (h, shared). An `mx.array` has one row per sample; any other input is the same for all."""
+
+    def block(self, kind: str) -> BlockFunction:
+        """The function of this kind of block. It computes its Linears through `linear` and depends only on its arguments."""
+
+    @property
+    def leave(self) -> Callable[[Tree, Tree], Tree]:
+        """Maps (h, shared) after the last block to the prediction, whose arrays have one row per sample."""
 
 
 def loss_and_grads(
@@ -69,27 +101,63 @@ def main_losses(found: mx.array | Values) -> mx.array:
 
 def predict(chain: Chain, adapters: Arrays, scales: Mapping[str, float], inputs: Mapping[str, Any]) -> Tree:
     chain = on_cores(chain, inputs)
-    blocks = BlockwiseBackprop(chain, adapters, scales)
-    h, shared = chain.enter(**inputs)
-    visit = Visit(chain.blocks, range(len(chain.blocks)))
-    for n in visit:
-        h = blocks.forward(n, visit.weights, h, shared)
-        visit.dispatch(h)
-    prediction = chain.leave(h, shared)
-    dispatch(prediction)
-    return prediction
+    return _forward(chain, inputs, BlockwiseBackprop(chain, adapters, scales).forward)
 
 
 def predict_base(chain: Chain, inputs: Mapping[str, Any]) -> Tree:
-    chain = on_cores(chain, inputs)
+    chain, linear = on_cores(chain, inputs), lora.adapted_linear({}, {})
+    return _forward(chain, inputs, lambda n, weights, h, shared: chain.block(chain.blocks[n].kind)(weights, h, shared, linear))
+
+
+def _forward(chain: Chain, inputs: Mapping[str, Any], run: Callable[[int, Tree, Tree, Tree], Tree]) -> Tree:
+    """`run`: (number of the block, weights, h, shared) -> h."""
     h, shared = chain.enter(**inputs)
+    dispatch(h, shared)
     visit = Visit(chain.blocks, range(len(chain.blocks)))
     for n in visit:
-        h = chain.block(chain.blocks[n].kind)(visit.weights, h, shared, lora.adapted_linear({}, {}))
+        # Each block is handed to the device before the next is built.
+        h = run(n, visit.weights, h, shared)
         visit.dispatch(h)
     prediction = chain.leave(h, shared)
-    dispatch(prediction)  # else its graph would become part of the gradient's
+    dispatch(prediction)  # else its graph would become part of a gradient's
     return prediction
+
+
+class BlockwiseForward:
+    """Predictions without a gradient, with or without an adapter. Takes the inputs of `chain.enter`."""
+
+    def __init__(
+        self, chain: Chain, adapters: Arrays | None = None, scales: Mapping[str, float] | None = None, dtype: Any = None
+    ) -> None:
+        self.chain = chain
+        # Only matrices are cast: a vector scales outputs and needs float32.
+        arrays = {name: a.astype(dtype) if dtype is not None and a.ndim == 2 else a for name, a in (adapters or {}).items()}
+        mx.eval(arrays)
+        names = [block.name for block in chain.blocks]
+        self.adapters, _ = lora.split_by_block(names, arrays)
+        self.scales, _ = lora.split_by_block(names, scales or {})
+        self.live_bytes: int | None = None  # MLX starts no operation while so much is in use; None: no limit
+
+    def __call__(self, **inputs: Any) -> mx.array:
+        with live_memory_limit(self.live_bytes):
+            chain = on_cores(self.chain, inputs)
+            compiled = compiled_functions(chain)
+
+            def run(n: int, weights: Tree, h: Tree, shared: Tree) -> Tree:
+                # One compiled function per kind of block.
+                function = compiled(forward_function, chain.blocks[n].kind)
+                return function(self.adapters[n], weights, h, shared, self.scales[n])
+
+            prediction: mx.array = _forward(chain, inputs, run)
+            mx.eval(prediction)
+        return prediction
+
+
+def model_forward(model: Any, adapter: tuple[Arrays, dict[str, float]] | None, strength: float = 1.0) -> BlockwiseForward:
+    """The forward pass with an adapter of (arrays, scales), times `strength`. Raises ValueError if it does not fit the model."""
+    arrays, scales = adapter or ({}, {})
+    lora.check_fits(model.linears(), arrays, scales)
+    return BlockwiseForward(model, arrays, {name: scale * strength for name, scale in scales.items()}, model.dtype)
 
 
 def kept_blocks(plan: Plan, blocks: int) -> int:
@@ -223,3 +291,90 @@ def compiled_functions(chain: Chain) -> CompiledFunctions:
         _COMPILED[id(chain)] = CompiledFunctions(chain)
         weakref.finalize(chain, _COMPILED.pop, id(chain))
     return _COMPILED[id(chain)]
+
+
+# Weights on disk are read one block ahead
+
+
+class Visit:
+    """`for n in visit`: `visit.weights` has block n's weights, which must not be kept; `visit.dispatch(output)` starts it."""
+
+    def __init__(self, blocks: Sequence[Any], order: Iterable[int], after: tuple[Any, ...] = ()) -> None:
+        self.blocks, self.order = blocks, list(order)
+        self.stored = any(isinstance(weight, StoredWeight) for n in self.order for weight in blocks[n].weights.values())
+        self.at = 0
+        self.weights: Mapping[str, Any] = {}
+        self.ahead: Mapping[str, Any] = {}
+        # Computed before a second block is read from disk, as they may need the weights of other blocks: at most two blocks
+        # have theirs in memory.
+        self.running = after
+
+    def __iter__(self) -> Iterator[int]:
+        for at, n in enumerate(self.order):
+            self.at = at
+            self.weights, self.ahead = self.ahead or read_all(self.blocks[n].weights), {}
+            yield n
+        self.weights = {}
+
+    def dispatch(self, *results: Any) -> None:
+        """Starts computing arrays made from the present block's weights, and reading the next block."""
+        dispatch(*results)
+        if not self.stored:
+            return
+        # The previous block's results are computed, so its weights are freed before the next block's are read.
+        mx.eval(*self.running)
+        self.running = results
+        if self.at + 1 < len(self.order):
+            self.ahead = read_all(self.blocks[self.order[self.at + 1]].weights)
+            dispatch(self.ahead)
+
+
+# The samples of a batch on several CPU cores, each core a part of them
+
+
+def on_cores(chain: Chain, inputs: Mapping[str, Any]) -> Chain:
+    """`chain` divided by samples, or `chain` itself on a GPU, with one sample or one core. Equal up to rounding."""
+    samples = [leaf.shape[0] for _, leaf in tree_flatten(dict(inputs)) if isinstance(leaf, mx.array)]
+    if mx.default_device() != mx.cpu or not samples:
+        return chain
+    # On a CPU, MLX computes the operations of one stream one after another, most of them on one core; only products use the
+    # threads of the BLAS library. So each part of a batch gets a stream, and products fewer threads.
+    parts = min(len(cores().streams), *samples)
+    streams = cores().share(parts)
+    return DividedChain(chain, streams) if parts > 1 else chain
+
+
+class DividedChain:
+    """A chain whose `h` and `shared` are lists, one value per part of the batch. The prediction is of the whole batch."""
+
+    def __init__(self, chain: Chain, streams: Sequence[mx.ThreadLocalStream]) -> None:
+        self.chain, self.streams, self.blocks = chain, streams, chain.blocks
+
+    def enter(self, **inputs: Any) -> tuple[Tree, Tree]:
+        parts = len(self.streams)
+
+        def own_samples(n: int, value: Any) -> Any:
+            if not isinstance(value, mx.array):
+                return value
+            return value[value.shape[0] * n // parts : value.shape[0] * (n + 1) // parts]
+
+        found = [self.chain.enter(**tree_map(functools.partial(own_samples, n), inputs)) for n in self._each()]
+        return [h for h, _ in found], [shared for _, shared in found]
+
+    def block(self, kind: str) -> BlockFunction:
+        function = self.chain.block(kind)
+
+        def run(weights: Mapping[str, Any], h: Tree, shared: Tree, linear: Linear) -> Tree:
+            return [function(weights, h[n], shared[n], linear) for n in self._each()]
+
+        return run
+
+    def leave(self, h: Tree, shared: Tree) -> Tree:
+        first, *others = [self.chain.leave(h[n], shared[n]) for n in self._each()]
+        return tree_map(lambda *parts: mx.concatenate(parts), first, *others)
+
+    def _each(self) -> Iterator[int]:
+        # What the caller builds for part n joins the queue of its stream.
+        for n, stream in enumerate(self.streams):
+            with mx.stream(stream):
+                yield n

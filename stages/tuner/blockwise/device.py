@@ -7,16 +7,15 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
-from stages.kernels import compiles as compiles
-from stages.kernels import dispatch as dispatch
+from stages import blas
 from stages.kernels import limited
-from stages.tuner.blockwise.cores import cores
 
 GB = 1e9
 HEADROOM = 0.15  # share of the device's memory left for the system, MLX's cache and copies
@@ -127,3 +126,26 @@ def compute_exactly() -> None:
     # MLX's defaults round the inputs of products to TF32 on some GPUs; Winograd convolutions on Metal lose digits.
     for name, value in EXACT.items():
         os.environ.setdefault(name, value)
+
+
+@dataclass
+class Cores:
+    streams: Sequence[mx.ThreadLocalStream]  # one per core; each Python thread has a queue of its own behind an entry
+    parts: int = 1  # streams in use
+
+    def share(self, parts: int) -> Sequence[mx.ThreadLocalStream]:
+        """The first `parts` streams. A product of one part then uses 1 / `parts` of the cores, rounded down, at least one."""
+        if parts != self.parts:
+            # Products still running must keep their number of threads: their rounding depends on it.
+            mx.synchronize(mx.cpu)
+            for stream in self.streams:
+                mx.synchronize(stream)
+            blas.set_threads(max(1, len(self.streams) // parts))
+            self.parts = parts
+        return self.streams[:parts]
+
+
+@functools.cache
+def cores() -> Cores:
+    """The cores that this process may use: OMP_NUM_THREADS or those of the machine, read once."""
+    return Cores([mx.new_thread_local_stream(mx.cpu) for _ in range(blas.threads())])

@@ -7,9 +7,10 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from stages.tuner.optimizers.decay import decayed
-from stages.tuner.optimizers.moments import mean_weights, next_step
-from stages.tuner.optimizers.protocol import Arrays, Flag, Params
+from stages.tuner.optimizers.optimizer import Flag, Params, decayed, mean_weights
+from stages.tuner.weights import Arrays
+
+DECAY_RATE = 0.8  # the second moment's decay at a step is 1 - step^-DECAY_RATE
 
 
 @dataclass(frozen=True)
@@ -22,14 +23,10 @@ class Adafactor:
     usual_lr: ClassVar[float] = 1e-4
     coupled: ClassVar[bool] = False
 
-    decay_rate: float = 0.8  # the second moment's decay at a step is 1 - step^-decay_rate
+    # As LoRA trainers use it, with the schedule's learning rate for every array. The paper's rate is relative to an array's root
+    # mean square, with which an array B at zero hardly starts.
     eps: float = 1e-30  # added to squared gradients
-    floor: float = 1e-3  # least root mean square of an array for scale_parameter
-    clip_threshold: float = 1.0  # largest root mean square of an array's update before lr
     beta1: float = 0.0  # decay of a mean of updates (momentum); 0: none
-    # The paper's form has both; as LoRA trainers use it, Adafactor takes the schedule's learning rate for every array.
-    scale_parameter: bool = False  # lr times an array's root mean square; an array B at zero then hardly starts
-    relative_step: bool = False  # 1 / sqrt(step), at most 0.01, in place of lr
     weight_decay: float = 0.0
 
     def init(self, params: Params) -> Arrays:
@@ -48,21 +45,21 @@ class Adafactor:
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
         n = (state["step"] + 1).astype(mx.float32)
-        base = mx.minimum(1e-2, mx.rsqrt(n)) if self.relative_step else lr
-        both = mean_weights(1 - n**-self.decay_rate, apply)
+        both = mean_weights(1 - n**-DECAY_RATE, apply)
         new_params: Arrays = {}
-        new_state: Arrays = {"step": next_step(state["step"], apply)}
+        new_state: Arrays = {"step": state["step"] + apply}
         for name, value in params.items():
-            rate = base * mx.maximum(self.floor, _rms(value)) if self.scale_parameter else base
             change, moments = self._normalized(name, grads[name], state, *both)
-            change = rate * change / mx.maximum(1.0, _rms(change) / self.clip_threshold)
+            # An update whose root mean square is above 1 is scaled down to it.
+            rms = mx.sqrt(mx.mean(mx.square(change), axis=tuple(range(change.ndim))[-2:], keepdims=True))
+            change = lr * change / mx.maximum(1.0, rms)
             new_state |= moments
             if self.beta1:
                 old, new = mean_weights(self.beta1, apply)
                 change = old * state[f"{name}.m"] + new * change
                 # Zero gradients at the first step have no normalised value: 0 / 0.
                 new_state[f"{name}.m"] = mx.where(apply, change, state[f"{name}.m"])
-            decay = mx.where(apply, rate * self.weight_decay, 0.0)
+            decay = mx.where(apply, lr * self.weight_decay, 0.0)
             new_params[name] = decayed(value, decay) - mx.where(apply, change, 0.0)
         return new_params, new_state
 
@@ -77,8 +74,3 @@ class Adafactor:
         share_R = row_R / mx.mean(row_R, axis=-1, keepdims=True)
         normalized_RC = grad * mx.rsqrt(share_R)[..., None] * mx.rsqrt(column_C)[..., None, :]
         return normalized_RC, {f"{name}.row": row_R, f"{name}.column": column_C}
-
-
-def _rms(x: mx.array) -> mx.array:
-    axes = tuple(range(x.ndim))[-2:]
-    return mx.sqrt(mx.mean(mx.square(x), axis=axes, keepdims=True))

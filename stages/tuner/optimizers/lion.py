@@ -7,9 +7,8 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from stages.tuner.optimizers.decay import decayed
-from stages.tuner.optimizers.moments import mean_weights
-from stages.tuner.optimizers.protocol import Arrays, Flag, Params
+from stages.tuner.optimizers.optimizer import Flag, Params, decayed, mean_weights
+from stages.tuner.weights import Arrays
 
 
 @dataclass(frozen=True)

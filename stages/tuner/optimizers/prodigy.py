@@ -1,4 +1,4 @@
-"""Prodigy: Mishchenko and Defazio 2023, arXiv 2306.06101, as in its authors' code."""
+"""Prodigy: Mishchenko and Defazio 2023, arXiv 2306.06101, as in its authors' code with bias correction and safeguard_warmup."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from stages.tuner.optimizers.decay import decayed
-from stages.tuner.optimizers.moments import bias_correction, mean_weights, next_step
-from stages.tuner.optimizers.protocol import Arrays, Flag, Params
+from stages.tuner.optimizers.optimizer import Flag, Params, bias_correction, decayed, mean_weights
+from stages.tuner.weights import Arrays
+
+D0 = 1e-6  # the first estimate of d
 
 
 @dataclass(frozen=True)
@@ -22,20 +23,14 @@ class Prodigy:
 
     beta1: float = 0.9
     beta2: float = 0.999
-    beta3: float | None = None  # decay of the sums that d is estimated from; None: sqrt(beta2)
     eps: float = 1e-8
-    d0: float = 1e-6
     d_coef: float = 1.0  # 0.5 is slower, 2 is faster
-    growth_rate: float = math.inf  # of d per step, at most, after its first growth; 1.02 acts as a warm-up
-    # On, as in trainers of diffusion models; off in the authors' code.
-    safeguard_warmup: bool = True  # keeps a warm-up of lr from inflating d
-    bias_correction: bool = True  # Adam's
     weight_decay: float = 0.0
 
     def init(self, params: Params) -> Arrays:
         state = {"step": mx.zeros((), mx.int32), "numerator": mx.zeros((), mx.float32)}
         # The estimate and the largest so far; "numerator" and "<name>.s" are the sums that give it.
-        state["d"] = state["d_max"] = mx.array(self.d0, mx.float32)
+        state["d"] = state["d_max"] = mx.array(D0, mx.float32)
         for name, value in params.items():
             state[f"{name}.start"] = value
             state |= {f"{name}.{moment}": mx.zeros_like(value) for moment in "mvs"}
@@ -45,11 +40,9 @@ class Prodigy:
         self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
     ) -> tuple[Arrays, Arrays]:
         step, d = state["step"] + 1, state["d"]
-        rate = d * lr
-        if self.bias_correction:
-            rate = rate * mx.sqrt(bias_correction(self.beta2, step)) / bias_correction(self.beta1, step)
+        rate = d * lr * mx.sqrt(bias_correction(self.beta2, step)) / bias_correction(self.beta1, step)
         rate = mx.where(apply, rate, 0.0)
-        new_state = {"step": next_step(state["step"], apply)} | self._estimate(params, grads, state, rate, apply)
+        new_state = {"step": state["step"] + apply} | self._estimate(params, grads, state, rate, apply)
         (old1, new1), (old2, new2) = mean_weights(self.beta1, apply), mean_weights(self.beta2, apply)
         new_params: Arrays = {}
         for name, value in params.items():
@@ -65,20 +58,17 @@ class Prodigy:
         # One number for all arrays: a lower bound of the distance from their start to a solution. It only grows: gradients
         # that keep pointing away from the start show that it is too small.
         d = state["d"]
-        decay = mx.where(apply, math.sqrt(self.beta2) if self.beta3 is None else self.beta3, 1.0)
-        gain = d / self.d0 * (mx.where(apply, d, 0.0) if self.safeguard_warmup else rate)
+        decay = mx.where(apply, math.sqrt(self.beta2), 1.0)
+        # Without lr, as in trainers of diffusion models and not in the authors' code: a warm-up of lr would inflate d.
+        gain = d / D0 * mx.where(apply, d, 0.0)
         entries: Arrays = {}
         away, sizes = [], []
         for name in sorted(params):  # a dict from a file has another order, and a sum in that order other last bits
             away.append(mx.sum(grads[name] * (state[f"{name}.start"] - params[name])))
             entries[f"{name}.s"] = decay * state[f"{name}.s"] + gain * grads[name]
             sizes.append(mx.sum(mx.abs(entries[f"{name}.s"])))
-        numerator = decay * state["numerator"] + d / self.d0 * rate * mx.sum(mx.stack(away))
+        numerator = decay * state["numerator"] + d / D0 * rate * mx.sum(mx.stack(away))
         size = mx.sum(mx.stack(sizes))
         estimate = mx.where(size > 0, self.d_coef * numerator / mx.where(size > 0, size, 1.0), d)
         longest = mx.maximum(state["d_max"], mx.where(apply, estimate, 0.0))
-        entries |= {"numerator": numerator, "d_max": longest, "d": mx.where(apply, longest, d)}
-        if math.isfinite(self.growth_rate):  # the first estimate above d0 is taken, however large
-            bound = mx.where(d == self.d0, mx.maximum(d, estimate), d) * self.growth_rate
-            entries["d"] = mx.where(apply, mx.minimum(longest, bound), d)
-        return entries
+        return entries | {"numerator": numerator, "d_max": longest, "d": mx.where(apply, longest, d)}

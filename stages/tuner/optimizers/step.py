@@ -1,17 +1,128 @@
-"""The optimizer's part of a training step: gradient norm, clipping, update. If a value is not finite, nothing is updated."""
+"""The optimizer's part of a training step: gradient norm, clipping, update, moving average.
+
+Arrays of one shape are stacked into one array, so that a few large operations run instead of hundreds of small ones. If a
+value is not finite, nothing is updated.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 
-from stages.tuner.adapters import stacks
-from stages.tuner.adapters.stacks import Stacks
-from stages.tuner.blockwise.device import compiles, dispatch
-from stages.tuner.optimizers import ema
-from stages.tuner.optimizers.protocol import Arrays, Optimizer
+from stages.kernels import compiles, dispatch
+from stages.tuner.optimizers.optimizer import Flag, Optimizer, Params, mean_weights
+from stages.tuner.weights import Arrays
+
+Groups = dict[str, list[str]]  # name of a stack (its first array's name) -> names of all its arrays
+
+LARGEST = 1 << 23  # values of a stack: 32 MiB in float32, which bounds the working memory of an optimizer step
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """Named arrays in stacks: N matrices of one shape become (N, rows, columns), even if N is 1; others are stored alone."""
+
+    groups: Groups
+    arrays: Arrays  # by the name of a stack
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, mx.array]) -> Stacks:
+        groups = group_by_shape(arrays)
+        return cls(groups, stack(arrays, groups))
+
+    def unstack(self) -> Arrays:
+        return unstack(self.arrays, self.groups)
+
+    def cast(self, dtype: mx.Dtype) -> Stacks:
+        # Vectors and scalars keep their dtype: only a stack of matrices has three axes.
+        return replace(self, arrays={name: a.astype(dtype) if a.ndim == 3 else a for name, a in self.arrays.items()})
+
+    @property
+    def nbytes(self) -> int:
+        return sum(value.nbytes for value in self.arrays.values())
+
+
+def group_by_shape(arrays: Mapping[str, mx.array]) -> Groups:
+    """Which arrays share a stack. Depends on names and shapes only."""
+    groups: Groups = {}
+    latest: dict[tuple[int, ...], str] = {}
+    # An adapter has hundreds of arrays of a dozen shapes, and a GPU needs longer to launch a small operation than to compute
+    # it.
+    for name in sorted(arrays):
+        shape = tuple(arrays[name].shape)
+        first = latest.get(shape)
+        if len(shape) != 2 or first is None or (len(groups[first]) + 1) * math.prod(shape) > LARGEST:
+            latest[shape] = first = name
+            groups[first] = []
+        groups[first].append(name)
+    return groups
+
+
+def stack(arrays: Mapping[str, mx.array], groups: Groups) -> Arrays:
+    return {
+        name: mx.stack([arrays[each] for each in names]) if arrays[name].ndim == 2 else arrays[name]
+        for name, names in groups.items()
+    }
+
+
+def unstack(stacks: Mapping[str, mx.array], groups: Groups) -> Arrays:
+    return {
+        each: one.squeeze(0) if one.ndim == 3 else one
+        for name, names in groups.items()
+        for each, one in zip(names, _split(stacks[name]), strict=True)
+    }
+
+
+def _split(stack: mx.array) -> list[mx.array]:
+    return list(mx.split(stack, stack.shape[0], axis=0)) if stack.ndim == 3 else [stack]
+
+
+# An exponential moving average of the trained arrays: smoother than the last step's arrays, and often the better adapter
+
+EMA_PREFIX, EMA_COUNT = "ema.", "ema_updates"  # keys in the state: one array per trained array, and the number of updates
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """An optimizer whose state also holds a moving average of the arrays, so that a resumed run has the same bits.
+
+    It helps if samples differ much from checkpoint to checkpoint (few images, batches of one) and costs the arrays' memory
+    again.
+    """
+
+    method: Optimizer
+    decay: float = 0.99  # for a thousand steps; 0.999 for ten thousand
+
+    @property
+    def coupled(self) -> bool:
+        return self.method.coupled
+
+    def init(self, params: Params) -> Arrays:
+        average = {EMA_PREFIX + name: value for name, value in params.items()}
+        return self.method.init(params) | {EMA_COUNT: mx.zeros((), mx.int32)} | average
+
+    def update(
+        self, params: Params, grads: Params, state: Arrays, lr: float | mx.array, apply: Flag = True
+    ) -> tuple[Arrays, Arrays]:
+        inner = {name: value for name, value in state.items() if name != EMA_COUNT and not name.startswith(EMA_PREFIX)}
+        new_params, new_state = self.method.update(params, grads, inner, lr, apply)
+        n = state[EMA_COUNT].astype(mx.float32)
+        # The warm-up form of TensorFlow and diffusers, which forgets the start within some tens of steps.
+        _, new = mean_weights(mx.minimum(self.decay, (1 + n) / (10 + n)), apply)
+        new_state[EMA_COUNT] = state[EMA_COUNT] + apply
+        for name, value in new_params.items():
+            old = state[EMA_PREFIX + name]
+            new_state[EMA_PREFIX + name] = old + new * (value - old)
+        return new_params, new_state
+
+
+def averages(state: Params) -> Arrays:
+    return {name.removeprefix(EMA_PREFIX): value for name, value in state.items() if name.startswith(EMA_PREFIX)}
+
 
 WORK = 6  # memory needed to update one stack, in sizes of the stack: its gradient, old and new values, intermediate arrays
 WORK_COMPILED = 4  # memory needed if the update is compiled, in the same unit
@@ -21,9 +132,6 @@ class OptimizerStep:
     def __init__(self, method: Optimizer, max_norm: float) -> None:
         self.method, self.max_norm = method, max_norm  # norm of all gradients together; 0: no limit
         self._update = mx.compile(self._clipped_update) if compiles() else self._clipped_update
-
-    def init(self, params: Stacks) -> Arrays:
-        return self.method.init(params.arrays)
 
     def __call__(
         self,
@@ -38,7 +146,7 @@ class OptimizerStep:
         `state`.
         """
         groups = params.groups
-        stacked = stacks.stack(grads, groups)
+        stacked = stack(grads, groups)
         grads.clear()
         # `reduce` gets stacks, and the norm is of its result: with several processes, that of the whole batch.
         gradients = reduce(stacked)
@@ -76,18 +184,13 @@ class OptimizerStep:
         }
         own_params = {name: params.pop(name) for name in names}
         own_gradients = {name: gradients.pop(name) for name in names}
-        result: Any = self._update(own_params, own_gradients, own_state, mx.array(lr, mx.float32), factor, apply)
-        updated: tuple[Arrays, Arrays] = result
-        return updated
+        updated: Any = self._update(own_params, own_gradients, own_state, mx.array(lr, mx.float32), factor, apply)
+        return updated[0], updated[1]
 
     def working_bytes(self, params: Stacks) -> int:
         """Peak of a step for gradients and intermediate arrays, besides params and state."""
         largest = max(value.nbytes for value in params.arrays.values())
         return params.nbytes + (WORK_COMPILED if compiles() else WORK) * (params.nbytes if self.method.coupled else largest)
-
-    def average(self, params: Stacks, state: Arrays) -> Arrays:
-        averages = ema.averages(state)
-        return stacks.unstack(averages, params.groups) if averages else {}
 
     def _clipped_update(
         self, params: Arrays, grads: Arrays, state: Arrays, lr: mx.array, factor: mx.array, apply: mx.array
@@ -97,9 +200,9 @@ class OptimizerStep:
         return self.method.update(params, finite, state, lr, apply)
 
 
-def _owner(key: str, groups: stacks.Groups) -> str | None:
+def _owner(key: str, groups: Groups) -> str | None:
     """The stack of an entry: "<stack>" for "<stack>.m.scale", None for an entry that all stacks share, such as "step"."""
-    name = key.removeprefix(ema.PREFIX)
+    name = key.removeprefix(EMA_PREFIX)
     while name and name not in groups:
         name = name.rpartition(".")[0]
     return name or None

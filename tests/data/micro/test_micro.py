@@ -26,8 +26,7 @@ from stages.models.text.encoder import TextEncoder, widen
 from stages.text_to_image.families import family
 from stages.text_to_image.samples.drawing import Adapters, adapted_forward, cut_reference, encode_image, read_adapters
 from stages.tuner import checkpoint
-from stages.tuner.adapters.initial import fresh_adapter
-from stages.tuner.adapters.targets import select_targets
+from stages.tuner.adapters.targets import fresh_adapter, select_targets
 
 MICRO = family("micro")
 FOLDER = Path(__file__).parents[3] / "data" / "micro"

@@ -11,8 +11,7 @@ from PIL import Image
 from data.pages.figures import FIGURES, FOLDER, defaults, loss_weights, noise_levels, write
 from pipeline.plots import TEXT_CHUNK, plotted
 from stages.text_to_image.train.config import NoiseConfig
-from stages.tuner.diffusion.noise import BASES
-from stages.tuner.diffusion.weighting import WEIGHTS
+from stages.tuner.diffusion import BASES, WEIGHTS
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -15,9 +15,8 @@ from pipeline.project import config
 from stages.settings import runtime, setting
 from stages.text_to_image import PIPELINE
 from stages.tuner.config import OptimizerConfig
-from stages.tuner.diffusion.noise import BASES
-from stages.tuner.diffusion.weighting import WEIGHTS
-from stages.tuner.optimizers.methods import METHODS, make_optimizer
+from stages.tuner.diffusion import BASES, WEIGHTS
+from stages.tuner.optimizers import METHODS, make_optimizer
 
 PAGE = FILE.read_text(encoding="utf-8")
 

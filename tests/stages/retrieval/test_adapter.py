@@ -13,9 +13,8 @@ import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.models.t5.model import T5, T5Config
 from stages.retrieval.encoder import Encoder, merge_all, read_adapter
 from stages.tuner.adapters import lora
-from stages.tuner.adapters.initial import fresh_adapter
-from stages.tuner.adapters.targets import adapter_metadata, select_targets
-from stages.tuner.contrastive.late_interaction import maxsim
+from stages.tuner.adapters.targets import adapter_metadata, fresh_adapter, select_targets
+from stages.tuner.contrastive import maxsim
 
 SIZES = T5Config(vocab_size=70, d_model=32, d_kv=8, d_ff=48, num_layers=12, num_heads=4, gated=True, dimensions=24)
 ORDERS = 100

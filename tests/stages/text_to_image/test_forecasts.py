@@ -20,7 +20,7 @@ from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.memory import drawing_memory
 from stages.text_to_image.train.memory import BatchShape, ImageEstimator
 from stages.text_to_image.train.profile import profile_settings, random_batch, random_training, random_transformer
-from stages.tuner.blockwise.forward import model_forward
+from stages.tuner.blockwise.backprop import model_forward
 from stages.tuner.memory import MemoryPlan
 
 TINY = family("tiny")

@@ -1,3 +1,4 @@
+import contextlib
 import json
 from pathlib import Path
 
@@ -103,6 +104,36 @@ def test_a_run_made_shorter_retains_its_own_states_beside_those_of_the_longer_on
         save(tmp_path, step)
     checkpoint.prune(tmp_path, 3, 2)
     assert [found.step for found in checkpoint.find_checkpoints(tmp_path) if found.intact(OPTIMIZER)] == [30, 20, 3, 2]
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("deleted", range(6))
+def test_a_kill_while_an_old_timed_checkpoint_is_deleted_leaves_no_damaged_one(deleted, tmp_path, monkeypatch):
+    for step in (5, 10):
+        checkpoint.save(keeper(tmp_path), step, ADAPTERS, STATES, pa.table({"step": [step]}), {}, {"timed": True})
+    real, left = Path.unlink, [deleted]
+
+    def unlink(path, missing_ok=False):
+        if not left[0]:
+            raise Killed
+        left[0] -= 1
+        real(path, missing_ok)
+
+    def rmtree(folder, ignore_errors=False):
+        for path in sorted(Path(folder).iterdir()):
+            path.unlink()
+        Path(folder).rmdir()
+
+    with monkeypatch.context() as patch, contextlib.suppress(Killed):
+        patch.setattr(Path, "unlink", unlink)
+        patch.setattr(checkpoint.shutil, "rmtree", rmtree)
+        checkpoint.prune_timed(tmp_path, 10)
+    assert checkpoint.damaged_checkpoints(tmp_path) == {}
+    checkpoint.delete_incomplete(tmp_path, 10)
+    assert [path.name for path in (tmp_path / checkpoint.FOLDER).iterdir()] == ["step-000010"]
 
 
 def test_the_published_adapter_is_a_copy_and_says_its_step(tmp_path):

@@ -120,6 +120,16 @@ def test_a_checkpoint_is_written_when_the_last_one_is_old_and_only_the_newest_of
     assert run.rows == whole.rows
 
 
+def test_a_kill_that_loses_rows_of_a_deleted_timed_checkpoint_loses_no_step(whole, tmp_path):
+    run = ToyRun(tmp_path, replace(UNMEASURED, checkpoint_every=1000, checkpoint_minutes=1e-9))
+    minutes = iter(range(10_000))
+    run.go(kill_at=6, lose=3 * 8, clock=lambda: 60.0 * next(minutes))
+    assert steps(run) == [6] and max(row["step"] for row in run.rows) == 3
+    run.go()
+    assert run.lines[-2].endswith("steps 7 to 7")
+    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
+
+
 def test_without_old_checkpoints_none_is_written_before_its_step(tmp_path):
     run = ToyRun(tmp_path, replace(UNMEASURED, checkpoint_every=1000)).go()
     assert steps(run) == [run.config.steps]

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from stages.tuner import checkpoint, loop
-from stages.tuner.config import EmaConfig
+from stages.tuner.config import EmaConfig, ScheduleConfig
+from stages.tuner.loop import schedule_warnings
 from stages.tuner.memory import MemoryPlan
-from stages.tuner.replay import replay_step
+from stages.tuner.ranks import Ranks
+from stages.tuner.replay import remake_checkpoints, replay_step
 from tests.stages.tuner.toy import CONFIG, HELD, PAIRS, ToyRun, ToyTask, read_pairs
 
 
@@ -31,6 +33,34 @@ def test_a_run_that_is_stopped_and_killed_ends_with_the_bits_of_an_unbroken_one(
         run.go(**({"stop_at": at} if draw.random() < 0.5 else {"kill_at": at, "lose": draw.randint(0, 4)}))
     run.go()
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
+
+
+def test_mlx_is_configured_after_the_ranks_are_connected_and_before_their_first_exchange(tmp_path, monkeypatch):
+    asked: list[str] = []
+
+    class Watched(Ranks):
+        def each(self, value):
+            asked.append("exchange")
+            return super().each(value)
+
+    real = loop.configure_scheduler
+    monkeypatch.setattr(loop, "connect", lambda: [asked.append("connect"), Watched()][1])
+    monkeypatch.setattr(loop, "configure_scheduler", lambda: [asked.append("configure"), real()][1])
+    ToyRun(tmp_path, replace(CONFIG, steps=1)).go()
+    assert asked[:3] == ["connect", "configure", "exchange"]
+
+
+def test_a_damaged_checkpoint_is_made_again_with_all_that_its_state_says(tmp_path):
+    config = replace(CONFIG, checkpoint_every=1000, checkpoint_minutes=1e-9, validation=None)
+    minutes = iter(range(10_000))
+    run = ToyRun(tmp_path, config).go(kill_at=5, clock=lambda: 60.0 * next(minutes))
+    (saved,) = checkpoint.find_checkpoints(run.folder)
+    before = {path.name: path.read_bytes() for path in saved.folder.iterdir()}
+    (saved.folder / checkpoint.ADAPTER).write_bytes(b"short")
+    task = ToyTask(config)
+    assert list(remake_checkpoints(run.context(task), task)) == ["the checkpoint of step 5 was made again"]
+    after = {path.name: path.read_bytes() for path in saved.folder.iterdir()}
+    assert saved.state["timed"] and before[checkpoint.STATE] == after[checkpoint.STATE] and before == after
 
 
 def test_a_finished_run_loads_no_model(whole):
@@ -122,3 +152,19 @@ def test_a_run_prints_what_is_trained_and_what_looks_wrong(whole):
     assert "toys are for tests" in whole.lines and "12 pairs" in whole.lines
     assert any(line.startswith("plan whole: estimated peak") for line in whole.lines)
     assert any(line.endswith("steps 1 to 7") for line in whole.lines)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        (ScheduleConfig(warmup_steps=20), "all 10 steps are warm-up"),
+        (ScheduleConfig("cosine", warmup_steps=2, decay_steps=4), "from step 6 on the rate is 0 and nothing is trained"),
+        (ScheduleConfig("linear", warmup_steps=2, decay_steps=40), "the rate reaches its floor at step 42"),
+        (ScheduleConfig("linear", warmup_steps=2, decay_steps=8), ""),
+        (ScheduleConfig("linear", warmup_steps=2, decay_steps=4, floor=0.1), ""),
+        (ScheduleConfig(warmup_steps=2), ""),
+    ],
+)
+def test_a_schedule_that_does_not_suit_the_number_of_steps_is_reported(schedule, said):
+    lines = list(schedule_warnings(replace(CONFIG, steps=10, schedule=schedule)))
+    assert len(lines) == bool(said) and all(line.startswith(said) for line in lines)

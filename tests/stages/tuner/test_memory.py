@@ -19,19 +19,17 @@ from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_
 from stages.text_to_image.families import family
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.memory import BatchShape, ImageEstimator
-from stages.tuner import quantize
-from stages.tuner.adapters.initial import fresh_adapter, target_weights
-from stages.tuner.adapters.stacks import Stacks
-from stages.tuner.adapters.targets import select_targets, target_scales
+from stages.tuner import diffusion
+from stages.tuner.adapters.targets import fresh_adapter, select_targets, target_scales, target_weights
 from stages.tuner.blockwise.backprop import loss_and_grads
 from stages.tuner.blockwise.device import BUFFER_MB, live_memory_limit
 from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.config import OptimizerConfig
-from stages.tuner.diffusion import loss
 from stages.tuner.memory import Blocks, adjust_max_tokens, choose_plan, frozen_weights, trace, weight_bytes
 from stages.tuner.optimizers import step
 from stages.tuner.optimizers.adamw import AdamW
-from stages.tuner.optimizers.step import OptimizerStep
+from stages.tuner.optimizers.step import OptimizerStep, Stacks
+from stages.tuner.weights import UNPACKED_CHUNK, pack_if_possible
 from tests.stages.tuner.toy import CONFIG, ToyEstimator
 
 SIZES = {"num_layers": 2, "num_single_layers": 3, "joint_attention_dim": 64, "timestep_guidance_channels": 32}
@@ -64,8 +62,7 @@ def estimate_and_measure(heads: int, width: int, side: int, bits: int, rank: int
     c = config(heads, width)
     own = {name: bits if "transformer_blocks." in name else 16 for name in c.shapes()}
     arrays = {
-        name: quantize.pack_if_possible(mx.random.normal(shape) * shape[-1] ** -0.5, own[name])
-        for name, shape in c.shapes().items()
+        name: pack_if_possible(mx.random.normal(shape) * shape[-1] ** -0.5, own[name]) for name, shape in c.shapes().items()
     }
     shapes = [(shape, own[name]) for name, shape in c.shapes().items()]
     assert weight_bytes(shapes, 4) == sum(array.nbytes for _, array in tree_flatten(arrays))
@@ -89,7 +86,7 @@ def estimate_and_measure(heads: int, width: int, side: int, bits: int, rank: int
     gc.collect()
     before = mx.get_active_memory() - found.held  # less what other tests hold
     mx.reset_peak_memory()
-    loss_of_target = functools.partial(loss.mse, target_BLC=target)
+    loss_of_target = functools.partial(diffusion.mse, target_BLC=target)
     with live_memory_limit(1):
         losses, grads = loss_and_grads(model, masters.unstack(), target_scales(targets), batch, loss_of_target, plan)
         mx.eval(losses, grads)
@@ -133,7 +130,7 @@ def test_the_estimate_counts_the_unpacked_weights_of_one_block():
     assert most - found.held - (least - plain.held) == pytest.approx(UNPACKED * found.unpacked, rel=0.4)
     shapes, c = {"large": ((36864, 6144), 4), "small": ((64, 64), 16)}, config(4, 64)
     meta_model = Flux2(c, {name: mx.zeros(shape) for name, shape in c.shapes().items()})
-    assert frozen_weights(meta_model, shapes, shapes, 2)["unpacked"] == quantize.CHUNK
+    assert frozen_weights(meta_model, shapes, shapes, 2)["unpacked"] == UNPACKED_CHUNK
 
 
 def test_an_estimate_computes_nothing():

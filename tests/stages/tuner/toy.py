@@ -19,10 +19,9 @@ from stages.run import Output, Report, Run
 from stages.tuner import draws, loop
 from stages.tuner.config import ScheduleConfig, TrainingConfig, ValidationConfig
 from stages.tuner.control import Control
+from stages.tuner.loop import Key, row_key, wanted_rows
 from stages.tuner.memory import Blocks, Estimator, trace
 from stages.tuner.order import Order
-from stages.tuner.resume import Key, row_key
-from stages.tuner.rows import wanted_rows
 from stages.tuner.step import build_optimizer, choose_targets
 from stages.tuner.task import Term
 

@@ -18,11 +18,10 @@ from stages.models.flux2.adapters import read_adapter
 from stages.models.weights import read_file
 from stages.text_to_image.families import family
 from stages.tuner import checkpoint
-from stages.tuner.adapters import dora, lokr, lora
-from stages.tuner.adapters.initial import fresh_adapter
-from stages.tuner.adapters.targets import adapter_metadata, select_targets, target_scales
+from stages.tuner.adapters import lora
+from stages.tuner.adapters.targets import adapter_metadata, fresh_adapter, select_targets, target_scales
 from tests.pipeline.commands.text_to_image.reference import BLOCKS, forward, through_diffusers, tiny_transformer
-from tests.stages.tuner.adapters.merging import merged_weights
+from tests.stages.tuner.adapters.variants import merged_weights
 
 TINY = family("tiny")
 VARIANTS = {
@@ -47,7 +46,7 @@ def trained_variant(path: Path, transformer: Any, variant: str) -> tuple[dict[st
     arrays = fresh_adapter(targets, 0, bases)
     for i, (key, value) in enumerate(arrays.items()):
         noise = mx.random.normal(value.shape, key=mx.random.key(i))
-        arrays[key] = value * (1 + 0.2 * noise) if key.endswith(dora.MAGNITUDE) else 0.2 * noise
+        arrays[key] = value * (1 + 0.2 * noise) if key.endswith(lora.MAGNITUDE) else 0.2 * noise
     checkpoint.write_arrays(path, arrays, {"family": "tiny", "project": "cats", "step": "70", **adapter_metadata(targets)})
     return arrays, target_scales(targets)
 
@@ -106,7 +105,7 @@ def test_diffusers_finds_the_factors_of_a_lokr_of_full_size_from_its_shapes(fact
 
     for D in (3072, 4096, 6144):
         sizes = {"q": (D, D), "in": (6 * D, D), "out": (D, 3 * D), "fused": (9 * D, D), "last": (D, 4 * D)}
-        made = {n: lokr.array_shapes(*size, rank=32, factor=factor) for n, size in sizes.items()}
+        made = {n: lora.lokr_shapes(*size, rank=32, factor=factor) for n, size in sizes.items()}
         arrays = {n + end: torch.empty(shape, device="meta") for n, own in made.items() for end, shape in own.items()}
         assert set(_create_lokr_config(arrays, None).target_modules) == set(sizes)
 
@@ -180,7 +179,7 @@ def test_a_fused_lokr_is_taken_apart_where_that_is_exact_and_refused_elsewhere(t
         arrays, scales = read_adapter(tmp_path / "f.safetensors")
         parts = [f"transformer_blocks.0.attn.{n}" for n in ("to_q", "to_k", "to_v")]
         assert scales == dict.fromkeys(parts, 1.0)
-        stacked = np.concatenate([np.array(lokr.kronecker(lora.arrays_of_linear(arrays, part))) for part in parts])
+        stacked = np.concatenate([np.array(lora.kronecker(lora.arrays_of_linear(arrays, part))) for part in parts])
         np.testing.assert_allclose(stacked, np.kron(w1, w2), rtol=1e-6)
 
 

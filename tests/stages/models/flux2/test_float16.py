@@ -21,7 +21,7 @@ from stages.text_to_image.families import family
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.memory import BatchShape, ImageEstimator
 from stages.text_to_image.weights import load_transformer
-from stages.tuner import quantize
+from stages.tuner.weights import QuantizedWeight, pack_if_possible
 
 TINY = family("tiny")
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
@@ -120,10 +120,10 @@ def test_the_plan_counts_the_bytes_that_float16_weights_take_once_they_are_loade
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_float16_weights_are_packed_to_the_same_bits_as_their_numbers_in_float32(half, rounded, bits):
-    pack = lambda name, weight: quantize.pack_if_possible(weight, bits)  # noqa: E731
+    pack = lambda name, weight: pack_if_possible(weight, bits)  # noqa: E731
     one, other = (load.load_flux2(folder / "transformer", TINY, mx.float32, pack) for folder in (half, rounded))
     ours, theirs = held(one), held(other)
-    packed = [name for name, value in ours.items() if isinstance(value, quantize.QuantizedWeight)]
+    packed = [name for name, value in ours.items() if isinstance(value, QuantizedWeight)]
     assert len(packed) > 10
     for name in packed:
         for mine, same in zip(ours[name], theirs[name], strict=True):

@@ -11,8 +11,7 @@ from schemas.text_to_image.train import TRAIN
 from stages.models.flux2.transformer import Flux2Config
 from stages.tuner import checkpoint
 from stages.tuner.adapters import lora
-from stages.tuner.adapters.initial import fresh_adapter
-from stages.tuner.adapters.targets import select_targets
+from stages.tuner.adapters.targets import fresh_adapter, select_targets
 from tests.stages.text_to_image.samples.previews import TINY, writer_into
 
 

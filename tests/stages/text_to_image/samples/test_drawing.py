@@ -20,8 +20,7 @@ from stages.text_to_image.samples.drawing import Adapters, adapted_forward, read
 from stages.text_to_image.samples.stage import STAGE, sample_sources
 from stages.tuner import checkpoint
 from stages.tuner.adapters import lora
-from stages.tuner.adapters.initial import fresh_adapter, target_weights
-from stages.tuner.adapters.targets import adapter_metadata, select_targets, target_scales
+from stages.tuner.adapters.targets import adapter_metadata, fresh_adapter, select_targets, target_scales, target_weights
 from tests import harness
 from tests.stages.text_to_image.samples.previews import (
     CONFIG,
@@ -35,7 +34,7 @@ from tests.stages.text_to_image.samples.previews import (
     tables,
     writer_into,
 )
-from tests.stages.tuner.adapters.merging import merged_weights
+from tests.stages.tuner.adapters.variants import merged_weights
 
 
 def drawn_by_diffusers(

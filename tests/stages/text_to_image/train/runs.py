@@ -29,9 +29,7 @@ from stages.text_to_image.train.stage import STAGE
 from stages.text_to_image.train.task import ImageTask
 from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.config import EmaConfig, OptimizerConfig, ScheduleConfig
-from stages.tuner.loader import Loader
-from stages.tuner.loop import load_training
-from stages.tuner.resume import Key, row_key
+from stages.tuner.loop import Key, Loader, load_training, row_key
 from stages.tuner.step import TrainingStep
 from tests import harness
 

@@ -15,7 +15,7 @@ from stages.tuner import checkpoint
 from stages.tuner import step as tuner_step
 from stages.tuner.config import EmaConfig, OptimizerConfig, ScheduleConfig
 from stages.tuner.health import _check_size
-from stages.tuner.loader import Loader
+from stages.tuner.loop import Loader
 from stages.tuner.optimizers import step as optimizer_step
 from tests.stages.text_to_image.train.runs import BASE, Run
 

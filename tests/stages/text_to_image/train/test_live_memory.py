@@ -14,7 +14,7 @@ from stages.tuner import loop
 from stages.tuner import replay as tuner_replay
 from stages.tuner import step as tuner_step
 from stages.tuner.config import EmaConfig
-from stages.tuner.loader import Loader
+from stages.tuner.loop import Loader
 from stages.tuner.memory import MemoryPlan, choose_plan
 from stages.tuner.replay import replay_step
 from stages.tuner.step import TrainingStep

@@ -17,7 +17,7 @@ from stages.text_to_image.train.stage import STAGE
 from stages.tuner import checkpoint
 from stages.tuner import step as tuner_step
 from stages.tuner.blockwise.device import live_memory_limit
-from stages.tuner.loader import Loader
+from stages.tuner.loop import Loader
 from tests.stages.text_to_image.train.plans import batch_of, chosen, estimator, needs
 from tests.stages.text_to_image.train.runs import (
     BASE,

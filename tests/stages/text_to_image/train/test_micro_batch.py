@@ -8,8 +8,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from stages.tuner import checkpoint, loop
+from stages.text_to_image.train.task import ImageTask
+from stages.tuner import checkpoint
 from stages.tuner import step as tuner_step
+from stages.tuner.replay import replay_step
 from stages.tuner.step import TrainingStep
 from tests.stages.text_to_image.train.plans import batch_of, chosen, needs
 from tests.stages.text_to_image.train.runs import (
@@ -35,9 +37,9 @@ class MeasuredMemory:
         self.now, coming = (0.0, 0.0), iter(readings)
         step, gradients = TrainingStep.step, tuner_step.loss_and_grads
 
-        def stepped(*given: Any) -> Any:
+        def stepped(*given: Any, **named: Any) -> Any:
             self.sizes.append([])
-            measured = step(*given)
+            measured = step(*given, **named)
             self.now = next(coming)
             return measured
 
@@ -80,9 +82,20 @@ def test_a_resumed_run_goes_on_with_the_micro_batch_size_of_its_last_step(transf
     assert measured_memory.sizes == SIZES
 
 
+@pytest.mark.parametrize("checkpoint_every", [2, 1000])
+def test_a_replay_computes_with_the_micro_batches_that_the_run_had(checkpoint_every, transformer, tmp_path, monkeypatch):
+    begun = 4 if checkpoint_every == 2 else 0
+    config = replace(AUTOMATIC, checkpoint_every=checkpoint_every)
+    measured_memory = MeasuredMemory(monkeypatch, READINGS + READINGS[begun:])
+    run = Run(tmp_path, transformer, config, tables(((64, 64),) * 8)).go()
+    found = replay_step(run.context(), ImageTask(run.context()), 5)
+    assert measured_memory.sizes == SIZES + SIZES[begun:]
+    assert all(sample.loss == sample.logged for sample in found)
+
+
 def test_an_automatic_micro_batch_changes_no_row_but_for_rounding(whole, transformer, tmp_path, monkeypatch):
     sizes = iter([10, 22, 5, 40, 22, 10, 22])
-    monkeypatch.setattr(loop, "adjust_max_tokens", lambda *given: next(sizes))
+    monkeypatch.setattr(tuner_step, "adjust_max_tokens", lambda *given: next(sizes))
     run = Run(tmp_path, transformer, replace(BASE, micro_batch="auto")).go()
     for ours, theirs in zip(run.rows, whole.rows, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)

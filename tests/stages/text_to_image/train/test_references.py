@@ -14,7 +14,7 @@ from schemas.text_to_image import images
 from stages.text_to_image.train.config import DataConfig, ValidationConfig
 from stages.text_to_image.train.memory import ImageEstimator, largest_batch
 from stages.text_to_image.train.profile import random_batch
-from stages.tuner.adapters.stacks import Stacks
+from stages.tuner.optimizers.step import Stacks
 from tests.stages.text_to_image.train.runs import BASE, TEXT_ROWS, TINY, Run, rows_of, tables, weights
 from tests.stages.text_to_image.train.test_step import plain
 

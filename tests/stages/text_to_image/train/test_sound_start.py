@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.tuner.loss_check import LossCheck
+from stages.tuner.health import LossCheck
 from stages.tuner.task import ExpectedLoss
 from tests.stages.text_to_image.train.sound_runs import (
     Case,

@@ -14,11 +14,11 @@ from stages.text_to_image.train.batches import MicroBatch
 from stages.text_to_image.train.config import PreservationConfig
 from stages.text_to_image.train.task import FlowMatching
 from stages.text_to_image.weights import weight_bits
-from stages.tuner import quantize
 from stages.tuner.adapters import lora
-from stages.tuner.adapters.stacks import Stacks
 from stages.tuner.memory import MemoryPlan
+from stages.tuner.optimizers.step import Stacks
 from stages.tuner.step import TrainingStep
+from stages.tuner.weights import QuantizedWeight
 from tests.stages.text_to_image.train.runs import BASE, EVERYTHING, TEXT_ROWS, TINY, Run, rich_tables, tables, weights
 from tests.stages.tuner.blockwise.test_backprop import assert_same
 
@@ -196,7 +196,7 @@ def test_weights_are_packed_in_the_bits_that_the_settings_say(transformer, tmp_p
         f"{block.name}.{name}": weight.bits
         for block in made.model.blocks
         for name, weight in block.weights.items()
-        if isinstance(weight, quantize.QuantizedWeight)
+        if isinstance(weight, QuantizedWeight)
     }
     single = "single_transformer_blocks.0.attn."
     assert bits.pop(single + "to_qkv_mlp_proj.weight") == 8

@@ -12,7 +12,7 @@ from stages.text_to_image.train import task
 from stages.text_to_image.train.config import ValidationConfig
 from stages.text_to_image.train.stage import STAGE
 from stages.tuner import checkpoint
-from stages.tuner.resume import row_key
+from stages.tuner.loop import row_key
 from stages.tuner.step import TrainingStep
 from tests.stages.text_to_image.train.runs import BASE, Run
 

@@ -27,8 +27,7 @@ from stages.text_to_image.train.config import (
 from stages.text_to_image.train.memory import largest_batch
 from stages.text_to_image.train.task import ImageTask
 from stages.tuner import draws
-from stages.tuner.loader import Loader
-from stages.tuner.rows import wanted_rows
+from stages.tuner.loop import Loader, wanted_rows
 from stages.tuner.validation import Validation
 
 EMPTY = {pa.string(): "", pa.bool_(): False}
@@ -244,7 +243,7 @@ def test_the_stored_rows_decide_when_a_run_ends_and_which_step_is_best():
 
     def decided(steps, rows=stored, config=HELD):
         validation = Validation(config, count, steps)
-        validation.add_table(rows)
+        validation.add(rows.to_pylist())
         return validation.last_step, validation.best_step
 
     assert decided(1000, stored.slice(0, 3 * count)) == (1000, 10)

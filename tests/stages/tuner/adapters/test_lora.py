@@ -1,10 +1,47 @@
+"""LoRA, rsLoRA, DoRA and LoKr against PEFT, and under every plan of the trainer."""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+
 import mlx.core as mx
 import numpy as np
+import pytest
+import torch
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.tuner.adapters import lora
-from stages.tuner.adapters.initial import fresh_adapter
-from stages.tuner.adapters.targets import select_targets
+from stages.tuner.adapters.lora import check_fits, merge, product
+from stages.tuner.adapters.targets import (
+    adapter_metadata,
+    fresh_adapter,
+    select_targets,
+    start_from_adapter,
+    target_scales,
+    target_weights,
+)
+from stages.tuner.blockwise import backprop
+from stages.tuner.blockwise.backprop import loss_and_grads
+from stages.tuner.weights import pack, pack_if_possible, unpacked
+from tests.stages.tuner.adapters.variants import (
+    IN,
+    LOSS,
+    OUT,
+    PEFT_NAMES,
+    VARIANTS,
+    adapted,
+    batch,
+    in_peft,
+    linear_for,
+    merged_weights,
+    normal,
+    targets_of,
+    tiny,
+    trained,
+)
+from tests.stages.tuner.blockwise.test_backprop import assert_same
 
 
 def test_a_linear_adds_the_scaled_adapter_and_returns_the_dtype_of_its_input():
@@ -28,3 +65,286 @@ def test_values_go_to_the_block_whose_whole_name_begins_their_key_in_the_order_o
     found, unknown = lora.split_by_block(["deep.blocks.1", "deep.blocks.2", "deep.blocks.10"], values)
     assert [list(own.items()) for own in found] == [[("v.B", 2), ("q.B", 3)], [], [("q.B", 1)]]
     assert unknown == ["deep.blocks.100.q.B", "deep"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_output_and_gradients_equal_pefts(variant):
+    target = targets_of({"q": (OUT, IN)}, variant)[0]
+    weight, x, dy = normal(5, OUT, IN), normal(6, 3, IN), normal(7, 3, OUT)
+    arrays = trained([target], {"q": weight})
+    names = list(arrays)
+
+    def run(x, *values):
+        return lora.adapted_linear(dict(zip(names, values, strict=True)), {"q": target.scale})("q", weight, x)
+
+    (y,), (dx, *grads) = mx.vjp(run, [x, *arrays.values()], [dy])
+    module = in_peft(variant, weight, lora.arrays_of_linear(arrays, "q"), target)
+    there = torch.tensor(np.array(x), requires_grad=True)
+    out = module(there)
+    out.backward(torch.tensor(np.array(dy)))
+    np.testing.assert_allclose(np.array(y), out.detach().numpy(), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(np.array(dx), there.grad.numpy(), rtol=1e-5, atol=1e-5)
+    parameters = dict(module.named_parameters())
+    for name, grad in zip(names, grads, strict=True):
+        wanted = parameters[PEFT_NAMES[name.removeprefix("q")]].grad.numpy()
+        assert np.abs(wanted).max() > 0.1
+        np.testing.assert_allclose(np.array(grad), wanted, rtol=1e-5, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_fresh_adapter_changes_no_bit_of_the_output(variant, dtype, bits):
+    target = targets_of({"q": (24, 128)}, variant)
+    weight, x = normal(5, 24, 128).astype(dtype), normal(6, 3, 128).astype(dtype)
+    base = weight if bits == 16 else pack(weight, bits)
+    fresh = fresh_adapter(target, 0, {"q": base})
+    y = lora.adapted_linear(fresh, target_scales(target))("q", base, x)
+    assert y.dtype == dtype
+    assert mx.array_equal(y, product(x, base))
+    assert lora.largest_change(fresh).item() == 0
+    assert {a.dtype for a in fresh.values()} == {mx.float32}
+    assert {name.removeprefix("q"): a.shape for name, a in fresh.items()} == target[0].shapes
+
+
+@pytest.mark.parametrize("plan", ["whole", "blocks", 2])
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("variant", ["dora", "lokr", "whole lokr"])
+def test_every_plan_gives_the_gradients_of_the_whole_graph(variant, bits, plan):
+    model, dense = tiny(), tiny()
+    if bits < 16:
+        for block, other in zip(model.blocks, dense.blocks, strict=True):
+            block.weights.update({name: pack_if_possible(weight, bits) for name, weight in block.weights.items()})
+            other.weights.update({name: unpacked(weight) for name, weight in block.weights.items()})
+    adapters, scales = adapted(model, variant)
+    losses_B, grads = loss_and_grads(model, adapters, scales, batch(), LOSS, plan)
+
+    def plainly(adapters):
+        losses_B = LOSS(dense(**batch(), linear_for=linear_for(adapters, scales)))
+        return losses_B.mean(), losses_B
+
+    (_, true_B), true = mx.value_and_grad(plainly)(adapters)
+    assert mx.allclose(losses_B, true_B, rtol=1e-6)
+    assert set(true) == set(adapters)
+    assert_same(grads, true)
+    assert {grad.dtype for grad in grads.values()} == {mx.float32}
+
+
+@pytest.mark.parametrize("variant", ["dora", "lokr", "whole lokr"])
+def test_a_compiled_block_gives_the_same_gradients(variant, monkeypatch):
+    class Toy:
+        def __init__(self):
+            block = {"kind": "toy", "weights": {"fc.weight": normal(4, 8, 8)}}
+            self.blocks = [type("Block", (), {"name": f"toys.{i}", **block})() for i in range(2)]
+
+        def enter(self, x):
+            return x, ()
+
+        @staticmethod
+        def block(kind):
+            return lambda weights, h, shared, linear: h + linear("fc", weights["fc.weight"], h)
+
+        def leave(self, h, shared):
+            return h
+
+    found = []
+    for compiled in (False, True):
+        monkeypatch.setattr(backprop, "compiles", lambda compiled=compiled: compiled)
+        model = Toy()
+        targets = select_targets(
+            {f"toys.{i}.fc": (8, 8) for i in range(2)},
+            ["*"],
+            64 if "whole" in variant else 1,
+            variant=variant.removeprefix("whole "),
+            factor=2,
+        )
+        adapters = trained(targets, target_weights(model.blocks, targets))
+        for step in range(2):
+            moved = {name: value + 0.1 * step for name, value in adapters.items()}
+            loss = functools.partial(lambda y, target: mx.square(y - target).mean(-1), target=normal(step, 3, 8))
+            found.append(loss_and_grads(model, moved, target_scales(targets), {"x": normal(step, 3, 8)}, loss, "blocks")[1])
+    for plain, fast in zip(found[:2], found[2:], strict=True):
+        assert_same(fast, plain)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_float32_adapters_keep_bfloat16_activations_and_their_gradients_in_bfloat16(variant):
+    target = targets_of({"q": (OUT, IN)}, variant)
+    weight, x = normal(5, OUT, IN).astype(mx.bfloat16), normal(6, 3, IN).astype(mx.bfloat16)
+    arrays = trained(target, {"q": weight})
+    names = list(arrays)
+
+    def run(x, *values):
+        return lora.adapted_linear(dict(zip(names, values, strict=True)), target_scales(target))("q", weight, x)
+
+    (y,), (dx, *grads) = mx.vjp(run, [x, *arrays.values()], [mx.ones((3, OUT), mx.bfloat16)])
+    assert y.dtype == dx.dtype == mx.bfloat16
+    assert {g.dtype for g in grads} == {mx.float32}
+
+
+def test_a_magnitude_is_not_rounded_to_half_precision():
+    weight, x = mx.eye(8, dtype=mx.bfloat16), mx.full((4096, 8), 1.5, mx.bfloat16)
+    target = select_targets({"q": (8, 8)}, ["*"], 2, variant="dora")
+    arrays = fresh_adapter(target, 0, {"q": weight})
+
+    def run(magnitude):
+        return lora.adapted_linear({**arrays, "q.lora_magnitude_vector": magnitude}, {"q": 1.0})("q", weight, x)
+
+    (y,), (grad,) = mx.vjp(run, [arrays["q.lora_magnitude_vector"] * (1 + 3 / 256)], [mx.ones((4096, 8), mx.bfloat16)])
+    assert y[0, 0].item() == 1.515625  # 1.5 (1 + 3/256), rounded once; with 1 + 3/256 rounded first it were 1.5234375
+    assert mx.array_equal(grad, mx.full((8,), 4096 * 1.5))  # a sum that half precision cannot reach by adding
+
+
+def test_row_norms_are_equal_for_chunks_of_any_size(monkeypatch):
+    weight, down, up = normal(1, 24, 64), normal(2, 4, 64), normal(3, 24, 4)
+    for base in (weight, pack(weight, 8)):
+        whole = lora.row_norms(base, down, up, 0.5)
+        assert mx.allclose(whole, mx.linalg.norm(unpacked(base) + 0.5 * up @ down, axis=1), rtol=1e-6)
+        with monkeypatch.context() as patch:
+            patch.setattr(lora, "NORM_CHUNK", 64 * 7)
+            assert mx.allclose(lora.row_norms(base, down, up, 0.5), whole, rtol=1e-6)
+
+
+def test_a_dimension_is_factorized_as_in_pefts_lokr():
+    from peft.tuners.lokr.layer import factorization
+
+    for dimension in (7, 12, 24, 127, 128, 3072, 9216, 27648):
+        for factor in (2, 3, 4, 8, 10, 16):
+            if factor * factor <= dimension:
+                assert lora.factorize(dimension, factor) == factorization(dimension, factor)
+        assert lora.factorize(dimension, None) == factorization(dimension, -1)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 6, 7, 12, 40])
+def test_a_lokr_has_the_array_shapes_of_pefts_at_every_rank(rank):
+    target = select_targets({"q": (OUT, IN)}, ["*"], rank, variant="lokr", factor=4)[0]
+    module = in_peft("lokr", normal(5, OUT, IN), {}, target)
+    wanted = {name: tuple(value.shape) for name, value in module.named_parameters() if "lokr" in name}
+    assert {PEFT_NAMES[ending]: shape for ending, shape in target.shapes.items()} == wanted
+
+
+def test_a_whole_second_factor_has_a_scale_of_one():
+    low, whole = (targets_of({"q": (OUT, IN)}, name)[0] for name in ("lokr", "whole lokr"))
+    assert lora.W2_A in targets_of({"q": (96, 64)}, "lokr")[0].shapes
+    assert lora.W2 in whole.shapes and whole.scale == 1
+    assert targets_of({"q": (96, 64)}, "lokr")[0].scale == 1.5
+    assert lora.W1 in low.shapes
+
+
+LINEARS = {"block.0.q": (6, 4), "block.0.o": (4, 6), "head.linear": (3, 4)}
+
+
+def chosen(**settings):
+    return select_targets(LINEARS, ("*",), 2, 4.0, whole=("head.linear",), **settings)
+
+
+def test_a_linear_that_is_trained_in_full_has_a_difference_of_its_own_shape_and_the_others_an_adapter():
+    targets = chosen()
+    assert [(t.name, t.variant, t.scale) for t in targets] == [
+        ("block.0.q", "lora", 2.0),
+        ("block.0.o", "lora", 2.0),
+        ("head.linear", "full", 1.0),
+    ]
+    assert targets[-1].shapes == {lora.DIFF: (3, 4)}
+    assert "scales" not in adapter_metadata(targets)
+
+
+def test_a_difference_starts_at_zero_and_is_added_to_the_weight():
+    arrays = fresh_adapter(chosen(), seed=0)
+    assert not mx.any(arrays["head.linear.diff"]).item()
+    rng = np.random.default_rng(0)
+    weight, diff, x = (mx.array(rng.normal(size=shape), mx.float32) for shape in ((3, 4), (3, 4), (5, 4)))
+    y = lora.adapted_linear({"linear.diff": diff}, {"linear": 1.0})("linear", weight, x)
+    assert mx.allclose(y, x @ (weight + diff).T, atol=1e-6).item()
+    assert mx.allclose(merge(weight, {lora.DIFF: diff}, 1.0), weight + diff).item()
+    assert lora.linear_shape({lora.DIFF: diff}) == (3, 4)
+
+
+def test_training_goes_on_from_a_difference_but_not_from_a_lora_of_the_same_linear():
+    targets = chosen()
+    fresh = fresh_adapter(targets, seed=0)
+    diff = mx.full((3, 4), 0.5)
+    started = start_from_adapter({"head.linear.diff": diff}, {"head.linear": 1.0}, targets, fresh)
+    assert mx.array_equal(started["head.linear.diff"], diff).item()
+    pair = {"head.linear" + lora.A: mx.zeros((2, 4)), "head.linear" + lora.B: mx.zeros((3, 2))}
+    with pytest.raises(ValueError, match=r"the adapter of head.linear must be a whole difference, got a LoRA"):
+        start_from_adapter(pair, {"head.linear": 1.0}, targets, fresh)
+
+
+def test_a_pattern_of_linears_to_train_in_full_that_matches_nothing_is_an_error():
+    with pytest.raises(ValueError, match="full: 'haed' matches no Linear of the blocks"):
+        select_targets(LINEARS, ("*",), 2, whole=("haed",))
+
+
+WIDE_OUT, WIDE_IN, RANK = 96, 128, 4
+
+
+def drawn(*shape, seed=0):
+    return mx.random.normal(shape, key=mx.random.key(seed + sum(shape)))
+
+
+def close(found, wanted):
+    return all(mx.abs(a - b).max() < 1e-5 * mx.abs(b).max() for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("chunk", [1 << 28, 20 * WIDE_IN * 4])  # a packed weight unpacked as a whole, or 20 rows at a time
+def test_outputs_and_all_gradients_equal_those_of_plain_operations(bits, scale, chunk, monkeypatch):
+    monkeypatch.setattr("stages.tuner.weights.UNPACKED_CHUNK", chunk)
+    weight = pack_if_possible(drawn(WIDE_OUT, WIDE_IN), bits)
+    x, down, up, dy = drawn(2, 5, WIDE_IN), drawn(RANK, WIDE_IN), drawn(WIDE_OUT, RANK), drawn(2, 5, WIDE_OUT, seed=9)
+
+    def plain(x, down, up):
+        return x @ unpacked(weight).T + scale * ((x @ down.T) @ up.T)
+
+    ys, grads = mx.vjp(lambda x, *pair: product(x, weight, pair, scale), [x, down, up], [dy])
+    plain_ys, plain_grads = mx.vjp(plain, [x, down, up], [dy])
+    assert close(ys, plain_ys)
+    assert close(grads, plain_grads)
+    assert close(mx.vjp(lambda x: product(x, weight), [x], [dy])[1], [dy @ unpacked(weight)])
+
+
+def test_gradients_alone_do_not_compute_the_product_with_the_weight_again():
+    """In a recomputed block nothing else needs the outputs of the last Linear."""
+    weight, x, down, up, dy = (
+        drawn(WIDE_OUT, WIDE_IN),
+        drawn(5, WIDE_IN),
+        drawn(RANK, WIDE_IN),
+        drawn(WIDE_OUT, RANK),
+        drawn(5, WIDE_OUT),
+    )
+    mx.eval(weight, x, down, up, dy)
+    grads = mx.vjp(lambda x, *pair: product(x, weight, pair), [x, down, up], [dy])[1]
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *grads)
+    products = re.findall(r'"(Matmul|AddMM)"', graph.getvalue())
+    assert sorted(products) == ["AddMM"] + 5 * ["Matmul"]  # dy W + dy B A; x A^T, dy B, and the gradients of A and of B
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_merged_model_computes_what_the_adapted_model_computes(variant, bits):
+    model = tiny()
+    if bits < 16:
+        for block in model.blocks:
+            block.weights.update({name: pack_if_possible(weight, bits) for name, weight in block.weights.items()})
+    adapters, scales = adapted(model, variant)
+    want = model(**batch(), linear_for=linear_for(adapters, scales))
+    base = model(**batch(), linear_for=linear_for({}, {}))
+    weights = {f"{block.name}.{name}": weight for block in model.blocks for name, weight in block.weights.items()}
+    new = merged_weights(weights, adapters, scales)
+    for block in model.blocks:
+        block.weights.update({n.removeprefix(f"{block.name}."): w for n, w in new.items() if n.startswith(f"{block.name}.")})
+    found = model(**batch(), linear_for=linear_for({}, {}))
+    assert mx.linalg.norm(want - base) > 0.1 * mx.linalg.norm(base)
+    assert mx.abs(found - want).max().item() < 2e-5
+
+
+def test_a_merge_into_another_model_is_refused_with_both_shapes():
+    target = targets_of({"q": (OUT, IN)}, "lokr")
+    arrays = trained(target, {})
+    with pytest.raises(ValueError, match=r"q must have the shape \(8, 64\), got \(48, 32\)"):
+        check_fits({"q": (8, 64)}, arrays, target_scales(target))
+    with pytest.raises(ValueError, match="the adapter has q, which the model lacks"):
+        check_fits({"k": (OUT, IN)}, arrays, target_scales(target))

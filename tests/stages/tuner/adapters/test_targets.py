@@ -1,9 +1,24 @@
+"""Adapters before the first step: fresh, and started from another adapter."""
+
+from __future__ import annotations
+
 import json
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
-from stages.tuner.adapters.targets import adapter_metadata, select_targets, target_scales
+from stages.tuner.adapters import lora
+from stages.tuner.adapters.targets import (
+    adapter_metadata,
+    check_initial,
+    fresh_adapter,
+    select_targets,
+    start_from_adapter,
+    target_scales,
+)
+from tests.stages.tuner.adapters.variants import IN, OUT, VARIANTS, normal, targets_of, trained
 
 LINEARS = {
     "transformer_blocks.0.attn.to_q": (16, 16),
@@ -87,3 +102,93 @@ def test_the_metadata_has_scales_where_alpha_over_rank_is_not_every_linears_scal
     assert json.loads(metadata(alpha=4.0, rslora=True, ranks={"*": 16})["scales"]) == both
     third = metadata(alpha=1 / 3)  # "alpha" has six digits in the file
     assert json.loads(third["scales"]) == dict.fromkeys(selected("to_q"), 1 / 3 / 8)
+
+
+START_LINEARS = {
+    "transformer_blocks.0.attn.to_q": (8, 8),
+    "transformer_blocks.0.ff": (48, 8),
+    "single_transformer_blocks.0.attn.to_out": (8, 32),
+}
+
+
+def test_fresh_adapters_are_uniform_within_the_kaiming_bound_and_b_is_zero():
+    made = fresh_adapter(select_targets({"wide": (64, 1024)}, ["*"], 64), 0)
+    a = np.array(made["wide.lora_A.weight"])
+    assert made["wide.lora_A.weight"].dtype == mx.float32
+    assert a.shape == (64, 1024)
+    assert made["wide.lora_B.weight"].shape == (64, 64)
+    assert not np.array(made["wide.lora_B.weight"]).any()
+    assert 0.99 / 32 < np.abs(a).max() <= 1 / 32
+    assert abs(a.std() * 32 - 1 / np.sqrt(3)) < 0.01  # so PEFT's kaiming_uniform_(a=sqrt(5)) has it
+
+
+def test_a_fresh_array_depends_only_on_its_name_and_the_seed():
+    all_of_them = fresh_adapter(select_targets(START_LINEARS, ["*"], 4), 0)
+    some = fresh_adapter(select_targets(START_LINEARS, ["single_transformer_blocks.*"], 4), 0)
+    assert all(mx.array_equal(value, all_of_them[name]) for name, value in some.items())
+
+
+def close(found: mx.array, wanted: mx.array, bound: float) -> bool:
+    return mx.linalg.norm(found - wanted).item() <= bound * mx.linalg.norm(wanted).item()
+
+
+def outputs(arrays, scales, weight, x):
+    return lora.adapted_linear(arrays, scales)("q", weight, x)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_adapter_starts_with_the_change_of_the_source_at_any_scale_and_larger_rank(variant):
+    weight, x = normal(5, 96, 64), normal(6, 3, 64)
+    old = targets_of({"q": (96, 64)}, variant, rank=2)
+    found = trained(old, {"q": weight})
+    settings = {"rank": 5, "alpha": 2.5, **VARIANTS[variant]}
+    new = select_targets({"q": (96, 64), "k": (96, 64)}, ["*"], **settings)
+    fresh = fresh_adapter(new, 9, {"q": weight, "k": weight})
+    made = start_from_adapter(found, target_scales(old), new, fresh, {"q": weight})
+    assert {name: a.shape for name, a in made.items()} == {name: a.shape for name, a in fresh.items()}
+    assert all(mx.array_equal(made[name], fresh[name]) for name in made if name.startswith("k."))
+    want = outputs(found, target_scales(old), weight, x)
+    assert close(outputs(made, target_scales(new), weight, x), want, 1e-6)
+    if lora.A in new[0].shapes:
+        assert mx.abs(made["q" + lora.A]).min(axis=1).max().item() > 0  # every direction can be trained
+
+
+def test_a_lora_may_start_a_dora():
+    weight, x = normal(5, OUT, IN), normal(6, 3, IN)
+    old, new = (targets_of({"q": (OUT, IN)}, name) for name in ("lora", "dora"))
+    found = trained(old, {})
+    made = start_from_adapter(found, target_scales(old), new, fresh_adapter(new, 9, {"q": weight}), {"q": weight})
+    assert lora.MAGNITUDE in lora.arrays_of_linear(made, "q")
+    assert close(outputs(made, target_scales(new), weight, x), outputs(found, target_scales(old), weight, x), 1e-6)
+
+
+def test_a_source_that_does_not_fit_the_targets_is_refused_in_one_line():
+    weight = normal(5, OUT, IN)
+    targets = {name: targets_of({"blocks.0.q": (OUT, IN)}, name) for name in VARIANTS}
+    sizes = {
+        "large": select_targets({"blocks.0.q": (OUT, IN)}, ["*"], 7),
+        "other": select_targets({"blocks.0.q": (OUT, 8)}, ["*"], 4),
+    }
+    away = select_targets({"blocks.0.qs": (OUT, IN)}, ["*"], 4)
+    wide = select_targets({"blocks.0.q": (OUT, IN)}, ["*"], 64, variant="lokr", factor=2)
+    cases = [
+        (sizes["large"], targets["lora"], "must have a rank <= 4, got 7: raise the rank to 7"),
+        (sizes["other"], targets["lora"], r"must be for shape \(48, 32\), got \(48, 8\)"),
+        (away, targets["lora"], "blocks.0.qs, which is not a target: add it to the targets; did you mean blocks.0.q"),
+        (targets["dora"], targets["lora"], "must be a LoRA, got a DoRA"),
+        (targets["lokr"], targets["dora"], "must be a DoRA, got a LoKr"),
+        (wide, targets["whole lokr"], "set the factor"),
+    ]
+    for old, new, message in cases:
+        base = dict.fromkeys(("blocks.0.q", "blocks.0.qs"), weight)
+        with pytest.raises(ValueError, match=message) as caught:
+            start_from_adapter(fresh_adapter(old, 0, base), target_scales(old), new, fresh_adapter(new, 0, base), base)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_source_with_values_that_are_not_finite_is_refused_by_the_name_of_the_array():
+    targets = targets_of({"q": (OUT, IN)}, "lora")
+    found = fresh_adapter(targets, 0)
+    found["q" + lora.B] = mx.full(found["q" + lora.B].shape, float("nan"))
+    with pytest.raises(ValueError, match=r"q.lora_B.weight has values that are not finite: choose an earlier checkpoint"):
+        check_initial(found, target_scales(targets), targets)

@@ -1,14 +1,23 @@
 """Adapters of every variant: their settings, their arrays after some training, their twins in PEFT."""
 
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import torch
 from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
 
 import stages  # noqa: F401  a fast BLAS, before MLX
-from stages.tuner.adapters import dora, lokr, lora
-from stages.tuner.adapters.initial import fresh_adapter
-from stages.tuner.adapters.targets import Target, select_targets
+from stages.models.flux2.transformer import Flux2, image_ids, text_ids
+from stages.tuner.adapters import lora
+from stages.tuner.adapters.lora import merge
+from stages.tuner.adapters.targets import Target, fresh_adapter, select_targets, target_scales, target_weights
+from stages.tuner.weights import Weight
+from tests.stages.tuner.blockwise import test_backprop
 
 OUT, IN = 48, 32
 
@@ -22,11 +31,11 @@ VARIANTS = {
 PEFT_NAMES = {
     lora.A: "lora_A.default.weight",
     lora.B: "lora_B.default.weight",
-    dora.MAGNITUDE: "lora_magnitude_vector.default.weight",
-    lokr.W1: "lokr_w1.default",
-    lokr.W2: "lokr_w2.default",
-    lokr.W2_A: "lokr_w2_a.default",
-    lokr.W2_B: "lokr_w2_b.default",
+    lora.MAGNITUDE: "lora_magnitude_vector.default.weight",
+    lora.W1: "lokr_w1.default",
+    lora.W2: "lokr_w2.default",
+    lora.W2_A: "lokr_w2_a.default",
+    lora.W2_B: "lokr_w2_b.default",
 }
 
 
@@ -44,7 +53,7 @@ def trained(targets: list[Target], bases: dict) -> dict[str, mx.array]:
     for i, (name, value) in enumerate(made.items()):
         if name.endswith(lora.ZERO_AT_START):
             made[name] = 0.3 * normal(i, *value.shape)
-        elif name.endswith(dora.MAGNITUDE):
+        elif name.endswith(lora.MAGNITUDE):
             made[name] = value * (1 + 0.1 * normal(i, *value.shape))
     return made
 
@@ -65,3 +74,52 @@ def in_peft(variant: str, weight: mx.array, arrays: dict[str, mx.array], target:
         for ending, value in arrays.items():
             there[PEFT_NAMES[ending]].copy_(torch.tensor(np.array(value)))
     return model["q"]
+
+
+CONFIG = replace(test_backprop.CONFIG, num_layers=1, num_single_layers=2)
+
+
+def tiny(dtype: mx.Dtype = mx.float32) -> Flux2:
+    rng = np.random.default_rng(1)
+    draw = {name: rng.normal(size=shape) / shape[-1] ** 0.5 for name, shape in CONFIG.shapes().items()}
+    return Flux2(CONFIG, {name: mx.array(value, dtype) for name, value in draw.items()})
+
+
+def adapted(model: Flux2, variant: str):
+    targets = targets_of(model.linears(), variant)
+    return trained(targets, target_weights(model.blocks, targets)), target_scales(targets)
+
+
+def batch() -> dict:
+    return {
+        "x_BLC": normal(1, 2, 12, 8),
+        "x_ids_L4": image_ids(3, 4),
+        "ctx_BTJ": normal(2, 2, 5, 24),
+        "ctx_ids_T4": text_ids(5),
+        "timesteps_B": mx.array([0.3, 0.8]),
+    }
+
+
+def squared(prediction: mx.array, target: mx.array) -> mx.array:
+    return mx.square(prediction.astype(mx.float32) - target).mean(axis=(1, 2))
+
+
+LOSS = functools.partial(squared, target=normal(9, 2, 12, 8))
+
+
+def linear_for(adapters, scales):
+    def of(block):
+        inside = {n.removeprefix(f"{block}."): a for n, a in adapters.items() if n.startswith(f"{block}.")}
+        return lora.adapted_linear(inside, {n.removeprefix(f"{block}."): s for n, s in scales.items()})
+
+    return of
+
+
+def merged_weights(
+    weights: Mapping[str, Weight], adapters: Mapping[str, mx.array], scales: Mapping[str, float]
+) -> dict[str, Weight]:
+    """All weights by name, "<linear>.weight" and the like; those of the Linears in `scales` are merged with their adapters."""
+    merged = {
+        f"{name}.weight": merge(weights[f"{name}.weight"], lora.arrays_of_linear(adapters, name), scales[name]) for name in scales
+    }
+    return {**weights, **merged}

@@ -1,20 +1,41 @@
+"""Blocks whose weights stay on disk: the same bits, two blocks in memory at most, and nothing left behind."""
+
+from __future__ import annotations
+
+import ctypes
 import functools
 import gc
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
-from stages.models.family import Block
-from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_ids
-from stages.tuner import quantize
+from stages import blas
+from stages.models.flux2.transformer import Block, Flux2, Flux2Config, image_ids, text_ids
+from stages.models.t5.model import T5, T5Config
+from stages.own_gradient import OwnGradient
 from stages.tuner.adapters import lora
-from stages.tuner.adapters.initial import fresh_adapter
-from stages.tuner.adapters.targets import select_targets, target_scales
-from stages.tuner.blockwise import backprop
-from stages.tuner.blockwise.backprop import kept_blocks, loss_and_grads
-from stages.tuner.blockwise.device import live_memory_limit
+from stages.tuner.adapters.targets import fresh_adapter, select_targets, target_scales
+from stages.tuner.blockwise import backprop, device
+from stages.tuner.blockwise.backprop import (
+    BlockwiseForward,
+    DividedChain,
+    Visit,
+    kept_blocks,
+    loss_and_grads,
+    model_forward,
+    on_cores,
+    predict,
+    predict_base,
+)
+from stages.tuner.blockwise.device import Cores, live_memory_limit
+from stages.tuner.memory import Blocks
+from stages.tuner.weights import StoredWeight, WeightFolder, pack_if_possible, platform, read, unpacked
 
 CONFIG = Flux2Config(
     in_channels=8,
@@ -126,8 +147,8 @@ def test_a_plain_closure_as_loss_gives_the_same_gradients(plan):
 def test_packed_weights_give_the_gradients_of_their_unpacked_weights(plan, bits):
     model, dense = tiny(), tiny()
     for block, other in zip(model.blocks, dense.blocks, strict=True):
-        block.weights.update({name: quantize.pack_if_possible(weight, bits) for name, weight in block.weights.items()})
-        other.weights.update({name: quantize.dense(weight) for name, weight in block.weights.items()})
+        block.weights.update({name: pack_if_possible(weight, bits) for name, weight in block.weights.items()})
+        other.weights.update({name: unpacked(weight) for name, weight in block.weights.items()})
     adapters, scales = trained(model)
     _, grads = loss_and_grads(model, adapters, scales, batch(), loss_of(), plan)
     assert_same(grads, whole_graph_gradients(dense, adapters, scales, batch(), loss_of())[1])
@@ -284,3 +305,272 @@ def test_an_unknown_plan_and_an_adapter_without_a_block_are_refused_by_name():
         loss_and_grads(model, lost, scales, batch(), loss_of())
     with pytest.raises(ValueError, match="no adapter"):
         loss_and_grads(model, {}, scales, batch(), loss_of())
+
+
+WIDTH, BLOCKS, ROWS = 1024, 12, 8
+BYTES = 4 * WIDTH * WIDTH  # of a block's weight
+
+
+def streamed(model: Any, folder: Path) -> Any:
+    """The model with the matrices of its blocks in files."""
+    files = WeightFolder(folder)
+    for block in model.blocks:
+        for name, weight in block.weights.items():
+            if len(weight.shape) == 2:
+                block.weights[name] = files.store(f"{block.name}.{name}", weight)
+    files.belongs_to(model)
+    return model
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("plan", ["whole", "blocks", 2])
+def test_weights_read_from_disk_give_the_same_bits_of_every_gradient(plan, bits, tmp_path):
+    found = []
+    for on_disk in (False, True):
+        model = tiny()
+        for block in model.blocks:
+            block.weights.update({name: pack_if_possible(weight, bits) for name, weight in block.weights.items()})
+        adapters, scales = trained(model)
+        model = streamed(model, tmp_path) if on_disk else model
+        losses_B, grads = loss_and_grads(model, adapters, scales, batch(), loss_of(), plan)
+        drawn = model_forward(model, (adapters, scales))(**batch())
+        found.append(({"loss": losses_B, "drawn": drawn, "base": predict_base(model, batch())}, grads))
+    (kept, kept_grads), (read, read_grads) = found
+    assert_same(read, kept, 0)
+    assert_same(read_grads, kept_grads, 0)
+
+
+class Heavy(Stream):
+    """Blocks of one Linear each whose weights are larger than everything else, so that memory can be counted in weights."""
+
+    def __init__(self) -> None:
+        self.x_BK = mx.random.normal((ROWS, WIDTH), key=mx.random.key(1))
+        self.blocks = [type(Stream().blocks[0])("stream", f"streams.{n}", {"fc.weight": drawn(n)}) for n in range(BLOCKS)]
+        small = mx.random.normal((BLOCKS, 2, WIDTH), key=mx.random.key(3)) / WIDTH
+        self.adapters = {f"streams.{n}.fc.lora_A.weight": small[n] for n in range(BLOCKS)}
+        self.adapters |= {f"streams.{n}.fc.lora_B.weight": small[n].T for n in range(BLOCKS)}
+        mx.eval(self.x_BK, self.adapters, [block.weights for block in self.blocks])
+
+
+def drawn(n: int) -> mx.array:
+    return mx.random.normal((WIDTH, WIDTH), key=mx.random.key(100 + n)) / WIDTH**0.5
+
+
+def peak_in_weights(compute: Any) -> float:
+    """The peak of MLX's memory while `compute()` runs, counted in weights of a block."""
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(compute())
+    return (mx.get_peak_memory() - before) / BYTES
+
+
+@pytest.mark.parametrize(("plan", "most"), [("blocks", 2.2), (4, 5.4)])
+def test_the_peak_is_that_of_two_blocks_or_of_those_that_keep_their_activations(plan, most, tmp_path):
+    chain = streamed(Heavy(), tmp_path)
+    scales = {f"{block.name}.fc": 0.1 for block in chain.blocks}
+    needs = Blocks(0, 0, 0, 0, (0,) * BLOCKS, (0,) * BLOCKS, stored=(BYTES,) * BLOCKS)
+    found = peak_in_weights(lambda: loss_and_grads(chain, chain.adapters, scales, {}, lambda h: mx.square(h).mean(-1), plan))
+    assert found < most
+    assert needs.stored_work(plan) == (2 if plan == "blocks" else 5) * BYTES
+    if plan == "blocks":
+        assert peak_in_weights(lambda: model_forward(_described(chain), None)()) < most
+
+
+def _described(chain: Any) -> Any:
+    chain.linears = lambda: {f"{block.name}.fc": (WIDTH, WIDTH) for block in chain.blocks}
+    chain.dtype = mx.float32
+    return chain
+
+
+def test_the_files_are_deleted_with_the_model_and_those_of_ended_processes_with_the_next(tmp_path, monkeypatch):
+    left = tmp_path / f"{platform.node()}-999999999"
+    left.mkdir()
+    (left / "a.safetensors").write_bytes(b"")
+    other = tmp_path / "another-machine-1"
+    other.mkdir()
+    model = streamed(Stream(), tmp_path)
+    assert not left.exists() and other.exists() and len(list(tmp_path.glob("*/*.safetensors"))) == 20
+    del model
+    gc.collect()
+    assert list(tmp_path.iterdir()) == [other]
+
+
+def test_two_models_of_one_process_keep_their_files_apart(tmp_path):
+    first, second = WeightFolder(tmp_path), WeightFolder(tmp_path)
+    weights = [folder.store("toys.0", value * mx.ones((8, 64))) for value, folder in ((1, first), (2, second))]
+    assert [float(read(one).max()) for one in weights] == [1, 2]
+
+
+def test_a_file_that_the_disk_has_no_room_for_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(mx, "save_safetensors", lambda path, arrays: Path(path).write_bytes(b"cut short"))
+    with pytest.raises(OSError, match=r"toys\.0\.safetensors could not be written in full: free disk space"):
+        WeightFolder(tmp_path).store("toys.0", mx.ones((8, 64)))
+
+
+def test_a_visit_reads_one_block_ahead_and_waits_for_the_block_before(tmp_path, monkeypatch):
+    chain = streamed(Heavy(), tmp_path)
+    seen: list[str] = []
+    whole = StoredWeight.read
+    monkeypatch.setattr(StoredWeight, "read", lambda self: (seen.append(self.file.stem), whole(self))[1])
+    visit = Visit(chain.blocks, (3, 2, 1))
+    for n in visit:
+        seen.append(f"compute {n}")
+        visit.dispatch(visit.weights["fc.weight"].sum())
+    assert seen == [
+        *("streams.3.fc.weight", "compute 3", "streams.2.fc.weight", "compute 2"),
+        *("streams.1.fc.weight", "compute 1"),
+    ]
+
+
+SAMPLES = 5  # 2 and 3 on two cores, 1, 2 and 2 on three
+
+
+@pytest.fixture
+def use_cores(monkeypatch):
+    """A function that lets this process use so many cores. It returns the numbers of BLAS threads that were set."""
+
+    def use(count: int) -> list[int]:
+        found, asked = Cores([mx.new_thread_local_stream(mx.cpu) for _ in range(count)]), list[int]()
+        monkeypatch.setattr("stages.tuner.blockwise.backprop.cores", lambda: found)
+        monkeypatch.setattr(device, "cores", lambda: found)
+        monkeypatch.setattr(blas, "set_threads", asked.append)
+        return asked
+
+    return use
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("count", [2, 3])
+def test_several_cores_give_the_losses_and_gradients_of_one(count, plan, use_cores):
+    model = tiny()
+    adapters, scales = trained(model)
+    true_B, true = loss_and_grads(model, adapters, scales, batch(SAMPLES), loss_of(SAMPLES), plan)
+    mx.eval(true_B, true)
+    use_cores(count)
+    assert isinstance(on_cores(model, batch(SAMPLES)), DividedChain)
+    losses_B, grads = loss_and_grads(model, adapters, scales, batch(SAMPLES), loss_of(SAMPLES), plan)
+    assert mx.allclose(losses_B, true_B, rtol=1e-6)
+    assert_same(grads, true, bound=1e-5)
+
+
+def test_two_runs_on_several_cores_give_the_same_bits(use_cores):
+    model = tiny()
+    adapters, scales = trained(model)
+    use_cores(2)
+    runs = [loss_and_grads(model, adapters, scales, batch(SAMPLES), loss_of(SAMPLES), "blocks") for _ in range(3)]
+    for losses_B, grads in runs[1:]:
+        assert mx.array_equal(losses_B, runs[0][0])
+        assert_same(grads, runs[0][1], bound=0)
+
+
+def test_a_prediction_of_several_cores_has_the_samples_in_order(use_cores):
+    model = tiny()
+    adapters, scales = trained(model)
+    alone_BLC = predict(model, adapters, scales, batch(SAMPLES))
+    mx.eval(alone_BLC)
+    use_cores(3)
+    for found_BLC in (
+        predict(model, adapters, scales, batch(SAMPLES)),
+        BlockwiseForward(model, adapters, scales)(**batch(SAMPLES)),
+    ):
+        assert mx.allclose(found_BLC, alone_BLC, rtol=1e-5, atol=1e-6)
+
+
+def test_a_thread_of_the_program_computes_on_several_cores_too(use_cores):
+    model = tiny()
+    use_cores(2)
+    forward = BlockwiseForward(model)
+    alone_BLC = np.array(forward(**batch(SAMPLES)))
+    with ThreadPoolExecutor(1) as pool:
+        assert np.array_equal(pool.submit(lambda: np.array(forward(**batch(SAMPLES)))).result(), alone_BLC)
+
+
+def test_several_texts_of_queries_and_documents_are_divided_alike(use_cores):
+    """A retriever's batch: two queries, and three documents for each of them."""
+    sizes = {"vocab_size": 50, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    config = T5Config.from_dict({**sizes, "feed_forward_proj": "gated-gelu"}, dimensions=8)
+    rng = np.random.default_rng(0)
+    model = T5(config, {name: mx.array(rng.normal(size=shape), mx.float32) for name, shape in config.shapes().items()})
+    ids = [mx.array(rng.integers(1, 50, shape).astype(np.int32)) for shape in ((2, 4), (6, 7))]
+    real = [mx.array(np.arange(part.shape[1])[None] < rng.integers(1, 7, part.shape[0])[:, None]) for part in ids]
+    alone = model(ids, real)
+    mx.eval(alone)
+    use_cores(2)
+    found = BlockwiseForward(model)(ids=ids, real=real)
+    assert [part.shape for part in found] == [(2, 4, 8), (6, 7, 8)]
+    assert all(mx.allclose(part, other, atol=1e-5) for part, other in zip(found, alone, strict=True))
+
+
+def test_a_gradient_of_its_own_is_computed_on_the_stream_of_the_operation():
+    stream, streams = mx.new_stream(mx.cpu), []
+
+    @OwnGradient
+    def double(x):
+        return 2 * x
+
+    @double.vjp
+    def _(x, dy, y):
+        streams.append(mx.default_stream(mx.cpu))
+        return 2 * dy
+
+    def run(x):
+        with mx.stream(stream):
+            return double(x).sum()
+
+    assert mx.grad(run)(mx.ones(3)).tolist() == [2, 2, 2]
+    assert streams == [stream]
+
+
+def test_one_sample_one_core_and_a_gpu_divide_nothing(use_cores, monkeypatch):
+    model = tiny()
+    use_cores(1)
+    assert on_cores(model, batch(SAMPLES)) is model
+    use_cores(4)
+    assert on_cores(model, batch(1)) is model
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    assert on_cores(model, batch(SAMPLES)) is model
+
+
+def test_the_parts_of_a_batch_share_the_cores_for_their_products(use_cores):
+    asked = use_cores(4)
+    for size in (2, 2, 1, 7):
+        on_cores(tiny(), batch(size))
+    assert asked == [2, 4, 1]  # 2 threads for each of two parts, all 4 for one sample, 1 for each of four parts
+
+
+def test_the_blas_library_uses_the_number_of_threads_that_is_set():
+    library = blas.load()
+    if "mkl" not in library:
+        pytest.skip("MKL is not installed")
+    threads = ctypes.CDLL(library).MKL_Get_Max_Threads
+    before = threads()
+    try:
+        for count in (1, min(2, os.cpu_count() or 1)):
+            blas.set_threads(count)
+            assert threads() == count
+    finally:
+        blas.set_threads(before)
+
+
+def test_the_number_of_threads_is_that_of_the_variable_or_of_the_cores(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert blas.threads() == 3
+    for value in ("0", "many", ""):
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert 1 <= blas.threads() <= (os.cpu_count() or 1)
+
+
+def test_a_graph_is_computed_in_turn_on_several_cores_only(use_cores, monkeypatch):
+    monkeypatch.setenv(device.WIDTH_VARIABLE, "")  # so that it is restored afterwards
+    monkeypatch.delenv(device.WIDTH_VARIABLE)
+    use_cores(1)
+    device.configure_scheduler()
+    assert device.WIDTH_VARIABLE not in os.environ
+    use_cores(2)
+    device.configure_scheduler()
+    assert os.environ[device.WIDTH_VARIABLE] == device.WIDTH
+    monkeypatch.setenv(device.WIDTH_VARIABLE, "30")
+    device.configure_scheduler()
+    assert os.environ[device.WIDTH_VARIABLE] == "30"

@@ -1,18 +1,30 @@
 """The whole of an optimizer's step, for every method: stacks, clipping, skipped steps, checkpoints."""
 
+from __future__ import annotations
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.tuner import checkpoint
-from stages.tuner.adapters import stacks
 from stages.tuner.checkpoint import OPTIMIZER, Checkpoint
-from stages.tuner.optimizers import ema
+from stages.tuner.optimizers import METHODS, make_optimizer
 from stages.tuner.optimizers import step as step_module
 from stages.tuner.optimizers.adamw import AdamW
-from stages.tuner.optimizers.methods import METHODS, make_optimizer
-from stages.tuner.optimizers.step import OptimizerStep, clip_factor, global_norm, is_finite
+from stages.tuner.optimizers.step import (
+    EMA_COUNT,
+    Averaged,
+    OptimizerStep,
+    Stacks,
+    averages,
+    clip_factor,
+    global_norm,
+    group_by_shape,
+    is_finite,
+    stack,
+    unstack,
+)
 
 SHAPES = {f"blocks.{n}.{part}": shape for n in range(4) for part, shape in (("A", (4, 96)), ("B", (80, 4)), ("m", (6,)))}
 TRUE = mx.array(True)
@@ -30,13 +42,13 @@ def reread(folder, arrays):
     return Checkpoint(1, folder, {}).arrays(OPTIMIZER)
 
 
-def stacked(n: int) -> stacks.Stacks:
-    return stacks.Stacks.of(draw(n))
+def stacked(n: int) -> Stacks:
+    return Stacks.of(draw(n))
 
 
-def copied(params: stacks.Stacks) -> stacks.Stacks:
+def copied(params: Stacks) -> Stacks:
     """The same stacks in a new dict, because a step empties the one that it is given."""
-    return stacks.Stacks(params.groups, dict(params.arrays))
+    return Stacks(params.groups, dict(params.arrays))
 
 
 def same(these, those):
@@ -47,17 +59,17 @@ def same(these, those):
 
 @every
 def test_a_run_resumed_from_a_checkpoint_ends_with_the_same_bits(name, tmp_path):
-    method = ema.Averaged(make_optimizer(name, weight_decay=0.01))
+    method = Averaged(make_optimizer(name, weight_decay=0.01))
     step, ends = OptimizerStep(method, 1.0), []
     for cut in (None, 4):
         params = stacked(0)
-        state = step.init(params)
+        state = step.method.init(params.arrays)
         for n in range(1, 9):
             params, state, _, _ = step(params, draw(n), state, method.method.usual_lr * n, TRUE)
             if n == cut:
                 back = reread(tmp_path, state)
                 assert same(back, state)
-                params = stacks.Stacks.of(reread(tmp_path, params.unstack()))
+                params = Stacks.of(reread(tmp_path, params.unstack()))
                 state, step = back, OptimizerStep(method, 1.0)
         ends.append(params.unstack() | state)
     assert same(*ends)
@@ -66,9 +78,9 @@ def test_a_run_resumed_from_a_checkpoint_ends_with_the_same_bits(name, tmp_path)
 @pytest.mark.parametrize(("name", "settings"), [*((name, {}) for name in METHODS), ("adafactor", {"beta1": 0.9})])
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_step_with_losses_or_gradients_not_finite_changes_nothing_even_as_the_first(name, settings, before):
-    step = OptimizerStep(ema.Averaged(make_optimizer(name, weight_decay=0.1, **settings)), 1.0)
+    step = OptimizerStep(Averaged(make_optimizer(name, weight_decay=0.1, **settings)), 1.0)
     params = stacked(0)
-    state = step.init(params)
+    state = step.method.init(params.arrays)
     for _ in range(before):
         params, state, _, done = step(params, draw(1), state, 1e-3, TRUE)
         assert done.item()
@@ -81,7 +93,7 @@ def test_a_step_with_losses_or_gradients_not_finite_changes_nothing_even_as_the_
 
 
 def test_is_finite_checks_the_norm_of_the_arrays_and_the_scalars_of_the_state():
-    state = OptimizerStep(make_optimizer("prodigy"), 1.0).init(stacked(0))
+    state = OptimizerStep(make_optimizer("prodigy"), 1.0).method.init(stacked(0).arrays)
     assert is_finite(draw(0), state).item()
     assert not is_finite(draw(0), state | {"d": mx.array(float("inf"))}).item()
     for value in (float("nan"), float("inf"), -1e30):  # the last's square is infinite
@@ -93,7 +105,7 @@ def test_stacked_arrays_are_updated_as_single_arrays_are(name):
     method = make_optimizer(name, weight_decay=0.01)
     step, lr = OptimizerStep(method, 1.0), method.usual_lr
     params, other = stacked(0), draw(0)
-    state, alone = step.init(params), method.init(other)
+    state, alone = step.method.init(params.arrays), method.init(other)
     for n in range(1, 6):
         norm = global_norm(draw(n))
         params, state, found, _ = step(params, draw(n), state, lr, TRUE)
@@ -113,23 +125,22 @@ def test_a_compiled_step_equals_one_that_is_not(monkeypatch):
     for compiled in (False, True):
         monkeypatch.setattr(step_module, "compiles", lambda compiled=compiled: compiled)
         step = OptimizerStep(method, 1.0)
-        held = stacks.Stacks.of(params)
-        ends.append(step(held, dict(grads), step.init(held), 1.0, TRUE)[0].unstack())
+        held = Stacks.of(params)
+        ends.append(step(held, dict(grads), step.method.init(held.arrays), 1.0, TRUE)[0].unstack())
     for key in params:
         np.testing.assert_allclose(np.array(ends[1][key]), np.array(ends[0][key]), atol=1e-5)
 
 
 def test_the_average_has_the_names_and_shapes_of_the_trained_adapter():
-    step = OptimizerStep(ema.Averaged(AdamW()), 1.0)
-    state = step.init(stacked(0))
-    assert same(step.average(stacked(0), state), draw(0))
-    params, state, _, _ = step(stacked(0), draw(1), state, 1e-2, TRUE)
-    average = step.average(params, state)
+    step, params = OptimizerStep(Averaged(AdamW()), 1.0), stacked(0)
+    state = step.method.init(params.arrays)
+    assert same(unstack(averages(state), params.groups), draw(0))
+    params, state, _, _ = step(params, draw(1), state, 1e-2, TRUE)
+    average = unstack(averages(state), params.groups)
     assert {name: value.shape for name, value in average.items()} == SHAPES
     np.testing.assert_allclose(  # the first update keeps a tenth
         np.array(average["blocks.3.B"]), np.array(0.1 * draw(0)["blocks.3.B"] + 0.9 * params.unstack()["blocks.3.B"]), rtol=1e-5
     )
-    assert OptimizerStep(AdamW(), 1.0).average(params, {"step": mx.zeros(())}) == {}
 
 
 def test_clipping_equals_torchs_and_leaves_a_small_gradient_unchanged():
@@ -161,3 +172,73 @@ def test_the_norm_does_not_depend_on_the_order_of_the_dict():
 def test_the_norm_of_bfloat16_gradients_is_summed_in_float32():
     grads = {"a": mx.full((10000,), 1.0, mx.bfloat16)}
     assert global_norm(grads).item() == 100
+
+
+class Follow:
+    """An optimizer that puts the gradients in place of the arrays."""
+
+    coupled = False
+
+    def init(self, params):
+        return {}
+
+    def update(self, params, grads, state, lr, apply=True):
+        return grads, {}
+
+
+def averaged(values, start):
+    """The state after these values of an array."""
+    method = Averaged(Follow(), 0.99)
+    state = method.init({"a": start})
+    for value in values:
+        state = method.update({"a": start}, {"a": mx.array(value)}, state, 0.0)[1]
+    return state
+
+
+@pytest.mark.parametrize("count", [1, 6, 1200])
+def test_the_average_equals_its_formula_during_and_after_the_warm_up(count):
+    draw, expected = np.random.default_rng(0), np.zeros(4)
+    values = [draw.normal(size=4).astype(np.float32) for _ in range(count)]
+    for n, value in enumerate(values):
+        keep = min(0.99, (1 + n) / (10 + n))
+        expected = keep * expected + (1 - keep) * value
+    state = averaged(values, mx.zeros(4))
+    np.testing.assert_allclose(np.array(averages(state)["a"]), expected, rtol=1e-5, atol=1e-6)
+    assert state[EMA_COUNT].item() == count
+
+
+def test_the_average_of_a_constant_is_the_constant_to_the_last_bit():
+    value = mx.array([0.1, -1 / 3, 1e-20])
+    assert mx.array_equal(averages(averaged([value] * 20, value))["a"], value)
+
+
+def test_averaging_does_not_change_the_optimizers_result():
+    plain, averaged = AdamW(), Averaged(AdamW(), 0.9)
+    params = other = {"a": mx.ones((2, 3)), "b": mx.zeros(3)}
+    state, both = plain.init(params), averaged.init(params)
+    for step in range(5):
+        grads = {name: mx.sin(value + step) for name, value in params.items()}
+        params, state = plain.update(params, grads, state, 0.1)
+        other, both = averaged.update(other, grads, both, 0.1)
+    assert all(mx.array_equal(params[name], other[name]) for name in params)
+    assert all(mx.array_equal(state[name], both[name]) for name in state)
+    average = averages(both)
+    assert set(average) == set(params)
+    assert not mx.array_equal(average["a"], params["a"])
+    assert averages(state) == {}
+
+
+STACKED = {f"blocks.{n}.{array}": shape for n in range(4) for array, shape in (("A", (4, 96)), ("B", (80, 4)), ("m", (6,)))}
+ARRAYS = {name: mx.random.normal(shape, key=mx.random.key(n)) for n, (name, shape) in enumerate(STACKED.items())}
+
+
+def test_matrices_of_one_shape_share_a_stack_whatever_the_order_of_names(monkeypatch):
+    groups = group_by_shape(ARRAYS)
+    assert groups["blocks.0.A"] == [f"blocks.{n}.A" for n in range(4)]
+    assert groups["blocks.2.m"] == ["blocks.2.m"]
+    assert groups == group_by_shape(dict(reversed(ARRAYS.items())))
+    back = unstack(stack(ARRAYS, groups), groups)
+    assert set(back) == set(ARRAYS)
+    assert all(mx.array_equal(back[name], value) for name, value in ARRAYS.items())
+    monkeypatch.setattr("stages.tuner.optimizers.step.LARGEST", 3 * 4 * 96)
+    assert [len(names) for first, names in group_by_shape(ARRAYS).items() if first.endswith("A")] == [3, 1]

@@ -1,8 +1,10 @@
+from __future__ import annotations
+
 from typing import get_args
 
 import pytest
 
-from stages.tuner.schedule import Schedule, Shape
+from stages.tuner.config import Schedule, Shape
 
 
 @pytest.mark.parametrize("shape", get_args(Shape))

@@ -1,10 +1,11 @@
+from __future__ import annotations
+
 import mlx.core as mx
 import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
-from stages.tuner import quantize
-from stages.tuner.adapters.product import product
-from stages.tuner.quantize import QuantizedWeight, dense, pack, pack_if_possible
+from stages.tuner.adapters.lora import product
+from stages.tuner.weights import QuantizedWeight, pack, pack_if_possible, row_chunks, unpacked
 
 
 def nbytes(weights: dict) -> int:
@@ -31,8 +32,8 @@ def test_a_product_and_its_gradient_are_those_of_the_unpacked_weight(dtype):
     x, dy, weight = drawn(2, 5, 128, dtype=dtype), drawn(2, 5, 96, dtype=dtype), pack(drawn(96, 128, dtype=dtype), 4)
     (y,), (dx,) = mx.vjp(lambda x: product(x, weight), [x], [dy])
     assert y.dtype == dx.dtype == dtype
-    assert mx.array_equal(y, x @ dense(weight).T)
-    assert mx.array_equal(dx, dy @ dense(weight))
+    assert mx.array_equal(y, x @ unpacked(weight).T)
+    assert mx.array_equal(dx, dy @ unpacked(weight))
 
 
 def test_mx_compile_passes_a_packed_weight_on_as_one():
@@ -42,7 +43,7 @@ def test_mx_compile_passes_a_packed_weight_on_as_one():
         seen.append(type(weights["w"]))
         return product(x, weights["w"])
 
-    assert mx.array_equal(mx.compile(run)(x, {"w": weight}), x @ dense(weight).T)
+    assert mx.array_equal(mx.compile(run)(x, {"w": weight}), x @ unpacked(weight).T)
     assert seen == [QuantizedWeight]
 
 
@@ -74,17 +75,17 @@ def test_bits_and_shapes_that_cannot_be_packed_are_refused():
 
 def test_a_large_weight_unpacked_in_chunks_gives_the_same_product_and_gradient(monkeypatch):
     x, dy, weight = drawn(2, 5, 128), drawn(2, 5, 100), pack(drawn(100, 128), 4)
-    monkeypatch.setattr(quantize, "CHUNK", 30 * 128 * 4)
-    assert [rows.stop - rows.start for rows in quantize.row_chunks(weight)] == [25, 25, 25, 25]
+    monkeypatch.setattr("stages.tuner.weights.UNPACKED_CHUNK", 30 * 128 * 4)
+    assert [rows.stop - rows.start for rows in row_chunks(weight)] == [25, 25, 25, 25]
     (y,), (dx,) = mx.vjp(lambda x: product(x, weight), [x], [dy])
-    assert mx.allclose(y, x @ dense(weight).T, rtol=1e-6, atol=1e-5)
-    assert mx.allclose(dx, dy @ dense(weight), rtol=1e-6, atol=1e-5)
+    assert mx.allclose(y, x @ unpacked(weight).T, rtol=1e-6, atol=1e-5)
+    assert mx.allclose(dx, dy @ unpacked(weight), rtol=1e-6, atol=1e-5)
 
 
 def test_a_large_weight_is_never_unpacked_as_a_whole(monkeypatch):
     x, weight = drawn(4, 1024), pack(drawn(4096, 1024), 4)
     mx.eval(x)
-    monkeypatch.setattr(quantize, "CHUNK", 1 << 20)
+    monkeypatch.setattr("stages.tuner.weights.UNPACKED_CHUNK", 1 << 20)
     mx.synchronize()
     before = mx.get_active_memory()
     mx.reset_peak_memory()

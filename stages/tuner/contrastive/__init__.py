@@ -1,1 +1,0 @@
-"""Contrastive training: the scores and losses of late interaction, and batches too large for one graph."""
