@@ -27,12 +27,12 @@ import ray
 from pipeline.process import peak_rss, version
 from pipeline.project.config import ProjectConfig
 from pipeline.project.outlook import forecast, outlook
-from pipeline.project.paths import from_home
 from pipeline.project.project import Project
 from pipeline.project.stage_run import Kept
 from pipeline.work import Item, divide, perform
 from stages.pipelines import Folder, Resource, Weights
 from stages.run import Report, Run
+from stages.settings import from_home
 from stages.stage import Stage, WorkUnit
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

@@ -70,6 +70,7 @@ def run(
 
     `compute(run)` replaces the stage's `run`. Raises Stopped after an interrupt, ValueError for mistakes of the user.
     """
+    project.fetch = True  # a run downloads the weights that it lacks
     stage = project.stage(name)
     if ranks.following():
         ranks.follow(project, stage)
@@ -116,7 +117,7 @@ def run_chain(project: Project, names: Sequence[str], progress: ProgressCallback
     for name in names:
         project.refresh()
         with console_for(name, progress) as console:
-            outcome = run(project.allow_downloads(), name, console)
+            outcome = run(project, name, console)
     project.refresh()
     return outcome
 

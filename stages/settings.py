@@ -105,11 +105,16 @@ def _field(default: Any, doc: str, kind: str, bounds: Limits | None, **more: Any
     return dataclasses.field(default=default, metadata={"doc": doc, "kind": kind, "bounds": bounds, **more})
 
 
+def from_home(path: str | Path) -> Path:
+    """`path` with ~ as the user's folder."""
+    with suppress(RuntimeError):  # an unknown user, such as ~x
+        return Path(path).expanduser()
+    return Path(path)
+
+
 def setting_path(text: str, project: Path) -> Path:
     """The path that a setting names: relative to the project, or absolute; ~ is the user's folder."""
-    with suppress(RuntimeError):  # an unknown user, such as ~x
-        return project / Path(text).expanduser()
-    return project / text
+    return project / from_home(text)
 
 
 def nearest(word: Any, words: Iterable[str], form: str = "{}", cutoff: float = 0.6) -> str:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.project.run import Run, flatten
-from pipeline.project.runs import WINDOW, differences, find_runs, present_settings, trains
+from pipeline.project.runs import WINDOW, TrainingRun, differences, find_runs, flatten, present_settings, trains
 from pipeline.store.lock import lock_holder
 from pipeline.terminal import format_cell
 from stages.pipelines import load
@@ -119,7 +118,7 @@ def _columns(project: Project) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=pa.schema(kinds))
 
 
-def run_facts(project: Project, run: Run) -> dict[str, Any]:
+def run_facts(project: Project, run: TrainingRun) -> dict[str, Any]:
     """The run's row of the table `runs`, and "different": key -> (value of the run, present value)."""
     steps = run.steps
     count = steps["step"][-1].as_py() if steps.num_rows else 0
@@ -161,7 +160,7 @@ def plain(value: Any) -> str:
     return "unset" if value is None else format_cell(value if isinstance(value, str | float) else json.dumps(value))
 
 
-def rows_of_runs(project: Project, runs: Sequence[Run]) -> dict[str, pa.Table]:
+def rows_of_runs(project: Project, runs: Sequence[TrainingRun]) -> dict[str, pa.Table]:
     """Table name -> rows of all runs (all_train), with `run` and `run_name` in front."""
     found = {}
     for stage in project.stage_names:
@@ -174,7 +173,7 @@ def rows_of_runs(project: Project, runs: Sequence[Run]) -> dict[str, pa.Table]:
     return found
 
 
-def rows_of_results(project: Project, runs: Sequence[Run]) -> dict[str, pa.Table]:
+def rows_of_results(project: Project, runs: Sequence[TrainingRun]) -> dict[str, pa.Table]:
     """Table name -> rows of all settings whose file exists (all_samples), with `recipe` and `run_name` in front.
 
     `run_name` is the run of the adapter, null for the base, the start of the adapter's id if the run is unknown.

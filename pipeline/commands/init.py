@@ -14,8 +14,9 @@ import stages
 from pipeline.commands import own as own_of
 from pipeline.options import ENVIRONMENT
 from pipeline.project import config
-from pipeline.project.paths import from_home, shell_path
+from pipeline.project.paths import shell_path
 from stages.pipelines import Template, load
+from stages.settings import from_home
 
 DEFAULT = next(iter(stages.PIPELINES))
 

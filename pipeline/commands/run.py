@@ -57,7 +57,7 @@ def command(stage: str, only: bool, measured: bool, run_name: str, project: Proj
 
     allow_open_files()
     with restarting(artifacts, say_aside, replace_process), kept_awake(), Terminal(stage) as terminal:
-        outcome = runner.run(project.allow_downloads(), stage, terminal, meter, run_name=run_name)
+        outcome = runner.run(project, stage, terminal, meter, run_name=run_name)
     # Of several ranks, one reports.
     if launched_rank():
         return

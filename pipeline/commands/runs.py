@@ -10,8 +10,7 @@ import click
 
 from pipeline.commands.catalog import plain, rows_of_results, run_facts
 from pipeline.options import with_project
-from pipeline.project.run import Run
-from pipeline.project.runs import find_run, find_runs, rename
+from pipeline.project.runs import TrainingRun, find_run, find_runs, rename
 from pipeline.terminal import format_cell, format_seconds, format_table
 from stages.pipelines import load
 
@@ -75,7 +74,7 @@ def list_runs(project: Project) -> str:
     return format_table(("run", "steps", "loss", "best", "settings that differ"), rows, right=("steps", "loss")) if rows else ""
 
 
-def describe_run(project: Project, run: Run) -> str:
+def describe_run(project: Project, run: TrainingRun) -> str:
     facts = run_facts(project, run)
     facts["seconds"] = format_seconds(facts["seconds"])
     lines = [(key, value) for key, value in facts.items() if key not in ("settings", "differs", "different", "versions")]
@@ -121,7 +120,7 @@ def best_command(run: str | None, by: str | None, project: Project) -> None:
         click.echo(line)
 
 
-def compare(project: Project, runs: Sequence[Run], out: Path | None = None) -> Iterator[str]:
+def compare(project: Project, runs: Sequence[TrainingRun], out: Path | None = None) -> Iterator[str]:
     """Facts, differing settings, losses by step, and held-out losses of the runs.
 
     A pipeline with `side_by_side` also draws results into the image `out` (None: a file in exports/).
@@ -157,7 +156,7 @@ def compare(project: Project, runs: Sequence[Run], out: Path | None = None) -> I
         )
 
 
-def _settings(runs: Sequence[Run]) -> str:
+def _settings(runs: Sequence[TrainingRun]) -> str:
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     rows = [(key, *(run.settings.get(key) for run in runs)) for key in keys]
     rows = [row for row in rows if len({repr(value) for value in row[1:]}) > 1]
@@ -166,7 +165,7 @@ def _settings(runs: Sequence[Run]) -> str:
     return format_table(("setting", *(run.label for run in runs)), [[format_cell(v, "unset") for v in row] for row in rows])
 
 
-def _curves(runs: Sequence[Run]) -> list[tuple[Any, ...]]:
+def _curves(runs: Sequence[TrainingRun]) -> list[tuple[Any, ...]]:
     """Mean loss of each run over about `ROWS` stretches of equal length; None where a run has no step."""
     last = max((run.steps["step"][-1].as_py() for run in runs if run.steps.num_rows), default=0)
     width = max(1, -(-last // ROWS))
@@ -182,7 +181,7 @@ def _curves(runs: Sequence[Run]) -> list[tuple[Any, ...]]:
     ]
 
 
-def best(project: Project, run: Run, by: str | None = None) -> Iterator[str]:
+def best(project: Project, run: TrainingRun, by: str | None = None) -> Iterator[str]:
     """The best checkpoint of a run, by held-out loss or scores, the reason, and the command that exports it.
 
     `by` is one of `MEASURES`; None prefers the held-out loss. Raises ValueError if it was not measured.
@@ -205,7 +204,7 @@ def best(project: Project, run: Run, by: str | None = None) -> Iterator[str]:
     yield f"to export it: latentmill export --run {run.label} --step {step}"
 
 
-def checkpoint_scores(project: Project, run: Run) -> dict[int, float]:
+def checkpoint_scores(project: Project, run: TrainingRun) -> dict[int, float]:
     """Step -> score of a checkpoint, the higher the better; empty if nothing was scored."""
     from pipeline.commands.query import answer
     from pipeline.errors import NotBuilt

@@ -148,5 +148,5 @@ def repair_project(
             continue
         if current in folders:
             with console_for(name, progress) as console:
-                say(f"{name}: {runner.run(project.allow_downloads(), name, console).written} rows were made again")
+                say(f"{name}: {runner.run(project, name, console).written} rows were made again")
                 runner.repair(project, name, console)

@@ -14,8 +14,7 @@ from pipeline.commands.catalog import dicts, open_catalog, run_facts
 from pipeline.commands.status import describe, states
 from pipeline.project.runs import find_runs, trains
 from pipeline.store.disk import format_bytes
-from stages.page import Block, Cards, Chart, Editor, Listing, Page, Sheet
-from stages.pipelines import load
+from stages.pipelines import Block, Cards, Chart, Editor, Listing, Page, Sheet, load
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project

@@ -15,8 +15,7 @@ from pipeline.page.blocks import ROWS_SHOWN, Catalog, Texts, block_data, errors_
 from pipeline.project.config import Overrides
 from pipeline.project.project import Project
 from pipeline.store.lock import texts_lock
-from stages.page import Editor
-from stages.pipelines import Folder, load
+from stages.pipelines import Editor, Folder, load
 
 LONGEST = (160, 384, 2048)  # pixels: sizes in which a picture is shown
 

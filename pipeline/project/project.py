@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +17,10 @@ from pipeline.project import config as configuration
 from pipeline.project import recipe as recipes
 from pipeline.project.config import Overrides
 from pipeline.project.parse import nearest
-from pipeline.project.paths import common_folder, from_home
 from pipeline.project.stage_run import Kept, Lazy, Write, not_built, open_run
 from stages.pipelines import FamilyRecord, Folder, Weights, load
 from stages.run import Report, Run
+from stages.settings import from_home, setting_path
 from stages.stage import Input, Stage, WorkUnit
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class FixedTable:
 
     stage: str
     table: TableFolder
-    recipe: Mapping[str, Any]  # that the table was made by
+    recipe: dict[str, Any]  # that the table was made by
 
 
 class Project:
@@ -55,10 +56,9 @@ class Project:
         self.config = configuration.load(folder / configuration.FILE, overrides)
         self.pipeline = stages.pipeline(self.config.project.pipeline)
         self.hashes = recipes.FileHashes(folder / "tables" / "weights.json")
-        self._recipes: dict[str, dict[str, Any]] = {}
-        self.kept = Kept()
-        self._seen = self._manifests()
         self.fixed: FixedTable | None = None
+        self._forget()
+        self._seen = self._manifests()
         if self.pipeline.families:
             _ = self.family  # an unknown family is an error before anything is written
 
@@ -69,7 +69,7 @@ class Project:
         self._forget()
 
     def _forget(self) -> None:
-        self._recipes.clear()
+        self._recipes: dict[str, dict[str, Any]] = {self.fixed.stage: self.fixed.recipe} if self.fixed else {}
         self.kept = Kept()
 
     def refresh(self) -> None:
@@ -118,17 +118,16 @@ class Project:
             raise ValueError(f"{name}: no such stage{near}; there are {', '.join(self.stage_names)}")
         return self.pipeline.stage(name)
 
-    def allow_downloads(self) -> Project:
-        self.fetch = True
-        return self
-
     # Resources
 
     def resource(self, name: str) -> Any:
         """What a stage gets for a name in `needs`. Missing weights are fetched. Raises ValueError if they cannot be found."""
         found = self.pipeline.resources[name]
         if isinstance(found, Folder):
-            return common_folder(getattr(self.config.sections[found.section], found.key), self.path)
+            given = getattr(self.config.sections[found.section], found.key)
+            paths = [setting_path(path, self.path) for path in ((given,) if isinstance(given, str) else given)]
+            # Links are resolved only to find the folder of several paths.
+            return paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.resolve() for path in paths]))
         return self.family if isinstance(found, FamilyRecord) else self.component(name)
 
     def component(self, name: str, *, fetch: bool = True) -> Path:
@@ -159,23 +158,21 @@ class Project:
         """What decides a table's rows, as plain data. Raises NotBuilt if it needs a table that is missing, ValueError
         for weights.
         """
-        if self.fixed and self.fixed.stage == name:
-            return dict(self.fixed.recipe)
-        return self.fresh_recipe(name)
+        if name not in self._recipes:
+            self._recipes[name] = self.fresh_recipe(name)
+        return self._recipes[name]
 
     def fresh_recipe(self, name: str) -> dict[str, Any]:
         """The recipe for the present settings, even if the stage's table is fixed."""
-        if name not in self._recipes:
-            stage = self.stage(name)
-            weights = [need for need in stage.needs if isinstance(self.pipeline.resources[need], Weights)]
-            self._recipes[name] = recipes.recipe(
-                stage,
-                self.config.sections[name],
-                {need: self.weight_recipe(need) for need in weights},
-                {read.name: recipes.recipe_id(self.recipe(read.name)) for read in stage.reads if read.tensors},
-                stage.snapshot(self.open(name)) if stage.snapshot else None,
-            )
-        return self._recipes[name]
+        stage = self.stage(name)
+        weights = [need for need in stage.needs if isinstance(self.pipeline.resources[need], Weights)]
+        return recipes.recipe(
+            stage,
+            self.config.sections[name],
+            {need: self.weight_recipe(need) for need in weights},
+            {read.name: recipes.recipe_id(self.recipe(read.name)) for read in stage.reads if read.tensors},
+            stage.snapshot(self.open(name)) if stage.snapshot else None,
+        )
 
     def current(self, name: str) -> TableFolder:
         """The table for the present settings; it may not exist. Raises as `recipe` does."""
@@ -186,14 +183,12 @@ class Project:
     def folder(self, name: str) -> TableFolder:
         """The table to read from: `current` if it is built, else the newest of other settings, else one that does not exist."""
         schema = self.stage(name).writes
-        if self.fixed and self.fixed.stage == name:
-            return self.fixed.table
         parent = self.path / "tables" / name
         try:
             found = self.current(name)
         except ValueError:  # weights or inputs are missing, so the recipe is unknown
             found = self.kept.table(parent / "none", schema)
-        if found.exists:
+        if found.exists or (self.fixed and self.fixed.stage == name):
             return found
         manifests = sorted(parent.glob("*/manifest.json"), key=lambda p: p.stat().st_mtime)
         return self.kept.table(manifests[-1].parent, schema) if manifests else found

@@ -23,11 +23,13 @@ WEIGHT_SUFFIXES = (*TENSOR_SUFFIXES, ".bin")
 TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 
 
-def significant_settings(config: Any) -> dict[str, Any]:
-    return settings_of(config, ("setting",))
+def recorded(config: Any) -> dict[str, Any]:
+    """The settings that decide which rows there are and what they contain, as plain JSON data."""
+    plain: dict[str, Any] = json.loads(json.dumps(settings_of(config, ("setting", "selects")), default=str))
+    return plain
 
 
-def settings_of(config: Any, kinds: tuple[str, ...]) -> dict[str, Any]:
+def settings_of(config: Any, kinds: tuple[str, ...] = ("setting",)) -> dict[str, Any]:
     """The settings of `kinds` ("setting", "selects", "runtime"), without those that have an `unrecorded` value."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
@@ -48,7 +50,7 @@ def recipe(stage: Stage, config: Any, weights: dict[str, Any], tensors: dict[str
     made: dict[str, Any] = {
         "stage": stage.name,
         "version": stage.version,
-        "settings": significant_settings(config),
+        "settings": settings_of(config),
         "columns": stage.writes.recorded,
     }
     if weights:

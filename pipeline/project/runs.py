@@ -7,20 +7,24 @@ a manifest, so that an interrupted run can be listed and continued too.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.project.config import FILE as CONFIG
 from pipeline.project.config import Overrides, load
 from pipeline.project.parse import nearest
 from pipeline.project.project import FixedTable, Project
-from pipeline.project.recipe import recipe_id, settings_of
-from pipeline.project.run import Run
+from pipeline.project.recipe import recipe_id, recorded
 from pipeline.store.disk import atomic_write, make_folder
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from pipeline.store.table import TableFolder
     from schemas.table import TableSchema
 
@@ -31,11 +35,93 @@ RECIPE = re.compile(r"[0-9a-f]{12}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 
 
+@dataclass(frozen=True)
+class TrainingRun:
+    stage: str
+    recipe: str  # the name of its folder, 12 hex digits
+    name: str  # that the user gave, or ""
+    table: TableFolder
+    record: Mapping[str, Any] = field(repr=False)  # the content of run.json
+    current: bool = False  # the run of the present settings
+
+    @property
+    def label(self) -> str:
+        return self.name or self.recipe
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """By dotted keys, such as "train.lr"."""
+        return flatten(self.record.get("settings", {}))
+
+    @functools.cached_property
+    def rows(self) -> pa.Table:
+        """One row per step, split ("train", "validation") and sample, of an unfinished run too."""
+        return self.table.committed().select(self.table.schema.stored.names)
+
+    @functools.cached_property
+    def steps(self) -> pa.Table:
+        """One row per training step: step, loss (mean of its samples), lr, seconds, peak_bytes (so far)."""
+        return by_step(self.rows, "train", "lr", "seconds", "peak_bytes")
+
+    @functools.cached_property
+    def held_out(self) -> dict[int, float]:
+        """step -> mean loss, without steps whose samples are not all measured yet."""
+        found = by_step(self.rows, "validation")
+        return dict(zip(found["step"].to_pylist(), found["loss"].to_pylist(), strict=True))
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        paths = self.table.folder.glob("artifacts/checkpoints/step-*/state.json")
+        return dict(sorted((int(path.parent.name.split("-")[1]), path.parent) for path in paths))
+
+    @functools.cached_property
+    def adapters(self) -> dict[str, int]:
+        """sha256 of an adapter file in a checkpoint -> step."""
+        found = {}
+        for step, folder in self.checkpoints.items():
+            try:
+                files = json.loads((folder / "state.json").read_text(encoding="utf-8"))["files"]
+                found.update({files[name]["sha256"]: step for name in files if name.startswith("adapter")})
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # damaged, or being deleted
+        return found
+
+    @property
+    def best_step(self) -> int | None:
+        """The checkpoint with the lowest held-out loss, except step 0."""
+        losses = {step: loss for step, loss in self.held_out.items() if step and step in self.checkpoints}
+        return min(losses, key=lambda step: (losses[step], step), default=None)
+
+
+def by_step(rows: pa.Table, split: str, *columns: str) -> pa.Table:
+    """One row per step: step, loss (mean of its samples) and the largest value of each of `columns`.
+
+    Steps of which fewer held-out samples are measured than of others are left out.
+    """
+    import pyarrow.compute as pc
+
+    own = rows.filter(pc.equal(rows["split"], split)).group_by("step")
+    means = own.aggregate([("loss", "mean"), ("loss", "count"), *((name, "max") for name in columns)]).sort_by("step")
+    if split == "validation":
+        means = means.filter(pc.equal(means["loss_count"], pc.max(means["loss_count"])))
+    names = [f"{name}_max" for name in columns]
+    return means.select(["step", "loss_mean", *names]).rename_columns(["step", "loss", *columns])
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"train": {"ema": {"decay": 0.9}}} -> {"train.ema.decay": 0.9}."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        found.update(flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value})
+    return found
+
+
 def trains(schema: TableSchema) -> bool:
     return set(schema.stored.names) >= COLUMNS
 
 
-def find_runs(project: Project) -> list[Run]:
+def find_runs(project: Project) -> list[TrainingRun]:
     """The newest first."""
     from pipeline.store.table import TableFolder
 
@@ -51,11 +137,11 @@ def find_runs(project: Project) -> list[Run]:
         for folder in (project.path / "tables" / stage).glob("*/"):
             table = TableFolder(folder, schema)
             if RECIPE.fullmatch(folder.name) and (record := read_record(table)) is not None:
-                found.append(Run(stage, folder.name, record.get("name", ""), table, record, folder.name == current))
+                found.append(TrainingRun(stage, folder.name, record.get("name", ""), table, record, folder.name == current))
     return sorted(found, key=lambda run: str(run.record.get("started", "")), reverse=True)
 
 
-def find_run(project: Project, text: str) -> Run:
+def find_run(project: Project, text: str) -> TrainingRun:
     """The run of this name, else the one whose recipe begins with `text`. Raises ValueError."""
     runs = find_runs(project)
     found = [run for run in runs if run.name == text] or [run for run in runs if text and run.recipe.startswith(text)]
@@ -109,7 +195,7 @@ def begin(project: Project, stage: str, versions: Mapping[str, str], name: str =
     )
 
 
-def rename(project: Project, run: Run, name: str) -> None:
+def rename(project: Project, run: TrainingRun, name: str) -> None:
     check_name(project, name, run.recipe)
     write_record(run.table, {**run.record, "name": name})
 
@@ -129,12 +215,10 @@ def present_settings(project: Project, stage: str) -> dict[str, Any]:
     """Section -> settings that decide the rows of `stage`: [project], the stage and those before it. Plain JSON data."""
     names = [*project.pipeline.upstream(stage), stage]
     sections = {"project": project.config.project, **{name: project.config.sections[name] for name in names}}
-    plain = {name: settings_of(section, ("setting", "selects")) for name, section in sections.items()}
-    found: dict[str, Any] = json.loads(json.dumps(plain, default=str))
-    return found
+    return {name: recorded(section) for name, section in sections.items()}
 
 
-def differences(run: Run, other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def differences(run: TrainingRun, other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> (value in `run`, value in `other`). Sections that `other` lacks are left out."""
     mine = run.settings
     sections = {key.split(".")[0] for key in mine} & {key.split(".")[0] for key in other}
@@ -145,13 +229,13 @@ def differences(run: Run, other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]
 def choose(project: Project, text: str, overrides: Overrides = ()) -> None:
     """Make `project` use the settings and the table of a recorded run. Raises ValueError if its settings are no longer valid."""
     run = find_run(project, text)
-    recorded: list[Any] = []
+    changed: list[Any] = []
     for section, values in run.record.get("settings", {}).items():
         now = project.config.project if section == "project" else project.config.sections.get(section)
-        present = json.loads(json.dumps(settings_of(now, ("setting", "selects")), default=str)) if now is not None else {}
-        recorded += [(f"{section}.{key}", value) for key, value in values.items() if present.get(key) != value]
+        present = recorded(now) if now is not None else {}
+        changed += [(f"{section}.{key}", value) for key, value in values.items() if present.get(key) != value]
     given = overrides.items() if isinstance(overrides, Mapping) else overrides
-    config = load(project.path / CONFIG, [*recorded, *given])
+    config = load(project.path / CONFIG, [*changed, *given])
     project.fix(FixedTable(run.stage, run.table, run.record.get("recipe", {})), config)
 
 
@@ -168,9 +252,10 @@ def news(project: Project, stage: str) -> Iterator[str]:
     pairs = f"{then} pairs of data then, {now} now" if then != now else f"{now} pairs of data, with another content"
     yield f"the data have changed since the run {before.label} ({pairs}): this is a new run, from step 0; {before.label} is kept"
     adapter = before.table.folder / "artifacts" / str(project.stage(stage).result)
-    if adapter.is_file() and before.steps.num_rows:
-        seconds = sum(before.steps["seconds"].to_pylist()) / before.steps.num_rows
-        steps = getattr(project.config.sections[stage], "steps", 0)
+    config = project.config.sections[stage]
+    # A stage of one's own may train without these settings.
+    if adapter.is_file() and before.steps.num_rows and hasattr(config, "steps") and hasattr(config, "initial"):
+        seconds, steps = sum(before.steps["seconds"].to_pylist()) / before.steps.num_rows, config.steps
         yield (
             f"{steps} steps take about {seconds * steps / 60:.3g} min, by the speed of {before.label}; to start from its "
             f"adapter instead, with fewer steps and a new optimizer state: "

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from pipeline.project.paths import CHECKOUT, from_home
+from pipeline.project.paths import CHECKOUT
 from pipeline.project.recipe import TENSOR_SUFFIXES, TEXT_SUFFIXES
 from pipeline.store.disk import atomic_folder, delete_abandoned
 from pipeline.store.lock import Lock
@@ -20,6 +20,7 @@ from stages.models import gguf
 from stages.models.family import ModelFamily
 from stages.models.folders import locate
 from stages.models.weights import read_header, weight_files
+from stages.settings import setting_path
 from stages.untrusted import read_json
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def find(settings: ProjectConfig, project: Path, family: ModelFamily, name: str,
     if given is None:
         return locate(resolve(settings.weights, project, family, (name,), fetch=fetch), name, family)
     key = f"project.components.{name}"
-    path = project / from_home(given)
+    path = setting_path(given, project)
     if not given or not path.exists():
         if not given or not HUB_ID.fullmatch(given):
             raise ValueError(f"{key} must be a folder, a file or a hub id (org/name), got {given!r}: {path} does not exist")
@@ -97,7 +98,7 @@ def resolve(
     hub = spec or family.hub
     if not hub:
         raise ValueError(f"[project] weights must be a folder: no weights are published for {family.name}")
-    folder = project / from_home(hub)
+    folder = setting_path(hub, project)
     if spec and folder.is_dir():
         return folder
     if not HUB_ID.fullmatch(hub):

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from pipeline.project.project import Project
-from pipeline.project.run import flatten
-from pipeline.project.runs import present_settings
+from pipeline.project.runs import flatten, present_settings
 from pipeline.store.table import Writer
 from pipeline.tracking.points import Values, points
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stages.page import Cards, Chart, Detail, Editor, Listing, Page, Sheet
-from stages.pipelines import Panel, View
+from stages.pipelines import Cards, Chart, Detail, Editor, Listing, Page, Panel, Sheet, View
 
 # image_id and one path of every image that may be trained
 FIRST_PATH = (

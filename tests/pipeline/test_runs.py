@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from pipeline.commands.runs import best, compare, list_runs
 from pipeline.commands.text_to_image.training import since_best
 from pipeline.options import open_project
 from pipeline.project.project import Project
-from pipeline.project.runs import choose, find_run, find_runs, rename
+from pipeline.project.runs import choose, find_run, find_runs, news, rename
 from tests import projects
 from tests.pipeline.commands import tables
 
@@ -177,9 +178,9 @@ def test_a_chosen_run_brings_its_settings_and_given_overrides_win(project):
     assert (opened.config.sections["train"].lr, opened.config.sections["train"].steps) == (0.001, 9)
 
 
-def test_a_run_of_an_earlier_version_has_no_record_and_is_listed(project):
+def test_a_run_whose_record_is_damaged_is_listed_as_its_table_knows_it(project):
     run = find_run(Project(project), "slow")
-    (run.table.folder / "run.json").unlink()
+    (run.table.folder / "run.json").write_text("{")
     found = find_run(Project(project), run.recipe)
     assert found.settings["train.lr"] == 0.001 and found.steps.num_rows == 6
 
@@ -192,3 +193,18 @@ def test_without_the_inputs_of_the_present_settings_no_run_is_called_the_present
     shutil.rmtree(project / "tables" / "embeddings")
     assert [run.current for run in find_runs(Project(project))] == [False] * 3
     assert " *" not in list_runs(Project(project))
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The settings of a training stage that has no steps to count and no adapter to start from."""
+
+
+def test_a_stage_that_has_no_initial_adapter_is_not_told_to_start_from_one(project, monkeypatch):
+    projects.edit(project, "lr = 0.002", "lr = 0.005")
+    projects.add_image(project, "new.png", seed=9)
+    projects.build(project, "images", "captions", "buckets", "latents", "embeddings")
+    opened = Project(project)
+    assert len(list(news(opened, "train"))) == 2
+    monkeypatch.setitem(opened.config.sections, "train", Plain())
+    assert len(list(news(opened, "train"))) == 1

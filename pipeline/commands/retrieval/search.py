@@ -46,7 +46,8 @@ def command(
         raise ValueError('search needs a query, such as: latentmill search "read a file line by line"')
     if explain and mode == "lexical":
         raise ValueError("--explain shows vectors, which --lexical does not use: leave one of them out")
-    session = Session(project.allow_downloads(), cast("Mode", mode), explain=explain, resident=stay)
+    project.fetch = True
+    session = Session(project, cast("Mode", mode), explain=explain, resident=stay)
     for text in (line.strip() for line in sys.stdin) if stay else [query or ""]:
         try:
             answers = session.searcher.search(text, session.mode, limit, pattern)

@@ -95,7 +95,7 @@ def captions(edit: Path | None, apply: Path | None, sidecars: bool, undo_sidecar
         click.echo(f"{count} captions changed")
     bring_up_to_date(project, project.chain("captions"))
     with Terminal("captions") as terminal:
-        outcome = runner.run(project.allow_downloads(), "captions", terminal)
+        outcome = runner.run(project, "captions", terminal)
     click.echo(summary(outcome))
     project.refresh()
     if edit:

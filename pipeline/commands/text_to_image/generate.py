@@ -86,8 +86,9 @@ def command(
     given = {"steps": steps, "guidance": guidance, **parse_size(size)}
     chosen = tuple(pair_strengths(adapters, strengths))
     wish = Wish(tuple(dict.fromkeys(texts)), seeds or (0,), chosen, step, given, references)
+    project.fetch = True
     with Terminal("generate") as terminal:
-        paths = list(generate(project.allow_downloads(), wish, terminal))
+        paths = list(generate(project, wish, terminal))
     for path in paths:
         click.echo(path)
 

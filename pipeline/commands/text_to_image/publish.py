@@ -85,8 +85,7 @@ def publish(
 
 def public_settings(project: Project) -> dict[str, Any]:
     """Dotted key -> value of what decides the training, without names of files and folders of this machine."""
-    from pipeline.project.run import flatten
-    from pipeline.project.runs import present_settings
+    from pipeline.project.runs import flatten, present_settings
 
     found = flatten({name: each for name, each in present_settings(project, "train").items() if name in SECTIONS})
     return {key: value for key, value in found.items() if value not in (None, "") and key not in PRIVATE}

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.project.project import Project
-from pipeline.project.recipe import significant_settings
+from pipeline.project.recipe import settings_of
 from pipeline.project.stage_run import Lazy
 from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.embeddings import EMBEDDINGS
@@ -237,8 +237,8 @@ def test_fewer_bits_give_nearly_the_embeddings_of_all_and_only_they_rename_the_t
     key = digest("a cat")
     full, eight, four = (widen(np.array(found[bits][key], np.uint16)) for bits in (16, 8, 4))
     assert 0 < np.abs(eight - full).mean() < np.abs(four - full).mean() < np.abs(full).mean()
-    assert significant_settings(FLOAT32) == {"precision": "float32"}
-    assert significant_settings(replace(FLOAT32, bits=4)) == {"precision": "float32", "bits": 4}
+    assert settings_of(FLOAT32) == {"precision": "float32"}
+    assert settings_of(replace(FLOAT32, bits=4)) == {"precision": "float32", "bits": 4}
 
 
 @pytest.mark.parametrize(("bits", "by_layer", "most"), [(16, False, 1.35), (4, False, 1.35), (16, True, 1.6)])

@@ -18,7 +18,7 @@ from PIL import Image
 
 from pipeline.project.parse import Parser
 from pipeline.project.project import Project
-from pipeline.project.recipe import significant_settings
+from pipeline.project.recipe import settings_of
 from schemas.text_to_image.buckets import BUCKETS
 from schemas.text_to_image.images import IMAGES
 from schemas.text_to_image.latents import LATENTS
@@ -265,11 +265,8 @@ def test_batches_have_the_columns_of_the_table_in_order(pictures, tmp_path, weig
 
 
 def test_only_latents_that_are_not_exact_have_another_recipe():
-    assert significant_settings(LatentsConfig()) == significant_settings(LatentsConfig(exact=True))
-    assert (
-        "exact" not in significant_settings(LatentsConfig())
-        and significant_settings(LatentsConfig(exact=False))["exact"] is False
-    )
+    assert settings_of(LatentsConfig()) == settings_of(LatentsConfig(exact=True))
+    assert "exact" not in settings_of(LatentsConfig()) and settings_of(LatentsConfig(exact=False))["exact"] is False
 
 
 COLUMNS = ("crop_x", "crop_y", "crop_w", "crop_h")
