@@ -30,7 +30,7 @@ class OwnGradient(Generic[Given, Result]):
         traced: Any = mx.custom_function(self.function)
         # MLX builds the gradient of its own operations on their streams, but that of a custom_function on the stream that is
         # the default when the gradient is built. On a CPU each stream has a thread.
-        stream = mx.default_stream(mx.default_device())
+        stream = mx.default_stream(mx.cpu)
 
         def backward(*found: Any) -> Any:
             with mx.stream(stream):
