@@ -6,6 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pipeline.errors import NotBuilt
+from pipeline.project.weights import NotFetched
 from stages.memory import GB, PROGRAM_BYTES, Forecast, Outlook, refusal
 from stages.pipelines import Weights
 
@@ -26,7 +28,7 @@ class Need:
     wanted: int | None = None  # rows that its table should have; None: not known yet
     missing: int | None = None  # of these, rows that are not stored
     forecast: Forecast | None = None  # None: it needs little, or the forecast failed
-    note: str = ""  # why the forecast failed
+    note: str = ""  # why the forecast failed, or the stage would
     seconds: float | None = None  # for the missing rows, at the speed of the last run; None: no row missing, or no run
     overhead: int = 0  # bytes on disk that the table takes besides its tensors
 
@@ -43,16 +45,14 @@ def outlook(project: Project, budget: int | None = None) -> Outlook:
     from stages.tuner.blockwise.device import memory_budget
 
     def weights(name: str) -> Path | None:
-        try:
+        with suppress(NotFetched):
             return project.component(name, fetch=False)
-        except ValueError:
-            return None
+        return None
 
     def rows(schema: TableSchema) -> pa.Table | None:
-        try:
+        with suppress(NotBuilt):
             return project.rows(schema, schema.name)
-        except ValueError:  # not built yet
-            return None
+        return None
 
     family = project.family if project.pipeline.families else None
     return Outlook(project.config.sections, family, memory_budget() if budget is None else budget, weights, rows)
@@ -90,8 +90,10 @@ def need(project: Project, name: str, seen: Outlook) -> Need:
         left = wanted if stored is None else missing(rows, stored).num_rows
         if stage.writes.tensors and found:
             overhead = overhead_bytes(stage.writes, rows, found.row_bytes * rows.num_rows)
-    except ValueError:  # inputs or weights are not there yet
+    except (NotBuilt, NotFetched):
         pass
+    except ValueError as error:  # a mistake of the user
+        note = note or str(error)
     return Need(name, wanted, left, found, note, seconds_for(project, name, left), overhead)
 
 
@@ -130,8 +132,6 @@ def seconds_for(project: Project, name: str, rows: int | None) -> float | None:
 
 def downloads(project: Project) -> dict[str, int]:
     """Component -> bytes (0: not known) of the weights that are missing here. Raises ValueError for wrong `components`."""
-    from pipeline.project.weights import NotFetched
-
     family = project.family if project.pipeline.families else None
     for name in (project.config.project.components or {}) if family else {}:
         with suppress(NotFetched):

@@ -71,6 +71,13 @@ def test_a_stage_that_cannot_run_for_the_family_says_why_in_its_line(tmp_path, m
     assert any(why in line for line in lines if line.startswith("embeddings"))
 
 
+def test_a_mistake_of_the_user_is_told_and_not_taken_for_a_table_that_is_not_built(tmp_path):
+    lines, _ = report(klein(tmp_path), int(60e9))
+    notes = {line.split()[0]: line for line in lines}
+    assert "holds no images: put some there" in notes["images"]
+    assert "not built" not in notes["captions"] and "not downloaded" not in notes["train"]
+
+
 def test_a_stage_says_what_it_needs_before_its_first_row_and_nothing_when_it_is_up_to_date(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "p", tiny_weights, images=2)
     console = projects.Silent()
