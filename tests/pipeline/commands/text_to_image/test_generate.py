@@ -14,6 +14,8 @@ from PIL import Image
 from pipeline.api import Project
 from pipeline.commands.text_to_image import generate
 from pipeline.errors import Stopped
+from pipeline.store.table import TableFolder
+from schemas.text_to_image.generated import GENERATED
 from stages.text_to_image.samples import drawing
 from tests import projects
 
@@ -147,10 +149,12 @@ def test_a_generate_that_is_interrupted_draws_no_picture_twice_and_keeps_what_it
 def test_a_picture_is_committed_as_soon_as_it_is_decoded(built, monkeypatch):
     before = len(rows_of(built))
     save, saved = drawing.save_png, []
+    (folder,) = (built / "tables" / "generated").iterdir()
 
     def fails(path, image, metadata):
         saved.append(path)
         if len(saved) == 2:
+            assert TableFolder(folder, GENERATED).committed().num_rows == before + 1, "a kill now loses no picture"
             raise KeyboardInterrupt
         save(path, image, metadata)
 
