@@ -27,7 +27,7 @@ from pipeline.project.project import Project
 from pipeline.project.recipe import recipe_id
 from pipeline.store.rows import matches, missing
 from pipeline.store.table import Writer, link_table
-from pipeline.tracking.tracker import tracked
+from pipeline.tracking import tracked
 from pipeline.work import Item
 from stages.run import Report, Run
 from stages.stage import Artifact, Stage
