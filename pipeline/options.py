@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,18 +13,16 @@ from pipeline.terminal import hashing_of
 if TYPE_CHECKING:
     from pipeline.project.project import Project
 
-ENVIRONMENT = "LATENTMILL_PROJECT"
 NAMES = ("--project", "-p")
 PROJECT_OPTION: dict[str, Any] = {
     "default": ".",
-    "envvar": ENVIRONMENT,
     "show_default": "the current folder",
     "help": "The project's folder.",
 }
 SET_OPTION: dict[str, Any] = {
     "multiple": True,
     "metavar": "SECTION.KEY=VALUE",
-    "help": "Override a setting of project.toml, such as train.steps=500. May be repeated. With make: SET='...'.",
+    "help": "Override a setting of project.toml, such as train.steps=500. May be repeated, or be several. With make: SET='...'.",
 }
 PROJECT = click.option(*NAMES, "path", **PROJECT_OPTION)
 SET = click.option("--set", "overrides", **SET_OPTION)
@@ -53,7 +50,6 @@ def with_project(function: Callable[..., Any]) -> Callable[..., Any]:
             "--run",
             "chosen_run",
             default="",
-            envvar="LATENTMILL_RUN",
             metavar="NAME",
             help="Use a training run by its name or recipe, with the settings it was made with. `latentmill runs` lists them.",
             **early,
@@ -69,7 +65,7 @@ def open_project(path: str, overrides: tuple[str, ...] = (), run: str = "") -> P
     """`run`: name, or beginning of the recipe, of a training run. ValueError for a wrong setting, project or run."""
     from pipeline.project.project import Project
 
-    overrides = overrides or overrides_from_environment()
+    overrides = split_overrides(overrides)
     project = Project(path, overrides)
     if run:
         from pipeline.project.runs import choose
@@ -78,11 +74,7 @@ def open_project(path: str, overrides: tuple[str, ...] = (), run: str = "") -> P
     return project
 
 
-def overrides_from_environment() -> tuple[str, ...]:
-    return split_overrides(os.environ.get("LATENTMILL_SET", ""))
-
-
-def split_overrides(text: str) -> tuple[str, ...]:
-    """Split "a.b=1 c.d=[64, 96]" into ("a.b=1", "c.d=[64, 96]")."""
+def split_overrides(texts: Iterable[str]) -> tuple[str, ...]:
+    """("a.b=1 c.d=[64, 96]",) gives ("a.b=1", "c.d=[64, 96]")."""
     # Only where `section.key=` begins: values may contain spaces.
-    return tuple(re.split(r"\s+(?=[A-Za-z_]\w*(?:\.\w+)+\s*=)", text.strip())) if text.strip() else ()
+    return tuple(each for text in texts for each in re.split(r"\s+(?=[A-Za-z_]\w*(?:\.\w+)+\s*=)", text.strip()))

@@ -1,4 +1,4 @@
-"""Write data/README.md, the dictionary of the tables, from the schemas: `make dictionary`."""
+"""Write data/README.md, the dictionary of the tables, from the schemas: `make pages`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stages.text_to_image import PIPELINE
 FILE = Path(__file__).parents[1] / "README.md"
 
 INTRODUCTION = """\
-<!-- Generated from schemas/ by `make dictionary`; a test compares. Change the schemas, not this file. -->
+<!-- Generated from schemas/ by `make pages`; a test compares. Change the schemas, not this file. -->
 
 # The tables
 

@@ -1,4 +1,4 @@
-"""The figures of data/recipe.md, computed from the code that trains and drawn with matplotlib: `make figures`."""
+"""The figures of data/recipe.md, computed from the code that trains and drawn with matplotlib: `make pages`."""
 
 from __future__ import annotations
 

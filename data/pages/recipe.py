@@ -1,4 +1,4 @@
-"""Write the generated parts of data/recipe.md: `make recipe`.
+"""Write the generated parts of data/recipe.md: `make pages`.
 
 The generated parts are the tables of our settings and defaults, read from the code, beside the facts about other trainers in
 rivals.toml. They stand between `<!-- NAME: generated -->` and `<!-- end -->`; the rest of the page is written by hand.

@@ -19,7 +19,7 @@ NAMED = 5  # rows that are named if a text matches several
 
 
 @click.command("follow")
-@click.argument("text", required=False, envvar="LATENTMILL_WHAT")
+@click.argument("text", required=False)
 @with_project
 def command(text: str | None, project: Project) -> None:
     """Show what every stage computed from one input. TEXT names the input, for instance by its path or a part of the path; the

@@ -12,7 +12,6 @@ import click
 
 import stages
 from pipeline.commands import own as own_of
-from pipeline.options import ENVIRONMENT
 from pipeline.project import config
 from pipeline.project.paths import shell_path
 from stages.pipelines import Template, load
@@ -29,14 +28,13 @@ class Init(click.Command):
         own = [param for param in self.params if param.name in ("folder", "pipeline")]
         for option in template_of(named[0] if named else DEFAULT).options:
             given: dict[str, Any] = {"default": option.default, "required": option.default is None, "help": option.doc}
-            given |= {"show_default": bool(option.default), "envvar": f"LATENTMILL_{option.name.upper()}"}
-            own.append(click.Option([f"--{option.name}"], **given))
+            own.append(click.Option([f"--{option.name}"], show_default=bool(option.default), **given))
         self.params = own
         return super().parse_args(ctx, args)
 
 
 @click.command("init", cls=Init)
-@click.argument("folder", type=click.Path(path_type=Path), envvar=ENVIRONMENT)
+@click.argument("folder", type=click.Path(path_type=Path))
 @click.option(
     "--pipeline", default=DEFAULT, show_default=True, help="The pipeline of the project. The other options depend on it."
 )

@@ -61,7 +61,7 @@ FORMAT = click.option(
 
 
 @click.command("query")
-@click.argument("sql", required=False, envvar="LATENTMILL_SQL")
+@click.argument("sql", required=False)
 @FORMAT
 @click.option("--csv", "csv_file", type=FILE, help="Write the answer to this file, as CSV.")
 @click.option("--json", "json_file", type=FILE, help="Write the answer to this file, as a JSON array.")
@@ -110,7 +110,7 @@ def command(
 
 
 @click.command("panel")
-@click.argument("name", required=False, envvar="LATENTMILL_NAME")
+@click.argument("name", required=False)
 @FORMAT
 @with_project
 def panel_command(name: str | None, style: str, project: Project) -> None:

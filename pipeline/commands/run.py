@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @click.option(
     "--memory", "measured", is_flag=True, help="Also measure MLX's memory batch by batch, and write the figures to tables/memory."
 )
-@click.option("--name", "run_name", default="", envvar="LATENTMILL_NAME", help="Name the run, if the stage trains.")
+@click.option("--name", "run_name", default="", help="Name the run, if the stage trains.")
 @with_project
 def command(stage: str, only: bool, measured: bool, run_name: str, project: Project) -> None:
     """Run one stage, which brings its table up to date. STAGE is the name of a table in `latentmill status`; `latentmill
@@ -140,7 +140,7 @@ def leak_lines(meter: Meter) -> Iterator[str]:
 @click.option("--ranks", type=click.IntRange(1, 1024), help="Processes on this machine: one for each GPU.")
 @click.option("--hosts", default="", metavar="A,B", help="Addresses of the machines, as mlx.launch takes them.")
 @click.option("--hostfile", default="", help="A file of hosts, as mlx.distributed_config writes it.")
-@click.option("--name", "run_name", default="", envvar="LATENTMILL_NAME", help="Name the run.")
+@click.option("--name", "run_name", default="", help="Name the run.")
 @with_project
 def launch_command(stage: str, ranks: int | None, hosts: str, hostfile: str, run_name: str, project: Project) -> int:
     """Train on several processes. Each process computes its share of every batch. STAGE is the stage that trains. With

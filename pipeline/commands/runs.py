@@ -32,8 +32,8 @@ MEASURES = ("held-out", "scores")  # what can tell the checkpoints of a run apar
 
 
 @click.command("runs")
-@click.argument("run", required=False, envvar="LATENTMILL_RUN")
-@click.option("--name", envvar="LATENTMILL_NAME", help="Give RUN this name.")
+@click.argument("run", required=False)
+@click.option("--name", help="Give RUN this name.")
 @with_project
 def command(run: str | None, name: str | None, project: Project) -> None:
     """List all training runs of a project, or show or name one run. RUN is the name of a run, or the first digits of
@@ -83,7 +83,7 @@ def describe_run(project: Project, run: TrainingRun) -> str:
 
 
 @click.command("compare")
-@click.argument("runs", nargs=-1, envvar="LATENTMILL_RUNS")
+@click.argument("runs", nargs=-1)
 @click.option("--out", type=click.Path(path_type=Path), help="Where the file with the results side by side is written.")
 @with_project
 def compare_command(runs: tuple[str, ...], out: Path | None, project: Project) -> None:
@@ -101,7 +101,7 @@ def compare_command(runs: tuple[str, ...], out: Path | None, project: Project) -
 
 
 @click.command("best")
-@click.argument("run", required=False, envvar="LATENTMILL_RUN")
+@click.argument("run", required=False)
 @click.option("--by", type=click.Choice(MEASURES), help="What decides.  [default: held-out, if data are held out; else scores]")
 @with_project
 def best_command(run: str | None, by: str | None, project: Project) -> None:

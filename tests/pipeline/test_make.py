@@ -1,8 +1,10 @@
 """What is typed after `make` reaches the command as it was typed."""
 
+import json
 import os
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -19,35 +21,75 @@ def run(words: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=projects.ROOT, env=VARIABLES, capture_output=True, text=True, timeout=600, check=False)
 
 
-def through_make(target: str, name: str, variable: str, value: str) -> str:
-    """Run make with `variable=value` and return the environment variable `name` as the command sees it. Nothing is installed."""
-    words = ["make", "-s", "-o", ".venv/ready", target, f"LATENTMILL=printenv {name} #", f"{variable}={value}"]
+WORDS = "import json, sys; print(json.dumps(sys.argv[1:]))"
+
+
+def through_make(target: str, *given: str) -> list[str]:
+    """The words of the one command that make runs for a target, with `given` variables. Nothing is installed."""
+    words = ["make", "-s", "-o", ".venv/ready", target, f"LATENTMILL={sys.executable} -c '{WORDS}'", *given]
     done = run(words)
     assert done.returncode == 0, done.stderr
-    return done.stdout.removesuffix("\n")
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.mark.parametrize(
     ("target", "variable", "value"),
     [
         ("query", "SQL", "select '$x', $$a$$, \"b\" from t where c like '%`d`' -- $(shell echo no)\n;"),
+        ("query", "SQL", "--json"),
         ("follow", "WHAT", 'it\'s a $5 "cat" & a dog.jpg'),
+        ("generate", "WHAT", "ohwx's $cat, (red)"),
+        ("search", "QUERY", "parse a $date; 'or' \"not\""),
         ("panel", "NAME", "loss"),
         ("export", "RUN", "fast"),
-        ("compare", "RUNS", "slow fast"),
+        ("best", "RUN", "fast"),
+        ("runs", "NAME", "fast"),
+        ("train", "NAME", "fast"),
         ("status", "PROJECT", "data/my cats é $HOME 'q'"),
         ("status", "SET", 'buckets.resolutions=[64, 96] captions.template={trigger}, "$x"'),
     ],
 )
 def test_quotes_dollars_and_spaces_survive_make(target, variable, value):
-    assert through_make(target, f"LATENTMILL_{variable}", variable, value) == value
+    if variable == "NAME" and target == "train":
+        said = run(["make", "-n", "-o", ".venv/ready", "train", "NAME=fast"]).stdout
+        assert [line for line in said.splitlines() if "--name" in line] == [
+            line for line in said.splitlines() if "run train" in line
+        ]
+        return
+    assert value in through_make(target, f"{variable}={value}")
+
+
+def test_one_variable_feeds_one_option_of_a_command():
+    assert through_make("runs", "RUN=1a2b", "NAME=fast") == ["runs", "-p", "data/example", "--name", "fast", "--", "1a2b"]
+    assert through_make("compare", "RUNS=slow fast")[-3:] == ["--", "slow", "fast"]
+    assert through_make("export", "RUN=1a2b") == ["export", "-p", "data/example", "--run", "1a2b"]
+
+
+def test_variables_of_the_environment_other_than_the_project_are_not_read():
+    words = ["make", "-s", "-o", ".venv/ready", "runs", f"LATENTMILL={sys.executable} -c '{WORDS}'"]
+    environment = VARIABLES | {"NAME": "host", "RUN": "x", "SET": "train.steps=1", "PROJECT": "cats"}
+    done = subprocess.run(words, cwd=projects.ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == ["runs", "-p", "cats"]
 
 
 def test_make_init_passes_every_option_on():
     given = {"IMAGES": "~/my cats", "FAMILY": "micro", "TRIGGER": "ohwx's $cat", "PRESET": "style"}
-    for name, value in given.items():
-        words = ["make", "-s", "-o", ".venv/ready", "init", f"LATENTMILL=printenv LATENTMILL_{name} #", "PROJECT=cats"]
-        assert run([*words, *(f"{each}={text}" for each, text in given.items())]).stdout == f"{value}\n"
+    found = through_make("init", "PROJECT=my cats", *(f"{name}={text}" for name, text in given.items()))
+    options = [word for name, text in given.items() for word in (f"--{name.lower()}", text)]
+    assert found == ["init", *options, "--", "my cats"]
+
+
+def test_what_make_gives_to_a_command_it_does_not_give_to_the_stages_before():
+    for target, option in (("segments", "--every"), ("evaluate", "evaluate"), ("train", "--name")):
+        said = run(["make", "-n", "-o", ".venv/ready", target, "NAME=fast"]).stdout
+        assert sum(f" {option} " in line for line in said.splitlines()) == 1, said
+
+
+def test_make_segments_names_the_steps_and_the_settings():
+    assert through_make("segments", "EVERY=5", "SET=train.lr=1") == [
+        *("segments", "--every", "5", "-p", "data/example", "--set", "train.lr=1")
+    ]
 
 
 def test_make_train_checks_captions_before_weights_are_needed():
@@ -68,13 +110,13 @@ def test_make_index_tunes_the_encoder_first_if_the_project_has_a_section_train(t
 
 
 def test_set_holds_several_settings_whose_values_may_hold_spaces():
-    assert split_overrides("") == split_overrides("  ") == ()
     text = "train.steps=4  buckets.resolutions=[64, 96] captions.template={caption} = a, b\ntrain.noise.mean = 1"
-    assert split_overrides(text) == (
+    assert split_overrides([text, "a.b=c d"]) == (
         "train.steps=4",
         "buckets.resolutions=[64, 96]",
         "captions.template={caption} = a, b",
         "train.noise.mean = 1",
+        "a.b=c d",
     )
 
 
@@ -88,8 +130,8 @@ def test_a_projects_folder_is_written_so_that_make_finds_it(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("sql", re.findall(r"```sql\n(.*?)\n```", (projects.ROOT / "README.md").read_text(), re.DOTALL))
 def test_sql_of_the_readme_may_be_pasted_between_double_quotes(sql):
-    line = f'make -s -o .venv/ready query "LATENTMILL=printenv LATENTMILL_SQL #" SQL="{sql}"'
-    done = run(["sh", "-c", line])
+    program = f"{sys.executable} -c 'import sys; print(sys.argv[-1])'"
+    done = run(["sh", "-c", f'make -s -o .venv/ready query LATENTMILL="$1" SQL="{sql}"', "sh", program])
     assert done.stdout.removesuffix("\n") == sql
 
 
@@ -109,14 +151,7 @@ def test_make_init_asks_for_what_is_missing_by_the_names_that_make_has_for_it(gi
     assert done.returncode and f"make init needs {missing}, such as: make init PROJECT=" in done.stderr
 
 
-def test_make_knows_every_variable_that_its_file_reads():
-    text = (projects.ROOT / "Makefile").read_text()
-    known = re.findall(r"^VARIABLES = (.*)$", text, re.MULTILINE)[0].split()
-    read = set(re.findall(r"\$\((?:value )?([A-Z]+)\)", text)) | set(re.findall(r"\$\(if \$\(([A-Z]+)\)", text))
-    assert read - {"VARIABLES", "UNKNOWN", "RUN", "PIPELINE", "TRAINS", "PYTEST", "MAKEFILE"} <= set(known)
-
-
 def test_make_runs_no_command_inside_a_query(tmp_path):
     text = f"$(shell touch {tmp_path}/done)"
-    assert through_make("query", "LATENTMILL_SQL", "SQL", text) == text
+    assert through_make("query", f"SQL={text}")[-1] == text
     assert not (tmp_path / "done").exists()

@@ -23,7 +23,7 @@ SPACES = "\u0120\u2581"  # what tokenizers write for the space before a word
 
 
 @click.command("search")
-@click.argument("query", required=False, envvar="LATENTMILL_QUERY")
+@click.argument("query", required=False)
 @click.option("--semantic", "mode", flag_value="semantic", help="By meaning: the vectors of the encoder.")
 @click.option("--lexical", "mode", flag_value="lexical", help="By words: full-text search; loads no model.")
 @click.option("--hybrid", "mode", flag_value="hybrid", default=True, help="By both (the default).")

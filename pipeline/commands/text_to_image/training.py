@@ -11,7 +11,7 @@ import click
 from pipeline.commands.run import bring_up_to_date
 from pipeline.commands.runs import best_of, checkpoint_scores
 from pipeline.commands.status import state
-from pipeline.options import PROJECT, SET, overrides_from_environment, with_project
+from pipeline.options import PROJECT, SET, split_overrides, with_project
 from pipeline.project.project import Project
 from pipeline.project.runs import find_runs
 from pipeline.terminal import Terminal
@@ -30,7 +30,7 @@ def segments_command(every: int, patience: int | None, path: str, overrides: tup
     first. --every sets the training steps of a segment. With --patience, previews are scored too. Training then ends
     early after so many segments without a better score. The exit code is 0, or that of the first stage that fails.
     """
-    overrides = overrides or overrides_from_environment()
+    overrides = split_overrides(overrides)
     project = Project(path, overrides)
     bring_up_to_date(project, project.chain("train"))
     return segments(path, every, overrides, patience)

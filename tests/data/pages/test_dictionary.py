@@ -7,7 +7,7 @@ from stages.text_to_image import PIPELINE
 
 
 def test_the_dictionary_on_disk_is_what_the_schemas_say() -> None:
-    assert FILE.read_text(encoding="utf-8") == render(), "run: make dictionary"
+    assert FILE.read_text(encoding="utf-8") == render(), "run: make pages"
 
 
 def test_every_column_of_every_table_has_a_line_with_its_meaning() -> None:

@@ -19,11 +19,11 @@ def test_a_figure_on_disk_shows_what_the_code_computes(name):
     with Image.open(FOLDER / name) as image:
         drawn = json.loads(image.info[TEXT_CHUNK])
     wanted = plotted(FIGURES[name]().panels)
-    assert drawn.keys() == wanted.keys(), "run: make figures"
+    assert drawn.keys() == wanted.keys(), "run: make pages"
     for panel, curves in wanted.items():
-        assert drawn[panel].keys() == curves.keys(), "run: make figures"
+        assert drawn[panel].keys() == curves.keys(), "run: make pages"
         for curve, (x, y, _) in curves.items():
-            np.testing.assert_allclose(drawn[panel][curve][:2], [x, y], rtol=1e-3, atol=1e-6, err_msg="run: make figures")
+            np.testing.assert_allclose(drawn[panel][curve][:2], [x, y], rtol=1e-3, atol=1e-6, err_msg="run: make pages")
 
 
 def test_every_figure_on_disk_is_drawn_by_code():

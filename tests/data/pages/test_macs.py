@@ -10,7 +10,7 @@ from stages.tuner.blockwise import device
 
 
 def test_the_page_is_what_make_macs_writes():
-    assert macs.FILE.read_text(encoding="utf-8") == macs.render(), "run make macs"
+    assert macs.FILE.read_text(encoding="utf-8") == macs.render(), "run make pages"
 
 
 def test_a_budget_of_the_page_is_the_one_that_the_program_takes_on_such_a_mac(monkeypatch):

@@ -22,7 +22,7 @@ PAGE = FILE.read_text(encoding="utf-8")
 
 
 def test_the_generated_parts_on_disk_are_what_the_code_says() -> None:
-    assert render(PAGE) == PAGE, "run: make recipe"
+    assert render(PAGE) == PAGE, "run: make pages"
 
 
 def test_every_setting_of_train_has_a_line_with_its_default_and_its_meaning() -> None:
