@@ -38,7 +38,7 @@ def test_every_figure_of_the_page_is_there_and_small():
 
 
 def test_the_results_are_of_the_pictures_that_are_there():
-    """Where this fails, the example has changed: `python -m data.experiments.experiments WORK`, and read what the page then says."""
+    """Where this fails, the example has changed: run data.experiments.experiments, and read what the page then says."""
     assert RESULTS.select(what="data")[0]["sha256"] == runs.fingerprint()
 
 
