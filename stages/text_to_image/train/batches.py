@@ -47,10 +47,6 @@ class TrainingSampler:
     classes_every: int = 0  # class captions are used in every n-th step; 0: never
     reference_dropout: float = 0.0  # share of batches that are trained without their references
 
-    def sizes(self, step: int) -> list[int]:
-        """Samples per batch, without drawing them. A batch that mixes shapes is one number."""
-        return [self.order.batch_size] * self.order.accumulate
-
     def step(self, step: int) -> list[list[Sample]]:
         """The samples of a step: one list per batch, or one per shape if a batch mixes shapes."""
         batches: list[list[Sample]] = []

@@ -138,7 +138,8 @@ class ImageTask:
         return found | {"trigger": trigger} if trigger else found
 
     def sizes(self, step: int) -> list[int]:
-        return self.sampler.sizes(step)
+        # A batch that mixes shapes is one number.
+        return [self.sampler.order.batch_size] * self.sampler.order.accumulate
 
     def draw(self, step: int) -> list[list[Sample]]:
         return self.sampler.step(step)
@@ -166,9 +167,6 @@ class ImageTask:
         """About a distilled model, and about latents or embeddings that do not suit the transformer."""
         if self.family.distilled:
             yield (f"{self.family.title}: train LoRAs on the base model and use them on this one; training on this one may fail")
-        yield from self._input_warnings()
-
-    def _input_warnings(self) -> Iterator[str]:
         crops, latents, embeddings = self.data.crops, self.run.inputs.tensors(LATENTS), embedding_reader(self.run)
         yield from sound_start.check_latents(latents.read(crop.latent_id) for crop in crops[: sound_start.CROPS])
         captions = [crop.captions[0] for crop in crops[: sound_start.CAPTIONS]]
