@@ -50,7 +50,7 @@ def outlook(project: Project, budget: int | None = None) -> Outlook:
         return None
 
     def rows(schema: TableSchema) -> pa.Table | None:
-        with suppress(NotBuilt):
+        with suppress(NotBuilt, NotFetched):  # a table is found by what decides its rows, weights among it
             return project.rows(schema, schema.name)
         return None
 

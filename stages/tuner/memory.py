@@ -25,6 +25,7 @@ from stages.memory import (
     LAST,
     SAVED,
     UNPACKED,
+    Forecast,
     Memory,
     Remedy,
     Settings,
@@ -126,10 +127,9 @@ class Estimator(Generic[C]):
         self.frozen = frozen_weights(model, shapes, inside, self.dtype.size, stream)
         adapter = {target.name + end: mx.zeros(shape) for target in targets for end, shape in target.shapes.items()}
         stacks = Stacks.of(adapter)
-        self.adapter = sum(value.nbytes for value in adapter.values())  # bytes
-        self.state = sum(
-            value.nbytes for value in optimizer.method.init(stacks.arrays).values()
-        )  # bytes of the optimizer's state
+        # In bytes: the adapter, the optimizer's state, and its work.
+        self.adapter = sum(value.nbytes for value in adapter.values())
+        self.state = sum(value.nbytes for value in optimizer.method.init(stacks.arrays).values())
         self.update = optimizer.working_bytes(stacks)
 
     @property
@@ -209,6 +209,17 @@ def find_remedy(estimator: Estimator[Any], limit: int) -> Remedy:
     if remedy.peak <= limit:
         return remedy
     return cheapest(lambda s: estimator.changed(s).best(limit).peak, limit, estimator.smaller(), remedy.settings)
+
+
+def forecast(estimator: Estimator[Any], budget: int, how: str, files: int = 0) -> Forecast:
+    """Of a stage that trains. `how`: bits and sizes, for the user. `files`: bytes on disk besides the checkpoints."""
+    c = estimator.config
+    limit = min(budget, memory_budget(c.memory_gb)) if c.memory_gb else budget
+    found, checkpoints = estimator.best(limit), -(-c.steps // c.checkpoint_every)
+    files += checkpoints * estimator.adapter + min(checkpoints, c.keep_states) * estimator.state
+    remedy = find_remedy(estimator, limit) if found.peak > limit else None
+    rows = c.steps * c.batch_size * c.accumulate
+    return Forecast(found.peak, 0, rows, files, f"plan {found.plan}{how}", found.plan, remedy)
 
 
 def adjust_max_tokens(max_tokens: int, used: int, held: int, peak: int, limit: int) -> int:

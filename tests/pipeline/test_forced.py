@@ -23,7 +23,7 @@ STAGES = ("latents", "embeddings", "train", "samples")
 def give(monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
     """Set the memory budget of every stage to `budget` bytes."""
     monkeypatch.setattr(device, "memory_budget", lambda limit_gb=None: budget)
-    for name in ("text_to_image.embeddings.stage", "text_to_image.train.memory", "tuner.memory"):
+    for name in ("text_to_image.embeddings.stage", "tuner.memory"):
         monkeypatch.setattr(f"stages.{name}.memory_budget", lambda limit_gb=None: budget)
 
 

@@ -14,8 +14,8 @@ from stages.retrieval.memory import counts, encoder_sizes
 from stages.retrieval.train.config import TrainConfig, bits_of
 from stages.retrieval.train.data import DOCUMENT_STEP, QUERY_STEP
 from stages.retrieval.train.objective import zero_inputs
-from stages.tuner.blockwise.device import memory_budget
-from stages.tuner.memory import Blocks, Estimator, find_remedy, trace
+from stages.tuner import memory
+from stages.tuner.memory import Blocks, Estimator, trace
 from stages.tuner.ranks import connect
 from stages.tuner.step import build_optimizer, choose_targets
 
@@ -68,16 +68,6 @@ def forecast(outlook: Outlook) -> Forecast:
     config: TrainConfig = outlook.sections["train"]
     queries, documents = counts(outlook)
     longest = int(queries.max()), int(documents.max())
-    budget = min(outlook.budget, memory_budget(config.memory_gb)) if config.memory_gb else outlook.budget
     estimator = PairEstimator(config, outlook.family.architecture, encoder_sizes(outlook), longest)
-    found = estimator.best(budget)
-    checkpoints = -(-config.steps // config.checkpoint_every)
     bits = f", {config.base_bits} bits" if config.base_bits < 16 else ""
-    return Forecast(
-        found.peak,
-        rows=config.steps * config.batch_size * config.accumulate,
-        file_bytes=checkpoints * estimator.adapter + min(checkpoints, config.keep_states) * estimator.state,
-        how=f"plan {found.plan}{bits}, {config.batch_size} pairs",
-        plan=found.plan,
-        remedy=find_remedy(estimator, budget) if found.peak > budget else None,
-    )
+    return memory.forecast(estimator, outlook.budget, f"{bits}, {config.batch_size} pairs")

@@ -18,8 +18,8 @@ from stages.text_to_image.memory import largest_image, smaller_sides
 from stages.text_to_image.train.batches import TrainingSampler
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.weights import weight_bits
-from stages.tuner.blockwise.device import memory_budget
-from stages.tuner.memory import Blocks, Estimator, find_remedy, trace
+from stages.tuner import memory
+from stages.tuner.memory import Blocks, Estimator, trace
 from stages.tuner.step import build_optimizer, choose_targets
 
 ALONE = 768  # pixels: from this resolution, Metal computes one sample at a time unless [train] micro_batch says otherwise
@@ -161,15 +161,5 @@ def forecast(outlook: Outlook) -> Forecast:
     batch = replace(batch, references=(batch.grid,) * shown)  # none is larger than the largest image
     sizes = architecture.transformer_config(outlook.weights("transformer"), family)
     estimator = ImageEstimator(config, architecture, sizes, batch)
-    budget = min(outlook.budget, memory_budget(config.memory_gb)) if config.memory_gb else outlook.budget
-    found = estimator.best(budget)
-    checkpoints = -(-config.steps // config.checkpoint_every)
-    files = checkpoints * estimator.adapter + min(checkpoints, config.keep_states) * estimator.state
-    return Forecast(
-        found.peak,
-        rows=config.steps * config.batch_size * config.accumulate,
-        file_bytes=files + sum(estimator.frozen["stored"]),
-        how=f"plan {found.plan}, {config.base_bits} bits, {width} x {height} px",
-        plan=found.plan,
-        remedy=find_remedy(estimator, budget) if found.peak > budget else None,
-    )
+    how = f", {config.base_bits} bits, {width} x {height} px"
+    return memory.forecast(estimator, outlook.budget, how, files=sum(estimator.frozen["stored"]))

@@ -71,7 +71,7 @@ def estimate_and_measure(heads: int, width: int, side: int, bits: int, rank: int
     adapter = fresh_adapter(targets, 0, target_weights(model.blocks, targets))
     optimizer_step = OptimizerStep(AdamW(), 1.0)
     masters = Stacks.of(adapter)
-    state = optimizer_step.init(masters)
+    state = optimizer_step.method.init(masters.arrays)
     batch, target = inputs(c, side, side), mx.zeros((1, side * side, c.in_channels))
     mx.eval(masters.arrays, state, batch["x_BLC"], batch["ctx_BTJ"], target, list(arrays.values()))
     del arrays, adapter
