@@ -300,6 +300,8 @@ def limited(catalog: duckdb.DuckDBPyConnection, limits: Limits) -> Iterator[None
         raise ValueError(f"{line}: a query reads only the tables; --unsafe allows more") from None
     finally:
         timer.cancel()
+        # Its thread holds the connection: left to end with the interpreter, it would destroy it there, which aborts the process.
+        timer.join()
 
 
 # Answers as text

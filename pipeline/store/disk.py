@@ -32,9 +32,9 @@ def sync(path: Path) -> None:
     """Wait until the bytes of a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        if hasattr(fcntl, "FFULLFSYNC"):  # on macOS, fsync alone leaves the bytes in the drive's cache
+        if hasattr(fcntl, "F_FULLFSYNC"):  # on macOS, fsync alone leaves the bytes in the drive's cache
             with suppress(OSError):  # some network file systems refuse it
-                fcntl.fcntl(handle, fcntl.FFULLFSYNC)
+                fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
                 return
         os.fsync(handle)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -35,6 +36,20 @@ def test_a_run_with_upstream_builds_every_table_that_it_needs(built):
     assert {states[name] for name in ("images", "captions", "buckets", "latents", "embeddings", "train")} == {"up to date"}
     assert states["samples"].endswith("make samples")
     assert str(Project(built).status()[0]) == "images: 3 rows, up to date"
+
+
+@pytest.mark.proof("a program that asks in SQL, such as the README's example, ends with exit code 0")
+def test_a_program_that_asks_in_sql_ends_with_exit_code_0(built, tmp_path, cases):
+    (code,) = re.findall(r"```python\n(from pipeline import Project.*?)```", (projects.ROOT / "README.md").read_text(), re.DOTALL)
+    code = code.replace('"data/example"', repr(str(built))).replace('"train.steps": 200', '"train.steps": 6')
+    until_sql = code[: code.index("\n", code.index("p.sql("))]
+    environment = os.environ | {"PYTHONPATH": str(projects.ROOT)}
+    for number in range(cases(4, 20)):
+        # The end of the interpreter comes directly after the query, or after drawing.
+        words = [sys.executable, "-c", code if number % 4 == 3 else until_sql]
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"run {number}: {done.returncode}\n{done.stderr}"
+    assert (tmp_path / "lion.png").is_file()
 
 
 def test_rows_are_arrow_and_tensors_are_memory_mapped_arrays(built):
