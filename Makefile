@@ -1,7 +1,7 @@
 # Make orders the stages; the console command runs each one as a process of its own.
 # Recipes and keys decide what is up to date, not file times, so every target is phony and returns at once when nothing changed.
 
-PROJECT ?= data/example
+PROJECT ?= data/projects/example
 PYTHON ?= python3
 EVERY ?= 250
 WORKERS ?= 2
@@ -99,12 +99,12 @@ samples: train
 scores: samples
 	@$(LATENTMILL) run scores --only $(ON)
 
-# SEEDS=3 trains data/example with three seeds, in memory, and shows means with intervals.
+# SEEDS=3 trains data/projects/example with three seeds, in memory, and shows means with intervals.
 ## evaluate     Show the scores of base, adapters and real pictures
 evaluate: $(if $(SEEDS),.venv/ready,$(if $(filter retrieval,$(PIPELINE)),ranks,scores))
 ifneq ($(SEEDS),)
 	@mkdir -p build
-	@.venv/bin/python -m data.experiments.recipes build/example-seeds.jsonl --example --seeds $(SEEDS)
+	@.venv/bin/python -m data.research.experiments.recipes build/example-seeds.jsonl --example --seeds $(SEEDS)
 endif
 	@$(LATENTMILL) evaluate $(ON)
 
@@ -178,7 +178,7 @@ doctor: .venv/ready
 ## test         Run all tests; FAST=1 runs the fast ones
 test: .venv/test
 	env -u PROJECT .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile $(if $(FAST),-m fast)
-# One after another: each adds a row to data/proofs.jsonl.
+# One after another: each adds a row to data/measurements/proofs.jsonl.
 ## prove        Run the long forms of the tests
 prove: .venv/test
 	env -u PROJECT .venv/bin/python -m pytest -m proof --prove
@@ -194,7 +194,7 @@ format: .venv/check
 	.venv/bin/ruff format .
 ## pages        Write the generated pages and figures again
 pages: .venv/plots
-	for page in dictionary recipe figures machines macs; do .venv/bin/python -m data.pages.$$page || exit 1; done
+	for page in dictionary recipe figures machines macs; do .venv/bin/python -m data.research.pages.$$page || exit 1; done
 ## bench        Measure this machine
 bench: .venv/ready
 	.venv/bin/python -m tests.bench.measure

@@ -1,8 +1,11 @@
-"""Data that the project ships, and the scripts that made it: the example project, the bundled model, experiments, pages.
-
-`pages` writes README.md, recipe.md and their figures; `experiments` measures what settings do; `micro` holds the bundled model
-and its training. Scripts run as modules, such as `python -m data.pages.recipe`. They import pipeline, stages and schemas; the
-program imports nothing from here.
+"""What the project ships: `assets` that the program reads, `projects` to run, `docs` to read, `measurements` behind every number
+in them, and the `research` scripts that made them. The program imports nothing from here.
 """
 
+from pathlib import Path
+
 import stages as stages  # loads a fast BLAS; a module that imports mlx.core first would multiply 30 times as slowly on Linux
+
+DATA = Path(__file__).parent
+ASSETS, DOCS, MEASUREMENTS, PROJECTS = (DATA / name for name in ("assets", "docs", "measurements", "projects"))
+EXAMPLE = PROJECTS / "example"

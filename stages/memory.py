@@ -22,7 +22,7 @@ Settings = Mapping[str, Any]  # section -> settings to change; a table inside a 
 GB = 1e9
 
 # Measured constants. "Per byte" is per byte of the inputs and outputs of a block's Linears; a pair counts (these, the block's
-# attention scores). On a CPU, and on a GPU at full size (data/bench.jsonl).
+# attention scores). On a CPU, and on a GPU at full size (data/measurements/bench.jsonl).
 
 PROGRAM_BYTES = 1_000_000_000  # at most, besides arrays: Python, libraries, a tokenizer, work memory of the matrix library
 FACTOR = 1.25  # a training step's measured peak is within this factor of the estimate, either way

@@ -2,7 +2,7 @@
 
 A test is fast unless it is marked `slow` or lies in one of SLOW; `pytest -m fast` runs in less than a minute. A test marked
 `proof("what it proves")` asks the fixture `cases` how many cases to try: few in `make test`, many under `make prove`
-(`pytest -m proof --prove`), which adds a row per test to data/proofs.jsonl.
+(`pytest -m proof --prove`), which adds a row per test to data/measurements/proofs.jsonl.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # other numbers round differently, and thre
 import stages  # noqa: F401  (before mlx.core)
 
 ROOT = Path(__file__).parents[1]
-PROOFS = ROOT / "data" / "proofs.jsonl"
+PROOFS = ROOT / "data" / "measurements" / "proofs.jsonl"
 SLOW = (  # files and folders whose tests train, draw, start processes, or compare with diffusers
     "tests/bench",
     "tests/data",
@@ -103,7 +103,9 @@ def cases(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --prove and --most."""
-    parser.addoption("--prove", action="store_true", help="run proofs in their full form and record them in data/proofs.jsonl")
+    parser.addoption(
+        "--prove", action="store_true", help="run proofs in their full form and record them in data/measurements/proofs.jsonl"
+    )
     parser.addoption("--most", type=int, help="under --prove, the most cases that a proof tries; its row has their number")
 
 
@@ -124,7 +126,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Add a row to data/proofs.jsonl after a proof has run in its full form."""
+    """Add a row to data/measurements/proofs.jsonl after a proof has run in its full form."""
     report = yield
     proof = item.get_closest_marker("proof")
     if proof and report.when == "call" and item.config.getoption("--prove"):
@@ -147,7 +149,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def _commit() -> str:
     """Return the commit of the code under test, with "-dirty" if files differ from it. Return "" without git.
 
-    Changes of data/proofs.jsonl do not count, so that the first row of a run does not mark the next row as dirty.
+    Changes of data/measurements/proofs.jsonl do not count, so that the first row of a run does not mark the next row as dirty.
     """
 
     def git(*words: str) -> str:

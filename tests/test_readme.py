@@ -56,7 +56,7 @@ def test_no_query_of_the_readme_mixes_training_and_validation_losses(built):
 def test_the_three_lines_of_python_with_duckdb_run(built):
     (code,) = (block for block in blocks("python") if "import duckdb" in block)
     assert len(code.strip().splitlines()) == 3
-    code = code.replace("data/example", str(built))
+    code = code.replace("data/projects/example", str(built))
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "picture0.png" in out
 

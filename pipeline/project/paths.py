@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-CHECKOUT = Path(__file__).parents[2]  # the repository's folder, where `make` runs
+from stages.bundled import CHECKOUT
 
 
 def shell_path(folder: Path) -> str:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from pipeline.project.paths import CHECKOUT
 from pipeline.project.recipe import TENSOR_SUFFIXES, TEXT_SUFFIXES
 from pipeline.store.disk import atomic_folder, delete_abandoned
 from pipeline.store.lock import Lock
+from stages.bundled import CHECKOUT
 from stages.hashing import file_sha256
 from stages.models import gguf
 from stages.models.family import ModelFamily

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stages.bundled import RETRIEVER
 from stages.models.family import RetrieverFamily
 
 T5 = "stages.models.t5.files:T5_RETRIEVER"
@@ -32,7 +33,7 @@ _ALL = (
         title="T5 v1.1 with a projection head, small, trained on documented Python functions",
         licence="Apache-2.0",
         code=T5,
-        bundled="data/retriever",
+        bundled=RETRIEVER,
         begin={"train": {"precision": "float32"}},
     ),
     RetrieverFamily(

@@ -11,6 +11,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
+from stages.bundled import MICRO
 from stages.models.family import Family
 
 FLUX2 = "stages.models.flux2.architecture:FLUX2"
@@ -206,7 +207,7 @@ _ALL = (
         first_row=(1.449, 1.972, 4.167),
         guidance=3.0,
         sampling_steps=24,
-        bundled="data/micro",
+        bundled=MICRO,
         begin=MICRO_BEGIN,
     ),
     Family(

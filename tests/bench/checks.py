@@ -1,5 +1,5 @@
 """Measure what the stage `checks` finds and costs: `python -m tests.bench.checks [--images 20000]`, which writes
-data/checks.md.
+data/docs/checks.md.
 
 The planted sets are those of the tests: near-duplicates of 2,000 different pictures, and blurred and badly exposed
 photographs.
@@ -19,7 +19,7 @@ import click
 import numpy as np
 from PIL import Image
 
-from data.experiments.tables import markdown
+from data.research.experiments.tables import markdown
 from pipeline.commands.query import answer
 from pipeline.project.project import Project
 from stages.text_to_image.checks.measures import SIDE, measure, measure_picture, near_pairs
@@ -27,7 +27,7 @@ from stages.text_to_image.checks.stage import ChecksConfig
 from tests import projects
 from tests.stages.text_to_image.checks import planted
 
-PAGE = projects.ROOT / "data" / "checks.md"
+PAGE = projects.ROOT / "data" / "docs" / "checks.md"
 USUAL = ChecksConfig()
 COPIES = 200  # near-duplicates of each kind
 PX = 512  # pixels along a side of the pictures whose cost is measured
@@ -141,7 +141,7 @@ def decoding() -> str:
 @click.option("--images", default=20_000, show_default=True, help="pictures whose cost is measured")
 @click.option("--different", default=2_000, show_default=True, help="different pictures among which near-duplicates are")
 def main(images: int, different: int) -> None:
-    """Measure everything and write data/checks.md. `images` is the number of pictures in the measurement of cost, and
+    """Measure everything and write data/docs/checks.md. `images` is the number of pictures in the measurement of cost, and
     `different` the number in that of near-duplicates.
     """
     near, curves, large = duplicates(different), markdown(HEAD, roc()), decoding()

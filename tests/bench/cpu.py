@@ -1,6 +1,7 @@
 """Training steps on a CPU beside PyTorch's: `python -m tests.bench.cpu --threads 1 --threads 2`.
 
-Both sides train LoRA on the transformer of `data/micro`, with equal shapes, targets and optimizer, in float32. PyTorch runs
+Both sides train LoRA on the transformer of `data/assets/micro`, with equal shapes, targets and optimizer, in float32. PyTorch
+runs
 diffusers' Flux2Transformer2DModel with peft. Each side is a process of its own, and the two take steps in turns. So other work on
 the machine slows both, and the least seconds of each can be compared. On a busy machine compare the CPU seconds of one thread:
 waiting for a core does not count in them.
@@ -24,7 +25,7 @@ import click
 from pipeline.process import peak_rss
 from tests.bench.environment import describe
 
-FAMILY, FOLDER = "micro", "data/micro/transformer"
+FAMILY, FOLDER = "micro", "data/assets/micro/transformer"
 SIDES = ("mlx", "torch")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 PASSIVE = {

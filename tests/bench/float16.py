@@ -54,7 +54,7 @@ def example() -> tuple[np.ndarray, np.ndarray]:
 
     record = family("micro")
     folder = Path(record.bundled)
-    files = sorted(Path("data/example/images").glob("*.webp"))[:IMAGES]
+    files = sorted(Path("data/projects/example/images").glob("*.webp"))[:IMAGES]
     autoencoder = record.architecture.load_autoencoder(folder / "vae", record, mx.float32)
     pictures = [np.asarray(Image.open(file).convert("RGB").resize((SIDE, SIDE)), np.float32) / 127.5 - 1 for file in files]
     latents = [np.array(autoencoder.encode(mx.array(each[None])))[0] for each in pictures]

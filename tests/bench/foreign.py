@@ -1,7 +1,8 @@
 """diffusers' own training script beside ours, on `micro`: `SCRIPT=path/of/the/script python -m tests.bench.foreign`.
 
 The script is train_dreambooth_lora_flux2_klein.py of huggingface/diffusers at the commit below. It runs unmodified, in a process
-of its own, on the training images of `data/example` with the settings that our run has. Its file is then measured by our code:
+of its own, on the training images of `data/projects/example` with the settings that our run has. Its file is then measured by
+our code:
 loss of held-out images, and scores of previews. It needs the packages datasets and peft. A stand-in serves where torchvision is
 not installed.
 """
@@ -27,7 +28,7 @@ COMMIT = "58eb52c0803ea9af3abec60841c2a093bdf1f951"
 SHA256 = "2c746004af6d4aa569d9bff3d32fce70afcb885cf00c7e00ab6abf9beda42225"
 NAME = "examples/dreambooth/train_dreambooth_lora_flux2_klein.py"
 ROOT = Path(__file__).parents[2]
-EXAMPLE, MICRO = ROOT / "data/example", ROOT / "data/micro"
+EXAMPLE, MICRO = ROOT / "data/projects/example", ROOT / "data/assets/micro"
 HELD = ("avocado.webp", "fire-truck.webp", "guitar.webp", "mushroom.webp")  # images that neither trains on
 BEFORE = ("images", "captions", "buckets", "latents", "embeddings")
 # Runs the script with the stand-in, which transformers must not take for torchvision: it asks once whether there is one.
@@ -77,7 +78,9 @@ def measure(command: list[str], log: Path, **variables: str) -> Finished:
 
 
 def our_settings(steps: int, seed: int, prompts: int) -> list[str]:
-    """Return the settings of our run that differ from those of `data/example`. `prompts` is the number of preview prompts."""
+    """Return the settings of our run that differ from those of `data/projects/example`. `prompts` is the number of preview
+    prompts.
+    """
     known = tomllib.loads((EXAMPLE / "project.toml").read_text())["captions"]["preview_prompts"]
     return [
         f"captions.preview_prompts={json.dumps(known[:prompts])}",
@@ -96,7 +99,7 @@ def our_settings(steps: int, seed: int, prompts: int) -> list[str]:
 
 
 def make_project(folder: Path, initial: Path | None = None) -> Path:
-    """Copy `data/example` into a folder and return it. `initial` is an adapter to copy too, as initial.safetensors."""
+    """Copy `data/projects/example` into a folder and return it. `initial` is an adapter to copy too, as initial.safetensors."""
     if not folder.exists():
         shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("tables", "exports", ".*"))
     if initial:
@@ -182,7 +185,7 @@ def results(folder: Path, changes: list[str], step: int) -> Row:
     """Return the mean loss of held-out images after `step`, and the style scores of the previews, of a project whose previews are
     scored: AUC against the base's previews, mean agreement, and mean nearness to real pictures.
     """
-    from data.experiments.agreement import with_agreement
+    from data.research.experiments.agreement import with_agreement
     from pipeline.commands.text_to_image.evaluate import auc
     from pipeline.project.project import Project
 

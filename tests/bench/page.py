@@ -1,4 +1,4 @@
-"""The rows of the benchmark as a Markdown page: `python -m tests.bench.measure --table data/bench.jsonl`.
+"""The rows of the benchmark as a Markdown page: `python -m tests.bench.measure --table data/measurements/bench.jsonl`.
 
 The page has a table that compares one family with PyTorch, a table of training steps per family, one for encoding and
 reading, and the sections of `tests.bench.costs`.
@@ -18,8 +18,9 @@ FUSED = 128  # cuDNN's fused attention needs a multiple of so many tokens
 INTRODUCTION = """\
 # Benchmark
 
-Generated from bench.jsonl by `python -m tests.bench.measure --table data/bench.jsonl`. `tests/bench/gpu.sh` measures all of it
-on a CUDA machine; `make bench` measures a few small cases on any machine, and `python -m tests.bench.measure --case` any other.
+Generated from bench.jsonl by `python -m tests.bench.measure --table data/measurements/bench.jsonl`. `tests/bench/gpu.sh`
+measures all of it on a CUDA machine; `make bench` measures a few small cases on any machine, and
+`python -m tests.bench.measure --case` any other.
 On CUDA every run starts without compiled kernels, so the first step of its first case includes their compilation.
 """
 COMPARISON = """\

@@ -9,7 +9,7 @@ from tests.bench.labels import Row, origin
 INTRODUCTION = """\
 # Benchmark of the retriever
 
-Generated from bench-retriever.jsonl by `python -m tests.bench.retriever --table data/bench-retriever.jsonl`.
+Generated from bench-retriever.jsonl by `python -m tests.bench.retriever --table data/measurements/bench-retriever.jsonl`.
 `python -m tests.bench.retriever` measures. Weights and token ids are random and every token is real. PyTorch "transformers" is
 `T5EncoderModel` with the same LoRA. Seconds are medians. Encoding is of documents alone. A limit is the memory at which MLX
 starts no further operation until an earlier one has ended. On a CPU, the peak is of the whole process.

@@ -1,4 +1,6 @@
-"""The estimates of memory beside the peaks that data/bench.jsonl holds, computed again from shapes for the same device."""
+"""The estimates of memory beside the peaks that data/measurements/bench.jsonl holds, computed again from shapes for the same
+device.
+"""
 
 import json
 from collections import Counter
@@ -17,7 +19,9 @@ from stages.text_to_image.train.memory import BatchShape, ImageEstimator
 from stages.text_to_image.train.profile import profile_settings
 from tests.bench.labels import configuration, name, size
 
-ROWS = [json.loads(line) for line in (Path(__file__).parents[2] / "data" / "bench.jsonl").read_text().splitlines()]
+ROWS = [
+    json.loads(line) for line in (Path(__file__).parents[2] / "data" / "measurements" / "bench.jsonl").read_text().splitlines()
+]
 CLOSE = 0.1  # share of the measured peak
 FORMER = 32  # MB of a strip in rows that do not name it
 STAGES = ("draw", "autoencoder", "decode", "text_encoder")

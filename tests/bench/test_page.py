@@ -1,4 +1,4 @@
-"""The benchmark's page: its tables, its ratios, and that it is made from the rows in data/bench.jsonl."""
+"""The benchmark's page: its tables, its ratios, and that it is made from the rows in data/measurements/bench.jsonl."""
 
 import json
 from dataclasses import asdict
@@ -13,13 +13,13 @@ GPU = {"chip": "NVIDIA X", "version": "1", "date": "2026-01-01", "commit": "abc1
 
 
 def test_the_page_on_disk_is_made_from_its_rows():
-    rows = [json.loads(text) for text in (DATA / "bench.jsonl").read_text().splitlines()]
-    assert (DATA / "bench.md").read_text() == "\n".join(page(rows)) + "\n"
+    rows = [json.loads(text) for text in (DATA / "measurements" / "bench.jsonl").read_text().splitlines()]
+    assert (DATA / "docs" / "bench.md").read_text() == "\n".join(page(rows)) + "\n"
 
 
 def test_the_page_of_the_retriever_is_made_from_its_rows():
-    rows = [json.loads(text) for text in (DATA / "bench-retriever.jsonl").read_text().splitlines()]
-    assert (DATA / "bench-retriever.md").read_text() == "\n".join(retriever_page(rows)) + "\n"
+    rows = [json.loads(text) for text in (DATA / "measurements" / "bench-retriever.jsonl").read_text().splitlines()]
+    assert (DATA / "docs" / "bench-retriever.md").read_text() == "\n".join(retriever_page(rows)) + "\n"
 
 
 def test_rows_become_a_page_with_a_line_per_configuration_and_a_column_per_size():

@@ -35,7 +35,7 @@ def test_files_of_random_weights_go_through_every_stage(tmp_path: Path, cases: C
 
 
 def test_no_recorded_load_took_more_than_the_packed_size_and_three_gigabytes() -> None:
-    rows = [json.loads(line) for line in (ROOT / "data" / "true_shapes.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (ROOT / "data" / "measurements" / "true_shapes.jsonl").read_text().splitlines()]
     loads = [row for row in rows if "load_peak_gb" in row]
     assert {row["family"] for row in loads} == {"klein-base-4b", "klein-base-9b", "dev"}
     assert all(row["load_peak_gb"] <= row["loaded_gb"] + 3 for row in loads)
@@ -44,6 +44,6 @@ def test_no_recorded_load_took_more_than_the_packed_size_and_three_gigabytes() -
 
 
 def test_the_recorded_process_that_encoded_captions_stayed_within_the_announced_memory() -> None:
-    rows = [json.loads(line) for line in (ROOT / "data" / "true_shapes.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (ROOT / "data" / "measurements" / "true_shapes.jsonl").read_text().splitlines()]
     [row] = [row for row in rows if "machine" in row and row.get("stage") == "embeddings"]
     assert row["process_peak_gb"] <= row["estimate_gb"] + PROGRAM_BYTES / 1e9

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from data.experiments.in_memory import MemoryTables
+from data.research.experiments.in_memory import MemoryTables
 from pipeline.project import outlook
 from pipeline.project.project import Project
 from stages.models.family import Family

@@ -17,7 +17,7 @@ from tests import projects
 
 pytestmark = pytest.mark.slow
 
-EXAMPLE = projects.ROOT / "data" / "example" / "images"
+EXAMPLE = projects.ROOT / "data" / "projects" / "example" / "images"
 COLOURS = {
     "blue": (44, 104, 216),
     "yellow": (255, 218, 62),

@@ -7,7 +7,7 @@ import pytest
 from pipeline.project.project import Project
 from tests import projects
 
-FOLDERS = (projects.ROOT / "data" / "example", projects.MATERIAL)
+FOLDERS = (projects.ROOT / "data" / "projects" / "example", projects.MATERIAL)
 
 
 @pytest.fixture(scope="module", params=FOLDERS, ids=lambda folder: folder.name)

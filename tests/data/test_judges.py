@@ -1,4 +1,4 @@
-"""data/judges: the stored weights are small and come from the released ones; the stored texts cover the example."""
+"""data/assets/judges: the stored weights are small and come from the released ones; the stored texts cover the example."""
 
 import json
 import re
@@ -10,11 +10,12 @@ import torch
 from safetensors.numpy import save_file
 from torch.nn import functional
 
-from data.experiments.agreement import TEXT_VECTORS, Agreement, TextVectors, with_agreement
-from data.judges import compare, convert, texts
+from data import ASSETS, EXAMPLE
+from data.research.experiments.agreement import TEXT_VECTORS, Agreement, TextVectors, with_agreement
+from data.research.judges import compare, convert, texts
 from stages.hashing import file_sha256
 from stages.models.efficientnet import SIDE, EfficientNet, dequantise, layers
-from stages.text_to_image.scores.measures import IMAGE_WEIGHTS, JUDGES, ImageEncoder
+from stages.text_to_image.scores.measures import IMAGE_WEIGHTS, ImageEncoder
 
 
 def released(seed: int) -> dict[str, np.ndarray]:
@@ -29,7 +30,7 @@ def released(seed: int) -> dict[str, np.ndarray]:
 
 
 def test_the_stored_weights_are_small_and_those_that_the_readme_names():
-    readme = (JUDGES / "README.md").read_text()
+    readme = (ASSETS / "judges" / "README.md").read_text()
     assert IMAGE_WEIGHTS.stat().st_size <= 3_600_000
     assert file_sha256(IMAGE_WEIGHTS) in readme and file_sha256(TEXT_VECTORS) in readme
     assert convert.SOURCE_SHA256 in readme and texts.SOURCE_SHA256 in readme
@@ -37,7 +38,7 @@ def test_the_stored_weights_are_small_and_those_that_the_readme_names():
 
 
 def test_the_readme_shows_differences_of_auc_within_the_limit():
-    rows = re.findall(r"\| AUC of (\w+) \| ([\d.]+) \| ([\d.]+) \|", (JUDGES / "README.md").read_text())
+    rows = re.findall(r"\| AUC of (\w+) \| ([\d.]+) \| ([\d.]+) \|", (ASSETS / "judges" / "README.md").read_text())
     assert [name for name, _, _ in rows] == ["style", "real"]
     assert all(abs(float(one) - float(other)) <= 0.005 for _, one, other in rows)
 
@@ -104,13 +105,13 @@ def test_the_comparison_names_what_differs():
     assert found[0] == ("AUC of style", "1.0000", "0.0000", "-1.0000") and found[1][3] == "+0.0000"
 
 
-EXAMPLE = JUDGES.parent / "example" / "references"
-REAL = [json.loads(line) for line in (EXAMPLE / "metadata.jsonl").read_text().splitlines()]
+REFERENCES = EXAMPLE / "references"
+REAL = [json.loads(line) for line in (REFERENCES / "metadata.jsonl").read_text().splitlines()]
 
 
 def test_a_real_picture_ranks_its_own_text_far_better_than_by_chance():
     rows = [{"kind": "real", "prompt": f"ohwx, {row['text']}", "path": row["file_name"]} for row in REAL[:12]]
-    found = with_agreement(rows, EXAMPLE, EXAMPLE, "ohwx")
+    found = with_agreement(rows, REFERENCES, REFERENCES, "ohwx")
     assert np.mean([row["agreement_rank"] for row in found]) < 4, "6.5 by chance"
     assert np.mean([row["agreement"] for row in found]) > 0.1
 

@@ -12,7 +12,7 @@ from pipeline.project.project import Project
 from tests import projects
 
 pytestmark = pytest.mark.slow
-EXAMPLE = projects.ROOT / "data" / "example"
+EXAMPLE = projects.ROOT / "data" / "projects" / "example"
 PROMPTS = 6
 SHORT = (
     "train.schedule.decay_steps=20",

@@ -17,7 +17,7 @@ from pipeline.commands.query import answer
 from pipeline.project.project import Project
 from tests import projects
 
-EXAMPLE = projects.ROOT / "data" / "example" / "images"
+EXAMPLE = projects.ROOT / "data" / "projects" / "example" / "images"
 CONFIG = """
 [project]
 family = "micro"

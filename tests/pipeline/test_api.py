@@ -152,7 +152,7 @@ def test_importing_the_api_costs_little_more_than_pyarrow_and_loads_nothing_heav
 
 EXAMPLE = """
 from pipeline import Project
-p = Project("data/example", {"train.steps": 200})
+p = Project("data/projects/example", {"train.steps": 200})
 p.run("train", upstream=True)
 rows = p["images"].to_arrow(); key = p["latents"].to_arrow()["latent_id"][0].as_py()
 x = p["latents"][key]
@@ -162,7 +162,7 @@ p.sql("select * from images"); p.status(); p.adapter().generate("ohwx, a lion", 
 
 @pytest.mark.slow
 def test_the_example_of_the_documentation_runs(tmp_path, tiny_weights):
-    folder = projects.make(tmp_path / "data" / "example", tiny_weights, images=2)
+    folder = projects.make(tmp_path / "data" / "projects" / "example", tiny_weights, images=2)
     projects.edit(folder, "checkpoint_every = 2", "checkpoint_every = 10")
     projects.edit(folder, "[64, 96]", "[64]")
     projects.edit(folder, "width = 64\nheight = 64", "width = 32\nheight = 32")
@@ -201,7 +201,11 @@ print("FAILED", failed)
 @pytest.mark.slow
 def test_the_notebook_of_the_example_runs_cell_by_cell_in_a_thread(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "project", tiny_weights, images=3)
-    text = (projects.ROOT / "data" / "example" / "notebook.py").read_text().replace("data/example", str(folder))
+    text = (
+        (projects.ROOT / "data" / "projects" / "example" / "notebook.py")
+        .read_text()
+        .replace("data/projects/example", str(folder))
+    )
     words = [sys.executable, "-c", NOTEBOOK, *cells(text.replace('"train.steps": 200', '"train.steps": 4'))]
     done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, timeout=projects.HANG)
     assert "FAILED []" in done.stdout, done.stdout + done.stderr

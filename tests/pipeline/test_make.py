@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from pipeline.options import split_overrides
-from pipeline.project.paths import CHECKOUT, shell_path
+from pipeline.project.paths import shell_path
+from stages.bundled import CHECKOUT
 from tests import projects
 
 # Below `make test`, an inner make would print "Entering directory" and take over the options of the outer one.
@@ -61,9 +62,17 @@ def test_quotes_dollars_and_spaces_survive_make(target, variable, value):
 
 
 def test_one_variable_feeds_one_option_of_a_command():
-    assert through_make("runs", "RUN=1a2b", "NAME=fast") == ["runs", "-p", "data/example", "--name", "fast", "--", "1a2b"]
+    assert through_make("runs", "RUN=1a2b", "NAME=fast") == [
+        "runs",
+        "-p",
+        "data/projects/example",
+        "--name",
+        "fast",
+        "--",
+        "1a2b",
+    ]
     assert through_make("compare", "RUNS=slow fast")[-3:] == ["--", "slow", "fast"]
-    assert through_make("export", "RUN=1a2b") == ["export", "-p", "data/example", "--run", "1a2b"]
+    assert through_make("export", "RUN=1a2b") == ["export", "-p", "data/projects/example", "--run", "1a2b"]
 
 
 def test_variables_of_the_environment_other_than_the_project_are_not_read():
@@ -88,7 +97,7 @@ def test_what_make_gives_to_a_command_it_does_not_give_to_the_stages_before():
 
 def test_make_segments_names_the_steps_and_the_settings():
     assert through_make("segments", "EVERY=5", "SET=train.lr=1") == [
-        *("segments", "--every", "5", "-p", "data/example", "--set", "train.lr=1")
+        *("segments", "--every", "5", "-p", "data/projects/example", "--set", "train.lr=1")
     ]
 
 

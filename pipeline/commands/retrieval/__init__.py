@@ -23,7 +23,7 @@ roots = [{code}]  # folders, or packages such as "package:stdlib"; only read, ne
 # [train]
 {train}
 """
-TUNING = {"steps": 40, "batch_size": 64, "lr": 0.001}  # the short recipe of data/library/README.md
+TUNING = {"steps": 40, "batch_size": 64, "lr": 0.001}  # the short recipe of data/docs/library.md
 
 
 def project_toml(options: Mapping[str, str]) -> str:

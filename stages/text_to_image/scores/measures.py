@@ -1,4 +1,6 @@
-"""What pictures are compared by: the features of EfficientNet-Lite0, in data/judges, and where they lie between two groups."""
+"""What pictures are compared by: the features of EfficientNet-Lite0, in data/assets/judges, and where they lie between two
+groups.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ import numpy as np
 from PIL import Image
 from safetensors import safe_open
 
+from stages.bundled import CHECKOUT, JUDGES
 from stages.models.efficientnet import FEATURES, SIDE, EfficientNet
 from stages.text_to_image.imaging.decode import open_image
 
-JUDGES = Path(__file__).parents[3] / "data" / "judges"
-IMAGE_WEIGHTS = JUDGES / "efficientnet-lite0.safetensors"
+IMAGE_WEIGHTS = CHECKOUT / JUDGES / "efficientnet-lite0.safetensors"
 D = FEATURES  # numbers in the feature vector of an image
 
 
@@ -27,7 +29,7 @@ class ImageEncoder:
 
     @classmethod
     def load(cls, file: Path = IMAGE_WEIGHTS) -> ImageEncoder:
-        """Raises ValueError if `file`, which data/judges/convert.py writes, is damaged or holds another network."""
+        """Raises ValueError if `file`, which data/research/judges/convert.py writes, is damaged or holds another network."""
         network = EfficientNet.load(file)
         with safe_open(file, framework="numpy") as opened:
             return cls(network, (opened.metadata() or {}).get("source_sha256", ""))

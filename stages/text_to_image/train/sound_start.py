@@ -12,7 +12,8 @@ from stages.text_to_image.train.config import LossConfig
 from stages.tuner.diffusion import weight
 from stages.tuner.task import ExpectedLoss, Row
 
-# The loss alone does not show every mistake. With the model `micro` on data/example, other hidden states of the text encoder
+# The loss alone does not show every mistake. With the model `micro` on data/projects/example, other hidden states of the text
+# encoder
 # change it by 2 %, padding at the wrong end by 10 %, and FLUX.1's normalisation of latents by 37 %: less than another data
 # set does. So latents and embeddings are checked by themselves.
 CROPS, CAPTIONS = 16, 4  # latents and embeddings that are looked at

@@ -104,7 +104,7 @@ def gathers_large_command_buffers() -> bool:
 
 def configure_scheduler() -> None:
     """Sets MLX's environment variables, unless the user did, for less memory and time. Before the first MLX operation."""
-    # Smaller batches of operations free their arrays earlier: data/bench.md compares the peaks.
+    # Smaller batches of operations free their arrays earlier: data/docs/bench.md compares the peaks.
     if gathers_large_command_buffers():
         os.environ.setdefault(BUFFER_VARIABLE, BUFFER_MB)
     # By default, MLX computes a graph with many results depth first, and cores wait for each other.

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from data.experiments import experiments, report, results, runs, scoring
-from data.experiments.charts import CHARTS
-from data.experiments.tables import DROPOUT_LABELS
+from data.research.experiments import experiments, report, results, runs, scoring
+from data.research.experiments.charts import CHARTS
+from data.research.experiments.tables import DROPOUT_LABELS
 from pipeline.plots import TEXT_CHUNK, plotted
 from pipeline.project import config
 from pipeline.project.project import Project
 
-RESULTS = results.read(report.FOLDER)
+RESULTS = results.read()
 
 
 def test_the_tables_of_the_page_are_made_from_the_results():
@@ -38,7 +38,7 @@ def test_every_figure_of_the_page_is_there_and_small():
 
 
 def test_the_results_are_of_the_pictures_that_are_there():
-    """Where this fails, the example has changed: run data.experiments.experiments, and read what the page then says."""
+    """Where this fails, the example has changed: run data.research.experiments.experiments, and read what the page then says."""
     assert RESULTS.select(what="data")[0]["sha256"] == runs.fingerprint()
 
 

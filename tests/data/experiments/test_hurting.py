@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.experiments.hurting import BAD, IMAGES, excess, plant
+from data.research.experiments.hurting import BAD, IMAGES, excess, plant
 from pipeline.commands.catalog import open_catalog
 from tests.pipeline.commands.test_views import drawn
 

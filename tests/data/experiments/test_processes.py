@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from data.experiments.processes import run_all
+from data.research.experiments.processes import run_all
 
 
 def work(row, folder):

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from data.experiments import recipes, recipes_page
-from data.experiments.in_memory import MemoryTables
+from data import DATA, DOCS, MEASUREMENTS
+from data.research.experiments import recipes, recipes_page
+from data.research.experiments.in_memory import MemoryTables
 from pipeline.project.project import Project
 from pipeline.project.stage_run import ArrayReader
 from tests import harness, projects
 
-ROWS = recipes.read_rows(recipes_page.FOLDER / recipes_page.ROWS)
+ROWS = recipes.read_rows(MEASUREMENTS / "recipes.jsonl")
 
 
 def test_all_recipes_are_valid_and_train_on_the_same_number_of_samples():
@@ -29,7 +30,7 @@ def test_the_rows_of_a_recipe_were_made_with_its_settings_and_three_seeds():
 
 
 def test_the_page_of_the_recipes_is_made_from_the_rows():
-    text = (recipes_page.FOLDER / recipes_page.PAGE).read_text()
+    text = (DOCS / "experiments" / recipes_page.PAGE).read_text()
     assert recipes_page.with_table(text, "recipes", recipes_page.table(ROWS)) == text
 
 
@@ -61,5 +62,5 @@ def test_stages_in_memory_compute_the_rows_that_the_runner_stores(tmp_path, tiny
 
 @pytest.mark.parametrize("column", recipes.COLUMNS)
 def test_the_example_over_three_seeds_keeps_what_the_readme_says(column):
-    found = recipes.interval(recipes.read_rows(recipes_page.FOLDER / "example.jsonl")["data/example"], column)
-    assert str(found) in (recipes_page.FOLDER.parents[1] / "README.md").read_text()
+    found = recipes.interval(recipes.read_rows(MEASUREMENTS / "example.jsonl")["data/projects/example"], column)
+    assert str(found) in (DATA.parent / "README.md").read_text()

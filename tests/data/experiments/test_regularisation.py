@@ -2,9 +2,10 @@
 
 import pytest
 
-from data.experiments import regularisation
-from data.experiments.recipes import COLUMNS, EXAMPLE
-from data.experiments.regularisation import KINDS, PLAIN, RUNS
+from data import DOCS, MEASUREMENTS
+from data.research.experiments import regularisation
+from data.research.experiments.recipes import COLUMNS, EXAMPLE
+from data.research.experiments.regularisation import KINDS, PLAIN, RUNS
 from pipeline.project.project import Project
 
 
@@ -36,5 +37,5 @@ def test_the_table_has_a_line_for_each_run_and_its_cost_beside_the_plain_run():
 
 
 def test_the_page_shows_the_committed_rows():
-    page = EXAMPLE.parent / "experiments" / "regularisation.md"
-    assert regularisation.table(regularisation.read_rows(page.with_suffix(".jsonl"))) in page.read_text()
+    rows = regularisation.read_rows(MEASUREMENTS / "regularisation.jsonl")
+    assert regularisation.table(rows) in (DOCS / "experiments" / "regularisation.md").read_text()

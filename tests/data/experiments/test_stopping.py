@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from data.experiments import stopping
-from data.experiments.recipes import COLUMNS, EXAMPLE
-from data.experiments.report import with_table
+from data.research.experiments import stopping
+from data.research.experiments.recipes import COLUMNS, EXAMPLE
+from data.research.experiments.report import with_table
 from pipeline.project.project import Project
 
 DATA = Path(__file__).parents[3] / "data"
@@ -26,8 +26,8 @@ def test_the_table_has_a_line_for_each_checkpoint_with_the_mean_over_the_seeds()
 
 
 def test_the_page_on_checkpoints_is_made_from_the_rows_and_long_training_is_no_worse_by_them():
-    rows = stopping.read_rows(DATA / "experiments" / "stopping.jsonl")
-    text = (DATA / "checkpoints.md").read_text()
+    rows = stopping.read_rows(DATA / "measurements" / "stopping.jsonl")
+    text = (DATA / "docs" / "checkpoints.md").read_text()
     assert with_table(text, "stopping", stopping.table(rows)) == text
     first, last = ([row for row in rows if row["step"] == step] for step in (900, 3600))
     assert len(first) == len(last) == 3

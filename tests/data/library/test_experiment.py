@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from data.library import by_mlx, by_torch, experiment
+from data.research.library import by_mlx, by_torch, experiment
 from stages.retrieval.search.maxsim import TokenMatrix
 from tests.stages.retrieval import project as small
 

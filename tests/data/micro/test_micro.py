@@ -1,4 +1,4 @@
-"""The bundled family in data/micro: its size, its record, and diffusers, which draws the same pictures with it."""
+"""The bundled family in data/assets/micro: its size, its record, and diffusers, which draws the same pictures with it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from stages.tuner import checkpoint
 from stages.tuner.adapters.targets import fresh_adapter, select_targets
 
 MICRO = family("micro")
-FOLDER = Path(__file__).parents[3] / "data" / "micro"
+FOLDER = Path(__file__).parents[3] / "data" / "assets" / "micro"
 CARD = (FOLDER / "README.md").read_text(encoding="utf-8")
 MOST = 28_000_000  # largest size of the folder, bytes
 APPLE, OWL = "a red apple on a blue background", "an owl on a yellow background"
@@ -206,7 +206,7 @@ def test_the_model_cards_code_draws_a_picture_with_the_familys_numbers(monkeypat
     said = {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+)=([\d.]+|\([\d, ]+\)),\n", code)}
     assert said["guidance_scale"] == MICRO.guidance and said["num_inference_steps"] == MICRO.sampling_steps
     assert said["max_sequence_length"] == MICRO.text_tokens and said["text_encoder_out_layers"] == MICRO.text_layers
-    monkeypatch.chdir(FOLDER.parents[1])
+    monkeypatch.chdir(FOLDER.parents[2])
     scope: dict[str, Any] = {}
     exec(code.replace("steps=24", "steps=1"), scope)
     assert scope["picture"].size == (said["width"], said["height"])
@@ -224,15 +224,15 @@ def test_the_model_card_has_the_parameters_and_bytes_of_the_files() -> None:
 def test_the_training_logs_its_arguments_without_naming_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from data.micro.training import train
-    from data.micro.training.journal import Journal
+    from data.research.micro import train
+    from data.research.micro.journal import Journal
 
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)  # other tests compute exactly
     given = {"--sprites": tmp_path / "sprites.zip", "--work": tmp_path, "--start": tmp_path / "old", "--seed": 5}
     train._set_up(train.arguments([str(word) for pair in given.items() for word in pair]), Journal(tmp_path / "log.jsonl"))
     (said,) = (json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines())
     assert said["seed"] == 5 and said["start"] == "old"
-    for log in (tmp_path / "log.jsonl", FOLDER / "training" / "log.jsonl"):
+    for log in (tmp_path / "log.jsonl", FOLDER.parents[1] / "research" / "micro" / "log.jsonl"):
         assert not re.search(r"[/\\]", log.read_text(encoding="utf-8"))
 
 

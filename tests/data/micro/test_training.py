@@ -13,8 +13,8 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from data.micro.training import autoencoder, base, draw, optimizer, tokenizer, train
-from data.micro.training import model as parts
+from data.research.micro import autoencoder, base, draw, optimizer, tokenizer, train
+from data.research.micro import model as parts
 from stages.models import random_model
 from stages.models.flux2 import sampling
 from stages.models.flux2.load import load_autoencoder, load_flux2

@@ -13,12 +13,12 @@ import pytest
 import torch
 from PIL import Image
 
-from data.micro.training.captions import caption, phrase, plain
-from data.micro.training.choice import CHOICE, EXAMPLE, HELD_OUT, TWINS, entries
-from data.micro.training.compose import COLOURS, SHAPES, compose, load_splits, load_sprites
+from data.research.micro.captions import caption, phrase, plain
+from data.research.micro.choice import CHOICE, EXAMPLE, HELD_OUT, TWINS, entries
+from data.research.micro.compose import COLOURS, SHAPES, compose, load_splits, load_sprites
 from stages.text_to_image.buckets import choose_bucket
 
-CONCEPTS = Path(__file__).parents[3] / "data" / "micro" / "concepts.jsonl"
+CONCEPTS = Path(__file__).parents[3] / "data" / "research" / "micro" / "concepts.jsonl"
 ALL_SHAPES = [shape for shapes in SHAPES.values() for shape in shapes]
 BLUE, RED = (0.0, 0.0, 1.0), (1.0, 0.0, 0.0)
 

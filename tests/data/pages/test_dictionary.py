@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from data.pages.dictionary import FILE, render
+from data.research.pages.dictionary import FILE, render
 from stages.text_to_image import PIPELINE
 
 

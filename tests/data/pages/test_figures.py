@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.pages.figures import FIGURES, FOLDER, defaults, loss_weights, noise_levels, write
+from data.research.pages.figures import FIGURES, FOLDER, defaults, loss_weights, noise_levels, write
 from pipeline.plots import TEXT_CHUNK, plotted
 from stages.text_to_image.train.config import NoiseConfig
 from stages.tuner.diffusion import BASES, WEIGHTS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from data.pages import commit_plan, machines
-from data.pages.commit_plan import Ceiling, Plan, simulate
+from data.research.pages import commit_plan, machines
+from data.research.pages.commit_plan import Ceiling, Plan, simulate
 from pipeline.store import shards
 from pipeline.store import table as store_table
 

@@ -1,11 +1,11 @@
-"""data/macs.md: the page is what the command writes, and its budgets are those of the program."""
+"""data/docs/macs.md: the page is what the command writes, and its budgets are those of the program."""
 
 import re
 import sys
 
 import mlx.core as mx
 
-from data.pages import macs
+from data.research.pages import macs
 from stages.tuner.blockwise import device
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from data.pages.recipe import FILE, RIVALS, render, rivals_table, settings_tables
-from data.pages.settings import defaults, entries, in_toml, in_words
+from data.research.pages.recipe import FILE, RIVALS, render, rivals_table, settings_tables
+from data.research.pages.settings import defaults, entries, in_toml, in_words
 from pipeline.project import config
 from stages.settings import runtime, setting
 from stages.text_to_image import PIPELINE

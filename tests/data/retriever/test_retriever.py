@@ -1,11 +1,11 @@
-"""The folder data/retriever: its size, and the licences of what it was trained on."""
+"""The folder data/assets/retriever: its size, and the licences of what it was trained on."""
 
 import re
-from pathlib import Path
 
-from data.retriever.training import corpus, packages
+from data import ASSETS
+from data.research.retriever import corpus, packages
 
-FOLDER = Path(corpus.__file__).parents[1]
+FOLDER = ASSETS / "retriever"
 MOST_BYTES = 7_500_000
 
 

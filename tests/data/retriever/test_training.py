@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, T5Config, T5EncoderModel
 
-from data.retriever.training import corpus, export, judge, maxsim, packages, tokenizer, train
-from data.retriever.training.batches import END, NAME, Batches, Texts, load
-from data.retriever.training.extract import functions, is_query, sentences
-from data.retriever.training.model import Encoder, Sizes, buckets
+from data.research.retriever import corpus, export, judge, maxsim, packages, tokenizer, train
+from data.research.retriever.batches import END, NAME, Batches, Texts, load
+from data.research.retriever.extract import functions, is_query, sentences
+from data.research.retriever.model import Encoder, Sizes, buckets
 
 TINY = Sizes(pieces=300, width=32, layers=2, heads=2, head=8, inner=24, output=16, dropout=0.0)
 SOURCE = '''

@@ -13,14 +13,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, T5Config, T5EncoderModel
 
-from data.retriever.training import corpus, export
-from data.retriever.training.extract import functions
+from data import ASSETS
+from data.research.retriever import export
+from data.research.retriever.extract import functions
 from pipeline.project.weights import resolve
 from stages.models.t5.model import rms_norm
 from stages.retrieval.encoder import Encoder, load_encoder
 from stages.retrieval.families import FAMILIES
 
-FOLDER = Path(corpus.__file__).parents[1]
+FOLDER = ASSETS / "retriever"
 FAMILY = FAMILIES["retriever-micro"]
 ASKED = {
     "textwrap dedent": "Remove any common leading whitespace from every line in text.",

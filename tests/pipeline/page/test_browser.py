@@ -68,7 +68,7 @@ def served(folder: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """The example after a short run with held-out images."""
-    folder = projects.copied(projects.ROOT / "data" / "example", tmp_path_factory.mktemp("browser") / "example")
+    folder = projects.copied(projects.ROOT / "data" / "projects" / "example", tmp_path_factory.mktemp("browser") / "example")
     text = (folder / "project.toml").read_text()
     for old, new in {"steps = 600": f"steps = {STEPS}", "checkpoint_every = 200": "checkpoint_every = 6"}.items():
         assert old in text

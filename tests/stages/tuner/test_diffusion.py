@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import stages  # noqa: F401  a fast BLAS, before MLX
-from data.pages.recipe import RIVALS
+from data.research.pages.recipe import RIVALS
 from stages.tuner import diffusion, draws
 from stages.tuner.diffusion import BASES, WEIGHTS, Shift, SigmaDistribution, WeightName, stratified_uniform, weight
 

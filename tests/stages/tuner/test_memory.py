@@ -151,7 +151,7 @@ def test_more_kept_blocks_never_need_less():
 
 def measured_on_a_gpu() -> list[dict]:
     """Training steps at full size from the benchmark, the last of each configuration."""
-    rows = [json.loads(line) for line in (ROOT / "data" / "bench.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (ROOT / "data" / "measurements" / "bench.jsonl").read_text().splitlines()]
     ours = [row for row in rows if row["kind"] == "train" and row["backend"] == "mlx" and row.get("peak_gb")]
     held = [row for row in ours if row["plan"] != "plain" and row["buffer_mb"] == BUFFER_MB]  # as in training
     setup = ("family", "width", "height", "plan", "bits", "optimizer", "unfused", "buffer_mb", "stream")

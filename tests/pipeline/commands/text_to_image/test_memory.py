@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data.pages import recipe
+from data.research.pages import recipe
 from pipeline import runner
 from pipeline.commands.clean import clean
 from pipeline.commands.query import Limits, run_query

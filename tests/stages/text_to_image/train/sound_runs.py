@@ -32,7 +32,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from data.experiments.in_memory import MemoryTables
+from data.research.experiments.in_memory import MemoryTables
 from pipeline.project.project import Project
 from schemas.text_to_image import buckets, captions, embeddings, images, latents
 from stages.models.family import Family
@@ -49,7 +49,7 @@ from tests.projects import ROOT
 from tests.stages.text_to_image.train.runs import rows_of
 
 LOG = logging.getLogger("sound_runs")
-MICRO, WEIGHTS = family("micro"), ROOT / "data" / "micro"
+MICRO, WEIGHTS = family("micro"), ROOT / "data" / "assets" / "micro"
 SIDE, CROPS = 128, 12
 CONFIG = TrainConfig(steps=50, batch_size=4, rank=4, precision="float32", checkpoint_every=1000)
 RATES = {"adamw": 1e-4, "adamw8bit": 1e-4, "adafactor": 1e-4, "lion": 2e-5, "prodigy": 1.0}
@@ -108,7 +108,7 @@ MISTAKES = {
 @functools.cache
 def pictures() -> tuple[list[np.ndarray], list[str]]:
     """Return pixels and captions of the example."""
-    folder = ROOT / "data" / "example" / "images"
+    folder = ROOT / "data" / "projects" / "example" / "images"
     rows = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()][:CROPS]
     return [np.asarray(Image.open(folder / row["file_name"]).convert("RGB").resize((SIDE, SIDE))) for row in rows], [
         row["text"] for row in rows

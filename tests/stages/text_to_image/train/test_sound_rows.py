@@ -1,4 +1,6 @@
-"""The rows of data/sound_runs.jsonl: what sound runs and runs with a planted mistake did on the bundled model `micro`."""
+"""The rows of data/measurements/sound_runs.jsonl: what sound runs and runs with a planted mistake did on the bundled model
+`micro`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 from tests.projects import ROOT
 from tests.stages.text_to_image.train.sound_runs import guidance_cases, long_cases, planted_cases, sound_cases
 
-ROWS = [json.loads(line) for line in (ROOT / "data" / "sound_runs.jsonl").read_text().splitlines()]
+ROWS = [json.loads(line) for line in (ROOT / "data" / "measurements" / "sound_runs.jsonl").read_text().splitlines()]
 CASES = [*long_cases(), *guidance_cases(), *sound_cases(), *planted_cases()]
 
 

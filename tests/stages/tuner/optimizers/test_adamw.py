@@ -51,8 +51,8 @@ def test_the_state_is_flat_and_of_arrays_only():
 
 BLOCKS = 32
 STEPS = (50, 300)
-BOUNDS = {0.0: (0.016, 0.016), 1.0: (0.035, 0.052)}  # by spread, after STEPS; data/recipe.md states them
-PAGE = (Path(__file__).parents[4] / "data" / "recipe.md").read_text(encoding="utf-8")
+BOUNDS = {0.0: (0.016, 0.016), 1.0: (0.035, 0.052)}  # by spread, after STEPS; data/docs/recipe.md states them
+PAGE = (Path(__file__).parents[4] / "data" / "docs" / "recipe.md").read_text(encoding="utf-8")
 
 
 def drift(spread: float, steps: tuple[int, ...]) -> tuple[list[float], float]:

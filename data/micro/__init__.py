@@ -1,1 +1,0 @@
-"""The bundled model `micro` in the diffusers layout, and in `training` the scripts that made it. See README.md."""

@@ -1,0 +1,1 @@
+"""Scripts that made the bundled models, the experiments and the generated pages, through the public API."""

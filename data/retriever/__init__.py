@@ -1,1 +1,0 @@
-"""The bundled model `retriever-micro`, a small encoder for code search, and in `training` the scripts that made it."""

@@ -1,0 +1,6 @@
+"""The folders of data/assets that the program reads, relative to the checkout."""
+
+from pathlib import Path
+
+CHECKOUT = Path(__file__).parents[1]  # the repository's folder, where `make` runs
+MICRO, RETRIEVER, JUDGES = (f"data/assets/{name}" for name in ("micro", "retriever", "judges"))
