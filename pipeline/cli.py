@@ -36,7 +36,7 @@ class Commands(click.Group):
     """Commands of latentmill, of the built-in pipelines, and of the pipeline of the user's project."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        from pipeline.project.parse import nearest
+        from stages.settings import nearest
 
         # They choose the project, which may bring a pipeline with commands of its own.
         ctx.meta["arguments"] = args
@@ -121,10 +121,11 @@ def own_pipeline(arguments: Sequence[str]) -> str:
     folder = PROJECT(reader).make_context("latentmill", list(arguments), resilient_parsing=True).params["path"]
     if not Path(folder, "project.toml").is_file():  # the usual case for --help; saves the import
         return ""
-    from pipeline.project.config import pipeline_name, read
+    from pipeline.project.config import pipeline_name, read_text
+    from stages.untrusted import parse_toml
 
     with contextlib.suppress(ValueError):
-        return pipeline_name(read(Path(folder, "project.toml")))
+        return pipeline_name(parse_toml(read_text(Path(folder, "project.toml")), folder))
     return ""
 
 

@@ -20,8 +20,8 @@ PIPELINES: dict[str, str] = {"text_to_image": "stages.text_to_image", "retrieval
 
 def pipeline(name: str) -> Pipeline:
     """`name`: a key of PIPELINES, or the dotted name of a module that defines PIPELINE. Raises ValueError."""
-    module = PIPELINES.get(name, name if "." in name else "")
-    if not module:
+    module = PIPELINES.get(name, name)
+    if module == name and ("." not in name or not all(part.isidentifier() for part in name.split("."))):
         raise ValueError(f"must be one of {', '.join(PIPELINES)} or a dotted module name, got {name!r}")
     try:
         found: Pipeline = import_module(module).PIPELINE

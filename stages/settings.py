@@ -1,11 +1,10 @@
-"""The three kinds of settings, and the check of their bounds. A section of project.toml is a frozen dataclass of such fields."""
+"""A section of project.toml is a frozen dataclass of settings of three kinds, with their bounds."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import json
-import operator
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ Limits = tuple[float, float]  # the smallest and the largest allowed number
 
 WHOLE: Limits = (-(2**31), 2**31 - 1)  # of a whole number without bounds of its own
 NUMBER: Limits = (-1e9, 1e9)  # of another number without bounds of its own
+COUNT: Limits = (1, WHOLE[1])
 SEEDS: Limits = (0, 2**32 - 1)
 MOST_ITEMS = 10_000  # of a list or section of names
 
@@ -45,15 +45,21 @@ def runtime(default: Any, doc: str, *, bounds: Limits | None = None) -> Any:
     return _field(default, doc, "runtime", bounds)
 
 
-def require(section: Any, name: str, low: float | None = None, high: float | None = None, *, below: float | None = None) -> None:
-    """Raises ValueError such as "steps must be >= 1, got 0". For `__post_init__`. None passes."""
-    value = getattr(section, name)
-    bounds = ((">=", low, operator.ge), ("<=", high, operator.le), ("<", below, operator.lt))
-    given = [(sign, bound, holds) for sign, bound, holds in bounds if bound is not None]
-    if value is not None and not all(holds(value, bound) for _, bound, holds in given):
-        # The reader of project.toml puts the section before the message and the place after it, so every check begins with
-        # the field's name.
-        raise ValueError(f"{name} must be {' and '.join(f'{sign} {bound}' for sign, bound, _ in given)}, got {value}")
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """The base of all sections: its values are within their bounds, whoever makes it.
+
+    Raises ValueError such as "steps must be >= 1, got 0". The reader of project.toml puts the section before the message and the
+    place after it, so every check begins with the field's name.
+    """
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_value(field, getattr(self, field.name))
+        self.check()
+
+    def check(self) -> None:
+        """Raises ValueError for values that do not go together."""
 
 
 def follow(sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,32 +77,25 @@ def follow(sections: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def check_bounds(section: Any) -> None:
-    """`check_value` for each field. For `__post_init__`."""
-    for field in dataclasses.fields(section):
-        check_value(field, getattr(section, field.name))
-
-
-def check_value(field: dataclasses.Field[Any], value: Any) -> None:
+def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
     """Raises ValueError for a number out of bounds, a text with a zero byte, or more than MOST_ITEMS items."""
     many = isinstance(value, tuple | Mapping)
     if many and len(value) > MOST_ITEMS:
         raise ValueError(f"{field.name} must have at most {MOST_ITEMS} items, got {len(value)}")
-    for item in (value.values() if isinstance(value, Mapping) else value) if many else (value,):
+    for key, item in value.items() if isinstance(value, Mapping) else [("", each) for each in (value if many else (value,))]:
         if isinstance(item, str) and "\0" in item:
             raise ValueError(f"{field.name} must be a text without zero bytes, got {item!r}")
         if isinstance(item, bool) or not isinstance(item, int | float):
             continue
         low, high = field.metadata.get("bounds") or (WHOLE if isinstance(item, int) else NUMBER)
         if not low <= item <= high:
-            each = " each" if many else ""
-            raise ValueError(f"{field.name} must be >= {low:.12g} and <= {high:.12g}{each}, got {_short(item)}")
-
-
-def _short(number: float) -> str:
-    # str() raises for a whole number of more than 4,300 digits, and TOML has such numbers.
-    long = isinstance(number, int) and number.bit_length() > 100
-    return "a number of more than 30 digits" if long else str(number)
+            # A limit that every number has is named only to whom it stops.
+            above = [f">= {low:.12g}"] if item < low or low not in (WHOLE[0], NUMBER[0]) else []
+            below = [f"<= {high:.12g}"] if item > high or high not in (WHOLE[1], NUMBER[1]) else []
+            # str() raises for a whole number of more than 4,300 digits, and TOML has such numbers.
+            got = "a number of more than 30 digits" if isinstance(item, int) and item.bit_length() > 100 else str(item)
+            wanted = f"{' and '.join([*above, *below])}{' each' if many else ''}"
+            raise ValueError(f"{field.name} must be {wanted}, got {got}{f' for {key!r}' if key else ''}")
 
 
 def _field(default: Any, doc: str, kind: str, bounds: Limits | None, **more: Any) -> Any:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from schemas.table import TableSchema
     from stages.run import Run
+    from stages.settings import Section
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Stage:
 
     reads: tuple[TableSchema, ...]
     writes: TableSchema
-    config: type  # the dataclass of its section in project.toml
+    config: type[Section]  # its section of project.toml
     # The rows that the table should have: the key columns and every input column that a row's freshness depends on. A stored
     # row that equals its wanted row in all these columns is fresh; the others are pending. It is cheap: it loads no weights and
     # writes nothing.

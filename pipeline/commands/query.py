@@ -20,9 +20,9 @@ import click
 
 from pipeline.commands.catalog import open_catalog
 from pipeline.options import with_project
-from pipeline.project.parse import nearest
 from pipeline.store.disk import atomic_write
 from pipeline.terminal import format_cell, format_table
+from stages.settings import nearest
 
 if TYPE_CHECKING:
     import duckdb

@@ -1,24 +1,77 @@
-"""Reads project.toml: [project], and one section per stage, each a frozen dataclass defined beside the stage that uses it."""
+"""Reads project.toml: [project], and one section per stage, each a frozen dataclass defined beside the stage that uses it.
+
+Every mistake is a ValueError of one line: the setting, what would be right, where it was set.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import functools
+import math
+import os
+import re
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import stages
-from pipeline.project.parse import Parser, nearest
-from pipeline.project.synonyms import name_here
-from stages.settings import check_bounds, follow, runtime, selects
+from stages.settings import Section, follow, nearest, runtime, selects
 from stages.untrusted import TOML_BYTES, parse_toml, read_utf8
 
 FILE = "project.toml"
 Overrides = Mapping[str, Any] | Iterable[str]
+_NAME = r"""(?:[\w-]+|"[^"]*"|'[^']*')"""
+_DOTTED = rf"({_NAME}(?:\s*\.\s*{_NAME})*)"
+HEADER, KEY = re.compile(rf"\s*\[\[?\s*{_DOTTED}\s*\]\]?\s*(?:#.*)?$"), re.compile(rf"\s*{_DOTTED}\s*=")  # lines of TOML
+
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = 80
+NAMES = {  # type -> its name in an error, singular and plural
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    str: ("a string", "strings"),
+    bool: ("true or false", "true or false"),
+}
+
+# Names that other programs give to settings, so that an unknown key can be answered with the name that it has here.
+SYNONYMS = {
+    "steps": (
+        "epochs",
+        "epoch",
+        "num_epochs",
+        "max_train_steps",
+        "num_train_steps",
+        "iterations",
+        "iters",
+        "num_inference_steps",
+    ),
+    "batch_size": ("batch", "batchsize", "train_batch_size", "bs"),
+    "accumulate": ("gradient_accumulation", "gradient_accumulation_steps", "grad_accum", "accumulation_steps"),
+    "lr": ("learning_rate", "learningrate", "unet_lr"),
+    "rank": ("network_dim", "dim", "lora_rank", "r", "network_rank"),
+    "alpha": ("network_alpha", "lora_alpha"),
+    "variant": ("network_type", "adapter_type", "network_module"),
+    "resolutions": ("resolution", "size", "image_size"),
+    "checkpoint_every": ("save_every", "save_every_n_steps", "checkpointing_steps", "save_steps"),
+    "shape": ("lr_scheduler", "scheduler", "lr_scheduler_type"),
+    "warmup_steps": ("warmup", "lr_warmup_steps", "num_warmup_steps"),
+    "clip": ("max_grad_norm", "grad_clip", "gradient_clipping"),
+    "kind": ("optimizer_type", "optim"),
+    "precision": ("dtype", "mixed_precision"),
+    "trigger": ("trigger_word", "instance_token", "token"),
+    "preview_prompts": ("prompts", "sample_prompts", "validation_prompt", "validation_prompts"),
+    "folder": ("path", "folder_path", "data_dir", "instance_data_dir", "dataset"),
+    "family": ("model", "base_model", "name_or_path", "pretrained_model_name_or_path"),
+    "guidance": ("cfg", "guidance_scale", "cfg_scale"),
+    "caption_dropout": ("caption_dropout_rate", "caption_dropout_prob"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class ProjectConfig:
+class ProjectConfig(Section):
     family: str = selects("", "the model family; `latentmill families` lists them; empty: the pipeline's first")
     weights: str = selects("", "a folder or a hub id; empty: the family's own")
     components: Mapping[str, str] | None = selects(
@@ -46,17 +99,9 @@ class ProjectConfig:
         32, "rows that a worker on the Ray cluster computes at a time: what its death can cost", bounds=(1, 100_000)
     )
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    def check(self) -> None:
         if self.workers not in ("local", "ray") and not self.workers.startswith("ray://"):
             raise ValueError(f'workers must be "local", "ray" or "ray://HOST:PORT", got "{self.workers}"')
-
-    def check_components(self, known: Iterable[str]) -> None:
-        """Raises ValueError if the setting `components` names one that is not in `known`."""
-        names = list(known)
-        for name in self.components or {}:
-            if name not in names:
-                raise ValueError(f"project.components must name any of {', '.join(names)}, got {name!r}{nearest(name, names)}")
 
     def place(self, component: str) -> str:
         """Where the component's weights lie: a folder, a file, a hub id, or "" for the family's own."""
@@ -81,13 +126,15 @@ def load(file: Path, overrides: Overrides = ()) -> Config:
 
     `overrides`: {"train.steps": 200} or texts such as "train.steps=200".
     """
-    raw = read(file)
+    text = read_text(file)
+    raw = parse_toml(text, str(file))
     origins = _apply(raw, overrides)
 
     def place(key: str) -> str:
         # The last override of the key, of a section around it or of a key inside it.
         given = [origin for other, origin in origins.items() if f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.")]
-        return given[-1] if given else f"{file.name} [{key.rpartition('.')[0] or key}]"
+        line = _line(text, key)
+        return given[-1] if given else f"{file.name} line {line}" if line else f"{file.name} [{key.rpartition('.')[0] or key}]"
 
     chosen = pipeline_name(raw)
     try:
@@ -95,7 +142,7 @@ def load(file: Path, overrides: Overrides = ()) -> Config:
     except ValueError as error:
         near = nearest(chosen, stages.PIPELINES)
         raise ValueError(f"project.pipeline: {error}{near} ({place('project.pipeline')})") from None
-    sections = {"project": ProjectConfig, **{name: pipeline.stage(name).config for name in pipeline.stages}}
+    sections: dict[str, type] = {"project": ProjectConfig, **{name: pipeline.stage(name).config for name in pipeline.stages}}
     for name in raw:
         if name not in sections:
             near = nearest(name, sections) or f"; there are {', '.join(sections)}"
@@ -105,11 +152,24 @@ def load(file: Path, overrides: Overrides = ()) -> Config:
     return Config(dataclasses.replace(parsed.pop("project"), pipeline=chosen), follow(parsed), frozenset(raw))
 
 
-def read(file: Path) -> dict[str, Any]:
-    """The sections of a project file, unchecked. Raises ValueError."""
+def read_text(file: Path) -> str:
+    """Raises ValueError."""
     if not file.exists():
         raise ValueError(f"{file.parent}: no {FILE} here; `latentmill init --help` explains how to make one")
-    return parse_toml(read_utf8(file, TOML_BYTES), str(file))
+    return read_utf8(file, TOML_BYTES)
+
+
+def _line(text: str, wanted: str) -> int:
+    """The line of a dotted key or section, such as "train.lr" or "train". 0 if it is not on one line of its own."""
+    # tomllib tells no lines. In texts of several lines anything could look like a key.
+    found, section = [], ""
+    for number, line in enumerate([] if '"""' in text or "'''" in text else text.splitlines(), 1):
+        if not (match := HEADER.match(line) or KEY.match(line)):
+            continue
+        name = ".".join(part.strip(" \t\"'") for part in match[1].split("."))
+        section, key = (name, name) if match.re is HEADER else (section, f"{section}.{name}".lstrip("."))
+        found += [number] if key == wanted else []
+    return found[0] if len(found) == 1 else 0
 
 
 def pipeline_name(raw: Mapping[str, Any]) -> str:
@@ -138,15 +198,16 @@ def _apply(raw: dict[str, Any], overrides: Overrides) -> dict[str, str]:
 
 
 def _whole_name(raw: Mapping[str, Any], names: list[str]) -> str:
-    """The hint for a setting without its section, such as "; did you mean train.lr?", or empty."""
+    """The hint for a setting without its section, such as "; did you mean train.steps or samples.steps?", or empty."""
     try:
         pipeline = stages.pipeline(pipeline_name(raw))
     except ValueError:
         return ""
     parser = Parser({name: pipeline.stage(name).config for name in pipeline.stages}, str)
     for key in (names[0], name_here(names[0])) if len(names) == 1 else ():
-        if holders := [holder for holder in parser.holders(key) if not key.startswith(holder)]:
-            return f"; did you mean {f'train.{key}' if 'train' in holders else f'{holders[0]}.{key}'}?"
+        if holders := parser.holders(key):
+            holders.sort(key=lambda holder: holder not in pipeline.results)  # what a user came for first
+            return f"; did you mean {' or '.join(f'{holder}.{key}' for holder in holders[:3])}?"
     return ""
 
 
@@ -163,3 +224,162 @@ def _toml_value(text: str) -> Any:
         return parse_toml(f"value = {text}", "--set")["value"]
     except ValueError:
         return text  # a bare word is a string: --set project.family=tiny
+
+
+# Parsed TOML as dataclasses
+
+
+def name_here(word: str) -> str:
+    """The setting's name here, "lr" for "learning_rate", or ""."""
+    plain = word.lower().replace("-", "_")
+    return next((name for name, words in SYNONYMS.items() if plain in words), "")
+
+
+class Parser:
+    """`sections`: name -> dataclass. `place(key)` says where a key was set, for messages: "project.toml [train]"."""
+
+    def __init__(self, sections: Mapping[str, type], place: Callable[[str], str]) -> None:
+        self.place = place
+        self.sections = dict(_nested(sections))  # with the sections inside sections, such as train.ema
+        self.repeated = dict(_repeated(self.sections))  # sections that may be given several times: [[images.folder]]
+
+    def section(self, name: str, raw: Any) -> Any:
+        """The dataclass of the section `name`, such as "train" or "train.ema"."""
+        if not isinstance(raw, Mapping):
+            raise ValueError(
+                f"{name} must be a section: write its settings below a line [{name}], got {shown(raw)} ({self.place(name)})"
+            )
+        kind = self.sections.get(name) or self.repeated[name]
+        hints = _hints(kind)
+        for key in raw:
+            if key not in hints:
+                raise ValueError(f"{name}.{key} is not a setting{self._remedy(name, key)} ({self.place(f'{name}.{key}')})")
+        values = {key: self._value(hints[key], value, f"{name}.{key}") for key, value in raw.items()}
+        try:
+            return kind(**values)
+        except ValueError as error:
+            message = str(error).removeprefix(f"{name}.").removeprefix(f"{name.rpartition('.')[2]}: ")
+            key = re.match(r"\w*", message)
+            raise ValueError(f"{name}.{message} ({self.place(f'{name}.{key[0] if key else str()}')})") from None
+
+    def _remedy(self, name: str, key: str) -> str:
+        holders = self.holders(key)
+        if holders and name not in self.repeated:
+            return f"; [{holders[0]}] has it"
+        kind = self.sections.get(name) or self.repeated[name]
+        names = _names(kind)
+        here = name_here(key)
+        kinds = self.sections | {name: kind}
+        called = [other for other in dict.fromkeys([name, *self.holders(here)]) if here in _names(kinds[other])]
+        if called:
+            return f"; did you mean {here if called[0] == name else f'{called[0]}.{here}'}?"
+        return nearest(key, names) or f"; [{name}] has {', '.join(names)}"
+
+    def holders(self, key: str) -> list[str]:
+        """The sections that have a setting `key`."""
+        return [name for name, kind in self.sections.items() if key in _names(kind)]
+
+    def _value(self, hint: Any, value: Any, name: str) -> Any:
+        if name in self.sections and value is not None:
+            return self.section(name, value)
+        if name in self.repeated and isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+            return tuple(self.section(name, item) for item in value)
+        try:
+            return _convert(hint, value)
+        except TypeError:
+            raise ValueError(
+                f"{name} must be {_describe(hint)}{_example(hint, value)}, got {shown(value)} ({self.place(name)})"
+            ) from None
+
+
+def shown(value: Any) -> str:
+    """Python code, shortened."""
+    return SHORT.repr(value)
+
+
+def _nested(sections: Mapping[str, type]) -> Iterable[tuple[str, type]]:
+    """(dotted name, dataclass) of the sections and of those inside them, such as "train.ema"."""
+    for name, kind in sections.items():
+        yield name, kind
+        for key, hint in _hints(kind).items():
+            yield from _nested({f"{name}.{key}": each for each in _members(hint) if _is_section(each)})
+
+
+def _repeated(sections: Mapping[str, type]) -> Iterable[tuple[str, type]]:
+    """(dotted name, dataclass of an item) of the settings that are lists of sections, such as [[images.folder]]."""
+    for name, kind in sections.items():
+        for key, hint in _hints(kind).items():
+            items = [arg for each in _members(hint) if typing.get_origin(each) is tuple for arg in typing.get_args(each)]
+            yield from ((f"{name}.{key}", item) for item in items if _is_section(item))
+
+
+# Evaluating the annotations, which are text, takes most of the time of opening a project.
+@functools.cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _is_section(kind: Any) -> TypeGuard[type]:
+    return dataclasses.is_dataclass(kind)
+
+
+def _names(kind: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """The types of a union; another type is its only member."""
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _is_choice(value: Any, choices: Iterable[Any]) -> bool:
+    # True == 1, so the types count.
+    return any(value == each and type(value) is type(each) for each in choices)
+
+
+# msgspec 0.22 could replace only this function: it passes unknown keys, inf and nan, and names neither the value nor a
+# mapping's key. pydantic 2.14 needs dataclasses of its own and 0.12 s more CPU time at every start.
+def _convert(hint: Any, value: Any) -> Any:
+    """Parsed TOML as the annotated type: list to tuple, int to float. Raises TypeError, also for infinity and NaN."""
+    for kind in _members(hint):
+        origin, args = typing.get_origin(kind), typing.get_args(kind)
+        if origin is typing.Literal and _is_choice(value, args):
+            return value
+        if origin is tuple and isinstance(value, list | tuple):
+            return tuple(_convert(args[0], item) for item in value)
+        if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
+            return {key: _convert(args[1], item) for key, item in value.items()}
+        if kind is float and type(value) in (int, float) and math.isfinite(value):
+            return float(value)
+        if kind is str and isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if type(value) is kind and kind is not float:
+            return value
+    raise TypeError
+
+
+def _describe(hint: Any) -> str:
+    """A type in words: "a whole number", "a list of strings", "'a' or 'b'"."""
+    words: list[str] = []
+    for kind in _members(hint):
+        origin, args = typing.get_origin(kind), typing.get_args(kind)
+        if origin is typing.Literal:
+            words += [repr(each) for each in args]
+        elif origin is tuple:
+            items = "sections" if _is_section(args[0]) else NAMES[args[0]][1] if args[0] in NAMES else _describe(args[0])
+            words.append(f"a list of {items}")
+        elif args:
+            many = NAMES[args[1]][1] if args[1] in NAMES else _describe(args[1]).replace("a list", "lists")
+            words.append(f"a section of names with {many}")
+        elif kind is not types.NoneType:
+            words.append(NAMES[kind][0] if kind in NAMES else "a section")
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def _example(hint: Any, value: Any) -> str:
+    """Such as ", such as [512]" if the user wrote 512 for a list; empty if a list would be wrong too."""
+    try:
+        return f", such as {[value]!r}" if _convert(hint, [value]) else ""
+    except TypeError:
+        return ""

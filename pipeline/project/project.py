@@ -16,11 +16,10 @@ import stages
 from pipeline.project import config as configuration
 from pipeline.project import recipe as recipes
 from pipeline.project.config import Overrides
-from pipeline.project.parse import nearest
 from pipeline.project.stage_run import Kept, Lazy, Write, not_built, open_run
 from stages.pipelines import FamilyRecord, Folder, Weights, load
 from stages.run import Report, Run
-from stages.settings import from_home, setting_path
+from stages.settings import from_home, nearest, setting_path
 from stages.stage import Input, Stage, WorkUnit
 
 if TYPE_CHECKING:
@@ -108,7 +107,10 @@ class Project:
         if name not in families:
             near = nearest(name, families)
             raise ValueError(f"project.family must be one of {', '.join(families)}, got {name!r}{near}")
-        self.config.project.check_components(families[name].folders)
+        known = list(families[name].folders)
+        for each in self.config.project.components or {}:
+            if each not in known:
+                raise ValueError(f"project.components must name any of {', '.join(known)}, got {each!r}{nearest(each, known)}")
         return families[name]
 
     def stage(self, name: str) -> Stage:

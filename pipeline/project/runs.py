@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.project.config import FILE as CONFIG
 from pipeline.project.config import Overrides, load
-from pipeline.project.parse import nearest
 from pipeline.project.project import FixedTable, Project
 from pipeline.project.recipe import recipe_id, recorded
 from pipeline.store.disk import atomic_write, make_folder
+from stages.settings import nearest
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -27,7 +27,7 @@ from stages.retrieval.memory import VALUE_BYTES, encoder_sizes
 from stages.retrieval.search import lexical, maxsim
 from stages.retrieval.texts import BASE
 from stages.run import Run
-from stages.settings import require, runtime, selects
+from stages.settings import COUNT, WHOLE, Section, runtime, selects
 from stages.stage import Stage
 
 Row = dict[str, Any]
@@ -38,20 +38,18 @@ MATRIX, WORDS, PARTITIONS = "vectors-{}.npy", "words-{}.lance", "partitions-{}.l
 
 
 @dataclass(frozen=True)
-class IndexConfig:
+class IndexConfig(Section):
     """The section [index]: which vectors are searched, and how."""
 
     encoder: Literal["tuned", "base"] = selects(
         "tuned", "the encoder whose vectors are searched: tuned, or the base if nothing was tuned; or base"
     )
     exact_tokens: int = selects(
-        4_000_000, "vectors up to which every one is compared; beyond, candidates come from a partitioned index: 0 always uses it"
+        4_000_000,
+        "vectors up to which every one is compared; beyond, candidates come from a partitioned index: 0 always uses it",
+        bounds=(0, WHOLE[1]),
     )
-    batch_size: int = runtime(2048, "units per record batch")
-
-    def __post_init__(self) -> None:
-        require(self, "exact_tokens", 0)
-        require(self, "batch_size", 1)
+    batch_size: int = runtime(2048, "units per record batch", bounds=COUNT)
 
 
 def wanted_index(run: Run[IndexConfig]) -> pa.Table:

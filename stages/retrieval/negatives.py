@@ -30,7 +30,7 @@ from stages.retrieval.search import lexical
 from stages.retrieval.search.maxsim import TokenMatrix
 from stages.retrieval.texts import BASE
 from stages.run import Run
-from stages.settings import require, runtime, setting
+from stages.settings import COUNT, NUMBER, Section, runtime, setting
 from stages.stage import Stage
 
 Row = dict[str, Any]
@@ -38,7 +38,7 @@ Search = Callable[[Row], np.ndarray]  # pair -> the score of every unit for its 
 
 
 @dataclass(frozen=True)
-class NegativesConfig:
+class NegativesConfig(Section):
     """The section [negatives]: how hard negatives are chosen for each training pair."""
 
     encoder: str = setting(
@@ -47,18 +47,16 @@ class NegativesConfig:
         "run, relative to the project; an encoder reads every document again, which takes as long as the stage vectors",
         path=True,
     )
-    count: int = setting(4, "hard negatives per pair; fewer if search finds fewer; 0: none")
-    skip: int = setting(0, "best documents that are passed over, since some of them may answer the query too")
-    max_ratio: float = setting(
-        1.25, "a document that scores higher than this times the pair's own document is passed over: it may answer the query too"
+    count: int = setting(4, "hard negatives per pair; fewer if search finds fewer; 0: none", bounds=(0, lexical.FOUND // 2))
+    skip: int = setting(
+        0, "best documents that are passed over, since some of them may answer the query too", bounds=(0, lexical.FOUND // 4)
     )
-    batch_size: int = runtime(128, "pairs per record batch, which a kill can lose")
-
-    def __post_init__(self) -> None:
-        require(self, "count", 0, lexical.FOUND // 2)
-        require(self, "skip", 0, lexical.FOUND // 4)
-        require(self, "max_ratio", 0)
-        require(self, "batch_size", 1)
+    max_ratio: float = setting(
+        1.25,
+        "a document that scores higher than this times the pair's own document is passed over: it may answer the query too",
+        bounds=(0.0, NUMBER[1]),
+    )
+    batch_size: int = runtime(128, "pairs per record batch, which a kill can lose", bounds=COUNT)
 
 
 def wanted_negatives(run: Run[NegativesConfig]) -> pa.Table:

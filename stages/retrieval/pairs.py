@@ -16,7 +16,7 @@ from schemas.retrieval.pairs import PAIRS
 from schemas.retrieval.units import UNITS
 from stages.retrieval import texts
 from stages.run import Run
-from stages.settings import require, runtime, setting
+from stages.settings import COUNT, WHOLE, Section, runtime, setting
 from stages.stage import Stage
 
 # Docstrings that say nothing about what their function does.
@@ -120,7 +120,7 @@ AMONG = (None, "duplicate", "leak")  # the values of `rejected` that depend on o
 
 
 @dataclass(frozen=True)
-class PairsConfig:
+class PairsConfig(Section):
     """The section [pairs]: which docstrings are queries, and how pairs are split."""
 
     split: Literal["module", "unit"] = setting(
@@ -128,26 +128,25 @@ class PairsConfig:
         "what falls into a split as a whole: module, so that the test is code of other top-level modules; or unit, so that the "
         "encoder is tuned to the very code base that is searched",
     )
-    test: float = setting(0.25, "share of the test split, 0 to 1: hundreds of queries give useful intervals")
-    valid: float = setting(0.1, "share of the validation split, 0 to 1, on which settings are chosen")
-    min_query_words: int = setting(3, "fewest words of a query")
-    max_query_words: int = setting(40, "most words of a query")
-    min_body_lines: int = setting(5, "fewest lines of code in a body, docstring excluded")
-    max_leak: float = setting(
-        0.5, "a train pair is not used if its document is more like a document of valid or test than this, Jaccard of trigrams"
+    test: float = setting(
+        0.25, "share of the test split, 0 to 1: hundreds of queries give useful intervals", bounds=(0.0, 0.9999999)
     )
-    batch_size: int = runtime(512, "pairs per record batch, which a kill can lose")
+    valid: float = setting(0.1, "share of the validation split, 0 to 1, on which settings are chosen", bounds=(0.0, 0.9999999))
+    min_query_words: int = setting(3, "fewest words of a query", bounds=COUNT)
+    max_query_words: int = setting(40, "most words of a query", bounds=COUNT)
+    min_body_lines: int = setting(5, "fewest lines of code in a body, docstring excluded", bounds=(0, WHOLE[1]))
+    max_leak: float = setting(
+        0.5,
+        "a train pair is not used if its document is more like a document of valid or test than this, Jaccard of trigrams",
+        bounds=(0.0, 1.0),
+    )
+    batch_size: int = runtime(512, "pairs per record batch, which a kill can lose", bounds=COUNT)
 
-    def __post_init__(self) -> None:
-        require(self, "test", 0, below=1)
-        require(self, "valid", 0, below=1)
+    def check(self) -> None:
         if self.test + self.valid >= 1:
             raise ValueError(f"test must be < {1 - self.valid:g}, so that pairs are left to train on, got {self.test}")
-        require(self, "min_query_words", 1)
-        require(self, "max_query_words", self.min_query_words)
-        require(self, "min_body_lines", 0)
-        require(self, "max_leak", 0, 1)
-        require(self, "batch_size", 1)
+        if self.max_query_words < self.min_query_words:
+            raise ValueError(f"max_query_words must be >= {self.min_query_words}, got {self.max_query_words}")
 
 
 def wanted_pairs(run: Run[PairsConfig]) -> pa.Table:

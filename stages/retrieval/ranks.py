@@ -26,7 +26,7 @@ from stages.retrieval.memory import held_out_pairs, pair_columns
 from stages.retrieval.search import lexical, measures
 from stages.retrieval.search.maxsim import TokenMatrix
 from stages.run import Run
-from stages.settings import require, runtime, setting
+from stages.settings import COUNT, Section, runtime, setting
 from stages.stage import Stage
 
 Row = dict[str, Any]
@@ -36,7 +36,7 @@ DOCUMENTS = 2000  # documents whose vectors are in memory together
 
 
 @dataclass(frozen=True)
-class RanksConfig:
+class RanksConfig(Section):
     """The section [ranks]: which documents compete with the right answer."""
 
     candidates: Literal["units", "pairs"] = setting(
@@ -44,10 +44,7 @@ class RanksConfig:
     )
     # A name gives much away: BM25 falls from P@1 .343 to .255 without it.
     hard: bool = setting(True, "also rank with the units' own names removed")
-    batch_size: int = runtime(256, "queries per record batch, which a kill can lose")
-
-    def __post_init__(self) -> None:
-        require(self, "batch_size", 1)
+    batch_size: int = runtime(256, "queries per record batch, which a kill can lose", bounds=COUNT)
 
 
 def wanted_ranks(run: Run[RanksConfig]) -> pa.Table:

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from schemas.retrieval.sources import SOURCES
 from stages.run import Run
-from stages.settings import require, runtime, selects, setting
+from stages.settings import COUNT, Section, runtime, selects, setting
 from stages.stage import Stage
 
 if TYPE_CHECKING:
@@ -330,7 +330,7 @@ QUIET = ("language",)  # reasons of which the summary names no files: a folder o
 
 
 @dataclass(frozen=True)
-class SourcesConfig:
+class SourcesConfig(Section):
     """The section [sources]: the folders and packages whose code is read, and which files are left out."""
 
     roots: tuple[str, ...] = selects(
@@ -341,17 +341,17 @@ class SourcesConfig:
     exclude: tuple[str, ...] = selects((), "files that are left out beside those of .gitignore, as patterns of .gitignore")
     languages: tuple[str, ...] = setting((), "languages that are read, such as python and rust; empty: all known languages")
     max_bytes: int = setting(
-        1_000_000, f"size above which a file is not read, bytes: data more often than code; at most {CEILING}"
+        1_000_000,
+        f"size above which a file is not read, bytes: data more often than code; at most {CEILING}",
+        bounds=(1, CEILING),
     )
-    batch_size: int = runtime(64, "files per record batch, which a kill can lose")
+    batch_size: int = runtime(64, "files per record batch, which a kill can lose", bounds=COUNT)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if not self.roots or not all(self.roots):
             raise ValueError('roots must be a list of folders or packages, such as ["code"], got ' + repr(list(self.roots)))
         if unknown := sorted(set(self.languages) - set(LANGUAGES.values())):
             raise ValueError(f"languages must be of {', '.join(sorted(set(LANGUAGES.values())))}, got {unknown[0]!r}")
-        require(self, "max_bytes", 1, CEILING)
-        require(self, "batch_size", 1)
 
 
 def wanted_sources(run: Run[SourcesConfig]) -> pa.Table:

@@ -17,7 +17,7 @@ from stages.retrieval import texts
 from stages.retrieval.encoder import TextTokenizer
 from stages.retrieval.memory import counts
 from stages.run import Run
-from stages.settings import require, runtime, selects, setting
+from stages.settings import COUNT, Section, runtime, selects, setting
 from stages.stage import Stage
 
 Row = dict[str, Any]
@@ -27,18 +27,15 @@ LONGEST = 4096  # tokens: the memory of attention grows with the square of the l
 
 
 @dataclass(frozen=True)
-class TokensConfig:
+class TokensConfig(Section):
     """The section [tokens]: how texts become token ids."""
 
-    query_tokens: int = setting(32, f"tokens of a query at most, end token included; at most {LONGEST}")
-    document_tokens: int = setting(256, f"tokens of a document at most, end token included; at most {LONGEST}")
+    query_tokens: int = setting(32, f"tokens of a query at most, end token included; at most {LONGEST}", bounds=(2, LONGEST))
+    document_tokens: int = setting(
+        256, f"tokens of a document at most, end token included; at most {LONGEST}", bounds=(2, LONGEST)
+    )
     hard: bool = selects(False, "also tokenise the documents of pairs without their names, for the hard mode of the evaluation")
-    batch_size: int = runtime(256, "texts per record batch, which a kill can lose")
-
-    def __post_init__(self) -> None:
-        require(self, "query_tokens", 2, LONGEST)
-        require(self, "document_tokens", 2, LONGEST)
-        require(self, "batch_size", 1)
+    batch_size: int = runtime(256, "texts per record batch, which a kill can lose", bounds=COUNT)
 
 
 def wanted_tokens(run: Run[TokensConfig]) -> pa.Table:

@@ -23,7 +23,7 @@ from stages.memory import Forecast, Outlook, Settings, cheapest
 from stages.retrieval.memory import VALUE_BYTES, counts, encoder_sizes, encoding_memory, held_out_pairs
 from stages.retrieval.texts import BASE, vector_id
 from stages.run import Run
-from stages.settings import require, runtime, selects, setting
+from stages.settings import COUNT, Section, runtime, selects, setting
 from stages.stage import Stage
 from stages.tuner.checkpoint import ADAPTER
 
@@ -31,21 +31,20 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class VectorsConfig:
+class VectorsConfig(Section):
     """The section [vectors]: how texts are encoded, and with which encoders."""
 
     precision: Literal["float32", "bfloat16"] = setting(
         "float32", "dtype that the encoder computes in: bfloat16 is faster on a GPU, float32 far faster on a CPU"
     )
     strength: float = setting(
-        1.0, "share of the adapter's change that is used, 0 to 1; a part can find more in unseen code", unrecorded=(1.0,)
+        1.0,
+        "share of the adapter's change that is used, 0 to 1; a part can find more in unseen code",
+        unrecorded=(1.0,),
+        bounds=(0.0, 1.0),
     )
     base: bool = selects(True, "also encode with the untuned base, so that the evaluation compares the tuned encoder with it")
-    batch_size: int = runtime(64, "texts per record batch, which a kill can lose; texts are encoded one by one")
-
-    def __post_init__(self) -> None:
-        require(self, "strength", 0, 1)
-        require(self, "batch_size", 1)
+    batch_size: int = runtime(64, "texts per record batch, which a kill can lose; texts are encoded one by one", bounds=COUNT)
 
 
 def wanted_vectors(run: Run[VectorsConfig]) -> pa.Table:

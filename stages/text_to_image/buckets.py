@@ -18,7 +18,7 @@ from schemas.text_to_image.buckets import BUCKETS
 from schemas.text_to_image.checks import CHECKS
 from schemas.text_to_image.images import IMAGES
 from stages.run import Run
-from stages.settings import check_bounds, selects, setting
+from stages.settings import Section, selects, setting
 from stages.stage import Stage
 from stages.text_to_image.imaging.usable import REFERENCE, usable_rows
 
@@ -28,7 +28,7 @@ BATCH = 4096  # rows per record batch
 
 
 @dataclass(frozen=True)
-class BucketsConfig:
+class BucketsConfig(Section):
     resolutions: tuple[int, ...] = selects(
         (512, 768), "resolutions R, pixels: every image is trained once per R, at an area of at most R x R", bounds=(16, 4096)
     )
@@ -44,8 +44,7 @@ class BucketsConfig:
         "empty: all",
     )
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    def check(self) -> None:
         for resolution in self.resolutions:
             if resolution < STEP or resolution % STEP:
                 below = max(STEP, resolution // STEP * STEP)

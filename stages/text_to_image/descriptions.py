@@ -26,7 +26,7 @@ from PIL import Image
 from schemas.text_to_image.descriptions import DESCRIPTIONS
 from schemas.text_to_image.images import IMAGES
 from stages.run import Run
-from stages.settings import check_bounds, runtime, selects, setting, setting_path
+from stages.settings import Section, runtime, selects, setting, setting_path
 from stages.stage import Stage
 from stages.text_to_image.caption_files import CaptionSources, make_lookups
 from stages.text_to_image.imaging.decode import ImageError, open_image
@@ -42,7 +42,7 @@ PROMPT = (
 
 
 @dataclass(frozen=True)
-class DescriptionsConfig:
+class DescriptionsConfig(Section):
     """The section [descriptions]: which model writes captions, and how. Raises ValueError if `server` is on another machine."""
 
     model: str = setting(
@@ -73,8 +73,7 @@ class DescriptionsConfig:
         None, "column that holds the caption; by default as in [captions]", follows="captions.caption_column"
     )
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    def check(self) -> None:
         if not self.prompt.strip():
             raise ValueError('prompt must be an instruction, such as "Describe this picture", got ""')
         address = urlsplit(self.server)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from stages.settings import SEEDS, check_bounds, runtime, selects, setting
+from stages.settings import SEEDS, Section, runtime, selects, setting
 from stages.tuner.adapters.targets import Variant
 from stages.tuner.optimizers import MethodName, make_optimizer
 from stages.tuner.optimizers.optimizer import Method
@@ -39,7 +39,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     kind: MethodName = setting(  # noqa: RUF009
         "adamw", "adamw8bit: a quarter of its memory; adafactor: almost none; lion: one moment; prodigy: finds its own rate"
     )
@@ -57,8 +57,7 @@ class OptimizerConfig:
         1e-4, "share of an array taken away per step, times lr; what most LoRA trainers use", bounds=(0.0, 100.0)
     )
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    def check(self) -> None:
         # Raises for numbers that the method does not have.
         self.method()
 
@@ -68,7 +67,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
+class ScheduleConfig(Section):
     # Nothing here depends on [train] steps, so that a run can be made longer later.
     shape: Shape = setting("constant", "after the warm-up: constant, or down to the floor")  # noqa: RUF009
     warmup_steps: int = setting(
@@ -79,36 +78,27 @@ class ScheduleConfig:
     )
     floor: float = setting(0.0, "the rate at which linear and cosine end, as a share of lr", bounds=(0.0, 1.0))
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
-
 
 @dataclass(frozen=True)
-class EmaConfig:
+class EmaConfig(Section):
     """The section [train.ema]: a running average of the adapter, useful if the checkpoints of a run differ a lot."""
 
     decay: float = setting(
         0.99, "0.99 averages over about 100 steps, right for a run of 1000; 0.999 suits 10,000", bounds=(0.0, 0.9999999)
     )
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
-
 
 @dataclass(frozen=True)
-class ValidationConfig:
+class ValidationConfig(Section):
     every: int = setting(100, "steps between two measurements; the first is before the first step", bounds=(1, 1_000_000))
     patience: int | None = selects(
         None, "end the run after so many measurements in a row without a better one; unset: never", bounds=(1, 1_000_000)
     )
     min_delta: float = selects(0.0, "the mean loss must fall by more than this to count as better", bounds=(0.0, 1000.0))
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
-
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(Section):
     steps: int = selects(
         1500, "optimizer steps in all; raise it later and the run goes on from where it ended", bounds=(1, 1_000_000)
     )
@@ -203,11 +193,7 @@ class TrainingConfig:
         None, "end this command after so long: a Mac's GPU watchdog, a slot of time", bounds=(1e-12, 1e6)
     )
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
-        self._check_combinations()
-
-    def _check_combinations(self) -> None:
+    def check(self) -> None:
         for pattern, bits in (self.base_bits_for or {}).items():
             if bits not in BITS:
                 raise ValueError(f"base_bits_for must give 16, 8 or 4 bits, got {bits} for {pattern!r}")

@@ -14,7 +14,7 @@ import pyarrow as pa
 from schemas.table import TableSchema, column
 from stages.pipelines import Pipeline
 from stages.run import Run
-from stages.settings import runtime, selects
+from stages.settings import Section, runtime, selects
 from stages.stage import Stage
 
 WAITS = TableSchema(
@@ -31,7 +31,7 @@ _loads = itertools.count(1)
 
 
 @dataclass(frozen=True)
-class WaitsConfig:
+class WaitsConfig(Section):
     """The settings [waits]."""
 
     count: int = selects(60, "rows")

@@ -10,13 +10,13 @@ from typing import Any
 import pyarrow as pa
 
 from stages.run import Run
-from stages.settings import runtime, selects, setting
+from stages.settings import Section, runtime, selects, setting
 from stages.stage import Stage
 from tests.toy.schemas import LINES
 
 
 @dataclass(frozen=True)
-class LinesConfig:
+class LinesConfig(Section):
     """[lines]: which lines there are."""
 
     folder: str = selects("texts", "folder of text files")

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from stages.run import Run
-from stages.settings import runtime, setting
+from stages.settings import Section, runtime, setting
 from stages.stage import Stage
 from tests.toy.schemas import LINES, TOKENS
 
@@ -20,7 +20,7 @@ VOCABULARY = "vocabulary.json"
 
 
 @dataclass(frozen=True)
-class TokensConfig:
+class TokensConfig(Section):
     """[tokens]: how text becomes token ids."""
 
     most: int = setting(16, "characters of a line that are used, at most")

@@ -4,9 +4,8 @@ import json
 from collections.abc import Mapping
 
 from pipeline.commands import Own
-from pipeline.project.parse import nearest
 from stages.pipelines import Option, Template
-from stages.settings import toml_string
+from stages.settings import nearest, toml_string
 
 HERE = __name__
 TEXT = """\

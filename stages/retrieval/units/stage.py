@@ -18,7 +18,7 @@ from stages.retrieval.units.python import parse, python_units
 from stages.retrieval.units.syntax import GRAMMARS, can_parse, syntax_units
 from stages.retrieval.units.unit import Unit, package_of, windows
 from stages.run import Run
-from stages.settings import require, runtime, setting
+from stages.settings import COUNT, WHOLE, Section, runtime, setting
 from stages.stage import Stage
 
 Row = dict[str, Any]
@@ -27,21 +27,21 @@ KEPT = ("unit_id", "path", "source_id", "language", "module")  # the columns on 
 
 
 @dataclass(frozen=True)
-class UnitsConfig:
+class UnitsConfig(Section):
     """The section [units]: which units a code search can find."""
 
-    min_lines: int = setting(2, "fewest lines of code in a body, docstring excluded; shorter functions say little to a search")
+    min_lines: int = setting(
+        2, "fewest lines of code in a body, docstring excluded; shorter functions say little to a search", bounds=(0, WHOLE[1])
+    )
     classes: bool = setting(True, "a class is a unit too: its first lines and the signatures of its methods")
     undocumented: bool = setting(True, "functions and classes without a docstring are units too")
-    window: int = setting(40, "lines of a window, in a file of a language that cannot be parsed; each overlaps the next by half")
-    max_characters: int = setting(6000, "characters of a document; the rest is beyond what an encoder reads")
-    batch_size: int = runtime(32, "files per record batch, which a kill can lose")
-
-    def __post_init__(self) -> None:
-        require(self, "min_lines", 0)
-        require(self, "window", 2, 10_000)
-        require(self, "max_characters", 100, 1_000_000)
-        require(self, "batch_size", 1)
+    window: int = setting(
+        40, "lines of a window, in a file of a language that cannot be parsed; each overlaps the next by half", bounds=(2, 10_000)
+    )
+    max_characters: int = setting(
+        6000, "characters of a document; the rest is beyond what an encoder reads", bounds=(100, 1_000_000)
+    )
+    batch_size: int = runtime(32, "files per record batch, which a kill can lose", bounds=COUNT)
 
 
 def wanted_units(run: Run[UnitsConfig]) -> pa.Table:

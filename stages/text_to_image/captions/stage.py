@@ -24,7 +24,7 @@ from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.descriptions import DESCRIPTIONS
 from schemas.text_to_image.images import IMAGES
 from stages.run import Run
-from stages.settings import check_bounds, selects, setting
+from stages.settings import Section, selects, setting
 from stages.stage import Stage
 from stages.text_to_image.caption_files import (
     READERS,
@@ -52,7 +52,7 @@ NO_TRIGGER = "its folder has no trigger"
 
 
 @dataclass(frozen=True)
-class CaptionsConfig:
+class CaptionsConfig(Section):
     """The section [captions]: where captions are found, and how training texts are made from them."""
 
     sources: tuple[Literal["sidecar", "metadata", "filename"], ...] = setting(
@@ -111,8 +111,7 @@ class CaptionsConfig:
     )
     preview_prompts: tuple[str, ...] = selects((), "prompts that the stage samples draws images for")
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    def check(self) -> None:
         if "" in (self.replace or {}):
             raise ValueError('replace must name the words to replace, such as {"cat" = "ohwx cat"}, got ""')
         check_placeholders("template", self.template, ("caption", "trigger"))

@@ -19,7 +19,7 @@ from schemas.text_to_image.captions import CAPTIONS
 from schemas.text_to_image.checks import CHECKS
 from schemas.text_to_image.images import IMAGES
 from stages.run import Run
-from stages.settings import check_bounds, runtime, selects
+from stages.settings import Section, runtime, selects
 from stages.stage import Stage
 from stages.text_to_image.caption_files import trigger_pattern
 from stages.text_to_image.checks.measures import SIDE, measure, near_pairs
@@ -55,7 +55,7 @@ WORDS = {  # warning -> how a line for the user names the images
 
 
 @dataclass(frozen=True)
-class ChecksConfig:
+class ChecksConfig(Section):
     """The section [checks]: thresholds of the warnings. None of them excludes an image."""
 
     blur: float = selects(
@@ -80,9 +80,6 @@ class ChecksConfig:
         10.0, "images of the largest folder per image of the smallest, from which it is named", bounds=(1.0, 1e9)
     )
     workers: int = runtime(4, "threads that read and decode", bounds=(1, 64))
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
 
 # Pictures

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from stages.settings import require, runtime, setting
+from stages.settings import Section, runtime, setting
 from stages.tuner.weights import Bits
 
 MAX_BATCH = 64  # texts per batch: 64 embeddings of the largest family are 1 GB
 
 
 @dataclass(frozen=True)
-class EmbeddingsConfig:
+class EmbeddingsConfig(Section):
     precision: Literal["bfloat16", "float32"] = setting(
         "bfloat16",
         "dtype that the text encoder computes in: bfloat16 as it was released, or float32, which is far faster on a CPU",
@@ -31,7 +31,6 @@ class EmbeddingsConfig:
         "whole: all layers stay in memory; layers: each is read again for every record batch, which takes least memory; auto: "
         "whole if it fits. The embeddings are the same",
     )
-    batch_size: int = runtime(8, "texts per record batch, which a kill can lose; texts are encoded one by one")
-
-    def __post_init__(self) -> None:
-        require(self, "batch_size", 1, MAX_BATCH)
+    batch_size: int = runtime(
+        8, "texts per record batch, which a kill can lose; texts are encoded one by one", bounds=(1, MAX_BATCH)
+    )

@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from stages.settings import check_bounds, selects, setting_path
+from stages.settings import Section, selects, setting_path
 from stages.text_to_image.imaging import masks, packed
 from stages.text_to_image.imaging.decode import IMAGE_SUFFIXES
 from stages.text_to_image.imaging.masks import composed
@@ -67,7 +67,7 @@ KINDS = {  # suffix of other files -> what the user should do
 
 
 @dataclass(frozen=True)
-class FolderConfig:
+class FolderConfig(Section):
     """One entry [[images.folder]]: a folder of images, and how often and with which trigger its images are trained."""
 
     path: str = selects("", "the folder, searched with all folders below it; relative to the project", path=True)
@@ -82,8 +82,7 @@ class FolderConfig:
     trigger: str | None = selects(None, 'trigger of these images; "": none; unset: that of [captions]')
     regularisation: bool = selects(False, "images of the class: trained without the trigger, as often as all other images")
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    def check(self) -> None:
         if not self.path.strip():
             raise ValueError(f'path must name a folder of images, such as "portraits", got "{self.path}"')
         if self.repeats is not None and self.weight is not None:

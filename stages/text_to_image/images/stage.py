@@ -19,7 +19,7 @@ import pyarrow as pa
 from schemas.text_to_image.images import IMAGES
 from stages.hashing import file_sha256
 from stages.run import Run
-from stages.settings import check_bounds, runtime, selects, setting
+from stages.settings import Section, runtime, selects, setting
 from stages.stage import Stage
 from stages.text_to_image.images.folder import (
     FILE_COLUMNS,
@@ -57,7 +57,7 @@ UNKNOWN = {"image_id": "", "format": "", "mode": "", "width": 0, "height": 0, "f
 
 
 @dataclass(frozen=True)
-class ImagesConfig:
+class ImagesConfig(Section):
     """The section [images]: the image folder, and the limits on the size of an image."""
 
     folder: str | tuple[FolderConfig, ...] = selects(
@@ -88,8 +88,7 @@ class ImagesConfig:
     )
     workers: int = runtime(4, "threads that read and decode; a disk is rarely faster with more", bounds=(1, 64))
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    def check(self) -> None:
         if isinstance(self.folder, str) and not self.folder.strip():
             raise ValueError(f'folder must name the image folder, such as "images", got "{self.folder}"')
         for name in self.references or ():

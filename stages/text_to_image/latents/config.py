@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from stages.settings import check_bounds, runtime, selects, setting
+from stages.settings import Section, runtime, selects, setting
 from stages.text_to_image.imaging.decode import parse_colour
 
 
 @dataclass(frozen=True)
-class LatentsConfig:
+class LatentsConfig(Section):
     flip: bool = selects(False, "encode a mirrored copy of every crop too; off, because text and faces are not symmetric")
     jitter: int = selects(
         0, "further crops of each image, a little smaller and moved at random; none for images with references", bounds=(0, 100)
@@ -35,6 +35,5 @@ class LatentsConfig:
     batch_size: int = runtime(8, "rows per record batch, which a kill can lose; images are encoded one by one", bounds=(1, 1024))
     workers: int = runtime(4, "threads that decode and resize images ahead of the autoencoder", bounds=(1, 64))
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    def check(self) -> None:
         parse_colour(self.background)

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from stages.settings import SEEDS, check_bounds, runtime, selects, setting
+from stages.settings import SEEDS, Section, runtime, selects, setting
 from stages.tuner.weights import BITS, Bits
 
 MULTIPLE = 16  # pixels: widths and heights are multiples of this
 
 
 @dataclass(frozen=True)
-class SamplesConfig:
+class SamplesConfig(Section):
     checkpoints: str | tuple[int, ...] = selects(
         "last",
         'checkpoints that draw: "last", "all", or a list of steps; a preview takes minutes on a Mac',
@@ -66,8 +66,7 @@ class SamplesConfig:
     )
     grid: int = runtime(8, "number of prompts that the grid shows, from the first", bounds=(1, 1000))
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    def check(self) -> None:
         if isinstance(self.checkpoints, str) and self.checkpoints not in ("all", "last"):
             raise ValueError(f'checkpoints must be "last", "all" or a list of steps like [500, 1000], got "{self.checkpoints}"')
         for name in ("width", "height"):

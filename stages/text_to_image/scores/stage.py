@@ -19,7 +19,7 @@ from schemas.text_to_image.samples import SAMPLES
 from schemas.text_to_image.scores import SCORES
 from stages.hashing import file_sha256
 from stages.run import Run
-from stages.settings import selects
+from stages.settings import Section, selects
 from stages.stage import Stage
 from stages.text_to_image.caption_files import CaptionSources, make_lookups, trigger_pattern, trigger_word
 from stages.text_to_image.imaging import packed
@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class ScoresConfig:
+class ScoresConfig(Section):
     # Recorded by content in `snapshot`: another path to the same files changes nothing, other content gives a new table
     # folder.
     references: str = selects(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from stages.settings import SEEDS, check_bounds, runtime, setting
+from stages.settings import SEEDS, Section, runtime, setting
 from stages.tuner import config as tuner
 from stages.tuner.diffusion import Base, Shift, WeightName
 
@@ -14,7 +14,7 @@ LEAST, MOST = 1e-3, 1e3  # of a rate in a setting: an epoch is a list in memory,
 
 
 @dataclass(frozen=True)
-class NoiseConfig:
+class NoiseConfig(Section):
     """How noise levels are drawn: sigma, 0 (clean) to 1 (noise), is drawn from `base`, then moved by `shift`."""
 
     base: Base = setting(  # noqa: RUF009
@@ -31,38 +31,31 @@ class NoiseConfig:
         1, "so many steps in a row cover the levels evenly, for short runs; 1: independent draws", bounds=(1, 10_000)
     )
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    def check(self) -> None:
         if self.scale is not None and self.base != "mode":
             raise ValueError(f'scale needs base = "mode", got "{self.base}"; leave it out, or choose base = "mode"')
 
 
 @dataclass(frozen=True)
-class LossConfig:
+class LossConfig(Section):
     kind: Literal["mse", "pseudo_huber"] = setting("mse", "pseudo_huber: large errors count less, for data with outliers")
     huber_c: float = setting(0.1, "pseudo_huber: the error above which it grows linearly", bounds=(1e-6, 1000.0))
     weight: WeightName = setting(  # noqa: RUF009
         "none", "by the noise level: bell, half_bell and measured are ai-toolkit's linear_timesteps, ..2 and weighted"
     )
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
-
 
 @dataclass(frozen=True)
-class PreservationConfig:
+class PreservationConfig(Section):
     """A loss that keeps the base's predictions for class captions: ai-toolkit's differential output preservation (DOP)."""
 
     weight: float = setting(1.0, "factor of the preservation loss beside the loss; ai-toolkit's", bounds=(1e-6, 1000.0))
     # Such a step needs one more forward pass of the base model and a second gradient.
     every: int = setting(1, "apply it in every so many steps: 2 costs half and preserves half as firmly", bounds=(1, 1_000_000))
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
-
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Section):
     resolutions: Mapping[str, float] | None = setting(
         None,
         "how often a crop of each resolution is drawn, relative to the others: {512 = 2, 768 = 1}; 0: never; unset: equally",
@@ -90,12 +83,11 @@ class DataConfig:
         "empty", "what a dropped caption becomes; trigger: the trigger word alone, for a subject that should need no other"
     )
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         for name in ("resolutions", "repeats"):
             for key, value in (getattr(self, name) or {}).items():
                 if value and not LEAST <= value <= MOST:
                     raise ValueError(f"{name} must be 0, or {LEAST:g} to {MOST:g}, got {value:g} for {key!r}")
-        check_bounds(self)
         for key in self.resolutions or {}:
             if not key.isdecimal():
                 raise ValueError(f"resolutions must name values of [buckets] resolutions, such as 512, got {key!r}")
@@ -104,15 +96,12 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class MaskConfig:
+class MaskConfig(Section):
     """Image tokens count less in the loss where the mask, from [latents] mask, is dark."""
 
     floor: float = setting(
         0.1, "the least weight of a token, where the mask is black: a little preserves the surroundings", bounds=(0.0, 1.0)
     )
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
 
 @dataclass(frozen=True)
@@ -127,8 +116,8 @@ class ValidationConfig(tuner.ValidationConfig):
     )
     seed: int = setting(0, "seed of the choice of images and of their noise", bounds=SEEDS)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         if not self.sigmas or not all(0 < sigma <= 1 for sigma in self.sigmas) or len(set(self.sigmas)) < len(self.sigmas):
             raise ValueError(
                 f"sigmas must be different levels above 0, up to 1, such as [0.1, 0.5, 0.9], got {list(self.sigmas)}"

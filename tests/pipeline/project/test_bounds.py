@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 import stages
-from pipeline.project.config import ProjectConfig
-from pipeline.project.parse import Parser, _members, _nested
+from pipeline.project.config import Parser, ProjectConfig, _members, _nested
 from stages.settings import NUMBER, WHOLE
 
 NUMBERS = (int, float)
@@ -58,6 +57,13 @@ def test_the_table_has_the_settings_of_every_pipeline():
     assert {"train.rank", "train.rank_for", "buckets.resolutions", "samples.guidance", "train.noise.mean"} <= names
     assert {"train.validation.sigmas", "train.memory", "train.micro_batch", "project.commit_seconds"} <= names
     assert {"sources.max_bytes", "pairs.max_leak", "train.optimizer.beta1"} <= names and len(names) > 70
+
+
+def test_a_section_that_redefines_a_setting_does_not_lose_its_bounds():
+    kinds = {kind for name in stages.PIPELINES for _, kind in _nested(sections(stages.pipeline(name)))}
+    for kind, taken in ((each, field) for each in kinds for base in each.__mro__[1:-1] for field in dataclasses.fields(base)):
+        own = kind.__dataclass_fields__[taken.name]
+        assert own.metadata["bounds"] or not taken.metadata["bounds"], f"{kind}: {taken.name}"
 
 
 @pytest.mark.parametrize(("found", "section", "field", "kind", "shape"), SETTINGS)

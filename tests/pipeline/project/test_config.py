@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.project import config
 from pipeline.project.project import Project
-from stages.settings import require
+from stages.settings import COUNT, Section, setting
 from stages.text_to_image import PIPELINE
 from stages.text_to_image.families import FAMILIES
 
@@ -24,13 +24,13 @@ def load(tmp_path, text: str, *overrides: str) -> config.Config:
     [
         (
             "[buckets]\nresolution = [512]",
-            "buckets.resolution is not a setting; did you mean resolutions? (project.toml [buckets])",
+            "buckets.resolution is not a setting; did you mean resolutions? (project.toml line 2)",
         ),
-        ("[bucket]\nresolutions = [512]", "[bucket] is not a section; did you mean buckets? (project.toml [bucket])"),
+        ("[bucket]\nresolutions = [512]", "[bucket] is not a section; did you mean buckets? (project.toml line 1)"),
         ("[buckets]\nresolutions = 512", "buckets.resolutions must be a list of whole numbers, such as [512], got 512 (project"),
         ("[buckets]\nresolutions = [500]", "buckets.resolutions must be multiples of 16, such as 496 or 512, got 500"),
-        ('[train]\nsteps = "many"', "train.steps must be a whole number, got 'many' (project.toml [train])"),
-        ("[train]\nsteps = true", "train.steps must be a whole number, got True (project.toml [train])"),
+        ('[train]\nsteps = "many"', "train.steps must be a whole number, got 'many' (project.toml line 2)"),
+        ("[train]\nsteps = true", "train.steps must be a whole number, got True (project.toml line 2)"),
         ("train = 3", "train must be a section: write its settings below a line [train], got 3"),
         ("[train", "not valid TOML"),
         ("[train]\nsteps = " + "[" * 100_000 + "]" * 100_000, "project.toml: not valid TOML: it is nested too deeply"),
@@ -39,27 +39,40 @@ def load(tmp_path, text: str, *overrides: str) -> config.Config:
         ("#" * 2_000_000, "project.toml is too large: 2,000,000 bytes, at most 1,000,000 are read"),
         ("[train]\nsteps = [" + "1, " * 100_000 + "]", "train.steps must be a whole number, got [1, 1, 1, 1, 1, 1, ...]"),
         ('[project]\nfamily = ["' + "x" * 100_000 + '"]', "project.family must be a string, got ['xxxxxxxxxxxx"),
-        ('[project]\npipeline = "text_to_imag"', "did you mean text_to_image? (project.toml [project])"),
+        ('[project]\npipeline = "text_to_imag"', "did you mean text_to_image? (project.toml line 2)"),
         ('[project]\npipeline = ["text_to_image"]', "project.pipeline must be a string, got ['text_to_image']"),
         ("project = 3", "project must be a section: write its settings below a line [project], got 3"),
-        ("[project]\ncommit_seconds = -1", "project.commit_seconds must be >= 0 and <= 86400, got -1.0 (project.toml [project])"),
+        ("[project]\ncommit_seconds = -1", "project.commit_seconds must be >= 0 and <= 86400, got -1.0 (project.toml line 2)"),
         ("[buckets]\nresolutions = []", "buckets.resolutions must name"),
         ("[train]\nlr = inf", "train.lr must be a number, got inf"),
         ("[train.alpha_for]\n'*' = nan", "train.alpha_for must be a section of names with numbers, got {'*': nan}"),
         ("[train]\nema = true", "train.ema must be a section: write its settings below a line [train.ema], got True"),
         (
             "[train.optimizer]\nbeta1 = 1",
-            "train.optimizer.beta1 must be >= 0 and <= 0.9999999, got 1.0 (project.toml [train.optimizer])",
+            "train.optimizer.beta1 must be >= 0 and <= 0.9999999, got 1.0 (project.toml line 2)",
         ),
-        ("[train.noise]\nstd = 0", "project.toml [train.noise]"),
-        ("[train.data]\nrepeat = 3", "train.data.repeat is not a setting; did you mean repeats? (project.toml [train.data])"),
-        ("[train]\nweight_decay = 0.1", "train.weight_decay is not a setting; [train.optimizer] has it (project.toml [train])"),
+        ("[train.noise]\nstd = 0", "(project.toml line 2)"),
+        ("[train.data]\nrepeat = 3", "train.data.repeat is not a setting; did you mean repeats? (project.toml line 2)"),
+        ("[train]\nweight_decay = 0.1", "train.weight_decay is not a setting; [train.optimizer] has it (project.toml line 2)"),
         ("[captions]\nfamily = 'tiny'", "captions.family is not a setting; [project] has it"),
         ('[train]\nvariant = "lokr"\nfactor = 0', "train.factor"),
         ('[train]\nvariant = "lorra"', "train.variant must be 'lora', 'dora' or 'lokr', got 'lorra'"),
         ("[train]\nfactor = 4", 'leave it out, or choose variant = "lokr"'),
         ("[train.noise]\nscale = 1", 'leave it out, or choose base = "mode"'),
-        ("[train]\nlearning_rate = 0.1", "train.learning_rate is not a setting; did you mean lr? (project.toml [train])"),
+        ("[train]\nlearning_rate = 0.1", "train.learning_rate is not a setting; did you mean lr? (project.toml line 2)"),
+        (
+            '# first\n\n[ train . "ema" ] # on\ndecay = 2',
+            "train.ema.decay must be >= 0 and <= 0.9999999, got 2.0 (project.toml line 4)",
+        ),
+        ("[train]\nema.decay = 2", "(project.toml line 2)"),
+        ("[train]\nema = {decay = 2}", "(project.toml [train.ema])"),  # it has no line of its own
+        ("[train]\nsteps = 0\n[captions]\ntemplate = '''\n[train]\nsteps = 1'''", "got 0 (project.toml [train])"),
+        ("[[images.folder]]\npath = ''\n[[images.folder]]\npath = 'b'", "(project.toml [images.folder])"),
+        ('[project]\npipeline = "../mine"', "got '../mine' (project.toml line 2)"),
+        (
+            '[project]\npipeline = ".mine"',
+            "must be one of text_to_image, retrieval or a dotted module name, got '.mine'",
+        ),
         ("[buckets.more]\na = 1", "buckets.more is not a setting; [buckets] has resolutions"),
     ],
 )
@@ -106,7 +119,13 @@ def test_an_override_is_parsed_like_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("steps=7", "--set steps=7: an override must be section.key=value, such as --set train.steps=500"),
+        (
+            "steps=7",
+            "--set steps=7: an override must be section.key=value, such as --set train.steps=500; "
+            "did you mean train.steps or samples.steps?",
+        ),
+        ("epochs=7", "; did you mean train.steps or samples.steps?"),
+        ("rank=7", "; did you mean train.rank?"),
         ("train.steps", "--set train.steps: an override must be section.key=value"),
         ("train.=3", "--set train.=3: an override must be section.key=value"),
         ("train.stepz=7", "train.stepz is not a setting; did you mean steps? (--set train.stepz=7)"),
@@ -134,20 +153,39 @@ def test_overrides_may_be_python_values_by_dotted_name(tmp_path):
             config.load(tmp_path / "project.toml", {name: 7 if name == "steps" else "high"})
 
 
-def test_a_value_out_of_bounds_is_reported_with_its_bounds():
-    @dataclasses.dataclass
-    class Section:
-        steps: int | None = 3
+@dataclasses.dataclass(frozen=True)
+class Example(Section):
+    steps: int | None = setting(3, "", bounds=COUNT)
+    rate: float = setting(0.5, "", bounds=(0.0, 1.0))
+    sizes: tuple[int, ...] = setting((1,), "", bounds=COUNT)
 
-    for bounds, said in (({"low": 4}, ">= 4"), ({"high": 2}, "<= 2"), ({"low": 1, "below": 3}, ">= 1 and < 3")):
-        with pytest.raises(ValueError, match=re.escape(f"steps must be {said}, got 3")):
-            require(Section(), "steps", **bounds)
-    require(Section(), "steps", 3, 3, below=4)
-    require(Section(None), "steps", 1)
+    def check(self) -> None:
+        if self.steps == 13:
+            raise ValueError("steps must be lucky, got 13")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"steps": 0}, "steps must be >= 1, got 0"),
+        ({"steps": 2**31}, "steps must be >= 1 and <= 2147483647, got 2147483648"),
+        ({"rate": 1.5}, "rate must be >= 0 and <= 1, got 1.5"),
+        ({"sizes": (3, -1)}, "sizes must be >= 1 each, got -1"),
+        ({"steps": 13}, "steps must be lucky, got 13"),
+    ],
+)
+def test_a_section_is_within_its_bounds_whoever_makes_it(values, said):
+    with pytest.raises(ValueError, match=re.escape(said) + "$"):
+        Example(**values)
+    with pytest.raises(ValueError, match=re.escape(said) + "$"):
+        dataclasses.replace(Example(steps=None), **values)
+    with pytest.raises(ValueError, match=re.escape(f"train.{said} (project.toml line 7)")):
+        config.Parser({"train": Example}, lambda _: "project.toml line 7").section("train", values)
 
 
 def test_every_setting_has_a_kind_and_a_description():
     def check(kind: type) -> None:
+        assert issubclass(kind, Section)
         for field in dataclasses.fields(kind):
             assert field.metadata.get("doc"), f"{kind.__name__}.{field.name} has no doc"
             assert field.metadata.get("kind") in ("setting", "selects", "runtime"), f"{kind.__name__}.{field.name}"

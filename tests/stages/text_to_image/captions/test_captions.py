@@ -5,7 +5,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from pipeline.project.parse import Parser
+from pipeline.project.config import Parser
 from schemas.text_to_image.captions import CAPTIONS
 from stages.text_to_image.captions.edits import write_edits
 from stages.text_to_image.captions.stage import STAGE, CaptionsConfig, read_edits

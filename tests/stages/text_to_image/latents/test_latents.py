@@ -16,7 +16,7 @@ import torch
 from diffusers import AutoencoderKLFlux2
 from PIL import Image
 
-from pipeline.project.parse import Parser
+from pipeline.project.config import Parser
 from pipeline.project.project import Project
 from pipeline.project.recipe import settings_of
 from schemas.text_to_image.buckets import BUCKETS
