@@ -69,6 +69,9 @@ def connected(settings: ProjectConfig) -> Iterator[None]:
     address = settings.workers if settings.workers != "ray" else None
     check_reachable("project.workers", settings.workers)
     check_reachable("RAY_ADDRESS", os.environ.get("RAY_ADDRESS", ""))
+    if address and (Path.home() / ".ray" / "auth_token").exists():
+        # The cluster asks for the token, but Ray's client does not look for it unless told. Elsewhere Ray decides itself.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # of a cluster started here: the priority of a local run
     # Ray limits the threads of an actor to its CPUs, here one; a worker computes with as many as a local run.
@@ -120,12 +123,6 @@ def worker_needs(peak: int | None) -> dict[str, float]:
     if device:
         return {"CPU": 1, device: 1}
     return {"CPU": 1, "memory": peak} if peak else {"CPU": 1}
-
-
-def actor_options(needs: Mapping[str, float]) -> dict[str, Any]:
-    names = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-    own = {names[name]: amount for name, amount in needs.items() if name in names}
-    return own | {"resources": {name: amount for name, amount in needs.items() if name not in names}}
 
 
 def room(nodes: Sequence[Mapping[str, Any]], needs: Mapping[str, float]) -> int:
@@ -360,27 +357,27 @@ class Worker:
         budget = memory_budget()
         if peak > budget:
             return Host(f"on {host.name} may take {budget / 1e9:.3g} GB of memory, and a model needs about {peak / 1e9:.3g} GB")
-        return dataclasses.replace(host, device=device())
+        import mlx.core as mx
+
+        cuda = os.environ.get("CUDA_VISIBLE_DEVICES") or "0" if mx.cuda.is_available() else ""
+        return dataclasses.replace(host, device="metal" if mx.metal.is_available() else cuda)
 
     @_group("work")
     def compute(self, pending: pa.Table, stored: pa.Table, files: Sequence[ShippedFile] = ()) -> Result:
         """`stored`: old rows with keys of `pending`. After an error or a stop, the result holds the rows computed so far."""
         unit, result = dataclasses.replace(self.common, pending=pending, stored=stored), Result()
         try:
-            for item in perform(self._placed(unit, files), Report(result.lines.append, stop=lambda: self.stopping), self.kept):
+            if self.lasting is not None:
+                present = [*self.lasting, *files]
+                self.mirror.remove_others(present)
+                self.mirror.unpack(present, ray.get)
+                unit = self.mirror.unit(unit)
+            for item in perform(unit, Report(result.lines.append, stop=lambda: self.stopping), self.kept):
                 result.items.append(item)
         except ERRORS as error:
             result.error = error
         result.peak = peak_rss()
         return result
-
-    def _placed(self, unit: WorkUnit, files: Sequence[ShippedFile]) -> WorkUnit:
-        if self.lasting is None:
-            return unit
-        present = [*self.lasting, *files]
-        self.mirror.remove_others(present)
-        self.mirror.unpack(present, ray.get)
-        return self.mirror.unit(unit)
 
     @_group("control")
     def stop(self) -> None:
@@ -392,15 +389,6 @@ class Worker:
         self.mirror.remove()
 
 
-def device() -> str:
-    """Identity of the GPU of this machine: "metal", or CUDA_VISIBLE_DEVICES ("0" if not set); "" if MLX sees none."""
-    import mlx.core as mx
-
-    if mx.metal.is_available():
-        return "metal"
-    return os.environ.get("CUDA_VISIBLE_DEVICES") or "0" if mx.cuda.is_available() else ""
-
-
 def compute(project: Project, name: str, run: Run[Any]) -> Iterator[Item]:
     """Units come as they are finished. ValueError if workers cannot start, or crash repeatedly on the same rows."""
     settings = project.config.project
@@ -409,31 +397,49 @@ def compute(project: Project, name: str, run: Run[Any]) -> Iterator[Item]:
     weighs = has_model(project, name)
     folders = [found.folder for found in inputs.values()]
     paths = [project.path, *folders, *(path for path in map(run.needs.__getitem__, stage.needs) if isinstance(path, Path))]
+    packer, lasting = Packer(ray.put), None
+
+    def files_of(unit: WorkUnit) -> list[ShippedFile]:
+        of_unit = dataclasses.replace(run, output=dataclasses.replace(run.output, pending=unit.pending))
+        return packer.pack(stage.opens(of_unit)) if stage.opens and lasting is not None else []
+
     with connected(settings):
         needs = worker_needs(model_bytes(project, name) if weighs else None)
         most = -(-run.output.pending.num_rows // settings.unit_rows)
         count = worker_count(name, settings.worker_count, most, needs, run.report.say)
-        lasting: list[ShippedFile] | None = None
-        files: Files = nothing
         if settings.worker_inputs == "shipped":
-            lasting = Packer(ray.put).pack(lasting_files(stage, project.pipeline.resources, folders, run))
-            paths, files = [], unit_files(run, stage.opens)
+            lasting, paths = Packer(ray.put).pack(lasting_files(stage, project.pipeline.resources, folders, run)), []
         first = next(units)
-        workers = start_workers(count, needs, without_rows(first), lasting)
+        # What all units share is sent to each worker once.
+        common = dataclasses.replace(first, pending=first.pending.schema.empty_table(), stored=first.stored.schema.empty_table())
+        workers = start_workers(count, needs, common, lasting)
         try:
-            hosts = hosts_of(workers, paths, model_bytes(project, name, 0) if weighs else None, run)
-            if hosts is None:
+            least = model_bytes(project, name, 0) if weighs else None
+            checks = [worker.check.remote(version(), paths, least) for worker in workers]
+            try:
+                hosts = answers(checks, run.report.stop, run.report.say)
+            except ray.exceptions.RayError as error:
+                why = " ".join(str(error).split())[-300:]
+                raise ValueError(
+                    f"project.workers: a worker failed as it started; is latentmill installed on every host? ({why})"
+                ) from None
+            if hosts is None:  # the user has stopped
                 return
             check_hosts(hosts, sum(file.size for file in lasting or ()))
             run.report.say(f"{len(workers)} workers on Ray, {settings.unit_rows} rows at a time")
-            yield from results(workers, itertools.chain([first], units), run, files)
+            yield from results(workers, itertools.chain([first], units), run, files_of)
         except ray.exceptions.RayActorError as error:
             raise ValueError(
                 f"{name}: a unit of {settings.unit_rows} rows ended its worker {RETRIES + 1} times, perhaps for lack of memory; "
                 f"lower [project] unit_rows or worker_count ({' '.join(str(error).split())[:200]})"
             ) from None
         finally:
-            end_workers(workers, lasting is not None)
+            if lasting is not None:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    leaving = [worker.leave.remote() for worker in workers]
+                    ray.wait(leaving, num_returns=len(leaving), timeout=GOODBYE_SECONDS)
+            for worker in workers:
+                ray.kill(worker)
 
 
 def has_model(project: Project, name: str) -> bool:
@@ -443,59 +449,23 @@ def has_model(project: Project, name: str) -> bool:
     return any(isinstance(project.pipeline.resources[need], Weights) for need in stage.needs)
 
 
-def hosts_of(workers: Sequence[Any], paths: list[Path], least: int | None, run: Run[Any]) -> list[Host] | None:
-    """What each worker finds on its machine; None once the user stops. `least`: bytes that a model needs, None without one."""
-    try:
-        return answers([worker.check.remote(version(), paths, least) for worker in workers], run.report.stop, run.report.say)
-    except ray.exceptions.RayError as error:
-        why = " ".join(str(error).split())[-300:]
-        raise ValueError(
-            f"project.workers: a worker failed as it started; is latentmill installed on every host? ({why})"
-        ) from None
-
-
 def model_bytes(project: Project, name: str, budget: int | None = None) -> int:
     found = forecast(project, name, outlook(project, budget))
     return found.peak if found else 0
 
 
-def nothing(unit: WorkUnit) -> list[ShippedFile]:
-    return []
-
-
-def unit_files(run: Run[Any], opens: Callable[[Run[Any]], Iterator[Path]] | None) -> Files:
-    """A function that packs the files that a unit's rows open (`Stage.opens`). Missing files are left out."""
-    packer = Packer(ray.put)
-
-    def files(unit: WorkUnit) -> list[ShippedFile]:
-        of_unit = dataclasses.replace(run, output=dataclasses.replace(run.output, pending=unit.pending))
-        return packer.pack(opens(of_unit)) if opens else []
-
-    return files
-
-
-def without_rows(unit: WorkUnit) -> WorkUnit:
-    """What all units share; it is sent to each worker once."""
-    return dataclasses.replace(unit, pending=unit.pending.schema.empty_table(), stored=unit.stored.schema.empty_table())
-
-
 def start_workers(count: int, needs: dict[str, float], common: WorkUnit, lasting: list[ShippedFile] | None = None) -> list[Any]:
     actor = ray.remote(concurrency_groups={"work": 1, "control": 1})(Worker)
+    names = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    own: dict[str, Any] = {names[name]: amount for name, amount in needs.items() if name in names}
+    own["resources"] = {name: amount for name, amount in needs.items() if name not in names}
     # Ray starts a dead actor again, with the unit that it had.
-    actor = actor.options(max_restarts=-1, max_task_retries=RETRIES, **actor_options(needs))
+    actor = actor.options(max_restarts=-1, max_task_retries=RETRIES, **own)
     run = uuid.uuid4().hex[:12]
     return [actor.remote(f"latentmill-{run}-{number}", common, lasting) for number in range(count)]
 
 
-def end_workers(workers: Sequence[Any], shipped: bool) -> None:
-    if shipped:
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.wait([worker.leave.remote() for worker in workers], num_returns=len(workers), timeout=GOODBYE_SECONDS)
-    for worker in workers:
-        ray.kill(worker)
-
-
-def results(workers: list[Any], units: Iterator[WorkUnit], run: Run[Any], files: Files = nothing) -> Iterator[Item]:
+def results(workers: list[Any], units: Iterator[WorkUnit], run: Run[Any], files_of: Files) -> Iterator[Item]:
     """Results of the unit that is finished first come first. After an error no unit begins, and it is raised at the end."""
     under_way: dict[Any, tuple[Any, int]] = {}
     total, done, peak, stopped = run.output.pending.num_rows, 0, 0, False
@@ -503,7 +473,7 @@ def results(workers: list[Any], units: Iterator[WorkUnit], run: Run[Any], files:
 
     def give(worker: Any) -> None:
         if not error and not run.report.stop() and (unit := next(units, None)):
-            sent = files(unit)
+            sent = files_of(unit)
             reference = worker.compute.remote(unit.pending, unit.stored, *([sent] if sent else []))
             under_way[reference] = worker, unit.pending.num_rows
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import os
 import platform
 import sys
 import threading
@@ -12,7 +10,6 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -80,7 +77,7 @@ def run(
     notes = list(runs.news(project, name)) if runs.trains(stage.writes) else []
     warnings.filterwarnings("ignore", module="PIL")  # Pillow's warnings are either in the row or harmless
     began = time.monotonic()
-    reasons: list[str] = []
+    reasons: list[str] = []  # why the stage ends before all rows are made
     with (
         interruptible(console.say) as stop,
         Writer(folder, project.recipe(name), flush_seconds=project.config.project.commit_seconds) as writer,
@@ -89,10 +86,19 @@ def run(
         run = _open(project, stage, writer, console, stop, reasons)
         wanted = stage.wants(run)
         run.output.pending = pending_rows(stage, run, wanted)
-        _begin(project, stage, run, run_name, notes)
+        count = run.output.pending.num_rows
+        if runs.trains(stage.writes) and (count or run_name):
+            runs.begin(project, name, software(), run_name)
+        for line in [*notes, *filter(None, [announcement(project, name, count) if count else ""])]:
+            console.say(line)
         published = folder.rows().select(wanted.column_names) if folder.exists else wanted.slice(0, 0)
-        commit((compute or computation(project, name))(run), stage, writer, meter, committed)
-        wanted = _finish(stage, run, writer, wanted)
+        commit(compute(run) if compute else computed(project, stage, run), stage, writer, meter, committed)
+        run.output.stored = writer.stored
+        if stage.finish:
+            commit(stage.finish(run), stage, writer)
+            run.output.stored = writer.stored
+        if missing(wanted, writer.stored).num_rows:
+            wanted = stage.wants(run)  # fewer rows now, if early stopping has ended a training run
         written, left = writer.rows_written, missing(wanted, writer.stored).num_rows
         if left and stop.is_set():
             raise Stopped(f"{name}: stopped; {written} new rows are kept, {left} are still to do. Run the same command to go on.")
@@ -105,7 +111,8 @@ def run(
         else:
             outcome.removed = missing(published, wanted).num_rows
         # A run that had nothing to do leaves the facts of the last one that had.
-        writer.finish(wanted, facts_of(outcome) if written or left or not folder.exists else {})
+        facts = {"rows_written": written, "seconds": round(outcome.seconds, 3), "peak_rss": outcome.peak_rss, "peak_mlx": peak}
+        writer.finish(wanted, {"run": facts, "versions": software()} if written or left or not folder.exists else {})
         link_table(folder)
     return outcome
 
@@ -127,27 +134,6 @@ def run_words(project: Project, name: str, *more: str) -> list[str]:
     words = [sys.executable, "-m", "pipeline", "run", name, *more, "--project", str(project.path.resolve())]
     words += [word for override in project.overrides for word in ("--set", str(override))]
     return [*words, "--run", project.fixed.table.folder.name] if project.fixed else words
-
-
-def _begin(project: Project, stage: Stage, run: Run[Any], run_name: str, notes: Iterable[str]) -> None:
-    if runs.trains(stage.writes) and (run.output.pending.num_rows or run_name):
-        runs.begin(project, stage.name, software(), run_name)
-    for note in notes:
-        run.report.say(note)
-    if run.output.pending.num_rows and (line := announcement(project, stage.name, run.output.pending.num_rows)):
-        run.report.say(line)
-
-
-def _finish(stage: Stage, run: Run[Any], writer: Writer, wanted: pa.Table) -> pa.Table:
-    """Commit the rows of `stage.finish`. Returns the rows that the table should have at the end of the run."""
-    run.output.stored = writer.stored
-    if stage.finish:
-        commit(stage.finish(run), stage, writer)
-    if not missing(wanted, writer.stored).num_rows:
-        return wanted
-    run.output.stored = writer.stored
-    # A stage may want fewer rows now: early stopping has ended a training run.
-    return stage.wants(run)
 
 
 def repair(project: Project, name: str, console: Terminal | Quiet) -> None:
@@ -182,29 +168,22 @@ def pending_rows(stage: Stage, run: Run[Any], wanted: pa.Table) -> pa.Table:
     return pa.concat_tables([absent, again.filter(pc.invert(matches(again, absent, list(stage.writes.key))))])
 
 
-def computation(project: Project, name: str) -> Callable[[Run[Any]], Iterator[Item]]:
-    """How pending rows are computed: here or on Ray, as [project] `workers` says. Raises ValueError if Ray is not installed."""
-    stage, settings = project.stage(name), project.config.project
+def computed(project: Project, stage: Stage, run: Run[Any]) -> Iterator[Item]:
+    """Here or on Ray, as [project] `workers` says. Raises ValueError if Ray is not installed."""
+    settings = project.config.project
     if settings.workers == "local" or not stage.divisible:
-        return stage.run
+        return stage.run(run)
     if importlib.util.find_spec("ray") is None:
         raise ValueError(f'project.workers = "{settings.workers}" needs Ray; pip install "latentmill[ray]"')
+    if not settings.divides(stage.divisible, run.output.pending.num_rows):
+        return stage.run(run)
+    # The workers do not share the files, and the stage's cannot be sent.
+    if settings.worker_inputs == "shipped" and not stage.ships:
+        run.report.say("computed here, because its input files cannot be sent to workers (project.worker_inputs)")
+        return stage.run(run)
+    from pipeline import on_ray
 
-    def compute(run: Run[Any]) -> Iterator[Item]:
-        if not settings.divides(stage.divisible, run.output.pending.num_rows):
-            return stage.run(run)
-        # The workers do not share the files, and the stage's cannot be sent.
-        if settings.worker_inputs == "shipped" and not stage.ships:
-            run.report.say("computed here, because its input files cannot be sent to workers (project.worker_inputs)")
-            return stage.run(run)
-        if settings.workers != "ray" and (Path.home() / ".ray" / "auth_token").exists():
-            # The cluster asks for the token, but Ray's client does not look for it unless told. Elsewhere Ray decides itself.
-            os.environ.setdefault("RAY_AUTH_MODE", "token")
-        from pipeline import on_ray
-
-        return on_ray.compute(project, name, run)
-
-    return compute
+    return on_ray.compute(project, stage.name, run)
 
 
 def commit(
@@ -221,7 +200,7 @@ def commit(
     try:
         for item in meter.measure_each(items, stage.name) if meter else items:
             if isinstance(item, Artifact):
-                writer.write_artifact(item.name, functools.partial(_write_bytes, content=item.content))
+                writer.write_artifact(item.name, item.write)
             else:
                 writer.append(item)
             committed()
@@ -231,10 +210,6 @@ def commit(
         writer.flush()
         if "mlx.core" in sys.modules:
             sys.modules["mlx.core"].clear_cache()
-
-
-def _write_bytes(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
 
 
 def provenance(project: Project, stage_name: str) -> dict[str, str]:
@@ -248,15 +223,3 @@ def provenance(project: Project, stage_name: str) -> dict[str, str]:
 def software() -> dict[str, str]:
     versions = {name: found for name in VERSIONS if (found := version(name))}
     return {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}", **versions}
-
-
-def facts_of(outcome: Outcome) -> dict[str, Any]:
-    return {
-        "run": {
-            "rows_written": outcome.written,
-            "seconds": round(outcome.seconds, 3),
-            "peak_rss": outcome.peak_rss,
-            "peak_mlx": outcome.peak_mlx,
-        },
-        "versions": software(),
-    }

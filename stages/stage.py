@@ -91,3 +91,6 @@ class Artifact:
 
     name: str  # path below the table's artifacts folder
     content: bytes
+
+    def write(self, path: Path) -> None:
+        path.write_bytes(self.content)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import resource
-import subprocess
 import sys
 import unicodedata
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
-from pipeline.process import allow_open_files
 from pipeline.project.recipe import FileHashes
 from stages.models.weights import weight_files
 from stages.text_to_image.images.folder import scan
@@ -113,19 +109,3 @@ def test_a_mask_and_a_pattern_match_a_name_in_either_form_of_unicode(tmp_path):
 
 def test_the_remedy_for_heic_names_the_python_that_runs():
     assert f"{sys.executable} -m pip install pillow-heif" in HEIC_REMEDY
-
-
-def test_a_command_raises_its_limit_of_open_files_as_far_as_the_system_allows():
-    code = (
-        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard})); "
-        "from pipeline.process import allow_open_files; allow_open_files(); print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
-    )
-    root = Path(__file__).parents[2]
-    for hard, expected in ((8192, "4096"), (1000, "1000"), (256, "256")):
-        done = subprocess.run(
-            [sys.executable, "-c", code.format(hard=hard)], capture_output=True, text=True, check=True, cwd=root
-        )
-        assert done.stdout.strip() == expected
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allow_open_files(1)
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before

@@ -12,12 +12,11 @@ import pytest
 
 ray = pytest.importorskip("ray", reason='needs Ray: pip install "latentmill[ray]"')
 from pipeline import on_ray  # noqa: E402
-from pipeline.on_ray import (  # noqa: E402  # noqa: E402
+from pipeline.on_ray import (  # noqa: E402
     Host,
     Worker,
     check_hosts,
     check_reachable,
-    end_workers,
     has_model,
     room,
     start_workers,
@@ -60,7 +59,8 @@ def test_two_models_never_meet_on_one_device(cluster):
     assert sorted(ray.get(ready)) == ["0", "1"] and not ray.wait(waiting, timeout=2)[0], "the third waits"
     ray.kill(workers[seen.index(ready[0])])
     assert ray.get(waiting) == ray.get(ready[:1]), "until a device is free"
-    end_workers(workers, shipped=False)
+    for worker in workers:
+        ray.kill(worker)
     assert room(ray.nodes(), {"CPU": 1, "memory": 2_000_000_000}) == 1, "a machine without GPUs holds what its memory holds"
 
 

@@ -150,7 +150,7 @@ def test_after_an_error_of_one_unit_what_other_workers_finish_is_kept_and_no_uni
     kept: list[Any] = []
 
     def collect() -> None:
-        for item in on_ray.results([worker(0), worker(1)], iter([unit] * 9), run):
+        for item in on_ray.results([worker(0), worker(1)], iter([unit] * 9), run, lambda unit: []):
             kept.append(item)
 
     with pytest.raises(ValueError, match="one"):

@@ -1,14 +1,7 @@
 """What a run reports about itself."""
 
-import hashlib
-import os
 import shutil
-import signal
-import threading
 
-import pytest
-
-from pipeline.process import interruptible
 from stages.models import weights
 from tests import projects
 
@@ -20,18 +13,6 @@ def test_a_row_that_a_run_writes_twice_is_counted_once(tmp_path, tiny_weights):
     assert projects.content(folder, "images")["rejected"].to_pylist().count("duplicate") == 1
     assert (outcome.written, outcome.rows) == (4, 4)
     assert projects.build(folder, "images")["images"].up_to_date
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_acknowledged_while_native_code_runs(number):
-    said, before = [], signal.getsignal(number)
-    with interruptible(said.append) as stop:
-        threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
-        while not stop.is_set():
-            hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000)  # seconds of C, in which no handler of Python runs
-            said.append("done")
-    assert said == ["stopping after the current item; a second signal ends at once", "done"]
-    assert signal.getsignal(number) is before
 
 
 def test_each_stage_with_a_large_model_says_how_much_of_it_is_read(tmp_path, tiny_weights, monkeypatch):

@@ -1,9 +1,14 @@
-"""Errors of Metal's GPU become one line with a remedy; a run starts again once, and only if it got on; a Mac stays awake."""
+"""Errors of the GPU are one line with a remedy; a run starts again once, if it got on; a Mac stays awake; signals are heard."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import resource
+import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,7 +16,7 @@ import pytest
 
 from pipeline import process
 from pipeline.cli import exit_code
-from pipeline.process import RESTARTED, explain, kept_awake, may_restart, restarting
+from pipeline.process import RESTARTED, allow_open_files, explain, interruptible, kept_awake, may_restart, restarting
 
 MEMORY = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)."
 TIMEOUT = "[METAL] Command buffer execution failed: Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)"
@@ -101,3 +106,31 @@ def test_on_a_mac_a_stage_keeps_the_machine_awake_until_it_ends(tmp_path, monkey
         assert started[0].poll() is None
         assert started[0].args == [str(program), "-i", "-w", str(os.getpid())]
     assert started[0].poll() is not None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_acknowledged_while_native_code_runs(number):
+    said, before = [], signal.getsignal(number)
+    with interruptible(said.append) as stop:
+        threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+        while not stop.is_set():
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000)  # seconds of C, in which no handler of Python runs
+            said.append("done")
+    assert said == ["stopping after the current item; a second signal ends at once", "done"]
+    assert signal.getsignal(number) is before
+
+
+def test_a_command_raises_its_limit_of_open_files_as_far_as_the_system_allows():
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard})); "
+        "from pipeline.process import allow_open_files; allow_open_files(); print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    root = Path(__file__).parents[2]
+    for hard, expected in ((8192, "4096"), (1000, "1000"), (256, "256")):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(hard=hard)], capture_output=True, text=True, check=True, cwd=root
+        )
+        assert done.stdout.strip() == expected
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allow_open_files(1)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
