@@ -23,7 +23,7 @@ from pipeline.store import disk
 from stages.tuner.blockwise import device
 from stages.tuner.step import TrainingStep
 from tests import projects
-from tests.pipeline.test_device_errors import MEMORY, TIMEOUT, WATCHDOG
+from tests.pipeline.test_process import MEMORY, TIMEOUT, WATCHDOG
 
 STEP = 4  # at which the GPU fails: checkpoints are at 2, 4 and 6
 APPLE_DOUBLE = b"\0\5\x16\7\0\2\0\0Mac OS X        "

@@ -13,9 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.commands import doctor
-from pipeline.commands.doctor import command, report
+from pipeline.commands.doctor import Machine, command, examine, problems, report
 from pipeline.commands.text_to_image import memory
-from pipeline.machine import Machine, examine, problems
 from stages.text_to_image.memory import capacities
 
 GIB = 2**30
