@@ -1,1 +1,1 @@
-"""What every table looks like: `table.py` describes one, each folder holds those of a pipeline. Imports only pyarrow."""
+"""What every table looks like: `table.py` describes one, beside it are those of each pipeline. Imports only pyarrow."""

@@ -38,7 +38,7 @@ def test_a_stage_its_table_its_section_its_schema_its_target_and_its_tests_have_
     stage = pipeline.stage(name)
     assert stage.name == stage.writes.name == name
     assert pipeline.stages[name] == f"stages.{pipeline.name}.{name}"
-    assert getattr(import_module(f"schemas.{pipeline.name}.{name}"), name.upper()) is stage.writes
+    assert getattr(import_module(f"schemas.{pipeline.name}"), name.upper()) is stage.writes
     folder = ROOT / "tests" / "stages" / pipeline.name
     assert (folder / f"test_{name}.py").exists() or any((folder / name).glob("test_*.py"))
     assert name in makefile_edges()

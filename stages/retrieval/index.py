@@ -17,11 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from schemas.retrieval.index import INDEX
-from schemas.retrieval.sources import SOURCES
-from schemas.retrieval.tokens import TOKENS
-from schemas.retrieval.units import UNITS
-from schemas.retrieval.vectors import VECTORS
+from schemas.retrieval import INDEX, SOURCES, TOKENS, UNITS, VECTORS
 from stages.memory import Forecast, Outlook
 from stages.retrieval.memory import VALUE_BYTES, encoder_sizes
 from stages.retrieval.search import lexical, maxsim

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from schemas.retrieval.pairs import PAIRS
-from schemas.retrieval.tokens import TOKENS
+from schemas.retrieval import PAIRS, TOKENS
 from stages.memory import T5_WORK, Memory, Outlook
 
 if TYPE_CHECKING:

@@ -19,10 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from schemas.retrieval.negatives import NEGATIVES
-from schemas.retrieval.pairs import PAIRS
-from schemas.retrieval.tokens import TOKENS
-from schemas.retrieval.units import UNITS
+from schemas.retrieval import NEGATIVES, PAIRS, TOKENS, UNITS
 from stages.hashing import file_sha256
 from stages.memory import Forecast, Outlook, Remedy
 from stages.retrieval.memory import VALUE_BYTES, counts, encoder_sizes, encoding_memory

@@ -12,8 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from schemas.retrieval.pairs import PAIRS
-from schemas.retrieval.units import UNITS
+from schemas.retrieval import PAIRS, UNITS
 from stages.retrieval import texts
 from stages.run import Run
 from stages.settings import COUNT, WHOLE, Section, runtime, setting

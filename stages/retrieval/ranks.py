@@ -16,10 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from schemas.retrieval.pairs import PAIRS
-from schemas.retrieval.ranks import RANKS
-from schemas.retrieval.units import UNITS
-from schemas.retrieval.vectors import VECTORS
+from schemas.retrieval import PAIRS, RANKS, UNITS, VECTORS
 from stages.memory import Forecast, Outlook
 from stages.retrieval import texts
 from stages.retrieval.memory import held_out_pairs, pair_columns

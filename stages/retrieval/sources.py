@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from schemas.retrieval.sources import SOURCES
+from schemas.retrieval import SOURCES
 from stages.run import Run
 from stages.settings import COUNT, Section, runtime, selects, setting
 from stages.stage import Stage

@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from schemas.retrieval.pairs import PAIRS
-from schemas.retrieval.tokens import TOKENS
-from schemas.retrieval.units import UNITS
+from schemas.retrieval import PAIRS, TOKENS, UNITS
 from stages.memory import Forecast, Outlook
 from stages.retrieval import texts
 from stages.retrieval.encoder import TextTokenizer

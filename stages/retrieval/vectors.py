@@ -14,10 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from schemas.retrieval.pairs import PAIRS
-from schemas.retrieval.tokens import TOKENS
-from schemas.retrieval.train import TRAIN
-from schemas.retrieval.vectors import VECTORS
+from schemas.retrieval import PAIRS, TOKENS, TRAIN, VECTORS
 from stages.hashing import file_sha256
 from stages.memory import Forecast, Outlook, Settings, cheapest
 from stages.retrieval.memory import VALUE_BYTES, counts, encoder_sizes, encoding_memory, held_out_pairs

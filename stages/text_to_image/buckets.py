@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from schemas.text_to_image.buckets import BUCKETS
-from schemas.text_to_image.checks import CHECKS
-from schemas.text_to_image.images import IMAGES
+from schemas.text_to_image import BUCKETS, CHECKS, IMAGES
 from stages.run import Run
 from stages.settings import Section, selects, setting
 from stages.stage import Stage

@@ -23,8 +23,7 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 from PIL import Image
 
-from schemas.text_to_image.descriptions import DESCRIPTIONS
-from schemas.text_to_image.images import IMAGES
+from schemas.text_to_image import DESCRIPTIONS, IMAGES
 from stages.run import Run
 from stages.settings import Section, runtime, selects, setting, setting_path
 from stages.stage import Stage

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from schemas.text_to_image.buckets import BUCKETS
+from schemas.text_to_image import BUCKETS
 from stages.memory import Forecast, Outlook
 from stages.models.family import Family
 from stages.text_to_image import PIPELINE

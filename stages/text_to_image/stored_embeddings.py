@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from schemas.text_to_image.embeddings import EMBEDDINGS
+from schemas.text_to_image import EMBEDDINGS
 from stages.models.text.encoder import widen
 from stages.run import Run, TensorReader
 

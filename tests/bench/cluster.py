@@ -18,7 +18,7 @@ from pipeline.project.project import Project
 from pipeline.store.disk import size_of
 from pipeline.store.table import TableFolder, Writer
 from pipeline.terminal import Quiet
-from schemas.text_to_image.latents import LATENTS
+from schemas.text_to_image import LATENTS
 from stages.run import Run
 from stages.stage import Artifact
 from tests.bench.reading import empty_row

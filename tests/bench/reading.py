@@ -26,8 +26,7 @@ import pyarrow as pa
 from pipeline.store.checksums import tensor_checksum
 from pipeline.store.shards import ShardReader, write_shard
 from schemas.table import TableSchema
-from schemas.text_to_image.embeddings import EMBEDDINGS
-from schemas.text_to_image.latents import LATENTS
+from schemas.text_to_image import EMBEDDINGS, LATENTS
 from stages.tuner.loop import Loader
 
 ROWS_PER_SHARD = 8

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from pipeline.store.shards import ShardReader
-from schemas.text_to_image.latents import LATENTS
+from schemas.text_to_image import LATENTS
 from tests.bench.cases import Case
 from tests.bench.isolate import run_isolated
 from tests.bench.reading import UncheckedReader, write_random_rows

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.project.project import Project
-from schemas.text_to_image.captions import CAPTIONS
+from schemas.text_to_image import CAPTIONS
 from stages.text_to_image.train.batches import HeldOutImages
 from stages.text_to_image.train.task import ImageTask
 from stages.tuner import checkpoint

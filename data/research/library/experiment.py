@@ -42,7 +42,7 @@ from data.research.library import by_mlx, by_torch
 from data.research.library.report import STRENGTHS, Row, best_recipe, read, reciprocal, report
 from pipeline.project.project import Project
 from pipeline.project.stage_run import ArrayReader
-from schemas.retrieval.tokens import TOKENS
+from schemas.retrieval import TOKENS
 from stages.retrieval.search import measures
 
 LOG = logging.getLogger("library")

@@ -70,7 +70,7 @@ class Session:
     """
 
     def __init__(self, project: Project, mode: Mode, *, explain: bool = False, resident: bool = False) -> None:
-        from schemas.retrieval.index import INDEX
+        from schemas.retrieval import INDEX
         from stages.retrieval.encoder import TextTokenizer
         from stages.retrieval.search.lexical import DEFAULT_WEIGHT
         from stages.retrieval.searcher import Searcher

@@ -135,7 +135,7 @@ def generate(project: Project, wish: Wish, console: Terminal | Quiet) -> Iterato
     from pipeline.process import interruptible
     from pipeline.project.recipe import recipe_id
     from pipeline.store.table import TableFolder, Writer
-    from schemas.text_to_image.generated import GENERATED
+    from schemas.text_to_image import GENERATED
 
     # A picture's id is a hash of everything that decides it, so a picture with that id is not drawn again.
     rows, adapters, config = wanted_rows(project, wish)

@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from schemas.retrieval.negatives import NEGATIVES
-from schemas.retrieval.pairs import PAIRS
-from schemas.retrieval.tokens import TOKENS
+from schemas.retrieval import NEGATIVES, PAIRS, TOKENS
 from stages.retrieval.encoder import padded
 from stages.retrieval.train.config import TrainConfig, ValidationConfig
 from stages.run import Run, TensorReader

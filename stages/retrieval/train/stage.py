@@ -13,10 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pyarrow as pa
 
-from schemas.retrieval.negatives import NEGATIVES
-from schemas.retrieval.pairs import PAIRS
-from schemas.retrieval.tokens import TOKENS
-from schemas.retrieval.train import TRAIN
+from schemas.retrieval import NEGATIVES, PAIRS, TOKENS, TRAIN
 from stages.hashing import file_sha256
 from stages.models.t5.model import T5, T5Config
 from stages.retrieval.encoder import read_adapter

@@ -11,8 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from schemas.retrieval.sources import SOURCES
-from schemas.retrieval.units import UNITS
+from schemas.retrieval import SOURCES, UNITS
 from stages.retrieval import texts
 from stages.retrieval.units.python import parse, python_units
 from stages.retrieval.units.syntax import GRAMMARS, can_parse, syntax_units

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from schemas.text_to_image.images import IMAGES
+from schemas.text_to_image import IMAGES
 from stages.run import Run
 from stages.text_to_image.caption_files import SIDECAR_BYTES, Caption, caption_file, leads_out, read_text
 from stages.text_to_image.captions.stage import (

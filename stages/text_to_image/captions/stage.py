@@ -20,9 +20,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from schemas.text_to_image.captions import CAPTIONS
-from schemas.text_to_image.descriptions import DESCRIPTIONS
-from schemas.text_to_image.images import IMAGES
+from schemas.text_to_image import CAPTIONS, DESCRIPTIONS, IMAGES
 from stages.run import Run
 from stages.settings import Section, selects, setting
 from stages.stage import Stage

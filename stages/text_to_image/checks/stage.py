@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from schemas.text_to_image.captions import CAPTIONS
-from schemas.text_to_image.checks import CHECKS
-from schemas.text_to_image.images import IMAGES
+from schemas.text_to_image import CAPTIONS, CHECKS, IMAGES
 from stages.run import Run
 from stages.settings import Section, runtime, selects
 from stages.stage import Stage

@@ -13,8 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.text_to_image.captions import CAPTIONS
-from schemas.text_to_image.embeddings import EMBEDDINGS
+from schemas.text_to_image import CAPTIONS, EMBEDDINGS
 from stages.models.family import Family, TextEncoder
 from stages.models.text.encoder import Embedding, widen
 from stages.models.weights import reading

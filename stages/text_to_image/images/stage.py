@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Literal
 
 import pyarrow as pa
 
-from schemas.text_to_image.images import IMAGES
+from schemas.text_to_image import IMAGES
 from stages.hashing import file_sha256
 from stages.run import Run
 from stages.settings import Section, runtime, selects, setting

@@ -12,9 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pyarrow as pa
 
-from schemas.text_to_image.buckets import BUCKETS
-from schemas.text_to_image.images import IMAGES
-from schemas.text_to_image.latents import LATENTS
+from schemas.text_to_image import BUCKETS, IMAGES, LATENTS
 from stages.memory import Forecast, Memory, Outlook, Settings, cheapest
 from stages.models.text.encoder import widen
 from stages.run import Run

@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from schemas.text_to_image.samples import SAMPLES
+from schemas.text_to_image import SAMPLES
 from stages.models.family import Autoencoder, Family, Transformer
 from stages.models.weights import reading
 from stages.run import Run

@@ -14,10 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pyarrow as pa
 
-from schemas.text_to_image.captions import CAPTIONS
-from schemas.text_to_image.embeddings import EMBEDDINGS
-from schemas.text_to_image.samples import SAMPLES
-from schemas.text_to_image.train import TRAIN
+from schemas.text_to_image import CAPTIONS, EMBEDDINGS, SAMPLES, TRAIN
 from stages.hashing import file_sha256
 from stages.run import Run
 from stages.stage import Stage

@@ -13,10 +13,7 @@ import pyarrow as pa
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from schemas.text_to_image.captions import CAPTIONS
-from schemas.text_to_image.images import IMAGES
-from schemas.text_to_image.samples import SAMPLES
-from schemas.text_to_image.scores import SCORES
+from schemas.text_to_image import CAPTIONS, IMAGES, SAMPLES, SCORES
 from stages.hashing import file_sha256
 from stages.run import Run
 from stages.settings import Section, selects

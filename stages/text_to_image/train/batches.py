@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from schemas.text_to_image.latents import LATENTS
+from schemas.text_to_image import LATENTS
 from stages.run import Run
 from stages.text_to_image.stored_embeddings import embedding_reader
 from stages.text_to_image.train.config import TrainConfig, ValidationConfig

@@ -10,11 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any
 
-from schemas.text_to_image.buckets import BUCKETS
-from schemas.text_to_image.captions import CAPTIONS
-from schemas.text_to_image.embeddings import EMBEDDINGS
-from schemas.text_to_image.images import IMAGES
-from schemas.text_to_image.latents import LATENTS
+from schemas.text_to_image import BUCKETS, CAPTIONS, EMBEDDINGS, IMAGES, LATENTS
 from stages.run import Run
 from stages.text_to_image.imaging.masks import composed
 from stages.text_to_image.imaging.usable import REFERENCE, usable_paths

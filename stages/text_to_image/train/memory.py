@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from schemas.text_to_image.images import IMAGES
+from schemas.text_to_image import IMAGES
 from stages import kernels
 from stages.memory import FLUX2_ON_CPU, Forecast, Outlook, Settings, changed
 from stages.models import attention

@@ -10,12 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from schemas.text_to_image.buckets import BUCKETS
-from schemas.text_to_image.captions import CAPTIONS
-from schemas.text_to_image.embeddings import EMBEDDINGS
-from schemas.text_to_image.images import IMAGES
-from schemas.text_to_image.latents import LATENTS
-from schemas.text_to_image.train import TRAIN
+from schemas.text_to_image import BUCKETS, CAPTIONS, EMBEDDINGS, IMAGES, LATENTS, TRAIN
 from stages.hashing import file_sha256
 from stages.run import Run
 from stages.stage import Stage

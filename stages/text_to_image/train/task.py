@@ -16,10 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.text_to_image.captions import CAPTIONS
-from schemas.text_to_image.embeddings import EMBEDDINGS
-from schemas.text_to_image.latents import LATENTS
-from schemas.text_to_image.train import TRAIN
+from schemas.text_to_image import CAPTIONS, EMBEDDINGS, LATENTS, TRAIN
 from stages.models.family import Architecture, Transformer
 from stages.models.weights import reading
 from stages.run import Run

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from pipeline.commands.text_to_image.export import write_adapter
-from schemas.text_to_image.train import TRAIN
+from schemas.text_to_image import TRAIN
 from stages.models.adapters import B
 from stages.models.flux2 import sampling
 from stages.models.flux2.autoencoder import AutoencoderConfig

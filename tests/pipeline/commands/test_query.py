@@ -13,7 +13,7 @@ import pytest
 from pipeline.commands.catalog import open_catalog
 from pipeline.commands.query import CELL_WIDTH, ROWS_SHOWN, Limits, answer, run_query, write_answer
 from pipeline.errors import NotBuilt
-from schemas.text_to_image.train import TRAIN
+from schemas.text_to_image import TRAIN
 from stages.text_to_image import PIPELINE
 from tests import projects
 from tests.pipeline.commands import tables

@@ -15,7 +15,7 @@ from pipeline.commands.status import describe, states
 from pipeline.commands.text_to_image.export import export_run
 from pipeline.store.disk import TEMPORARY, atomic_folder
 from pipeline.store.table import TableFolder, Writer
-from schemas.text_to_image.generated import GENERATED
+from schemas.text_to_image import GENERATED
 from tests import projects
 from tests.pipeline.store.stores import flip
 

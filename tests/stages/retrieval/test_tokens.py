@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.retrieval.tokens import TOKENS
+from schemas.retrieval import TOKENS
 from stages.retrieval.encoder import TextTokenizer, load_encoder
 from stages.retrieval.families import FAMILIES
 from tests.stages.retrieval import project

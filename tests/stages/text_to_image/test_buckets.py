@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.text_to_image.images import IMAGES
+from schemas.text_to_image import IMAGES
 from stages.text_to_image.buckets import LONGEST, STAGE, STEP, BucketsConfig, choose_bucket
 from tests.harness import context, run
 

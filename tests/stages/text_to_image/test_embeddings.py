@@ -17,8 +17,7 @@ import pytest
 from pipeline.project.project import Project
 from pipeline.project.recipe import settings_of
 from pipeline.project.stage_run import Lazy
-from schemas.text_to_image.captions import CAPTIONS
-from schemas.text_to_image.embeddings import EMBEDDINGS
+from schemas.text_to_image import CAPTIONS, EMBEDDINGS
 from stages.models.text.encoder import widen
 from stages.run import Run
 from stages.text_to_image.embeddings import STAGE, EmbeddingsConfig, memory

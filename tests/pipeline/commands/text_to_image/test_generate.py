@@ -15,7 +15,7 @@ from pipeline.api import Project
 from pipeline.commands.text_to_image import generate
 from pipeline.errors import Stopped
 from pipeline.store.table import TableFolder
-from schemas.text_to_image.generated import GENERATED
+from schemas.text_to_image import GENERATED
 from stages.text_to_image.samples import drawing
 from tests import projects
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.text_to_image.images import IMAGES
+from schemas.text_to_image import IMAGES
 from stages.text_to_image.captions.stage import STAGE, CaptionsConfig
 from tests.harness import context, run
 

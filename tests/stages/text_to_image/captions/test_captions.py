@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.project.config import Parser
-from schemas.text_to_image.captions import CAPTIONS
+from schemas.text_to_image import CAPTIONS
 from stages.text_to_image.captions.edits import write_edits
 from stages.text_to_image.captions.stage import STAGE, CaptionsConfig, read_edits
 from tests.harness import run

@@ -3,7 +3,7 @@
 import numpy as np
 from PIL import Image
 
-from schemas.text_to_image.images import IMAGES
+from schemas.text_to_image import IMAGES
 from stages.text_to_image.images.stage import STAGE, ImagesConfig
 from tests.harness import context, run
 

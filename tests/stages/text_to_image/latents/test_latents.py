@@ -19,9 +19,7 @@ from PIL import Image
 from pipeline.project.config import Parser
 from pipeline.project.project import Project
 from pipeline.project.recipe import settings_of
-from schemas.text_to_image.buckets import BUCKETS
-from schemas.text_to_image.images import IMAGES
-from schemas.text_to_image.latents import LATENTS
+from schemas.text_to_image import BUCKETS, IMAGES, LATENTS
 from stages.text_to_image.families import family
 from stages.text_to_image.latents.stage import STAGE, LatentsConfig, latent_id
 from stages.text_to_image.train.config import TrainConfig, ValidationConfig

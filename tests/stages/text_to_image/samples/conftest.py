@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from schemas.text_to_image.train import TRAIN
+from schemas.text_to_image import TRAIN
 from stages.models.flux2.transformer import Flux2Config
 from stages.tuner import checkpoint
 from stages.tuner.adapters import lora

@@ -11,9 +11,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from schemas.text_to_image.captions import CAPTIONS
-from schemas.text_to_image.embeddings import EMBEDDINGS
-from schemas.text_to_image.train import TRAIN
+from schemas.text_to_image import CAPTIONS, EMBEDDINGS, TRAIN
 from stages.run import Run
 from stages.text_to_image.families import family
 from stages.text_to_image.samples.config import SamplesConfig

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from schemas.text_to_image.train import TRAIN
+from schemas.text_to_image import TRAIN
 from stages.models.flux2 import sampling
 from stages.models.flux2.load import load_flux2
 from stages.models.flux2.transformer import Flux2, inputs

@@ -14,9 +14,7 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from schemas.text_to_image.captions import CAPTIONS
-from schemas.text_to_image.samples import SAMPLES
-from schemas.text_to_image.train import TRAIN
+from schemas.text_to_image import CAPTIONS, SAMPLES, TRAIN
 from stages.run import Run
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.stage import STAGE

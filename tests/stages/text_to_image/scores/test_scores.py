@@ -15,9 +15,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from pipeline.project.recipe import rows_sha256
-from schemas.text_to_image.captions import CAPTIONS
-from schemas.text_to_image.images import IMAGES
-from schemas.text_to_image.samples import SAMPLES
+from schemas.text_to_image import CAPTIONS, IMAGES, SAMPLES
 from stages.hashing import file_sha256
 from stages.text_to_image.scores import stage
 from stages.text_to_image.scores.measures import FeatureGroup, ImageEncoder, axis_position

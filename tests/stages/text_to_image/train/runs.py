@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.project.stage_run import Lazy
-from schemas.text_to_image import buckets, captions, embeddings, images, latents
+from schemas.text_to_image import BUCKETS, CAPTIONS, EMBEDDINGS, IMAGES, LATENTS
 from stages.models.flux2.transformer import Flux2Config
 from stages.text_to_image.families import family
 from stages.text_to_image.train.batches import MicroBatch
@@ -88,14 +88,12 @@ def tables(shapes: tuple[tuple[int, int], ...] = SHAPES, shift: float = 0.0) -> 
         for n, (place, grid) in enumerate(zip(places, grids, strict=True))
     ]
     return {
-        "images": rows_of(images.IMAGES, *({"path": p["image_id"], "image_id": p["image_id"]} for p in places)),
-        "buckets": rows_of(buckets.BUCKETS, *(place | {"resolution": 64} for place in places)),
-        "latents": rows_of(latents.LATENTS, *encoded),
-        "captions": rows_of(
-            captions.CAPTIONS, *({"role": r, "image_id": i, "caption_id": c, "position": p} for r, i, c, p in texts)
-        ),
+        "images": rows_of(IMAGES, *({"path": p["image_id"], "image_id": p["image_id"]} for p in places)),
+        "buckets": rows_of(BUCKETS, *(place | {"resolution": 64} for place in places)),
+        "latents": rows_of(LATENTS, *encoded),
+        "captions": rows_of(CAPTIONS, *({"role": r, "image_id": i, "caption_id": c, "position": p} for r, i, c, p in texts)),
         "embeddings": rows_of(
-            embeddings.EMBEDDINGS,
+            EMBEDDINGS,
             *(
                 {"caption_id": c, "tokens": 3, "shape": [TEXT_ROWS, 24], "tensor": words((TEXT_ROWS, 24), 100 + n)}
                 for n, (_, _, c, _) in enumerate(texts)
@@ -109,17 +107,17 @@ def rich_tables(shapes: tuple[tuple[int, int], ...] = SHAPES) -> dict[str, pa.Ta
     made = tables(shapes)
     rows = made["captions"].to_pylist()
     classes = [row | {"role": "class", "caption_id": f"class of {row['caption_id']}"} for row in rows if row["role"] == "caption"]
-    made["captions"] = rows_of(captions.CAPTIONS, *rows, *classes)
+    made["captions"] = rows_of(CAPTIONS, *rows, *classes)
     encoded = [
         {"caption_id": row["caption_id"], "tokens": 3, "shape": [TEXT_ROWS, 24], "tensor": words((TEXT_ROWS, 24), 200 + n)}
         for n, row in enumerate(classes)
     ]
-    made["embeddings"] = rows_of(embeddings.EMBEDDINGS, *made["embeddings"].to_pylist(), *encoded)
+    made["embeddings"] = rows_of(EMBEDDINGS, *made["embeddings"].to_pylist(), *encoded)
     crops = made["latents"].to_pylist()
     for n, row in enumerate(crops[::2]):
         count = row["width"] * row["height"] // 256
         row["mask"] = np.random.default_rng(n).integers(0, 256, count, dtype=np.uint8).tobytes()
-    made["latents"] = rows_of(latents.LATENTS, *crops)
+    made["latents"] = rows_of(LATENTS, *crops)
     return made
 
 

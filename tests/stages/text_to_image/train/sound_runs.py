@@ -34,7 +34,7 @@ from PIL import Image
 
 from data.research.experiments.in_memory import MemoryTables
 from pipeline.project.project import Project
-from schemas.text_to_image import buckets, captions, embeddings, images, latents
+from schemas.text_to_image import BUCKETS, CAPTIONS, EMBEDDINGS, IMAGES, LATENTS
 from stages.models.family import Family
 from stages.models.flux2.load import load_flux2
 from stages.models.text.encoder import TextEncoder
@@ -126,18 +126,18 @@ def tables(plant: str = "") -> Tables:
     crops = [{"image_id": f"i{n}", "width": SIDE, "height": SIDE, "crop_w": 1.0, "crop_h": 1.0} for n in range(len(pixels))]
     named = [("caption", f"i{n}", f"c{n}") for n in range(len(texts))] + [("empty", "", "empty")]
     return {
-        "images": rows_of(images.IMAGES, *({"path": c["image_id"], "image_id": c["image_id"]} for c in crops)),
-        "buckets": rows_of(buckets.BUCKETS, *(c | {"resolution": SIDE} for c in crops)),
+        "images": rows_of(IMAGES, *({"path": c["image_id"], "image_id": c["image_id"]} for c in crops)),
+        "buckets": rows_of(BUCKETS, *(c | {"resolution": SIDE} for c in crops)),
         "latents": rows_of(
-            latents.LATENTS,
+            LATENTS,
             *(
                 c | {"latent_id": f"l{n}", "shape": list(w.shape), "tensor": w.ravel().tolist()}
                 for n, (c, w) in enumerate(zip(crops, words, strict=True))
             ),
         ),
-        "captions": rows_of(captions.CAPTIONS, *({"role": r, "image_id": i, "caption_id": c} for r, i, c in named)),
+        "captions": rows_of(CAPTIONS, *({"role": r, "image_id": i, "caption_id": c} for r, i, c in named)),
         "embeddings": rows_of(
-            embeddings.EMBEDDINGS,
+            EMBEDDINGS,
             *(
                 {"caption_id": c, "tokens": e.tokens, "shape": list(e.words.shape), "tensor": e.words.ravel().tolist()}
                 for (_, _, c), e in zip(named, encoded, strict=True)

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from pipeline.project.project import Project
-from schemas.text_to_image.captions import CAPTIONS
+from schemas.text_to_image import CAPTIONS
 from stages.text_to_image.train.batches import build_sampler
 from stages.text_to_image.train.config import DataConfig, MaskConfig, TrainConfig, ValidationConfig
 from stages.text_to_image.train.data import folder_rates, held_out, load_dataset, rates

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from schemas.text_to_image import images
+from schemas.text_to_image import IMAGES
 from stages.text_to_image.train.config import DataConfig, ValidationConfig
 from stages.text_to_image.train.memory import ImageEstimator, largest_batch
 from stages.text_to_image.train.profile import random_batch
@@ -28,7 +28,7 @@ def paired(targets: int = 4, references: int = 2, alone: int = 0) -> dict[str, A
     rows = made["images"].to_pylist()
     for n, row in enumerate(rows[targets + alone :]):
         row |= {"use": "reference", "reference_of": f"image{n % targets}", "reference": n // targets + 1}
-    made["images"] = rows_of(images.IMAGES, *rows)
+    made["images"] = rows_of(IMAGES, *rows)
     return made
 
 

@@ -8,12 +8,7 @@ import pytest
 
 from pipeline.project.stage_run import ArrayReader
 from pipeline.store.rows import conform
-from schemas.text_to_image.buckets import BUCKETS
-from schemas.text_to_image.captions import CAPTIONS
-from schemas.text_to_image.embeddings import EMBEDDINGS
-from schemas.text_to_image.images import IMAGES
-from schemas.text_to_image.latents import LATENTS
-from schemas.text_to_image.train import TRAIN
+from schemas.text_to_image import BUCKETS, CAPTIONS, EMBEDDINGS, IMAGES, LATENTS, TRAIN
 from stages.text_to_image.families import family
 from stages.text_to_image.train.batches import MicroBatch, level_batches
 from stages.text_to_image.train.config import (

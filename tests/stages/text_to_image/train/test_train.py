@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from schemas.text_to_image import captions, latents
+from schemas.text_to_image import CAPTIONS, LATENTS
 from stages.text_to_image.train.config import DataConfig, NoiseConfig
 from stages.text_to_image.train.stage import STAGE
 from stages.text_to_image.train.task import ImageTask
@@ -88,7 +88,7 @@ def test_rows_that_cannot_be_used_are_left_out(tmp_path, transformer):
         "crop_w": 96.0,
         "crop_h": 64.0,
     }  # not in its bucket's
-    other = rows_of(latents.LATENTS, crop | {"latent_id": "old crop", "shape": [1]})
+    other = rows_of(LATENTS, crop | {"latent_id": "old crop", "shape": [1]})
     made["latents"] = pa.concat_tables([made["latents"], other])
     data = Run(tmp_path, transformer, tables=made).task().data
     assert [crop.latent_id for crop in data.crops] == ["latent4", "latent5", "latent6"]
@@ -133,7 +133,7 @@ def test_the_header_names_the_trigger_and_the_largest_resolution_that_is_trained
     for n, (width, height) in enumerate(SHAPES):
         if (width, height) != (64, 64):
             made["buckets"] = replace_row(made["buckets"], n, resolution=96)
-    word = rows_of(captions.CAPTIONS, {"role": "trigger", "caption_id": "word", "text": "ohwx"})
+    word = rows_of(CAPTIONS, {"role": "trigger", "caption_id": "word", "text": "ohwx"})
     made["captions"] = pa.concat_tables([made["captions"], word])
     config = replace(BASE, data=DataConfig(resolutions={"64": 1, "96": 1}))
     header = {"family": "tiny", "resolution": "96x96", "trigger": "ohwx"}
