@@ -76,5 +76,5 @@ def row(each: Need) -> tuple[str | int | None, ...]:
         None if each.disk is None else format_bytes(each.disk),
         format_bytes(found.peak) if found and found.peak else None,
         None if each.seconds is None else format_seconds(each.seconds),
-        each.note or (found.how if found else None),
+        each.note or (found.how if found else ""),
     )

@@ -104,7 +104,8 @@ def test_the_plan_of_a_retriever_needs_neither_weights_nor_tables(tmp_path: Path
     lines, fits = report(Project(tmp_path), int(60e9))
     rows = {line.split()[0]: line for line in lines}
     assert fits and "plan whole, 64 pairs" in rows["train"] and "at most 256 tokens" in rows["vectors"]
-    assert all(rows[name].split()[1:] == ["-"] * 5 for name in ("sources", "units", "pairs", "negatives", "index", "ranks"))
+    assert "source folder" in rows["sources"] and "does not exist" in rows["sources"]
+    assert all(rows[name].split()[1:] == ["-"] * 5 for name in ("units", "pairs", "negatives", "index", "ranks"))
 
 
 def test_what_cannot_fit_is_refused_and_the_named_settings_do_fit(tmp_path: Path) -> None:
