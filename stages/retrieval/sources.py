@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 import re
@@ -18,7 +17,7 @@ import pyarrow as pa
 
 from schemas.retrieval import SOURCES
 from stages.run import Run
-from stages.settings import COUNT, Section, runtime, selects, setting
+from stages.settings import COUNT, Section, nearest, runtime, selects, setting
 from stages.stage import Stage
 
 if TYPE_CHECKING:
@@ -66,8 +65,7 @@ def _folder(text: str, project: Path) -> Root:
         others = [path.name for path in folder.parent.iterdir() if path.is_dir()]
     except OSError:
         others = []
-    near = difflib.get_close_matches(folder.name, others, 1)
-    hint = f'; did you mean "{near[0]}"?' if near else f"; an installed package is named {PACKAGE}NAME"
+    hint = nearest(folder.name, others, '"{}"') or f"; an installed package is named {PACKAGE}NAME"
     raise ValueError(f"source folder {folder} {problem}: set sources.roots{hint}")
 
 

@@ -8,7 +8,6 @@ row per image.
 from __future__ import annotations
 
 import csv
-import difflib
 import functools
 import io
 import os
@@ -22,7 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from stages.settings import setting_path
+from stages.settings import nearest, setting_path
 from stages.text_to_image.imaging import packed
 from stages.text_to_image.imaging.masks import composed
 from stages.text_to_image.imaging.usable import first_names
@@ -355,8 +354,7 @@ def _parse(where: str, row: Row, file_columns: tuple[str, ...], column: str) -> 
     found = next((name for name in ((column,) if column else packed.TEXT_COLUMNS) if name in row), None)
     if found is None:
         if column:
-            near = difflib.get_close_matches(column, map(str, row), 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = nearest(column, map(str, row))
             raise ValueError(f"{where}: captions.caption_column must name a column, got {column!r}; columns: {columns}{hint}")
         remedy = "set captions.caption_column to the column that holds the captions"
         raise ValueError(f"{where}: must have one of {', '.join(packed.TEXT_COLUMNS)}; columns: {columns}; {remedy}")

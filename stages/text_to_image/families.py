@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any
 
 from stages.bundled import MICRO
 from stages.models.family import Family
+from stages.settings import nearest
 
 FLUX2 = "stages.models.flux2.architecture:FLUX2"
 APACHE = "Apache-2.0"
@@ -231,6 +231,5 @@ def family(name: str) -> Family:
     """Raises ValueError, with the nearest name."""
     if name in FAMILIES:
         return FAMILIES[name]
-    near = get_close_matches(name.lower(), FAMILIES, n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {name!r}{hint}")
+    near = nearest(name.lower(), FAMILIES, "{!r}", 0.4)
+    raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {name!r}{near}")

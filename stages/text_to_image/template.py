@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from stages.models.family import Family
 from stages.pipelines import Option, Template
-from stages.settings import toml_string
+from stages.settings import nearest, toml_string
 from stages.text_to_image.families import family as family_record
 from stages.untrusted import read_json
 
@@ -108,8 +107,7 @@ def project_toml(options: Mapping[str, str]) -> str:
 def preset_settings(name: str, trigger: str) -> Settings:
     """Section -> setting -> (value, remark). Raises ValueError for an unknown preset; "" is none."""
     if name and name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, 1)
-        hint = f'; did you mean "{near[0]}"?' if near else ""
+        hint = nearest(name, PRESETS, '"{}"')
         raise ValueError(f'--preset must be one of {", ".join(PRESETS)}, got "{name}"{hint}')
     preset = PRESETS.get(name, {})
     order = dict.fromkeys([*BEGIN, *preset])

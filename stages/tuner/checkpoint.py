@@ -62,11 +62,8 @@ class Checkpoint:
 
     def intact(self, *names: str) -> bool:
         """True if size and sha256 of these files are as recorded. A missing or unrecorded file is not intact."""
-        return all(self._intact(name) for name in names)
-
-    def _intact(self, name: str) -> bool:
-        recorded = self.state["files"].get(name)
-        return bool(recorded) and not file_damage(self.folder / name, recorded)
+        recorded = self.state["files"]
+        return all(name in recorded and not file_damage(self.folder / name, recorded[name]) for name in names)
 
     def arrays(self, name: str) -> Arrays:
         loaded: Any = mx.load(str(self.folder / name))
@@ -196,16 +193,13 @@ def damaged_checkpoints(artifacts: Path) -> dict[int, str]:
             continue
         if step in saved:
             names = [name for name in saved[step].state["files"] if name != OPTIMIZER]  # old optimizer states are deleted
-            bad = [name for name in names if not _has_size(folder / name, saved[step].state["files"][name])]
+            sizes = {name: saved[step].state["files"][name]["bytes"] for name in names}
+            bad = [name for name in names if not (folder / name).is_file() or (folder / name).stat().st_size != sizes[name]]
             problems |= {step: f"{folder / bad[0]} is missing or cut short"} if bad else {}
         # Without state.json and after everything that was written: an interrupted write, no damage.
         elif path.exists() or step <= written:
             problems[step] = f"{path} {'is damaged' if path.exists() else 'is missing'}"
     return problems
-
-
-def _has_size(path: Path, record: Mapping[str, Any]) -> bool:
-    return path.is_file() and path.stat().st_size == record["bytes"]
 
 
 def delete_incomplete(artifacts: Path, after: int) -> None:

@@ -8,7 +8,6 @@ captions.tsv), or are its file name or the name of its folder.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import re
@@ -22,7 +21,7 @@ import pyarrow as pa
 
 from schemas.text_to_image import CAPTIONS, DESCRIPTIONS, IMAGES
 from stages.run import Run
-from stages.settings import Section, selects, setting
+from stages.settings import Section, nearest, selects, setting
 from stages.stage import Stage
 from stages.text_to_image.caption_files import (
     READERS,
@@ -193,8 +192,7 @@ def check_placeholders(setting: str, text: str, allowed: tuple[str, ...]) -> Non
     known = " and ".join(f"{{{each}}}" for each in allowed)
     for name in re.findall(r"\{(\w+)\}", text):
         if name not in allowed:
-            near = difflib.get_close_matches(name, allowed, 1)
-            hint = f"; did you mean {{{near[0]}}}?" if near else ""
+            hint = nearest(name, allowed, "{{{}}}")
             raise ValueError(f"{setting} must have no placeholder but {known}, got {{{name}}}{hint}")
     if re.search(r"[{}]", re.sub(r"\{\w+\}", "", text)):
         raise ValueError(f'{setting} must have no braces but those of {known}, got "{text}"')

@@ -10,7 +10,6 @@ reference of cat_out.png, and cat_start.png that of cat_end.png.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections import Counter
@@ -20,7 +19,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from stages.settings import Section, selects, setting_path
+from stages.settings import Section, nearest, selects, setting_path
 from stages.text_to_image.imaging import masks, packed
 from stages.text_to_image.imaging.decode import IMAGE_SUFFIXES
 from stages.text_to_image.imaging.masks import composed
@@ -174,9 +173,8 @@ def _no_folder(folder: Path) -> str:
         others = [path.name for path in folder.parent.iterdir() if path.is_dir()]
     except OSError:
         others = []
-    near = difflib.get_close_matches(folder.name, others, 1)
-    hint = f'; did you mean "{near[0]}"?' if near else ""
-    return f"image folder {folder} {problem}: put the images there, or set images.folder{hint}"
+    near = nearest(folder.name, others, '"{}"')
+    return f"image folder {folder} {problem}: put the images there, or set images.folder{near}"
 
 
 def _files_below(folder: Path) -> Iterator[os.DirEntry[str]]:

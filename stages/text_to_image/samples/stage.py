@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import shutil
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ import pyarrow as pa
 from schemas.text_to_image import CAPTIONS, EMBEDDINGS, SAMPLES, TRAIN
 from stages.hashing import file_sha256
 from stages.run import Run
+from stages.settings import nearest
 from stages.stage import Stage
 from stages.text_to_image.caption_files import trigger_word
 from stages.text_to_image.samples.config import SamplesConfig
@@ -61,8 +61,7 @@ def references_by_prompt(run: Run[SamplesConfig]) -> dict[str, tuple[Path, ...]]
     for key, paths in (run.config.prompt_references or {}).items():
         prompt = key.replace("{trigger}", trigger)
         if prompt not in found:
-            near = difflib.get_close_matches(prompt, found, 1)
-            hint = f'; did you mean "{near[0]}"?' if near else ""
+            hint = nearest(prompt, found, '"{}"')
             raise ValueError(f'samples.prompt_references must name prompts of [captions] preview_prompts, got "{key}"{hint}')
         found[prompt] = tuple(paths)
     return {prompt: tuple(run.root / path for path in paths) for prompt, paths in found.items()}

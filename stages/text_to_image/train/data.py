@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 from schemas.text_to_image import BUCKETS, CAPTIONS, EMBEDDINGS, IMAGES, LATENTS
 from stages.run import Run
+from stages.settings import nearest
 from stages.text_to_image.imaging.masks import composed
 from stages.text_to_image.imaging.usable import REFERENCE, usable_paths
 from stages.text_to_image.train.config import DataConfig, TrainConfig, ValidationConfig
@@ -301,8 +301,7 @@ def rates(config: DataConfig, crops: Sequence[tuple[int, str]]) -> list[float]:
     for given, folder in zip(config.repeats or {}, folders, strict=True):
         if not any(_below(path, folder) for _, path in crops):
             folders_above = {str(above) for _, path in crops for above in PurePosixPath(path).parents}
-            near = difflib.get_close_matches(folder, sorted(folders_above), 1, 0.5)
-            hint = f'; did you mean "{near[0]}"?' if near else ""
+            hint = nearest(folder, sorted(folders_above), '"{}"', 0.5)
             raise ValueError(f"[train.data] repeats: no image that is trained on has the path {given!r}{hint}")
     # The longest path that matches decides.
     longest = sorted(folders, key=len, reverse=True)

@@ -137,8 +137,7 @@ def product(x: mx.array, weight: Weight, pair: Pair | None = None, scale: float 
         by_up = kernels.product(_flat(dy).T, _flat(project_down(x, down)))
         return kernels.product(dlow, down, dx), by_down, by_up
 
-    y: mx.array = forward(x, *(pair or ()))
-    return y
+    return forward(x, *(pair or ()))
 
 
 def _scaled(x: mx.array, scale: float) -> mx.array:
@@ -172,9 +171,7 @@ def _dora_output(x: mx.array, weight: Weight, own: Mapping[str, mx.array], scale
     # than LoRA, and the outputs y of LoRA are kept for the gradient of m.
     y = _lora_output(x, weight, own, scale)
     norm_O = mx.stop_gradient(row_norms(weight, own[A], own[B], scale))
-    add_gain: Any = _add_gain
-    rescaled: mx.array = add_gain(y, own[MAGNITUDE] / norm_O - 1)
-    return rescaled
+    return _add_gain(y, own[MAGNITUDE] / norm_O - 1)
 
 
 def _dora_merged(wide_OI: mx.array, own: Mapping[str, mx.array], scale: float) -> mx.array:
