@@ -22,7 +22,7 @@ from pipeline.project import runs
 from pipeline.project.project import Project
 from pipeline.project.recipe import recipe_id
 from stages.stage import Stage
-from stages.tuner.launched import HOSTS, RANK, SIZE, launched_rank
+from stages.tuner.launched import HOSTS, RANK, SIZE
 
 LOCALHOST = "127.0.0.1"
 GRACE_SECONDS = 20.0  # after a rank failed, until the others are killed: over NCCL they wait for it forever
@@ -109,11 +109,6 @@ def _wait(processes: Sequence[subprocess.Popen[str]], say: Callable[[str], None]
     if code < 0:
         say(f"rank {rank} was ended by signal {-code}; the run ends at its last checkpoint. Run it again to go on.")
     return code if code >= 0 else 128 - code  # as a shell does
-
-
-def following() -> bool:
-    """True in a rank other than 0."""
-    return bool(launched_rank())
 
 
 def follow(project: Project, stage: Stage) -> None:

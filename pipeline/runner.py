@@ -28,6 +28,7 @@ from pipeline.tracking import tracked
 from pipeline.work import Item
 from stages.run import Report, Run
 from stages.stage import Artifact, Stage
+from stages.tuner.launched import launched_rank
 
 if TYPE_CHECKING:
     from pipeline.terminal import ProgressCallback, Quiet, Terminal
@@ -69,7 +70,7 @@ def run(
     """
     project.fetch = True  # a run downloads the weights that it lacks
     stage = project.stage(name)
-    if ranks.following():
+    if launched_rank():  # not 0
         ranks.follow(project, stage)
         return Outcome(name)
     runs.check_resumable(project, name)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
+import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,6 +175,23 @@ def test_a_stage_that_fails_ends_the_chain_with_its_exit_code(tmp_path, tiny_wei
     (folder / "images" / "picture1.txt").unlink()
     said = projects.latentmill_process(folder, "embeddings", code=2)
     assert said.count("error:") == 1 and not Project(folder).current("captions").exists
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_chain_after_the_item_that_the_running_stage_computes(number, built, tmp_path):
+    folder = tmp_path / "project"
+    shutil.copytree(built, folder)
+    shutil.rmtree(folder / "tables" / "train", ignore_errors=True)
+    words = [sys.executable, "-m", "pipeline", "samples", "--set", "train.steps=100000", "--project", str(folder)]
+    process = subprocess.Popen(words, cwd=projects.ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    projects.wait_until(lambda: any(folder.glob("tables/train/*/artifacts/checkpoints/*/state.json")), process)
+    if number == signal.SIGINT:  # as Ctrl-C does, to all processes of the terminal
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    _, said = process.communicate(timeout=projects.HANG)
+    assert process.returncode == 130, said
+    assert "rows are kept" in said and "Traceback" not in said and not Project(folder).current("samples").exists
 
 
 def test_a_chain_and_the_ranks_of_a_launch_keep_the_settings_and_the_chosen_run(built, monkeypatch):
