@@ -247,7 +247,7 @@ class Parser:
         """The dataclass of the section `name`, such as "train" or "train.ema"."""
         if not isinstance(raw, Mapping):
             raise ValueError(
-                f"{name} must be a section: write its settings below a line [{name}], got {shown(raw)} ({self.place(name)})"
+                f"{name} must be a section: write its settings below a line [{name}], got {SHORT.repr(raw)} ({self.place(name)})"
             )
         kind = self.sections.get(name) or self.repeated[name]
         hints = _hints(kind)
@@ -288,13 +288,8 @@ class Parser:
             return _convert(hint, value)
         except TypeError:
             raise ValueError(
-                f"{name} must be {_describe(hint)}{_example(hint, value)}, got {shown(value)} ({self.place(name)})"
+                f"{name} must be {_describe(hint)}{_example(hint, value)}, got {SHORT.repr(value)} ({self.place(name)})"
             ) from None
-
-
-def shown(value: Any) -> str:
-    """Python code, shortened."""
-    return SHORT.repr(value)
 
 
 def _nested(sections: Mapping[str, type]) -> Iterable[tuple[str, type]]:
@@ -333,18 +328,14 @@ def _members(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if is_union else (hint,)
 
 
-def _is_choice(value: Any, choices: Iterable[Any]) -> bool:
-    # True == 1, so the types count.
-    return any(value == each and type(value) is type(each) for each in choices)
-
-
 # msgspec 0.22 could replace only this function: it passes unknown keys, inf and nan, and names neither the value nor a
 # mapping's key. pydantic 2.14 needs dataclasses of its own and 0.12 s more CPU time at every start.
 def _convert(hint: Any, value: Any) -> Any:
     """Parsed TOML as the annotated type: list to tuple, int to float. Raises TypeError, also for infinity and NaN."""
     for kind in _members(hint):
         origin, args = typing.get_origin(kind), typing.get_args(kind)
-        if origin is typing.Literal and _is_choice(value, args):
+        # True == 1, so the types count.
+        if origin is typing.Literal and any(value == each and type(value) is type(each) for each in args):
             return value
         if origin is tuple and isinstance(value, list | tuple):
             return tuple(_convert(args[0], item) for item in value)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.project.recipe import TENSOR_SUFFIXES
-from pipeline.project.weights import PARTIAL, SHARD, TOKENIZER, cache_name, tensors
-from stages.models.family import Family
+from pipeline.project.weights import PARTIAL, SHARD, cache_name, tensors
+from stages.models.family import TOKENIZER, Family
 from stages.models.folders import locate
 
 DEPTH = 6  # folders below a place that are searched

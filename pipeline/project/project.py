@@ -17,6 +17,7 @@ from pipeline.project import config as configuration
 from pipeline.project import recipe as recipes
 from pipeline.project.config import Overrides
 from pipeline.project.stage_run import Kept, Lazy, Write, not_built, open_run
+from stages.models.family import TOKENIZER
 from stages.pipelines import FamilyRecord, Folder, Weights, load
 from stages.run import Report, Run
 from stages.settings import from_home, nearest, setting_path
@@ -143,7 +144,7 @@ class Project:
         self.family.require(name)  # before gigabytes are downloaded for nothing
         label = f"{self.family.name} {self.config.project.place(name)} {name}"
         # Weights of the text encoder may lie in the tokenizer's folder.
-        given = self.family.files[name], name != "tokenizer"
+        given = self.family.files[name], name != TOKENIZER
         try:
             digest = self.hashes.component(label, self.component(name, fetch=False), *given)
         except ValueError:

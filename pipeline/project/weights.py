@@ -17,7 +17,7 @@ from pipeline.store.lock import Lock
 from stages.bundled import CHECKOUT
 from stages.hashing import file_sha256
 from stages.models import gguf
-from stages.models.family import ModelFamily
+from stages.models.family import TOKENIZER, ModelFamily
 from stages.models.folders import locate
 from stages.models.weights import read_header, weight_files
 from stages.settings import setting_path
@@ -26,7 +26,6 @@ from stages.untrusted import read_json
 if TYPE_CHECKING:
     from pipeline.project.config import ProjectConfig
 
-TOKENIZER = "tokenizer"  # the component without weights
 SHARD = re.compile(r"(.*)-\d+-of-(\d+)\.(safetensors|gguf)")  # model-00001-of-00002.safetensors
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -113,26 +112,23 @@ def resolve(
 def _bundled(family: ModelFamily, components: Iterable[str]) -> Path:
     folder = CHECKOUT / family.bundled
     for component in components:
+        own = folder / family.folders[component]
         try:
-            _check_component(folder / family.folders[component], component, family)
+            for name in family.required[component]:
+                if not (own / name).is_file():
+                    raise ValueError(f"{own / name} is missing")
+            for file in own.glob("[!.]*.json"):
+                try:
+                    read_json(file)
+                except ValueError:
+                    raise ValueError(f"{file} is damaged: not valid JSON") from None
+            for file in () if component == TOKENIZER else weight_files(own):
+                read_header(file)
         except ValueError as error:
             problem = str(error).removesuffix("; fetch it again").replace(f"{CHECKOUT}/", "")
             remedy = f"it is part of the checkout; run `git checkout {family.bundled}` in {CHECKOUT} to restore it"
             raise ValueError(f"{problem}: {remedy}") from None
     return folder
-
-
-def _check_component(folder: Path, component: str, family: ModelFamily) -> None:
-    for name in family.required[component]:
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder / name} is missing")
-    for file in folder.glob("[!.]*.json"):
-        try:
-            read_json(file)
-        except ValueError:
-            raise ValueError(f"{file} is damaged: not valid JSON") from None
-    for file in () if component == TOKENIZER else weight_files(folder):
-        read_header(file)
 
 
 # Weights that the project generates
@@ -332,6 +328,7 @@ class LargeFile:
 def _fetch_large_files(hub: str, patterns: Sequence[str]) -> None:
     """Fetch into the hub's cache. Raises Refused, and the errors of the hub client."""
     from huggingface_hub import constants
+    from huggingface_hub.utils import tqdm
 
     cache, name = Path(constants.HF_HUB_CACHE), cache_name(hub)
     files = _absent(hub, patterns, cache / name / "blobs")
@@ -344,7 +341,9 @@ def _fetch_large_files(hub: str, patterns: Sequence[str]) -> None:
             stack.enter_context(Lock(cache / ".locks" / name / "latentmill.lock"))
         except ValueError:
             raise Refused(f"{hub} is being downloaded by another process: wait for it or stop it") from None
-        pool, bar = stack.enter_context(ThreadPoolExecutor(AT_ONCE)), stack.enter_context(_bar(hub, files))
+        pool = stack.enter_context(ThreadPoolExecutor(AT_ONCE))
+        total, done = sum(file.size for file in files), sum(file.arrived for file in files)
+        bar = stack.enter_context(tqdm(total=total, initial=done, unit="B", unit_scale=True, desc=f"{hub}, {len(files)} files"))
         for fetched in [pool.submit(_fetch, file, bar) for file in files]:
             fetched.result()
 
@@ -365,13 +364,6 @@ def _absent(hub: str, patterns: Sequence[str], blobs: Path) -> list[LargeFile]:
         if about.size and SHA256.fullmatch(about.etag or ""):
             found.append(LargeFile(each.filename, about.size, blobs / about.etag, url))
     return found
-
-
-def _bar(hub: str, files: Sequence[LargeFile]) -> Any:
-    from huggingface_hub.utils import tqdm
-
-    total, done = sum(file.size for file in files), sum(file.arrived for file in files)
-    return tqdm(total=total, initial=done, unit="B", unit_scale=True, desc=f"{hub}, {len(files)} files")
 
 
 def _fetch(file: LargeFile, bar: Any) -> None:

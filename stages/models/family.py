@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 Adapter = tuple[dict[str, "mx.array"], dict[str, float]]  # arrays by "<linear><ending>", float32; the scale of each Linear
 
+TOKENIZER = "tokenizer"  # the component without weights
 # Component -> its folder in the diffusers layout.
-FOLDERS = {"transformer": "transformer", "autoencoder": "vae", "text_encoder": "text_encoder", "tokenizer": "tokenizer"}
+FOLDERS = {"transformer": "transformer", "autoencoder": "vae", "text_encoder": "text_encoder", TOKENIZER: "tokenizer"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class Family(ModelFamily):
     files: ClassVar[Mapping[str, tuple[str, ...]]] = dict.fromkeys(FOLDERS, ("*",))
     required: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **dict.fromkeys(FOLDERS, ("config.json",)),
-        "tokenizer": ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+        TOKENIZER: ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
     }
 
     # Sizes, with the keys of the released config.json; one beside the weights takes precedence.
@@ -192,14 +193,14 @@ class Architecture:
 class RetrieverFamily(ModelFamily):
     """Weights lie in one folder, in the layout of transformers, with the projection head in 1_Dense or 2_Dense."""
 
-    folders: ClassVar[Mapping[str, str]] = {"encoder": "", "tokenizer": ""}  # all files beside each other, as transformers writes
+    folders: ClassVar[Mapping[str, str]] = {"encoder": "", TOKENIZER: ""}  # all files beside each other, as transformers writes
     files: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "encoder": ("config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model.bin", "[12]_Dense/*"),
-        "tokenizer": ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "spiece.model"),
+        TOKENIZER: ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "spiece.model"),
     }
     required: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "encoder": ("config.json", "1_Dense/config.json", "1_Dense/model.safetensors"),
-        "tokenizer": ("tokenizer.json", "tokenizer_config.json"),
+        TOKENIZER: ("tokenizer.json", "tokenizer_config.json"),
     }
 
     sizes: Mapping[str, Any] = field(default_factory=dict)  # content of config.json, for random weights and forecasts of memory
