@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from schemas.table import TableSchema
+    from stages.memory import Forecast, Outlook
     from stages.run import Run
     from stages.settings import Section
 
@@ -42,7 +43,7 @@ class Stage:
     repair: Callable[[Run[Any]], Iterator[str]] | None = None
     # For a stage whose rows depend on each other: the rows that the whole result depends on. They become part of the recipe.
     snapshot: Callable[[Run[Any]], pa.Table] | None = None
-    forecast: Callable[[Any], Any] | None = None  # stages.memory: Outlook -> Forecast; None: it needs little
+    forecast: Callable[[Outlook], Forecast | None] | None = None  # None: it needs little
     # The files, other than tables and weights, that computing the pending rows opens. None: any file of the folders in `needs`.
     opens: Callable[[Run[Any]], Iterator[Path]] | None = None
     ships: bool = True  # False: rows name such files by full path, so they cannot be sent to workers on other machines

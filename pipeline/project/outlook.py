@@ -66,8 +66,7 @@ def forecast(project: Project, name: str, seen: Outlook | None = None) -> Foreca
     for need in stage.needs:
         if isinstance(project.pipeline.resources[need], Weights):
             project.family.require(need)
-    found: Forecast = stage.forecast(seen or outlook(project))
-    return found
+    return stage.forecast(seen or outlook(project))
 
 
 def need(project: Project, name: str, seen: Outlook) -> Need:

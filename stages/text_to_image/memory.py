@@ -85,8 +85,9 @@ def forecasts(family: Family, side: int, bits: int, budget: int, streamed: bool 
     for name in PIPELINE.stages:
         stage = PIPELINE.stage(name)
         # A stage whose component the family lacks does not run.
-        if stage.forecast and not any(need in family.unsupported for need in stage.needs):
-            found[name] = stage.forecast(outlook)
+        runs = not any(need in family.unsupported for need in stage.needs)
+        if runs and stage.forecast and (forecast := stage.forecast(outlook)):
+            found[name] = forecast
     return found
 
 
