@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from schemas.table import TableSchema, column, tensor
+from schemas.table import FILE_STATE, STEP_COSTS, TableSchema, column, tensor
 
 SOURCES = TableSchema(
     name="sources",
@@ -14,13 +14,7 @@ SOURCES = TableSchema(
         column("file", pa.string(), "where the file lies: relative to the project's folder, or absolute"),
         column("module", pa.string(), "dotted name of the file's module; for a language without modules, its path with dots"),
         column("source_id", pa.string(), "sha256 of the file's bytes, hex; empty for a file that was not read"),
-        column("bytes", pa.int64(), "file size, bytes"),
-        column("mtime_ns", pa.int64(), "modification time of the file, nanoseconds since 1970"),
-        column(
-            "inode",
-            pa.int64(),
-            "inode number of the file; a file with the same path, size, modification time and inode is not read again",
-        ),
+        *FILE_STATE,
         column("language", pa.string(), "programming language, by the suffix: python, rust, ...; empty if unknown"),
         column("lines", pa.int32(), "number of lines; 0 for a file that was not read"),
         column(
@@ -156,9 +150,7 @@ TRAIN = TableSchema(
         column("hardest_score", pa.float32(), "score of the hardest other document; null if none", null=True),
         column("lr", pa.float64(), "learning rate of the step"),
         column("grad_norm", pa.float32(), "global norm of the step's gradient before clipping"),
-        column("seconds", pa.float32(), "wall time of the step, seconds", measured=True),
-        column("read_seconds", pa.float32(), "time of the step that was spent reading rows from disk, seconds", measured=True),
-        column("peak_bytes", pa.int64(), "peak memory of MLX up to this step, bytes", measured=True),
+        *STEP_COSTS,
     ),
 )
 

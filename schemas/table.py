@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,11 +81,28 @@ def column(
 ) -> pa.Field:
     """The Arrow field of a column; `doc` says what it holds, and the unit.
 
-    `measured`: differs between equal runs, as clock times do. `default`: what `TableSchema.table` fills in for a string column,
-    "" for none. `unrecorded`: not part of the recipe; may be null, and is if a row does not say it.
+    `measured`: differs between equal runs, as clock times do. `default`: what `record_batch` fills in for a string column, "" for
+    none. `unrecorded`: not part of the recipe; may be null, and is if a row does not say it.
     """
     marks = {"measured": "yes" if measured else "", "default": default, "unrecorded": "yes" if unrecorded else ""}
     return pa.field(name, kind, nullable=null or unrecorded, metadata={"doc": doc, **marks})
+
+
+# Columns that tables of several pipelines have: the state of a file, and the costs of a training step.
+FILE_STATE = (
+    column("bytes", pa.int64(), "file size, bytes"),
+    column("mtime_ns", pa.int64(), "modification time of the file, nanoseconds since 1970"),
+    column(
+        "inode",
+        pa.int64(),
+        "inode number of the file; a file with the same path, size, modification time and inode is not read again",
+    ),
+)
+STEP_COSTS = (
+    column("seconds", pa.float32(), "wall time of the step, seconds", measured=True),
+    column("read_seconds", pa.float32(), "time of the step that was spent reading rows from disk, seconds", measured=True),
+    column("peak_bytes", pa.int64(), "peak memory of MLX up to this step, bytes", measured=True),
+)
 
 
 @dataclass(frozen=True)
@@ -135,14 +153,16 @@ class TableSchema:
         """Name -> Arrow type of each column and tensor, as the recipe records them; without those marked `unrecorded`."""
         return {f.name: str(f.type) for f in self.batch if not (f.metadata or {}).get(b"unrecorded")}
 
-    def table(self, rows: list[dict[str, Any]]) -> pa.Table:
-        """An Arrow table of `batch`; raises AssertionError if a row lacks a column (but for `default` and `unrecorded`) or
-        has an unknown one.
-        """
+    def record_batch(self, rows: list[dict[str, Any]]) -> pa.RecordBatch:
+        """Raises AssertionError if a row lacks a column (but for `default` and `unrecorded`) or has an unknown one."""
         names = set(self.batch.names)
         defaults: dict[str, str | None] = {f.name: None for f in self.columns if f.metadata.get(b"unrecorded")}
         defaults |= {f.name: f.metadata[b"default"].decode() for f in self.columns if f.metadata.get(b"default")}
         rows = [defaults | row for row in rows]
         for row in rows:
             assert set(row) == names, f"{self.name}: columns {sorted(set(row) ^ names)} are missing or unknown"
-        return pa.Table.from_pylist(rows, schema=self.batch)
+        return pa.RecordBatch.from_pylist(rows, schema=self.batch)
+
+    def select(self, rows: list[dict[str, Any]], names: Iterable[str]) -> pa.Table:
+        """Some columns of `rows`, as `Stage.wants` returns them."""
+        return pa.Table.from_pylist(rows, schema=pa.schema([self.batch.field(name) for name in names]))

@@ -2,7 +2,21 @@
 
 import pyarrow as pa
 
-from schemas.table import TableSchema, column, tensor
+from schemas.table import FILE_STATE, STEP_COSTS, TableSchema, column, tensor
+
+# Columns of two tables
+CROP = (
+    column("crop_x", pa.float64(), "left edge of the crop, pixels of the upright image"),
+    column("crop_y", pa.float64(), "top edge of the crop, pixels of the upright image"),
+    column("crop_w", pa.float64(), "width of the crop, pixels of the upright image"),
+    column("crop_h", pa.float64(), "height of the crop, pixels of the upright image"),
+)
+REFERENCE_ID = column(
+    "reference_id",
+    pa.string(),
+    "sha256 of each reference's file, hex, joined by +; null without references",
+    unrecorded=True,
+)
 
 IMAGES = TableSchema(
     name="images",
@@ -11,13 +25,7 @@ IMAGES = TableSchema(
     columns=(
         column("path", pa.string(), "path of the file, relative to the image folder, with forward slashes"),
         column("image_id", pa.string(), "sha256 of the file's bytes, hex; empty for a file that cannot be read"),
-        column("bytes", pa.int64(), "file size, bytes"),
-        column("mtime_ns", pa.int64(), "modification time of the file, nanoseconds since 1970"),
-        column(
-            "inode",
-            pa.int64(),
-            "inode number of the file; a file with the same path, size, modification time and inode is not read again",
-        ),
+        *FILE_STATE,
         column("format", pa.string(), "file format, in Pillow's names: JPEG, PNG, WEBP, ...; empty if unknown"),
         column("mode", pa.string(), "pixel mode, in Pillow's names: RGB, RGBA, L, LA, P, CMYK, I;16, ...; empty if unknown"),
         column("width", pa.int32(), "width of the upright image, pixels; 0 if unknown"),
@@ -53,10 +61,7 @@ IMAGES = TableSchema(
         ),
         column("trigger", pa.string(), "trigger of the folder's images; null: that of [captions]", unrecorded=True),
         column(
-            "concept",
-            pa.string(),
-            "subject that the folder is named after: the caption of an image without one",
-            unrecorded=True,
+            "concept", pa.string(), "subject that the folder is named after: the caption of an image without one", unrecorded=True
         ),
         column(
             "offset",
@@ -159,10 +164,7 @@ BUCKETS = TableSchema(
         column("resolution", pa.int32(), "resolution R, pixels: the area of the size is at most R x R"),
         column("width", pa.int32(), "width that the image is trained at, pixels, a multiple of 16"),
         column("height", pa.int32(), "height that the image is trained at, pixels, a multiple of 16"),
-        column("crop_x", pa.float64(), "left edge of the crop, pixels of the upright image"),
-        column("crop_y", pa.float64(), "top edge of the crop, pixels of the upright image"),
-        column("crop_w", pa.float64(), "width of the crop, pixels of the upright image"),
-        column("crop_h", pa.float64(), "height of the crop, pixels of the upright image"),
+        *CROP,
         column("scale", pa.float64(), "scale factor, trained pixels per image pixel; above 1, the image is enlarged"),
         column("crop_loss", pa.float64(), "share of the image's area that is cropped away, 0 to 1"),
         column("tokens", pa.int32(), "number of image tokens: width / 16 * height / 16"),
@@ -185,10 +187,7 @@ LATENTS = TableSchema(
         column("image_id", pa.string(), "image that the crop is a part of: sha256 of its file"),
         column("width", pa.int32(), "width of the resized crop, pixels"),
         column("height", pa.int32(), "height of the resized crop, pixels"),
-        column("crop_x", pa.float64(), "left edge of the crop, pixels of the upright image"),
-        column("crop_y", pa.float64(), "top edge of the crop, pixels of the upright image"),
-        column("crop_w", pa.float64(), "width of the crop, pixels of the upright image"),
-        column("crop_h", pa.float64(), "height of the crop, pixels of the upright image"),
+        *CROP,
         column("flip", pa.bool_(), "true for the crop mirrored left to right"),
         column(
             "mask_id",
@@ -281,14 +280,7 @@ TRAIN = TableSchema(
         column("lr", pa.float64(), "learning rate of the step"),
         column("grad_norm", pa.float32(), "global norm of the step's gradient before clipping"),
         column("tokens", pa.int32(), "number of tokens of the sample in the transformer, image, references and text"),
-        column("seconds", pa.float32(), "wall time of the step, seconds", measured=True),
-        column(
-            "read_seconds",
-            pa.float32(),
-            "time of the step that was spent reading rows from disk, seconds",
-            measured=True,
-        ),
-        column("peak_bytes", pa.int64(), "peak memory of MLX up to this step, bytes", measured=True),
+        *STEP_COSTS,
         column("reference_count", pa.int32(), "number of references that the model saw beside the noisy latent", unrecorded=True),
     ),
 )
@@ -309,12 +301,7 @@ SAMPLES = TableSchema(
         column("height", pa.int32(), "height of the image, pixels"),
         column("path", pa.string(), "path of the PNG below the artifacts folder of samples"),
         column("seconds", pa.float32(), "time to draw and decode the image, seconds", measured=True),
-        column(
-            "reference_id",
-            pa.string(),
-            "sha256 of each reference's file, hex, joined by +; null without references",
-            unrecorded=True,
-        ),
+        REFERENCE_ID,
     ),
 )
 
@@ -345,12 +332,7 @@ GENERATED = TableSchema(
         column("guidance", pa.float64(), "guidance scale"),
         column("path", pa.string(), "path of the PNG below the artifacts folder of generated"),
         column("seconds", pa.float32(), "time to draw the latent, seconds", measured=True),
-        column(
-            "reference_id",
-            pa.string(),
-            "sha256 of each reference's file, hex, joined by +; null without references",
-            unrecorded=True,
-        ),
+        REFERENCE_ID,
     ),
 )
 

@@ -1,4 +1,4 @@
-"""sha256 of files: the id of an image, the check of a weight file or a checkpoint."""
+"""sha256 of texts and files: the id of a row, the check of a weight file or a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ def hashing_shown(note: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         _note.reset(token)
+
+
+def text_sha256(*texts: str) -> str:
+    """Hex; a line feed stands between the texts."""
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
 def file_sha256(file: Path | BinaryIO) -> str:

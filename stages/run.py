@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -68,6 +68,15 @@ class Report:
     progress: Callable[[int, int, str], None] = lambda done, total, unit: None
     stop: Callable[[], bool] = lambda: False  # the user asked to stop: finish the current batch and return
     pause: Callable[[str], None] = lambda reason: None  # say why `run` returns before all rows are made
+
+    def batches(self, items: Sequence[T], size: int, unit: str) -> Iterator[Sequence[T]]:
+        """At most `size` items at a time, until the user stops. The progress is reported when the next ones are asked for."""
+        for start in range(0, len(items), size):
+            if self.stop():
+                return
+            some = items[start : start + size]
+            yield some
+            self.progress(start + len(some), len(items), unit)
 
 
 @dataclass

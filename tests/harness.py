@@ -23,6 +23,10 @@ def tensors_of(table: pa.Table, key: str) -> dict[str, np.ndarray]:
     return {k: np.array(v, np.uint16).reshape(shape) for k, shape, v in columns}
 
 
+def table_of(schema: TableSchema, rows: list[dict[str, Any]]) -> pa.Table:
+    return pa.Table.from_batches([schema.record_batch(rows)])
+
+
 def missing(wanted: pa.Table, stored: pa.Table) -> pa.Table:
     """Return the wanted rows that differ from every stored row in at least one wanted column."""
     have = {tuple(map(str, row.values())) for row in stored.select(wanted.column_names).to_pylist()}

@@ -50,7 +50,7 @@ class IndexConfig(Section):
 
 def wanted_index(run: Run[IndexConfig]) -> pa.Table:
     rows = [{name: row[name] for name in KEPT} for row in run.once(_rows)]
-    return pa.Table.from_pylist(rows, schema=pa.schema([INDEX.batch.field(name) for name in KEPT]))
+    return INDEX.select(rows, KEPT)
 
 
 def _rows(run: Run[IndexConfig]) -> list[Row]:
@@ -95,7 +95,7 @@ def list_units(run: Run[IndexConfig]) -> Iterator[pa.RecordBatch]:
     for start in range(0, len(rows), run.config.batch_size):
         if run.report.stop():
             return
-        yield INDEX.table(rows[start : start + run.config.batch_size]).combine_chunks().to_batches()[0]
+        yield INDEX.record_batch(rows[start : start + run.config.batch_size])
 
 
 def digest(rows: list[Row]) -> str:

@@ -67,8 +67,7 @@ def wanted_negatives(run: Run[NegativesConfig]) -> pa.Table:
         for pair_id, others in sorted(sizes.items())
         for position in range(min(run.config.count, others))
     ]
-    fields = [NEGATIVES.batch.field(name) for name in NEGATIVES.key]
-    return pa.Table.from_pylist(rows, schema=pa.schema(fields))
+    return NEGATIVES.select(rows, NEGATIVES.key)
 
 
 def snapshot(run: Run[NegativesConfig]) -> pa.Table:
@@ -146,7 +145,7 @@ def find_negatives(run: Run[NegativesConfig]) -> Iterator[pa.RecordBatch]:
             for pair in (pairs[pair_id] for pair_id in some):
                 excluded = [places[unit_id] for unit_id in groups[pair["duplicate_group"]] if unit_id in places]
                 rows += _rows(pair, search(pair), places, excluded, ids, units, run.config)
-            yield NEGATIVES.table(rows).combine_chunks().to_batches()[0]
+            yield NEGATIVES.record_batch(rows)
             run.report.progress(start + len(some), len(pending), "queries")
 
 

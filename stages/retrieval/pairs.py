@@ -155,7 +155,7 @@ def wanted_pairs(run: Run[PairsConfig]) -> pa.Table:
         raise ValueError(
             "no unit has a docstring, so there are no pairs: set sources.roots to documented code, or units.min_lines"
         )
-    return pa.Table.from_pylist(rows, schema=pa.schema([PAIRS.batch.field(name) for name in KEPT]))
+    return PAIRS.select(rows, KEPT)
 
 
 def _units(run: Run[PairsConfig]) -> dict[str, Row]:

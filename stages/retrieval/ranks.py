@@ -56,7 +56,7 @@ def wanted_ranks(run: Run[RanksConfig]) -> pa.Table:
         for mode in modes
         for pair in pairs
     ]
-    return pa.Table.from_pylist(rows, schema=pa.schema([RANKS.batch.field(name) for name in RANKS.key]))
+    return RANKS.select(rows, RANKS.key)
 
 
 def snapshot(run: Run[RanksConfig]) -> pa.Table:
@@ -102,7 +102,7 @@ def rank_pairs(run: Run[RanksConfig]) -> Iterator[pa.RecordBatch]:
                         return
                     if wanted:
                         rows = corpus.rank(encoder, wanted, weight if weight is not None else lexical.DEFAULT_WEIGHT)
-                        yield RANKS.table(rows).combine_chunks().to_batches()[0]
+                        yield RANKS.record_batch(rows)
                         done += len(wanted)
                         run.report.progress(done, len(pending), "queries")
 

@@ -357,7 +357,7 @@ def wanted_sources(run: Run[SourcesConfig]) -> pa.Table:
     rows = run.once(_listing)
     if not rows:
         raise ValueError(f"the roots {', '.join(run.config.roots)} hold no files: set sources.roots or sources.exclude")
-    return pa.Table.from_pylist(rows, schema=pa.schema([SOURCES.batch.field(name) for name in FILE_COLUMNS]))
+    return SOURCES.select(rows, FILE_COLUMNS)
 
 
 def _listing(run: Run[SourcesConfig]) -> list[Row]:

@@ -39,8 +39,7 @@ class TokensConfig(Section):
 def wanted_tokens(run: Run[TokensConfig]) -> pa.Table:
     """`text_id` and `role` of every distinct text, by role and text_id."""
     wanted = sorted((row["role"], text_id) for text_id, row in _texts(run).items())
-    fields = [TOKENS.batch.field(name) for name in ("text_id", "role")]
-    return pa.Table.from_pylist([{"text_id": text_id, "role": role} for role, text_id in wanted], schema=pa.schema(fields))
+    return TOKENS.select([{"text_id": text_id, "role": role} for role, text_id in wanted], ("text_id", "role"))
 
 
 def _texts(run: Run[TokensConfig]) -> dict[str, Row]:
@@ -69,7 +68,7 @@ def encode_tokens(run: Run[TokensConfig]) -> Iterator[pa.RecordBatch]:
         some = pending[start : start + run.config.batch_size]
         encoded = tokenizer.encode([known[row["text_id"]]["text"] for row in some])
         rows = [_row(row, ids, longest[row["role"]], tokenizer) for row, ids in zip(some, encoded, strict=True)]
-        yield TOKENS.table(rows).combine_chunks().to_batches()[0]
+        yield TOKENS.record_batch(rows)
         run.report.progress(start + len(some), len(pending), "texts")
 
 

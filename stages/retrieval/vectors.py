@@ -51,8 +51,7 @@ def wanted_vectors(run: Run[VectorsConfig]) -> pa.Table:
     }
     texts = sorted((row for row in tokens if row["role"] == "document" or row["text_id"] in held_out), key=_text_id)
     rows = [{"vector_id": vector_id(name, row["text_id"]), "encoder": name, **row} for name in encoders(run) for row in texts]
-    fields = [VECTORS.batch.field(name) for name in ("vector_id", "encoder", "text_id", "role")]
-    return pa.Table.from_pylist(rows, schema=pa.schema(fields))
+    return VECTORS.select(rows, ("vector_id", "encoder", "text_id", "role"))
 
 
 def encoders(run: Run[VectorsConfig]) -> dict[str, Path | None]:
@@ -100,7 +99,7 @@ def _encoded(run: Run[VectorsConfig], pending: list[Row], adapter: Path | None) 
             tokens.ahead(row["text_id"] for row in some)
             # One text at a time, so that no row depends on another.
             rows = [_row(row, encoder.encode_ids([tokens.read(row["text_id"])])[0]) for row in some]
-            yield VECTORS.table(rows).combine_chunks().to_batches()[0]
+            yield VECTORS.record_batch(rows)
     finally:
         del encoder
         gc.collect()

@@ -215,7 +215,7 @@ def unanswered(run: Run[DescriptionsConfig]) -> pa.Table:
 def _wanted(rows: list[dict[str, str]], stored: Mapping[str, str]) -> pa.Table:
     # A file that was renamed is not captioned again.
     kept = [row | {"path": stored.get(row["image_id"], row["path"])} for row in rows]
-    return pa.Table.from_pylist(kept, schema=pa.schema([DESCRIPTIONS.batch.field(name) for name in WANTED]))
+    return DESCRIPTIONS.select(kept, WANTED)
 
 
 def _without_caption(run: Run[DescriptionsConfig]) -> list[dict[str, str]]:

@@ -48,7 +48,7 @@ def wait(run: Run[Any]) -> Iterator[pa.RecordBatch]:
     loads = run.reuse("model", lambda: next(_loads))
     for number in run.output.pending["number"].to_pylist():
         time.sleep(run.config.seconds)
-        yield from WAITS.table([{"number": number, "process": os.getpid(), "loads": loads}]).to_batches()
+        yield WAITS.record_batch([{"number": number, "process": os.getpid(), "loads": loads}])
 
 
 STAGE = Stage(reads=(), writes=WAITS, config=WaitsConfig, wants=wanted_waits, run=wait)

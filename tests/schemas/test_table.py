@@ -55,15 +55,15 @@ def test_a_schema_that_contradicts_itself_is_refused(changed, message):
         TableSchema(**fields | changed)
 
 
-def test_rows_become_a_table_with_defaults_and_without_gaps():
+def test_rows_become_a_batch_with_defaults_and_without_gaps():
     split = column("split", pa.string(), "", default="train")
     schema = TableSchema(name="t", doc="", key=("name",), columns=(NAME, split))
-    assert schema.table([{"name": "a"}, {"name": "b", "split": "test"}])["split"].to_pylist() == ["train", "test"]
+    assert schema.record_batch([{"name": "a"}, {"name": "b", "split": "test"}])["split"].to_pylist() == ["train", "test"]
     with pytest.raises(AssertionError, match=r"t: columns \['name'\] are missing or unknown"):
-        schema.table([{"split": "train"}])
+        schema.record_batch([{"split": "train"}])
 
 
 def test_an_unrecorded_column_is_not_in_the_recipe_and_null_where_a_row_does_not_say_it():
     schema = TableSchema(name="t", doc="", key=("name",), columns=(NAME, column("use", pa.string(), "", unrecorded=True)))
     assert schema.recorded == {"name": "string"}
-    assert schema.table([{"name": "a"}])["use"].to_pylist() == [None]
+    assert schema.record_batch([{"name": "a"}])["use"].to_pylist() == [None]

@@ -158,7 +158,7 @@ def generate(project: Project, wish: Wish, console: Terminal | Quiet) -> Iterato
                 row = {**drawn.picture.row, "seconds": drawn.seconds}
                 facts = {name: row[name] for name in ("prompt", "seed", "step", "adapter_id", "strength", "steps", "guidance")}
                 writer.write_artifact(row["path"], partial(save_png, image=drawn.image, metadata=facts))
-                writer.append(GENERATED.table([row]).to_batches()[0])
+                writer.append(GENERATED.record_batch([row]))
                 writer.flush()
                 latent_path(run, drawn.picture).unlink()
             release()

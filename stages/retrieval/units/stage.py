@@ -58,7 +58,7 @@ def wanted_units(run: Run[UnitsConfig]) -> pa.Table:
     for source in sources:
         known = stored.get(tuple(source[name] for name in KEPT[1:]))
         rows += known or ({name: row[name] for name in KEPT} for row in unit_rows(run, source))
-    return pa.Table.from_pylist(rows, schema=pa.schema([UNITS.batch.field(name) for name in KEPT]))
+    return UNITS.select(rows, KEPT)
 
 
 def _used(run: Run[UnitsConfig]) -> list[Row]:
@@ -76,7 +76,7 @@ def parse_units(run: Run[UnitsConfig]) -> Iterator[pa.RecordBatch]:
             return
         some = sources[start : start + run.config.batch_size]
         rows = [row for source in some for row in unit_rows(run, source) if row["unit_id"] in pending]
-        yield UNITS.table(rows).combine_chunks().to_batches()[0]
+        yield UNITS.record_batch(rows)
         run.report.progress(start + len(some), len(sources), "files")
 
 

@@ -208,7 +208,7 @@ def wanted_checks(run: Run[ChecksConfig]) -> pa.Table:
         short, long = sorted((row["width"], row["height"]))
         # An image is measured again only if one of these values has changed.
         found.append({"image_id": row["image_id"], "path": row["path"], "short_side": short, "aspect": long / short})
-    return pa.Table.from_pylist(found, schema=pa.schema([CHECKS.batch.field(name) for name in WANTED]))
+    return CHECKS.select(found, WANTED)
 
 
 def measure_images(run: Run[ChecksConfig]) -> Iterator[pa.RecordBatch]:

@@ -50,7 +50,7 @@ def encode_embeddings(run: Run[EmbeddingsConfig]) -> Iterator[pa.RecordBatch]:
                 run.report.say(_too_long(captions[caption_id], embedding))
             rows.append(_row(caption_id, embedding, run.config.stored, states))
             run.report.progress(done, len(pending), "texts")
-        yield EMBEDDINGS.table(rows).combine_chunks().to_batches()[0]
+        yield EMBEDDINGS.record_batch(rows)
 
 
 def encode_texts(run: Run[EmbeddingsConfig], texts: Sequence[str]) -> Iterator[list[Embedding]]:

@@ -217,7 +217,7 @@ def unread_images(run: Run[ImagesConfig]) -> pa.Table:
 
 
 def _wanted(files: list[Row]) -> pa.Table:
-    return pa.Table.from_pylist(files, schema=pa.schema([IMAGES.batch.field(name) for name in (*FILE_COLUMNS, *RULES)]))
+    return IMAGES.select(files, (*FILE_COLUMNS, *RULES))
 
 
 def _listing(run: Run[ImagesConfig]) -> Listing:

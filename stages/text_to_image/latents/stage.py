@@ -65,7 +65,7 @@ def wanted_latents(run: Run[LatentsConfig]) -> pa.Table:
             row["latent_id"] = latent_id(row)
             # Crops with equal keys share one row.
             rows[row["latent_id"]] = row
-    return pa.Table.from_pylist(list(rows.values()), schema=pa.schema([LATENTS.batch.field(name) for name in WANTED]))
+    return LATENTS.select(list(rows.values()), WANTED)
 
 
 def jittered(bucket: Row, number: int, share: float) -> Row:
@@ -110,13 +110,13 @@ def encode_latents(run: Run[LatentsConfig]) -> Iterator[pa.RecordBatch]:
                 held.append(row)
                 stopping = run.report.stop()
                 if stopping or len(held) == run.config.batch_size:
-                    yield LATENTS.table(held).combine_chunks().to_batches()[0]
+                    yield LATENTS.record_batch(held)
                     held = []
                     mx.clear_cache()
                 if stopping:
                     return
             if held:
-                yield LATENTS.table(held).combine_chunks().to_batches()[0]
+                yield LATENTS.record_batch(held)
     finally:
         rows.close()
         del rows, model

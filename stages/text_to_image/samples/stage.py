@@ -79,7 +79,7 @@ def draw_samples(run: Run[SamplesConfig]) -> Iterator[pa.RecordBatch]:
         row, name = drawn.picture.row, f"images/{drawn.picture.name}.png"
         facts = {fact: row[fact] for fact in ("prompt", "seed", "step", "adapter_id")}
         run.output.write(name, partial(save_png, image=drawn.image, metadata={**facts, **run.output.provenance}))
-        yield from SAMPLES.table([{**row, "path": name, "seconds": drawn.seconds + drawn.decoding}]).to_batches()
+        yield SAMPLES.record_batch([{**row, "path": name, "seconds": drawn.seconds + drawn.decoding}])
 
 
 def finish_samples(run: Run[SamplesConfig]) -> Iterator[pa.RecordBatch]:

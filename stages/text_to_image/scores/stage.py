@@ -111,7 +111,7 @@ def score_pictures(run: Run[ScoresConfig]) -> Iterator[pa.RecordBatch]:
     for number, row in enumerate(pending, 1):
         if run.report.stop():
             return
-        yield from SCORES.table([scorer.score(row)]).to_batches()
+        yield SCORES.record_batch([scorer.score(row)])
         run.report.progress(number, len(pending), "pictures")
 
 

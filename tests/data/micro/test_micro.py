@@ -82,7 +82,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[checkpoint.Checkp
         for name, array in fresh_adapter(select_targets(linears, ["*"], 4, 8.0), 7).items()
     }
     about = {"family": MICRO.name, "project": "random", "rank": "4", "alpha": "8.0"}
-    saved = checkpoint.save(write_artifact, 1, arrays, {}, TRAIN.table([]), about, {})
+    saved = checkpoint.save(write_artifact, 1, arrays, {}, TRAIN.batch.empty_table(), about, {})
     file = write_adapter(
         saved.folder / checkpoint.ADAPTER, family("micro"), folder / "out", "diffusers", dtype="float32", metadata={}
     )

@@ -120,7 +120,7 @@ def test_the_pictures_of_generate_are_verified_queried_and_exported_as_the_table
     with Writer(table, {}) as writer:
         for name in ("a", "b"):
             writer.write_artifact(f"images/{name}.png", lambda path: path.write_bytes(bytes(500)) and None)
-            writer.append(GENERATED.table([row | {"picture_id": name, "path": f"images/{name}.png"}]).to_batches()[0])
+            writer.append(GENERATED.record_batch([row | {"picture_id": name, "path": f"images/{name}.png"}]))
         writer.finish(None, {})
     assert Project(folder).verify() == []
     export_parquet(Project(folder), folder / "out")

@@ -226,7 +226,7 @@ def test_what_is_appended_is_read_back_after_commit_repair_and_cleaning(tmp_path
         while rows[writer.stored.num_rows :]:
             start = writer.stored.num_rows
             batch = rows[start : start + data.draw(st.integers(1, 5))]
-            writer.append(schema.table(batch).combine_chunks().to_batches()[0])
+            writer.append(schema.record_batch(batch))
             writer.flush()
         writer.finish(None, {})
     check(read_all(table), rows, schema)
@@ -313,7 +313,7 @@ def test_the_python_api_shows_16_bit_words_as_the_floats_that_they_are(tmp_path:
     schema = schema_of([dtype])
     row = row_of(schema, 0, [[2, 3]])
     with Writer(TableFolder(tmp_path / "t", schema), {}) as writer:
-        writer.append(schema.table([row]).combine_chunks().to_batches()[0])
+        writer.append(schema.record_batch([row]))
         writer.finish(None, {})
     values = Table(TableFolder(tmp_path / "t", schema))["row 0"]
     assert values.dtype.name == viewed and values.shape == (2, 3)

@@ -490,7 +490,7 @@ def test_the_reclaimable_bytes_of_a_table_with_tensors_and_files_are_those_of_bo
         for number in (1, 2):
             writer.write_artifact(f"files/{number}.txt", lambda path: path.write_bytes(bytes(5000)) and None)
             row = vectors(number).to_pylist()[0] | {"path": f"files/{number}.txt"}
-            writer.append(schema.table([row]).combine_chunks().to_batches()[0])
+            writer.append(schema.record_batch([row]))
         writer.finish(names(1), {})
     said = table.reclaimable_bytes()
     assert said >= 5000 + (table.shards / table.committed()["shard"][0].as_py()).stat().st_size - 1000

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from schemas.text_to_image import IMAGES
 from stages.text_to_image.buckets import LONGEST, STAGE, STEP, BucketsConfig, choose_bucket
-from tests.harness import context, run
+from tests.harness import context, run, table_of
 
 SIDES = st.integers(16, 6000)
 RESOLUTIONS = st.sampled_from([64, 256, 512, 768, 1024])
@@ -23,7 +23,7 @@ def images(*sizes, rejected=()):
     for number, (width, height, reason) in enumerate([*((*s, None) for s in sizes), *((9, 9, r) for r in rejected)]):
         row = {"path": f"{number}.png", "image_id": str(number), "bytes": 1, "mtime_ns": 1, "inode": 1, "format": "PNG"}
         rows.append(row | {"mode": "RGB", "width": width, "height": height, "frames": 1, "rejected": reason, "detail": ""})
-    return IMAGES.table(rows)
+    return table_of(IMAGES, rows)
 
 
 def rows_of(tmp_path, table, **config):

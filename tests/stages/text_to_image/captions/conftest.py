@@ -6,7 +6,7 @@ import pytest
 
 from schemas.text_to_image import IMAGES
 from stages.text_to_image.captions.stage import STAGE, CaptionsConfig
-from tests.harness import context, run
+from tests.harness import context, run, table_of
 
 
 class Folder:
@@ -27,7 +27,7 @@ class Folder:
         (self.root / name).write_bytes(text if isinstance(text, bytes) else text.encode(encoding))
 
     def context(self, stored=None, **config):
-        tables = {"images": IMAGES.table(self.images)}
+        tables = {"images": table_of(IMAGES, self.images)}
         made = context(STAGE, self.root / "..", tables, config=CaptionsConfig(**config), stored=stored, source=self.root)
         made.report.say = self.lines.append
         return made

@@ -25,7 +25,7 @@ from stages.text_to_image.latents.stage import STAGE, LatentsConfig, latent_id
 from stages.text_to_image.train.config import TrainConfig, ValidationConfig
 from stages.text_to_image.train.data import load_dataset
 from tests import projects
-from tests.harness import context, missing, run
+from tests.harness import context, missing, run, table_of
 
 SIZES = {"wide": (96, 64), "tall": (50, 80), "square": (64, 64)}
 
@@ -65,7 +65,7 @@ def tables(folder, resolutions=((32, 48), (48, 32))):
             place = {"crop_x": (width - w) / 2, "crop_y": (height - h) / 2, "crop_w": w, "crop_h": h, "scale": scale}
             size = {"width": bucket_w, "height": bucket_h, "tokens": bucket_w * bucket_h // 256, "crop_loss": 0.0}
             buckets.append({"image_id": image_id, "resolution": 32 + i, "rejected": None} | place | size)
-    return {"images": IMAGES.table(images), "buckets": BUCKETS.table(buckets)}
+    return {"images": table_of(IMAGES, images), "buckets": table_of(BUCKETS, buckets)}
 
 
 def made(folder, tmp_path, weights, given=None, **more):
@@ -159,7 +159,7 @@ def test_a_rejected_image_or_bucket_has_no_latent(pictures, tmp_path, weights):
     buckets, images = given["buckets"].to_pylist(), given["images"].to_pylist()
     buckets[0]["rejected"] = "too_small"
     images[1]["rejected"] = "duplicate"
-    given = {"images": IMAGES.table(images), "buckets": BUCKETS.table(buckets)}
+    given = {"images": table_of(IMAGES, images), "buckets": table_of(BUCKETS, buckets)}
     assert STAGE.wants(made(pictures, tmp_path, weights, given)).num_rows == 3
 
 

@@ -26,5 +26,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     for step in (10, 20):
         arrays = {n: a if n.endswith(lora.A) else 0.2 * mx.ones_like(a) for n, a in fresh_adapter(targets, step).items()}
-        checkpoint.save(writer_into(folder / "train"), step, arrays, {}, TRAIN.table([]), {"rank": "2", "alpha": "4.0"}, {})
+        checkpoint.save(
+            writer_into(folder / "train"), step, arrays, {}, TRAIN.batch.empty_table(), {"rank": "2", "alpha": "4.0"}, {}
+        )
     return folder

@@ -17,6 +17,7 @@ from stages.text_to_image.families import family
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.stage import STAGE
 from tests import harness
+from tests.harness import table_of
 
 TINY = family("tiny")
 PROMPTS = ("a red fox", "a sleeping cat, 猫")
@@ -41,7 +42,11 @@ def tables() -> dict[str, pa.Table]:
             words = np.array(values.astype(mx.bfloat16).view(mx.uint16))
             row = {"caption_id": digest(text), "tokens": 3, "dropped_tokens": 0, "shape": list(words.shape), "dtype": "bfloat16"}
             embeddings.append(row | {"mean": 0.0, "std": 1.0, "absmax": 3.0, "tensor": words.ravel()})
-    return {"captions": CAPTIONS.table(captions[::-1]), "embeddings": EMBEDDINGS.table(embeddings), "train": TRAIN.table([])}
+    return {
+        "captions": table_of(CAPTIONS, captions[::-1]),
+        "embeddings": table_of(EMBEDDINGS, embeddings),
+        "train": TRAIN.batch.empty_table(),
+    }
 
 
 def context(root: Path, folder: Path, config: SamplesConfig = CONFIG, **given: Any) -> Run:

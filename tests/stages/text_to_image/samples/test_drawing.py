@@ -155,8 +155,8 @@ def test_the_average_draws_where_the_setting_asks_for_it_and_the_checkpoint_has_
     arrays = plain.arrays(checkpoint.ADAPTER)
     averaged = {name: value / 2 for name, value in arrays.items()}
     about = {"rank": "2", "alpha": "4.0"}
-    checkpoint.save(writer_into(tmp_path / "train"), 10, arrays, {}, TRAIN.table([]), about, {}, averaged)
-    checkpoint.save(writer_into(tmp_path / "train"), 20, averaged, {}, TRAIN.table([]), about, {})
+    checkpoint.save(writer_into(tmp_path / "train"), 10, arrays, {}, TRAIN.batch.empty_table(), about, {}, averaged)
+    checkpoint.save(writer_into(tmp_path / "train"), 20, averaged, {}, TRAIN.batch.empty_table(), about, {})
     places = {"transformer": root / "weights" / "transformer", "train": tmp_path / "train"}
     run = context(root, tmp_path, weights=places)
     labels = {}
@@ -176,7 +176,7 @@ def test_every_variant_of_an_adapter_draws_as_the_weights_that_it_merges_into(va
         for name, value in fresh_adapter(targets, 0, target_weights(model.blocks, targets)).items()
     }
     about = {"family": "tiny", **adapter_metadata(targets)}
-    saved = checkpoint.save(writer_into(tmp_path), 10, arrays, {}, TRAIN.table([]), about, {})
+    saved = checkpoint.save(writer_into(tmp_path), 10, arrays, {}, TRAIN.batch.empty_table(), about, {})
     every = model.top | {f"{block.name}.{name}": weight for block in model.blocks for name, weight in block.weights.items()}
     merged = Flux2(model.config, merged_weights(every, arrays, target_scales(targets)))
     given = inputs(mx.array(draw.normal(size=(1, 4, 128)), mx.float32), (2, 2), mx.ones((1, 5, 192)), mx.array([0.5]))

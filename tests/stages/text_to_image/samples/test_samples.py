@@ -87,7 +87,7 @@ def test_a_stored_preview_is_not_drawn_again_and_loads_no_weights(root: Path, tm
 def test_a_run_stopped_at_any_row_ends_where_an_unbroken_one_does(root: Path, tmp_path: Path) -> None:
     whole = context(root, tmp_path / "whole")
     expected = harness.run(STAGE, whole).select(harness.compared(SAMPLES)).to_pylist()
-    stored = SAMPLES.table([])
+    stored = SAMPLES.batch.empty_table()
     for _ in range(20):
         calls: Iterator[int] = iter(range(1000))
         part = context(root, tmp_path / "parts", stored=stored, stop=lambda calls=calls: next(calls) > 3 * STEPS)
@@ -205,7 +205,7 @@ def test_an_adapter_that_was_damaged_is_refused(root: Path, tmp_path: Path) -> N
 def test_an_adapter_that_draws_no_finite_values_leaves_no_picture(root: Path, tmp_path: Path) -> None:
     (saved,) = [saved for saved in checkpoint.find_checkpoints(root / "train") if saved.step == 10]
     ruined = {name: 1e30 * value for name, value in saved.arrays(checkpoint.ADAPTER).items()}
-    checkpoint.save(writer_into(tmp_path / "train"), 30, ruined, {}, TRAIN.table([]), {"rank": "2", "alpha": "4.0"}, {})
+    checkpoint.save(writer_into(tmp_path / "train"), 30, ruined, {}, TRAIN.batch.empty_table(), {"rank": "2", "alpha": "4.0"}, {})
     weights = {"transformer": root / "weights" / "transformer", "train": tmp_path / "train"}
     run = context(root, tmp_path, replace(CONFIG, base=False), weights=weights)
     with pytest.raises(
@@ -245,7 +245,7 @@ def test_a_project_without_preview_prompts_says_why_there_are_no_previews(root: 
     run = harness.context(
         STAGE,
         tmp_path,
-        {**tables(), "captions": CAPTIONS.table([])},
+        {**tables(), "captions": CAPTIONS.batch.empty_table()},
         config=CONFIG,
         family=TINY,
         weights={"train": root / "train"},

@@ -32,6 +32,7 @@ from stages.tuner.config import EmaConfig, OptimizerConfig, ScheduleConfig
 from stages.tuner.loop import Key, Loader, load_training, row_key
 from stages.tuner.step import TrainingStep
 from tests import harness
+from tests.harness import table_of
 
 TINY = family("tiny")
 SIZES = {
@@ -70,7 +71,7 @@ def rows_of(schema: Any, *rows: dict[str, Any]) -> pa.Table:
     """Rows, with a harmless value in every column that is not given."""
     blank = {pa.string(): "", pa.bool_(): False}
     default = {f.name: None if f.nullable else [] if pa.types.is_list(f.type) else blank.get(f.type, 0) for f in schema.batch}
-    return schema.table([default | row for row in rows])
+    return table_of(schema, [default | row for row in rows])
 
 
 def tables(shapes: tuple[tuple[int, int], ...] = SHAPES, shift: float = 0.0) -> dict[str, pa.Table]:

@@ -250,7 +250,7 @@ def test_the_stored_rows_decide_when_a_run_ends_and_which_step_is_best():
 
 def test_a_row_without_a_split_is_a_row_of_training():
     row = {f.name: EMPTY.get(f.type, 0) for f in TRAIN.batch if f.name != "split"}
-    (batch,) = TRAIN.table([row]).to_batches()
+    batch = TRAIN.record_batch([row])
     assert conform(batch, TRAIN)["split"].to_pylist() == ["train"]
 
 
