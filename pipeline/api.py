@@ -6,26 +6,19 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
-import numpy as np
 import pyarrow as pa
 
 from pipeline.commands import own
 from pipeline.project import project
 from pipeline.project.config import Overrides
-from pipeline.store.shards import ShardReader
-from pipeline.store.table import TableFolder
-from schemas.table import TensorColumn
 from stages.pipelines import load
 
 if TYPE_CHECKING:
     from pipeline.commands.status import TableState
     from pipeline.commands.verify import Finding
+    from pipeline.project.tables import Table
     from pipeline.runner import Outcome
     from pipeline.terminal import ProgressCallback
-
-
-AS_FLOATS = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}  # dtypes stored as 16-bit words
 
 
 class Project(project.Project):
@@ -55,6 +48,8 @@ class Project(project.Project):
 
     def __getitem__(self, name: str) -> Table:
         """The table of the present settings, or else the newest of others. ValueError if no run has finished."""
+        from pipeline.project.tables import Table
+
         self.refresh()
         return Table(self.folder(self.stage(name).name))
 
@@ -111,41 +106,3 @@ class Project(project.Project):
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *own(self.config.project.pipeline).methods]
-
-
-class Table:
-    """A read-only snapshot of a table after its last finished run: `table.to_arrow()` has the rows, `table[key]` the tensors.
-
-    The files of rows lie in `table.folder / "artifacts"`. Raises ValueError if no run of the stage has finished.
-    """
-
-    def __init__(self, folder: TableFolder) -> None:
-        self.schema = folder.schema
-        self.folder = folder.folder
-        self._rows = folder.rows()
-
-    def __len__(self) -> int:
-        return int(self._rows.num_rows)
-
-    def __repr__(self) -> str:
-        return f"<{self.schema.name}: {len(self)} rows. {self.schema.doc}>"
-
-    def to_arrow(self) -> pa.Table:
-        return self._rows
-
-    def __getitem__(self, key: str) -> Any:
-        """The row's tensor, an array over the mapped file; of several, a dict by name. Raises KeyError, or TypeError
-        without tensors.
-        """
-        if not self.schema.tensors:
-            raise TypeError(f"the rows of {self.schema.name} have no tensors; use to_arrow()")
-        arrays = {tensor.name: self._array(key, tensor) for tensor in self.schema.tensors}
-        return arrays if len(arrays) > 1 else next(iter(arrays.values()))
-
-    def _array(self, key: str, tensor: TensorColumn) -> np.ndarray:
-        values = self._reader.read(key, tensor.name)
-        return values.view(AS_FLOATS[tensor.dtype]) if tensor.dtype in AS_FLOATS else values
-
-    @functools.cached_property
-    def _reader(self) -> ShardReader:
-        return ShardReader(self.folder, self._rows, self.schema)

@@ -41,7 +41,7 @@ def test_a_run_with_upstream_builds_every_table_that_it_needs(built):
 @pytest.mark.proof("a program that asks in SQL, such as the README's example, ends with exit code 0")
 def test_a_program_that_asks_in_sql_ends_with_exit_code_0(built, tmp_path, cases):
     (code,) = re.findall(r"```python\n(from pipeline import Project.*?)```", (projects.ROOT / "README.md").read_text(), re.DOTALL)
-    code = code.replace('"data/example"', repr(str(built))).replace('"train.steps": 200', '"train.steps": 6')
+    code = code.replace('"data/projects/example"', repr(str(built))).replace('"train.steps": 200', '"train.steps": 6')
     until_sql = code[: code.index("\n", code.index("p.sql("))]
     environment = os.environ | {"PYTHONPATH": str(projects.ROOT)}
     for number in range(cases(4, 20)):

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.api import Table
+from pipeline.project.tables import Table
 from pipeline.store.shards import MAPPED_SHARDS, ShardReader, read_shard_index, write_shard
 from pipeline.store.table import TableFolder, Writer
 from schemas.table import STORED_AS, TableSchema, column, tensor

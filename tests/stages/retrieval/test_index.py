@@ -40,7 +40,7 @@ def test_semantic_search_equals_brute_force(indexed):
     query = "count the words"
     (vectors,) = RandomEncoder().encode_queries([query])
     table = Project(indexed)
-    from pipeline.api import Table
+    from pipeline.project.tables import Table
 
     stored = Table(table.folder("vectors"))
     expected = {
