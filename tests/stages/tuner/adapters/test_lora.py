@@ -348,3 +348,10 @@ def test_a_merge_into_another_model_is_refused_with_both_shapes():
         check_fits({"q": (8, 64)}, arrays, target_scales(target))
     with pytest.raises(ValueError, match="the adapter has q, which the model lacks"):
         check_fits({"k": (OUT, IN)}, arrays, target_scales(target))
+
+
+def test_arrays_that_are_no_complete_adapter_are_refused_by_their_names():
+    with pytest.raises(
+        ValueError, match=r"the arrays .lora_A.weight are not those of a LoRA, a DoRA, a LoKr or a whole difference"
+    ):
+        lora.linear_shape({lora.A: mx.zeros((4, 8))})
