@@ -66,6 +66,7 @@ class Bucket:
     tokens: int
 
 
+@functools.lru_cache(maxsize=65536)  # a folder holds many images of the same size
 def choose_bucket(width: int, height: int, resolution: int, upscale: bool = False, max_shapes: int = 256) -> Bucket | None:
     """The size (at most `resolution`² pixels) and crop to train an image at; None: too small, and not to be enlarged.
 
@@ -138,9 +139,7 @@ def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 def wanted_buckets(run: Run[BucketsConfig]) -> pa.Table:
     """Raises ValueError if no image is usable, or if `where` is wrong or chooses none."""
-    images = usable_rows(
-        run.inputs.rows(IMAGES).select(["image_id", "path", "width", "height", "rejected", "use"]), references=True
-    )
+    images = usable_rows(run.inputs.rows(IMAGES), references=True)
     sizes = {row["image_id"]: (row["width"], row["height"]) for row in images}
     # All rows, also stored ones: this is cheap.
     rows = [row for image_id in sorted(sizes) for row in _rows(image_id, *sizes[image_id], run.config)]
@@ -185,15 +184,12 @@ def _only_references(run: Run[BucketsConfig]) -> set[str]:
 def _rows(image_id: str, width: int, height: int, config: BucketsConfig) -> Iterator[dict[str, Any]]:
     seen = set()
     for resolution in sorted(config.resolutions):
-        found = _cached_bucket(width, height, resolution, config.upscale, config.max_shapes)
+        found = choose_bucket(width, height, resolution, config.upscale, config.max_shapes)
         # A small image gets the same crop at several resolutions: it is trained once.
         rejected = "too_small" if found is None else "same_crop" if found in seen else None
         seen.add(found)
         values = vars(found or Bucket(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0))
         yield {"image_id": image_id, "resolution": resolution, **values, "rejected": rejected}
-
-
-_cached_bucket = functools.lru_cache(maxsize=65536)(choose_bucket)  # a folder holds many images of the same size
 
 
 def write_buckets(run: Run[BucketsConfig]) -> Iterator[pa.RecordBatch]:
@@ -210,16 +206,13 @@ def finish_buckets(run: Run[BucketsConfig]) -> Iterator[pa.RecordBatch]:
     if left_out := {row["image_id"] for row in run.output.pending.to_pylist() if row["rejected"] == "where"}:
         run.report.say(f"{len(left_out)} images are left out by buckets.where: {run.config.where}")
     for resolution in sorted({row["resolution"] for row in used}):
-        run.report.say(_summary(resolution, [row for row in used if row["resolution"] == resolution]))
+        rows = [row for row in used if row["resolution"] == resolution]
+        shapes = len({(row["width"], row["height"]) for row in rows})
+        loss = sum(row["crop_loss"] for row in rows) / len(rows)
+        small = sum(row["width"] * row["height"] < resolution**2 / 4 for row in rows)
+        note = f"; {small} with less than a quarter of that area, at their own size" if small else ""
+        run.report.say(f"{resolution}: {len(rows)} images in {shapes} shapes, {loss:.1%} cropped away on average{note}")
     yield from ()
-
-
-def _summary(resolution: int, rows: list[dict[str, Any]]) -> str:
-    shapes = len({(row["width"], row["height"]) for row in rows})
-    loss = sum(row["crop_loss"] for row in rows) / len(rows)
-    small = sum(row["width"] * row["height"] < resolution**2 / 4 for row in rows)
-    note = f"; {small} with less than a quarter of that area, at their own size" if small else ""
-    return f"{resolution}: {len(rows)} images in {shapes} shapes, {loss:.1%} cropped away on average{note}"
 
 
 STAGE = Stage(

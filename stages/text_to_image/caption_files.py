@@ -230,12 +230,12 @@ def read_metadata(folder: Path, paths: Iterable[str], column: str = "") -> tuple
     for name, read in files:
         if not (folder / name).is_file():
             continue
-        names = FileNames(folder, paths, posixpath.dirname(name))
+        find = image_finder(folder, paths, posixpath.dirname(name))
         file_columns = FILE_NAME if PurePosixPath(name).name.startswith("metadata.") else FILE_COLUMNS
         unknown = []
         for place, row in read(folder / name):
             file_name, texts = _parse(f"{folder / name}, {place}", row, file_columns, column)
-            path = names.find(file_name)
+            path = find(file_name)
             if path is None:
                 unknown.append(file_name)
                 continue
@@ -246,32 +246,35 @@ def read_metadata(folder: Path, paths: Iterable[str], column: str = "") -> tuple
     return captions, notes
 
 
-class FileNames:
-    """Find images by the names in the caption file of the folder `base`: relative or absolute paths, with or without suffix."""
+def image_finder(folder: Path, paths: Sequence[str], base: str) -> Callable[[str], str | None]:
+    """A function from a name in a caption file of the folder `base` to the image's path in NFC; None if no image or several fit.
+    A name is a relative or absolute path, with or without suffix.
+    """
+    # The image folder may be a link, and the file may name either place.
+    folders = [composed(f"{root.as_posix()}/") for root in (folder.absolute(), folder.resolve())]
+    whole = set(map(composed, paths))
+    inside = [path for path in whole if not base or path.startswith(f"{composed(base)}/")]
+    by_stem, by_name = _single(whole, _stem), _single(inside, posixpath.basename)
 
-    def __init__(self, folder: Path, paths: Sequence[str], base: str) -> None:
-        self._base = base
-        # The image folder may be a link, and the file may name either place.
-        self._folders = [composed(f"{root.as_posix()}/") for root in (folder.absolute(), folder.resolve())]
-        whole = [composed(path) for path in paths]
-        inside = [path for path in whole if not base or path.startswith(f"{composed(base)}/")]
-        stems, names = Counter(map(_stem, whole)), Counter(map(posixpath.basename, inside))
-        self._whole = set(whole)
-        self._stems = {_stem(path): path for path in whole if stems[_stem(path)] == 1}
-        self._names = {posixpath.basename(path): path for path in inside if names[posixpath.basename(path)] == 1}
-
-    def find(self, name: str) -> str | None:
-        """The image's path in NFC, or None if no image or several fit."""
+    def find(name: str) -> str | None:
         given = composed(name)
         if posixpath.isabs(given) or given[1:3] == ":/":
-            root = next((root for root in self._folders if given.startswith(root)), None)
+            root = next((root for root in folders if given.startswith(root)), None)
             if root is None:
                 # Another machine's path: only its file name counts, and only below the folder of the caption file.
-                return self._names.get(posixpath.basename(given))
+                return by_name.get(posixpath.basename(given))
             path = given.removeprefix(root)
         else:
-            path = composed(posixpath.normpath(posixpath.join(self._base, name)))
-        return path if path in self._whole else self._stems.get(path)
+            path = composed(posixpath.normpath(posixpath.join(base, name)))
+        return path if path in whole else by_stem.get(path)
+
+    return find
+
+
+def _single(paths: Iterable[str], part: Callable[[str], str]) -> dict[str, str]:
+    """The paths by a part that no other of them has."""
+    counts = Counter(map(part, paths))
+    return {part(path): path for path in paths if counts[part(path)] == 1}
 
 
 def _stem(path: str) -> str:
@@ -309,6 +312,7 @@ def _csv(path: Path, delimiter: str = ",") -> Iterator[tuple[str, Row]]:
     """Raises ValueError if it is not CSV, a column is there twice, the header is repeated, or a row has more or fewer fields."""
     text = io.StringIO(read_text(path, METADATA_BYTES), newline="")
     reader = csv.reader(text, delimiter=delimiter, strict=True, skipinitialspace=True)
+    words = {";": "semicolons", "\t": "tabs", ",": "commas"}
     columns: list[str] = []
     last = 0
     try:
@@ -320,7 +324,12 @@ def _csv(path: Path, delimiter: str = ",") -> Iterator[tuple[str, Row]]:
             where = f"{path}, line {line}"
             if not columns:
                 columns = [name.strip() for name in fields]
-                _check_columns(columns, where, delimiter)
+                if twice := [name for name, count in Counter(columns).items() if count > 1]:
+                    raise ValueError(f"{where}: the column {twice[0]} is there twice; columns: {', '.join(columns)}")
+                other = next((sign for sign in words if len(columns) == 1 and sign in columns[0] and sign != delimiter), "")
+                if other:
+                    got = f"got {words[other]}: {columns[0]:.60}"
+                    raise ValueError(f"{where}: columns must be separated by {words[delimiter]}, {got}")
                 continue
             if [field.strip() for field in fields] == columns:
                 raise ValueError(f"{where}: the names of the columns are there a second time; remove the line")
@@ -332,16 +341,6 @@ def _csv(path: Path, delimiter: str = ",") -> Iterator[tuple[str, Row]]:
             yield f"line {last}", dict(zip(columns, fields, strict=True))
     except csv.Error as error:
         raise ValueError(f"{path}, line {last + 1}: not valid CSV: {error}") from None
-
-
-def _check_columns(columns: list[str], where: str, delimiter: str) -> None:
-    twice = [name for name, count in Counter(columns).items() if count > 1]
-    if twice:
-        raise ValueError(f"{where}: the column {twice[0]} is there twice; columns: {', '.join(columns)}")
-    other = next((sign for sign in (";", "\t", ",") if len(columns) == 1 and sign in columns[0] and sign != delimiter), "")
-    if other:
-        words = {";": "semicolons", "\t": "tabs", ",": "commas"}
-        raise ValueError(f"{where}: columns must be separated by {words[delimiter]}, got {words[other]}: {columns[0]:.60}")
 
 
 def _parse(where: str, row: Row, file_columns: tuple[str, ...], column: str) -> tuple[str, list[str]]:

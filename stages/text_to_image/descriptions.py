@@ -42,8 +42,6 @@ PROMPT = (
 
 @dataclass(frozen=True)
 class DescriptionsConfig(Section):
-    """The section [descriptions]: which model writes captions, and how. Raises ValueError if `server` is on another machine."""
-
     model: str = setting(
         "",
         "folder of a vision-language model that transformers loads, relative to the project, or the name of a model of the "
@@ -96,11 +94,6 @@ class Model(Protocol):
         """The caption of a picture in mode RGB."""
 
 
-def load_model(run: Run[DescriptionsConfig]) -> Model:
-    """A server if [descriptions] `server` is set, else transformers in this process. Raises ValueError if it cannot be loaded."""
-    return ServerModel(run.config) if run.config.server else LocalModel(run.config, run.root)
-
-
 class LocalModel:
     """Downloads nothing. Raises ValueError if the folder, a library or the vision-language model in it is missing."""
 
@@ -151,19 +144,6 @@ class ServerModel:
 
     def describe(self, image: Image.Image) -> str:
         """Raises ValueError, in one line, if the server cannot be reached, is late, or answers no caption."""
-        answer = self._ask(image)
-        try:
-            choice = answer["choices"][0]
-            text = choice["message"]["content"]
-        except (KeyError, IndexError, TypeError):
-            raise ValueError(f"{self.address} must answer choices with a message, got {json.dumps(answer)[:120]}") from None
-        if not isinstance(text, str):
-            raise ValueError(f"{self.address} must answer a text, got {json.dumps(text)[:120]}")
-        self.name = str(answer.get("model") or self.config.model)
-        self.version = str(answer.get("system_fingerprint") or "")
-        return text
-
-    def _ask(self, image: Image.Image) -> Any:
         buffer = io.BytesIO()
         image.save(buffer, "PNG")
         url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
@@ -175,27 +155,31 @@ class ServerModel:
             "temperature": 0,
         }
         request = urllib.request.Request(self.address, json.dumps(body).encode(), {"Content-Type": "application/json"})
-        late = f"{self.address} did not answer within {self.config.timeout:g} seconds; raise descriptions.timeout, then run again"
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on this machine
         try:
-            with opener.open(request, timeout=self.config.timeout) as answer:
-                return json.loads(answer.read(MOST))
+            with opener.open(request, timeout=self.config.timeout) as opened:
+                answer = json.loads(opened.read(MOST))
         except urllib.error.HTTPError as error:
             said = " ".join(error.read(200).decode("utf-8", "replace").split())
             raise ValueError(f"{self.address} answered {error.code}: {said or error.reason}") from None
-        # The answer is late; a late connection arrives as URLError below.
-        except TimeoutError:
-            raise ValueError(late) from None
-        except urllib.error.URLError as error:
-            if isinstance(error.reason, TimeoutError):
-                raise ValueError(late) from None
-            raise ValueError(f"{self.address} cannot be reached ({error.reason}): start the server, then run again") from None
         except (OSError, http.client.HTTPException) as error:
-            raise ValueError(
-                f"{self.address} broke off ({error or type(error).__name__}): start the server, then run again"
-            ) from None
+            reason = getattr(error, "reason", None)  # of an URLError: the connection failed
+            if isinstance(reason or error, TimeoutError):
+                late = f"did not answer within {self.config.timeout:g} seconds"
+                raise ValueError(f"{self.address} {late}; raise descriptions.timeout, then run again") from None
+            what = f"cannot be reached ({reason})" if reason else f"broke off ({str(error) or type(error).__name__})"
+            raise ValueError(f"{self.address} {what}: start the server, then run again") from None
         except ValueError:
             raise ValueError(f"{self.address} must answer JSON") from None
+        try:
+            text = answer["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            raise ValueError(f"{self.address} must answer choices with a message, got {json.dumps(answer)[:120]}") from None
+        if not isinstance(text, str):
+            raise ValueError(f"{self.address} must answer a text, got {json.dumps(text)[:120]}")
+        self.name = str(answer.get("model") or self.config.model)
+        self.version = str(answer.get("system_fingerprint") or "")
+        return text
 
 
 # The stage
@@ -238,8 +222,9 @@ def describe_images(run: Run[DescriptionsConfig]) -> Iterator[pa.RecordBatch]:
         if not run.config.model:
             run.report.say("no model is set: set [descriptions] model, and server for a model behind a server")
         return
-    # The stored path may be that of a file that was renamed since.
-    model, paths = run.reuse("describer", lambda: load_model(run)), usable_paths(run.inputs.rows(IMAGES))
+    config = run.config
+    model: Model = run.reuse("describer", lambda: ServerModel(config) if config.server else LocalModel(config, run.root))
+    paths = usable_paths(run.inputs.rows(IMAGES))  # the stored path may be that of a file that was renamed since
     for done, row in enumerate(pending):
         if run.report.stop():
             return
@@ -248,7 +233,7 @@ def describe_images(run: Run[DescriptionsConfig]) -> Iterator[pa.RecordBatch]:
         began = time.perf_counter()
         try:
             image = open_image(run.needs["image_folder"] / path)
-            image.thumbnail((run.config.side, run.config.side), Image.Resampling.LANCZOS)
+            image.thumbnail((config.side, config.side), Image.Resampling.LANCZOS)
             text = " ".join(model.describe(image).split())
         except (ValueError, ImageError) as error:
             raise ValueError(f"descriptions: {path}: {error} ({done} of {len(pending)} captions are written)") from None

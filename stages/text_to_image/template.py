@@ -46,13 +46,11 @@ BEGIN: Settings = {
 # The first settings for what is trained, each with its reason
 PRESETS: Mapping[str, Settings] = {
     "subject": {
-        "buckets": {"resolutions": ((512, 768), "add 1024 for the last bit of detail, if it fits")},
         "train": {
             "steps": (1000, "10 to 30 pictures of one thing: it is learned early, and later steps copy the pictures"),
             "checkpoint_every": (100, "compare the checkpoints: the best one is rarely the last"),
         },
         "train.data": {"dropped": ("trigger", "the trigger alone should be enough to call the subject")},
-        "samples": {"checkpoints": ("all", "")},
     },
     "character": {
         "buckets": {"resolutions": ((512, 768, 1024), "a face is a small part of the picture: it needs the pixels")},
@@ -61,7 +59,6 @@ PRESETS: Mapping[str, Settings] = {
             "checkpoint_every": (150, "compare the checkpoints: the best one is rarely the last"),
         },
         "train.data": {"dropped": ("trigger", "the trigger alone should be enough to call the character")},
-        "samples": {"checkpoints": ("all", "")},
     },
     "style": {
         "latents": {"flip": (True, "a look has no left and right; false if the pictures have writing")},
@@ -69,7 +66,6 @@ PRESETS: Mapping[str, Settings] = {
             "steps": (2000, "30 to 200 pictures whose subjects differ: it takes longer until the look alone is left"),
             "caption_dropout": (0.1, "the look should also come if the prompt does not describe it"),
         },
-        "samples": {"checkpoints": ("all", "")},
     },
     "edit": {
         "buckets": {"resolutions": ((512,), "a reference has as many tokens as its image, and a step more than twice the work")},
@@ -78,10 +74,7 @@ PRESETS: Mapping[str, Settings] = {
             "caption_dropout": (0.0, "the caption is the instruction: without it the task is unknown"),
         },
         "train.data": {"reference_dropout": (0.0, "the model always sees what it edits")},
-        "samples": {
-            "references": ((), 'the pictures that previews start from: ["images/control/a.png"]'),
-            "checkpoints": ("all", ""),
-        },
+        "samples": {"references": ((), 'the pictures that previews start from: ["images/control/a.png"]')},
     },
 }
 

@@ -15,7 +15,7 @@ from data.research.experiments.agreement import TEXT_VECTORS, Agreement, TextVec
 from data.research.judges import compare, convert, texts
 from stages.hashing import file_sha256
 from stages.models.efficientnet import SIDE, EfficientNet, dequantise, layers
-from stages.text_to_image.scores.measures import IMAGE_WEIGHTS, ImageEncoder
+from stages.text_to_image.scores import IMAGE_WEIGHTS, ImageEncoder
 
 
 def released(seed: int) -> dict[str, np.ndarray]:

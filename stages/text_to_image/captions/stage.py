@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -50,8 +50,6 @@ NO_TRIGGER = "its folder has no trigger"
 
 @dataclass(frozen=True)
 class CaptionsConfig(Section):
-    """The section [captions]: where captions are found, and how training texts are made from them."""
-
     sources: tuple[Literal["sidecar", "metadata", "filename"], ...] = setting(
         ("sidecar", "metadata"),
         "where captions are looked for, in this order: sidecar, metadata, filename; the first that has one is used",
@@ -143,8 +141,6 @@ class CaptionsConfig(Section):
 
 @dataclass(frozen=True)
 class Filled:
-    """A training text and how it was made."""
-
     text: str
     template: str | None = None  # that was filled in, without the parts that were left out
     reason: str | None = None  # special case of the trigger: HAS_TRIGGER, REPLACED, CLASS_ONLY, NO_TRIGGER
@@ -227,10 +223,10 @@ class Subject:
 def subjects_of(images: pa.Table, config: CaptionsConfig) -> dict[str, Subject]:
     every = images.to_pylist()
     rows = {row["image_id"]: row for row in every if row["rejected"] is None and row["use"] != REFERENCE}
-    beside: dict[str, list[str]] = {}
+    beside: dict[str, list[str]] = defaultdict(list)
     for row in every:
         if row["reference_of"]:
-            beside.setdefault(row["reference_of"], []).append(row["path"])
+            beside[row["reference_of"]].append(row["path"])
     found = {}
     for image_id, paths in usable_paths(images).items():
         row = rows[image_id]
@@ -407,7 +403,7 @@ def caption_rows(found: Found, config: CaptionsConfig, edits: Mapping[str, str])
     foreign = [each.origin for image_id in without for each in found.captions[image_id] if FOREIGN in each.text.lower()]
     if foreign:
         raise ValueError(f"{first_names(foreign, 1)}: {FOREIGN} stands for the trigger; set captions.trigger, or write the word")
-    notes = [*found.notes, *_describe_sources([caption for _, caption in filled], config), *_describe_triggers(filled)]
+    notes = [*found.notes, *_describe(filled, config)]
     # Edits replace training texts, so they come after the template, and before the check that looks for the trigger.
     rows = apply_edits(rows, edits)
     notes += _check_trigger([row["text"] for row in rows if not subjects[row["image_id"]].class_only], subjects, config)
@@ -423,9 +419,9 @@ def caption_rows(found: Found, config: CaptionsConfig, edits: Mapping[str, str])
 
 def _image_rows(image_id: str, texts: list[tuple[Filled, Caption]]) -> Iterator[Row]:
     """One row per different text: the first caption that gave it, with the weights added up."""
-    groups: dict[str, list[tuple[Filled, Caption]]] = {}
+    groups: dict[str, list[tuple[Filled, Caption]]] = defaultdict(list)
     for each in texts:
-        groups.setdefault(each[0].text, []).append(each)
+        groups[each[0].text].append(each)
     for position, (text, group) in enumerate(groups.items()):
         filled, caption = group[0]
         weight = caption.weight
@@ -476,10 +472,10 @@ def _check_trigger(texts: list[str], subjects: Mapping[str, Subject], config: Ca
     return [f'the trigger "{config.trigger}" is in only {count} of {len(texts)} captions'] if count < len(texts) else []
 
 
-def _describe_sources(captions: list[Caption], config: CaptionsConfig) -> list[str]:
-    """A line such as "24 captions: 20 from .txt, 4 from captions.json"; none if all are from the preferred suffix."""
+def _describe(filled: list[tuple[Filled, Caption]], config: CaptionsConfig) -> Iterator[str]:
+    """Where captions come from, if not all are from the preferred suffix; how many did not get the trigger from the template."""
     counts: Counter[str] = Counter()
-    for each in captions:
+    for _, each in filled:
         if each.source == "folder":
             counts["the names of folders"] += 1
         elif each.source == "metadata":
@@ -488,24 +484,14 @@ def _describe_sources(captions: list[Caption], config: CaptionsConfig) -> list[s
             counts[PurePosixPath(each.origin).suffix.partition(":")[0]] += 1
         elif each.source == "description":
             counts[each.origin] += 1
-    if not counts or set(counts) == {config.where.extensions[0]}:
-        return []
-    return [f"{counts.total()} captions: {', '.join(f'{count} from {kind}' for kind, count in counts.most_common())}"]
-
-
-def _describe_triggers(filled: list[tuple[Filled, Caption]]) -> list[str]:
-    """Lines that say how many captions did not get the trigger from the template, and why."""
-    counts = Counter(text.reason for text, _ in filled)
-    notes = []
-    if counts[HAS_TRIGGER]:
+    if counts and set(counts) != {config.where.extensions[0]}:
+        yield f"{counts.total()} captions: {', '.join(f'{count} from {kind}' for kind, count in counts.most_common())}"
+    reasons = Counter(text.reason for text, _ in filled)
+    if has := reasons[HAS_TRIGGER]:
         first = next(caption.origin for text, caption in filled if text.reason == HAS_TRIGGER)
-        notes.append(
-            f"{counts[HAS_TRIGGER]} of {len(filled)} captions have the trigger already and do not get it a second time: "
-            f"{first} and so on"
-        )
-    if counts[REPLACED]:
-        notes.append(f"[trigger] was replaced by the trigger in {counts[REPLACED]} of {len(filled)} captions")
-    return notes
+        yield f"{has} of {len(filled)} captions have the trigger already and do not get it a second time: {first} and so on"
+    if reasons[REPLACED]:
+        yield f"[trigger] was replaced by the trigger in {reasons[REPLACED]} of {len(filled)} captions"
 
 
 # The stage

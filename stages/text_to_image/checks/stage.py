@@ -54,7 +54,7 @@ WORDS = {  # warning -> how a line for the user names the images
 
 @dataclass(frozen=True)
 class ChecksConfig(Section):
-    """The section [checks]: thresholds of the warnings. None of them excludes an image."""
+    """Thresholds of the warnings. None of them excludes an image."""
 
     blur: float = selects(
         0.5,
@@ -120,11 +120,11 @@ def lines(rows: Iterable[Row]) -> list[str]:
     for row in sorted(rows, key=lambda row: str(row["path"])):
         for name in filter(None, row["warnings"].split(", ")):
             paths[name].append(row["path"])
-    found = []
-    for name, words in WORDS.items():
-        if own := paths.get(name):
-            found.append(f"{len(own)} {'image' if len(own) == 1 else 'images'} {words}: {first_names(own)}")
-    return found
+    return [
+        f"{len(own)} {'image' if len(own) == 1 else 'images'} {words}: {first_names(own)}"
+        for name, words in WORDS.items()
+        if (own := paths.get(name))
+    ]
 
 
 # Captions
@@ -181,20 +181,17 @@ def repeated_phrase(rows: Sequence[Row], trigger: str, share: float) -> str:
 
 def imbalance(images: Sequence[Row], most: float) -> str:
     """A line if the largest folder has at least `most` times the images of the smallest, repeats counted; else ""."""
-    counts: dict[str, float] = {}
+    counts: dict[str, float] = defaultdict(float)
     for row in images:
-        folder = row["folder"] or row["path"].rpartition("/")[0]
         # A weight balances folders already.
         if row["use"] is None and row["weight"] is None:
-            counts[folder] = counts.get(folder, 0.0) + (1.0 if row["repeats"] is None else row["repeats"])
-    counts = {name: count for name, count in counts.items() if count}
-    if len(counts) < 2:
+            counts[row["folder"] or row["path"].rpartition("/")[0]] += 1.0 if row["repeats"] is None else row["repeats"]
+    ranked = sorted((count, name) for name, count in counts.items() if count)
+    if len(ranked) < 2 or ranked[-1][0] < most * ranked[0][0]:
         return ""
-    small, large = min(counts, key=lambda name: (counts[name], name)), max(counts, key=lambda name: (counts[name], name))
-    if counts[large] < most * counts[small]:
-        return ""
+    (few, small), (many, large) = ranked[0], ranked[-1]
     return (
-        f"folder {large or '.'}/ occurs {counts[large]:g} times per epoch, {small or '.'}/ {counts[small]:g} times; "
+        f"folder {large or '.'}/ occurs {many:g} times per epoch, {small or '.'}/ {few:g} times; "
         "[train.data] repeats or [[images.folder]] weight balance them"
     )
 
@@ -234,16 +231,15 @@ def finish_checks(run: Run[ChecksConfig]) -> Iterator[pa.RecordBatch]:
     if len(rows) < len(images):
         return
     captions, trigger = _captions(run, images)
-    of_texts: dict[str, dict[str, str]] = {}
+    of_texts: dict[str, dict[str, str]] = defaultdict(dict)
     for image_id, name, sentence in text_warnings(captions, trigger, run.config.words):
-        of_texts.setdefault(image_id, {})[name] = sentence
+        of_texts[image_id][name] = sentence
     marked = []
     for row in mark_near_duplicates(rows, run.config.similarity):
-        found = picture_warnings(row, run.config) | of_texts.get(row["image_id"], {})
+        found = picture_warnings(row, run.config) | of_texts[row["image_id"]]
         marked.append(row | {"warnings": ", ".join(found), "detail": "; ".join(found.values())})
     changed = [new for new, old in zip(marked, rows, strict=True) if new != old]
-    for start in range(0, len(changed), BATCH):
-        yield pa.RecordBatch.from_pylist(changed[start : start + BATCH], schema=CHECKS.batch)
+    yield from pa.Table.from_pylist(changed, schema=CHECKS.batch).to_batches(BATCH)
     if changed or run.output.pending.num_rows:
         whole = (repeated_phrase(captions, trigger, run.config.repeated), imbalance(list(images.values()), run.config.imbalance))
         for line in (*lines(marked), *filter(None, whole)):

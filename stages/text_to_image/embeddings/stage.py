@@ -47,7 +47,13 @@ def encode_embeddings(run: Run[EmbeddingsConfig]) -> Iterator[pa.RecordBatch]:
         for embedding in batch:
             caption_id, done = next(ids), done + 1
             if embedding.dropped:
-                run.report.say(_too_long(captions[caption_id], embedding))
+                rows_of = captions[caption_id]
+                first, more = rows_of[0], f" and {len(rows_of) - 1} more" if len(rows_of) > 1 else ""
+                where = first["origin"] or ("a preview prompt" if first["role"] == "preview" else "a caption")
+                run.report.say(
+                    f"{where}{more}: the caption is {embedding.dropped} tokens too long for the text encoder, which reads "
+                    f'{embedding.tokens}; the end is cut off: "{first["text"][:50]}..."'
+                )
             rows.append(_row(caption_id, embedding, run.config.stored, states))
             run.report.progress(done, len(pending), "texts")
         yield EMBEDDINGS.record_batch(rows)
@@ -101,16 +107,6 @@ def _row(caption_id: str, embedding: Embedding, stored: str, states: int) -> Row
         "absmax": float(np.abs(real).max()),
         "tensor": words_TP.ravel(),
     }
-
-
-def _too_long(rows: list[Row], embedding: Embedding) -> str:
-    first = rows[0]
-    where = first["origin"] or ("a preview prompt" if first["role"] == "preview" else "a caption")
-    more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-    return (
-        f"{where}{more}: the caption is {embedding.dropped} tokens too long for the text encoder, which reads "
-        f'{embedding.tokens}; the end is cut off: "{first["text"][:50]}..."'
-    )
 
 
 STAGE = Stage(

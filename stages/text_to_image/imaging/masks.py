@@ -60,29 +60,40 @@ def mask_finder(folder: Path) -> Callable[[Iterable[str]], str | None]:
     return find
 
 
-def read_mask(path: Path, data: bytes) -> Image.Image:
-    """Mode "L"; transparent pixels become black. `path` is for errors."""
+def read_mask(path: Path, data: bytes, image: Image.Image) -> Image.Image:
+    """Mode "L"; transparent pixels become black. Raises ImageError if it is no mask of `image`. `path` is for errors."""
     try:
-        return open_image(io.BytesIO(data), "#000000").convert("L")
+        mask = open_image(io.BytesIO(data), "#000000").convert("L")
     except ImageError as error:
         raise ImageError(error.reason, f"its mask {path.name}: {error.detail}") from error
+    if abs(mask.width * image.height / (mask.height * image.width) - 1) > TOLERANCE:
+        sizes = f"{mask.width} x {mask.height}, the image {image.width} x {image.height}"
+        raise ImageError("mask", f"{path.name} is {sizes}: the aspect ratios differ")
+    return mask
 
 
-def same_aspect_ratio(mask: Image.Image, image: Image.Image) -> bool:
-    skew = mask.width * image.height / (mask.height * image.width)
-    return abs(skew - 1) <= TOLERANCE
+def cut(
+    picture: Image.Image,
+    image_size: tuple[int, int],
+    crop: Mapping[str, Any],
+    unit: int = 1,
+    resample: Image.Resampling = Image.Resampling.LANCZOS,
+) -> Image.Image:
+    """A crop of an image, or of its mask at another size, resized to one value per `unit` trained pixels of each side. `crop`: a
+    row of the table `latents`, whose edges may be fractions of a pixel.
+    """
+    across, down = picture.width / image_size[0], picture.height / image_size[1]
+    # Pillow refuses a box that rounding puts outside the picture.
+    left, top = max(0.0, crop["crop_x"] * across), max(0.0, crop["crop_y"] * down)
+    right = min(float(picture.width), (crop["crop_x"] + crop["crop_w"]) * across)
+    bottom = min(float(picture.height), (crop["crop_y"] + crop["crop_h"]) * down)
+    sized = picture.resize((crop["width"] // unit, crop["height"] // unit), resample, box=(left, top, right, bottom))
+    return ImageOps.mirror(sized) if crop["flip"] else sized
 
 
 def token_mask(mask: Image.Image, image_size: tuple[int, int], crop: Mapping[str, Any]) -> bytes:
-    """The mask of one crop, row by row: each byte the mean over one token. `crop`: a row of the table `latents`."""
-    across, down = mask.width / image_size[0], mask.height / image_size[1]
-    # Pillow refuses a box that rounding puts outside the mask.
-    left, top = max(0.0, crop["crop_x"] * across), max(0.0, crop["crop_y"] * down)
-    right = min(float(mask.width), (crop["crop_x"] + crop["crop_w"]) * across)
-    bottom = min(float(mask.height), (crop["crop_y"] + crop["crop_h"]) * down)
-    size = (crop["width"] // TOKEN, crop["height"] // TOKEN)
-    cells = mask.resize(size, Image.Resampling.BOX, box=(left, top, right, bottom))
-    return (ImageOps.mirror(cells) if crop["flip"] else cells).tobytes()
+    """The mask of one crop, row by row: each byte the mean over one token."""
+    return cut(mask, image_size, crop, TOKEN, Image.Resampling.BOX).tobytes()
 
 
 def _may_be_mask(path: str) -> bool:

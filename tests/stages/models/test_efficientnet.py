@@ -17,7 +17,7 @@ from stages.models.efficientnet import (
     depthwise,
     same_padding,
 )
-from stages.text_to_image.scores.measures import IMAGE_WEIGHTS
+from stages.text_to_image.scores import IMAGE_WEIGHTS
 
 
 def padded(x, kernel, stride):

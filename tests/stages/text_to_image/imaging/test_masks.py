@@ -10,9 +10,9 @@ from PIL import Image
 from stages.text_to_image.images.folder import scan
 from stages.text_to_image.imaging import masks
 from stages.text_to_image.imaging.decode import open_alpha
-from stages.text_to_image.latents.stage import STAGE
+from stages.text_to_image.latents import STAGE
 from tests.harness import missing, run
-from tests.stages.text_to_image.latents.test_latents import by_id, made, tables
+from tests.stages.text_to_image.test_latents import by_id, made, tables
 
 CROP = {"crop_x": 0.0, "crop_y": 0.0, "crop_w": 64.0, "crop_h": 64.0, "width": 64, "height": 64, "flip": False}
 

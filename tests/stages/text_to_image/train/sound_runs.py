@@ -40,7 +40,7 @@ from stages.models.flux2.load import load_flux2
 from stages.models.text.encoder import TextEncoder
 from stages.run import Report
 from stages.text_to_image.families import family
-from stages.text_to_image.latents.stage import encode
+from stages.text_to_image.latents import encode
 from stages.text_to_image.train import task
 from stages.text_to_image.train.config import NoiseConfig, TrainConfig
 from stages.text_to_image.train.sound_start import uninformed_mse

@@ -1,4 +1,7 @@
-"""The stage `scores`: how far each preview moved from the base's style to that of the training images."""
+"""The stage `scores`: how far each preview moved from the base's style to that of the training images.
+
+Pictures are compared by the features of EfficientNet-Lite0, in data/assets/judges.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pyarrow as pa
-from safetensors import SafetensorError
+from PIL import Image
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from schemas.text_to_image import CAPTIONS, IMAGES, SAMPLES, SCORES
+from stages.bundled import CHECKOUT, JUDGES
 from stages.hashing import file_sha256
+from stages.models.efficientnet import FEATURES, SIDE, EfficientNet
 from stages.run import Run
 from stages.settings import Section, selects
 from stages.stage import Stage
 from stages.text_to_image.caption_files import CaptionSources, make_lookups, trigger_pattern, trigger_word
 from stages.text_to_image.imaging import packed
-from stages.text_to_image.scores.measures import IMAGE_WEIGHTS, D, FeatureGroup, ImageEncoder, axis_position
+from stages.text_to_image.imaging.decode import open_image
 
-FEATURES = "features.safetensors"  # artifact: the features of the compared groups, computed once per table folder
+IMAGE_WEIGHTS = CHECKOUT / JUDGES / "efficientnet-lite0.safetensors"
+GROUPS = "features.safetensors"  # artifact: the features of the compared groups, computed once per table folder
+MIN_SIGNAL = 0.1  # share of the squared distance between two means that must be more than sampling noise
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".tif", ".tiff", ".bmp", ".gif")
 WANTED = ("picture_id", "kind", "adapter_id", "step", "prompt", "seed", "path")
 
@@ -57,15 +66,12 @@ def snapshot(run: Run[ScoresConfig]) -> pa.Table:
 
 def previews(run: Run[ScoresConfig]) -> list[Row]:
     """One row per preview whose file is there and intact, without scores. `kind` is "base" or "adapter"."""
-    folder = run.inputs.files(SAMPLES)
-    rows = []
-    for row in run.inputs.rows(SAMPLES).to_pylist():
-        if not run.inputs.intact(SAMPLES, row["path"]):  # deleted since the rows were read, or damaged: no preview
-            continue
-        copied = {name: row[name] for name in ("adapter_id", "step", "prompt", "seed", "path")}
-        kind = "adapter" if row["adapter_id"] else "base"
-        rows.append({"picture_id": file_sha256(folder / row["path"]), "kind": kind, **copied})
-    return rows
+    return [
+        {"picture_id": file_sha256(run.inputs.files(SAMPLES) / row["path"]), "kind": "adapter" if row["adapter_id"] else "base"}
+        | {name: row[name] for name in ("adapter_id", "step", "prompt", "seed", "path")}
+        for row in run.inputs.rows(SAMPLES).to_pylist()
+        if run.inputs.intact(SAMPLES, row["path"])  # else deleted since the rows were read, or damaged: no preview
+    ]
 
 
 def real_pictures(run: Run[ScoresConfig]) -> list[Row]:
@@ -115,6 +121,68 @@ def score_pictures(run: Run[ScoresConfig]) -> Iterator[pa.RecordBatch]:
         run.report.progress(number, len(pending), "pictures")
 
 
+class ImageEncoder:
+    """Images are encoded one at a time, so that the features of one do not depend on others."""
+
+    def __init__(self, network: EfficientNet, source_sha256: str) -> None:
+        self.network, self.source_sha256 = network, source_sha256  # sha256 of the released file that the weights are from
+
+    @classmethod
+    def load(cls, file: Path = IMAGE_WEIGHTS) -> ImageEncoder:
+        """Raises ValueError if `file`, which data/research/judges/convert.py writes, is damaged or holds another network."""
+        network = EfficientNet.load(file)
+        with safe_open(file, framework="numpy") as opened:
+            return cls(network, (opened.metadata() or {}).get("source_sha256", ""))
+
+    def encode(self, image: Image.Image) -> np.ndarray:
+        """(1280,), float64, of length 1. The image is resized to a square, whatever its aspect ratio."""
+        square = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+        features_BD = self.network(mx.array(np.asarray(square, np.float32)[None]))
+        feature_D = np.array(features_BD[0], np.float64)
+        unit_D: np.ndarray = feature_D / np.linalg.norm(feature_D)
+        return unit_D
+
+    def encode_file(self, path: Path) -> np.ndarray:
+        """`encode`. Raises ImageError if the file cannot be decoded."""
+        return self.encode(open_image(path))
+
+
+# The axis between two groups: the columns `style` and `real`
+
+# A mean of few images (features,), and its squared length, which is too large on average, because the images' random differences
+# do not cancel out. So it is an unbiased estimate for two or more images; for one, it is not corrected.
+Mean = tuple[np.ndarray, float]
+
+
+@dataclass(frozen=True)
+class FeatureGroup:
+    names: list[str]  # one per image, such as its prompt; images may share one
+    features: np.ndarray  # (images, features)
+
+    def mean(self, *, without: str | None = None) -> Mean | None:
+        """Without the images named `without`; None if no image is left."""
+        chosen_ND = self.features[[place for place, name in enumerate(self.names) if name != without]]
+        count = len(chosen_ND)
+        if not count:
+            return None
+        sum_D = chosen_ND.sum(axis=0)
+        pairs = float(sum_D @ sum_D - (chosen_ND**2).sum())  # the products of two different images
+        return sum_D / count, pairs / (count * (count - 1)) if count > 1 else float(sum_D @ sum_D)
+
+
+def axis_position(feature_D: np.ndarray, start: Mean | None, end: Mean | None) -> float | None:
+    """0 at `start`, 1 at `end`. None if a group has no images, or if the means are little further apart than sampling noise."""
+    if start is None or end is None:
+        return None
+    (start_D, from_squared), (end_D, to_squared) = start, end
+    axis_D, dot = end_D - start_D, float(start_D @ end_D)
+    # Not axis_D @ axis_D, which sampling noise makes too large.
+    squared_length = from_squared + to_squared - 2 * dot
+    if squared_length < MIN_SIGNAL * (axis_D @ axis_D):
+        return None
+    return (float(feature_D @ axis_D) - dot + from_squared) / squared_length
+
+
 class Scorer:
     """Compares pictures with the base's previews, the training images and the real pictures."""
 
@@ -136,12 +204,12 @@ class Scorer:
         """(pictures, 1280) by group. `files`: path by picture id, by group."""
         # Never stale: the recipe, which names the folder, covers the files of the groups and the encoder.
         try:
-            found: dict[str, np.ndarray] = load_file(self.run.output.artifacts / FEATURES)
+            found: dict[str, np.ndarray] = load_file(self.run.output.artifacts / GROUPS)
             return found
         except (OSError, SafetensorError):  # not written yet, or cut short
             rows = {name: [self.encoder.encode_file(path) for path in group.values()] for name, group in files.items()}
-        arrays = {name: np.array(group).reshape(len(group), D) for name, group in rows.items()}
-        self.run.output.write(FEATURES, lambda path: save_file(arrays, path))
+        arrays = {name: np.array(group).reshape(len(group), FEATURES) for name, group in rows.items()}
+        self.run.output.write(GROUPS, lambda path: save_file(arrays, path))
         return arrays
 
     def score(self, row: Row) -> Row:

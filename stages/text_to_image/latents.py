@@ -1,41 +1,93 @@
-"""The stage `latents`: encode every crop once, while threads decode and resize images ahead of the autoencoder."""
+"""The stage `latents`: encode every crop once, while threads cut and resize crops ahead of the autoencoder. Where a crop lies is
+decided by the stage `buckets`.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
+from collections import defaultdict, deque
 from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import mlx.core as mx
 import numpy as np
 import pyarrow as pa
 
 from schemas.text_to_image import BUCKETS, IMAGES, LATENTS
+from stages.hashing import file_sha256
 from stages.memory import Forecast, Memory, Outlook, Settings, cheapest
 from stages.models.text.encoder import widen
 from stages.run import Run
+from stages.settings import Section, runtime, selects, setting
 from stages.stage import Stage
-from stages.text_to_image.imaging import packed
-from stages.text_to_image.imaging.decode import ImageError
-from stages.text_to_image.imaging.usable import REFERENCE, usable_paths
-from stages.text_to_image.latents.config import LatentsConfig
-from stages.text_to_image.latents.crops import FileChanged, ImageJob, decode_ahead, mask_files, mask_ids
+from stages.text_to_image.imaging import masks, packed
+from stages.text_to_image.imaging.decode import (
+    CEILING_BYTES,
+    MAX_BYTES,
+    ROOM,
+    ImageError,
+    open_alpha,
+    open_image,
+    parse_colour,
+    pixel_count,
+)
+from stages.text_to_image.imaging.usable import REFERENCE, usable_paths, usable_rows
 from stages.text_to_image.memory import image_sizes, largest_image, smaller_sides
 from stages.tuner import draws
 from stages.tuner.blockwise.device import compute_exactly, configure_convolutions, live_memory_limit
+from stages.untrusted import open_regular, read_bytes
 
 if TYPE_CHECKING:
-    from stages.models.family import Autoencoder
-    from stages.text_to_image.latents.crops import Crop
+    from PIL import Image
 
+    from stages.models.family import Autoencoder
 
 Row = dict[str, Any]
+Crop = tuple[np.ndarray, bytes | None]  # pixels, uint8 (height, width, 3), and the mask, one byte per token, if there is one
 
-WANTED = ("latent_id", "image_id", "width", "height", "crop_x", "crop_y", "crop_w", "crop_h", "flip", "mask_id")
-LATENT_ITEM = 2  # bytes of a stored value
 CROP = ("crop_x", "crop_y", "crop_w", "crop_h")
+WANTED = ("latent_id", "image_id", "width", "height", *CROP, "flip", "mask_id")
+LATENT_ITEM = 2  # bytes of a stored value
+ALPHA = "alpha"  # the mask_id of an image's own alpha channel: the image_id covers its content
+MAY_HIDE_ALPHA = ("PNG", "GIF", "WEBP")  # formats with transparent pixels even in modes without an alpha channel
+
+
+@dataclass(frozen=True)
+class LatentsConfig(Section):
+    flip: bool = selects(False, "encode a mirrored copy of every crop too; off, because text and faces are not symmetric")
+    jitter: int = selects(
+        0, "further crops of each image, a little smaller and moved at random; none for images with references", bounds=(0, 100)
+    )
+    jitter_share: float = selects(
+        0.1, "jitter: largest share of a side by which a further crop is smaller, which enlarges its pixels", bounds=(0.001, 0.5)
+    )
+    mask: Literal["none", "alpha", "file"] = selects(
+        "none",
+        "which part of an image is trained on: none: all of it; alpha: its opaque part; file: the white part of a mask file, "
+        "cat.mask.png or masks/cat.png for cat.jpg",
+    )
+    background: str = setting("#ffffff", "colour behind transparent pixels")
+    precision: Literal["float32", "bfloat16"] = setting(
+        "float32", "dtype that the autoencoder computes in; bfloat16 needs half the memory and is less exact"
+    )
+    exact: bool = setting(
+        True,
+        "compute in full float32: no TF32 products and no Winograd convolutions, which some GPUs use by default",
+        unrecorded=(True,),
+    )
+    batch_size: int = runtime(8, "rows per record batch, which a kill can lose; images are encoded one by one", bounds=(1, 1024))
+    workers: int = runtime(4, "threads that decode and resize images ahead of the autoencoder", bounds=(1, 64))
+
+    def check(self) -> None:
+        parse_colour(self.background)
+
+
+# Which crops
 
 
 def latent_id(row: Row) -> str:
@@ -50,22 +102,25 @@ def wanted_latents(run: Run[LatentsConfig]) -> pa.Table:
     """One row per accepted bucket, jittered crop and mirror image of these. Raises ValueError if no image is usable, or masks
     are needed but missing or unreadable.
     """
-    masks = mask_ids(run.inputs.rows(IMAGES), run.needs["image_folder"], run.config.mask)
-    edited = with_references(run.inputs.rows(IMAGES))
-    rows: dict[str, Row] = {}
+    images = run.inputs.rows(IMAGES)
+    mask_id = mask_ids(images, run.needs["image_folder"], run.config.mask)
+    rows = images.to_pylist()
+    shown = {row["reference_of"] for row in rows if row["reference_of"]}
+    edited = {row["image_id"] for row in rows if row["use"] == REFERENCE or row["path"] in shown}
+    wanted: dict[str, Row] = {}
     for bucket in run.inputs.rows(BUCKETS).to_pylist():
-        if bucket["rejected"] is not None or bucket["image_id"] not in masks:
+        if bucket["rejected"] is not None or bucket["image_id"] not in mask_id:
             continue
         # A crop moved at random would no longer show the same part as its references.
         count = 0 if bucket["image_id"] in edited else run.config.jitter
         crops = [bucket, *(jittered(bucket, n, run.config.jitter_share) for n in range(1, count + 1))]
         for crop, flip in itertools.product(crops, (False, True) if run.config.flip else (False,)):
             row = {name: crop[name] for name in WANTED if name in crop}
-            row |= {"flip": flip, "mask_id": masks[bucket["image_id"]]}
+            row |= {"flip": flip, "mask_id": mask_id[bucket["image_id"]]}
             row["latent_id"] = latent_id(row)
             # Crops with equal keys share one row.
-            rows[row["latent_id"]] = row
-    return LATENTS.select(list(rows.values()), WANTED)
+            wanted[row["latent_id"]] = row
+    return LATENTS.select(list(wanted.values()), WANTED)
 
 
 def jittered(bucket: Row, number: int, share: float) -> Row:
@@ -79,11 +134,121 @@ def jittered(bucket: Row, number: int, share: float) -> Row:
     return {**bucket, "crop_x": left, "crop_y": top, "crop_w": width, "crop_h": height}
 
 
-def with_references(images: pa.Table) -> set[str]:
-    """image_ids of edit training: images with references, and the references."""
-    rows = images.select(["path", "image_id", "use", "reference_of"]).to_pylist()
-    shown = {row["reference_of"] for row in rows if row["reference_of"]}
-    return {row["image_id"] for row in rows if row["use"] == REFERENCE or row["path"] in shown}
+def mask_ids(images: pa.Table, folder: Path, mask: Literal["none", "alpha", "file"]) -> dict[str, str]:
+    """mask_id of every usable image, references included: the sha256 of its mask file, "alpha", or "" for no mask.
+
+    Raises ValueError if no image is usable, if a mask file cannot be read, or if files are asked for and there is none.
+    """
+    usable = usable_rows(images, references=True)
+    found = {row["image_id"]: "" for row in usable}
+    if mask == "alpha":
+        for row in usable:
+            if "A" in row["mode"].upper() or row["format"] in MAY_HIDE_ALPHA:
+                found[row["image_id"]] = ALPHA
+    if mask != "file":
+        return found
+    files = mask_files(usable_paths(images), folder)
+    if not files:
+        path = usable[0]["path"]
+        name = Path(path).stem
+        raise ValueError(
+            f'latents.mask is "file", but none of the {len(usable)} images has a mask file: for {path}, '
+            f"write {name}.mask.png beside it, or masks/{name}.png"
+        )
+    for image_id, path in files.items():
+        try:
+            with open_regular(path, MAX_BYTES) as file:
+                found[image_id] = file_sha256(file)
+        except OSError as error:
+            raise ValueError(f"the mask {path} cannot be read: {error.strerror or error}") from error
+    return found
+
+
+def mask_files(paths: dict[str, list[str]], folder: Path) -> dict[str, Path]:
+    """Mask file by image_id: cat.mask.png or masks/cat.png for cat.jpg. Images without one are left out."""
+    find = masks.mask_finder(folder)
+    return {image_id: folder / path for image_id, names in paths.items() if (path := find(names))}
+
+
+# Decoding
+
+
+class FileChanged(Exception):  # noqa: N818  (the program did not fail)
+    """An image or mask file has another sha256 than the recorded one, or can no longer be read."""
+
+
+@dataclass(frozen=True)
+class ImageJob:
+    image_id: str
+    path: Path
+    rows: list[Row]  # the pending crops: the columns that are known before encoding
+    mask: Path | None
+
+
+def _jobs(run: Run[LatentsConfig]) -> list[ImageJob]:
+    by_image: dict[str, list[Row]] = defaultdict(list)
+    for row in run.output.pending.to_pylist():
+        by_image[row["image_id"]].append(row)
+    folder = run.needs["image_folder"]
+    paths = usable_paths(run.inputs.rows(IMAGES), references=True)
+    found = mask_files(paths, folder) if run.config.mask == "file" else {}
+    return [ImageJob(image_id, folder / paths[image_id][0], rows, found.get(image_id)) for image_id, rows in by_image.items()]
+
+
+def decode_ahead(jobs: list[ImageJob], background: str, workers: int) -> Iterator[tuple[ImageJob, Future[list[Crop]]]]:
+    """Yield (job, future of its crops) in order, with at most `workers` + 1 images ahead. Closing the iterator waits for
+    the threads.
+    """
+    waiting: deque[tuple[ImageJob, Future[list[Crop]]]] = deque()
+    todo = iter(jobs)
+    with ThreadPoolExecutor(workers, thread_name_prefix="decode") as pool:
+        try:
+            while True:
+                while len(waiting) <= workers and (job := next(todo, None)):
+                    waiting.append((job, pool.submit(decode_crops, job, background)))
+                if not waiting:
+                    return
+                yield waiting.popleft()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def decode_crops(job: ImageJob, background: str) -> list[Crop]:
+    """One pair (pixels, mask) per row. Raises ImageError if image or mask cannot be used, and FileChanged if a file has
+    changed.
+    """
+    data = _read_unchanged(job.path, job.image_id)
+    with ROOM.taken(pixel_count(io.BytesIO(data))):
+        image = open_image(io.BytesIO(data), background)
+        mask = _read_mask(job, data, image)
+        # Resized with Lanczos; of a mask, each byte is the mean over one token.
+        return [
+            (np.asarray(masks.cut(image, image.size, row)), masks.token_mask(mask, image.size, row) if mask else None)
+            for row in job.rows
+        ]
+
+
+def _read_mask(job: ImageJob, data: bytes, image: Image.Image) -> Image.Image | None:
+    mask_id = job.rows[0]["mask_id"]
+    if mask_id in ("", ALPHA):
+        return open_alpha(io.BytesIO(data)) if mask_id else None
+    # The row has the sha256 of a mask file, which is gone since.
+    if job.mask is None:
+        raise FileChanged(job.path.name)
+    return masks.read_mask(job.mask, _read_unchanged(job.mask, mask_id), image)
+
+
+def _read_unchanged(path: Path, sha256: str) -> bytes:
+    try:
+        data = packed.read_member(path) if packed.split(path) else read_bytes(path, CEILING_BYTES)
+    except ValueError as error:
+        raise FileChanged(str(error)) from error
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise FileChanged(path.name)
+    return data
+
+
+# Encoding
 
 
 def encode_latents(run: Run[LatentsConfig]) -> Iterator[pa.RecordBatch]:
@@ -180,16 +345,6 @@ def encoded_row(model: Autoencoder, row: Row, crop: Crop) -> Row:
 def rejected_row(row: Row, reason: str) -> Row:
     empty = {"shape": [], "dtype": "bfloat16", "mean": 0.0, "std": 0.0, "absmax": 0.0, "mask": None}
     return row | empty | {"rejected": reason, "tensor": np.zeros(0, np.uint16)}
-
-
-def _jobs(run: Run[LatentsConfig]) -> list[ImageJob]:
-    by_image: dict[str, list[Row]] = {}
-    for row in run.output.pending.to_pylist():
-        by_image.setdefault(row["image_id"], []).append(row)
-    folder = run.needs["image_folder"]
-    paths = usable_paths(run.inputs.rows(IMAGES), references=True)
-    masks = mask_files(paths, folder) if run.config.mask == "file" else {}
-    return [ImageJob(image_id, folder / paths[image_id][0], rows, masks.get(image_id)) for image_id, rows in by_image.items()]
 
 
 def opened_files(run: Run[LatentsConfig]) -> Iterator[Path]:

@@ -17,9 +17,16 @@ from PIL import Image, ImageDraw
 from pipeline.project.recipe import rows_sha256
 from schemas.text_to_image import CAPTIONS, IMAGES, SAMPLES
 from stages.hashing import file_sha256
-from stages.text_to_image.scores import stage
-from stages.text_to_image.scores.measures import FeatureGroup, ImageEncoder, axis_position
-from stages.text_to_image.scores.stage import STAGE, ScoresConfig, real_pictures, without_trigger
+from stages.text_to_image import scores as stage
+from stages.text_to_image.scores import (
+    STAGE,
+    FeatureGroup,
+    ImageEncoder,
+    ScoresConfig,
+    axis_position,
+    real_pictures,
+    without_trigger,
+)
 from tests import harness
 from tests.stages.text_to_image.train.runs import rows_of
 
@@ -154,7 +161,7 @@ def test_a_picture_has_the_same_score_whatever_else_is_scored(scored):
 
 def test_a_scored_picture_is_not_scored_again_and_loads_no_encoder(scored, monkeypatch):
     scene, table = scored
-    monkeypatch.setattr("stages.text_to_image.scores.stage.ImageEncoder", None)
+    monkeypatch.setattr("stages.text_to_image.scores.ImageEncoder", None)
     assert harness.run(STAGE, scene.context(stored=table)).num_rows == 0
 
 

@@ -21,7 +21,7 @@ from pipeline.project.project import Project
 from pipeline.project.recipe import settings_of
 from schemas.text_to_image import BUCKETS, IMAGES, LATENTS
 from stages.text_to_image.families import family
-from stages.text_to_image.latents.stage import STAGE, LatentsConfig, latent_id
+from stages.text_to_image.latents import STAGE, LatentsConfig, latent_id
 from stages.text_to_image.train.config import TrainConfig, ValidationConfig
 from stages.text_to_image.train.data import load_dataset
 from tests import projects
