@@ -13,7 +13,7 @@ import click
 import stages
 from pipeline.commands import own as own_of
 from pipeline.project import config
-from pipeline.project.paths import shell_path
+from pipeline.project.stage_run import shell_path
 from stages.pipelines import Template, load
 from stages.settings import from_home
 

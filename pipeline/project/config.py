@@ -14,8 +14,9 @@ import reprlib
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import stages
 from stages.settings import Section, follow, nearest, runtime, selects
@@ -38,35 +39,26 @@ NAMES = {  # type -> its name in an error, singular and plural
 
 # Names that other programs give to settings, so that an unknown key can be answered with the name that it has here.
 SYNONYMS = {
-    "steps": (
-        "epochs",
-        "epoch",
-        "num_epochs",
-        "max_train_steps",
-        "num_train_steps",
-        "iterations",
-        "iters",
-        "num_inference_steps",
-    ),
-    "batch_size": ("batch", "batchsize", "train_batch_size", "bs"),
-    "accumulate": ("gradient_accumulation", "gradient_accumulation_steps", "grad_accum", "accumulation_steps"),
-    "lr": ("learning_rate", "learningrate", "unet_lr"),
-    "rank": ("network_dim", "dim", "lora_rank", "r", "network_rank"),
-    "alpha": ("network_alpha", "lora_alpha"),
-    "variant": ("network_type", "adapter_type", "network_module"),
-    "resolutions": ("resolution", "size", "image_size"),
-    "checkpoint_every": ("save_every", "save_every_n_steps", "checkpointing_steps", "save_steps"),
-    "shape": ("lr_scheduler", "scheduler", "lr_scheduler_type"),
-    "warmup_steps": ("warmup", "lr_warmup_steps", "num_warmup_steps"),
-    "clip": ("max_grad_norm", "grad_clip", "gradient_clipping"),
-    "kind": ("optimizer_type", "optim"),
-    "precision": ("dtype", "mixed_precision"),
-    "trigger": ("trigger_word", "instance_token", "token"),
-    "preview_prompts": ("prompts", "sample_prompts", "validation_prompt", "validation_prompts"),
-    "folder": ("path", "folder_path", "data_dir", "instance_data_dir", "dataset"),
-    "family": ("model", "base_model", "name_or_path", "pretrained_model_name_or_path"),
-    "guidance": ("cfg", "guidance_scale", "cfg_scale"),
-    "caption_dropout": ("caption_dropout_rate", "caption_dropout_prob"),
+    "steps": "epochs epoch num_epochs max_train_steps num_train_steps iterations iters num_inference_steps",
+    "batch_size": "batch batchsize train_batch_size bs",
+    "accumulate": "gradient_accumulation gradient_accumulation_steps grad_accum accumulation_steps",
+    "lr": "learning_rate learningrate unet_lr",
+    "rank": "network_dim dim lora_rank r network_rank",
+    "alpha": "network_alpha lora_alpha",
+    "variant": "network_type adapter_type network_module",
+    "resolutions": "resolution size image_size",
+    "checkpoint_every": "save_every save_every_n_steps checkpointing_steps save_steps",
+    "shape": "lr_scheduler scheduler lr_scheduler_type",
+    "warmup_steps": "warmup lr_warmup_steps num_warmup_steps",
+    "clip": "max_grad_norm grad_clip gradient_clipping",
+    "kind": "optimizer_type optim",
+    "precision": "dtype mixed_precision",
+    "trigger": "trigger_word instance_token token",
+    "preview_prompts": "prompts sample_prompts validation_prompt validation_prompts",
+    "folder": "path folder_path data_dir instance_data_dir dataset",
+    "family": "model base_model name_or_path pretrained_model_name_or_path",
+    "guidance": "cfg guidance_scale cfg_scale",
+    "caption_dropout": "caption_dropout_rate caption_dropout_prob",
 }
 
 
@@ -184,7 +176,11 @@ def _apply(raw: dict[str, Any], overrides: Overrides) -> dict[str, str]:
     for override in overrides.items() if isinstance(overrides, Mapping) else overrides:
         if isinstance(override, str):
             key, equals, text = (part.strip() for part in override.partition("="))
-            value, origin = _toml_value(text), f"--set {override}"
+            try:
+                value = parse_toml(f"value = {text}", "--set")["value"]
+            except ValueError:
+                value = text  # a bare word is a string: --set project.family=tiny
+            origin = f"--set {override}"
             syntax = "section.key=value, such as --set train.steps=500"
         else:
             key, value = override
@@ -192,7 +188,12 @@ def _apply(raw: dict[str, Any], overrides: Overrides) -> dict[str, str]:
         names = [name.strip() for name in key.split(".")]
         if not equals or len(names) < 2 or not all(names):
             raise ValueError(f"{origin}: an override must be {syntax}{_whole_name(raw, names)}")
-        _set(raw, names, value, origin)
+        section = raw
+        for name in names[:-1]:
+            section = section.setdefault(name, {})
+            if not isinstance(section, dict):
+                raise ValueError(f"{origin}: {name} is a setting, not a section")
+        section[names[-1]] = value
         origins[".".join(names)] = origin
     return origins
 
@@ -211,28 +212,13 @@ def _whole_name(raw: Mapping[str, Any], names: list[str]) -> str:
     return ""
 
 
-def _set(raw: dict[str, Any], names: list[str], value: Any, origin: str) -> None:
-    for name in names[:-1]:
-        raw = raw.setdefault(name, {})
-        if not isinstance(raw, dict):
-            raise ValueError(f"{origin}: {name} is a setting, not a section")
-    raw[names[-1]] = value
-
-
-def _toml_value(text: str) -> Any:
-    try:
-        return parse_toml(f"value = {text}", "--set")["value"]
-    except ValueError:
-        return text  # a bare word is a string: --set project.family=tiny
-
-
 # Parsed TOML as dataclasses
 
 
 def name_here(word: str) -> str:
     """The setting's name here, "lr" for "learning_rate", or ""."""
     plain = word.lower().replace("-", "_")
-    return next((name for name, words in SYNONYMS.items() if plain in words), "")
+    return next((name for name, words in SYNONYMS.items() if plain in words.split()), "")
 
 
 class Parser:
@@ -240,8 +226,9 @@ class Parser:
 
     def __init__(self, sections: Mapping[str, type], place: Callable[[str], str]) -> None:
         self.place = place
-        self.sections = dict(_nested(sections))  # with the sections inside sections, such as train.ema
-        self.repeated = dict(_repeated(self.sections))  # sections that may be given several times: [[images.folder]]
+        found = list(_nested(sections))
+        self.sections = {name: kind for name, kind, _ in found}  # with the sections inside sections, such as train.ema
+        self.repeated = {name for name, _, many in found if many}  # that may be given several times: [[images.folder]]
 
     def section(self, name: str, raw: Any) -> Any:
         """The dataclass of the section `name`, such as "train" or "train.ema"."""
@@ -249,7 +236,7 @@ class Parser:
             raise ValueError(
                 f"{name} must be a section: write its settings below a line [{name}], got {SHORT.repr(raw)} ({self.place(name)})"
             )
-        kind = self.sections.get(name) or self.repeated[name]
+        kind = self.sections[name]
         hints = _hints(kind)
         for key in raw:
             if key not in hints:
@@ -266,24 +253,21 @@ class Parser:
         holders = self.holders(key)
         if holders and name not in self.repeated:
             return f"; [{holders[0]}] has it"
-        kind = self.sections.get(name) or self.repeated[name]
-        names = _names(kind)
-        here = name_here(key)
-        kinds = self.sections | {name: kind}
-        called = [other for other in dict.fromkeys([name, *self.holders(here)]) if here in _names(kinds[other])]
+        names, here = _names(self.sections[name]), name_here(key)
+        called = [other for other in dict.fromkeys([name, *self.holders(here)]) if here in _names(self.sections[other])]
         if called:
             return f"; did you mean {here if called[0] == name else f'{called[0]}.{here}'}?"
         return nearest(key, names) or f"; [{name}] has {', '.join(names)}"
 
     def holders(self, key: str) -> list[str]:
         """The sections that have a setting `key`."""
-        return [name for name, kind in self.sections.items() if key in _names(kind)]
+        return [name for name, kind in self.sections.items() if key in _names(kind) and name not in self.repeated]
 
     def _value(self, hint: Any, value: Any, name: str) -> Any:
-        if name in self.sections and value is not None:
-            return self.section(name, value)
         if name in self.repeated and isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
             return tuple(self.section(name, item) for item in value)
+        if name in self.sections and name not in self.repeated and value is not None:
+            return self.section(name, value)
         try:
             return _convert(hint, value)
         except TypeError:
@@ -292,30 +276,22 @@ class Parser:
             ) from None
 
 
-def _nested(sections: Mapping[str, type]) -> Iterable[tuple[str, type]]:
-    """(dotted name, dataclass) of the sections and of those inside them, such as "train.ema"."""
+def _nested(sections: Mapping[str, type], many: bool = False) -> Iterable[tuple[str, type, bool]]:
+    """(dotted name, dataclass, whether it is an item of a list) of the sections and of those inside them, such as "train.ema"."""
     for name, kind in sections.items():
-        yield name, kind
+        yield name, kind, many
         for key, hint in _hints(kind).items():
-            yield from _nested({f"{name}.{key}": each for each in _members(hint) if _is_section(each)})
-
-
-def _repeated(sections: Mapping[str, type]) -> Iterable[tuple[str, type]]:
-    """(dotted name, dataclass of an item) of the settings that are lists of sections, such as [[images.folder]]."""
-    for name, kind in sections.items():
-        for key, hint in _hints(kind).items():
-            items = [arg for each in _members(hint) if typing.get_origin(each) is tuple for arg in typing.get_args(each)]
-            yield from ((f"{name}.{key}", item) for item in items if _is_section(item))
+            for each in _members(hint):
+                listed = typing.get_origin(each) is tuple
+                item = typing.get_args(each)[0] if listed else each
+                if isinstance(item, type) and is_dataclass(item):
+                    yield from _nested({f"{name}.{key}": item}, listed)
 
 
 # Evaluating the annotations, which are text, takes most of the time of opening a project.
 @functools.cache
 def _hints(kind: type) -> Mapping[str, Any]:
     return typing.get_type_hints(kind)
-
-
-def _is_section(kind: Any) -> TypeGuard[type]:
-    return dataclasses.is_dataclass(kind)
 
 
 def _names(kind: Any) -> list[str]:
@@ -358,7 +334,7 @@ def _describe(hint: Any) -> str:
         if origin is typing.Literal:
             words += [repr(each) for each in args]
         elif origin is tuple:
-            items = "sections" if _is_section(args[0]) else NAMES[args[0]][1] if args[0] in NAMES else _describe(args[0])
+            items = "sections" if is_dataclass(args[0]) else NAMES[args[0]][1] if args[0] in NAMES else _describe(args[0])
             words.append(f"a list of {items}")
         elif args:
             many = NAMES[args[1]][1] if args[1] in NAMES else _describe(args[1]).replace("a list", "lists")

@@ -76,11 +76,6 @@ def rows_sha256(rows: pa.Table) -> str:
     return hashlib.sha256("\n".join([*rows.column_names, *lines]).encode()).hexdigest()
 
 
-def _decides(path: Path) -> bool:
-    # macOS writes "._name" files.
-    return path.suffix in (*WEIGHT_SUFFIXES, *TEXT_SUFFIXES) and not path.name.startswith("._") and path.is_file()
-
-
 class FileHashes:
     """sha256 of weight files in a JSON file, so that a command need not read gigabytes to start."""
 
@@ -92,8 +87,11 @@ class FileHashes:
 
     def component(self, name: str, path: Path, patterns: Iterable[str] = ("*",), weights: bool = True) -> str:
         """One hash of a component's weight and config files, remembered as `name`. `path`: its folder or its only file."""
-        found = [path] if path.is_file() else sorted({p for pattern in patterns for p in path.glob(pattern)})
-        files = [path] if path.is_file() else [p for p in found if _decides(p) and (weights or p.suffix not in WEIGHT_SUFFIXES)]
+        files, suffixes = [path], (*TEXT_SUFFIXES, *(WEIGHT_SUFFIXES if weights else ()))
+        if not path.is_file():
+            found = sorted({p for pattern in patterns for p in path.glob(pattern)})
+            # macOS writes "._name" files.
+            files = [p for p in found if p.suffix in suffixes and not p.name.startswith("._") and p.is_file()]
         lines = [f"{p.relative_to(path).as_posix() if path.is_dir() else 'file'} {self.of_file(p)}" for p in files]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         self._remember("components", name, digest)

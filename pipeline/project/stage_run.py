@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.errors import NotBuilt
-from pipeline.project.paths import shell_path
+from stages.bundled import CHECKOUT
 from stages.pipelines import load
 from stages.run import Output, Report, Run, TensorReader
 from stages.stage import Input, Stage, WorkUnit
@@ -112,6 +113,12 @@ def not_built(table: str, reader: str, project: Path) -> NotBuilt:
         f"run: make {table} PROJECT={shell_path(project)}",
         table,
     )
+
+
+def shell_path(folder: Path) -> str:
+    """Quoted, for `make PROJECT=` in the checkout: relative only if that leads to the same folder from there."""
+    usable = folder.is_absolute() or (CHECKOUT / folder).resolve() == folder.resolve()
+    return shlex.quote(str(folder if usable else folder.resolve()))
 
 
 class ArrayReader:

@@ -11,7 +11,6 @@ import pyarrow as pa
 
 from pipeline.store.shards import ShardReader
 from pipeline.store.table import TableFolder
-from schemas.table import TensorColumn
 
 AS_FLOATS = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}  # dtypes stored as 16-bit words
 
@@ -42,12 +41,9 @@ class Table:
         """
         if not self.schema.tensors:
             raise TypeError(f"the rows of {self.schema.name} have no tensors; use to_arrow()")
-        arrays = {tensor.name: self._array(key, tensor) for tensor in self.schema.tensors}
+        arrays = {each.name: self._reader.read(key, each.name) for each in self.schema.tensors}
+        arrays |= {t.name: arrays[t.name].view(AS_FLOATS[t.dtype]) for t in self.schema.tensors if t.dtype in AS_FLOATS}
         return arrays if len(arrays) > 1 else next(iter(arrays.values()))
-
-    def _array(self, key: str, tensor: TensorColumn) -> np.ndarray:
-        values = self._reader.read(key, tensor.name)
-        return values.view(AS_FLOATS[tensor.dtype]) if tensor.dtype in AS_FLOATS else values
 
     @functools.cached_property
     def _reader(self) -> ShardReader:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from pipeline.options import split_overrides
-from pipeline.project.paths import shell_path
+from pipeline.project.stage_run import shell_path
 from stages.bundled import CHECKOUT
 from tests import projects
 
