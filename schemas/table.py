@@ -153,7 +153,7 @@ class TableSchema:
         """Name -> Arrow type of each column and tensor, as the recipe records them; without those marked `unrecorded`."""
         return {f.name: str(f.type) for f in self.batch if not (f.metadata or {}).get(b"unrecorded")}
 
-    def record_batch(self, rows: list[dict[str, Any]]) -> pa.RecordBatch:
+    def record_batch(self, rows: Iterable[dict[str, Any]]) -> pa.RecordBatch:
         """Raises AssertionError if a row lacks a column (but for `default` and `unrecorded`) or has an unknown one."""
         names = set(self.batch.names)
         defaults: dict[str, str | None] = {f.name: None for f in self.columns if f.metadata.get(b"unrecorded")}

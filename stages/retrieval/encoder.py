@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,24 +16,33 @@ from stages.models import adapters
 from stages.models.family import RetrieverFamily
 from stages.models.t5.model import T5
 from stages.models.weights import read_file
+from stages.run import Run, TensorReader
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.lora import check_fits, merge
 from stages.tuner.blockwise.backprop import BlockwiseForward
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 
 class TextTokenizer:
     """Raises ValueError if tokenizer.json is missing or cannot be read."""
 
     def __init__(self, folder: Path, *, lower_case: bool) -> None:
+        from tokenizers import Tokenizer
+
         self.lower_case = lower_case
-        self.tokenizer = _load(folder / "tokenizer.json" if folder.is_dir() else folder)
-        config = folder / "tokenizer_config.json"
+        file, config = folder / "tokenizer.json" if folder.is_dir() else folder, folder / "tokenizer_config.json"
+        if not file.is_file():
+            raise ValueError(f"{file} is missing: a retriever needs a tokenizer.json")
+        try:
+            self.tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # noqa: BLE001  (the library raises Exception itself)
+            raise ValueError(f"{file} is not a tokenizer.json: {error}") from None
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
         named = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-        self.end = self.tokenizer.token_to_id(_content(named.get("eos_token")) or "</s>")
-        self.unknown = self.tokenizer.token_to_id(_content(named.get("unk_token")) or "<unk>")
+        tokens = [named.get("eos_token") or "</s>", named.get("unk_token") or "<unk>"]
+        self.end, self.unknown = (
+            self.tokenizer.token_to_id(token["content"] if isinstance(token, dict) else token) for token in tokens
+        )
 
     def encode(self, many: list[str]) -> list[list[int]]:
         """Each list ends with the end token, if there is one. Nothing is cut."""
@@ -48,24 +59,6 @@ class TextTokenizer:
         return [self.tokenizer.id_to_token(each) or f"<{each}>" for each in ids]
 
 
-def _content(token: Any) -> str:
-    return token["content"] if isinstance(token, dict) else token or ""
-
-
-def _load(file: Path) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    if not file.is_file():
-        raise ValueError(f"{file} is missing: a retriever needs a tokenizer.json")
-    try:
-        found = Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001  (the library raises Exception itself)
-        raise ValueError(f"{file} is not a tokenizer.json: {error}") from None
-    found.no_padding()
-    found.no_truncation()
-    return found
-
-
 Arrays = dict[str, mx.array]
 
 
@@ -80,7 +73,8 @@ def read_adapter(path: Path, linears: Mapping[str, tuple[int, int]], strength: f
     try:
         low = adapters.linears({name: value for name, value in arrays.items() if not name.endswith(lora.DIFF)})
         scales = dict.fromkeys(whole, 1.0) | _scales(metadata, arrays, low)
-        _check_linears(metadata, scales)
+        if missing := [name for name in json.loads(metadata.get("linears", "[]")) if name not in scales]:
+            raise ValueError(f"the file lacks the arrays of {missing[0]} ({len(missing)} of its Linears); fetch it again")
         check_fits(linears, arrays, scales)
     except (ValueError, KeyError) as error:
         raise ValueError(f"{path}: {error}") from None
@@ -100,12 +94,6 @@ def _scales(metadata: Mapping[str, str], arrays: Arrays, linears: list[str]) -> 
         raise ValueError("the header has no alpha: is it an adapter that this program trained?")
     ranks = adapters.ranks(arrays)
     return {name: float(metadata["alpha"]) / ranks[name] if name in ranks else 1.0 for name in linears}
-
-
-def _check_linears(metadata: Mapping[str, str], scales: Mapping[str, float]) -> None:
-    missing = [name for name in json.loads(metadata.get("linears", "[]")) if name not in scales]
-    if missing:
-        raise ValueError(f"the file lacks the arrays of {missing[0]} ({len(missing)} of its Linears); fetch it again")
 
 
 def merge_all(weights: Mapping[str, mx.array], arrays: Arrays, scales: Mapping[str, float]) -> Arrays:
@@ -141,10 +129,6 @@ class Encoder:
         self.model, self.tokenizer, self.query_tokens = model, tokenizer, query_tokens
         self.forward = BlockwiseForward(model, adapter, scales, model.dtype)
 
-    @property
-    def width(self) -> int:
-        return self.model.config.dimensions
-
     def encode_ids(self, many: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Float32 (tokens, width) per text, each vector of length 1. The texts are computed together, padded to the longest."""
         if not many:
@@ -163,11 +147,6 @@ class Encoder:
     def encode_queries(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Float32 (tokens, width) per query, each vector of length 1."""
         return self.encode_ids([self.query_ids(text) for text in texts])
-
-    def tokens(self, text: str) -> list[str]:
-        """The text of each token of a query, in the order of its vectors."""
-        assert self.tokenizer is not None, "this encoder has no tokenizer"
-        return self.tokenizer.pieces(self.query_ids(text).tolist())
 
 
 def padded(many: Sequence[np.ndarray], step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -198,3 +177,19 @@ def load_encoder(
     arrays, scales = read_adapter(adapter, model.linears(), strength) if adapter else ({}, {})
     found = TextTokenizer(tokenizer, lower_case=family.lower_case) if tokenizer else None
     return Encoder(model, arrays, scales, found, query_tokens)
+
+
+@contextmanager
+def text_encoder(
+    run: Run[Any], tokens: TensorReader, adapter: Path | None, *, precision: str = "float32", strength: float = 1.0
+) -> Iterator[Callable[[str], np.ndarray]]:
+    """text_id -> its vectors. The weights are in memory within the block only."""
+    weights, family = run.needs["encoder"], run.needs["family"]
+    held = [load_encoder(weights, None, family, adapter, precision=precision, strength=strength)]
+    try:
+        # One text at a time, so that no row depends on another.
+        yield lambda text_id: held[0].encode_ids([tokens.read(text_id)])[0]
+    finally:
+        held.clear()  # the function may outlive this
+        gc.collect()
+        mx.clear_cache()

@@ -1,24 +1,28 @@
-"""The stage `index`: the vectors of all units in one memory-mapped matrix, and their words in a full-text index.
+"""The stage `index`: the vectors of all units in one memory-mapped matrix, and their words in a full-text index; and the
+search over both, semantic, lexical or hybrid.
 
 The matrix and the full-text index are artifacts. Their names hold a digest of the rows, so that rows and artifacts of two
-states
-of the project are never used together.
+states of the project are never used together.
 """
 
 from __future__ import annotations
 
-import hashlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from schemas.retrieval import INDEX, SOURCES, TOKENS, UNITS, VECTORS
+from stages.hashing import text_sha256
 from stages.memory import Forecast, Outlook
+from stages.retrieval import texts
 from stages.retrieval.memory import VALUE_BYTES, encoder_sizes
 from stages.retrieval.search import lexical, maxsim
 from stages.retrieval.texts import BASE
@@ -49,8 +53,7 @@ class IndexConfig(Section):
 
 
 def wanted_index(run: Run[IndexConfig]) -> pa.Table:
-    rows = [{name: row[name] for name in KEPT} for row in run.once(_rows)]
-    return INDEX.select(rows, KEPT)
+    return INDEX.select(run.once(_rows), KEPT)
 
 
 def _rows(run: Run[IndexConfig]) -> list[Row]:
@@ -58,22 +61,13 @@ def _rows(run: Run[IndexConfig]) -> list[Row]:
     columns = ["unit_id", "path", "qualified_name", "first_line", "last_line", "signature", "text_id", "words"]
     units = run.inputs.rows(UNITS).select(columns).to_pylist()
     files = dict(zip(*(run.inputs.rows(SOURCES)[name].to_pylist() for name in ("path", "file")), strict=True))
-    vectors = run.inputs.rows(VECTORS).select(["vector_id", "encoder", "text_id", "role", "count"]).to_pylist()
-    chosen = choose_encoder({row["encoder"] for row in vectors}, run.config.encoder)
-    of_text = {row["text_id"]: row for row in vectors if row["encoder"] == chosen and row["role"] == "document"}
+    vectors = run.inputs.rows(VECTORS)
+    chosen = choose_encoder(set(vectors["encoder"].to_pylist()), run.config.encoder)
+    documents = vectors.filter((pc.field("encoder") == chosen) & (pc.field("role") == "document"))
+    of_text = {row["text_id"]: row for row in documents.select(["text_id", "vector_id", "encoder", "count"]).to_pylist()}
     if missing := [unit for unit in units if unit["text_id"] not in of_text]:
         raise ValueError(f"{len(missing)} units have no vectors, such as {missing[0]['path']}: run make vectors")
-    rows = []
-    for unit in sorted(units, key=document_order):
-        found = of_text[unit["text_id"]]
-        vector = {"vector_id": found["vector_id"], "count": found["count"], "encoder": chosen}
-        rows.append({**unit, **vector, "file": files[unit["path"]]})
-    return rows
-
-
-def document_order(row: Row) -> tuple[Any, ...]:
-    """The sort key of rows of `units` and `index`: the order of the matrix."""
-    return row["path"], row["first_line"], row["unit_id"]
+    return [{**unit, **of_text[unit["text_id"]], "file": files[unit["path"]]} for unit in sorted(units, key=texts.document_order)]
 
 
 def choose_encoder(encoders: set[str], wanted: str) -> str:
@@ -92,24 +86,21 @@ def choose_encoder(encoders: set[str], wanted: str) -> str:
 def list_units(run: Run[IndexConfig]) -> Iterator[pa.RecordBatch]:
     pending = set(run.output.pending["unit_id"].to_pylist())
     rows = [row for row in run.once(_rows) if row["unit_id"] in pending] if pending else []
-    for start in range(0, len(rows), run.config.batch_size):
-        if run.report.stop():
-            return
-        yield INDEX.record_batch(rows[start : start + run.config.batch_size])
+    for some in run.report.batches(rows, run.config.batch_size, "units"):
+        yield INDEX.record_batch(some)
 
 
 def digest(rows: list[Row]) -> str:
     """16 hex digits over the unit_ids and vector_ids in document order."""
-    lines = (f"{row['unit_id']} {row['vector_id']}" for row in sorted(rows, key=document_order))
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    lines = (f"{row['unit_id']} {row['vector_id']}" for row in sorted(rows, key=texts.document_order))
+    return text_sha256(*lines)[:16]
 
 
 def write_index(run: Run[IndexConfig]) -> Iterator[pa.RecordBatch]:
     """Write the artifacts that are missing, and delete those of an earlier index."""
-    rows = run.once(_rows)
-    stored = {tuple(row[name] for name in KEPT) for row in run.output.stored.select(list(KEPT)).to_pylist()}
+    rows, kept = run.once(_rows), itemgetter(*KEPT)
     # The run was stopped before all rows were stored.
-    if not all(tuple(row[name] for name in KEPT) in stored for row in rows):
+    if not set(map(kept, rows)) <= set(map(kept, run.output.stored.select(list(KEPT)).to_pylist())):
         return
     name, reader = digest(rows), run.inputs.tensors(VECTORS)
     tokens = sum(row["count"] for row in rows)
@@ -132,14 +123,10 @@ def write_index(run: Run[IndexConfig]) -> Iterator[pa.RecordBatch]:
         if not (run.output.artifacts / artifact).exists():
             run.output.write(artifact, write)
             run.report.say(f"{artifact}: {len(rows)} units, {tokens} vectors")
-    _delete_others(run.output.artifacts, set(wanted))
-    yield from ()
-
-
-def _delete_others(folder: Path, wanted: set[str]) -> None:
-    for path in folder.iterdir():
+    for path in run.output.artifacts.iterdir():
         if path.name not in wanted and path.suffix in (".npy", ".lance"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+    yield from ()
 
 
 def forecast(outlook: Outlook) -> Forecast | None:
@@ -154,6 +141,96 @@ def forecast(outlook: Outlook) -> Forecast | None:
     words = sum(len(text.encode()) for text in units["words"].to_pylist())
     files = vectors * (1 + partitioned) + LEXICAL_BYTES + int(LEXICAL_SHARE * words)
     return Forecast(0, file_bytes=files, how=f"{tokens} vectors" + (", partitioned" if partitioned else ""))
+
+
+Mode = Literal["semantic", "lexical", "hybrid"]
+
+RESIDENT_BYTES = 2**30  # a matrix of at most this size, as float32, is held in memory if many queries are to be answered
+
+
+class QueryEncoder(Protocol):
+    def encode_queries(self, queries: Sequence[str]) -> list[np.ndarray]:
+        """Float32 (tokens, width) per query, each vector of length 1."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A unit that a search has found."""
+
+    row: Row  # of the table `index`
+    place: int  # in the index, from 0
+    score: float  # by which answers are sorted
+    semantic: float | None = None  # None: that search did not run
+    lexical: float | None = None
+
+
+class Searcher:
+    """`rows`: the whole table `index`. `encoder` None: lexical search only. `weight`: share of the semantic scores in hybrid
+    search.
+
+    `resident` reads vectors of up to 1 GiB into memory, which answers many queries faster. Raises ValueError if a file is
+    missing.
+    """
+
+    def __init__(
+        self,
+        rows: list[Row],
+        artifacts: Path,
+        encoder: QueryEncoder | None,
+        weight: float = lexical.DEFAULT_WEIGHT,
+        *,
+        resident: bool = False,
+    ) -> None:
+        self.rows = sorted(rows, key=texts.document_order)
+        self.encoder, self.weight = encoder, weight
+        name = digest(self.rows)
+        if not (artifacts / MATRIX.format(name)).is_file() or not (artifacts / WORDS.format(name)).is_dir():
+            raise ValueError(f"the index in {artifacts} is incomplete or of another state of the project: run make index")
+        self.words = lexical.LexicalIndex(artifacts / WORDS.format(name), len(rows))
+        self.vectors: maxsim.TokenMatrix | maxsim.PartitionedIndex | None = None
+        if encoder is not None:
+            counts = [row["count"] for row in self.rows]
+            file = artifacts / MATRIX.format(name)
+            resident = resident and 2 * file.stat().st_size <= RESIDENT_BYTES
+            self.matrix = maxsim.TokenMatrix.open(file, counts, resident=resident)
+            parts = artifacts / PARTITIONS.format(name)
+            self.vectors = maxsim.PartitionedIndex(parts, len(rows)) if parts.is_dir() else self.matrix
+
+    def search(self, query: str, mode: Mode = "hybrid", limit: int = 10, path: str = "") -> list[Answer]:
+        """The best answers, at most `limit`. `path` is a wildcard pattern of files. ValueError for a query without words."""
+        if not texts.words(query):
+            raise ValueError(f"the query must have a word, got {query!r}")
+        found: dict[str, np.ndarray] = {}
+        if mode != "semantic":
+            found["lexical"] = self.words.scores(query)
+        if mode != "lexical":
+            assert self.encoder is not None and self.vectors is not None, "semantic search needs an encoder"
+            [self.query_vectors] = self.encoder.encode_queries([query])
+            found["semantic"] = self.vectors.scores([self.query_vectors])[0]
+        scores = lexical.hybrid(found["semantic"], found["lexical"], self.weight) if mode == "hybrid" else found[mode]
+        places = np.arange(len(self.rows))
+        if path:
+            places = places[[fnmatchcase(row["path"], path) for row in self.rows]]
+        if mode == "lexical":
+            places = places[scores[places] > 0]
+        best = places[np.lexsort((places, -scores[places]))][:limit].tolist()
+        return [
+            Answer(self.rows[place], place, float(scores[place]), **{name: float(each[place]) for name, each in found.items()})
+            for place in best
+        ]
+
+    def explain(self, answer: Answer, query_tokens: list[str], document_tokens: list[str]) -> list[tuple[str, str, float]]:
+        """(query token, best token of the document, product) per query token, for an answer of the last search with the
+        encoder.
+
+        The lists of token texts must have the order of the vectors.
+        """
+        document = self.matrix.document(answer.place)
+        best, products = maxsim.matches(self.query_vectors, document)
+        return [
+            (query_tokens[number], document_tokens[place], float(product))
+            for number, (place, product) in enumerate(zip(best.tolist(), products.tolist(), strict=True))
+        ]
 
 
 STAGE = Stage(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from schemas.retrieval import PAIRS, TOKENS
 from stages.memory import T5_WORK, Memory, Outlook
+from stages.retrieval.texts import HELD_OUT, used_pairs
 
 if TYPE_CHECKING:
     from stages.models.t5.model import T5Config
@@ -18,26 +19,18 @@ VALUE_BYTES = 2  # bytes of a stored value of a token vector
 def counts(outlook: Outlook) -> tuple[np.ndarray, np.ndarray]:
     """Token counts of all queries and of all documents; the largest that [tokens] allows, while the table lacks them."""
     config, rows = outlook.sections["tokens"], outlook.rows(TOKENS)
+    most = np.array([config.query_tokens]), np.array([config.document_tokens])
     if rows is None:
-        return np.array([config.query_tokens]), np.array([config.document_tokens])
+        return most
     roles, found = rows["role"].to_numpy(), rows["count"].to_numpy()
     queries, documents = found[roles == "query"], found[roles == "document"]
-    return (
-        queries if len(queries) else np.array([config.query_tokens]),
-        documents if len(documents) else np.array([config.document_tokens]),
-    )
-
-
-def pair_columns(outlook: Outlook) -> dict[str, list[Any]]:
-    rows = outlook.rows(PAIRS)
-    return {name: [] if rows is None else rows[name].to_pylist() for name in ("rejected", "split")}
+    return queries if len(queries) else most[0], documents if len(documents) else most[1]
 
 
 def held_out_pairs(outlook: Outlook) -> int | None:
     """Usable pairs of valid and test; None if the table is not built."""
-    pairs = pair_columns(outlook)
-    splits = zip(pairs["rejected"], pairs["split"], strict=True)
-    return sum(reason is None and split != "train" for reason, split in splits) if pairs["split"] else None
+    rows = outlook.rows(PAIRS)
+    return len(used_pairs(rows, *HELD_OUT)) if rows is not None and rows.num_rows else None
 
 
 def encoder_sizes(outlook: Outlook) -> T5Config:

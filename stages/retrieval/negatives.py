@@ -7,8 +7,6 @@ The search is full-text search, or MaxSim with the encoder before this training:
 
 from __future__ import annotations
 
-import gc
-import hashlib
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from schemas.retrieval import NEGATIVES, PAIRS, TOKENS, UNITS
-from stages.hashing import file_sha256
+from stages.hashing import file_sha256, text_sha256
 from stages.memory import Forecast, Outlook, Remedy
 from stages.retrieval.memory import VALUE_BYTES, counts, encoder_sizes, encoding_memory
 from stages.retrieval.search import lexical
@@ -31,7 +29,7 @@ from stages.settings import COUNT, NUMBER, Section, runtime, setting
 from stages.stage import Stage
 
 Row = dict[str, Any]
-Search = Callable[[Row], np.ndarray]  # pair -> the score of every unit for its query, in the order of `_units`
+Search = Callable[[Row], np.ndarray]  # pair -> the score of every unit for its query, in the order of `_corpus`
 
 
 @dataclass(frozen=True)
@@ -58,14 +56,12 @@ class NegativesConfig(Section):
 
 def wanted_negatives(run: Run[NegativesConfig]) -> pa.Table:
     """`pair_id` and `position`: `count` per training pair, or as many as there are documents outside its duplicate group."""
-    units = run.once(_units)
-    pairs = [row for row in run.once(_pairs) if _is_trained(row)]
-    groups = run.once(_groups)
-    sizes = {pair["pair_id"]: len(units) - len(groups[pair["duplicate_group"]] & units.keys()) for pair in pairs}
+    units, _, groups = run.once(_corpus)
     rows = [
-        {"pair_id": pair_id, "position": position}
-        for pair_id, others in sorted(sizes.items())
-        for position in range(min(run.config.count, others))
+        {"pair_id": pair["pair_id"], "position": position}
+        for pair in sorted(run.once(_pairs), key=lambda pair: str(pair["pair_id"]))
+        if pair["trained"]
+        for position in range(min(run.config.count, len(units) - len(groups[pair["duplicate_group"]])))
     ]
     return NEGATIVES.select(rows, NEGATIVES.key)
 
@@ -73,11 +69,10 @@ def wanted_negatives(run: Run[NegativesConfig]) -> pa.Table:
 def snapshot(run: Run[NegativesConfig]) -> pa.Table:
     """What the rows depend on: the words of each unit, the group of each pair, and the adapter file."""
     # Held-out units are not in it: a change of theirs changes no row.
-    units = {unit_id: _digest(row["words"]) for unit_id, row in run.once(_units).items()}
-    pairs = {row["pair_id"]: f"{row['unit_id']} {row['duplicate_group']} {_is_trained(row)}" for row in run.once(_pairs)}
-    file = _adapter(run)
-    adapter = {"adapter": file_sha256(file)} if file else {}
-    found = {**units, **pairs, **adapter}
+    found = {row["unit_id"]: text_sha256(row["words"]) for row in run.once(_corpus)[0]}
+    found |= {row["pair_id"]: f"{row['unit_id']} {row['duplicate_group']} {row['trained']}" for row in run.once(_pairs)}
+    if file := _adapter(run):
+        found["adapter"] = file_sha256(file)
     return pa.table({"key": list(found), "value": list(found.values())})
 
 
@@ -91,40 +86,25 @@ def _adapter(run: Run[NegativesConfig]) -> Path | None:
     return Path(file)
 
 
-def opened_files(run: Run[NegativesConfig]) -> Iterator[Path]:
-    if file := _adapter(run):
-        yield file
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _units(run: Run[NegativesConfig]) -> dict[str, Row]:
-    """The units that may be negatives, by unit_id, which is also their order."""
-    held = {pair["unit_id"] for pair in run.once(_pairs) if pair["split"] != "train"}
-    rows = run.inputs.rows(UNITS).select(["unit_id", "text_id", "words"]).to_pylist()
-    return {row["unit_id"]: row for row in sorted(rows, key=lambda row: str(row["unit_id"])) if row["unit_id"] not in held}
-
-
 def _pairs(run: Run[NegativesConfig]) -> list[Row]:
-    return list(
-        run.inputs.rows(PAIRS)
-        .select(["pair_id", "unit_id", "query", "query_id", "split", "rejected", "duplicate_group"])
-        .to_pylist()
-    )
+    columns = ["pair_id", "unit_id", "query", "query_id", "split", "rejected", "duplicate_group"]
+    rows = run.inputs.rows(PAIRS).select(columns).to_pylist()
+    return [row | {"trained": row["rejected"] is None and row["split"] == "train"} for row in rows]
 
 
-def _is_trained(pair: Row) -> bool:
-    return pair["rejected"] is None and pair["split"] == "train"
-
-
-def _groups(run: Run[NegativesConfig]) -> dict[str, set[str]]:
-    """Duplicate group -> its units, all of which may answer its queries."""
-    found: dict[str, set[str]] = {}
-    for row in run.once(_pairs):
-        found.setdefault(row["duplicate_group"], set()).add(row["unit_id"])
-    return found
+def _corpus(run: Run[NegativesConfig]) -> tuple[list[Row], dict[str, int], dict[str, list[int]]]:
+    """The units that may be negatives, by unit_id, and their places; duplicate group -> places of those that may answer its
+    queries.
+    """
+    held = {pair["unit_id"] for pair in run.once(_pairs) if pair["split"] != "train"}
+    rows = run.inputs.rows(UNITS).select(["unit_id", "text_id", "words"]).sort_by("unit_id").to_pylist()
+    units = [row for row in rows if row["unit_id"] not in held]
+    places = {row["unit_id"]: place for place, row in enumerate(units)}
+    groups: dict[str, list[int]] = {}
+    for pair in run.once(_pairs):
+        if pair["unit_id"] in places:
+            groups.setdefault(pair["duplicate_group"], []).append(places[pair["unit_id"]])
+    return units, places, groups
 
 
 def find_negatives(run: Run[NegativesConfig]) -> Iterator[pa.RecordBatch]:
@@ -132,85 +112,48 @@ def find_negatives(run: Run[NegativesConfig]) -> Iterator[pa.RecordBatch]:
     pending = sorted(set(run.output.pending["pair_id"].to_pylist()))
     if not pending:
         return
-    units, groups = run.once(_units), run.once(_groups)
+    units, places, groups = run.once(_corpus)
     pairs = {row["pair_id"]: row for row in run.once(_pairs)}
-    ids = list(units)
-    places = {unit_id: place for place, unit_id in enumerate(ids)}
     with _semantic(run, units) if run.config.encoder else _lexical(units) as search:
-        for start in range(0, len(pending), run.config.batch_size):
-            if run.report.stop():
-                return
-            some = pending[start : start + run.config.batch_size]
+        for some in run.report.batches(pending, run.config.batch_size, "queries"):
             rows = []
-            for pair in (pairs[pair_id] for pair_id in some):
-                excluded = [places[unit_id] for unit_id in groups[pair["duplicate_group"]] if unit_id in places]
-                rows += _rows(pair, search(pair), places, excluded, ids, units, run.config)
+            for pair_id in some:
+                scores, pair = search(pairs[pair_id]), pairs[pair_id]
+                found = {"pair_id": pair_id, "positive_score": float(scores[places[pair["unit_id"]]])}
+                chosen = choose(scores, found["positive_score"], groups[pair["duplicate_group"]], run.config)
+                for position, place in enumerate(chosen):
+                    unit = {name: units[place][name] for name in ("unit_id", "text_id")}
+                    score = {"score": float(scores[place]), "source": run.config.encoder or "lexical"}
+                    rows.append({**found, "position": position, **unit, **score})
             yield NEGATIVES.record_batch(rows)
-            run.report.progress(start + len(some), len(pending), "queries")
 
 
 @contextmanager
-def _lexical(units: dict[str, Row]) -> Iterator[Search]:
+def _lexical(units: list[Row]) -> Iterator[Search]:
     """BM25 scores, from an index in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
-        lexical.build(Path(folder), [row["words"] for row in units.values()])
+        lexical.build(Path(folder), [row["words"] for row in units])
         index = lexical.LexicalIndex(Path(folder), len(units))
         yield lambda pair: index.scores(pair["query"])
 
 
 @contextmanager
-def _semantic(run: Run[NegativesConfig], units: dict[str, Row]) -> Iterator[Search]:
+def _semantic(run: Run[NegativesConfig], units: list[Row]) -> Iterator[Search]:
     """MaxSim scores over the vectors of all units, which are encoded first."""
-    import mlx.core as mx
+    from stages.retrieval.encoder import text_encoder
 
-    from stages.retrieval.encoder import load_encoder
-
-    tokens = run.inputs.tensors(TOKENS)
-    held = [load_encoder(run.needs["encoder"], None, run.needs["family"], _adapter(run))]
-
-    def encode(text_id: str) -> np.ndarray:
-        return held[0].encode_ids([tokens.read(text_id)])[0]  # one at a time, so that no row depends on another
-
-    try:
-        lengths = dict(zip(*(run.inputs.rows(TOKENS)[name].to_pylist() for name in ("text_id", "count")), strict=True))
-        counts = [lengths[row["text_id"]] for row in units.values()]
-        vectors_TD, end = np.empty((sum(counts), held[0].width), np.float16), 0
-        for number, (row, count) in enumerate(zip(units.values(), counts, strict=True), 1):
+    lengths = dict(zip(*(run.inputs.rows(TOKENS)[name].to_pylist() for name in ("text_id", "count")), strict=True))
+    counts = [lengths[row["text_id"]] for row in units]
+    width = run.needs["family"].architecture.sizes(run.needs["encoder"]).dimensions
+    vectors_TD, end = np.empty((sum(counts), width), np.float16), 0
+    with text_encoder(run, run.inputs.tensors(TOKENS), _adapter(run)) as encode:
+        for number, (row, count) in enumerate(zip(units, counts, strict=True), 1):
             vectors_TD[end : end + count] = encode(row["text_id"])
             end += count
             if number % 64 == 0:
                 run.report.progress(number, len(units), "documents encoded")
         matrix = TokenMatrix(vectors_TD, counts)
         yield lambda pair: matrix.scores([encode(pair["query_id"])])[0]
-    finally:
-        held.clear()  # the search may outlive this, the weights may not
-        gc.collect()
-        mx.clear_cache()
-
-
-def _rows(
-    pair: Row,
-    scores: np.ndarray,
-    places: dict[str, int],
-    excluded: list[int],
-    ids: list[str],
-    units: dict[str, Row],
-    config: NegativesConfig,
-) -> list[Row]:
-    own = float(scores[places[pair["unit_id"]]])
-    chosen = choose(scores, own, excluded, config)
-    return [
-        {
-            "pair_id": pair["pair_id"],
-            "position": position,
-            "unit_id": ids[place],
-            "text_id": units[ids[place]]["text_id"],
-            "score": float(scores[place]),
-            "positive_score": own,
-            "source": config.encoder or "lexical",
-        }
-        for position, place in enumerate(chosen)
-    ]
 
 
 def choose(scores: np.ndarray, own: float, excluded: list[int], config: NegativesConfig) -> list[int]:
@@ -250,7 +193,7 @@ STAGE = Stage(
     run=find_negatives,
     forecast=forecast,
     snapshot=snapshot,
-    opens=opened_files,
+    opens=lambda run: filter(None, [_adapter(run)]),
     model=lambda config: bool(config.encoder),
     version=2,  # documents of held-out pairs are no negatives
 )

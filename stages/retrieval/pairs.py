@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -13,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from schemas.retrieval import PAIRS, UNITS
+from stages.hashing import text_sha256
 from stages.retrieval import texts
 from stages.run import Run
 from stages.settings import COUNT, WHOLE, Section, runtime, setting
@@ -28,39 +28,23 @@ BOILERPLATE = re.compile(
     re.IGNORECASE,
 )
 
+# fmt: off
+FUNCTION_WORDS = frozenset({
+    "a", "an", "and", "are", "as", "at", "be", "by", "can", "for", "from", "given", "has", "if", "in", "into", "is", "it", "its",
+    "of", "on", "or", "otherwise", "return", "returns", "self", "that", "the", "this", "to", "which", "with",
+})
+# fmt: on
+
 
 def overlap(query: str, document: str) -> float:
-    """Share of the query's distinct content words in the document, 0 to 1; 0 without content words."""
-    asked = texts.content_words(query)
+    """Share of the query's distinct words in the document, 0 to 1, without function words and single characters."""
+    asked = {word for word in texts.words(query) if len(word) > 1} - FUNCTION_WORDS
     return len(asked & set(texts.words(document))) / len(asked) if asked else 0.0
-
-
-def is_vague(query: str, least_words: int) -> bool:
-    """It would fit many functions: too few words, or a phrase such as "Constructor"."""
-    return len(query.split()) < least_words or BOILERPLATE.search(query) is not None
-
-
-def reason_against(
-    query: str, document: str, body_lines: int, *, query_words: tuple[int, int], min_body_lines: int
-) -> tuple[str, str] | None:
-    """(value of `rejected`, sentence for the user), or None. `query_words`: fewest and most."""
-    count = len(query.split())
-    if count < query_words[0]:
-        return "short_query", f"{count} words, fewer than pairs.min_query_words = {query_words[0]}"
-    if count > query_words[1]:
-        return "long_query", f"{count} words, more than pairs.max_query_words = {query_words[1]}"
-    if body_lines < min_body_lines:
-        return "short_body", f"{body_lines} lines of code, fewer than pairs.min_body_lines = {min_body_lines}"
-    if found := BOILERPLATE.search(query):
-        return "boilerplate", f'it begins "{found[0]}", which tells nothing about the code'
-    if " ".join(query.split()).lower() in " ".join(document.split()).lower():
-        return "verbatim", "the query stands in the code word for word"
-    return None
 
 
 def split_of(text: str, valid: float, test: float) -> str:
     """By a hash of `text`, so that a split does not change when pairs come or go."""
-    place = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16) / 16**12
+    place = int(text_sha256(text)[:12], 16) / 16**12
     return "test" if place < test else "valid" if place < test + valid else "train"
 
 
@@ -150,59 +134,57 @@ class PairsConfig(Section):
 
 def wanted_pairs(run: Run[PairsConfig]) -> pa.Table:
     """The columns KEPT of every unit with a docstring. Raises ValueError if there is none."""
-    rows = [_kept(row) for row in run.once(_units).values()]
-    if not rows:
+    units = run.once(_units)
+    if not units:
         raise ValueError(
             "no unit has a docstring, so there are no pairs: set sources.roots to documented code, or units.min_lines"
         )
-    return PAIRS.select(rows, KEPT)
+    return PAIRS.select(list(units.values()), KEPT)
 
 
 def _units(run: Run[PairsConfig]) -> dict[str, Row]:
-    """The units with a docstring, in the order of path and line."""
+    """The units with a docstring, in document order, with `pair_id` and `query_id`."""
     columns = ["unit_id", "path", "qualified_name", "package", "first_line", "code_lines", "query", "body", "text", "text_id"]
-    rows = [row for row in run.inputs.rows(UNITS).select(columns).to_pylist() if row["query"]]
-    return {row["unit_id"]: row for row in sorted(rows, key=lambda row: (row["path"], row["first_line"], row["unit_id"]))}
-
-
-def _kept(unit: Row) -> Row:
-    pair_id = hashlib.sha256(f"{unit['unit_id']}\n{unit['query']}".encode()).hexdigest()
-    query_id = texts.text_id("query", unit["query"])
-    return {"pair_id": pair_id, "query_id": query_id, **{name: unit[name] for name in ("unit_id", "package", "query", "text_id")}}
+    found = {}
+    for row in sorted(run.inputs.rows(UNITS).select(columns).to_pylist(), key=texts.document_order):
+        if query := row["query"]:
+            ids = {"pair_id": text_sha256(row["unit_id"], query), "query_id": texts.text_id("query", query)}
+            found[row["unit_id"]] = row | ids
+    return found
 
 
 def judge_pairs(run: Run[PairsConfig]) -> Iterator[pa.RecordBatch]:
     """Each pair by itself; `finish_pairs` compares pairs."""
     units = run.once(_units)
-    pending = run.output.pending["unit_id"].to_pylist()
-    for start in range(0, len(pending), run.config.batch_size):
-        if run.report.stop():
-            return
-        some = pending[start : start + run.config.batch_size]
-        yield _batch([pair_row(units[unit_id], run.config) for unit_id in some])
-        run.report.progress(start + len(some), len(pending), "pairs")
+    for some in run.report.batches(run.output.pending["unit_id"].to_pylist(), run.config.batch_size, "pairs"):
+        yield PAIRS.record_batch(pair_row(units[unit_id], run.config) for unit_id in some)
 
 
 def pair_row(unit: Row, config: PairsConfig) -> Row:
     place = unit["package"] if config.split == "module" else f"{unit['path']} {unit['qualified_name']}"
-    found = reason_against(
-        unit["query"],
-        unit["text"],
-        unit["code_lines"],
-        query_words=(config.min_query_words, config.max_query_words),
-        min_body_lines=config.min_body_lines,
-    )
-    row = {
-        **_kept(unit),
-        "split": split_of(place, config.valid, config.test),
-        "overlap": overlap(unit["query"], unit["text"]),
-        "leak": 0.0,
-        "rejected": found[0] if found else None,
-        "detail": found[1] if found else "",
-    }
-    if not found and row["split"] == "train" and not row["overlap"]:
-        row |= {"rejected": "no_overlap", "detail": "no word of the query occurs in the code, which teaches little"}
-    return {**row, "duplicate_group": row["pair_id"]}
+    split, shared = split_of(place, config.valid, config.test), overlap(unit["query"], unit["text"])
+    found = reason_against(unit["query"], unit["text"], unit["code_lines"], config)
+    if not found and split == "train" and not shared:
+        found = "no_overlap", "no word of the query occurs in the code, which teaches little"
+    rejected, detail = found or (None, "")
+    judged = {"split": split, "overlap": shared, "leak": 0.0, "rejected": rejected, "detail": detail}
+    return {**{name: unit[name] for name in KEPT}, **judged, "duplicate_group": unit["pair_id"]}
+
+
+def reason_against(query: str, document: str, body_lines: int, config: PairsConfig) -> tuple[str, str] | None:
+    """(value of `rejected`, sentence for the user), or None."""
+    count = len(query.split())
+    if count < config.min_query_words:
+        return "short_query", f"{count} words, fewer than pairs.min_query_words = {config.min_query_words}"
+    if count > config.max_query_words:
+        return "long_query", f"{count} words, more than pairs.max_query_words = {config.max_query_words}"
+    if body_lines < config.min_body_lines:
+        return "short_body", f"{body_lines} lines of code, fewer than pairs.min_body_lines = {config.min_body_lines}"
+    if found := BOILERPLATE.search(query):
+        return "boilerplate", f'it begins "{found[0]}", which tells nothing about the code'
+    if " ".join(query.split()).lower() in " ".join(document.split()).lower():
+        return "verbatim", "the query stands in the code word for word"
+    return None
 
 
 def finish_pairs(run: Run[PairsConfig]) -> Iterator[pa.RecordBatch]:
@@ -214,9 +196,8 @@ def finish_pairs(run: Run[PairsConfig]) -> Iterator[pa.RecordBatch]:
         return
     rows = [stored[unit_id] for unit_id in units]
     judged = mark_leaks(mark_duplicates(rows, units, run.config), units, run.config.max_leak)
-    changed = [new for new, old in zip(judged, rows, strict=True) if _batch([new]) != _batch([old])]
-    for start in range(0, len(changed), run.config.batch_size):
-        yield _batch(changed[start : start + run.config.batch_size])
+    if changed := [new for new, old in zip(judged, rows, strict=True) if new != old]:
+        yield PAIRS.record_batch(changed)
     _summarise(run, judged)
 
 
@@ -242,7 +223,8 @@ def mark_duplicates(rows: list[Row], units: dict[str, Row], config: PairsConfig)
 def shared_keys(query: str, unit: Row, config: PairsConfig) -> list[tuple[str, ...]]:
     """The words of the query, and the body without white space."""
     # Vague queries and short bodies would link functions that have nothing to do with each other.
-    keys = [("query", *texts.words(query))] if not is_vague(query, config.min_query_words) else []
+    vague = len(query.split()) < config.min_query_words or BOILERPLATE.search(query)
+    keys = [] if vague else [("query", *texts.words(query))]
     keys += [("body", *unit["body"].split())] if unit["code_lines"] >= config.min_body_lines else []
     return [key for key in keys if len(key) > 1]
 
@@ -262,10 +244,6 @@ def mark_leaks(rows: list[Row], units: dict[str, Row], limit: float) -> list[Row
             detail = f"its body is like {other['path']}, line {other['first_line']}, which is held out: Jaccard {value:.2f}"
             marked[row["pair_id"]] |= {"rejected": "leak", "detail": detail}
     return [marked.get(row["pair_id"], row) for row in rows]
-
-
-def _batch(rows: list[Row]) -> pa.RecordBatch:
-    return pa.RecordBatch.from_pylist(rows, schema=PAIRS.batch)
 
 
 def _summarise(run: Run[PairsConfig], rows: list[Row]) -> None:

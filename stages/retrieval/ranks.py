@@ -10,6 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,9 +20,10 @@ import pyarrow as pa
 from schemas.retrieval import PAIRS, RANKS, UNITS, VECTORS
 from stages.memory import Forecast, Outlook
 from stages.retrieval import texts
-from stages.retrieval.memory import held_out_pairs, pair_columns
+from stages.retrieval.memory import held_out_pairs
 from stages.retrieval.search import lexical, measures
 from stages.retrieval.search.maxsim import TokenMatrix
+from stages.retrieval.texts import HELD_OUT, document_order, used_pairs
 from stages.run import Run
 from stages.settings import COUNT, Section, runtime, setting
 from stages.stage import Stage
@@ -50,32 +52,24 @@ def wanted_ranks(run: Run[RanksConfig]) -> pa.Table:
     if not pairs:
         raise ValueError('no pair is in valid or test, so there is nothing to rank: set pairs.test, or pairs.split to "unit"')
     modes = ("plain", "hard") if run.config.hard else ("plain",)
-    rows = [
-        {"pair_id": pair["pair_id"], "encoder": encoder, "mode": mode}
-        for encoder in _encoders(run)
-        for mode in modes
-        for pair in pairs
-    ]
-    return RANKS.select(rows, RANKS.key)
+    keys = product([pair["pair_id"] for pair in pairs], _encoders(run), modes)
+    return RANKS.select([dict(zip(RANKS.key, key, strict=True)) for key in keys], RANKS.key)
 
 
 def snapshot(run: Run[RanksConfig]) -> pa.Table:
     """What the rows depend on: text of each unit, state of each pair, number of vectors of each encoder."""
-    units = {row["unit_id"]: row["text_id"] for row in run.inputs.rows(UNITS).select(["unit_id", "text_id"]).to_pylist()}
-    columns = ["pair_id", "split", "rejected", "duplicate_group"]
-    pairs = {
-        row["pair_id"]: str([row[name] for name in columns[1:]]) for row in run.inputs.rows(PAIRS).select(columns).to_pylist()
-    }
+    units, pairs = run.inputs.rows(UNITS), run.inputs.rows(PAIRS)
+    found = dict(zip(units["unit_id"].to_pylist(), units["text_id"].to_pylist(), strict=True))
+    columns = ("split", "rejected", "duplicate_group")
+    found |= {row["pair_id"]: str([row[name] for name in columns]) for row in pairs.select(["pair_id", *columns]).to_pylist()}
     vectors = Counter(run.inputs.rows(VECTORS)["encoder"].to_pylist())  # documents without names are encoded or not
-    numbers = {encoder: str(count) for encoder, count in vectors.items()}
-    found = {**units, **pairs, **numbers}
+    found |= {encoder: str(count) for encoder, count in vectors.items()}
     return pa.table({"key": list(found), "value": list(found.values())})
 
 
 def _held_out(run: Run[RanksConfig]) -> list[Row]:
     """Usable pairs, valid before test, each by pair_id."""
-    rows = [row for row in run.inputs.rows(PAIRS).to_pylist() if row["rejected"] is None and row["split"] != "train"]
-    return sorted(rows, key=lambda row: (row["split"] != "valid", row["pair_id"]))
+    return [row for split in HELD_OUT for row in used_pairs(run.inputs.rows(PAIRS), split)]
 
 
 def _encoders(run: Run[RanksConfig]) -> list[str]:
@@ -91,20 +85,16 @@ def rank_pairs(run: Run[RanksConfig]) -> Iterator[pa.RecordBatch]:
         with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
             corpus = Corpus(run, mode, Path(folder))
             for encoder in _encoders(run):
-                weight: float | None = None
-                for start in range(0, len(pairs), run.config.batch_size):
-                    some = pairs[start : start + run.config.batch_size]
-                    wanted = [row for row in some if (row["pair_id"], encoder, mode) in pending]
-                    # On all pairs of valid, so that it does not depend on which rows are missing.
-                    if weight is None and wanted:
-                        weight = corpus.best_weight(encoder, [row for row in pairs if row["split"] == "valid"])
+                wanted = [pair for pair in pairs if (pair["pair_id"], encoder, mode) in pending]
+                # On all pairs of valid, so that it does not depend on which rows are missing.
+                weight = corpus.best_weight(encoder, [pair for pair in pairs if pair["split"] == "valid"]) if wanted else 0.0
+                for start in range(0, len(wanted), run.config.batch_size):
                     if run.report.stop():
                         return
-                    if wanted:
-                        rows = corpus.rank(encoder, wanted, weight if weight is not None else lexical.DEFAULT_WEIGHT)
-                        yield RANKS.record_batch(rows)
-                        done += len(wanted)
-                        run.report.progress(done, len(pending), "queries")
+                    some = wanted[start : start + run.config.batch_size]
+                    yield RANKS.record_batch(corpus.rank(encoder, some, weight))
+                    done += len(some)
+                    run.report.progress(done, len(pending), "queries")
 
 
 class Corpus:
@@ -116,18 +106,18 @@ class Corpus:
         rows = run.inputs.rows(VECTORS).select(["vector_id", "encoder", "text_id", "count"]).to_pylist()
         self.vectors = {(row["encoder"], row["text_id"]): row for row in rows}
         pairs = run.inputs.rows(PAIRS).to_pylist()
-        kept = {row["unit_id"] for row in pairs if row["rejected"] is None} if run.config.candidates == "pairs" else None
+        used = {row["unit_id"] for row in pairs if row["rejected"] is None}
         columns = ["unit_id", "name", "text", "text_id", "words", "path", "first_line"]
-        units = [row for row in run.inputs.rows(UNITS).select(columns).to_pylist() if kept is None or row["unit_id"] in kept]
-        self.units = sorted(units, key=lambda row: (row["path"], row["first_line"], row["unit_id"]))
+        rows = run.inputs.rows(UNITS).select(columns).to_pylist()
+        units = rows if run.config.candidates == "units" else [row for row in rows if row["unit_id"] in used]
+        self.units = sorted(units, key=document_order)
         self.place = {row["unit_id"]: place for place, row in enumerate(self.units)}
         self.groups: dict[str, list[int]] = {}
         for row in pairs:
             if row["unit_id"] in self.place:
                 self.groups.setdefault(row["duplicate_group"], []).append(self.place[row["unit_id"]])
         if mode == "hard":
-            paired = {row["unit_id"] for row in pairs if row["rejected"] is None}
-            self.units = [without_name(row) if row["unit_id"] in paired else row for row in self.units]
+            self.units = [without_name(row) if row["unit_id"] in used else row for row in self.units]
         lexical.build(folder, [row["words"] for row in self.units])
         self.words = lexical.LexicalIndex(folder, len(self.units))
         self.known: dict[str, np.ndarray] = {}
@@ -141,32 +131,29 @@ class Corpus:
         """Scores (queries, documents), float32. None in the mode "hard" if a document has no vectors; else ValueError for any
         missing vector.
         """
-        rows = [self.vectors.get((encoder, unit["text_id"])) for unit in self.units]
-        if any(row is None for row in rows):
+        rows = [row for unit in self.units if (row := self.vectors.get((encoder, unit["text_id"])))]
+        if len(rows) < len(self.units):
             # Documents without names have vectors only with [tokens] hard.
             if self.mode == "plain":
                 raise ValueError("some units have no vectors: run make vectors")
             return None
-        queries = [self._read(encoder, pair["query_id"]) for pair in pairs]
+        asked = [row for pair in pairs if (row := self.vectors.get((encoder, pair["query_id"])))]
+        if len(asked) < len(pairs):
+            raise ValueError("some queries have no vectors: run make vectors")
+        queries = [np.array(self.tensors.read(row["vector_id"]).view(np.float16), np.float32) for row in asked]
         found = np.empty((len(pairs), len(rows)), np.float32)
         for start in range(0, len(rows), DOCUMENTS):
-            some = [row for row in rows[start : start + DOCUMENTS] if row]
+            some = rows[start : start + DOCUMENTS]
             matrix = np.concatenate([self.tensors.read(row["vector_id"]).view(np.float16) for row in some])
             found[:, start : start + len(some)] = TokenMatrix(matrix, [row["count"] for row in some]).scores(queries)
             self.tensors.ahead(())  # release what was read
         return found
 
-    def _read(self, encoder: str, text_id: str) -> np.ndarray:
-        row = self.vectors.get((encoder, text_id))
-        if row is None:
-            raise ValueError("some queries have no vectors: run make vectors")
-        return np.array(self.tensors.read(row["vector_id"]).view(np.float16), np.float32)
-
-    def best_weight(self, encoder: str, pairs: list[Row]) -> float | None:
-        """The first of lexical.WEIGHTS with the highest MRR@10; None without pairs or semantic scores."""
+    def best_weight(self, encoder: str, pairs: list[Row]) -> float:
+        """The first of lexical.WEIGHTS with the highest MRR@10; the default without pairs or semantic scores."""
         semantic = self.semantic(encoder, pairs) if pairs else None
         if semantic is None:
-            return None
+            return lexical.DEFAULT_WEIGHT
         means = []
         words = [self.lexical(pair) for pair in pairs]
         for weight in lexical.WEIGHTS:
@@ -223,9 +210,8 @@ def forecast(outlook: Outlook) -> Forecast | None:
     units, held = outlook.rows(UNITS), held_out_pairs(outlook)
     if units is None or held is None:
         return None
-    candidates = units.num_rows
-    if outlook.sections["ranks"].candidates == "pairs":
-        candidates = sum(reason is None for reason in pair_columns(outlook)["rejected"])
+    every = outlook.sections["ranks"].candidates == "units"
+    candidates = units.num_rows if every else len(used_pairs(outlook.rows(PAIRS)))
     return Forecast(2 * SCORE_BYTES * held * candidates, how=f"{held} queries, {candidates} documents")
 
 

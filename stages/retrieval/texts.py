@@ -1,17 +1,20 @@
-"""How queries and documents are written as text, how their ids are formed, and how they are split into words for lexical
-search.
-"""
+"""Queries and documents: their text, ids, order and words, and the pairs of them that are used."""
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import re
-from typing import Literal
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from stages.hashing import text_sha256
 
 Role = Literal["query", "document"]
+Row = dict[str, Any]
 
 BASE = "base"  # the name of the encoder that no training has changed; a tuned one is named by its adapter's sha256
+HELD_OUT = ("valid", "test")  # the splits that are not trained on
 
 # Where an identifier is split: parseHTTPHeader_2 is parse, HTTP, Header, 2.
 HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|(?<=[^\W\d_])(?=\d)|(?<=\d)(?=[^\W\d_])|[\W_]+")
@@ -22,25 +25,25 @@ SECTION = re.compile(
     r"warnings?|todo)\b\s*:?\s*$|^\s*[:@]\w+|^\s*>>>|^\s*\.\. |^\s*[-=~*+#]{3,}\s*$",
     re.IGNORECASE | re.MULTILINE,
 )
-# fmt: off
-FUNCTION_WORDS = frozenset({
-    "a", "an", "and", "are", "as", "at", "be", "by", "can", "for", "from", "given", "has", "if", "in", "into", "is", "it", "its",
-    "of", "on", "or", "otherwise", "return", "returns", "self", "that", "the", "this", "to", "which", "with",
-})
-# fmt: on
 
 
 def text_id(role: Role, text: str) -> str:
-    return hashlib.sha256(f"{role}\n{text}".encode()).hexdigest()
+    return text_sha256(role, text)
 
 
 def vector_id(encoder: str, text_id: str) -> str:
-    return hashlib.sha256(f"{encoder}\n{text_id}".encode()).hexdigest()
+    return text_sha256(encoder, text_id)
 
 
-def document(module: str, qualified_name: str, rest: str) -> str:
-    """What the encoder reads of a unit: "json.decoder JSONDecoder.decode(self, s): ...". `rest` is the code after the name."""
-    return f"{module} {qualified_name}{rest}".strip()
+def document_order(row: Row) -> tuple[Any, ...]:
+    """The sort key of units, in every table."""
+    return row["path"], row["first_line"], row["unit_id"]
+
+
+def used_pairs(pairs: pa.Table, *splits: str) -> list[Row]:
+    """The rows of the table `pairs` that are not rejected, by pair_id; of all splits if none is named."""
+    rows = [row for row in pairs.to_pylist() if row["rejected"] is None and (not splits or row["split"] in splits)]
+    return sorted(rows, key=lambda row: str(row["pair_id"]))
 
 
 def without_name(text: str, name: str) -> str:
@@ -51,11 +54,6 @@ def without_name(text: str, name: str) -> str:
 def words(text: str) -> list[str]:
     """In lower case; parseHTTPHeader_2 is parse, http, header, 2."""
     return [word.lower() for word in HUMP.split(text) if word]
-
-
-def content_words(text: str) -> set[str]:
-    """Without function words and single characters."""
-    return {word for word in words(text) if len(word) > 1 and word not in FUNCTION_WORDS}
 
 
 def first_sentence(docstring: str) -> str | None:

@@ -38,14 +38,14 @@ class TokensConfig(Section):
 
 def wanted_tokens(run: Run[TokensConfig]) -> pa.Table:
     """`text_id` and `role` of every distinct text, by role and text_id."""
-    wanted = sorted((row["role"], text_id) for text_id, row in _texts(run).items())
-    return TOKENS.select([{"text_id": text_id, "role": role} for role, text_id in wanted], ("text_id", "role"))
+    rows = [{"text_id": text_id, **row} for text_id, row in run.once(_texts).items()]
+    return TOKENS.select(sorted(rows, key=lambda row: (row["role"], row["text_id"])), ("text_id", "role"))
 
 
 def _texts(run: Run[TokensConfig]) -> dict[str, Row]:
     """text_id -> role and text. With `hard`, documents of pairs come a second time, without their names."""
     units = run.inputs.rows(UNITS).select(["unit_id", "name", "text", "text_id"]).to_pylist()
-    pairs = [row for row in run.inputs.rows(PAIRS).to_pylist() if row["rejected"] is None]
+    pairs = texts.used_pairs(run.inputs.rows(PAIRS))
     found = {row["text_id"]: {"role": "document", "text": row["text"]} for row in units}
     found |= {row["query_id"]: {"role": "query", "text": row["query"]} for row in pairs}
     if run.config.hard:
@@ -59,30 +59,17 @@ def encode_tokens(run: Run[TokensConfig]) -> Iterator[pa.RecordBatch]:
     pending = run.output.pending.to_pylist()
     if not pending:
         return
-    known = _texts(run)
+    known = run.once(_texts)
     tokenizer = TextTokenizer(run.needs["tokenizer"], lower_case=run.needs["family"].lower_case)
     longest = {"query": run.config.query_tokens, "document": run.config.document_tokens}
-    for start in range(0, len(pending), run.config.batch_size):
-        if run.report.stop():
-            return
-        some = pending[start : start + run.config.batch_size]
-        encoded = tokenizer.encode([known[row["text_id"]]["text"] for row in some])
-        rows = [_row(row, ids, longest[row["role"]], tokenizer) for row, ids in zip(some, encoded, strict=True)]
+    for some in run.report.batches(pending, run.config.batch_size, "texts"):
+        rows = []
+        for row, ids in zip(some, tokenizer.encode([known[row["text_id"]]["text"] for row in some]), strict=True):
+            kept = tokenizer.cut(ids, longest[row["role"]])
+            unknown = sum(each == tokenizer.unknown for each in kept)
+            numbers = {"count": len(kept), "truncated": len(ids) - len(kept), "unknown": unknown}
+            rows.append({**row, **numbers, "ids_shape": [len(kept)], "ids": np.array(kept, np.int32)})
         yield TOKENS.record_batch(rows)
-        run.report.progress(start + len(some), len(pending), "texts")
-
-
-def _row(row: Row, ids: list[int], longest: int, tokenizer: TextTokenizer) -> Row:
-    kept = tokenizer.cut(ids, longest)
-    return {
-        "text_id": row["text_id"],
-        "role": row["role"],
-        "count": len(kept),
-        "truncated": len(ids) - len(kept),
-        "unknown": kept.count(tokenizer.unknown) if tokenizer.unknown is not None else 0,
-        "ids_shape": [len(kept)],
-        "ids": np.array(kept, np.int32),
-    }
 
 
 def forecast(outlook: Outlook) -> Forecast:

@@ -5,7 +5,6 @@ Texts are encoded with the base, and with the newest trained adapter if there is
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from schemas.retrieval import PAIRS, TOKENS, TRAIN, VECTORS
 from stages.hashing import file_sha256
 from stages.memory import Forecast, Outlook, Settings, cheapest
 from stages.retrieval.memory import VALUE_BYTES, counts, encoder_sizes, encoding_memory, held_out_pairs
-from stages.retrieval.texts import BASE, vector_id
+from stages.retrieval.texts import BASE, HELD_OUT, used_pairs, vector_id
 from stages.run import Run
 from stages.settings import COUNT, Section, runtime, selects, setting
 from stages.stage import Stage
@@ -45,11 +44,9 @@ class VectorsConfig(Section):
 
 
 def wanted_vectors(run: Run[VectorsConfig]) -> pa.Table:
-    tokens = run.inputs.rows(TOKENS).select(["text_id", "role"]).to_pylist()
-    held_out = {
-        row["query_id"] for row in run.inputs.rows(PAIRS).to_pylist() if row["rejected"] is None and row["split"] != "train"
-    }
-    texts = sorted((row for row in tokens if row["role"] == "document" or row["text_id"] in held_out), key=_text_id)
+    held_out = {row["query_id"] for row in used_pairs(run.inputs.rows(PAIRS), *HELD_OUT)}
+    tokens = run.inputs.rows(TOKENS).select(["text_id", "role"]).sort_by("text_id").to_pylist()
+    texts = [row for row in tokens if row["role"] == "document" or row["text_id"] in held_out]
     rows = [{"vector_id": vector_id(name, row["text_id"]), "encoder": name, **row} for name in encoders(run) for row in texts]
     return VECTORS.select(rows, ("vector_id", "encoder", "text_id", "role"))
 
@@ -63,47 +60,25 @@ def encoders(run: Run[VectorsConfig]) -> dict[str, Path | None]:
     return ({BASE: None} if run.config.base else {}) | tuned
 
 
-def _text_id(row: Row) -> str:
-    return str(row["text_id"])
-
-
 def encode_vectors(run: Run[VectorsConfig]) -> Iterator[pa.RecordBatch]:
     """All texts of one encoder, then those of the next. No weights are loaded if nothing is pending."""
-    pending = run.output.pending.to_pylist()
-    done = 0
+    from stages.retrieval.encoder import text_encoder
+
+    pending, config, done = run.output.pending.to_pylist(), run.config, 0
     for name, adapter in encoders(run).items() if pending else ():
         own = [row for row in pending if row["encoder"] == name]
-        for batch in _encoded(run, own, adapter):
-            done += batch.num_rows
-            yield batch
-            run.report.progress(done, len(pending), "texts")
-
-
-def _encoded(run: Run[VectorsConfig], pending: list[Row], adapter: Path | None) -> Iterator[pa.RecordBatch]:
-    if not pending:
-        return
-    import mlx.core as mx
-
-    from stages.retrieval.encoder import load_encoder
-
-    tokens = run.inputs.tensors(TOKENS)
-    config = run.config
-    encoder = load_encoder(
-        run.needs["encoder"], None, run.needs["family"], adapter, precision=config.precision, strength=config.strength
-    )
-    try:
-        for start in range(0, len(pending), run.config.batch_size):
-            if run.report.stop():
-                return
-            some = pending[start : start + run.config.batch_size]
-            tokens.ahead(row["text_id"] for row in some)
-            # One text at a time, so that no row depends on another.
-            rows = [_row(row, encoder.encode_ids([tokens.read(row["text_id"])])[0]) for row in some]
-            yield VECTORS.record_batch(rows)
-    finally:
-        del encoder
-        gc.collect()
-        mx.clear_cache()
+        if not own or run.report.stop():
+            continue
+        tokens = run.inputs.tensors(TOKENS)
+        with text_encoder(run, tokens, adapter, precision=config.precision, strength=config.strength) as encode:
+            for start in range(0, len(own), config.batch_size):
+                if run.report.stop():
+                    return
+                some = own[start : start + config.batch_size]
+                tokens.ahead(row["text_id"] for row in some)
+                yield VECTORS.record_batch(_row(row, encode(row["text_id"])) for row in some)
+                done += len(some)
+                run.report.progress(done, len(pending), "texts")
 
 
 def _row(row: Row, vectors: np.ndarray) -> Row:
@@ -115,12 +90,7 @@ def _row(row: Row, vectors: np.ndarray) -> Row:
             f"the encoder gave values that are not finite in float16 for text {row['text_id'][:12]}: "
             "set vectors.precision to float32"
         )
-    return {
-        **row,
-        "count": len(vectors),
-        "vectors_shape": list(vectors.shape),
-        "vectors": stored.view(np.uint16).ravel(),
-    }
+    return {**row, "count": len(vectors), "vectors_shape": list(vectors.shape), "vectors": stored.view(np.uint16).ravel()}
 
 
 def forecast(outlook: Outlook) -> Forecast:

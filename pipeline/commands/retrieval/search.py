@@ -15,7 +15,7 @@ from pipeline.options import with_project
 if TYPE_CHECKING:
     from pipeline.project.project import Project
     from stages.models.family import RetrieverFamily
-    from stages.retrieval.searcher import Answer, Mode, Searcher
+    from stages.retrieval.index import Answer, Mode, Searcher
 
 Row = dict[str, Any]
 
@@ -72,8 +72,8 @@ class Session:
     def __init__(self, project: Project, mode: Mode, *, explain: bool = False, resident: bool = False) -> None:
         from schemas.retrieval import INDEX
         from stages.retrieval.encoder import TextTokenizer
+        from stages.retrieval.index import Searcher
         from stages.retrieval.search.lexical import DEFAULT_WEIGHT
-        from stages.retrieval.searcher import Searcher
 
         self.mode = mode
         table = project.built(INDEX, "search")

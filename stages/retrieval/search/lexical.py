@@ -41,14 +41,12 @@ class LexicalIndex:
         if rows != count:
             raise ValueError(f"{folder} has {rows} documents, not {count}; delete it and run make index")
 
-    def scores(self, query: str, without: str = "") -> np.ndarray:
-        """BM25, float32 (documents,), of the best FOUND; 0 for all others. The words of `without` are removed from the query."""
+    def scores(self, query: str) -> np.ndarray:
+        """BM25, float32 (documents,), of the best FOUND; 0 for all others."""
         from lancedb.query import MatchQuery
 
         found = np.zeros(self.count, np.float32)
-        left_out = set(texts.words(without))
-        asked = " ".join(word for word in texts.words(query) if word not in left_out)
-        if asked:
+        if asked := " ".join(texts.words(query)):
             # Without a `select` of `_score`, Lance prints a warning for every query.
             search = self.table.search(MatchQuery(asked, "words"), query_type="fts").select(["number", "_score"])
             rows = search.limit(FOUND).to_arrow()

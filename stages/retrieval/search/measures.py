@@ -20,31 +20,17 @@ def rank_of(scores: np.ndarray, own: int, excluded: np.ndarray | None = None) ->
     return 1 + int(better.sum())
 
 
-def hit(ranks: np.ndarray) -> np.ndarray:
-    """Its mean is P@1."""
-    return np.where(ranks == 1, 1.0, 0.0)
-
-
 def reciprocal(ranks: np.ndarray) -> np.ndarray:
     """Its mean is MRR@10."""
     return np.where(ranks <= CUT, 1 / ranks, 0.0)
 
 
-def recalled(ranks: np.ndarray) -> np.ndarray:
-    """Its mean is R@10."""
-    return np.where(ranks <= CUT, 1.0, 0.0)
-
-
-def gain(ranks: np.ndarray) -> np.ndarray:
-    """Its mean is nDCG@10, with one right answer per query."""
-    return np.where(ranks <= CUT, 1 / np.log2(1 + ranks), 0.0)
-
-
+# Their means are the measures; nDCG@10 with one right answer per query.
 MEASURES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "P@1": hit,
+    "P@1": lambda ranks: np.where(ranks == 1, 1.0, 0.0),
     "MRR@10": reciprocal,
-    "R@10": recalled,
-    "nDCG@10": gain,
+    "R@10": lambda ranks: np.where(ranks <= CUT, 1.0, 0.0),
+    "nDCG@10": lambda ranks: np.where(ranks <= CUT, 1 / np.log2(1 + ranks), 0.0),
 }
 
 

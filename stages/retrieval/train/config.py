@@ -68,10 +68,3 @@ class TrainConfig(TrainingConfig):
     @property
     def trained_whole(self) -> tuple[str, ...]:
         return self.full
-
-
-def bits_of(name: str, config: TrainingConfig) -> int:
-    """Bits in which the frozen weight of a Linear is kept: `base_bits_for` before `base_bits`."""
-    from stages.tuner.adapters.targets import by_pattern
-
-    return by_pattern(name, config.base_bits_for, config.base_bits)

@@ -13,7 +13,8 @@ import numpy as np
 
 from schemas.retrieval import NEGATIVES, PAIRS, TOKENS
 from stages.retrieval.encoder import padded
-from stages.retrieval.train.config import TrainConfig, ValidationConfig
+from stages.retrieval.texts import used_pairs
+from stages.retrieval.train.config import TrainConfig
 from stages.run import Run, TensorReader
 from stages.tuner import draws
 
@@ -59,38 +60,33 @@ def load_dataset(run: Run[TrainConfig]) -> Dataset:
     ids, or no hard negatives although they are asked for.
     """
     config = run.config
-    rows = [row for row in run.inputs.rows(PAIRS).to_pylist() if row["rejected"] is None]
+    rows = used_pairs(run.inputs.rows(PAIRS))
     counts = dict(zip(*(run.inputs.rows(TOKENS)[name].to_pylist() for name in ("text_id", "count")), strict=True))
     groups = {row["text_id"]: row["duplicate_group"] for row in rows}
-    by_split: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: str(row["pair_id"])):
-        by_split.setdefault(row["split"], []).append(row)
-    training = by_split.get("train", [])
+    training = [row for row in rows if row["split"] == "train"]
     if not training:
         raise ValueError(f"train: there are no pairs to train on: of {len(rows)} usable pairs none is in the split train")
     if len(training) < config.batch_size:
         raise ValueError(f"train.batch_size must be <= {len(training)}, the number of training pairs, got {config.batch_size}")
-    negatives = _negatives(run) if config.hard_negatives else {}
-    trained = tuple(_pair(row, counts, negatives.get(row["pair_id"], ())) for row in training)
-    held = _held(config.validation, config.seed, by_split.get("valid", []), counts) if config.validation else ()
-    return Dataset(trained, held, counts, groups)
-
-
-def _negatives(run: Run[TrainConfig]) -> dict[str, tuple[str, ...]]:
-    """pair_id -> text_ids, the hardest first."""
-    found: dict[str, list[str]] = {}
-    for row in sorted(run.inputs.rows(NEGATIVES).to_pylist(), key=lambda row: (row["pair_id"], row["position"])):
-        found.setdefault(row["pair_id"], []).append(row["text_id"])
-    if not found:
-        raise ValueError("train.hard_negatives must be 0: the table negatives is empty; set [negatives] count")
-    return {pair: tuple(texts[: run.config.hard_negatives]) for pair, texts in found.items()}
-
-
-def _held(config: ValidationConfig, seed: int, rows: list[Row], counts: dict[str, int]) -> tuple[Pair, ...]:
-    if len(rows) < 2:
-        raise ValueError(f"[train.validation] needs at least 2 pairs in the split valid, got {len(rows)}; change [pairs]")
-    drawn = sorted(rows, key=lambda row: draws.uniform(seed, f"held out {row['pair_id']}"))[: config.queries]
-    return tuple(_pair(row, counts, ()) for row in sorted(drawn, key=lambda row: str(row["pair_id"])))
+    negatives: dict[str, list[str]] = {}  # pair_id -> text_ids, the hardest first
+    if config.hard_negatives:
+        for row in sorted(run.inputs.rows(NEGATIVES).to_pylist(), key=lambda row: (row["pair_id"], row["position"])):
+            negatives.setdefault(row["pair_id"], []).append(row["text_id"])
+        if not negatives:
+            raise ValueError("train.hard_negatives must be 0: the table negatives is empty; set [negatives] count")
+    held: list[Row] = []
+    if config.validation:
+        valid = [row for row in rows if row["split"] == "valid"]
+        if len(valid) < 2:
+            raise ValueError(f"[train.validation] needs at least 2 pairs in the split valid, got {len(valid)}; change [pairs]")
+        drawn = sorted(valid, key=lambda row: draws.uniform(config.seed, f"held out {row['pair_id']}"))
+        held = sorted(drawn[: config.validation.queries], key=lambda row: str(row["pair_id"]))
+    return Dataset(
+        tuple(_pair(row, counts, tuple(negatives.get(row["pair_id"], ())[: config.hard_negatives])) for row in training),
+        tuple(_pair(row, counts, ()) for row in held),
+        counts,
+        groups,
+    )
 
 
 def _pair(row: Row, counts: dict[str, int], negatives: tuple[str, ...]) -> Pair:
@@ -152,7 +148,9 @@ class PairReader:
         flat = [self.tokens.read(text) if text else np.zeros(0, np.int32) for each in texts for text in each]
         document, real = padded(flat, DOCUMENT_STEP)
         numbers: dict[str, int] = {}
-        groups_BM = [[self._group(text, numbers) for text in each] for each in texts]
+        # A hard negative may answer no query, and is a group of its own.
+        names_BM = [[self.data.groups.get(text, f"text {text}") for text in each] for each in texts]
+        groups_BM = [[numbers.setdefault(name, len(numbers)) for name in each] for each in names_BM]
         return PairBatch(
             list(samples),
             query_BQ,
@@ -163,12 +161,6 @@ class PairReader:
             np.array(groups_BM, np.int32),
             np.array(texts),
         )
-
-    def _group(self, text: str, numbers: dict[str, int]) -> int:
-        """The number of a document's duplicate group within the batch."""
-        # A hard negative may answer no query, and is a group of its own.
-        name = self.data.groups.get(text, f"text {text}")
-        return numbers.setdefault(name, len(numbers))
 
 
 class HeldOutPairs:

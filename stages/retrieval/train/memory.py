@@ -11,10 +11,11 @@ from stages.models.attention import slow_exp
 from stages.models.family import RetrieverArchitecture
 from stages.models.t5.model import T5Config
 from stages.retrieval.memory import counts, encoder_sizes
-from stages.retrieval.train.config import TrainConfig, bits_of
+from stages.retrieval.train.config import TrainConfig
 from stages.retrieval.train.data import DOCUMENT_STEP, QUERY_STEP
 from stages.retrieval.train.objective import zero_inputs
 from stages.tuner import memory
+from stages.tuner.adapters.targets import by_pattern
 from stages.tuner.memory import Blocks, Estimator, trace
 from stages.tuner.ranks import connect
 from stages.tuner.step import build_optimizer, choose_targets
@@ -28,16 +29,13 @@ class PairEstimator(Estimator[TrainConfig]):
     ) -> None:
         self.architecture, self.sizes, self.longest = architecture, sizes, longest
         self.query, self.document = (-(-n // step) * step for n, step in zip(longest, (QUERY_STEP, DOCUMENT_STEP), strict=True))
-        self.samples, self.most, self.of = (
-            config.batch_size // connect().size,
-            config.batch_size,
-            f"for {config.batch_size} pairs",
-        )
+        self.samples, self.most = config.batch_size // connect().size, config.batch_size
+        self.of = f"for {config.batch_size} pairs"
         self.tokens = self.query + (1 + config.hard_negatives) * self.document  # padding included
         model = architecture.meta_encoder(sizes, getattr(mx, config.precision))
-        linears, named = model.linears(), {name: name.removesuffix(".weight") for name in sizes.shapes()}
-        bits = {name: bits_of(linear, config) if linear in linears else 16 for name, linear in named.items()}
-        shapes = {name: (shape, bits[name]) for name, shape in sizes.shapes().items()}
+        linears = model.linears()
+        bits = {f"{name}.weight": by_pattern(name, config.base_bits_for, config.base_bits) for name in linears}
+        shapes = {name: (shape, bits.get(name, 16)) for name, shape in sizes.shapes().items()}
         super().__init__(config, model, shapes, shapes, choose_targets(linears, config), build_optimizer(config))
 
     def blocks(self, samples: int) -> Blocks:

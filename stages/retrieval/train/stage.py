@@ -17,13 +17,14 @@ from schemas.retrieval import NEGATIVES, PAIRS, TOKENS, TRAIN
 from stages.hashing import file_sha256
 from stages.models.t5.model import T5, T5Config
 from stages.retrieval.encoder import read_adapter
-from stages.retrieval.train.config import TrainConfig, bits_of
+from stages.retrieval.train.config import TrainConfig
 from stages.retrieval.train.data import HeldOutPairs, PairReader, Sample, load_dataset
 from stages.retrieval.train.memory import PairEstimator, forecast
 from stages.retrieval.train.objective import Contrast
 from stages.run import Run
 from stages.stage import Stage
 from stages.tuner import loop
+from stages.tuner.adapters.targets import by_pattern
 from stages.tuner.checkpoint import ADAPTER
 from stages.tuner.control import Control
 from stages.tuner.loop import wanted_rows
@@ -120,7 +121,8 @@ class PairTask:
         dtype = getattr(mx, self.config.precision)
         weights: dict[str, Any] = architecture.load_weights(self.run.needs["encoder"], sizes, dtype, self.family.head_seed)
         for name in self.linears:
-            weights[f"{name}.weight"] = pack_if_possible(weights[f"{name}.weight"], bits_of(name, self.config))
+            bits = by_pattern(name, self.config.base_bits_for, self.config.base_bits)
+            weights[f"{name}.weight"] = pack_if_possible(weights[f"{name}.weight"], bits)
         model: T5 = architecture.build_encoder(sizes, weights)
         return model
 

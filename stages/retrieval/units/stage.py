@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from schemas.retrieval import SOURCES, UNITS
+from stages.hashing import text_sha256
 from stages.retrieval import texts
 from stages.retrieval.units.python import parse, python_units
 from stages.retrieval.units.syntax import GRAMMARS, can_parse, syntax_units
@@ -57,7 +58,7 @@ def wanted_units(run: Run[UnitsConfig]) -> pa.Table:
     rows: list[Row] = []
     for source in sources:
         known = stored.get(tuple(source[name] for name in KEPT[1:]))
-        rows += known or ({name: row[name] for name in KEPT} for row in unit_rows(run, source))
+        rows += known or unit_rows(run, source)
     return UNITS.select(rows, KEPT)
 
 
@@ -71,13 +72,8 @@ def parse_units(run: Run[UnitsConfig]) -> Iterator[pa.RecordBatch]:
     paths = set(run.output.pending["path"].to_pylist())
     sources = [row for row in _used(run) if row["path"] in paths]
     _say_unparsed(run, sources)
-    for start in range(0, len(sources), run.config.batch_size):
-        if run.report.stop():
-            return
-        some = sources[start : start + run.config.batch_size]
-        rows = [row for source in some for row in unit_rows(run, source) if row["unit_id"] in pending]
-        yield UNITS.record_batch(rows)
-        run.report.progress(start + len(some), len(sources), "files")
+    for some in run.report.batches(sources, run.config.batch_size, "files"):
+        yield UNITS.record_batch(row for source in some for row in unit_rows(run, source) if row["unit_id"] in pending)
 
 
 def _say_unparsed(run: Run[UnitsConfig], sources: list[Row]) -> None:
@@ -99,13 +95,10 @@ def unit_rows(run: Run[UnitsConfig], source: Row) -> list[Row]:
         raise ValueError(f"{file} cannot be read any more ({error.strerror}): run make sources") from None
     if hashlib.sha256(content).hexdigest() != source["source_id"]:
         raise ValueError(f"{file} has changed since its row in sources was written: run make sources")
-    found = {}
-    for unit in find_units(content.decode("utf-8-sig"), source["language"], run.config):
-        if not (run.config.undocumented or unit.docstring or unit.kind == "lines"):
-            continue
-        row = _row(unit, source, run.config.max_characters)
-        found[row["unit_id"]] = row
-    return list(found.values())
+    units = find_units(content.decode("utf-8-sig"), source["language"], run.config)
+    kept = (unit for unit in units if run.config.undocumented or unit.docstring or unit.kind == "lines")
+    found = [_row(unit, source, run.config.max_characters) for unit in kept]
+    return list({row["unit_id"]: row for row in found}.values())
 
 
 def find_units(text: str, language: str, config: UnitsConfig) -> list[Unit]:
@@ -120,27 +113,18 @@ def find_units(text: str, language: str, config: UnitsConfig) -> list[Unit]:
 
 
 def _row(unit: Unit, source: Row, max_characters: int) -> Row:
-    text = texts.document(source["module"], unit.qualified_name, unit.rest)[:max_characters].rstrip()
+    # What the encoder reads, such as "json.decoder JSONDecoder.decode(self, s): ...".
+    text = f"{source['module']} {unit.qualified_name}{unit.rest}".strip()[:max_characters].rstrip()
     text_id = texts.text_id("document", text)
-    place = f"{source['path']}\n{unit.qualified_name}\n{unit.first_line} {unit.last_line}\n{text_id}"
-    lexical = texts.words(f"{unit.name} {text}")
     return {
-        "unit_id": hashlib.sha256(place.encode()).hexdigest(),
+        "unit_id": text_sha256(source["path"], unit.qualified_name, f"{unit.first_line} {unit.last_line}", text_id),
         **{name: source[name] for name in KEPT[1:]},
         "package": package_of(source["path"]),
-        "name": unit.name,
-        "qualified_name": unit.qualified_name,
-        "kind": unit.kind,
-        "first_line": unit.first_line,
-        "last_line": unit.last_line,
-        "code_lines": unit.code_lines,
-        "signature": unit.signature,
-        "docstring": unit.docstring,
-        "body": unit.body,
+        **{name: value for name, value in vars(unit).items() if name != "rest"},
         "query": texts.first_sentence(unit.docstring) if unit.docstring else None,
         "text": text,
         "text_id": text_id,
-        "words": " ".join(lexical),
+        "words": " ".join(texts.words(f"{unit.name} {text}")),
     }
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.project.project import Project
-from stages.retrieval.index import choose_encoder
-from stages.retrieval.searcher import Searcher
+from stages.retrieval.index import Searcher, choose_encoder
 from tests.stages.retrieval.project import rows, run
 
 

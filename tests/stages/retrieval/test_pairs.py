@@ -11,7 +11,7 @@ from tests.stages.retrieval.project import FUNCTION, make, rows, run
 
 
 def reason(query: str, document: str = "def f(a):\n  return a", lines: int = 9) -> str | None:
-    found = reason_against(query, document, lines, query_words=(3, 12), min_body_lines=5)
+    found = reason_against(query, document, lines, PairsConfig(max_query_words=12))
     return found[0] if found else None
 
 

@@ -39,10 +39,10 @@ def test_a_query_has_one_unit_vector_per_token_whatever_it_is_encoded_with(model
     texts = ["Count the words of a list.", "parse dates", "words " * 50]
     together, alone = encoder.encode_queries(texts), [encoder.encode_queries([text])[0] for text in texts]
     for text, one, other in zip(texts, together, alone, strict=True):
-        assert one.shape == (len(encoder.tokens(text)), TINY.sizes["dimensions"])
+        assert one.shape == (len(encoder.query_ids(text)), TINY.sizes["dimensions"])
         assert np.abs(one - other).max() <= 1e-5
         assert np.allclose(np.linalg.norm(one, axis=1), 1, atol=1e-5)
-        assert encoder.tokens(text)[-1] == "</s>"
+        assert encoder.tokenizer.pieces(encoder.query_ids(text).tolist())[-1] == "</s>"
     assert len(together[2]) == 12
     assert encoder.encode_queries([]) == []
 

@@ -62,10 +62,10 @@ def test_a_tie_counts_against_the_right_answer():
 
 def test_measures_of_known_ranks():
     ranks = np.array([1.0, 2, 10, 11])
-    assert measures.hit(ranks).tolist() == [1, 0, 0, 0]
+    assert measures.MEASURES["P@1"](ranks).tolist() == [1, 0, 0, 0]
     assert measures.reciprocal(ranks).tolist() == [1, 0.5, 0.1, 0]
-    assert measures.recalled(ranks).tolist() == [1, 1, 1, 0]
-    np.testing.assert_allclose(measures.gain(ranks), [1, 1 / np.log2(3), 1 / np.log2(11), 0])
+    assert measures.MEASURES["R@10"](ranks).tolist() == [1, 1, 1, 0]
+    np.testing.assert_allclose(measures.MEASURES["nDCG@10"](ranks), [1, 1 / np.log2(3), 1 / np.log2(11), 0])
 
 
 def test_intervals_hold_their_mean_and_shrink_with_more_queries():
