@@ -41,7 +41,7 @@ def follow(project: Project, text: str) -> Iterator[str]:
     row = find_row(project, chain, query, text)
     built = {each["stage"] for each in query("select stage from tables where built")}
     for table, tell in chain.describe.items():
-        lines = tell(query, row) if table in built else iter([f"not built yet; run: make {table}"])
+        lines = list(tell(query, row)) or ["none"] if table in built else [f"not built yet; run: make {table}"]
         for number, line in enumerate(lines):
             yield f"{table if number == 0 else '':9} {line}"
 

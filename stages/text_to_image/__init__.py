@@ -3,24 +3,12 @@
 from stages.pipelines import FamilyRecord, Folder, Pipeline, Weights
 from stages.text_to_image.pages import DETAIL, PAGES, PANELS, RANKING, VIEWS
 
+STAGES = ("images", "captions", "checks", "descriptions", "buckets", "latents", "embeddings", "train", "samples", "scores")
+
 PIPELINE = Pipeline(
     name="text_to_image",
     doc="a folder of images becomes a FLUX.2 LoRA",
-    stages={
-        name: f"stages.text_to_image.{name}"
-        for name in (
-            "images",
-            "captions",
-            "checks",
-            "descriptions",
-            "buckets",
-            "latents",
-            "embeddings",
-            "train",
-            "samples",
-            "scores",
-        )
-    },
+    stages={name: f"stages.text_to_image.{name}" for name in STAGES},
     resources={
         "image_folder": Folder("images", "paths"),
         "family": FamilyRecord(),

@@ -60,8 +60,6 @@ def describe_captions(query: Query, image: Row) -> Iterator[str]:
         cut = f", {row['dropped_tokens']} more were cut" if row["dropped_tokens"] else ""
         origin = f" ({row['source']}{' ' + row['origin'] if row['origin'] else ''})"
         yield f'"{" ".join(row["text"].split())}"{origin}: {tokens}{cut}'
-    if not rows:
-        yield "none"
 
 
 def describe_buckets(query: Query, image: Row) -> Iterator[str]:
@@ -73,8 +71,6 @@ def describe_buckets(query: Query, image: Row) -> Iterator[str]:
         crop = f"from {row['crop_w']:.0f} x {row['crop_h']:.0f} at ({row['crop_x']:.0f}, {row['crop_y']:.0f})"
         lost = f"scale {row['scale']:.3g}, crop loss {100 * row['crop_loss']:.1f} %"
         yield f"{row['resolution']}: {row['width']} x {row['height']} {crop}, {lost}, {row['tokens']} tokens"
-    if not rows:
-        yield "none"
 
 
 def describe_latents(query: Query, image: Row) -> Iterator[str]:
@@ -89,8 +85,6 @@ def describe_latents(query: Query, image: Row) -> Iterator[str]:
         shape = " x ".join(map(str, row["shape"]))
         values = f"mean {row['mean']:.3f}, std {row['std']:.3f}, largest {row['absmax']:.2f}"
         yield f"{size}: {shape} {row['dtype']}, {values}; {row['shard']} at {row['byte_offset']}, {row['nbytes']} bytes"
-    if not rows:
-        yield "none"
 
 
 def describe_training(query: Query, image: Row) -> Iterator[str]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import mlx.core as mx
 import numpy as np
 import pyarrow as pa
+from PIL import Image
 
 from schemas.text_to_image import BUCKETS, IMAGES, LATENTS
 from stages.hashing import file_sha256
@@ -43,8 +44,6 @@ from stages.tuner.blockwise.device import compute_exactly, configure_convolution
 from stages.untrusted import open_regular, read_bytes
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from stages.models.family import Autoencoder
 
 Row = dict[str, Any]
@@ -52,6 +51,7 @@ Crop = tuple[np.ndarray, bytes | None]  # pixels, uint8 (height, width, 3), and 
 
 CROP = ("crop_x", "crop_y", "crop_w", "crop_h")
 WANTED = ("latent_id", "image_id", "width", "height", *CROP, "flip", "mask_id")
+LANCZOS = Image.Resampling.LANCZOS
 LATENT_ITEM = 2  # bytes of a stored value
 ALPHA = "alpha"  # the mask_id of an image's own alpha channel: the image_id covers its content
 MAY_HIDE_ALPHA = ("PNG", "GIF", "WEBP")  # formats with transparent pixels even in modes without an alpha channel
@@ -221,9 +221,8 @@ def decode_crops(job: ImageJob, background: str) -> list[Crop]:
     with ROOM.taken(pixel_count(io.BytesIO(data))):
         image = open_image(io.BytesIO(data), background)
         mask = _read_mask(job, data, image)
-        # Resized with Lanczos; of a mask, each byte is the mean over one token.
         return [
-            (np.asarray(masks.cut(image, image.size, row)), masks.token_mask(mask, image.size, row) if mask else None)
+            (np.asarray(masks.cut(image, image.size, row, 1, LANCZOS)), masks.token_mask(mask, image.size, row) if mask else None)
             for row in job.rows
         ]
 

@@ -114,11 +114,8 @@ def score_pictures(run: Run[ScoresConfig]) -> Iterator[pa.RecordBatch]:
         run.report.say("no previews of the base, so style and real are not measured; set base = true in [samples]")
     if not scorer.real.names:
         run.report.say(f"no pictures in {scorer.folder}, so real is not measured")
-    for number, row in enumerate(pending, 1):
-        if run.report.stop():
-            return
+    for (row,) in run.report.batches(pending, 1, "pictures"):
         yield SCORES.record_batch([scorer.score(row)])
-        run.report.progress(number, len(pending), "pictures")
 
 
 class ImageEncoder:

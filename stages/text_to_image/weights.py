@@ -24,16 +24,11 @@ STREAMED = "streamed"  # folder of a table with the weights of blocks that stay 
 
 class Packed(Protocol):
     @property
-    def base_bits(self) -> int | None:
-        """Of the blocks: 16, 8 or 4; None: 16."""
-
+    def base_bits(self) -> int | None: ...  # of the blocks: 16, 8 or 4; None: 16
     @property
-    def base_bits_for(self) -> Mapping[str, int] | None:
-        """Other bits by pattern of Linears, the longest that matches."""
-
+    def base_bits_for(self) -> Mapping[str, int] | None: ...  # other bits by pattern of Linears, the longest that matches
     @property
-    def stream_blocks(self) -> bool:
-        """The blocks' weights stay on disk and are read each time."""
+    def stream_blocks(self) -> bool: ...  # the blocks' weights stay on disk and are read each time
 
 
 def load_transformer(
@@ -83,22 +78,15 @@ def meta_transformer(path: Path | None, family: Family) -> Transformer:
 
 def arranged(architecture: Architecture, config: Packed, stored: WeightFolder | None) -> Callable[[str, mx.array], Any] | None:
     """What to do with a weight once it is read: pack it, and store the matrices of blocks. None: nothing."""
-    pack = packing(architecture, config)
-    if stored is None:
-        return pack
+    packs = (config.base_bits or 16) != 16 or bool(config.base_bits_for)
+    if not packs and stored is None:
+        return None
 
     def arrange(name: str, weight: mx.array) -> Any:
-        packed = pack(name, weight) if pack else weight
-        return stored.store(name, packed) if architecture.in_block(name) and weight.ndim == 2 else packed
+        packed = pack_if_possible(weight, weight_bits(name, architecture, config)) if packs else weight
+        return packed if stored is None or not architecture.in_block(name) or weight.ndim != 2 else stored.store(name, packed)
 
     return arrange
-
-
-def packing(architecture: Architecture, config: Packed) -> Callable[[str, mx.array], Any] | None:
-    """Packs a weight as `config` says; None: nothing is packed."""
-    if (config.base_bits or 16) == 16 and not config.base_bits_for:
-        return None
-    return lambda name, weight: pack_if_possible(weight, weight_bits(name, architecture, config))
 
 
 def weight_bits(name: str, architecture: Architecture, config: Packed) -> int:

@@ -212,16 +212,12 @@ def measure_images(run: Run[ChecksConfig]) -> Iterator[pa.RecordBatch]:
     folder = run.needs["image_folder"]
     pending = sorted(run.output.pending.to_pylist(), key=lambda row: str(row["path"]))
     with ThreadPoolExecutor(run.config.workers) as pool:
-        for start in range(0, len(pending), BATCH):
-            batch = pending[start : start + BATCH]
+        for batch in run.report.batches(pending, BATCH, "images"):
             measured = pool.map(lambda row: measure(folder / row["path"]), batch)
             # These depend on other images: `finish_checks` fills them in.
             empty = {"duplicate_of": None, "similarity": None, "warnings": "", "detail": ""}
             rows = [row | values | empty for row, values in zip(batch, measured, strict=True)]
             yield pa.RecordBatch.from_pylist(rows, schema=CHECKS.batch)
-            run.report.progress(start + len(batch), len(pending), "images")
-            if run.report.stop():
-                return
 
 
 def finish_checks(run: Run[ChecksConfig]) -> Iterator[pa.RecordBatch]:

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, permutations
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -88,31 +88,24 @@ class FolderConfig(Section):
             raise ValueError(f"weight must be unset if repeats is set: it replaces repeats, got {self.weight:g}")
 
 
-@dataclass(frozen=True)
-class Root:
-    """A folder that is searched for images."""
-
-    path: str  # relative to the image folder, with forward slashes; "": the image folder itself
-    settings: FolderConfig | None = None  # the entry [[images.folder]]
+# The folders that are searched, relative to the image folder with forward slashes ("": itself), and their [[images.folder]]
+Roots = Mapping[str, FolderConfig | None]
 
 
-def roots(entries: Sequence[FolderConfig], folder: Path, project: Path) -> list[Root]:
+def roots(entries: Sequence[FolderConfig], folder: Path, project: Path) -> Roots:
     """Raises ValueError if the folder of an entry does not exist, or lies in that of another."""
-    found: list[Root] = []
+    found: list[tuple[str, FolderConfig]] = []
     for entry in entries:
         home = setting_path(entry.path, project).resolve()
         if not home.is_dir():
             what = "is a file, not a folder" if home.exists() else "does not exist"
             raise ValueError(f"images.folder path must be a folder of images, got {entry.path!r}: it {what}")
         below = Path(os.path.relpath(home, folder.resolve())).as_posix()
-        found.append(Root("" if below == "." else below, entry))
-    for n, each in enumerate(found):
-        for m, other in enumerate(found):
-            if n != m and PurePosixPath(each.path).is_relative_to(other.path):
-                raise ValueError(
-                    f"images.folder: {entries[n].path!r} lies in {entries[m].path!r}; name folders that do not contain each other"
-                )
-    return found or [Root("")]
+        found.append(("" if below == "." else below, entry))
+    for (inner, entry), (outer, other) in permutations(found, 2):
+        if PurePosixPath(inner).is_relative_to(outer):
+            raise ValueError(f"images.folder: {entry.path!r} lies in {other.path!r}; name folders that do not contain each other")
+    return dict(found) or {"": None}
 
 
 # Its files
@@ -126,7 +119,7 @@ class Listing:
     masks: int  # files that are masks of others, and not in `files`
 
 
-def scan(folder: Path, below: Sequence[str] = ("",)) -> Listing:
+def scan(folder: Path, below: Iterable[str] = ("",)) -> Listing:
     """List the image files without opening them, in the subfolders `below` and all folders in these, links included.
 
     Raises ValueError if `folder` is no folder, or one of the folders cannot be read.
@@ -229,9 +222,8 @@ def no_images(folder: Path) -> str:
 # Their rules
 
 
-def rules(paths: Iterable[str], folders: Sequence[Root], read_names: bool) -> dict[str, Row]:
+def rules(paths: Sequence[str], folders: Roots, read_names: bool) -> dict[str, Row]:
     """Path -> its columns RULES of the table `images`; None where the folder says nothing."""
-    paths = list(paths)
     names = {str(PurePosixPath(path).parent) for path in paths}
     by_parent = {parent: _rule(PurePosixPath(parent), folders, read_names) for parent in names}
     return {path: by_parent[str(PurePosixPath(path).parent)] for path in paths}
@@ -246,9 +238,9 @@ def reference_rules(paths: Iterable[str], folders: Sequence[str] | None) -> dict
     }
 
 
-def _rule(parent: PurePosixPath, folders: Sequence[Root], read_names: bool) -> Row:
+def _rule(parent: PurePosixPath, folders: Roots, read_names: bool) -> Row:
     """Entries [[images.folder]] replace what names say. `parent` lies in one of `folders`."""
-    root = next(each for each in folders if parent.is_relative_to(each.path))
+    root = next(path for path in folders if parent.is_relative_to(path))
     found = dict(NOTHING)
     if read_names:
         # The name of an entry's own folder counts too. Inner folders win.
@@ -258,9 +250,8 @@ def _rule(parent: PurePosixPath, folders: Sequence[Root], read_names: bool) -> R
                 found |= {"folder": where, "use": CLASS}
             elif name := REPEATED.fullmatch(part):
                 found |= {"folder": where, "repeats": float(name[1]), "concept": name[2].strip()}
-    if root.settings:
-        given = root.settings
-        found["folder"] = root.path or "."
+    if given := folders[root]:
+        found["folder"] = root or "."
         found["use"] = CLASS if given.regularisation else found["use"]
         found |= {name: getattr(given, name) for name in ("repeats", "weight", "trigger") if getattr(given, name) is not None}
         # A weight replaces repeats, also those of the name.

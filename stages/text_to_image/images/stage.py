@@ -6,9 +6,9 @@ The image folder is only read, never written.
 from __future__ import annotations
 
 import io
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -58,8 +58,6 @@ UNKNOWN = {"image_id": "", "format": "", "mode": "", "width": 0, "height": 0, "f
 
 @dataclass(frozen=True)
 class ImagesConfig(Section):
-    """The section [images]: the image folder, and the limits on the size of an image."""
-
     folder: str | tuple[FolderConfig, ...] = selects(
         "images",
         "image folder, searched with all folders below it; relative to the project; or several [[images.folder]] with path",
@@ -134,11 +132,8 @@ def examine(folder: Path, file: Row, *, min_side: int, max_pixels: int, max_byte
         row |= {"rejected": error.reason, "detail": error.detail}
     # Such a file need not be an image, so it is not called damaged.
     if not suffix and row["rejected"] in ("unreadable", "truncated"):
-        row |= {
-            "image_id": "",
-            "rejected": "unsupported",
-            "detail": "the file has no suffix and holds no image in a known format",
-        }
+        detail = "the file has no suffix and holds no image in a known format"
+        row |= {"image_id": "", "rejected": "unsupported", "detail": detail}
     return {name: row[name] for name in IMAGES.batch.names}
 
 
@@ -224,7 +219,7 @@ def _listing(run: Run[ImagesConfig]) -> Listing:
     """The files of the image folder, with their RULES. Raises ValueError if there is no image to train on."""
     folder, config = run.needs["image_folder"], run.config
     below = roots(config.folders, folder, run.root)
-    listing = scan(folder, [root.path for root in below])
+    listing = scan(folder, below)
     paths = [row["path"] for row in listing.files]
     pictures = [path for path in paths if may_be_image(path)]
     if not pictures:
@@ -243,7 +238,9 @@ def examine_images(run: Run[ImagesConfig]) -> Iterator[pa.RecordBatch]:
     pending = sorted(run.output.pending.to_pylist(), key=itemgetter("path"))
     limits = {name: getattr(run.config, name) for name in ("min_side", "max_pixels", "max_bytes")}
 
-    def row_of(file: Row) -> Row:
+    def row_of(file: Row) -> Row | None:
+        if run.report.stop():
+            return None
         old = stored.get(file["path"])
         # It is read only if it has changed, or could not be read before.
         if old and old["image_id"] and _file(old) == _file(file):
@@ -252,26 +249,13 @@ def examine_images(run: Run[ImagesConfig]) -> Iterator[pa.RecordBatch]:
 
     with ThreadPoolExecutor(run.config.workers) as pool:
         for start in range(0, len(pending), BATCH):
-            rows = list(_until_stop(run, pool, row_of, pending[start : start + BATCH]))
+            rows = [row for row in pool.map(row_of, pending[start : start + BATCH]) if row]
             # A row may be as before, where only a failed read was tried again.
-            yield from _batches([row for row in rows if row != stored.get(row["path"])])
+            changed = [row for row in rows if row != stored.get(row["path"])]
+            yield from pa.Table.from_pylist(changed, schema=IMAGES.batch).to_batches()
             run.report.progress(start + len(rows), len(pending), "images")
             if run.report.stop():
                 return
-
-
-def _until_stop(run: Run[ImagesConfig], pool: ThreadPoolExecutor, read: Callable[[Row], Row], files: list[Row]) -> Iterator[Row]:
-    """`read(file)` of each, in order. After a stop no call begins, but those that have begun are yielded."""
-    waiting: deque[Future[Row]] = deque()
-    todo = iter(files)
-    while True:
-        while len(waiting) < 2 * run.config.workers and not run.report.stop() and (file := next(todo, None)):
-            waiting.append(pool.submit(read, file))
-        if not waiting:
-            return
-        future = waiting.popleft()
-        if not (run.report.stop() and future.cancel()):
-            yield future.result()
 
 
 def finish_images(run: Run[ImagesConfig]) -> Iterator[pa.RecordBatch]:
@@ -284,8 +268,20 @@ def finish_images(run: Run[ImagesConfig]) -> Iterator[pa.RecordBatch]:
     present = set(map(_file, listing.files))
     rows = sorted((row for file, row in stored.items() if file in present), key=itemgetter("path"))
     marked = mark_duplicates(rows)
-    yield from _batches([new for new, old in zip(marked, rows, strict=True) if new != old])
-    _summarise(run, marked, listing.masks)
+    changed = [new for new, old in zip(marked, rows, strict=True) if new != old]
+    yield from pa.Table.from_pylist(changed, schema=IMAGES.batch).to_batches(BATCH)
+    for line in describe(marked):
+        run.report.say(line)
+    rejected = [row for row in marked if row["rejected"]]
+    counts = sorted(Counter(row["rejected"] for row in rejected).items())
+    reasons = "".join(f", {count} {reason}" for reason, count in counts)
+    masks = (
+        f"; {listing.masks} more {'is a mask' if listing.masks == 1 else 'are masks'} of other images" if listing.masks else ""
+    )
+    run.report.say(f"{len(marked)} files: {len(marked) - len(rejected)} usable{reasons}{masks}")
+    if rejected:
+        names = [f"{row['path']} ({row['rejected']})" for row in rejected]
+        run.report.say(f"not used: {first_names(names, NAMED)}")
 
 
 def _rows(stored: pa.Table) -> list[Row]:
@@ -295,24 +291,6 @@ def _rows(stored: pa.Table) -> list[Row]:
 
 def _file(row: Row) -> tuple[Any, ...]:
     return tuple(row[name] for name in FILE_COLUMNS)
-
-
-def _batches(rows: list[Row]) -> Iterator[pa.RecordBatch]:
-    for start in range(0, len(rows), BATCH):
-        yield pa.RecordBatch.from_pylist(rows[start : start + BATCH], schema=IMAGES.batch)
-
-
-def _summarise(run: Run[ImagesConfig], rows: list[Row], masks: int) -> None:
-    rejected = [row for row in rows if row["rejected"]]
-    counts = sorted(Counter(row["rejected"] for row in rejected).items())
-    reasons = "".join(f", {count} {reason}" for reason, count in counts)
-    skipped = f"; {masks} more {'is a mask' if masks == 1 else 'are masks'} of other images" if masks else ""
-    for line in describe(rows):
-        run.report.say(line)
-    run.report.say(f"{len(rows)} files: {len(rows) - len(rejected)} usable{reasons}{skipped}")
-    if rejected:
-        names = [f"{row['path']} ({row['rejected']})" for row in rejected]
-        run.report.say(f"not used: {first_names(names, NAMED)}")
 
 
 STAGE = Stage(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import io
 import math
+import re
 import struct
 import sys
 import threading
@@ -45,16 +46,7 @@ UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 # Words in a decoder's error message that mean that the file ended too early.
-TRUNCATION_WORDS = (
-    "truncat",
-    "not enough",
-    "unpack requires",
-    "end of file",
-    "end of data",
-    "expected to read",
-    "broken data stream",
-    "premature",
-)
+TRUNCATED = "truncat|not enough|unpack requires|end of file|end of data|expected to read|broken data stream|premature"
 
 
 # Files with these suffixes, or without any suffix, are opened whatever they hold. Other suffixes are rejected unopened:
@@ -80,8 +72,6 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True)
 class Probe:
-    """Facts about an image file."""
-
     format: str  # Pillow's name
     mode: str  # Pillow's name, of the pixels in the file
     width: int  # upright, pixels
@@ -119,7 +109,10 @@ def open_image(
     """
     colour = parse_colour(background)
     with _decoded(file, max_pixels, at_least) as (image, _, _):
-        return _upright(composite(to_srgb(eight_bit(image)), colour), _orientation(image))
+        pixels = to_srgb(eight_bit(image))
+        if pixels.mode == "RGBA":
+            pixels = Image.alpha_composite(Image.new("RGBA", pixels.size, (*colour, 255)), pixels).convert("RGB")
+        return _upright(pixels, _orientation(image))
 
 
 def open_alpha(file: Path | BinaryIO, max_pixels: int = CEILING) -> Image.Image | None:
@@ -232,7 +225,7 @@ def _image_error(error: Exception, file: BinaryIO) -> ImageError:
     if isinstance(error, UnidentifiedImageError):
         return ImageError("unreadable", "no image in a known format: the file is damaged, or is not an image")
     words = str(error) or type(error).__name__
-    if isinstance(error, EOFError) or any(hint in words.lower() for hint in TRUNCATION_WORDS):
+    if isinstance(error, EOFError) or re.search(TRUNCATED, words, re.IGNORECASE):
         return ImageError("truncated", words)
     return ImageError("unreadable", f"the file cannot be decoded: {words}")
 
@@ -251,7 +244,7 @@ def _upright(image: Image.Image, orientation: int) -> Image.Image:
     return image if turn is None else image.transpose(turn)
 
 
-# Colours: the value range is scaled to 8 bits, the profile applied, transparent pixels blended over a background
+# Colours: the value range is scaled to 8 bits, then the profile is applied
 
 # White in a mode without a fixed range: the smallest of these values that no pixel exceeds.
 INTEGER_WHITES = (255.0, 65535.0, 2147483647.0)
@@ -368,14 +361,6 @@ def _convert(image: Image.Image, profile: ImageCms.ImageCmsProfile) -> Image.Ima
     )
     assert converted is not None
     return converted
-
-
-def composite(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
-    """Blend an "RGBA" image over the background. Others become "RGB"."""
-    if image.mode != "RGBA":
-        return image if image.mode == "RGB" else image.convert("RGB")
-    base = Image.new("RGBA", image.size, (*background, 255))
-    return Image.alpha_composite(base, image).convert("RGB")
 
 
 def parse_colour(text: str) -> tuple[int, int, int]:

@@ -73,16 +73,13 @@ def read_mask(path: Path, data: bytes, image: Image.Image) -> Image.Image:
 
 
 def cut(
-    picture: Image.Image,
-    image_size: tuple[int, int],
-    crop: Mapping[str, Any],
-    unit: int = 1,
-    resample: Image.Resampling = Image.Resampling.LANCZOS,
+    picture: Image.Image, size: tuple[int, int], crop: Mapping[str, Any], unit: int, resample: Image.Resampling
 ) -> Image.Image:
-    """A crop of an image, or of its mask at another size, resized to one value per `unit` trained pixels of each side. `crop`: a
-    row of the table `latents`, whose edges may be fractions of a pixel.
+    """A crop of an image of `size` pixels, or of its mask, with one value per `unit` trained pixels along each side.
+
+    `crop`: a row of the table `latents`; its edges may be fractions of a pixel.
     """
-    across, down = picture.width / image_size[0], picture.height / image_size[1]
+    across, down = picture.width / size[0], picture.height / size[1]
     # Pillow refuses a box that rounding puts outside the picture.
     left, top = max(0.0, crop["crop_x"] * across), max(0.0, crop["crop_y"] * down)
     right = min(float(picture.width), (crop["crop_x"] + crop["crop_w"]) * across)

@@ -83,8 +83,13 @@ def draw_pictures(
     """
     configure_scheduler()  # must come before the first MLX array
     every = {each.name: each for _, pictures in groups for each in pictures}
-    latents = {name: latent_path(run, each) for name, each in every.items() if is_drawn(run, each)}
-    undrawn = {name: each for name, each in every.items() if name not in latents}
+    paths = {name: latent_path(run, each) for name, each in every.items()}
+    latents = {
+        name: path
+        for name, path in paths.items()
+        if path.exists() and run.inputs.intact(SAMPLES, path.relative_to(run.output.artifacts).as_posix())
+    }
+    undrawn = [each for name, each in every.items() if name not in latents]
     config, family = run.config, run.needs["family"]
     done, total = 0, len(undrawn) * (config.steps or family.sampling_steps)
 
@@ -94,15 +99,15 @@ def draw_pictures(
         run.report.progress(done, total, "steps")
         return run.report.stop()
 
-    references = _encode_references(run, {each.references for each in undrawn.values()} - {()})
-    prompts = list(dict.fromkeys(each.prompt for each in undrawn.values()))
+    references = _encode_references(run, {each.references for each in undrawn} - {()})
+    prompts = list(dict.fromkeys(each.prompt for each in undrawn))
     embedding = read_prompts([*prompts, empty()] if prompts and passes(config, family) > 1 else prompts)
     # All latents of a group are drawn before any is decoded, so that the transformer and the autoencoder are never in memory
     # together.
     for adapters, pictures in groups:
         if not pictures or run.report.stop():
             continue
-        if coming := [each for each in pictures if each.name in undrawn]:
+        if coming := [each for each in pictures if each.name not in latents]:
             largest = max(references.values(), key=lambda latents: sum(each.size for each in latents), default=[])
 
             def load(adapters: Adapters = adapters, largest: Sequence[mx.array] = largest) -> LatentSampler:
@@ -114,35 +119,19 @@ def draw_pictures(
             with reading("the transformer", run.report.note):
                 sampler = run.reuse(f"sampler {adapters.adapter_id}", load)
             for each in coming:
-                beside = references.get(each.references, ())
-                if not (path := _keep_latent(run, sampler, each, embedding(each.prompt), beside, stop_after)):
+                text_1TJ, beside, started = embedding(each.prompt), references.get(each.references, ()), time.perf_counter()
+                latent_1Chw = sampler.draw(text_1TJ, each.seed, config.width, config.height, stop_after, beside)
+                if latent_1Chw is None:
                     break
-                latents[each.name] = path
-                del undrawn[each.name]
+                # Kept with the latent, since the picture is made only when it is decoded, perhaps by a later run.
+                about = {"seconds": repr(time.perf_counter() - started)}
+                write = partial(checkpoint.write_arrays, arrays={"latents": latent_1Chw}, metadata=about)
+                latents[each.name] = run.output.write(f"{LATENTS}/{each.name}.safetensors", write)
                 if run.report.stop():
                     break
             del sampler
             mx.clear_cache()  # give the transformer's memory back before the autoencoder is loaded
         yield from _decode(run, {each: latents[each.name] for each in pictures if each.name in latents})
-
-
-def _keep_latent(
-    run: Run[SamplesConfig],
-    sampler: LatentSampler,
-    picture: Picture,
-    text_1TJ: mx.array,
-    references: Sequence[mx.array],
-    stop_after: Callable[[], bool],
-) -> Path | None:
-    started = time.perf_counter()
-    latent_1Chw = sampler.draw(text_1TJ, picture.seed, run.config.width, run.config.height, stop_after, references)
-    if latent_1Chw is None:
-        return None
-    # The time is kept with the latent, since the picture is made only when it is decoded, perhaps by a later run.
-    arrays, about = {"latents": latent_1Chw}, {"seconds": repr(time.perf_counter() - started)}
-    return run.output.write(
-        f"{LATENTS}/{picture.name}.safetensors", partial(checkpoint.write_arrays, arrays=arrays, metadata=about)
-    )
 
 
 def _decode(run: Run[SamplesConfig], drawn: Mapping[Picture, Path]) -> Iterator[Drawn]:
@@ -172,11 +161,6 @@ def load_autoencoder(run: Run[SamplesConfig]) -> Autoencoder:
 
 def latent_path(run: Run[SamplesConfig], picture: Picture) -> Path:
     return run.output.artifacts / LATENTS / f"{picture.name}.safetensors"
-
-
-def is_drawn(run: Run[SamplesConfig], picture: Picture) -> bool:
-    path = latent_path(run, picture)
-    return path.exists() and run.inputs.intact(SAMPLES, path.relative_to(run.output.artifacts).as_posix())
 
 
 def decode(autoencoder: Autoencoder, latent_1Chw: mx.array) -> Image.Image:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,23 +39,17 @@ def write_grid(
     ]
     absent = [place for place, (_, file) in enumerate(rows) if not file.is_file()]
     content = hashlib.sha256(json.dumps([*(list(row.values()) for row, _ in rows), *absent]).encode()).hexdigest()
+    shown = ""
+    with suppress(OSError), Image.open(run.output.artifacts / GRID) as image:
+        shown = image.info.get("content", "")
     # The file stays if no row was pending and it already shows the same previews.
-    if not rows or (not run.output.pending.num_rows and grid_content(run.output.artifacts / GRID) == content):
+    if not rows or (not run.output.pending.num_rows and shown == content):
         return
     labels = {(row["caption_id"], row["seed"]): f"{row['prompt']}\nseed {row['seed']}" for row, _ in rows}
     files = {(row["adapter_id"], row["caption_id"], row["seed"]): file for row, file in rows if file.is_file()}
     cells = [[files.get((adapter_id, *key)) for adapter_id in columns] for key in labels]
     page = draw_grid(cells, list(columns.values()), list(labels.values()), (run.config.width, run.config.height))
     run.output.write(GRID, partial(save_png, image=page, metadata={"content": content} | dict(run.output.provenance)))
-
-
-def grid_content(path: Path) -> str:
-    """sha256 of the previews that a grid shows, from its text chunk "content"; "" if it has none or cannot be read."""
-    try:
-        with Image.open(path) as image:
-            return str(image.info.get("content", ""))
-    except OSError:
-        return ""
 
 
 def draw_grid(
@@ -71,15 +66,12 @@ def draw_grid(
         top = HEAD + row * (height + GAP)
         draw.text((GAP, top), wrap_label(label, height), INK, font)
         for column, path in enumerate(cells[row]):
-            page.paste(open_picture(path, (width, height)), (LABEL + column * (width + GAP), top))
+            picture = Image.new("RGB", (width, height), BLANK)
+            if path:
+                with Image.open(path) as image:
+                    picture = image.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
+            page.paste(picture, (LABEL + column * (width + GAP), top))
     return page
-
-
-def open_picture(path: Path | None, size: tuple[int, int]) -> Image.Image:
-    if path is None:
-        return Image.new("RGB", size, BLANK)
-    with Image.open(path) as image:
-        return image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
 
 
 def wrap_label(text: str, height: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -75,7 +75,9 @@ def draw_samples(run: Run[SamplesConfig]) -> Iterator[pa.RecordBatch]:
         picture = Picture(file_name(row), row["caption_id"], row["seed"], shown, row)
         pictures.setdefault(row["adapter_id"], []).append(picture)
     groups = [(source.adapters, pictures.get(source.adapter_id, [])) for source in sample_sources(run)]
-    for drawn in draw_pictures(run, groups, lambda: empty_caption(run), lambda prompts: partial(read_embedding, run)):
+    captions = run.inputs.rows(CAPTIONS).to_pylist()
+    empty = lambda: next(row["caption_id"] for row in captions if row["role"] == "empty")  # noqa: E731
+    for drawn in draw_pictures(run, groups, empty, lambda prompts: partial(read_embedding, run)):
         row, name = drawn.picture.row, f"images/{drawn.picture.name}.png"
         facts = {fact: row[fact] for fact in ("prompt", "seed", "step", "adapter_id")}
         run.output.write(name, partial(save_png, image=drawn.image, metadata={**facts, **run.output.provenance}))
@@ -121,12 +123,6 @@ def opened_files(run: Run[SamplesConfig]) -> Iterator[Path]:
         yield given
 
 
-def empty_caption(run: Run[SamplesConfig]) -> str:
-    ids: list[str] = [row["caption_id"] for row in run.inputs.rows(CAPTIONS).to_pylist() if row["role"] == "empty"]
-    assert ids, "captions always holds the empty caption"
-    return ids[0]
-
-
 # Sources: what draws
 
 
@@ -164,15 +160,13 @@ def sample_sources(run: Run[SamplesConfig]) -> list[SampleSource]:
     """The base, the chosen checkpoints by step, and the given adapter; of identical files, only the first. Raises ValueError if a
     chosen one is missing or damaged.
     """
-    saved = {one.step: one for one in checkpoint.find_checkpoints(run.inputs.files(TRAIN))}
-    refuse_damaged(run.config.checkpoints, checkpoint.damaged_checkpoints(run.inputs.files(TRAIN)), max(saved, default=0))
     sources = {"": SampleSource()} if run.config.base else {}
-    for step in chosen_steps(run.config.checkpoints, sorted(saved)):
-        files = saved[step].state["files"]
+    for each in chosen_checkpoints(run.config.checkpoints, run.inputs.files(TRAIN)):
+        files = each.state["files"]
         name = EMA if run.config.average and EMA in files else ADAPTER
         # The contents of the file are checked when it is needed, by `SampleSource.files`.
         digest = files[name]["sha256"]
-        sources.setdefault(digest, SampleSource(digest, step, saved[step], name))
+        sources.setdefault(digest, SampleSource(digest, each.step, each, name))
     if given := given_adapter(run):
         digest = file_sha256(given)
         sources.setdefault(digest, SampleSource(digest, given=given))
@@ -188,23 +182,21 @@ def given_adapter(run: Run[SamplesConfig]) -> Path | None:
     return file
 
 
-def refuse_damaged(chosen: str | tuple[int, ...], damaged: Mapping[int, str], newest: int) -> None:
-    """Raise ValueError if `chosen` covers a damaged checkpoint. `newest`: step of the newest that can be read, or 0."""
-    for step, problem in sorted(damaged.items()):
+def chosen_checkpoints(chosen: str | tuple[int, ...], folder: Path) -> list[Checkpoint]:
+    """By step. Raises ValueError if a chosen one is missing or damaged."""
+    saved = {one.step: one for one in checkpoint.find_checkpoints(folder)}
+    for step, problem in sorted(checkpoint.damaged_checkpoints(folder).items()):
         # If the checkpoint of step 300 is damaged and 200 is the newest that can be read, "last" means 300 to the user: step
-        # 200 must not be taken in its place. Damage before `newest` does not matter for "last".
-        if step > newest if chosen == "last" else chosen == "all" or step in chosen:
+        # 200 must not be taken in its place. Damage before the newest does not matter for "last".
+        if step > max(saved, default=0) if chosen == "last" else chosen == "all" or step in chosen:
             raise ValueError(f"the checkpoint of step {step} is damaged: {problem}; run: latentmill verify --repair")
-
-
-def chosen_steps(chosen: str | tuple[int, ...], steps: list[int]) -> list[int]:
+    steps = sorted(saved)
     if isinstance(chosen, str):
-        return steps if chosen == "all" else steps[-1:]
-    absent = [step for step in chosen if step not in steps]
-    if absent:
+        return [saved[step] for step in (steps if chosen == "all" else steps[-1:])]
+    if absent := [step for step in chosen if step not in saved]:
         existing = ", ".join(map(str, steps)) or "none"
         raise ValueError(f"samples.checkpoints must be steps with a checkpoint ({existing}), got {absent[0]}")
-    return sorted(chosen)
+    return [saved[step] for step in sorted(chosen)]
 
 
 STAGE = Stage(

@@ -63,16 +63,14 @@ class TrainingSampler:
 
     def _sample(self, step: int, number: int, epoch: int, crop: Crop) -> Sample:
         dropped = draws.uniform(self.seed, "dropout", step, number) < self.caption_dropout
-        at = self._caption(step, number, crop)
+        if crop.weights:
+            at = draws.weighted_choice(crop.weights, self.seed, "caption", step, number)
+        else:
+            at = draws.choice(len(crop.captions), self.seed, "caption", step, number)
         sigma = self.noise.sigma(stratified_uniform(self.seed, step, number, self.strata), crop.tokens)
         caption, its_class = (self.data.empty, self.data.empty_class) if dropped else (crop.captions[at], crop.class_of(at))
         needs_class = self.classes_every and step % self.classes_every == 0
         return Sample(number, epoch, crop, caption, dropped, sigma, its_class if needs_class else "")
-
-    def _caption(self, step: int, number: int, crop: Crop) -> int:
-        if crop.weights:
-            return draws.weighted_choice(crop.weights, self.seed, "caption", step, number)
-        return draws.choice(len(crop.captions), self.seed, "caption", step, number)
 
     def noise_of(self, step: int, sample: Sample, shape: tuple[int, ...]) -> np.ndarray:
         """float32; depends on seed, step and the sample's number alone."""

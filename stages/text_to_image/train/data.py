@@ -171,18 +171,18 @@ class Texts:
 
 def _texts(run: Run[Any], data: DataConfig, dropout: bool, with_classes: bool) -> Texts:
     """Raises ValueError if the table `captions` lacks a kind of caption that the settings need."""
-    by_role: dict[str, list[Row]] = {}
+    by_role: dict[str, list[Row]] = defaultdict(list)
     for row in sorted(run.inputs.rows(CAPTIONS).to_pylist(), key=lambda row: (row["position"], row["caption_id"])):
-        by_role.setdefault(row["role"], []).append(row)
-    if with_classes and "class" not in by_role:
+        by_role[row["role"]].append(row)
+    if with_classes and not by_role["class"]:
         raise ValueError("[train.preservation] needs captions with a class word: set trigger and class_word in [captions]")
-    class_of = {(row["image_id"], row["position"]): row["caption_id"] for row in by_role.get("class", []) if with_classes}
-    captions: dict[str, list[Row]] = {}
-    for row in by_role.get("caption", []):
-        captions.setdefault(row["image_id"], []).append(row)
+    class_of = {(row["image_id"], row["position"]): row["caption_id"] for row in by_role["class"] if with_classes}
+    captions: dict[str, list[Row]] = defaultdict(list)
+    for row in by_role["caption"]:
+        captions[row["image_id"]].append(row)
     empty = empty_class = ""
     if dropout:
-        if data.dropped not in by_role:
+        if not by_role[data.dropped]:
             raise ValueError(
                 '[train.data] dropped = "trigger": captions has no such row; set trigger in [captions]'
                 if data.dropped == "trigger"
@@ -268,8 +268,18 @@ def folder_rates(base: Sequence[float], images: Sequence[Row], regularisation: f
     # Weights compare folders of one use: those of the subject with each other, and those of regularisation images with each
     # other.
     for use in {row["use"] for row in images}:
-        own = [n for n, row in enumerate(images) if row["use"] == use and row["weight"] is not None]
-        _balance(found, [(n, str(images[n]["folder"]), float(images[n]["weight"])) for n in own])
+        own = [
+            (n, row["folder"], row["weight"]) for n, row in enumerate(images) if row["use"] == use and row["weight"] is not None
+        ]
+        weights = {folder: weight for _, folder, weight in own}
+        sums: dict[str, float] = defaultdict(float)
+        for n, folder, _ in own:
+            sums[folder] += found[n]
+        # No rate is reduced: the folder with the largest sum per weight keeps its rates. A folder whose rates are all 0 stays
+        # at 0.
+        most = max((sums[folder] / weights[folder] for folder in weights), default=0.0)
+        for n, folder, weight in own:
+            found[n] *= most * weight / sums[folder] if sums[folder] else 1.0
     subject = sum(rate for rate, row in zip(found, images, strict=True) if row["use"] is None)
     of_class = sum(rate for rate, row in zip(found, images, strict=True) if row["use"] is not None)
     if not of_class:
@@ -277,21 +287,6 @@ def folder_rates(base: Sequence[float], images: Sequence[Row], regularisation: f
     # One factor for all, so that regularisation images keep their proportions among themselves.
     factor = regularisation * subject / of_class
     return [rate if row["use"] is None else rate * factor for rate, row in zip(found, images, strict=True)]
-
-
-def _balance(rates: list[float], crops: Sequence[tuple[int, str, float]]) -> None:
-    """Raise `rates` in place until folders are drawn in proportion to their weights. `crops`: (index into `rates`,
-    folder, weight).
-    """
-    sums: dict[str, float] = defaultdict(float)
-    weights = {folder: weight for _, folder, weight in crops}
-    for n, folder, _ in crops:
-        sums[folder] += rates[n]
-    # No rate is reduced: the folder with the largest sum per weight keeps its rates. A folder whose rates are all 0 stays at
-    # 0.
-    most = max((sums[folder] / weights[folder] for folder in weights), default=0.0)
-    for n, folder, weight in crops:
-        rates[n] *= most * weight / sums[folder] if sums[folder] else 1.0
 
 
 def rates(config: DataConfig, crops: Sequence[tuple[int, str]]) -> list[float]:

@@ -13,9 +13,8 @@ from stages.tuner.diffusion import weight
 from stages.tuner.task import ExpectedLoss, Row
 
 # The loss alone does not show every mistake. With the model `micro` on data/projects/example, other hidden states of the text
-# encoder
-# change it by 2 %, padding at the wrong end by 10 %, and FLUX.1's normalisation of latents by 37 %: less than another data
-# set does. So latents and embeddings are checked by themselves.
+# encoder change it by 2 %, padding at the wrong end by 10 %, and FLUX.1's normalisation of latents by 37 %: less than another
+# data set does. So latents and embeddings are checked by themselves.
 CROPS, CAPTIONS = 16, 4  # latents and embeddings that are looked at
 DEVIATIONS = (0.5, 2.0)  # sound standard deviations of latents; photographs and flat pictures have 0.9 to 1.3
 MOST_MEAN = 0.5  # largest sound mean of latents, in either direction
