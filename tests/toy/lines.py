@@ -36,7 +36,7 @@ def wanted_lines(run: Run[Any]) -> pa.Table:
             text = text.lower() if run.config.lower else text
             line_id = hashlib.sha256(f"{name} {number} {text}".encode()).hexdigest()
             rows.append({"line_id": line_id, "path": name, "number": number, "text": text, "words": len(text.split())})
-    return LINES.table(rows)
+    return LINES.select(rows, LINES.batch.names)
 
 
 def read_lines(run: Run[Any]) -> Iterator[pa.RecordBatch]:

@@ -40,7 +40,7 @@ def encode_tokens(run: Run[Any]) -> Iterator[pa.RecordBatch]:
         if run.report.stop():
             return
         rows = [_row(line_id, texts[line_id][: run.config.most]) for line_id in pending[start : start + run.config.batch_size]]
-        yield TOKENS.record_batch(rows).combine_chunks()
+        yield TOKENS.record_batch(rows)
         run.report.progress(min(start + run.config.batch_size, len(pending)), len(pending), "lines")
 
 

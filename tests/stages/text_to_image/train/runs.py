@@ -152,7 +152,7 @@ class Run:
     loaded: int = 0
 
     def context(self, stop: Any = lambda: False) -> Any:
-        table = STAGE.writes.table(list(self.stored.values()))
+        table = pa.Table.from_batches([STAGE.writes.record_batch(list(self.stored.values()))])
         made = harness.context(STAGE, self.folder, self.tables, config=self.config, family=TINY, stored=table, stop=stop)
         made.needs = Lazy(STAGE.needs, self.need)
         made.report.say = self.said.append

@@ -32,7 +32,7 @@ FIRST_WITHOUT_SETTINGS = [(5, 768, "text5", 0.6115), (1, 768, "nothing", 0.7483)
 
 def table(schema, rows):
     blank = {f.name: None if f.nullable else [] if pa.types.is_list(f.type) else EMPTY.get(f.type, 0) for f in schema.batch}
-    return schema.table([blank | row for row in rows])
+    return pa.Table.from_batches([schema.record_batch([blank | row for row in rows])])
 
 
 class Project:
