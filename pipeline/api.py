@@ -86,15 +86,10 @@ class Project(project.Project):
         Tables of other settings get their rows back only in a run with those settings. Weights are not repaired, and a
         table that is being written is not checked.
         """
-        from pipeline.commands.verify import find_damage, repair_project
+        from pipeline.commands.verify import verify
 
         self.refresh()
-        found = list(find_damage(self))
-        if repair and found:
-            repair_project(self, found)
-            self.refresh()
-            found = list(find_damage(self))
-        return found
+        return verify(self, repair)
 
     def __getattr__(self, name: str) -> Any:
         """Methods that the project's pipeline adds (`pipeline.commands.Own.methods`)."""

@@ -13,16 +13,15 @@ from typing import Any
 
 import click
 
-from pipeline.options import PROJECT
+from pipeline.options import FOLDER, NAMES
 from pipeline.process import explain
 
 LONGEST = 1600  # characters of an error's line
 STOPPED = 130  # the shell's code for Ctrl-C
 GENERIC = {
     name: f"pipeline.commands.{name}:command"
-    for name in (*("init", "doctor", "plan", "run", "status", "query", "runs", "follow", "verify", "clean", "families"),)
-}
-GENERIC |= {
+    for name in ("init", "doctor", "plan", "run", "status", "query", "runs", "follow", "verify", "clean", "families")
+} | {
     "launch": "pipeline.commands.run:launch_command",
     "panel": "pipeline.commands.query:panel_command",
     "compare": "pipeline.commands.runs:compare_command",
@@ -54,7 +53,7 @@ class Commands(click.Group):
             if cmd_name in commands:
                 command: click.Command = load(commands[cmd_name])
                 return command
-        return stage_command(cmd_name, ctx.meta.get("arguments", ()))
+        return stage_command(cmd_name, arguments)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         groups = command_groups(ctx.meta.get("arguments", ()))
@@ -62,10 +61,9 @@ class Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, commands in command_groups(ctx.meta.get("arguments", ())):
-            if not commands:
-                continue
-            with formatter.section(title):
-                formatter.write_dl([(name, summary(reference)) for name, reference in commands.items()])
+            if commands:
+                with formatter.section(title):
+                    formatter.write_dl([(name, summary(reference)) for name, reference in commands.items()])
 
 
 def stage_command(name: str, arguments: Sequence[str]) -> click.Command | None:
@@ -117,15 +115,15 @@ def own_pipeline(arguments: Sequence[str]) -> str:
     """The pipeline that the chosen project.toml names; "" if there is none or it cannot be read."""
     # --project belongs to the commands, but which commands there are depends on it.
     lenient = {"ignore_unknown_options": True, "allow_extra_args": True}
-    reader = click.Command("latentmill", params=[], context_settings=lenient, add_help_option=False)
-    folder = PROJECT(reader).make_context("latentmill", list(arguments), resilient_parsing=True).params["path"]
-    if not Path(folder, "project.toml").is_file():  # the usual case for --help; saves the import
-        return ""
-    from pipeline.project.config import pipeline_name, read_text
-    from stages.untrusted import parse_toml
+    option = click.Option(NAMES, default=FOLDER)
+    reader = click.Command("latentmill", params=[option], context_settings=lenient, add_help_option=False)
+    file = Path(reader.make_context("latentmill", list(arguments), resilient_parsing=True).params["project"], "project.toml")
+    if file.is_file():  # not in the usual case for --help; saves the import
+        from pipeline.project.config import pipeline_name, read_text
+        from stages.untrusted import parse_toml
 
-    with contextlib.suppress(ValueError):
-        return pipeline_name(parse_toml(read_text(Path(folder, "project.toml")), folder))
+        with contextlib.suppress(ValueError):
+            return pipeline_name(parse_toml(read_text(file), str(file.parent)))
     return ""
 
 
@@ -175,13 +173,9 @@ def exit_code(command: Callable[[], Any]) -> int:
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted; committed rows are kept. Run the same command to go on.", err=True)
         return STOPPED
-    except (ValueError, OSError, MemoryError) as error:
-        if os.environ.get("LATENTMILL_TRACEBACK"):
-            raise
-        click.echo(f"error: {one_line(error)}", err=True)
-        return 2
-    except RuntimeError as error:  # MLX raises it for errors of the device; any other RuntimeError is a bug
-        line = explain(str(error))
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        # MLX raises a RuntimeError for errors of the device; any other one is a bug.
+        line = explain(str(error)) if isinstance(error, RuntimeError) else one_line(error)
         if os.environ.get("LATENTMILL_TRACEBACK") or line is None:
             raise
         click.echo(f"error: {line}", err=True)

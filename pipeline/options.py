@@ -14,18 +14,7 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
 
 NAMES = ("--project", "-p")
-PROJECT_OPTION: dict[str, Any] = {
-    "default": ".",
-    "show_default": "the current folder",
-    "help": "The project's folder.",
-}
-SET_OPTION: dict[str, Any] = {
-    "multiple": True,
-    "metavar": "SECTION.KEY=VALUE",
-    "help": "Override a setting of project.toml, such as train.steps=500. May be repeated, or be several. With make: SET='...'.",
-}
-PROJECT = click.option(*NAMES, "path", **PROJECT_OPTION)
-SET = click.option("--set", "overrides", **SET_OPTION)
+FOLDER = "."  # the project, unless --project names another
 
 
 def with_project(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,38 +29,39 @@ def with_project(function: Callable[..., Any]) -> Callable[..., Any]:
     def opened(context: click.Context, param: click.Parameter, path: str) -> Project | None:
         if context.resilient_parsing:  # the shell asks for completions
             return None
+        from pipeline.project import project, runs
+
         context.with_resource(hashing_of(context.info_name or ""))
-        return open_project(path, context.meta[f"{__name__}.overrides"], context.meta[f"{__name__}.chosen_run"])
+        overrides = split_overrides(context.meta[f"{__name__}.overrides"])
+        found = project.Project(path, overrides)
+        if run := context.meta[f"{__name__}.training_run"]:
+            runs.choose(found, run, overrides)
+        return found
 
     # Options that are eager come first, wherever they stand.
     early: dict[str, Any] = {"callback": keep, "expose_value": False, "is_eager": True}
     for option in (
         click.option(
             "--run",
-            "chosen_run",
+            "training_run",
             default="",
             metavar="NAME",
             help="Use a training run by its name or recipe, with the settings it was made with. `latentmill runs` lists them.",
             **early,
         ),
-        click.option("--set", "overrides", **SET_OPTION, **early),
-        click.option(*NAMES, "project", callback=opened, **PROJECT_OPTION),
+        click.option(
+            "--set",
+            "overrides",
+            multiple=True,
+            metavar="SECTION.KEY=VALUE",
+            help="Override a setting of project.toml, such as train.steps=500. May be repeated, or be several. "
+            "With make: SET='...'.",
+            **early,
+        ),
+        click.option(*NAMES, default=FOLDER, show_default="the current folder", help="The project's folder.", callback=opened),
     ):
         function = option(function)
     return function
-
-
-def open_project(path: str, overrides: tuple[str, ...] = (), run: str = "") -> Project:
-    """`run`: name, or beginning of the recipe, of a training run. ValueError for a wrong setting, project or run."""
-    from pipeline.project.project import Project
-
-    overrides = split_overrides(overrides)
-    project = Project(path, overrides)
-    if run:
-        from pipeline.project.runs import choose
-
-        choose(project, run, overrides)
-    return project
 
 
 def split_overrides(texts: Iterable[str]) -> tuple[str, ...]:

@@ -9,10 +9,9 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from decimal import Decimal
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import click
 from rich.cells import cell_len
@@ -56,38 +55,55 @@ class Bar(Progress):
             yield Text(self.facts, style="dim", overflow="ellipsis", no_wrap=True)
 
 
-class Terminal:
+class Quiet:
+    """Shows nothing; calls of `progress` go to `report`."""
+
+    def __init__(self, stage_name: str = "", report: ProgressCallback | None = None) -> None:
+        self.stage_name, self.report = stage_name, report
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def progress(self, done: int, total: int, unit: str) -> None:
+        if self.report:
+            self.report(self.stage_name, done, total, unit)
+
+
+class Terminal(Quiet):
     """Messages and progress of a stage on standard error; a line every `QUIET_SECONDS` if that is no terminal."""
 
     def __init__(self, stage_name: str) -> None:
-        self.stage_name = stage_name
+        super().__init__(stage_name)
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(), TimeRemainingColumn())
         self.bar = Bar(*columns, console=self.console, transient=True) if sys.stderr.isatty() else None
         self.task = self.bar.add_task(stage_name, total=None, visible=False) if self.bar else None
-        self.waiting = threading.Timer(WAIT_SECONDS, self._appear)
-        self.waiting.daemon = True
         self.facts = ""
         self.last_line = time.monotonic()
         self.first: tuple[float, int] | None = None  # time and count of the first report: a resumed run does not begin at 0
-        self.hashing = hashing_shown(self.note)
+        self.closing = ExitStack()
 
-    def __enter__(self) -> Terminal:
-        self.hashing.__enter__()
-        if self.bar:
-            self.bar.start()
-            self.waiting.start()
+    def __enter__(self) -> Self:
+        self.closing.enter_context(hashing_shown(self.note))
+        if self.bar and self.task is not None:
+            waiting = threading.Timer(WAIT_SECONDS, self.bar.update, [self.task], {"visible": True})
+            waiting.daemon = True
+            self.closing.enter_context(self.bar)
+            self.closing.callback(waiting.cancel)
+            waiting.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.hashing.__exit__(kind, error, trace)
-        self.waiting.cancel()
-        if self.bar:
-            self.bar.stop()
-
-    def _appear(self) -> None:
-        if self.bar and self.task is not None:
-            self.bar.update(self.task, visible=True)
+    def __exit__(self, *error: object) -> None:
+        self.closing.close()
 
     def say(self, line: str) -> None:
         self.console.print(f"{self.stage_name}: {line}", markup=False)
@@ -120,59 +136,28 @@ class Terminal:
 @contextmanager
 def hashing_of(command: str) -> Iterator[None]:
     """Show how far the hashing of a large file is, for a command without progress of its own."""
-    opened: list[Terminal] = []
+    shown: Terminal | None = None
     since = time.monotonic()  # of the last line, whatever the number of files
 
     def note(text: str) -> None:
-        nonlocal since
-        if text and not opened:
-            opened.append(Terminal(command).__enter__())
-            opened[0].last_line = since
-        for terminal in opened:
-            terminal.note(text)
-            since = terminal.last_line
+        nonlocal shown, since
+        if text and not shown:
+            shown = opened.enter_context(Terminal(command))
+            shown.last_line = since
+        if shown:
+            shown.note(text)
+            since = shown.last_line
         if not text:
-            close()
+            opened.close()
+            shown = None
 
-    def close() -> None:
-        while opened:
-            opened.pop().__exit__(None, None, None)
-
-    try:
-        with hashing_shown(note):
-            yield
-    finally:
-        close()
+    with ExitStack() as opened, hashing_shown(note):
+        yield
 
 
-class Quiet:
-    """Shows nothing; calls of `progress` go to `report`."""
-
-    def __init__(self, stage_name: str = "", report: ProgressCallback | None = None) -> None:
-        self.stage_name, self.report = stage_name, report
-
-    def __enter__(self) -> Quiet:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        pass
-
-    def say(self, line: str) -> None:
-        """Discard the message `line`."""
-
-    def note(self, text: str) -> None:
-        """Discard `text`."""
-
-    def progress(self, done: int, total: int, unit: str) -> None:
-        if self.report:
-            self.report(self.stage_name, done, total, unit)
-
-
-def console_for(stage_name: str, progress: ProgressCallback | bool) -> Terminal | Quiet:
+def console_for(stage_name: str, progress: ProgressCallback | bool) -> Quiet:
     """`progress`: True for the terminal, False for nothing, or a function of (stage, done, total, unit)."""
-    if progress is True:
-        return Terminal(stage_name)
-    return Quiet(stage_name, progress or None)
+    return Terminal(stage_name) if progress is True else Quiet(stage_name, progress or None)
 
 
 def format_table(names: Sequence[str], rows: Iterable[Sequence[Any]], right: Collection[str] = (), null: str = "-") -> str:
@@ -182,7 +167,8 @@ def format_table(names: Sequence[str], rows: Iterable[Sequence[Any]], right: Col
     widths, least = 0, 0
     for index, name in enumerate(names):
         column = [row[index] for row in cells]
-        to_right = name in right or _is_numeric(column)
+        numeric = column and all(isinstance(value, int | float | Decimal | None) for value in column)
+        to_right = name in right or numeric
         width = max(cell_len(text) for text in (name, *(format_cell(value, null) for value in column)))
         narrowest = width if to_right else min(width, NARROWEST)
         table.add_column(Text(name), justify="right" if to_right else "left", min_width=narrowest, overflow="fold")
@@ -194,10 +180,6 @@ def format_table(names: Sequence[str], rows: Iterable[Sequence[Any]], right: Col
     with console.capture() as captured:
         console.print(table)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
-
-
-def _is_numeric(column: Sequence[Any]) -> bool:
-    return bool(column) and all(isinstance(value, int | float | Decimal | None) for value in column)
 
 
 def fold(line: str) -> str:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
+from pipeline.project.project import Project
 from pipeline.terminal import Say, silent
-
-if TYPE_CHECKING:
-    from pipeline.project.project import Project
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,7 +37,6 @@ def find_adapter(project: Project, text: str, step: int | None = None) -> Path:
     `step` is a checkpoint, None for the end of the run; must be None with "best". Raises ValueError if there is none.
     """
     from pipeline.project import runs
-    from pipeline.project.project import Project
 
     path = Path(text).expanduser()
     if path.is_file():
@@ -64,7 +61,8 @@ def adapter_of(project: Project, step: int | None, say: Say = silent, which: str
     """
     from stages.tuner.checkpoint import adapter_damage, find_checkpoints
 
-    check_choice("adapter", which, WHICH)
+    if which not in WHICH:
+        raise ValueError(f"adapter must be one of {', '.join(WHICH)}, got {which!r}")
     if which == "best" and step is not None:
         raise ValueError(
             f"the best adapter has a step of its own: leave out step {step}, or choose the last or the average adapter"
@@ -91,9 +89,9 @@ def adapter_of(project: Project, step: int | None, say: Say = silent, which: str
     return adapter
 
 
-def pair_strengths(adapters: Sequence[str], strengths: Sequence[float], default: str = "last") -> list[tuple[str, float]]:
+def pair_strengths(adapters: Sequence[str], strengths: Sequence[float]) -> list[tuple[str, float]]:
     """(adapter, strength) pairs. Raises ValueError if the numbers differ or a strength is not from -10 to 10."""
-    names = list(adapters) or [default]
+    names = list(adapters) or ["last"]
     if strengths and len(strengths) != len(names):
         raise ValueError(
             f"--strength must be given once for each --adapter, in their order: {len(names)} adapters, {len(strengths)} strengths"
@@ -102,12 +100,6 @@ def pair_strengths(adapters: Sequence[str], strengths: Sequence[float], default:
         if not -STRONGEST <= strength <= STRONGEST:
             raise ValueError(f"--strength must be from -10 to 10, got {strength}")
     return list(zip(names, strengths or [1.0] * len(names), strict=True))
-
-
-def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:
-    """Raise ValueError, with `choices`, unless `value` is one of them."""
-    if value not in choices:
-        raise ValueError(f"{setting} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def file_stem(project: str) -> str:

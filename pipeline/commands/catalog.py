@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.project.project import Project
 from pipeline.project.runs import WINDOW, TrainingRun, differences, find_runs, flatten, present_settings, trains
 from pipeline.store.lock import lock_holder
 from pipeline.terminal import format_cell
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import duckdb
     import pyarrow as pa
 
-    from pipeline.project.project import Project
+    from pipeline.store.table import TableFolder
     from schemas.table import TableSchema
 
 # The value of a bfloat16 word: sign, 8 bits of exponent, 7 of fraction. Denormals count as zero.
@@ -28,7 +29,18 @@ create or replace temp macro bf16(u) as (case
     else (1 - 2 * (u >> 15)::int) * pow(2.0, ((u >> 7) & 255)::int - 127) * (1 + (u & 127) / 128.0) end)::float
 """
 
-COLUMNS = {
+TABLES = {
+    "stage": "string",
+    "built": "bool",
+    "recipe": "string",
+    "rows": "int64",
+    "dead": "int64",
+    "bytes": "int64",
+    "folder": "string",
+    "doc": "string",
+}
+COLUMNS = {"stage": "string", "name": "string", "type": "string", "key": "bool", "doc": "string"}
+RUNS = {
     "run": "string",
     "name": "string",
     "stage": "string",
@@ -62,19 +74,28 @@ def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConne
     import duckdb
     import pyarrow as pa
 
-    from pipeline.project.project import Project
-
     opened = Project(project) if isinstance(project, str | Path) else project
     catalog = connection or duckdb.connect(config={"autoinstall_known_extensions": "false"})  # a typo must not download anything
-    for name in opened.stage_names:
-        folder = opened.folder(name)
-        catalog.register(name, folder.rows() if folder.exists else opened.stage(name).writes.stored.empty_table())
-    catalog.register("tables", _tables(opened))
-    catalog.register("columns", _columns(opened))
     runs = find_runs(opened)
-    kinds = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in COLUMNS.items()])
-    catalog.register("runs", pa.Table.from_pylist([run_facts(opened, run) for run in runs], schema=kinds))
-    for name, rows in {**rows_of_runs(opened, runs), **rows_of_results(opened, runs), **rows_of_commands(opened)}.items():
+    facts = [run_facts(opened, run) for run in runs]
+    registered = {
+        "tables": pa.Table.from_pylist(list(_tables(opened)), schema=pa.schema(TABLES)),
+        "columns": pa.Table.from_pylist(list(_columns(opened)), schema=pa.schema(COLUMNS)),
+        "runs": pa.Table.from_pylist(facts, schema=pa.schema(RUNS)),
+        **rows_of_results(opened, runs),
+    }
+    for name, schema in table_schemas(opened).items():
+        found = [({"recipe": table.folder.name}, table.rows()) for table in folders_of(opened, name)]
+        if name not in opened.stage_names:
+            registered[name] = _joined(("recipe",), found, schema)
+        else:
+            registered[name] = found[0][1] if found else schema.stored.empty_table()
+        if trains(schema):
+            own = [
+                ({"run": run.recipe, "run_name": run.label}, run.rows.cast(schema.stored)) for run in runs if run.stage == name
+            ]
+            registered[f"all_{name}"] = _joined(("run", "run_name"), own, schema)
+    for name, rows in registered.items():
         catalog.register(name, rows)
     catalog.execute(BF16)
     for name, view in opened.pipeline.views.items():
@@ -90,32 +111,44 @@ def dicts(catalog: duckdb.DuckDBPyConnection, sql: str, most: int | None = None,
     return [dict(zip(names, row, strict=True)) for row in found]
 
 
-def _tables(project: Project) -> pa.Table:
-    import pyarrow as pa
-
-    rows = []
-    for name in project.stage_names:
-        folder, doc = project.folder(name), project.stage(name).writes.doc
-        built = folder.exists
-        usage = folder.usage() if built else {"rows": 0, "dead": 0, "bytes": 0}
-        rows.append({"stage": name, "built": built, "recipe": folder.folder.name if built else None, "doc": doc})
-        rows[-1] |= {key: usage[key] for key in ("rows", "dead", "bytes")} | {"folder": str(folder.folder)}
-    kinds = {"stage": pa.string(), "built": pa.bool_(), "recipe": pa.string(), "rows": pa.int64(), "dead": pa.int64()}
-    kinds |= {"bytes": pa.int64(), "folder": pa.string(), "doc": pa.string()}
-    return pa.Table.from_pylist(rows, schema=pa.schema(kinds))
+def table_schemas(project: Project) -> dict[str, TableSchema]:
+    """Of the stages' tables, and of those that commands write, such as generated."""
+    stages = {name: project.stage(name).writes for name in project.stage_names}
+    return stages | {name: load(reference) for name, reference in project.pipeline.tables.items()}
 
 
-def _columns(project: Project) -> pa.Table:
-    import pyarrow as pa
+def folders_of(project: Project, name: str) -> list[TableFolder]:
+    """The built folders whose rows SQL finds as a table: of a stage's one, of a command's table all."""
+    from pipeline.store.table import TableFolder
 
-    rows = []
-    for name in project.stage_names:
-        schema = project.stage(name).writes
+    if name in project.stage_names:
+        found = [project.folder(name)]
+    else:
+        schema = table_schemas(project)[name]
+        found = [TableFolder(path.parent, schema) for path in sorted((project.path / "tables" / name).glob("*/manifest.json"))]
+    return [table for table in found if table.exists]  # one whose manifest is damaged does not
+
+
+def _tables(project: Project) -> Iterator[dict[str, Any]]:
+    for name, schema in table_schemas(project).items():
+        built = folders_of(project, name)
+        usages = [table.usage() for table in built]
+        folder = built[-1].folder if built else project.path / "tables" / name
+        yield {
+            "stage": name,
+            "built": bool(built),
+            "recipe": folder.name if built else None,
+            **{key: sum(usage[key] for usage in usages) for key in ("rows", "dead", "bytes")},
+            "folder": str(folder),
+            "doc": schema.doc,
+        }
+
+
+def _columns(project: Project) -> Iterator[dict[str, Any]]:
+    for name, schema in table_schemas(project).items():
         for field in schema.stored:
             doc = (field.metadata or {}).get(b"doc", b"").decode()
-            rows.append({"stage": name, "name": field.name, "type": str(field.type), "key": field.name in schema.key, "doc": doc})
-    kinds = {"stage": pa.string(), "name": pa.string(), "type": pa.string(), "key": pa.bool_(), "doc": pa.string()}
-    return pa.Table.from_pylist(rows, schema=pa.schema(kinds))
+            yield {"stage": name, "name": field.name, "type": str(field.type), "key": field.name in schema.key, "doc": doc}
 
 
 def run_facts(project: Project, run: TrainingRun) -> dict[str, Any]:
@@ -160,19 +193,6 @@ def plain(value: Any) -> str:
     return "unset" if value is None else format_cell(value if isinstance(value, str | float) else json.dumps(value))
 
 
-def rows_of_runs(project: Project, runs: Sequence[TrainingRun]) -> dict[str, pa.Table]:
-    """Table name -> rows of all runs (all_train), with `run` and `run_name` in front."""
-    found = {}
-    for stage in project.stage_names:
-        schema = project.stage(stage).writes
-        if trains(schema):
-            own = [
-                ({"run": run.recipe, "run_name": run.label}, run.rows.cast(schema.stored)) for run in runs if run.stage == stage
-            ]
-            found[f"all_{stage}"] = _joined(("run", "run_name"), own, schema)
-    return found
-
-
 def rows_of_results(project: Project, runs: Sequence[TrainingRun]) -> dict[str, pa.Table]:
     """Table name -> rows of all settings whose file exists (all_samples), with `recipe` and `run_name` in front.
 
@@ -198,20 +218,6 @@ def rows_of_results(project: Project, runs: Sequence[TrainingRun]) -> dict[str, 
             ]
         schema = pa.schema([("recipe", pa.string()), ("run_name", pa.string()), *stored])
         found[f"all_{name}"] = pa.Table.from_pylist(rows, schema=schema)
-    return found
-
-
-def rows_of_commands(project: Project) -> dict[str, pa.Table]:
-    """Table name -> rows of all folders of a table that a command writes (generated), with `recipe` in front."""
-    from pipeline.store.table import TableFolder
-
-    found = {}
-    for name, reference in project.pipeline.tables.items():
-        schema = load(reference)
-        folders = sorted((project.path / "tables" / name).glob("*/manifest.json"))
-        # One whose manifest is damaged does not exist.
-        tables = [table for folder in folders if (table := TableFolder(folder.parent, schema)).exists]
-        found[name] = _joined(("recipe",), [({"recipe": table.folder.name}, table.rows()) for table in tables], schema)
     return found
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from pipeline.commands import own
 from pipeline.options import with_project
+from pipeline.project.project import Project
 from pipeline.store.disk import TEMPORARY, abandoned, delete, delete_abandoned, format_bytes, size_of
 from pipeline.store.lock import Lock, lock_holder
 from stages.pipelines import load
-
-if TYPE_CHECKING:
-    from pipeline.project.project import Project
 
 
 @click.command("clean")
@@ -30,8 +28,7 @@ if TYPE_CHECKING:
 def command(runs: bool, dry_run: bool, project: Project) -> None:
     """Delete rows and tables of the project that its present settings do not use. A stage has a separate table for each
     choice of settings. Its tables for other settings are deleted only if a run of the stage with the present settings
-    has finished. Results such as trained adapters are kept, unless --runs is given. With --dry-run, the command lists
-    what it would delete, and deletes nothing.
+    has finished. Results such as trained adapters are kept, unless --runs is given.
     """
     for line in clean(project, runs=runs, dry_run=dry_run):
         click.echo(line)
@@ -42,35 +39,28 @@ def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
     for lock in (project.path / "tables").glob("*/*/lock"):  # a running stage holds the lock of the table that it writes
         if holder := lock_holder(lock):
             raise ValueError(f"{lock.parent} is being written by {holder}; wait for it or stop it")
+    parts = [_clean_leftovers(project, dry_run)]
+    parts += [_clean_table(project, name, runs or name not in project.pipeline.results, dry_run) for name in project.stage_names]
     freed = 0
-    for line, count in _clean_leftovers(project, dry_run):
+    for line, count in itertools.chain.from_iterable(parts):
         freed += count
         yield line
-    if find_unused := own(project.config.project.pipeline).unused:
-        for path in load(find_unused)(project):
-            size = size_of(path)
-            freed += size
-            yield f"{path.relative_to(project.path)}, which no present setting uses, {format_bytes(size)}"
-            if not dry_run:
-                delete(path)
-    for name in project.stage_names:
-        for line, count in _clean_table(project, name, runs or name not in project.pipeline.results, dry_run):
-            freed += count
-            yield line
     yield f"{'would free' if dry_run else 'freed'} {format_bytes(freed)}"
 
 
 def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """(line, bytes) for the files of killed commands, and for damaged files that were replaced."""
+    """(line, bytes) for files of killed commands, files that no setting uses, and damaged files that were replaced."""
     tables = project.path / "tables"
-    others = [project.path / name for name in ("", "exports", "weights", "weights/converted")]
-    for folder in (*others, tables, *tables.glob("[!.]*/")):
-        # Temporary files that a running command has locked are not abandoned.
-        for path in abandoned(folder):
-            size = size_of(path)
-            yield f"{path.relative_to(project.path)}, left by a killed command, {format_bytes(size)}", size
-            if not dry_run:
-                delete(path)
+    folders = [*(project.path / name for name in ("", "exports", "weights", "weights/converted")), tables, *tables.glob("[!.]*/")]
+    # Temporary files that a running command has locked are not abandoned.
+    left = ((path, "left by a killed command") for folder in folders for path in abandoned(folder))
+    find_unused = own(project.config.project.pipeline).unused
+    unused = load(find_unused)(project) if find_unused else ()
+    for path, why in itertools.chain(left, ((path, "which no present setting uses") for path in unused)):
+        size = size_of(path)
+        yield f"{path.relative_to(project.path)}, {why}, {format_bytes(size)}", size
+        if not dry_run:
+            delete(path)
     for folder in sorted(path for path in tables.glob("*/[!.]*") if path.is_dir() and not path.is_symlink()):
         leftovers = [*abandoned(folder, below=True), *folder.glob("damaged")]
         size = sum(map(size_of, leftovers))

@@ -90,17 +90,13 @@ def measure(name: str, budget: int) -> Iterator[dict[str, Any]]:
     for each in map(own, stages.PIPELINES):
         probes |= load(each.probes)(name, budget) if each.probes else {}
     for title, probe in probes.items():
-        yield measured(title, probe)
-
-
-def measured(title: str, probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    began = time.perf_counter()
-    click.echo(f"probe: {title}", err=True)
-    try:
-        figures = probe()
-    except (ValueError, RuntimeError) as error:
-        figures = {"error": " ".join(str(error).split())}
-    return {"probe": title, **figures, "wall_s": round(time.perf_counter() - began, 2)}
+        began = time.perf_counter()
+        click.echo(f"probe: {title}", err=True)
+        try:
+            figures = probe()
+        except (ValueError, RuntimeError) as error:
+            figures = {"error": " ".join(str(error).split())}
+        yield {"probe": title, **figures, "wall_s": round(time.perf_counter() - began, 2)}
 
 
 def product() -> dict[str, Any]:

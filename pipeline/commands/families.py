@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,41 +33,37 @@ def command(found: bool, folders: tuple[Path, ...]) -> None:
     """
     if folders and not found:
         raise click.UsageError("--in needs --found")
-    rows = [(family.name, family.title, family.licence, family.source) for _, family in all_families()]
-    table = format_table(("family", "model", "licence", "weights"), rows)
-    click.echo("\n".join(found_lines(folders)) if found else table)
+    if found:
+        for line in found_lines(folders):
+            click.echo(line)
+    else:
+        rows = [(family.name, family.title, family.licence, family.source) for family in all_families()]
+        click.echo(format_table(("family", "model", "licence", "weights"), rows))
 
 
-def found_lines(folders: Sequence[Path] = ()) -> Iterator[str]:
+def found_lines(folders: Sequence[Path]) -> Iterator[str]:
     """Found components, and how [project] names a complete family or a component. No folders: the usual ones."""
     from pipeline.project.found import complete_roots, places, search
     from stages.models.family import Family
 
-    families = {name: record for name, record in all_families() if isinstance(record, Family) and record.hub}
+    families = {record.name: record for record in all_families() if isinstance(record, Family) and record.hub}
     searched = list(folders) or places()
     found = [each for place in searched for each in search(place, families)]
     if not found:
         yield f"no weights of a family were found in {', '.join(map(str, searched)) or 'the usual folders'}"
         return
-    names = ("component", "of", "GB", "form", "missing", "path")
-    yield format_table(
-        names,
-        [
-            (each.component, ", ".join(each.families), f"{each.size / 1e9:.3g}", each.form, each.missing or None, each.path)
-            for each in found
-        ],
-        right=("GB",),
-    )
-    total = sum(each.size for each in found)
-    yield f"{len(found)} components, {format_bytes(total)}"
+    rows = [
+        (each.component, ", ".join(each.families), f"{each.size / 1e9:.3g}", each.form, each.missing or None, each.path)
+        for each in found
+    ]
+    yield format_table(("component", "of", "GB", "form", "missing", "path"), rows, right=("GB",))
+    yield f"{len(found)} components, {format_bytes(sum(each.size for each in found))}"
     for name, root in complete_roots(found, families):
         yield f'{name} is complete: family = "{name}", weights = "{root}" in [project]'
     if alone := next((each for each in found if each.component in families[each.families[0]].folders), None):
         yield f'one component alone: components = {{ {alone.component} = "{alone.path}" }} in [project]'
 
 
-def all_families() -> Iterator[tuple[str, Family]]:
-    for name in stages.PIPELINES:
-        pipeline = stages.pipeline(name)
-        families: Mapping[str, Family] = load(pipeline.families) if pipeline.families else {}
-        yield from families.items()
+def all_families() -> list[Family]:
+    tables = [pipeline.families for pipeline in map(stages.pipeline, stages.PIPELINES) if pipeline.families]
+    return [family for table in tables for family in load(table).values()]

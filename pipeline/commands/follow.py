@@ -5,15 +5,13 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from pipeline.options import with_project
+from pipeline.project.project import Project
 from stages.pipelines import Chain, Query, load
-
-if TYPE_CHECKING:
-    from pipeline.project.project import Project
 
 NAMED = 5  # rows that are named if a text matches several
 
@@ -25,10 +23,7 @@ def command(text: str | None, project: Project) -> None:
     """Show what every stage computed from one input. TEXT names the input, for instance by its path or a part of the path; the
     pipeline decides what else TEXT may be.
     """
-    if not text:
-        chain = chain_of(project)
-        raise ValueError(f"follow needs a text: {chain.text}; with make: make follow WHAT=TEXT")
-    for line in follow(project, text):
+    for line in follow(project, text or ""):
         click.echo(line)
 
 
@@ -36,7 +31,11 @@ def follow(project: Project, text: str) -> Iterator[str]:
     """What every stage computed from one input. Raises ValueError if `text` matches none, or several."""
     from pipeline.commands.catalog import dicts, open_catalog
 
-    chain = chain_of(project)
+    if not project.pipeline.follow:
+        raise ValueError(f"the pipeline {project.pipeline.name} has no description of how to follow an input (Pipeline.follow)")
+    chain: Chain = load(project.pipeline.follow)
+    if not text:
+        raise ValueError(f"follow needs a text: {chain.text}; with make: make follow WHAT=TEXT")
     query = functools.partial(dicts, open_catalog(project))
     row = find_row(project, chain, query, text)
     built = {each["stage"] for each in query("select stage from tables where built")}
@@ -44,13 +43,6 @@ def follow(project: Project, text: str) -> Iterator[str]:
         lines = list(tell(query, row)) or ["none"] if table in built else [f"not built yet; run: make {table}"]
         for number, line in enumerate(lines):
             yield f"{table if number == 0 else '':9} {line}"
-
-
-def chain_of(project: Project) -> Chain:
-    if not project.pipeline.follow:
-        raise ValueError(f"the pipeline {project.pipeline.name} has no description of how to follow an input (Pipeline.follow)")
-    chain: Chain = load(project.pipeline.follow)
-    return chain
 
 
 def find_row(project: Project, chain: Chain, query: Query, text: str) -> dict[str, Any]:

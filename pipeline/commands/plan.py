@@ -23,8 +23,8 @@ PLANS = "Plan whole computes no block twice, plan blocks every block; a number: 
 @with_project
 def command(project: Project, gigabytes: float | None) -> int:
     """Show what each stage will need: rows, disk, memory, time. Memory and disk are computed from shapes, without
-    loading a model. Time is computed from the speed of the last run. --memory sets the memory that a stage may take, in
-    GB. The exit code is 2 if a stage does not fit into memory, else 0.
+    loading a model. Time is computed from the speed of the last run. The exit code is 2 if a stage does not fit into
+    memory, else 0.
     """
     if gigabytes is not None and gigabytes <= 0:
         raise ValueError(f"--memory must be > 0 GB, got {gigabytes:g}")

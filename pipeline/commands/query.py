@@ -6,11 +6,10 @@ import csv
 import io
 import json
 import math
-import os
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -96,17 +95,16 @@ def command(
     """
     limits = Limits(seconds, memory_gb, unsafe)
     files = {kind: path for kind, path in (("csv", csv_file), ("json", json_file), ("parquet", parquet)) if path}
-    if not sql and (csv_file or json_file):
-        raise ValueError('--csv and --json write the answer of a query; give SQL, for instance: "select * from tables"')
-    if parquet and not sql:
-        export_parquet(project, parquet)
-        click.echo(f"wrote {parquet / 'catalog.duckdb'} and a Parquet file per table")
-    elif not sql:
+    if not sql and list(files) != ["parquet"]:
         raise ValueError('no SQL given; for instance: latentmill query "select * from tables"')
+    if not sql:
+        *_, database = export_parquet(project, files["parquet"])
+        click.echo(f"wrote {database} and a Parquet file per table")
     elif not files:
         click.echo(run_query(project, sql, style, limits))
-    for kind, path in files.items() if sql else ():
-        click.echo(f"wrote {write_answer(project, sql or '', path, kind, limits)} rows to {path}")
+    else:
+        for kind, path in files.items():
+            click.echo(f"wrote {write_answer(project, sql, path, kind, limits)} rows to {path}")
 
 
 @click.command("panel")
@@ -115,8 +113,7 @@ def command(
 @with_project
 def panel_command(name: str | None, style: str, project: Project) -> None:
     """Show the answer to a stored query of the pipeline. Such a query is called a panel. NAME is the name of the panel,
-    such as `loss`. Without NAME, all panels of the project's pipeline are listed. --format prints the answer as a
-    table, as CSV or as JSON.
+    such as `loss`. Without NAME, all panels of the project's pipeline are listed.
     """
     if name:
         click.echo(format_rows(answer_panel(project, name), style))
@@ -138,17 +135,12 @@ def answer_panel(project: Project, name: str) -> pa.Table:
 def answer(project: Project, sql: str, limits: Limits = USUAL) -> pa.Table:
     """The rows of a query. Raises NotBuilt if it names a table that is not built, ValueError for any other mistake."""
     with _catalog_for(project, sql, limits) as catalog:
-        result: Any = catalog.sql(sql)
-        if result is None:
-            raise ValueError("the SQL returns no rows; for instance: select * from tables")
-        table: pa.Table = result.to_arrow_table()
+        table: pa.Table = _relation(catalog, sql).to_arrow_table()
     return table
 
 
 def run_query(project: Project, sql: str, style: str = "table", limits: Limits = USUAL) -> str:
     """The rows of a query as text, at most `MOST_ROWS`; raises as `answer` does. `style` is one of `STYLES`."""
-    if style not in STYLES:
-        raise ValueError(f"the style must be one of {', '.join(STYLES)}, got {style!r}")
     with _catalog_for(project, sql, limits) as catalog:
         names = _begin(catalog, sql)
         rows = catalog.fetchmany(MOST_ROWS + 1)
@@ -168,10 +160,7 @@ def write_answer(project: Project, sql: str, path: Path, kind: str, limits: Limi
     path.absolute().parent.mkdir(parents=True, exist_ok=True)
     with _catalog_for(project, sql, limits) as catalog, atomic_write(path.absolute()) as temporary:
         if kind == "parquet":
-            relation = catalog.sql(sql)
-            if relation is None:  # empty SQL, or a statement that has no rows
-                raise ValueError("the SQL gives no rows to write; for instance: select * from tables")
-            reader: Any = relation.to_arrow_reader(CHUNK)
+            reader = _relation(catalog, sql).to_arrow_reader(CHUNK)
             with pq.ParquetWriter(temporary, reader.schema) as writer:
                 for batch in reader:
                     writer.write_batch(batch)
@@ -187,6 +176,13 @@ def write_answer(project: Project, sql: str, path: Path, kind: str, limits: Limi
                 count += len(rows)
             file.write("\n]\n" if kind == "json" else "\n")
     return count
+
+
+def _relation(catalog: duckdb.DuckDBPyConnection, sql: str) -> Any:
+    relation = catalog.sql(sql)
+    if relation is None:  # empty SQL, or a statement that has no rows
+        raise ValueError("the SQL returns no rows; for instance: select * from tables")
+    return relation
 
 
 def _begin(catalog: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
@@ -224,7 +220,8 @@ def _not_built(project: Project, sql: str, catalog: duckdb.DuckDBPyConnection) -
     named = {word.lower() for word in words}  # only a SELECT can be parsed; of other statements every word counts
     named.update(*(view.needs for name, view in project.pipeline.views.items() if name in named))
     for (name,) in catalog.execute("select stage from tables where not built").fetchall():
-        if name in named:
+        # A command's table has no rows until that command runs.
+        if name in named and name in project.stage_names:
             yield name
 
 
@@ -232,23 +229,16 @@ def export_parquet(project: Project, out: Path) -> list[Path]:
     """Write every table as a Parquet file, and a DuckDB database with all of them; files of an earlier export are replaced."""
     catalog = open_catalog(project)
     names = [*project.stage_names, *project.pipeline.tables, "tables", "columns"]
-    out.mkdir(parents=True, exist_ok=True)
-    temporaries = {out / f"{name}.parquet": out / f".tmp-{os.getpid()}-{name}.parquet" for name in names}
-    temporaries[out / "catalog.duckdb"] = file = out / f".tmp-{os.getpid()}-catalog.duckdb"
-    try:
+    paths = [*(out / f"{name}.parquet" for name in names), out / "catalog.duckdb"]
+    with ExitStack() as stack:  # files get their names only when all are written
+        *files, database = (stack.enter_context(atomic_write(path)) for path in paths)
         # Every DuckDB from 1.0 on reads this format.
-        catalog.execute(f"attach {_quoted(file)} as exported (storage_version 'v1.0.0')")
-        for name in names:
-            catalog.execute(f"copy (from {name}) to {_quoted(temporaries[out / f'{name}.parquet'])} (format parquet)")
+        catalog.execute(f"attach {_quoted(database)} as exported (storage_version 'v1.0.0')")
+        for name, file in zip(names, files, strict=True):
+            catalog.execute(f"copy (from {name}) to {_quoted(file)} (format parquet)")
             catalog.execute(f"create table exported.{name} as from {name}")
         catalog.execute("detach exported")
-        # Files get their names only when all are written.
-        for path, temporary in temporaries.items():
-            temporary.replace(path)
-    finally:
-        for temporary in temporaries.values():
-            temporary.unlink(missing_ok=True)
-    return list(temporaries)
+    return paths
 
 
 def _explain(error: Exception, sql: str, catalog: duckdb.DuckDBPyConnection) -> str:
@@ -257,8 +247,7 @@ def _explain(error: Exception, sql: str, catalog: duckdb.DuckDBPyConnection) -> 
     if "Table with name" in message:
         views = "select view_name from duckdb_views() where temporary and not internal order by 1"
         found = catalog.execute(f"select stage from tables union all ({views})").fetchall()
-        names = dict.fromkeys(str(name) for (name,) in found)
-        return f"{message} There are {', '.join(names)}."
+        return f"{message} There are {', '.join(dict.fromkeys(name for (name,) in found))}."
     if re.search(r"column.*(not found|does not exist|FROM clause)|not have a column", message, re.IGNORECASE):
         for name, columns in catalog.execute(
             "select stage, string_agg(name, ', ') from columns group by stage order by stage"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def command(stage: str, only: bool, measured: bool, run_name: str, project: Project) -> None:
     """Run one stage, which brings its table up to date. STAGE is the name of a table in `latentmill status`; `latentmill
     STAGE` is short for it. The tables that the stage reads are brought up to date first, each by a process of its own;
-    --only takes them as they are. With --memory, MLX's memory is measured too. --name names the run of a stage that trains.
+    --only takes them as they are.
     """
     from pipeline import runner
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from pipeline.commands.catalog import plain, rows_of_results, run_facts
 from pipeline.options import with_project
+from pipeline.project.project import Project
 from pipeline.project.runs import TrainingRun, find_run, find_runs, rename
 from pipeline.terminal import format_cell, format_seconds, format_table
 from stages.pipelines import load
-
-if TYPE_CHECKING:
-    from pipeline.project.project import Project
 
 SHOWN = 3  # settings that a line of the list names
 ROWS = 10  # stretches of the curves, of equal length
@@ -43,15 +41,19 @@ def command(run: str | None, name: str | None, project: Project) -> None:
     """
     if name and not run:
         raise ValueError("which run? latentmill runs RUN --name NAME; `latentmill runs` lists them")
-    if run:
+    if not run:
+        click.echo(list_runs(project) or f"{project.name} has no run yet; run: latentmill train")
+    else:
         found = find_run(project, run)
         if name:
             rename(project, found, name)
             click.echo(f"the run {found.recipe} is called {name}")
         else:
-            click.echo(describe_run(project, found))
-        return
-    click.echo(list_runs(project) or f"{project.name} has no run yet; run: latentmill train")
+            facts = run_facts(project, found)
+            facts["seconds"] = format_seconds(facts["seconds"])
+            lines = [(key, value) for key, value in facts.items() if key not in ("settings", "differs", "different", "versions")]
+            lines += [(key, f"{plain(mine)}, now {plain(now)}") for key, (mine, now) in facts["different"].items()]
+            click.echo(format_table(("fact", "value"), lines))
 
 
 def list_runs(project: Project) -> str:
@@ -60,26 +62,17 @@ def list_runs(project: Project) -> str:
         facts = run_facts(project, run)
         different = [f"{key.removeprefix(run.stage + '.')} {plain(value)}" for key, (value, _) in facts["different"].items()]
         more = f" and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
+        same = "present settings" if run.current else "none: other data, weights or version"
         rows.append(
             (
                 f"{run.label}{' *' if run.current else ''}",
                 f"{facts['steps']}/{facts['wanted_steps']}" if facts["wanted_steps"] else str(facts["steps"]),
                 None if facts["loss"] is None else f"{facts['loss']:.4g}",
                 f"{facts['best_step']}: {facts['best_loss']:.4g}" if facts["best_step"] else None,
-                ", ".join(different[:SHOWN]) + more
-                if different
-                else ("present settings" if run.current else "none: other data, weights or version"),
+                ", ".join(different[:SHOWN]) + more or same,
             )
         )
     return format_table(("run", "steps", "loss", "best", "settings that differ"), rows, right=("steps", "loss")) if rows else ""
-
-
-def describe_run(project: Project, run: TrainingRun) -> str:
-    facts = run_facts(project, run)
-    facts["seconds"] = format_seconds(facts["seconds"])
-    lines = [(key, value) for key, value in facts.items() if key not in ("settings", "differs", "different", "versions")]
-    lines += [(key, f"{plain(mine)}, now {plain(now)}") for key, (mine, now) in facts["different"].items()]
-    return format_table(("fact", "value"), lines)
 
 
 @click.command("compare")
@@ -131,7 +124,10 @@ def compare(project: Project, runs: Sequence[TrainingRun], out: Path | None = No
         fact["seconds"] = format_seconds(fact["seconds"])
     yield format_table(("", *heads), [(name, *(fact[key] for fact in facts)) for name, key in SHOWN_FACTS.items()])
     yield ""
-    yield _settings(runs)
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    settings = [(key, *(run.settings.get(key) for run in runs)) for key in keys]
+    differ = [[format_cell(value, "unset") for value in row] for row in settings if len(set(map(repr, row[1:]))) > 1]
+    yield format_table(("setting", *heads), differ) if differ else "no setting differs: the runs were trained on different data"
     yield ""
     yield format_table(("mean loss of steps", *heads), _curves(runs))
     if steps := sorted({step for run in runs for step in run.held_out}):
@@ -140,45 +136,29 @@ def compare(project: Project, runs: Sequence[TrainingRun], out: Path | None = No
             ("held-out loss at step", *heads), [(step, *(run.held_out.get(step) for run in runs)) for step in steps]
         )
     if project.pipeline.side_by_side:
-        draw = load(project.pipeline.side_by_side)
         target = out or project.path / "exports" / f"{'-and-'.join(heads)}.png"
         rows = [
             row | {"file": project.path / "tables" / name.removeprefix("all_") / row["recipe"] / "artifacts" / row["path"]}
             for name, table in rows_of_results(project, runs).items()
             for row in table.to_pylist()
         ]
-        written = draw([(run.label, run.adapters) for run in runs], rows, target)
+        written = load(project.pipeline.side_by_side)([(run.label, run.adapters) for run in runs], rows, target)
+        none = "no results with equal prompts and seeds to show side by side; run: make samples"
         yield ""
-        yield (
-            f"side by side: {written}"
-            if written
-            else "no results with equal prompts and seeds to show side by side; run: make samples"
-        )
-
-
-def _settings(runs: Sequence[TrainingRun]) -> str:
-    keys = dict.fromkeys(key for run in runs for key in run.settings)
-    rows = [(key, *(run.settings.get(key) for run in runs)) for key in keys]
-    rows = [row for row in rows if len({repr(value) for value in row[1:]}) > 1]
-    if not rows:
-        return "no setting differs: the runs were trained on different data"
-    return format_table(("setting", *(run.label for run in runs)), [[format_cell(v, "unset") for v in row] for row in rows])
+        yield f"side by side: {written}" if written else none
 
 
 def _curves(runs: Sequence[TrainingRun]) -> list[tuple[Any, ...]]:
     """Mean loss of each run over about `ROWS` stretches of equal length; None where a run has no step."""
-    last = max((run.steps["step"][-1].as_py() for run in runs if run.steps.num_rows), default=0)
+    losses = [dict(zip(*run.steps.select(["step", "loss"]).to_pydict().values(), strict=True)) for run in runs]
+    last = max((max(by_step, default=0) for by_step in losses), default=0)
     width = max(1, -(-last // ROWS))
-    means = []
-    for run in runs:
-        found: dict[int, list[float]] = {}
-        for row in run.steps.to_pylist():
-            found.setdefault((row["step"] - 1) // width, []).append(row["loss"])
-        means.append({place: sum(values) / len(values) for place, values in found.items()})
-    return [
-        (f"{place * width + 1} to {min((place + 1) * width, last)}", *(mean.get(place) for mean in means))
-        for place in range(-(-last // width) if last else 0)
-    ]
+    rows = []
+    for first in range(1, last + 1, width):
+        end = min(first + width - 1, last)
+        parts = [[loss for step, loss in by_step.items() if first <= step <= end] for by_step in losses]
+        rows.append((f"{first} to {end}", *(sum(part) / len(part) if part else None for part in parts)))
+    return rows
 
 
 def best(project: Project, run: TrainingRun, by: str | None = None) -> Iterator[str]:

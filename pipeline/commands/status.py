@@ -5,16 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from pipeline.options import with_project
+from pipeline.project.project import Project
 from pipeline.store.disk import format_bytes
 from pipeline.terminal import format_table
-
-if TYPE_CHECKING:
-    from pipeline.project.project import Project
 
 
 @click.command("status")
@@ -123,21 +120,19 @@ def render(project: Project, more: bool = False) -> str:
 
     family = f"family {project.family.name}, " if project.pipeline.families else ""
     rows = [
-        (
-            each.stage_name,
-            each.recipe,
-            each.rows,
-            each.dead,
-            format_bytes(each.nbytes),
-            format_bytes(each.peak) if each.peak else None,
-            describe(each),
-        )
+        {
+            "table": each.stage_name,
+            "recipe": each.recipe,
+            "rows": each.rows,
+            "dead": each.dead,
+            "size": format_bytes(each.nbytes),
+            "peak": format_bytes(each.peak) if each.peak else None,
+            "state": describe(each),
+        }
         for each in states(project)
     ]
-    names = ("table", "recipe", "rows", "dead", "size", "peak", "state")
-    shown = [index for index, name in enumerate(names) if more or name not in ("recipe", "dead", "peak")]
-    cells = [[row[index] for index in shown] for row in rows]
-    table = format_table([names[index] for index in shown], cells, right=("size", "peak"))
+    names = [name for name in rows[0] if more or name not in ("recipe", "dead", "peak")]
+    table = format_table(names, [[row[name] for name in names] for row in rows], right=("size", "peak"))
     path = project.path
     with suppress(ValueError):
         path = path.resolve().relative_to(Path.cwd())

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipeline.commands.catalog import table_schemas
 from pipeline.options import with_project
 from pipeline.store.disk import stamp
-from pipeline.terminal import ProgressCallback, Say, silent
+from pipeline.terminal import Say, silent
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
     from pipeline.store.table import TableFolder
-    from schemas.table import TableSchema
 
 DAMAGED = 1  # the exit code if something is damaged
 NAMED = 3  # rows that a line names
@@ -31,16 +31,7 @@ def command(repair: bool, project: Project) -> int:
     tables made from them. With --repair, damaged rows and files are removed and made again. The exit code is 1 if a
     file is damaged at the end, else 0.
     """
-    found = list(find_damage(project, say=click.echo))
-    for finding in found:
-        click.echo(str(finding))
-    if repair and found:
-        repair_project(project, found, say=click.echo, progress=True)
-        project.refresh()
-        found = list(find_damage(project))
-        for finding in found:
-            click.echo(f"still damaged: {finding}")
-    if found:
+    if found := verify(project, repair, click.echo, progress=True):
         click.echo(f"{len(found)} damaged" + ("" if repair else f"; run: latentmill verify --repair --project {project.path}"))
         return DAMAGED
     click.echo("everything that has a checksum agrees with it")
@@ -66,13 +57,27 @@ class Finding:
         return line + (f"; used by {', '.join(self.affects)}" if self.affects else "")
 
 
+def verify(project: Project, repair: bool, say: Say = silent, progress: bool = False) -> list[Finding]:
+    """The damaged files; with `repair`, those that remain after damaged rows and files are made again."""
+    found = list(find_damage(project, say))
+    for finding in found:
+        say(str(finding))
+    if repair and found:
+        repair_project(project, found, say, progress)
+        project.refresh()
+        found = list(find_damage(project))
+        for finding in found:
+            say(f"still damaged: {finding}")
+    return found
+
+
 def find_damage(project: Project, say: Say = silent) -> Iterator[Finding]:
     """A table that is being written is left out."""
     from pipeline.store.lock import lock_holder
     from pipeline.store.table import TableFolder
     from stages.hashing import file_sha256
 
-    for name, schema in _schemas(project).items():
+    for name, schema in table_schemas(project).items():
         built = [n for n in project.stage_names if any((project.path / "tables" / n).glob("*/manifest.json"))]
         affected = tuple(n for n in built if name in project.pipeline.upstream(n))
         for path in sorted((project.path / "tables" / name).glob("[!.]*/")):
@@ -91,14 +96,6 @@ def find_damage(project: Project, say: Say = silent) -> Iterator[Finding]:
             yield Finding("weights", path.parent, path.name, "differs from its sha256; fetch it again")
 
 
-def _schemas(project: Project) -> dict[str, TableSchema]:
-    """Of the stages' tables, and of those that commands write, such as generated."""
-    from stages.pipelines import load
-
-    stages = {name: project.stage(name).writes for name in project.stage_names}
-    return stages | {name: load(reference) for name, reference in project.pipeline.tables.items()}
-
-
 def _damaged_results(project: Project, table: TableFolder, known: set[str], affects: tuple[str, ...]) -> Iterator[Finding]:
     """Checkpoints with a missing file, and a missing final adapter. `known`: files that were found damaged already."""
     from stages.tuner import checkpoint
@@ -114,12 +111,7 @@ def _damaged_results(project: Project, table: TableFolder, known: set[str], affe
         yield Finding(name, table.folder, f"artifacts/{checkpoint.ADAPTER}", "is missing", (), affects)
 
 
-def repair_project(
-    project: Project,
-    found: Sequence[Finding],
-    say: Say = silent,
-    progress: ProgressCallback | bool = False,
-) -> None:
+def repair_project(project: Project, found: Sequence[Finding], say: Say, progress: bool) -> None:
     """Remove damaged rows and files, and compute those of the present settings again.
 
     Tables of other settings only lose rows, which the next run with those settings makes again, as do tables that a command
@@ -129,7 +121,7 @@ def repair_project(
     from pipeline.store.table import TableFolder, Writer
     from pipeline.terminal import console_for
 
-    for name, schema in _schemas(project).items():
+    for name, schema in table_schemas(project).items():
         folders = {each.folder for each in found if each.table == name}
         for folder in sorted(folders):
             own = [each for each in found if each.folder == folder]

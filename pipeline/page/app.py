@@ -56,8 +56,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        refusal = refused(headers)
-        if refusal:
+        if refusal := refused(headers):
             await PlainTextResponse(refusal[1], refusal[0])(scope, receive, send)
             return
 
@@ -75,9 +74,8 @@ def refused(headers: dict[str, str]) -> tuple[int, str] | None:
     # A site whose name was rebound to 127.0.0.1 sends its own name.
     if host.rpartition(":")[0] not in HOSTS and host not in HOSTS:
         return 403, "this page answers on this machine alone: open http://127.0.0.1"
-    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        return 403, "a page of another site may not use this one"
-    if headers.get("origin", f"http://{host}") != f"http://{host}":
+    origin = headers.get("origin", f"http://{host}")
+    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") or origin != f"http://{host}":
         return 403, "a page of another site may not use this one"
     length = headers.get("content-length", "0")
     if not length.isdecimal() or int(length) > MOST_BYTES:
@@ -166,18 +164,15 @@ class Answers:
                 body += part
                 if len(body) > MOST_BYTES:
                     return PlainTextResponse(f"at most {MOST_BYTES} bytes", 413)
-            return await run_in_threadpool(self._change, change, request.path_params["page"], body)
+            try:
+                asked = json.loads(body)
+                if not isinstance(asked, dict):
+                    raise ValueError("the body must be a JSON object")
+                return await run_in_threadpool(change, self, request.path_params["page"], asked)
+            except (ValueError, OSError) as error:
+                return PlainTextResponse(" ".join(str(error).split())[:300], 400)
 
         return answer
-
-    def _change(self, change: Change, page: str, body: bytes) -> Response:
-        try:
-            asked = json.loads(body)
-            if not isinstance(asked, dict):
-                raise ValueError("the body must be a JSON object")
-            return change(self, page, asked)
-        except (ValueError, OSError) as error:
-            return PlainTextResponse(" ".join(str(error).split())[:300], 400)
 
     def picture(self, request: Request) -> Response:
         """WebP of the given "size" (the longer side), or with size=file the unchanged PNG."""

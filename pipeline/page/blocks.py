@@ -8,16 +8,14 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipeline.commands.catalog import dicts, open_catalog, run_facts
+from pipeline.commands.catalog import run_facts
 from pipeline.commands.status import describe, states
+from pipeline.project.project import Project
 from pipeline.project.runs import find_runs, trains
 from pipeline.store.disk import format_bytes
-from stages.pipelines import Block, Cards, Chart, Editor, Listing, Page, Sheet, load
-
-if TYPE_CHECKING:
-    from pipeline.project.project import Project
+from stages.pipelines import Block, Cards, Chart, Editor, Listing, Page, Query, Sheet, load
 
 CELL = 240  # letters of a cell
 ROWS_SHOWN = 200  # rows of a table
@@ -25,16 +23,6 @@ PER_PAGE = 60  # cards and texts on one page
 POINTS = 400  # points of a curve, about
 
 Row = dict[str, Any]
-
-
-class Catalog:
-    """The tables and views of a project as they were when it was opened."""
-
-    def __init__(self, project: Project) -> None:
-        self.connection = open_catalog(project)
-
-    def rows(self, sql: str, most: int | None = None, **values: Any) -> list[Row]:
-        return dicts(self.connection, sql, most, **values)
 
 
 @contextmanager
@@ -124,35 +112,35 @@ def overview(project: Project) -> Row:
     }
 
 
-def block_data(catalog: Catalog, block: Block, chosen: Mapping[str, str], folder: Path) -> Row:
+def block_data(query: Query, block: Block, chosen: Mapping[str, str], folder: Path) -> Row:
     """The variables of a block's template. If its query fails, "error" has the message."""
     data: Row = {"kind": type(block).__name__.lower(), "title": block.title}
     with errors_as_text(data):
         if isinstance(block, Chart):
             # The JSON stands in a script element, which "</script" would end.
-            data["chart"] = json.dumps(chart_data(catalog.rows(block.sql), block)).replace("<", "\\u003c")
+            data["chart"] = json.dumps(chart_data(query(block.sql), block)).replace("<", "\\u003c")
         elif isinstance(block, Listing):
-            (total,) = catalog.rows(f"select count(*) as rows from ({block.sql})")
-            data |= listing_data(catalog.rows(block.sql, most=ROWS_SHOWN), total["rows"])
+            (total,) = query(f"select count(*) as rows from ({block.sql})")
+            data |= listing_data(query(block.sql, most=ROWS_SHOWN), total["rows"])
         elif isinstance(block, Cards):
-            data |= cards_data(catalog, block, chosen)
+            data |= cards_data(query, block, chosen)
         elif isinstance(block, Sheet):
-            data |= sheet_data(catalog.rows(block.sql))
-        elif isinstance(block, Editor):
-            data |= editor_data(catalog, block, chosen, folder)
+            data |= sheet_data(query(block.sql))
+        else:
+            data |= editor_data(query, block, chosen, folder)
     return data
 
 
 def chart_data(rows: list[Row], block: Chart) -> Row:
-    curves: dict[str, tuple[list[Any], list[Any]]] = {}
+    traces: dict[str, Row] = {}
     for row in rows:
-        y = float(f"{row['y']:.6g}") if row["y"] is not None and math.isfinite(row["y"]) else None
-        xs, ys = curves.setdefault(str(row["series"]), ([], []))
-        xs.append(row["x"])
-        ys.append(y)
-    mode = "lines+markers" if max((len(xs) for xs, _ in curves.values()), default=0) <= 40 else "lines"
-    traces = [{"name": name, "x": xs, "y": ys, "mode": mode, "type": "scatter"} for name, (xs, ys) in curves.items()]
-    return {"traces": traces, "x": block.x_title, "y": block.y_title, "log": block.log}
+        name = str(row["series"])
+        trace = traces.setdefault(name, {"name": name, "x": [], "y": [], "type": "scatter"})
+        trace["x"].append(row["x"])
+        trace["y"].append(float(f"{row['y']:.6g}") if row["y"] is not None and math.isfinite(row["y"]) else None)
+    few = all(len(trace["x"]) <= 40 for trace in traces.values())
+    curves = [trace | {"mode": "lines+markers" if few else "lines"} for trace in traces.values()]
+    return {"traces": curves, "x": block.x_title, "y": block.y_title, "log": block.log}
 
 
 def listing_data(rows: list[Row], count: int) -> Row:
@@ -171,20 +159,20 @@ def _cell(value: Any) -> Any:
     return text if len(text) <= CELL else f"{text[:CELL]} …"
 
 
-def cards_data(catalog: Catalog, block: Cards, chosen: Mapping[str, str]) -> Row:
+def cards_data(query: Query, block: Cards, chosen: Mapping[str, str]) -> Row:
     counts = {"all": "true", **block.filters}
-    name = chosen.get("filter", "all") if chosen.get("filter", "all") in counts else "all"
-    order = chosen.get("order", "") if chosen.get("order") in block.orders else next(iter(block.orders), "")
+    name = chosen["filter"] if chosen.get("filter") in counts else "all"
+    order = chosen["order"] if chosen.get("order") in block.orders else next(iter(block.orders), "")
     find = chosen.get("find", "") if block.searched else ""
     source = f"select * from ({block.sql}) where contains(lower({block.searched}), lower($find))" if find else block.sql
     values: Row = {"find": find} if find else {}
     sums = ", ".join(f"count(*) filter ({condition}) as n{number}" for number, condition in enumerate(counts.values()))
-    numbers = list(catalog.rows(f"select {sums} from ({source})", **values)[0].values())
+    numbers = list(query(f"select {sums} from ({source})", **values)[0].values())
     page, pages = page_number(chosen, numbers[list(counts).index(name)])
     ordered = f" order by {block.orders[order]}" if order else ""
     shown = f"select * from ({source}) where {counts[name]}{ordered} limit {PER_PAGE} offset {page * PER_PAGE}"
     return {
-        "cards": catalog.rows(shown, **values),
+        "cards": query(shown, **values),
         "filters": list(zip(counts, numbers, strict=True)),
         "filter": name,
         "orders": list(block.orders),
@@ -229,8 +217,8 @@ where phrase <> '' group by phrase having count(*) > 1 order by texts desc, phra
 class Texts:
     """The texts of one editor, with the edits so far."""
 
-    def __init__(self, catalog: Catalog, block: Editor, folder: Path) -> None:
-        self.catalog, self.block, self.folder = catalog, block, folder
+    def __init__(self, query: Query, block: Editor, folder: Path) -> None:
+        self.query, self.block = query, block
         edits: dict[str, str] = load(block.read)(folder)
         self.values: Row = {"keys": list(edits), "texts": list(edits.values())}
 
@@ -239,7 +227,7 @@ class Texts:
         import duckdb
 
         try:
-            return self.catalog.rows(SHOWN.format(sql=self.block.sql) + sql, **self.values, **values)
+            return self.query(SHOWN.format(sql=self.block.sql) + sql, **self.values, **values)
         except duckdb.InvalidInputException:
             raise ValueError("the text must be valid Unicode, got half of a surrogate pair") from None
 
@@ -254,9 +242,9 @@ class Texts:
         return {row.pop("key"): row | {"text": row["before"].replace(find, by)} for row in found}
 
 
-def editor_data(catalog: Catalog, block: Editor, chosen: Mapping[str, str], folder: Path) -> Row:
+def editor_data(query: Query, block: Editor, chosen: Mapping[str, str], folder: Path) -> Row:
     """The variables of the template. "phrases": (part between commas, texts that have it), the most frequent."""
-    texts, find = Texts(catalog, block, folder), chosen.get("find", "")
+    texts, find = Texts(query, block, folder), chosen.get("find", "")
     (counted,) = texts.rows(
         "select count(*) filter (contains(lower(text), lower($find))) as texts, count(*) filter (edited) as edits from shown",
         find=find,

@@ -9,13 +9,17 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipeline.page.blocks import ROWS_SHOWN, Catalog, Texts, block_data, errors_as_text, listing_data, overview, pages_of
+from pipeline.commands.catalog import dicts, open_catalog
+from pipeline.page.blocks import ROWS_SHOWN, Texts, block_data, errors_as_text, listing_data, overview, pages_of
 from pipeline.project.config import Overrides
 from pipeline.project.project import Project
 from pipeline.store.lock import texts_lock
 from stages.pipelines import Editor, Folder, load
+
+if TYPE_CHECKING:
+    import duckdb
 
 LONGEST = (160, 384, 2048)  # pixels: sizes in which a picture is shown
 
@@ -23,14 +27,8 @@ LONGEST = (160, 384, 2048)  # pixels: sizes in which a picture is shown
 class Site:
     def __init__(self, path: str | Path, overrides: Overrides = ()) -> None:
         self.path, self.overrides = Path(path), overrides
-        self._seen = ""
-        self._project = Project(self.path, overrides)
-        self._catalog: Catalog | None = None
-
-    @property
-    def seen(self) -> str:
-        """What `changes` returned at the last `refresh`; "" before the first."""
-        return self._seen
+        self.seen = ""  # what `changes` returned at the last `refresh`
+        self.project = Project(self.path, overrides)
 
     def changes(self) -> str:
         """A hash that differs once a stage writes rows, starts or ends, or a setting or caption is edited."""
@@ -44,21 +42,17 @@ class Site:
 
     def refresh(self) -> None:
         now = self.changes()
-        if now != self._seen:
-            self._project = Project(self.path, self.overrides)
-            if self._catalog:
-                self._catalog.connection.close()
-            self._catalog, self._seen = None, now
+        if now != self.seen:
+            self.project, self.seen = Project(self.path, self.overrides), now
+            if opened := self.__dict__.pop("catalog", None):
+                opened.close()
 
-    @property
-    def project(self) -> Project:
-        return self._project
+    @functools.cached_property
+    def catalog(self) -> duckdb.DuckDBPyConnection:
+        return open_catalog(self.project)
 
-    @property
-    def catalog(self) -> Catalog:
-        if self._catalog is None:
-            self._catalog = Catalog(self._project)
-        return self._catalog
+    def query(self, sql: str, most: int | None = None, **values: Any) -> list[dict[str, Any]]:
+        return dicts(self.catalog, sql, most, **values)
 
     def titles(self) -> dict[str, str]:
         own = {name: page.title for name, page in pages_of(self.project).items()}
@@ -71,7 +65,7 @@ class Site:
         if name == "sql":
             return {"sql": self.answer(chosen.get("sql", "")), "panels": self.project.pipeline.panels}
         blocks = pages_of(self.project)[name].blocks
-        return {"blocks": [block_data(self.catalog, block, chosen, self.path) for block in blocks]}
+        return {"blocks": [block_data(self.query, block, chosen, self.path) for block in blocks]}
 
     def answer(self, sql: str) -> dict[str, Any]:
         """The SQL page: the rows or the "error" of a query, and what can be queried."""
@@ -80,7 +74,7 @@ class Site:
         found: dict[str, Any] = {"text": sql}
         if sql.strip():
             with errors_as_text(found):
-                text = self.catalog.connection.execute("select json_serialize_sql($1)", [sql]).fetchall()[0][0]
+                text = self.catalog.execute("select json_serialize_sql($1)", [sql]).fetchall()[0][0]
                 tree = json.loads(text)
                 # json_serialize_sql knows only SELECT statements. A syntax error is left to the query itself.
                 if tree.get("error") and tree.get("error_type") == "not implemented":
@@ -89,8 +83,8 @@ class Site:
                     raise ValueError("one query at a time")
                 rows = answer(self.project, sql)
                 found |= listing_data(rows.slice(0, ROWS_SHOWN).to_pylist(), rows.num_rows)
-        found["tables"] = self.catalog.rows("select stage, doc from tables")
-        found["columns"] = self.catalog.rows("select stage, name, type, doc from columns")
+        found["tables"] = self.query("select stage, doc from tables")
+        found["columns"] = self.query("select stage, name, type, doc from columns")
         found["views"] = [{"name": name, "doc": view.doc} for name, view in self.project.pipeline.views.items()]
         return found
 
@@ -99,12 +93,11 @@ class Site:
         from pipeline.commands.follow import follow
 
         described = self.project.pipeline.detail
-        found = self.catalog.rows(described.sql, text=key) if described else []
-        if not found or not described:
+        if not described or not (found := self.query(described.sql, text=key)):
             return None
-        boxes = self.catalog.rows(described.boxes, text=key) if described.boxes else []
+        boxes = self.query(described.boxes, text=key) if described.boxes else []
         masks = []
-        for row in self.catalog.rows(described.masks, text=key) if described.masks else []:
+        for row in self.query(described.masks, text=key) if described.masks else []:
             picture: bytes = load(described.draw_mask)(row["columns"], row["values"])
             masks.append((row["label"], f"data:image/webp;base64,{base64.b64encode(picture).decode()}"))
         try:
@@ -118,21 +111,18 @@ class Site:
         elsewhere.
         """
         source, _, rest = name.partition("/")
+        root = None
         if isinstance(self.project.pipeline.resources.get(source), Folder):
-            root = Path(self.project.resource(source))
+            root = Path(self.project.resource(source)).resolve()
         elif source in self.project.pipeline.stages or source in self.project.pipeline.tables:
             recipe, _, rest = rest.partition("/")
             tables = (self.path / "tables" / source).resolve()
-            root = tables / recipe / "artifacts"
+            artifacts = (tables / recipe / "artifacts").resolve()
             # RECIPE may not be "..", nor a link that leads elsewhere.
-            if root.resolve().parent.parent != tables:
-                raise ValueError(f"no picture {name}")
-        else:
-            raise ValueError(f"no picture {name}")
-        path = (root / rest).resolve()
-        if not rest or "\0" in rest or not path.is_relative_to(root.resolve()) or not path.is_file():
-            raise ValueError(f"no picture {name}")
-        return path
+            root = artifacts if artifacts.parent.parent == tables else None
+        if root and rest and "\0" not in rest and (path := (root / rest).resolve()).is_relative_to(root) and path.is_file():
+            return path
+        raise ValueError(f"no picture {name}")
 
     def picture(self, name: str, longest: int) -> bytes:
         """WebP bytes, the longer side at most `longest` pixels."""
@@ -144,7 +134,7 @@ class Site:
         editors = [block for block in found.blocks if isinstance(block, Editor)] if found else []
         if not editors:
             raise ValueError(f"there is nothing to edit on the page {page!r}")
-        return Texts(self.catalog, editors[0], self.path)
+        return Texts(self.query, editors[0], self.path)
 
     def edit(self, page: str, edits: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         """Write the edits {key: {"before": text that the user saw, "text": new text, None to undo}}.

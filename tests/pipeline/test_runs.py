@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.api import Project
 from pipeline.commands.query import answer
 from pipeline.commands.runs import best, compare, list_runs
 from pipeline.commands.text_to_image.training import since_best
-from pipeline.options import open_project
-from pipeline.project.project import Project
 from pipeline.project.runs import choose, find_run, find_runs, news, rename
 from tests import projects
 from tests.pipeline.commands import tables
@@ -169,7 +168,7 @@ def test_wrong_names_of_runs_are_one_line(project):
     with pytest.raises(ValueError, match="a run's name must be"):
         rename(opened, find_run(opened, "slow"), "../up")
     with pytest.raises(ValueError, match="there is no run"):
-        open_project(str(project), (), "nothing")
+        Project(project, training_run="nothing")
 
 
 def test_a_chosen_run_brings_its_settings_and_given_overrides_win(project):

@@ -10,10 +10,10 @@ import click
 import numpy as np
 
 from pipeline.commands.intervals import bootstrap_mean
-from pipeline.errors import NotBuilt
 from pipeline.options import with_project
 from pipeline.project.project import Project
 from pipeline.terminal import format_table
+from schemas.retrieval import RANKS
 
 SEARCHES = ("semantic", "lexical", "hybrid")
 HEAD = ("search", "encoder", "P@1", "MRR@10", "R@10", "nDCG@10")
@@ -34,12 +34,10 @@ def command(project: Project) -> None:
 
 def evaluate(project: Project) -> Iterator[str]:
     """A report on the table `ranks`: measures, differences between searches, MRR@10 by overlap. Raises NotBuilt."""
-    table = project.current("ranks")
-    if not table.exists:
-        raise NotBuilt("evaluate needs the table ranks, which is not built for this configuration; run: make ranks", "ranks")
+    found = project.rows(RANKS, "evaluate").to_pylist()
     groups: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     # "base" comes first; by pair_id within a group, which pairs the queries of two searches.
-    for row in sorted(table.rows().to_pylist(), key=lambda row: (row["encoder"] != "base", row["encoder"], row["pair_id"])):
+    for row in sorted(found, key=lambda row: (row["encoder"] != "base", row["encoder"], row["pair_id"])):
         if row["split"] == "test":
             groups[row["mode"]][row["encoder"]].append(row)
     if not groups:

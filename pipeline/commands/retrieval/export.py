@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from pipeline.commands.adapters import DTYPES, STEP, adapter_of, check_choice, dtype_option, file_name, which_option
+from pipeline.commands.adapters import STEP, adapter_of, dtype_option, file_name, which_option
 from pipeline.options import with_project
+from pipeline.project.project import Project
 from pipeline.store.disk import atomic_folder
 from pipeline.terminal import Say, say_aside, silent
-
-if TYPE_CHECKING:
-    from pipeline.project.project import Project
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "spiece.model")
 
@@ -47,7 +45,6 @@ def export_retriever(
     from stages.models.weights import read_file
     from stages.retrieval.encoder import merge_all, read_adapter
 
-    check_choice("dtype", dtype, DTYPES)
     adapter = adapter_of(project, step, say, which)
     trained = read_file(adapter)[1].get("step", "0")
     target = out or project.path / "exports" / Path(file_name(project.name, trained, "merged", which)).stem
@@ -60,18 +57,14 @@ def export_retriever(
     weights = architecture.load_weights(base, sizes, mx.float32, family.head_seed)
     arrays, scales = read_adapter(adapter, architecture.build_encoder(sizes, weights).linears(), strength)
     merged = {name: value.astype(getattr(mx, dtype)) for name, value in merge_all(weights, arrays, scales).items()}
+    tokens: Any = project.config.sections["tokens"]
+    settings = {"query_length": tokens.query_tokens, "document_length": tokens.document_tokens}
+    settings |= {"do_lower_case": True} if family.lower_case else {}
     with atomic_folder(target) as folder:
-        architecture.write_model(folder, sizes, merged, _settings(project))
+        architecture.write_model(folder, sizes, merged, settings)
         _copy_tokenizer(project.component("tokenizer", fetch=False), folder)
     say(f"merged {len(scales)} Linears")
     return target
-
-
-def _settings(project: Project) -> dict[str, Any]:
-    tokens: Any = project.config.sections["tokens"]
-    family: Any = project.family
-    lengths = {"query_length": tokens.query_tokens, "document_length": tokens.document_tokens}
-    return lengths | ({"do_lower_case": True} if family.lower_case else {})
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:

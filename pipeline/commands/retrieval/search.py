@@ -36,11 +36,8 @@ SPACES = "\u0120\u2581"  # what tokenizers write for the space before a word
 def command(
     query: str | None, mode: str, limit: int, pattern: str, as_json: bool, explain: bool, stay: bool, project: Project
 ) -> None:
-    """Find functions by what they do. QUERY is a sentence or some words. Run `make index` first: it builds the project's
-    index. --semantic, --lexical or --hybrid chooses the search: by meaning, by words, or by both. At most --limit
-    results are printed. With --path, only files whose path matches the pattern are searched. With --json, one JSON
-    object is printed per query. --explain adds the tokens that match. With --stdin, queries are read from standard
-    input, one per line, and QUERY is ignored.
+    """Find functions by what they do. QUERY is a sentence or some words; with --stdin it is ignored. Run `make index`
+    first: it builds the project's index.
     """
     if not stay and not (query or "").strip():
         raise ValueError('search needs a query, such as: latentmill search "read a file line by line"')
@@ -98,14 +95,10 @@ class Session:
 
     def explain(self, query: str, answer: Answer) -> list[tuple[str, str, float]]:
         """For each token of `query`: (query token, best code token, dot product). `query` must be the last one searched."""
-        document = self.texts[answer.row["unit_id"]]
-        return self.searcher.explain(
-            answer, self._pieces(query, self.config.query_tokens), self._pieces(document, self.config.document_tokens)
-        )
-
-    def _pieces(self, text: str, longest: int) -> list[str]:
-        found = self.tokenizer.pieces(self.tokenizer.cut(self.tokenizer.encode([text])[0], longest))
-        return [each.lstrip(SPACES) or each for each in found]
+        texts = ((query, self.config.query_tokens), (self.texts[answer.row["unit_id"]], self.config.document_tokens))
+        cut = [self.tokenizer.cut(self.tokenizer.encode([text])[0], longest) for text, longest in texts]
+        ours, theirs = ([piece.lstrip(SPACES) or piece for piece in self.tokenizer.pieces(each)] for each in cut)
+        return self.searcher.explain(answer, ours, theirs)
 
 
 def open_encoder(project: Project, name: str) -> Any:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.adapters import DTYPES, check_choice, dtype_option, file_stem, find_adapter, pair_strengths
-from pipeline.commands.text_to_image.export import STYLES, use_of, write_arrays
+from pipeline.commands.adapters import dtype_option, file_stem, find_adapter, pair_strengths
+from pipeline.commands.text_to_image.export import STYLES, read, use_of, write_arrays
 from pipeline.options import with_project
-from pipeline.terminal import Say
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -58,7 +57,17 @@ def merge_command(
             f"merge needs two adapters or more, got {len(adapters)}: latentmill merge best style.safetensors --strength 1 "
             "--strength 0.5"
         )
-    write(project, *merge(project, pair_strengths(adapters, strengths), rank), **form)
+    files = [(find_adapter(project, text), strength) for text, strength in pair_strengths(adapters, strengths)]
+
+    def make() -> tuple[Adapter, str]:
+        from stages.tuner.adapters import combine
+
+        joined = combine.join([(*read(project.family, file), strength) for file, strength in files])
+        if rank is None:
+            return joined, f"rank {_largest_rank(joined)}, the sum of the ranks: nothing is lost"
+        return _cut(combine.resize(*joined, rank))
+
+    write(project, "merge", rank, files, make, **form)
 
 
 @click.command("resize")
@@ -70,7 +79,17 @@ def resize_command(adapter: str, rank: int, project: Project, **form: Any) -> No
     """Write a LoRA with a lower rank. ADAPTER is last, best or average of the run, or a file. The largest singular
     values of each Linear's change are kept, and the error is stated.
     """
-    write(project, *resize(project, adapter, rank), **form)
+    file = find_adapter(project, adapter)
+
+    def make() -> tuple[Adapter, str]:
+        from stages.tuner.adapters import combine
+
+        whole = read(project.family, file)
+        if rank >= (largest := _largest_rank(whole)):
+            raise ValueError(f"--rank must be below {largest}, the rank of {file.name}, got {rank}")
+        return _cut(combine.resize(*whole, rank))
+
+    write(project, "resize", rank, [(file, 1.0)], make, **form)
 
 
 @click.command("extract")
@@ -83,58 +102,11 @@ def extract_command(tuned: Path, rank: int, project: Project, **form: Any) -> No
     diffusers layout or a single file. A LoRA of the given rank can hold only a part of the difference. The part that is
     lost is printed as the error.
     """
-    write(project, *extract(project, tuned, rank), **form)
-
-
-Recipe = dict[str, Any]  # what a new file is made from, by content
-Make = Callable[[], tuple["Adapter", str]]  # computes (arrays, scales) and a line about the error
-
-
-def merge(project: Project, chosen: Sequence[tuple[str, float]], rank: int | None = None) -> tuple[Recipe, Make]:
-    """Plan the sum of several adapters: what it is made from, and a function that computes it. `rank` None: the sum of the
-    ranks, exact.
-
-    Raises ValueError if an adapter does not exist or `rank` is out of range.
-    """
-    _check_rank(rank)
-    files = [(find_adapter(project, text), strength) for text, strength in chosen]
-
-    def make() -> tuple[Adapter, str]:
-        from stages.tuner.adapters import combine
-
-        joined = combine.join([(*read(project.family, file), strength) for file, strength in files])
-        if rank is None:
-            return joined, f"rank {_largest_rank(joined)}, the sum of the ranks: nothing is lost"
-        return _cut(combine.resize(*joined, rank))
-
-    return {"operation": "merge", "rank": rank, "sources": _contents(files)}, make
-
-
-def resize(project: Project, adapter: str, rank: int) -> tuple[Recipe, Make]:
-    """Plan a LoRA of a lower rank, as `merge` does. `make()` raises ValueError unless `rank` is below the adapter's largest."""
-    _check_rank(rank)
-    file = find_adapter(project, adapter)
-
-    def make() -> tuple[Adapter, str]:
-        from stages.tuner.adapters import combine
-
-        arrays, scales = read(project.family, file)
-        if rank >= (largest := _largest_rank((arrays, scales))):
-            raise ValueError(f"--rank must be below {largest}, the rank of {file.name}, got {rank}")
-        return _cut(combine.resize(arrays, scales, rank))
-
-    return {"operation": "resize", "rank": rank, "sources": _contents([(file, 1.0)])}, make
-
-
-def extract(project: Project, tuned: Path, rank: int) -> tuple[Recipe, Make]:
-    """Plan a LoRA of what a fine-tuned transformer changed. `make()` raises ValueError if nothing differs."""
     from stages.models.weights import weight_files
 
-    _check_rank(rank)
     tuned = tuned.expanduser()
     if not tuned.exists():
         raise ValueError(f"TUNED must be a folder or a file with a transformer's weights, got {tuned}: it does not exist")
-    files = weight_files(tuned)
 
     def make() -> tuple[Adapter, str]:
         cut, others = difference(project.component("transformer"), tuned, project.family, rank)
@@ -144,7 +116,7 @@ def extract(project: Project, tuned: Path, rank: int) -> tuple[Recipe, Make]:
         return adapter, line + (f"; {others} weights outside the blocks' Linears changed too and are left out" if others else "")
 
     base = project.weight_recipe("transformer")["sha256"]
-    return {"operation": "extract", "rank": rank, "base": base, "sources": _contents([(file, 1.0) for file in files])}, make
+    write(project, "extract", rank, [(file, 1.0) for file in weight_files(tuned)], make, base=base, **form)
 
 
 def difference(base: Path, tuned: Path, family: Family, rank: int) -> tuple[Cut, int]:
@@ -177,31 +149,33 @@ def difference(base: Path, tuned: Path, family: Family, rank: int) -> tuple[Cut,
     return cut, others
 
 
-def read(family: Family, file: Path) -> Adapter:
-    """(arrays, scales) of an adapter. Raises ValueError if a value is not finite."""
-    from stages.models.adapters import first_not_finite
-
-    arrays, scales = family.architecture.read_adapter(file)
-    if key := first_not_finite(arrays):
-        raise ValueError(f"{file}: {key} holds values that are not finite; choose another checkpoint")
-    return arrays, scales
-
-
 def write(
-    project: Project, recipe: Recipe, make: Make, *, out: Path | None, style: str, dtype: str, say: Say = click.echo
-) -> Path:
-    """Compute a LoRA and write it to a file, unless the file exists with the same recipe, style and dtype.
+    project: Project,
+    operation: str,
+    rank: int | None,  # the largest of a Linear; None: the sum of the ranks
+    files: Sequence[tuple[Path, float]],
+    make: Callable[[], tuple[Adapter, str]],  # computes (arrays, scales) and a line about the error
+    *,
+    out: Path | None,
+    style: str,
+    dtype: str,
+    **more: str,
+) -> None:
+    """Compute a LoRA and write it to a file, unless the file exists and was made from the same files in the same way.
 
     Raises ValueError if the file was made from something else.
     """
+    from stages.hashing import file_sha256
     from stages.models.weights import read_file
 
-    check_choice("style", style, STYLES)
-    check_choice("dtype", dtype, DTYPES)
-    made = json.dumps(recipe | {"style": style, "dtype": dtype}, sort_keys=True)
+    if rank is not None and not 1 <= rank <= LARGEST_RANK:
+        raise ValueError(f"--rank must be from 1 to {LARGEST_RANK}, got {rank}")
+    sources = [[file_sha256(file), strength] for file, strength in files]
+    recipe = {"operation": operation, "rank": rank, "sources": sources, "style": style, "dtype": dtype, **more}
+    made = json.dumps(recipe, sort_keys=True)
     folder = out or project.path / "exports"
-    rank = f"-rank{recipe['rank']}" if recipe["rank"] else ""
-    name = f"{file_stem(project.name)}-{recipe['operation']}{rank}-{hashlib.sha256(made.encode()).hexdigest()[:8]}.safetensors"
+    of_rank = f"-rank{rank}" if rank else ""
+    name = f"{file_stem(project.name)}-{operation}{of_rank}-{hashlib.sha256(made.encode()).hexdigest()[:8]}.safetensors"
     target = folder if folder.suffix == ".safetensors" else folder / name
     if target.exists():
         found = ""
@@ -209,25 +183,13 @@ def write(
             found = read_file(target)[1].get(MADE, "")
         if found != made:
             raise ValueError(f"{target} exists and was made from something else; move it away or choose another name")
-        say(f"{target} is up to date")
-        return target
+        click.echo(f"{target} is up to date")
+        return
     adapter, line = make()
     about = {"project": project.name, "family": project.family.name, MADE: made, **use_of(project)}
-    write_arrays(adapter, project.family, target, style, dtype=dtype, about=about, say=say)
-    say(line)
-    say(f"wrote {target}")
-    return target
-
-
-def _contents(files: Sequence[tuple[Path, float]]) -> list[list[Any]]:
-    from stages.hashing import file_sha256
-
-    return [[file_sha256(file), strength] for file, strength in files]
-
-
-def _check_rank(rank: int | None) -> None:
-    if rank is not None and not 1 <= rank <= LARGEST_RANK:
-        raise ValueError(f"--rank must be from 1 to {LARGEST_RANK}, got {rank}")
+    write_arrays(adapter, project.family, target, style, dtype=dtype, about=about, say=click.echo)
+    click.echo(line)
+    click.echo(f"wrote {target}")
 
 
 def _largest_rank(adapter: Adapter) -> int:

@@ -6,19 +6,17 @@ import csv
 import io
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from pipeline.commands.query import FORMAT, answer, answer_panel, format_rows
 from pipeline.commands.run import bring_up_to_date, summary
 from pipeline.options import with_project
+from pipeline.project.project import Project
 from pipeline.store.disk import atomic_write
 from pipeline.store.lock import texts_lock
 from pipeline.terminal import Terminal
-
-if TYPE_CHECKING:
-    from pipeline.project.project import Project
 
 
 @click.command("lint")
@@ -28,7 +26,7 @@ def lint(style: str, project: Project) -> None:
     """Look for mistakes in the images and captions. They are near-duplicates, blur, bad exposure, borders, small or
     very long pictures, equal captions, captions without the trigger. The table `checks` is brought up to date first.
     Each row that is printed is an image with warnings. Images with warnings are still used. To exclude images, set the
-    condition `where` in the section [buckets]. --format prints the rows as a table, as CSV or as JSON.
+    condition `where` in the section [buckets].
     """
     bring_up_to_date(project, [*project.chain("checks"), "checks"], quiet=True)
     rows = answer_panel(project, "checks")
@@ -85,14 +83,16 @@ def captions(edit: Path | None, apply: Path | None, sidecars: bool, undo_sidecar
     write caption files of the user.
     """
     from pipeline import runner
+    from stages.text_to_image.captions import edits
 
     if sum(map(bool, (edit, apply, sidecars, undo_sidecars))) > 1:
         raise ValueError("give one of --edit, --apply, --sidecars and --undo-sidecars")
     if sidecars or undo_sidecars:
-        click.echo(write_files(project, undo_sidecars))
+        change, run = edits.undo_sidecars if undo_sidecars else edits.write_sidecars, project.open("captions")
+        with texts_lock(project.path):
+            click.echo(change(run))
     if apply:
-        count = read_captions(project, apply)
-        click.echo(f"{count} captions changed")
+        click.echo(f"{read_captions(project, apply)} captions changed")
     bring_up_to_date(project, project.chain("captions"))
     with Terminal("captions") as terminal:
         outcome = runner.run(project, "captions", terminal)
@@ -103,23 +103,13 @@ def captions(edit: Path | None, apply: Path | None, sidecars: bool, undo_sidecar
         click.echo(f"wrote {count} captions to {edit}; edit the column text, then run: latentmill captions --apply {edit}")
 
 
-def write_files(project: Project, undo: bool) -> str:
-    """Write the edited captions beside the images, or undo the last time. Raises ValueError if there is nothing to do."""
-    from stages.text_to_image.captions.edits import undo_sidecars, write_sidecars
-
-    run = project.open("captions")
-    with texts_lock(project.path):
-        return undo_sidecars(run) if undo else write_sidecars(run)
-
-
 def caption_rows(project: Project) -> list[dict[str, Any]]:
-    return list(
-        answer(
-            project,
-            "select path, captions.image_id, position, text from captions join images on images.image_id = captions.image_id "
-            "and images.rejected is null where role = 'caption' order by path, position",
-        ).to_pylist()
-    )
+    rows: list[dict[str, Any]] = answer(
+        project,
+        "select path, captions.image_id, position, text from captions join images on images.image_id = captions.image_id "
+        "and images.rejected is null where role = 'caption' order by path, position",
+    ).to_pylist()
+    return rows
 
 
 def write_captions(project: Project, file: Path) -> int:

@@ -10,10 +10,10 @@ import click
 import numpy as np
 
 from pipeline.commands.intervals import bootstrap
-from pipeline.errors import NotBuilt
 from pipeline.options import with_project
 from pipeline.project.project import Project
 from pipeline.terminal import format_table
+from schemas.text_to_image import SCORES
 
 HEAD = ("", "pictures", "style", "real")
 
@@ -34,10 +34,7 @@ def command(project: Project) -> None:
 
 def evaluate(project: Project) -> Iterator[str]:
     """A report on the table `scores`: means by group, and each adapter against the base. Raises NotBuilt."""
-    table = project.current("scores")
-    if not table.exists:
-        raise NotBuilt("evaluate needs the table scores, which is not built for this configuration; run: make evaluate", "scores")
-    groups = group_rows(table.rows().to_pylist())
+    groups = group_rows(project.rows(SCORES, "evaluate").to_pylist())
     if not groups:
         yield "there is no picture to compare: no previews and no references"
         return

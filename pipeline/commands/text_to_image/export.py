@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.commands.adapters import DTYPES, STEP, adapter_of, check_choice, dtype_option, file_name, which_option
+from pipeline.commands.adapters import STEP, adapter_of, dtype_option, file_name, which_option
 from pipeline.options import with_project
 from pipeline.store.disk import atomic_folder, atomic_write, delete_abandoned
 from pipeline.terminal import Say, say_aside, silent
@@ -142,18 +142,23 @@ def write_adapter(
 
     Raises ValueError as `write_arrays` does, and if a value of the adapter is not finite.
     """
-    from stages.models import adapters
     from stages.models.weights import read_file
 
-    check_choice("style", style, STYLES)
-    check_choice("dtype", dtype, DTYPES)
-    arrays, scales = family.architecture.read_adapter(adapter)
-    if key := adapters.first_not_finite(arrays):
-        raise ValueError(f"{adapter}: {key} holds values that are not finite; the run diverged, export an earlier checkpoint")
+    arrays = read(family, adapter)
     about = {**read_file(adapter)[1], **metadata}
     name = file_name(about.get("project", adapter.stem), about.get("step", 0), style, about.get("adapter", "last"))
     target = out if out.suffix == ".safetensors" else out / name
-    return write_arrays((arrays, scales), family, target, style, dtype=dtype, about=about, say=say)
+    return write_arrays(arrays, family, target, style, dtype=dtype, about=about, say=say)
+
+
+def read(family: Family, file: Path) -> Adapter:
+    """(arrays, scales) of an adapter. Raises ValueError if a value is not finite."""
+    from stages.models.adapters import first_not_finite
+
+    arrays, scales = family.architecture.read_adapter(file)
+    if key := first_not_finite(arrays):
+        raise ValueError(f"{file}: {key} holds values that are not finite; the run diverged, take an earlier checkpoint")
+    return arrays, scales
 
 
 def write_arrays(

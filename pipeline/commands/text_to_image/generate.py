@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -102,7 +102,8 @@ class Wish:
     # (a text of `find_adapter` or "none", strength); the changes of several are added
     adapters: tuple[tuple[str, float], ...] = (("last", 1.0),)
     step: int | None = None  # checkpoint; None: the end of the run; must be None with "best"
-    given: dict[str, Any] | None = None  # width, height (pixels), steps, guidance; None or missing: the setting of [samples]
+    # width, height (pixels), steps, guidance; None or missing: the setting of [samples]
+    given: Mapping[str, Any] = field(default_factory=dict)
     references: tuple[Path, ...] = ()  # images that the model sees while it draws
 
 
@@ -127,7 +128,7 @@ def parse_size(size: str | None) -> dict[str, int]:
     return {"width": int(width), "height": int(height)}
 
 
-def generate(project: Project, wish: Wish, console: Terminal | Quiet) -> Iterator[Path]:
+def generate(project: Project, wish: Wish, console: Quiet) -> Iterator[Path]:
     """Draw the pictures that do not exist yet, and yield the path of each, prompt by prompt. All are drawn before the first path
     is yielded. Raises ValueError for a wrong setting, Stopped after an interrupt.
     """
@@ -213,7 +214,7 @@ def wanted_rows(project: Project, wish: Wish) -> tuple[list[dict[str, Any]], lis
     """
     if len(wish.prompts) * len(wish.seeds) > MOST:
         raise ValueError(f"generate draws at most {MOST} pictures at once, got {len(wish.prompts) * len(wish.seeds)}")
-    config = _settings(project, tuple(dict.fromkeys(wish.seeds)), wish.given or {})
+    config = _settings(project, tuple(dict.fromkeys(wish.seeds)), wish.given)
     chosen = [(text, strength) for text, strength in wish.adapters if strength and text != "none"]
     adapters = [(find_adapter(project, text, wish.step), strength) for text, strength in chosen]
     same: dict[str, Any] = {

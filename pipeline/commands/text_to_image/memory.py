@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import mlx.core as mx
@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 import stages  # noqa: F401  (before mlx.core)
 from pipeline import plots
 from pipeline.commands.run import leak_lines
-from pipeline.options import open_project
 from pipeline.plots import Curve, Panel
+from pipeline.project.project import Project
 from pipeline.store.disk import format_bytes
 from pipeline.terminal import format_table
 from stages.models.family import Family
@@ -37,9 +37,6 @@ from stages.tuner.blockwise.meter import Meter
 from stages.tuner.memory import Candidate, MemoryPlan, cheapest_settings, require_fit
 from stages.tuner.step import TrainingStep
 from stages.tuner.weights import BITS
-
-if TYPE_CHECKING:
-    from pipeline.project.project import Project
 
 ROWS, PICTURE = "memory.parquet", "memory.png"
 SIDES = (512, 768, 1024)  # pixels: the image sizes for which advice is given
@@ -105,7 +102,7 @@ def command(path: str | None, **options: Any) -> None:
     of the project (--project). Rows and a plot are written to its folder tables/memory, or to ./memory without a
     project.
     """
-    project = open_project(path) if path else None
+    project = Project(path) if path else None
     folder = project.path / "tables" / "memory" if project else Path("memory")
     for line in report(parse_options(project, options), folder):
         click.echo(line)

@@ -6,18 +6,16 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from pipeline.commands.adapters import STEP, dtype_option, which_option
 from pipeline.commands.text_to_image.export import export_run, use_of
 from pipeline.options import with_project
+from pipeline.project.project import Project
 from pipeline.store.disk import atomic_folder, delete_abandoned
 from pipeline.terminal import Say, say_aside, silent
-
-if TYPE_CHECKING:
-    from pipeline.project.project import Project
 
 CARD, GRID, SETTINGS, WEIGHTS = "README.md", "previews.png", "settings.json", "pytorch_lora_weights.safetensors"
 PRIVATE = ("train.initial",)  # settings that name files of this machine
@@ -60,6 +58,7 @@ def publish(
 
     Raises ValueError if `out` exists or there is no such adapter.
     """
+    from pipeline.project.runs import flatten, present_settings
     from stages.models.weights import read_file
 
     target = out or project.path / "exports" / f"{project.name}-hub"
@@ -71,7 +70,9 @@ def publish(
     with atomic_folder(target) as folder:
         file = export_run(project, folder / WEIGHTS, "diffusers", dtype=dtype, step=step, which=which, say=say)
         facts = read_file(file)[1]
-        settings = public_settings(project)
+        # What decides the training, without names of files and folders of this machine.
+        shown = flatten({name: each for name, each in present_settings(project, "train").items() if name in SECTIONS})
+        settings = {key: value for key, value in shown.items() if value not in (None, "") and key not in PRIVATE}
         (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         grid = project.folder("samples").folder / "artifacts" / str(project.stage("samples").result)
         if grid.is_file():
@@ -83,25 +84,35 @@ def publish(
     return target
 
 
-def public_settings(project: Project) -> dict[str, Any]:
-    """Dotted key -> value of what decides the training, without names of files and folders of this machine."""
-    from pipeline.project.runs import flatten, present_settings
-
-    found = flatten({name: each for name, each in present_settings(project, "train").items() if name in SECTIONS})
-    return {key: value for key, value in found.items() if value not in (None, "") and key not in PRIVATE}
-
-
 def card(
     project: Project, facts: Mapping[str, str], settings: Mapping[str, Any], licence: str, data_licence: str, grid: bool
 ) -> Iterator[str]:
     """The README with the hub's YAML header."""
-    use, family = use_of(project), project.family
-    prompts = _prompts(project)
-    yield from _front_matter(project, licence, use.get("trigger", ""), prompts if grid else [])
+    import pyarrow.compute as pc
+    from huggingface_hub import ModelCardData
+
+    family, trigger = project.family, use_of(project).get("trigger")
+    samples = project.folder("samples")
+    prompts = list(dict.fromkeys(samples.rows()["prompt"].to_pylist()))[:PROMPTS] if samples.exists else []
+    images = project.folder("train").committed().filter(pc.field("split") == "train")["image_id"].unique()
+    # Identifiers that the hub knows; any other licence must be called "other" and named apart.
+    known = licence.lower() in ("apache-2.0", "mit", "cc0-1.0") or licence.lower().startswith("cc-by")
+    about = ModelCardData(
+        license=licence.lower() if known else "other",
+        license_name=None if known else licence,
+        base_model=family.hub or None,
+        base_model_relation="adapter" if family.hub else None,
+        library_name="diffusers",
+        pipeline_tag="text-to-image",
+        tags=["text-to-image", "lora", "diffusers", "flux.2"],
+        instance_prompt=trigger,
+        widget=[{"text": prompt, "output": {"url": GRID}} for prompt in prompts if grid] or None,
+    )
+    yield f"---\n{about.to_yaml()}\n---\n"
     yield f"# {project.name}\n"
-    yield f"A LoRA for {family.title}, trained for {facts.get('step', '?')} steps on {_images(project)} images.\n"
-    if "trigger" in use:
-        yield f"**Trigger:** write `{use['trigger']}` into the prompt.\n"
+    yield f"A LoRA for {family.title}, trained for {facts.get('step', '?')} steps on {len(images)} images.\n"
+    if trigger:
+        yield f"**Trigger:** write `{trigger}` into the prompt.\n"
     if grid:
         yield f"![previews: the base model beside the LoRA, by prompt and step]({GRID})\n"
     yield "## Use\n"
@@ -110,7 +121,7 @@ def card(
     yield "from diffusers import DiffusionPipeline\n"
     yield f"pipe = DiffusionPipeline.from_pretrained({family.hub or family.source!r}, torch_dtype=torch.bfloat16)"
     yield f"pipe.load_lora_weights(FOLDER, weight_name={WEIGHTS!r})"
-    yield f"image = pipe({(prompts or [use.get('trigger', '')])[0]!r}).images[0]"
+    yield f"image = pipe({(prompts or [trigger or ''])[0]!r}).images[0]"
     yield "```\n"
     yield f"ComfyUI: copy `{WEIGHTS}` into `models/loras`. mflux: `--lora-paths {WEIGHTS}`.\n"
     yield "## Licences\n"
@@ -121,45 +132,6 @@ def card(
     yield f"Made with {facts.get('software', 'latentmill')}. Settings ({SETTINGS} has them too):\n"
     yield "| setting | value |"
     yield "| --- | --- |"
-    yield from (f"| `{key}` | {_cell(value)} |" for key, value in settings.items())
-
-
-def _front_matter(project: Project, licence: str, trigger: str, prompts: list[str]) -> Iterator[str]:
-    family = project.family
-    # Identifiers that the hub knows; any other licence must be called "other" and named apart.
-    known = licence.lower() in ("apache-2.0", "mit", "cc0-1.0") or licence.lower().startswith("cc-by")
-    yield "---"
-    yield f"license: {json.dumps(licence.lower() if known else 'other')}"
-    if not known:
-        yield f"license_name: {json.dumps(licence)}"
-    if family.hub:
-        yield f"base_model: {json.dumps(family.hub)}"
-        yield "base_model_relation: adapter"
-    yield "library_name: diffusers"
-    yield "pipeline_tag: text-to-image"
-    yield "tags: [text-to-image, lora, diffusers, flux.2]"
-    if trigger:
-        yield f"instance_prompt: {json.dumps(trigger)}"
-    if prompts:
-        yield "widget:"
-        for prompt in prompts:
-            yield f"  - text: {json.dumps(prompt)}"
-            yield f"    output: {{url: {GRID}}}"
-    yield "---\n"
-
-
-def _prompts(project: Project) -> list[str]:
-    table = project.folder("samples")
-    prompts = table.rows()["prompt"].to_pylist() if table.exists else []
-    return list(dict.fromkeys(prompts))[:PROMPTS]
-
-
-def _images(project: Project) -> int:
-    import pyarrow.compute as pc
-
-    rows = project.folder("train").committed()
-    return len(pc.unique(rows.filter(pc.equal(rows["split"], "train"))["image_id"]))
-
-
-def _cell(value: Any) -> str:
-    return f"`{json.dumps(value, ensure_ascii=False)}`".replace("|", "\\|")
+    for key, value in settings.items():
+        cell = json.dumps(value, ensure_ascii=False).replace("|", "\\|")
+        yield f"| `{key}` | `{cell}` |"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 
 import click
 
 from pipeline.commands.run import bring_up_to_date
 from pipeline.commands.runs import best_of, checkpoint_scores
 from pipeline.commands.status import state
-from pipeline.options import PROJECT, SET, split_overrides, with_project
+from pipeline.options import with_project
+from pipeline.process import run_apart
 from pipeline.project.project import Project
 from pipeline.project.runs import find_runs
+from pipeline.runner import run_words
 from pipeline.terminal import Terminal
 from stages.run import Report
 
@@ -23,45 +23,26 @@ from stages.run import Report
 @click.option(
     "--patience", type=click.IntRange(1), help="Score the previews, and end after so many segments without a better score."
 )
-@PROJECT
-@SET
-def segments_command(every: int, patience: int | None, path: str, overrides: tuple[str, ...]) -> int:
+@with_project
+def segments_command(every: int, patience: int | None, project: Project) -> int:
     """Train in segments and draw previews after each one. Every segment is a process of its own. The stages before come
-    first. --every sets the training steps of a segment. With --patience, previews are scored too. Training then ends
-    early after so many segments without a better score. The exit code is 0, or that of the first stage that fails.
+    first. The exit code is 0, or that of the first stage that fails.
     """
-    overrides = split_overrides(overrides)
-    project = Project(path, overrides)
     bring_up_to_date(project, project.chain("train"))
-    return segments(path, every, overrides, patience)
+    return segments(project, every, patience)
 
 
-def run_stage(stage: str, *arguments: str) -> int:
-    # A process of its own: while previews are drawn, no training process holds memory. macOS may end long GPU work while the
-    # display is on, which short segments avoid.
-    return subprocess.run([sys.executable, "-m", "pipeline", "run", stage, "--only", *arguments], check=False).returncode
-
-
-def segments(
-    path: str,
-    every: int,
-    overrides: Iterable[str] = (),
-    patience: int | None = None,
-    run: Callable[..., int] = run_stage,
-) -> int:
-    """Train `every` steps at a time until the training is complete; return 0, or the exit code of the first stage that fails.
-
-    With `patience`, also score previews, and end after so many segments without a better score.
-    """
-    given = ["--project", path, *(word for override in overrides for word in ("--set", override))]
+def segments(project: Project, every: int, patience: int | None) -> int:
+    """The exit code."""
     stages = [("train", ["--set", f"train.stop_after_steps={every}"]), ("samples", []), *([("scores", [])] if patience else [])]
     scores: dict[int, float] = {}
     while True:
         for stage, more in stages:
-            code = run(stage, *given, *more)
-            if code:
+            # A process of its own: while previews are drawn, no training process holds memory. macOS may end long GPU work while
+            # the display is on, which short segments avoid.
+            if code := run_apart([*run_words(project, stage, "--only"), *more]):
                 return code
-        project = Project(path, overrides)
+        project.refresh()
         if not state(project, "train").missing:
             return 0
         if patience:
@@ -84,24 +65,19 @@ def replay_command(step: int, project: Project) -> None:
     """Compute one training step again, and print its losses beside those of the table `train`. STEP is the number of
     the step, counted from 1.
     """
-    with Terminal("replay") as terminal:
-        lines = list(replay_run(project, step, terminal.progress))
-    for line in lines:
-        click.echo(line)
-
-
-def replay_run(project: Project, step: int, progress: Callable[[int, int, str], None]) -> Iterator[str]:
-    """New and logged loss of each sample, then whether all agree. Raises ValueError if the run lacks the step."""
     from stages.text_to_image.train.task import ImageTask
     from stages.tuner.replay import replay_step
 
     stage = project.stage("train")
     table = project.built(stage.writes, "replay")
-    run = project.open("train", Report(progress=progress), artifacts=table.folder / "artifacts", stored=table.rows())
-    replayed = replay_step(run, ImageTask(run), step)
+    with Terminal("replay") as terminal:
+        report = Report(progress=terminal.progress)
+        run = project.open("train", report, artifacts=table.folder / "artifacts", stored=table.rows())
+        replayed = replay_step(run, ImageTask(run), step)
     for one in replayed:
         logged = "not logged" if one.logged is None else f"logged {one.logged:.9g}"
         image, sigma = one.sample.crop.image_id[:12], one.sample.sigma
-        yield f"sample {one.number}: image {image}, sigma {sigma:.4f}, loss {one.loss:.9g}, {logged}"
+        click.echo(f"sample {one.number}: image {image}, sigma {sigma:.4f}, loss {one.loss:.9g}, {logged}")
     same = all(one.loss == one.logged for one in replayed)
-    yield f"step {step}: {'the same to the bit' if same else 'not the same: another machine, memory plan or version was used'}"
+    verdict = "the same to the bit" if same else "not the same: another machine, memory plan or version was used"
+    click.echo(f"step {step}: {verdict}")

@@ -97,7 +97,7 @@ def test_measure_writes_one_json_file_and_a_probe_that_fails_says_so(tmp_path, m
     assert [probe["probe"] for probe in written["probes"]][-2:] == ["training 512 px", "training 1024 px"]
     assert written["machine"]["chip"] == "Apple M3 Max"
     assert all("s" in probe or "tflops" in probe or "extra_bytes" in probe for probe in written["probes"])
-    failed = doctor.measured("training", lambda: short("klein-base-4b", 1024, 1000))
+    *_, failed = doctor.measure("klein-base-4b", 1000)
     assert "needs about" in failed["error"]
 
 

@@ -16,7 +16,6 @@ pytest.importorskip("httpx2")
 from starlette.testclient import TestClient
 
 from pipeline.page.app import make_app
-from pipeline.page.blocks import Catalog
 from pipeline.page.site import Site
 from tests.pipeline.page.large import IMAGES, PROMPTS, STEPS, fill
 
@@ -35,13 +34,13 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> TestClient:
 def fetched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The numbers of rows that queries of the page bring from the database."""
     counts: list[int] = []
-    rows = Catalog.rows
+    rows = Site.query
 
     def counted(self, *arguments, **values):
         counts.append(len(found := rows(self, *arguments, **values)))
         return found
 
-    monkeypatch.setattr(Catalog, "rows", counted)
+    monkeypatch.setattr(Site, "query", counted)
     yield counts
 
 

@@ -19,8 +19,8 @@ def rows(encoder: str, weight: float | None) -> list[dict[str, Any]]:
 
 
 def test_an_encoder_without_vectors_of_nameless_documents_is_in_no_part_of_the_report():
-    table = SimpleNamespace(exists=True, rows=lambda: pa.Table.from_pylist([*rows("ab" * 32, 0.5), *rows("cd" * 32, None)]))
-    project: Any = SimpleNamespace(current=lambda name: table)
+    table = pa.Table.from_pylist([*rows("ab" * 32, 0.5), *rows("cd" * 32, None)])
+    project: Any = SimpleNamespace(rows=lambda schema, reader: table)
     said = "\n".join(evaluate(project))
     assert "semantic - lexical, tuned abababab: +0.667" in said
     assert "tuned abababab:\n" in said and "cdcdcdcd" not in said and "nan" not in said

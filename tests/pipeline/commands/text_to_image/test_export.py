@@ -262,9 +262,6 @@ def test_an_adapter_that_cannot_be_exported_is_reported_in_one_line(tmp_path: Pa
         with pytest.raises(ValueError, match=message) as error:
             write_adapter(tmp_path / f"{name}.safetensors", TINY, tmp_path / "out", "comfyui", dtype="float16", metadata={})
         assert "\n" not in str(error.value)
-    for style, dtype in (("webui", "float32"), ("diffusers", "float8")):
-        with pytest.raises(ValueError, match="must be one of"):
-            write_adapter(good, TINY, tmp_path / "out", style, dtype=dtype, metadata={})
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 

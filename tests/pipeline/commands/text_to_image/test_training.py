@@ -51,11 +51,13 @@ def test_segments_with_patience_end_after_so_many_without_a_better_score(monkeyp
     scores = iter([{4: 0.2}, {4: 0.2, 8: 0.6}, {12: 0.6}, {16: 0.5}, {20: 0.9}])
     ran: list[str] = []
     found: Any = SimpleNamespace(current=True)
-    monkeypatch.setattr(module, "Project", lambda *_: None)
+    project: Any = SimpleNamespace(refresh=lambda: None)
+    monkeypatch.setattr(module, "run_words", lambda _, stage, only: [stage])
+    monkeypatch.setattr(module, "run_apart", lambda words: ran.append(words[0]) or 0)
     monkeypatch.setattr(module, "state", lambda *_: SimpleNamespace(missing=1))
     monkeypatch.setattr(module, "find_runs", lambda _: [found])
     monkeypatch.setattr(module, "checkpoint_scores", lambda *_: next(scores))
-    assert module.segments("cats", 4, (), 2, lambda stage, *_: ran.append(stage) or 0) == 0
+    assert module.segments(project, 4, 2) == 0
     assert ran == ["train", "samples", "scores"] * 4
     assert "2 segments had no better score than step 8; export it with --step 8" in capsys.readouterr().out
 
