@@ -73,11 +73,8 @@ def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int
                 delete(folder / "damaged")
 
 
-def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """(line, bytes) for each deletion in a stage's tables, and for tables of other settings that are kept, with the reason.
-
-    `delete` is the permission to delete at all.
-    """
+def _clean_table(project: Project, name: str, allowed: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
+    """(line, bytes) for each deletion in a stage's tables, and for tables of other settings that are kept, with the reason."""
     from pipeline.store.table import Writer, link_table
 
     try:
@@ -93,7 +90,7 @@ def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> It
     described = f"{count} ({format_bytes(sum(map(size_of, others)))}) kept"
     if others and not current.exists:  # a typing error in project.toml makes all tables those of other settings
         yield f"{described}, because the table of the present settings is not built yet", 0
-    elif others and not delete:
+    elif others and not allowed:
         yield f"{described}; --runs deletes results of other configurations", 0
     else:
         for folder in others:
@@ -103,7 +100,7 @@ def _clean_table(project: Project, name: str, delete: bool, dry_run: bool) -> It
                 _delete_table(folder)
         if others and not dry_run:
             link_table(current)  # the link for LanceDB may lead to a deleted table
-    if not delete or not current.exists:
+    if not allowed or not current.exists:
         return
     dead, rows = current.usage()["dead"], current.index.read_newest()
     if dead or current.unnamed_files(rows, rows):

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from pipeline.project.outlook import Need
     from pipeline.project.project import Project
 
-GB = 1e9
 PLANS = "Plan whole computes no block twice, plan blocks every block; a number: the last so many are not computed twice."
 
 
@@ -28,7 +27,7 @@ def command(project: Project, gigabytes: float | None) -> int:
     """
     if gigabytes is not None and gigabytes <= 0:
         raise ValueError(f"--memory must be > 0 GB, got {gigabytes:g}")
-    lines, fits = report(project, None if gigabytes is None else int(gigabytes * GB))
+    lines, fits = report(project, None if gigabytes is None else int(gigabytes * 1e9))
     for line in lines:
         click.echo(fold(line))
     return 0 if fits else 2

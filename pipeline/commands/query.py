@@ -150,10 +150,7 @@ def run_query(project: Project, sql: str, style: str = "table", limits: Limits =
 
 
 def write_answer(project: Project, sql: str, path: Path, kind: str, limits: Limits = USUAL) -> int:
-    """Write the rows of a query to a file, of any number, whole or not at all, and return their number. Raises as `answer` does.
-
-    `kind` is "csv", "json" or "parquet".
-    """
+    """Write the rows of a query to a file, of any number, whole or not at all; returns their number. Raises as `answer` does."""
     import pyarrow.parquet as pq
 
     count = 0

@@ -5,16 +5,14 @@ from __future__ import annotations
 import base64
 import webbrowser
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from pipeline.options import with_project
+from pipeline.page.site import Site
+from pipeline.project.project import Project
 from pipeline.store.disk import atomic_write
-
-if TYPE_CHECKING:
-    from pipeline.page.site import Site
-    from pipeline.project.project import Project
 
 PICTURE = 256  # pixels: the longer side of a picture in the file
 MOST = 400  # pictures; further ones are left out
@@ -31,7 +29,7 @@ def command(port: int, opened: bool, project: Project) -> None:
     """
     import socket
 
-    site = _site(project)
+    site = Site(project.path, project.overrides)
     try:
         import uvicorn
 
@@ -54,16 +52,10 @@ def command(port: int, opened: bool, project: Project) -> None:
 def report_command(out: Path | None, project: Project) -> None:
     """Write the pages of a project as one HTML file, to keep or to send. OUT is the file; without it, exports/ of the project."""
     try:
-        written = write_report(_site(project), out or project.path / "exports" / f"{project.name}.html")
+        written = write_report(Site(project.path, project.overrides), out or project.path / "exports" / f"{project.name}.html")
     except ModuleNotFoundError:
         raise ValueError(NEEDED) from None
     click.echo(f"wrote {written}")
-
-
-def _site(project: Project) -> Site:
-    from pipeline.page.site import Site
-
-    return Site(project.path, project.overrides)
 
 
 def write_report(site: Site, out: Path) -> Path:

@@ -107,9 +107,7 @@ class Site:
         return {"name": key, **found[0], "boxes": boxes, "masks": masks, "lines": lines}
 
     def file(self, name: str) -> Path:
-        """The file of "RESOURCE/PATH" (the user's) or "TABLE/RECIPE/PATH" (a stage's). Raises ValueError if it leads
-        elsewhere.
-        """
+        """The file of "RESOURCE/PATH" (the user's) or "TABLE/RECIPE/PATH" (a stage's). ValueError if it leads elsewhere."""
         source, _, rest = name.partition("/")
         root = None
         if isinstance(self.project.pipeline.resources.get(source), Folder):

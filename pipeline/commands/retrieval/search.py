@@ -61,10 +61,7 @@ def command(
 
 
 class Session:
-    """The index of a project, opened for queries in one mode. `resident`: the vectors are held in memory.
-
-    Raises ValueError if the index is empty or not built, or if its encoder is not the project's.
-    """
+    """The index of a project, opened for queries in one mode. `resident`: the vectors are held in memory."""
 
     def __init__(self, project: Project, mode: Mode, *, explain: bool = False, resident: bool = False) -> None:
         from schemas.retrieval import INDEX

@@ -161,10 +161,7 @@ def write(
     dtype: str,
     **more: str,
 ) -> None:
-    """Compute a LoRA and write it to a file, unless the file exists and was made from the same files in the same way.
-
-    Raises ValueError if the file was made from something else.
-    """
+    """Compute a LoRA and write it to a file, unless the file exists and was made from the same files in the same way."""
     from stages.hashing import file_sha256
     from stages.models.weights import read_file
 

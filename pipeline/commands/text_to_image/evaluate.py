@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -70,7 +70,7 @@ def comparisons(name: str, base: list[Row], adapter: list[Row]) -> Iterator[str]
         pairs = pair_by_prompt(base, adapter, column)
         # A score that a prompt lacks, for the base or the adapter, has no line.
         if pairs and all(len(one) and len(other) for one, other in pairs):
-            value, low, high = bootstrap_interval(pairs, auc)
+            value, low, high = auc_interval(pairs)
             yield f"{name}: {meaning}, AUC {value:.3f} ({low:.3f} to {high:.3f})"
 
 
@@ -90,11 +90,11 @@ def auc(base: np.ndarray, adapter: np.ndarray) -> float:
     return float(np.mean(above + 0.5 * equal))
 
 
-def bootstrap_interval(pairs: Pairs, measure: Callable[[np.ndarray, np.ndarray], float]) -> tuple[float, float, float]:
-    """(value, low, high) of `measure(base, adapter)` over the scores of all prompts."""
+def auc_interval(pairs: Pairs) -> tuple[float, float, float]:
+    """(value, low, high) over the scores of all prompts."""
 
     def measure_prompts(chosen: Any) -> float:
-        return measure(*(np.concatenate([pairs[place][side] for place in chosen]) for side in (0, 1)))
+        return auc(*(np.concatenate([pairs[place][side] for place in chosen]) for side in (0, 1)))
 
     # Prompts are resampled, not pictures: the pictures of one prompt depend on each other.
     return measure_prompts(range(len(pairs))), *bootstrap(len(pairs), measure_prompts)

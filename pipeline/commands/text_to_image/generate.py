@@ -208,10 +208,7 @@ def release() -> None:
 
 
 def wanted_rows(project: Project, wish: Wish) -> tuple[list[dict[str, Any]], list[tuple[Path, float]], SamplesConfig]:
-    """The rows of `generated`, without `seconds`, one per prompt and seed; (file, strength) of the adapters; the settings.
-
-    Raises ValueError if a setting is out of range, there are too many pictures, or an adapter does not exist.
-    """
+    """The rows of `generated`, without `seconds`, one per prompt and seed; (file, strength) of the adapters; the settings."""
     if len(wish.prompts) * len(wish.seeds) > MOST:
         raise ValueError(f"generate draws at most {MOST} pictures at once, got {len(wish.prompts) * len(wish.seeds)}")
     config = _settings(project, tuple(dict.fromkeys(wish.seeds)), wish.given)

@@ -54,10 +54,7 @@ def publish(
     data_licence: str = "",
     say: Say = silent,
 ) -> Path:
-    """Write a folder for the hub, completely or not at all: the LoRA, a model card, the settings, and the grid of previews.
-
-    Raises ValueError if `out` exists or there is no such adapter.
-    """
+    """Write a folder for the hub, completely or not at all: the LoRA, a model card, the settings, and the grid of previews."""
     from pipeline.project.runs import flatten, present_settings
     from stages.models.weights import read_file
 

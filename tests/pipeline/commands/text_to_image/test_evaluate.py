@@ -54,8 +54,8 @@ def test_an_adapter_that_changes_nothing_differs_from_one_that_does():
 
 def test_the_interval_holds_the_value_and_is_the_same_every_time():
     pairs = [(np.array([0.1 * n]), np.array([0.1 * n + 0.3])) for n in range(20)]
-    value, low, high = evaluate.bootstrap_interval(pairs, evaluate.auc)
-    assert low < value < high and evaluate.bootstrap_interval(pairs, evaluate.auc) == (value, low, high)
+    value, low, high = evaluate.auc_interval(pairs)
+    assert low < value < high and evaluate.auc_interval(pairs) == (value, low, high)
 
 
 def test_a_score_that_is_not_measured_has_no_value_and_no_line():
