@@ -37,20 +37,16 @@ def file_sha256(file: Path | BinaryIO) -> str:
         with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             note = _note.get()
-            return _shown(opened, file.name, size, note) if note and size >= LARGE else file_sha256(opened)
+            if not note or size < LARGE:
+                return file_sha256(opened)
+            digest, part, shown = hashlib.sha256(), memoryview(bytearray(PART)), ""
+            while count := opened.readinto(part):
+                digest.update(part[:count])
+                text = f"hashing {file.name}: {opened.tell() / 1e9:.1f} of {size / 1e9:.1f} GB"
+                if text != shown:
+                    shown = text
+                    note(text)
+            note("")
+            return digest.hexdigest()
     file.seek(0)
     return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-
-
-def _shown(file: BinaryIO, name: str, size: int, note: Callable[[str], None]) -> str:
-    digest, part, shown = hashlib.sha256(), memoryview(bytearray(PART)), ""
-    done = 0
-    while count := file.readinto(part):  # type: ignore[attr-defined]
-        digest.update(part[:count])
-        done += count
-        text = f"hashing {name}: {done / 1e9:.1f} of {size / 1e9:.1f} GB"
-        if text != shown:
-            shown = text
-            note(text)
-    note("")
-    return digest.hexdigest()

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -39,11 +40,6 @@ class Root:
     exclude: tuple[str, ...] = ()  # patterns of .gitignore
     own_rules: bool = True  # the .gitignore files in and above it apply
 
-    @property
-    def is_package(self) -> bool:
-        """The names of its modules begin with `name`: api.py in a package requests is requests.api, in a folder src it is api."""
-        return (self.path / "__init__.py").is_file()
-
 
 def find_roots(given: Iterable[str], project: Path) -> list[Root]:
     """Raises ValueError if a folder or package does not exist, or two roots have one name."""
@@ -70,24 +66,21 @@ def _folder(text: str, project: Path) -> Root:
 
 
 def _package(name: str) -> Root:
+    exclude: tuple[str, ...] = ()
     if name == STANDARD_LIBRARY:
-        return _installed(name, sysconfig.get_path("stdlib"), NOT_LIBRARY)
-    try:
-        spec = find_spec(name) if name.isidentifier() else None
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        raise ValueError(
-            f"sources.roots: there is no installed package {name!r}; {PACKAGE}{STANDARD_LIBRARY} is Python's library"
-        )
-    if spec.submodule_search_locations:
-        return _installed(name, next(iter(spec.submodule_search_locations)))
-    if not spec.origin or not Path(spec.origin).is_file():
-        raise ValueError(f"sources.roots: package {name!r} has no source files")
-    return _installed(name, spec.origin)
-
-
-def _installed(name: str, place: str, exclude: tuple[str, ...] = ()) -> Root:
+        place, exclude = sysconfig.get_path("stdlib"), NOT_LIBRARY
+    else:
+        try:
+            spec = find_spec(name) if name.isidentifier() else None
+        except (ImportError, ValueError):
+            spec = None
+        if spec is None:
+            raise ValueError(
+                f"sources.roots: there is no installed package {name!r}; {PACKAGE}{STANDARD_LIBRARY} is Python's library"
+            )
+        place = next(iter(spec.submodule_search_locations or ()), spec.origin or "")
+        if not spec.submodule_search_locations and not Path(place).is_file():
+            raise ValueError(f"sources.roots: package {name!r} has no source files")
     return Root(name, Path(place), place, exclude, own_rules=False)
 
 
@@ -113,7 +106,9 @@ def scan(root: Root, exclude: Iterable[str] = ()) -> list[Row]:
     return sorted(rows, key=lambda row: str(row["path"]))
 
 
-Layer = tuple[str, "GitIgnoreSpec"]  # the folder of a .gitignore file as a prefix of names, and its rules
+# The rules of a .gitignore file in the root's folder a/: ("", "a/"), which is removed from names; of one above the root src:
+# ("src/", ""), which is put before names.
+Layer = tuple[str, str, "GitIgnoreSpec"]
 
 
 def _walk(
@@ -133,7 +128,7 @@ def _walk(
         return
     seen.add((status.st_dev, status.st_ino))
     if root.own_rules and (place / RULES).is_file():
-        layers = [*layers, (folder, _read_rules(place / RULES))]
+        layers = [*layers, ("", folder, _read_rules(place / RULES))]
     for entry in entries:
         is_folder = entry.is_dir()
         name = f"{folder}{entry.name}{'/' if is_folder else ''}"
@@ -147,23 +142,15 @@ def _walk(
 
 def _ignored(name: str, layers: list[Layer]) -> bool:
     # The innermost file with a pattern that matches decides.
-    for prefix, rules in reversed(layers):
-        found = rules.check_file(_below(name, prefix)).include
+    for above, below, rules in reversed(layers):
+        found = rules.check_file(above + name.removeprefix(below)).include
         if found is not None:
             return bool(found)
     return False
 
 
-def _below(name: str, prefix: str) -> str:
-    """The path relative to the folder of a .gitignore file: `name` of "a/b.py" is "b.py" for prefix "a/".
-
-    Prefix "../src/" is of a file above the root src: "a/b.py" is "src/a/b.py" there.
-    """
-    return f"{prefix.removeprefix('../')}{name}" if prefix.startswith("../") else name.removeprefix(prefix)
-
-
 def _layers_above(folder: Path) -> list[Layer]:
-    """Rules of the .gitignore files above `folder` within its repository, outermost first, with prefixes such as "../a/b/"."""
+    """Rules of the .gitignore files above `folder` within its repository, outermost first."""
     folder = folder.resolve()
     above = [folder, *folder.parents]
     top = next((place for place in above if (place / ".git").exists()), None)
@@ -171,7 +158,7 @@ def _layers_above(folder: Path) -> list[Layer]:
         return []
     places = above[1 : above.index(top) + 1][::-1]
     layers = [
-        (f"../{PurePosixPath(folder.relative_to(place))}/", _read_rules(place / RULES))
+        (f"{PurePosixPath(folder.relative_to(place))}/", "", _read_rules(place / RULES))
         for place in places
         if (place / RULES).is_file()
     ]
@@ -197,15 +184,8 @@ def _row(root: Root, name: str, status: os.stat_result) -> Row:
     name = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     file = root.given if root.path.is_file() else str(PurePosixPath(root.given, name))
     inode = status.st_ino & (2**63 - 1)  # as int64
-    return {
-        "path": f"{root.name}/{name}",
-        "root": root.name,
-        "file": file,
-        "module": module_of(root, name),
-        "bytes": status.st_size,
-        "mtime_ns": status.st_mtime_ns,
-        "inode": inode,
-    }
+    state = {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": inode}
+    return {"path": f"{root.name}/{name}", "root": root.name, "file": file, "module": module_of(root, name), **state}
 
 
 def module_of(root: Root, name: str) -> str:
@@ -214,7 +194,9 @@ def module_of(root: Root, name: str) -> str:
     while len(parts) > 1 and parts[0] in CONTAINERS:
         parts = parts[1:]
     parts = parts[:-1] if parts[-1] == "__init__" else parts
-    return ".".join([root.name, *parts] if root.is_package or not parts else parts)
+    # api.py in a package requests is requests.api, in a folder src it is api.
+    is_package = (root.path / "__init__.py").is_file()
+    return ".".join([root.name, *parts] if is_package or not parts else parts)
 
 
 # fmt: off
@@ -244,83 +226,54 @@ BINARY_BYTES = 8192  # a zero among the first bytes marks a binary file, as in g
 UNREAD = {"source_id": "", "lines": 0, "skipped": None, "detail": ""}
 
 
-class Skip(Exception):  # noqa: N818  (not an error: the file has a row that gives the reason)
-    """A file has no units. `reason` is a value of the column `skipped`, `detail` a sentence."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason, self.detail = reason, detail
-
-
-def examine(file: Path, row: Row, *, max_bytes: int, languages: tuple[str, ...]) -> Row:
+def examine(file: Path, row: Row, config: SourcesConfig) -> Row:
     """The row of the table `sources`. A file that is not used has the reason in `skipped`; nothing is raised."""
-    suffix = PurePosixPath(row["path"]).suffix.lower()
-    language = LANGUAGES.get(suffix, "")
-    found = {**row, **UNREAD, "language": language}
-    try:
-        # A header may turn out to be C++ once it is read.
-        _check_language({language, "cpp"} if suffix == HEADER else {language}, languages)
-        _check_place(row, max_bytes)
-        content = _read(file)
-        found["source_id"] = hashlib.sha256(content).hexdigest()
-        text = _decode(content)
-        found["lines"] = len(text.splitlines())
-        if suffix == HEADER and CPP.search(text):
-            found["language"] = "cpp"
-        _check_language({found["language"]}, languages)
-        _check_text(text)
-    except Skip as skip:
-        found |= {"skipped": skip.reason, "detail": skip.detail}
-    return {name: found[name] for name in SOURCES.batch.names}
+    found = {**row, **UNREAD, "language": LANGUAGES.get(PurePosixPath(row["path"]).suffix.lower(), "")}
+    skipped, detail = _read(file, found, config) or (None, "")
+    return found | {"skipped": skipped, "detail": detail}
 
 
-def _check_language(possible: set[str], languages: tuple[str, ...]) -> None:
-    """Raise Skip if the file is in none of the wanted languages; no wanted language is every known one."""
-    if not any(possible):
-        raise Skip("language", "its suffix is of no known language")
-    if languages and not possible.intersection(languages):
-        raise Skip("language", f"sources.languages has {', '.join(languages)}")
-
-
-def _check_place(row: Row, max_bytes: int) -> None:
-    parts = PurePosixPath(row["path"]).parts[1:-1]
-    if vendored := VENDORED.intersection(part.lower() for part in parts):
-        raise Skip("vendored", f"it lies in a folder {min(vendored)}, which holds copies of other projects")
-    if row["bytes"] > max_bytes:
-        raise Skip("too_large", f"{row['bytes']} bytes: more than sources.max_bytes = {max_bytes}")
+def _read(file: Path, row: Row, config: SourcesConfig) -> tuple[str, str] | None:
+    """Fill in what the file's bytes say: (value of `skipped`, sentence for the user), or None if the file is used."""
+    place, wanted = PurePosixPath(row["path"]), set(config.languages or LANGUAGES.values())
+    unwanted = "language", f"sources.languages has {', '.join(config.languages)}"
+    header = place.suffix.lower() == HEADER  # may turn out to be C++ once it is read
+    if not row["language"]:
+        return "language", "its suffix is of no known language"
+    if not wanted & {row["language"], "cpp" if header else row["language"]}:
+        return unwanted
+    if vendored := VENDORED.intersection(part.lower() for part in place.parts[1:-1]):
+        return "vendored", f"it lies in a folder {min(vendored)}, which holds copies of other projects"
+    if row["bytes"] > config.max_bytes:
+        return "too_large", f"{row['bytes']} bytes: more than sources.max_bytes = {config.max_bytes}"
     if not row["bytes"]:
-        raise Skip("empty", "it has no bytes")
-
-
-def _read(file: Path) -> bytes:
+        return "empty", "it has no bytes"
     try:
-        return file.read_bytes()
+        content = file.read_bytes()
     except FileNotFoundError:
-        raise Skip("unreadable", "the file is gone, is a broken link, or has a name that is not UTF-8") from None
+        return "unreadable", "the file is gone, is a broken link, or has a name that is not UTF-8"
     except OSError as error:
-        raise Skip("unreadable", f"the file cannot be read: {error.strerror or type(error).__name__}") from None
-
-
-def _decode(content: bytes) -> str:
+        return "unreadable", f"the file cannot be read: {error.strerror or type(error).__name__}"
+    row["source_id"] = hashlib.sha256(content).hexdigest()
     if b"\0" in content[:BINARY_BYTES]:
-        raise Skip("binary", "it holds bytes of value zero")
+        return "binary", "it holds bytes of value zero"
     try:
-        return content.decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise Skip(
-            "encoding", f"it is not UTF-8: byte {error.start} is 0x{content[error.start]:02x}; convert it to UTF-8"
-        ) from None
-
-
-def _check_text(text: str) -> None:
-    if not text.strip():
-        raise Skip("empty", "it holds only white space")
+        return "encoding", f"it is not UTF-8: byte {error.start} is 0x{content[error.start]:02x}; convert it to UTF-8"
     lines = text.splitlines()
-    head = [line for line in lines[:GENERATED_LINES] if GENERATED.search(line)]
-    if head:
-        raise Skip("generated", f'it says so: "{head[0].strip()[:80]}"')
+    row["lines"] = len(lines)
+    if header and CPP.search(text):
+        row["language"] = "cpp"
+    if row["language"] not in wanted:
+        return unwanted
+    if not text.strip():
+        return "empty", "it holds only white space"
+    if head := [line for line in lines[:GENERATED_LINES] if GENERATED.search(line)]:
+        return "generated", f'it says so: "{head[0].strip()[:80]}"'
     if len(text) / len(lines) > LONG_LINES:
-        raise Skip("generated", f"{len(text) // len(lines)} characters per line on average")
+        return "generated", f"{len(text) // len(lines)} characters per line on average"
+    return None
 
 
 CEILING = 64 * 2**20  # bytes: the largest value of max_bytes, since a file is read whole
@@ -367,49 +320,34 @@ def _listing(run: Run[SourcesConfig]) -> list[Row]:
 def examine_sources(run: Run[SourcesConfig]) -> Iterator[pa.RecordBatch]:
     """Each row from its own file alone; `finish_sources` marks duplicates."""
     pending = sorted(run.output.pending.to_pylist(), key=lambda row: str(row["path"]))
-    limits: dict[str, Any] = {"max_bytes": run.config.max_bytes, "languages": run.config.languages}
-    for start in range(0, len(pending), run.config.batch_size):
-        if run.report.stop():
-            return
-        files = pending[start : start + run.config.batch_size]
-        yield _batch([examine(run.root / Path(row["file"]).expanduser(), row, **limits) for row in files])
-        run.report.progress(start + len(files), len(pending), "files")
+    for some in run.report.batches(pending, run.config.batch_size, "files"):
+        yield SOURCES.record_batch(examine(run.root / Path(row["file"]).expanduser(), row, run.config) for row in some)
 
 
 def finish_sources(run: Run[SourcesConfig]) -> Iterator[pa.RecordBatch]:
-    stored = {_file(row): row for row in run.output.stored.select(SOURCES.batch.names).to_pylist()}
-    listed = [_file(row) for row in run.once(_listing)]
+    key = itemgetter(*FILE_COLUMNS)
+    stored = {key(row): row for row in run.output.stored.select(SOURCES.batch.names).to_pylist()}
     # The run was stopped before all files were read.
-    if not all(_file(row) in stored for row in run.output.pending.to_pylist()):
+    if not stored.keys() >= set(map(key, run.output.pending.to_pylist())):
         return
-    rows = [stored[file] for file in listed if file in stored]
+    rows = [stored[file] for file in map(key, run.once(_listing)) if file in stored]
     marked = mark_duplicates(rows)
-    changed = [new for new, old in zip(marked, rows, strict=True) if new != old]
-    if changed:
-        yield _batch(changed)
+    if changed := [new for new, old in zip(marked, rows, strict=True) if new != old]:
+        yield SOURCES.record_batch(changed)
     _summarise(run, marked)
 
 
 def mark_duplicates(rows: list[Row]) -> list[Row]:
     """Of files with the same bytes, the first path is used. Rows that are skipped for another reason stay."""
-    first: dict[str, str] = {}
-    for row in (row for row in rows if row["skipped"] in (None, "duplicate")):
-        first[row["source_id"]] = min(row["path"], first.get(row["source_id"], row["path"]))
-    return [_marked(row, first[row["source_id"]]) if row["skipped"] in (None, "duplicate") else row for row in rows]
-
-
-def _marked(row: Row, first: str) -> Row:
-    if row["path"] == first:
-        return row | {"skipped": None, "detail": ""}
-    return row | {"skipped": "duplicate", "detail": f"the same bytes as {first}"}
-
-
-def _file(row: Row) -> tuple[Any, ...]:
-    return tuple(row[name] for name in FILE_COLUMNS)
-
-
-def _batch(rows: list[Row]) -> pa.RecordBatch:
-    return pa.RecordBatch.from_pylist(rows, schema=SOURCES.batch)
+    judged = [row for row in rows if row["skipped"] in (None, "duplicate")]
+    first = {row["source_id"]: row["path"] for row in sorted(judged, key=lambda row: str(row["path"]), reverse=True)}
+    found = []
+    for row in rows:
+        if row["skipped"] in (None, "duplicate"):
+            used, other = row["path"] == first[row["source_id"]], f"the same bytes as {first[row['source_id']]}"
+            row = row | ({"skipped": None, "detail": ""} if used else {"skipped": "duplicate", "detail": other})
+        found.append(row)
+    return found
 
 
 def _summarise(run: Run[SourcesConfig], rows: list[Row]) -> None:

@@ -40,6 +40,9 @@ POOL_BATCHES = 4  # batches that a group has at least, so that its pairs meet in
 class PairTask:
     """`stages.tuner.task.Task` for pairs of a query and its document. Raises ValueError if there is nothing to train on."""
 
+    schema: pa.Schema = TRAIN.batch
+    expected_loss = None  # the loss of an untrained model depends on the pairs of a batch
+
     def __init__(self, run: Run[TrainConfig]) -> None:
         config = run.config
         self.run, self.config = run, config
@@ -49,11 +52,6 @@ class PairTask:
         self.order = Order(pools, config.batch_size, config.seed, config.accumulate)
         self.held_out = HeldOutPairs(run, self.data) if config.validation else None
         self.objective = Contrast(config.loss)
-
-    @property
-    def schema(self) -> pa.Schema:
-        schema: pa.Schema = TRAIN.batch
-        return schema
 
     @functools.cached_property
     def sizes_of_model(self) -> T5Config:
@@ -94,10 +92,6 @@ class PairTask:
             )
         if self.config.loss.form == "sum" and self.config.loss.temperature < 0.2:
             yield f'form = "sum" wants a temperature of about 1, got {self.config.loss.temperature:g}'
-
-    @property
-    def expected_loss(self) -> None:
-        """None: the loss of an untrained model depends on the pairs of a batch."""
 
     def description(self) -> str:
         line = f"{len(self.data.trained)} pairs, {self.order.per_epoch:.1f} batches per epoch"

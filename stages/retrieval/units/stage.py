@@ -14,7 +14,7 @@ import pyarrow as pa
 from schemas.retrieval import SOURCES, UNITS
 from stages.hashing import text_sha256
 from stages.retrieval import texts
-from stages.retrieval.units.python import parse, python_units
+from stages.retrieval.units.python import python_units
 from stages.retrieval.units.syntax import GRAMMARS, can_parse, syntax_units
 from stages.retrieval.units.unit import Unit, package_of, windows
 from stages.run import Run
@@ -103,13 +103,9 @@ def unit_rows(run: Run[UnitsConfig], source: Row) -> list[Row]:
 
 def find_units(text: str, language: str, config: UnitsConfig) -> list[Unit]:
     """Units of at least `min_lines` lines of code; windows of lines where the text cannot be parsed."""
-    if language == "python":
-        tree = parse(text)
-        found = None if tree is None else list(python_units(text, tree, classes=config.classes))
-    else:
-        found = syntax_units(text, language, classes=config.classes)
-    units = list(windows(text, config.window)) if found is None else found
-    return [unit for unit in units if unit.code_lines >= config.min_lines]
+    python = language == "python"
+    found = python_units(text, classes=config.classes) if python else syntax_units(text, language, classes=config.classes)
+    return [unit for unit in (windows(text, config.window) if found is None else found) if unit.code_lines >= config.min_lines]
 
 
 def _row(unit: Unit, source: Row, max_characters: int) -> Row:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stages.retrieval.units import syntax
-from stages.retrieval.units.python import parse, python_units
+from stages.retrieval.units.python import python_units
 from stages.retrieval.units.stage import UnitsConfig, find_units
 from stages.retrieval.units.unit import Unit
 from tests.stages.retrieval.project import make, rows, run
@@ -103,10 +103,8 @@ def test_no_function_of_the_standard_library_keeps_its_docstring():
     import email.message
 
     source = Path(email.message.__file__).read_text(encoding="utf-8")
-    tree = parse(source)
-    assert tree is not None
-    found = list(python_units(source, tree, classes=False))
-    count = sum(isinstance(node, ast.FunctionDef) for node in ast.walk(tree))
+    found = python_units(source, classes=False)
+    count = sum(isinstance(node, ast.FunctionDef) for node in ast.walk(ast.parse(source)))
     assert len(found) > 0.9 * count
     assert all(unit.docstring.split("\n")[0] not in unit.rest for unit in found if len(unit.docstring) > 20)
 
