@@ -51,8 +51,6 @@ class Caption:
 
 @dataclass(frozen=True)
 class CaptionSources:
-    """Where captions of images are looked for."""
-
     sources: tuple[str, ...]  # of sidecar, metadata, filename; the preferred one first
     extension: str | tuple[str, ...]  # of sidecars
     folder: str = ""  # separate folder of sidecars

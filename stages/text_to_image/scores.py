@@ -181,8 +181,6 @@ def axis_position(feature_D: np.ndarray, start: Mean | None, end: Mean | None) -
 
 
 class Scorer:
-    """Compares pictures with the base's previews, the training images and the real pictures."""
-
     def __init__(self, run: Run[ScoresConfig], encoder: ImageEncoder) -> None:
         self.run, self.encoder = run, encoder
         self.folder = run.root / run.config.references

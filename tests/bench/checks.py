@@ -22,8 +22,7 @@ from PIL import Image
 from data.research.experiments.tables import markdown
 from pipeline.commands.query import answer
 from pipeline.project.project import Project
-from stages.text_to_image.checks.measures import SIDE, measure, measure_picture, near_pairs
-from stages.text_to_image.checks.stage import ChecksConfig
+from stages.text_to_image.checks import SIDE, ChecksConfig, measure, measure_picture, near_pairs
 from tests import projects
 from tests.stages.text_to_image.checks import planted
 

@@ -166,7 +166,15 @@ def _changes(run: Run[CaptionsConfig], found: Found, edits: Mapping[str, str]) -
             distinct.setdefault(subject.fill(run.config, caption).text, caption)
         # The positions of edits count distinct training texts, as `_image_rows` does.
         captions = list(distinct.values())
-        name, line = _place(captions, int(position), run, subject.paths[0], paths)
+        # The file and line to write to; line 0 is the whole file, file "" is none.
+        name, line, at = "", 0, int(position)
+        if at < len(captions) and captions[at].source == "sidecar":
+            name = captions[at].origin
+            if run.config.lines == "many":
+                name, _, number = name.rpartition(":")
+                line = int(number)
+        elif at == 0 and len(captions) <= 1:  # of several, a new file would replace all
+            name = caption_file(subject.paths[0], paths, folder, run.config.where, run.root)
         if line and "\n" not in plain:
             # Several captions may lie in one file: their lines are edited in one change.
             change = made.setdefault(name, Change(name, read_text(folder / name, SIDECAR_BYTES)))
@@ -178,15 +186,6 @@ def _changes(run: Run[CaptionsConfig], found: Found, edits: Mapping[str, str]) -
             continue
         change.edits[key] = text
     yield from made.values()
-
-
-def _place(captions: list[Caption], position: int, run: Run[CaptionsConfig], path: str, paths: list[str]) -> tuple[str, int]:
-    """(file, line) to write a caption to; line 0 is the whole file, file "" is none."""
-    if position < len(captions) and captions[position].source == "sidecar":
-        name, _, line = captions[position].origin.rpartition(":")
-        return (name, int(line)) if run.config.lines == "many" else (captions[position].origin, 0)
-    alone = position == 0 and len(captions) <= 1  # of several, a new file would replace all
-    return (caption_file(path, paths, run.needs["image_folder"], run.config.where, run.root), 0) if alone else ("", 0)
 
 
 def _without_template(config: Any, subject: Subject, text: str) -> str | None:

@@ -8,7 +8,6 @@ captions.tsv), or are its file name or the name of its folder.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import re
 from collections import Counter, defaultdict
@@ -20,6 +19,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from schemas.text_to_image import CAPTIONS, DESCRIPTIONS, IMAGES
+from stages.hashing import text_sha256
 from stages.run import Run
 from stages.settings import Section, nearest, selects, setting
 from stages.stage import Stage
@@ -264,17 +264,16 @@ def find_captions(run: Run[CaptionsConfig]) -> Found:
         named = [Caption(each.concept, "folder", each.folder)] if each.concept else []
         found[image_id] = captions or described.get(image_id) or named
     without = [subjects[image_id].paths[0] for image_id, captions in found.items() if not captions]
+    what, names = f"{len(without)} of {len(found)} images have no caption", first_names(without)
     if without and config.missing == "error":
         sidecar = PurePosixPath(without[0]).with_suffix(config.where.extensions[0]).name
         raise ValueError(
-            f"{len(without)} of {len(found)} images have no caption ({' or '.join(config.sources)}): {first_names(without)}; "
-            f"write {sidecar} and so on beside them, let a model write them ([descriptions]), or set captions.missing to "
-            f"empty, trigger, filename or skip{_other_captions(folder, paths, config, notes)}"
+            f"{what} ({' or '.join(config.sources)}): {names}; write {sidecar} and so on beside them, let a model write them "
+            "([descriptions]), or set captions.missing to empty, trigger, filename or skip"
+            + _other_captions(folder, paths, config, notes)
         )
     if without:
-        notes.append(
-            f"{len(without)} of {len(found)} images have no caption (captions.missing = {config.missing}): {first_names(without)}"
-        )
+        notes.append(f"{what} (captions.missing = {config.missing}): {names}")
     return Found(subjects, found, notes)
 
 
@@ -371,8 +370,7 @@ def apply_edits(rows: Iterable[Mapping[str, Any]], edits: Mapping[str, str]) -> 
         text = edits.get(f"{row['image_id']}:{row['position']}") if row["role"] == "caption" else None
         changed = dict(row)
         if text is not None:
-            caption_id = hashlib.sha256(text.encode()).hexdigest()
-            changed |= {"text": text, "caption_id": caption_id, "source": "edit", "origin": EDITS}
+            changed |= {"text": text, "caption_id": text_sha256(text), "source": "edit", "origin": EDITS}
         found.setdefault((row["image_id"] + row["role"], changed["caption_id"]), changed)
     return list(found.values())
 
@@ -447,7 +445,7 @@ def _class_rows(rows: list[Row], subjects: Mapping[str, Subject], config: Captio
 
 def _row(image_id: str, role: str, text: str, source: str, origin: str, position: int, **more: Any) -> Row:
     try:
-        caption_id = hashlib.sha256(text.encode()).hexdigest()
+        caption_id = text_sha256(text)
     except UnicodeEncodeError:
         raise ValueError(
             f"{origin or 'project.toml'}: the text must be valid Unicode, but contains half of a surrogate pair"

@@ -113,8 +113,6 @@ def roots(entries: Sequence[FolderConfig], folder: Path, project: Path) -> Roots
 
 @dataclass(frozen=True)
 class Listing:
-    """The content of an image folder."""
-
     files: list[Row]  # with FILE_COLUMNS, sorted by path
     masks: int  # files that are masks of others, and not in `files`
 

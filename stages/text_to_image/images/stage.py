@@ -239,7 +239,7 @@ def examine_images(run: Run[ImagesConfig]) -> Iterator[pa.RecordBatch]:
     limits = {name: getattr(run.config, name) for name in ("min_side", "max_pixels", "max_bytes")}
 
     def row_of(file: Row) -> Row | None:
-        if run.report.stop():
+        if run.report.stop():  # what has begun is finished
             return None
         old = stored.get(file["path"])
         # It is read only if it has changed, or could not be read before.

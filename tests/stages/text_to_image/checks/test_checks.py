@@ -7,8 +7,16 @@ import pytest
 from PIL import Image
 
 from pipeline.project.project import Project
-from stages.text_to_image.checks.measures import SIDE, measure, measure_picture, near_pairs
-from stages.text_to_image.checks.stage import ChecksConfig, imbalance, repeated_phrase, text_warnings
+from stages.text_to_image.checks import (
+    SIDE,
+    ChecksConfig,
+    imbalance,
+    measure,
+    measure_picture,
+    near_pairs,
+    repeated_phrase,
+    text_warnings,
+)
 from stages.text_to_image.imaging.decode import Room
 from tests.projects import Silent, build, edit, make
 from tests.stages.text_to_image.checks import planted
@@ -58,7 +66,7 @@ def test_a_picture_is_decoded_for_measuring_only_while_there_is_room_for_its_pix
             taken.append(pixels)
             return super().taken(pixels)
 
-    monkeypatch.setattr("stages.text_to_image.checks.measures.ROOM", Watched(1))
+    monkeypatch.setattr("stages.text_to_image.checks.ROOM", Watched(1))
     Image.new("L", (96, 64)).save(tmp_path / "a.png")
     assert measure(tmp_path / "a.png")["border"] == 0 and taken == [96 * 64]
 
@@ -174,7 +182,7 @@ def test_a_deleted_original_leaves_no_warning_and_no_picture_is_measured_again(p
     marked = next(path for path, row in checks(project).items() if row["duplicate_of"])
     original = ({"again.png", "picture0.png"} - {marked}).pop()
     (project / "images" / original).unlink()
-    monkeypatch.setattr("stages.text_to_image.checks.stage.measure", None)
+    monkeypatch.setattr("stages.text_to_image.checks.measure", None)
     build(project, "images", "captions", "checks")
     assert checks(project)[marked]["duplicate_of"] is None and "near_duplicate" not in checks(project)[marked]["warnings"]
 
