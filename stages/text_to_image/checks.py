@@ -171,9 +171,7 @@ def exposure(grey: np.ndarray) -> tuple[float, float]:
 
 
 def border(grey: np.ndarray) -> float:
-    """Share of the picture in two plain bars at opposite sides that end sharply, such as a letterbox; the larger of both
-    directions.
-    """
+    """Share of the picture in two plain bars at opposite sides that end sharply, such as a letterbox; the larger pair."""
     return round(max(_border_along(grey), _border_along(grey.T)), 4)
 
 
@@ -403,12 +401,12 @@ def imbalance(images: Sequence[Row], most: float) -> str:
 
 
 def wanted_checks(run: Run[ChecksConfig]) -> pa.Table:
-    found = []
-    for row in usable_rows(run.inputs.rows(IMAGES)):
+    rows = usable_rows(run.inputs.rows(IMAGES))
+    for row in rows:
         short, long = sorted((row["width"], row["height"]))
-        # An image is measured again only if one of these values has changed.
-        found.append({"image_id": row["image_id"], "path": row["path"], "short_side": short, "aspect": long / short})
-    return CHECKS.select(found, WANTED)
+        row |= {"short_side": short, "aspect": long / short}
+    # An image is measured again only if one of these values has changed.
+    return CHECKS.select(rows, WANTED)
 
 
 def measure_images(run: Run[ChecksConfig]) -> Iterator[pa.RecordBatch]:

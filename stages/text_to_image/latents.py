@@ -99,9 +99,7 @@ def latent_id(row: Row) -> str:
 
 
 def wanted_latents(run: Run[LatentsConfig]) -> pa.Table:
-    """One row per accepted bucket, jittered crop and mirror image of these. Raises ValueError if no image is usable, or masks
-    are needed but missing or unreadable.
-    """
+    """One row per accepted bucket, jittered crop and mirror image of these. Raises ValueError as `mask_ids` does."""
     images = run.inputs.rows(IMAGES)
     mask_id = mask_ids(images, run.needs["image_folder"], run.config.mask)
     rows = images.to_pylist()
@@ -196,27 +194,21 @@ def _jobs(run: Run[LatentsConfig]) -> list[ImageJob]:
 
 
 def decode_ahead(jobs: list[ImageJob], background: str, workers: int) -> Iterator[tuple[ImageJob, Future[list[Crop]]]]:
-    """Yield (job, future of its crops) in order, with at most `workers` + 1 images ahead. Closing the iterator waits for
-    the threads.
-    """
+    """(job, future of its crops) in order, at most `workers` + 1 images ahead. Closing the iterator waits for the threads."""
     waiting: deque[tuple[ImageJob, Future[list[Crop]]]] = deque()
-    todo = iter(jobs)
     with ThreadPoolExecutor(workers, thread_name_prefix="decode") as pool:
         try:
-            while True:
-                while len(waiting) <= workers and (job := next(todo, None)):
-                    waiting.append((job, pool.submit(decode_crops, job, background)))
-                if not waiting:
-                    return
-                yield waiting.popleft()
+            for job in jobs:
+                waiting.append((job, pool.submit(decode_crops, job, background)))
+                if len(waiting) > workers:
+                    yield waiting.popleft()
+            yield from waiting
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
 def decode_crops(job: ImageJob, background: str) -> list[Crop]:
-    """One pair (pixels, mask) per row. Raises ImageError if image or mask cannot be used, and FileChanged if a file has
-    changed.
-    """
+    """One per row. Raises ImageError if image or mask cannot be used, and FileChanged if a file has changed."""
     data = _read_unchanged(job.path, job.image_id)
     with ROOM.taken(pixel_count(io.BytesIO(data))):
         image = open_image(io.BytesIO(data), background)
@@ -291,9 +283,7 @@ def encode_latents(run: Run[LatentsConfig]) -> Iterator[pa.RecordBatch]:
 
 
 def _encoded_rows(run: Run[LatentsConfig], model: Any, changed: list[str]) -> Generator[Row]:
-    """Complete rows of the pending crops. If an image or its mask has changed, it gives no rows and its name goes to
-    `changed`.
-    """
+    """Complete rows of the pending crops. An image that has changed, or whose mask has, gives its name to `changed` instead."""
     done, total = 0, run.output.pending.num_rows
     run.report.progress(done, total, "images")
     for job, future in decode_ahead(_jobs(run), run.config.background, run.config.workers):

@@ -103,8 +103,8 @@ def preset_settings(name: str, trigger: str) -> Settings:
         hint = nearest(name, PRESETS, '"{}"')
         raise ValueError(f'--preset must be one of {", ".join(PRESETS)}, got "{name}"{hint}')
     preset = PRESETS.get(name, {})
-    order = dict.fromkeys([*BEGIN, *preset])
-    found = {section: {**BEGIN.get(section, {}), **preset.get(section, {})} for section in sorted(order, key=SECTIONS.index)}
+    sections = sorted({*BEGIN, *preset}, key=SECTIONS.index)
+    found = {section: {**BEGIN.get(section, {}), **preset.get(section, {})} for section in sections}
     # Without a trigger, captions cannot be reduced to it.
     if not trigger and "dropped" in found.get("train.data", {}):
         del found["train.data"]
@@ -135,9 +135,8 @@ def concept_folders(file: Path) -> str:
     project.toml.
     """
     concepts = read_json(file)
-    if not isinstance(concepts, list) or not all(
-        isinstance(each, dict) and isinstance(each.get("path"), str) for each in concepts
-    ):
+    named = isinstance(concepts, list) and all(isinstance(e, dict) and isinstance(e.get("path"), str) for e in concepts)
+    if not named:
         raise ValueError(f"{file}: {FORM}, got {str(concepts)[:60]}")
     used = [each for each in concepts if not _left_out(each)]
     if not used:

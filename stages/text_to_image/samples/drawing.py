@@ -279,9 +279,7 @@ def adapted_forward(model: Transformer, parts: Sequence[Part]) -> BlockwiseForwa
 
 
 def read_reference(file: Path) -> Image.Image:
-    """Upright and RGB, transparent pixels white, cut to size. Raises ValueError if the file cannot be read, or its shape is one
-    that diffusers refuses.
-    """
+    """RGB, upright and cut to size. Raises ValueError if it cannot be read, or has a shape that diffusers refuses."""
     try:
         image = open_image(io.BytesIO(read_bytes(file, CEILING_BYTES)), "#ffffff")
     except ImageError as error:

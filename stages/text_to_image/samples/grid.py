@@ -30,9 +30,7 @@ PAPER, INK, BLANK = (255, 255, 255), (30, 30, 30), (225, 225, 225)
 def write_grid(
     run: Run[SamplesConfig], columns: Mapping[str, str], wanted: list[dict[str, Any]], paths: Sequence[str | None]
 ) -> None:
-    """Write the grid of the first [samples] grid prompts. `columns`: label by adapter_id. `paths[i]`: the preview of `wanted[i]`,
-    None if it does not exist yet.
-    """
+    """Of the first [samples] grid prompts. `columns`: labels by adapter_id. `paths`: the previews of `wanted`, None if absent."""
     first = list(dict.fromkeys(row["caption_id"] for row in wanted))[: run.config.grid]
     rows = [
         (row, run.output.artifacts / (path or "")) for row, path in zip(wanted, paths, strict=True) if row["caption_id"] in first

@@ -99,9 +99,7 @@ def finish_samples(run: Run[SamplesConfig]) -> Iterator[pa.RecordBatch]:
 
 
 def file_name(row: Row) -> str:
-    """The stem of a preview's files: adapter or "base", caption, seed, size such as "1024x768", and a hash of the
-    references if any.
-    """
+    """The stem of a preview's files: adapter or "base", caption, seed, size, and a hash of the references if any."""
     source, caption = row["adapter_id"][:ID_DIGITS] or "base", row["caption_id"][:ID_DIGITS]
     name = f"{source}-{caption}-{row['seed']}-{row['width']}x{row['height']}"
     shown = row.get("reference_id")
@@ -157,9 +155,7 @@ class SampleSource:
 
 
 def sample_sources(run: Run[SamplesConfig]) -> list[SampleSource]:
-    """The base, the chosen checkpoints by step, and the given adapter; of identical files, only the first. Raises ValueError if a
-    chosen one is missing or damaged.
-    """
+    """The base, the chosen checkpoints by step, and the given adapter; of identical files, only the first."""
     sources = {"": SampleSource()} if run.config.base else {}
     for each in chosen_checkpoints(run.config.checkpoints, run.inputs.files(TRAIN)):
         files = each.state["files"]

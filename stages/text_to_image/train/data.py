@@ -70,9 +70,7 @@ class Dataset:
         return None if set(found) == {1.0} else found
 
     def pairs(self) -> list[tuple[str, str, str]]:
-        """Every (latent_id, image_id, caption_id) that the run may read, held-out crops and class captions included.
-        Part of the recipe.
-        """
+        """Every (latent_id, image_id, caption_id) that the run may read, also to measure. Part of the recipe."""
         crops = [*self.crops, *self.held]
         pairs = [(crop.latent_id, crop.image_id, caption) for crop in crops for caption in crop.captions]
         pairs += [(crop.latent_id, crop.image_id, caption) for crop in crops for caption in crop.classes if caption]
@@ -261,9 +259,7 @@ def place(row: Row) -> tuple[Any, ...]:
 
 
 def folder_rates(base: Sequence[float], images: Sequence[Row], regularisation: float) -> list[float]:
-    """The rate of each crop after the columns `repeats`, `weight` and `use` of its image. `base`: the rates before.
-    `regularisation`: draws of regularisation images per draw of another image.
-    """
+    """`base`, the rate of each crop, changed by the columns `repeats`, `weight` and `use` of its image."""
     found = [rate * (1.0 if row["repeats"] is None else row["repeats"]) for rate, row in zip(base, images, strict=True)]
     # Weights compare folders of one use: those of the subject with each other, and those of regularisation images with each
     # other.

@@ -59,9 +59,7 @@ def train(run: Run[Any]) -> Iterator[pa.RecordBatch]:
 
 
 def repair(run: Run[Any]) -> Iterator[str]:
-    """Train again to recreate damaged checkpoints, with one line for the user each. If training now gives another adapter, the
-    checkpoint stays damaged.
-    """
+    """Train again to recreate damaged checkpoints. One stays damaged if training now gives another adapter."""
     if checkpoint.damaged_checkpoints(run.output.artifacts):
         yield from remake_checkpoints(run, ImageTask(run))
 
