@@ -39,7 +39,8 @@ def evaluate(project: Project) -> Iterator[str]:
     # "base" comes first; by pair_id within a group, which pairs the queries of two searches.
     for row in sorted(found, key=lambda row: (row["encoder"] != "base", row["encoder"], row["pair_id"])):
         if row["split"] == "test":
-            groups[row["mode"]][row["encoder"]].append(row)
+            encoder = row["encoder"] if row["encoder"] == "base" else f"tuned {row['encoder'][:8]}"
+            groups[row["mode"]][encoder].append(row)
     if not groups:
         yield "no pair is in the test split: set pairs.test"
         return
@@ -62,18 +63,14 @@ def report(mode: str, encoders: dict[str, Columns]) -> Iterator[str]:
     cells = [line("lexical", "", first["lexical"])]
     for encoder, columns in measured.items():
         weight = columns["weight"][~np.isnan(columns["weight"])][0]
-        cells.append(line("semantic", short(encoder), columns["semantic"]))
-        cells.append(line(f"hybrid, {weight:.2f} semantic", short(encoder), columns["hybrid"]))
+        cells.append(line("semantic", encoder, columns["semantic"]))
+        cells.append(line(f"hybrid, {weight:.2f} semantic", encoder, columns["hybrid"]))
     yield from format_table(HEAD, cells).splitlines()
     if not measured:
         yield "the documents without names have no vectors: tokens.hard = true encodes them"
         return
     yield from differences(measured)
     yield from quartiles(measured)
-
-
-def short(encoder: str) -> str:
-    return encoder if encoder == "base" else f"tuned {encoder[:8]}"
 
 
 def line(search: str, encoder: str, found: np.ndarray) -> tuple[str, ...]:
@@ -95,16 +92,16 @@ def differences(encoders: dict[str, Columns]) -> Iterator[str]:
     from stages.retrieval.search.measures import reciprocal
 
     pairs = [
-        (f"{one} - {other}, {short(encoder)}", columns[one], columns[other])
+        (f"{one} - {other}, {encoder}", columns[one], columns[other])
         for encoder, columns in encoders.items()
         for one, other in (("semantic", "lexical"), ("hybrid", "lexical"), ("hybrid", "semantic"))
     ]
     if base := encoders.get("base"):
-        tuned = {encoder: columns for encoder, columns in encoders.items() if encoder != "base"}
         pairs += [
-            (f"{short(encoder)} - base, {search}", columns[search], base[search])
-            for encoder, columns in tuned.items()
+            (f"{encoder} - base, {search}", columns[search], base[search])
+            for encoder, columns in encoders.items()
             for search in ("semantic", "hybrid")
+            if encoder != "base"
         ]
     yield "difference in MRR@10, paired bootstrap:"
     for name, one, other in pairs:
@@ -119,7 +116,7 @@ def quartiles(encoders: dict[str, Columns]) -> Iterator[str]:
     from stages.retrieval.search.measures import reciprocal
 
     encoder, columns = list(encoders.items())[-1]
-    yield f"MRR@10 by the share of the query's words that occur in the code, {short(encoder)}:"
+    yield f"MRR@10 by the share of the query's words that occur in the code, {encoder}:"
     overlap = columns["overlap"]
     for part in np.array_split(np.argsort(overlap, kind="stable"), QUARTILES):
         if len(part):

@@ -6,17 +6,21 @@ import csv
 import io
 import shutil
 from pathlib import Path
-from typing import Any
 
 import click
 
-from pipeline.commands.query import FORMAT, answer, answer_panel, format_rows
+from pipeline.commands.query import FORMAT, answer, answer_panel, format_rows, write_answer
 from pipeline.commands.run import bring_up_to_date, summary
 from pipeline.options import with_project
 from pipeline.project.project import Project
-from pipeline.store.disk import atomic_write
 from pipeline.store.lock import texts_lock
 from pipeline.terminal import Terminal
+
+CAPTIONS = """
+select path, captions.image_id, position, text from captions
+join images on images.image_id = captions.image_id and images.rejected is null
+where role = 'caption' order by path, position
+"""
 
 
 @click.command("lint")
@@ -99,28 +103,10 @@ def captions(edit: Path | None, apply: Path | None, sidecars: bool, undo_sidecar
     click.echo(summary(outcome))
     project.refresh()
     if edit:
-        count = write_captions(project, edit)
+        if edit.exists():
+            raise ValueError(f"{edit} exists already; choose another name, or read it back with --apply")
+        count = write_answer(project, CAPTIONS, edit, "csv")
         click.echo(f"wrote {count} captions to {edit}; edit the column text, then run: latentmill captions --apply {edit}")
-
-
-def caption_rows(project: Project) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = answer(
-        project,
-        "select path, captions.image_id, position, text from captions join images on images.image_id = captions.image_id "
-        "and images.rejected is null where role = 'caption' order by path, position",
-    ).to_pylist()
-    return rows
-
-
-def write_captions(project: Project, file: Path) -> int:
-    if file.exists():
-        raise ValueError(f"{file} exists already; choose another name, or read it back with --apply")
-    rows = caption_rows(project)
-    with atomic_write(file.absolute()) as temporary, temporary.open("w", encoding="utf-8", newline="") as opened:
-        writer = csv.DictWriter(opened, ["path", "image_id", "position", "text"])
-        writer.writeheader()
-        writer.writerows(rows)
-    return len(rows)
 
 
 def read_captions(project: Project, file: Path) -> int:
@@ -128,7 +114,7 @@ def read_captions(project: Project, file: Path) -> int:
     from stages.text_to_image.captions.edits import write_edits
     from stages.untrusted import read_utf8
 
-    present = {f"{row['image_id']}:{row['position']}": row["text"] for row in caption_rows(project)}
+    present = {f"{row['image_id']}:{row['position']}": row["text"] for row in answer(project, CAPTIONS).to_pylist()}
     reader = csv.DictReader(io.StringIO(read_utf8(file, 256_000_000), newline=""), strict=True)
     edits: dict[str, str | None] = {}
     try:

@@ -19,6 +19,7 @@ from pipeline.commands.adapters import adapter_of, find_adapter, pair_strengths
 from pipeline.options import with_project
 from pipeline.terminal import Terminal
 from stages.run import Report
+from stages.untrusted import read_utf8
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from stages.text_to_image.samples.config import SamplesConfig
 
 MOST = 10_000  # pictures of one call
+MOST_BYTES = 256_000_000  # of a file of prompts
 COMPONENTS = ("transformer", "text_encoder", "tokenizer", "autoencoder")
 
 
@@ -80,7 +82,8 @@ def command(
     """Draw prompts with the trained adapter. PROMPTS are used unchanged, so they should contain the trigger word. Every
     picture is a row of the table `generated`; a picture that was drawn before is not drawn again.
     """
-    texts = [*prompts, *(read_prompts(prompt_file) if prompt_file else ())]
+    lines = read_utf8(prompt_file, MOST_BYTES).splitlines() if prompt_file else ()
+    texts = [*prompts, *filter(None, map(str.strip, lines))]
     if not texts:
         raise ValueError('generate needs a prompt, such as: latentmill generate "a cat" --seed 1; or --file PROMPTS.txt')
     given = {"steps": steps, "guidance": guidance, **parse_size(size)}
@@ -105,17 +108,6 @@ class Wish:
     # width, height (pixels), steps, guidance; None or missing: the setting of [samples]
     given: Mapping[str, Any] = field(default_factory=dict)
     references: tuple[Path, ...] = ()  # images that the model sees while it draws
-
-
-def read_prompts(file: Path) -> list[str]:
-    """The lines that are not blank. Raises ValueError if the file cannot be read or has none."""
-    try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--file {file} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}") from None
-    if not lines:
-        raise ValueError(f"--file {file} has no prompt: one per line")
-    return lines
 
 
 def parse_size(size: str | None) -> dict[str, int]:

@@ -201,7 +201,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
         (["a", "--adapter", "best"], "no best adapter"),
         (["a", "--strength", "99"], "--strength must be from -10 to 10"),
         (["a", "--step", "5"], "its checkpoints are 2, 4, 6"),
-        (["--file", "nothing.txt"], "--file nothing.txt cannot be read"),
+        (["--file", "nothing.txt"], "nothing.txt cannot be read"),
     ],
 )
 def test_a_wrong_wish_is_one_line(built, words, said):
