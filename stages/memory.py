@@ -35,10 +35,7 @@ BLOCK_WORK = ((2.0, 2.5),)
 # FLUX.2's blocks on a CPU: while Linears are differentiated, and while attention is. MLX starts operations ahead there, and their
 # results wait in memory. Waiting for them made steps on two cores 12 to 37 % longer.
 FLUX2_ON_CPU: dict[str, Any] = {"work_rates": ((3.35, 1.2), (2.35, 3.7))}
-T5_STEPWISE: dict[str, Any] = {
-    "saved_rate": 0.8,
-    "work_rates": ((2.0, 1.0),),
-}  # attention keeps its probabilities; CPU
+T5_STEPWISE: dict[str, Any] = {"saved_rate": 0.8, "work_rates": ((2.0, 1.0),)}  # attention keeps its probabilities; CPU
 LOSS_WORK = 3  # copies of the similarities of all tokens of a contrastive batch while the loss is differentiated
 UNPACKED = 2  # packed weights that exist unpacked at once while a block is computed
 AHEAD = 0.5  # share of one block's working memory that work started ahead may use beyond the estimate

@@ -10,11 +10,7 @@ PIPELINE = Pipeline(
         name: f"stages.retrieval.{name}"
         for name in ("sources", "units", "pairs", "tokens", "negatives", "train", "vectors", "index", "ranks")
     },
-    resources={
-        "family": FamilyRecord(),
-        "encoder": Weights(("head_seed",)),
-        "tokenizer": Weights(("lower_case",)),
-    },
+    resources={"family": FamilyRecord(), "encoder": Weights(("head_seed",)), "tokenizer": Weights(("lower_case",))},
     families="stages.retrieval.families:FAMILIES",
     first={"train": "section"},  # the encoder is tuned if the project says how
     results=("index", "train", "ranks"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -25,12 +25,10 @@ from stages.memory import Forecast, Outlook
 from stages.retrieval import texts
 from stages.retrieval.memory import VALUE_BYTES, encoder_sizes
 from stages.retrieval.search import lexical, maxsim
-from stages.retrieval.texts import BASE
+from stages.retrieval.texts import BASE, Row
 from stages.run import Run
 from stages.settings import COUNT, WHOLE, Section, runtime, selects
 from stages.stage import Stage
-
-Row = dict[str, Any]
 
 KEPT = ("unit_id", "encoder", "vector_id", "file")  # the columns on which the freshness of a row depends
 LEXICAL_BYTES, LEXICAL_SHARE = 20_000, 0.85  # of the full-text index: bytes in all, and per byte of the words; about

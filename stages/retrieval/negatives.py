@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,12 +22,11 @@ from stages.memory import Forecast, Outlook, Remedy
 from stages.retrieval.memory import VALUE_BYTES, counts, encoder_sizes, encoding_memory
 from stages.retrieval.search import lexical
 from stages.retrieval.search.maxsim import TokenMatrix
-from stages.retrieval.texts import BASE
+from stages.retrieval.texts import BASE, Row
 from stages.run import Run
 from stages.settings import COUNT, NUMBER, Section, runtime, setting
 from stages.stage import Stage
 
-Row = dict[str, Any]
 Search = Callable[[Row], np.ndarray]  # pair -> the score of every unit for its query, in the order of `_corpus`
 
 

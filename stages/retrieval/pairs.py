@@ -6,7 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +14,7 @@ import pyarrow as pa
 from schemas.retrieval import PAIRS, UNITS
 from stages.hashing import text_sha256
 from stages.retrieval import texts
+from stages.retrieval.texts import Row
 from stages.run import Run
 from stages.settings import COUNT, WHOLE, Section, runtime, setting
 from stages.stage import Stage
@@ -95,8 +96,6 @@ def _grams(text: str) -> set[tuple[str, ...]]:
     words = texts.words(text)
     return {tuple(words[start : start + GRAM]) for start in range(len(words) - GRAM + 1)}
 
-
-Row = dict[str, Any]
 
 KEPT = ("pair_id", "unit_id", "package", "query", "query_id", "text_id")  # the columns that come from the unit alone
 AMONG = (None, "duplicate", "leak")  # the values of `rejected` that depend on other pairs

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -23,12 +23,10 @@ from stages.retrieval import texts
 from stages.retrieval.memory import held_out_pairs
 from stages.retrieval.search import lexical, measures
 from stages.retrieval.search.maxsim import TokenMatrix
-from stages.retrieval.texts import HELD_OUT, document_order, used_pairs
+from stages.retrieval.texts import HELD_OUT, Row, document_order, used_pairs
 from stages.run import Run
 from stages.settings import COUNT, Section, runtime, setting
 from stages.stage import Stage
-
-Row = dict[str, Any]
 
 SCORE_BYTES = 4
 DOCUMENTS = 2000  # documents whose vectors are in memory together

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from schemas.retrieval import SOURCES
+from stages.retrieval.texts import Row
 from stages.run import Run
 from stages.settings import COUNT, Section, nearest, runtime, selects, setting
 from stages.stage import Stage
@@ -83,8 +84,6 @@ def _package(name: str) -> Root:
             raise ValueError(f"sources.roots: package {name!r} has no source files")
     return Root(name, Path(place), place, exclude, own_rules=False)
 
-
-Row = dict[str, Any]
 
 FILE_COLUMNS = ("path", "root", "file", "module", "bytes", "mtime_ns", "inode")  # by these values an unchanged file is recognised
 CONTAINERS = ("src", "lib", "python")  # folders of a repository in which packages lie

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,11 +13,10 @@ from stages.memory import Forecast, Outlook
 from stages.retrieval import texts
 from stages.retrieval.encoder import TextTokenizer
 from stages.retrieval.memory import counts
+from stages.retrieval.texts import Row
 from stages.run import Run
 from stages.settings import COUNT, Section, runtime, selects, setting
 from stages.stage import Stage
-
-Row = dict[str, Any]
 
 ID_BYTES = 4  # of a stored token id
 LONGEST = 4096  # tokens: the memory of attention grows with the square of the length

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -17,13 +17,11 @@ from schemas.retrieval import PAIRS, TOKENS, TRAIN, VECTORS
 from stages.hashing import file_sha256
 from stages.memory import Forecast, Outlook, Settings, cheapest
 from stages.retrieval.memory import VALUE_BYTES, counts, encoder_sizes, encoding_memory, held_out_pairs
-from stages.retrieval.texts import BASE, HELD_OUT, used_pairs, vector_id
+from stages.retrieval.texts import BASE, HELD_OUT, Row, used_pairs, vector_id
 from stages.run import Run
 from stages.settings import COUNT, Section, runtime, selects, setting
 from stages.stage import Stage
 from stages.tuner.checkpoint import ADAPTER
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)

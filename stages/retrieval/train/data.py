@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from schemas.retrieval import NEGATIVES, PAIRS, TOKENS
 from stages.retrieval.encoder import padded
-from stages.retrieval.texts import used_pairs
+from stages.retrieval.texts import Row, used_pairs
 from stages.retrieval.train.config import TrainConfig
 from stages.run import Run, TensorReader
 from stages.tuner import draws
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,19 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
 from schemas.retrieval import SOURCES, UNITS
 from stages.hashing import text_sha256
 from stages.retrieval import texts
+from stages.retrieval.texts import Row
 from stages.retrieval.units.python import python_units
 from stages.retrieval.units.syntax import GRAMMARS, can_parse, syntax_units
 from stages.retrieval.units.unit import Unit, package_of, windows
 from stages.run import Run
 from stages.settings import COUNT, WHOLE, Section, runtime, setting
 from stages.stage import Stage
-
-Row = dict[str, Any]
 
 KEPT = ("unit_id", "path", "source_id", "language", "module")  # the columns on which the freshness of a row depends
 
