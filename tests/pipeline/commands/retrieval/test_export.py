@@ -73,7 +73,7 @@ def test_sentence_transformers_scores_the_exported_folder_the_same(trained: Proj
     assert np.abs(theirs - scores(encoder(trained, True))).max() <= 1e-5
     tokenizer = encoder(trained, True)
     for text, found in zip(QUERIES, queries, strict=True):
-        assert len(found) == len(tokenizer.tokens(text)), "both score the same tokens"
+        assert len(found) == len(tokenizer.query_ids(text)), "both score the same tokens"
 
 
 def test_weights_are_rounded_once_to_the_type_that_is_asked_for(trained: Project, exported: Path, tmp_path: Path) -> None:
