@@ -8,16 +8,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from stages.models.family import ModelFamily
 from stages.untrusted import read_json
 
-PRECISION = (
-    r"[-_.](fp8|e4m3fn|e5m2|scaled|fp8_?mixed|fp16|f16|bf16|fp32|q\d(_[01ksml])*)"  # what follows the name of a single file
-)
+# What follows the name of a single file.
+PRECISION = r"[-_.](fp8|e4m3fn|e5m2|scaled|fp8_?mixed|fp16|f16|bf16|fp32|q\d(_[01ksml])*)"
 
 
 def locate(root: Path, component: str, family: ModelFamily) -> Path:
@@ -28,22 +27,17 @@ def locate(root: Path, component: str, family: ModelFamily) -> Path:
     for path in (folder, *(root / name for name in names)):
         if path.exists():
             return path
-    if len(found := _variants(root, names)) > 1:
+    # flux-2-klein-4b-fp8.safetensors and flux-2-klein-4b-Q4_K_M.gguf are variants of flux-2-klein-4b.safetensors.
+    stems = "|".join(re.escape(Path(name).stem) for name in names)
+    variant = re.compile(rf"({stems})({PRECISION})+\.(safetensors|gguf)", re.IGNORECASE)
+    found = sorted(path for path in root.iterdir() if variant.fullmatch(path.name)) if stems and root.is_dir() else []
+    if len(found) > 1:
         raise ValueError(f"{root} has {found[0].name} and {found[1].name}: remove one, or give it a folder of its own")
     if found:
         return found[0]
     wanted = ", ".join([f"{folder.name}/", *names])
     why = "" if root.is_dir() else "; that folder does not exist"
     raise ValueError(f"the {component.replace('_', ' ')} of {family.name} is not in {root}: looked for {wanted}{why}")
-
-
-def _variants(root: Path, names: Sequence[str]) -> list[Path]:
-    stems = [re.escape(Path(name).stem) for name in names]
-    if not stems or not root.is_dir():
-        return []
-    # flux-2-klein-4b-fp8.safetensors and flux-2-klein-4b-Q4_K_M.gguf are variants of flux-2-klein-4b.safetensors.
-    wanted = re.compile(rf"({'|'.join(stems)})({PRECISION})+\.(safetensors|gguf)", re.IGNORECASE)
-    return sorted(path for path in root.iterdir() if wanted.fullmatch(path.name))
 
 
 def component_config(path: Path, default: Mapping[str, Any]) -> dict[str, Any]:

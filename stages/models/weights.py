@@ -226,7 +226,7 @@ def _renamed(arrays: Arrays, rename: Callable[[str], str | None], where: Path) -
     return {name: arrays[key] for name, key in old.items()}
 
 
-def check_shapes(arrays: Arrays, shapes: Shapes, where: Path) -> None:
+def check_shapes(arrays: Mapping[str, mx.array], shapes: Shapes, where: Path | str) -> None:
     """Raise ValueError if a tensor is missing, unknown or of another shape. `where` is for the message."""
     missing = [k for k in shapes if k not in arrays]
     unexpected = sorted(k for k in arrays if k not in shapes)

@@ -37,23 +37,12 @@ def maxsim(
     # At most CHUNK_BYTES of similarities at once in the forward pass.
     per_query = 4 * query_BQE.shape[1] * document_real_NK.size
     step = max(1, CHUNK_BYTES // per_query)
-    scores_BN = mx.concatenate(
-        [
-            _summed_maxima(query_BQE[n : n + step], query_real_BQ[n : n + step], document_NKE, document_real_NK)
-            for n in range(0, len(query_BQE), step)
-        ]
-    )
-    return scores_BN / _lengths(query_real_BQ) if mean else scores_BN
-
-
-def _summed_maxima(query_BQE: mx.array, query_real_BQ: mx.array, document_NKE: mx.array, document_real_NK: mx.array) -> mx.array:
-    best_BQN = token_similarities(query_BQE, document_NKE, document_real_NK).max(axis=-1)
-    return mx.where(query_real_BQ[:, :, None], best_BQN, 0.0).sum(axis=1)
-
-
-def _lengths(real_BQ: mx.array) -> mx.array:
-    # At least 1, as a divisor.
-    return mx.maximum(real_BQ.sum(axis=1, keepdims=True), 1).astype(mx.float32)
+    parts = []
+    for n in range(0, len(query_BQE), step):
+        best_bQN = token_similarities(query_BQE[n : n + step], document_NKE, document_real_NK).max(axis=-1)
+        parts.append(mx.where(query_real_BQ[n : n + step, :, None], best_bQN, 0.0).sum(axis=1))
+    scores_BN = mx.concatenate(parts)
+    return scores_BN / mx.maximum(query_real_BQ.sum(axis=1, keepdims=True), 1).astype(mx.float32) if mean else scores_BN
 
 
 def xtr_scores(
@@ -138,8 +127,18 @@ def loss_and_grads_in_parts(
     """`loss_and_grads` of a batch, part by part; with several `ranks`, the gradients of this rank's parts only."""
     ranks = ranks or Ranks()
     own = ranks.part(len(parts))
-    predictions = _gathered([_computed(predict(chain, adapters, scales, part)) for part in parts[own]], ranks)
-    losses_B, pulls = _loss_and_pulls(predictions, join, loss)
+    encoded = []
+    for part in parts[own]:
+        encoded.append(predict(chain, adapters, scales, part))
+        mx.eval(encoded[-1])
+    predictions = _gathered(encoded, ranks)
+    del encoded
+
+    def mean_and_losses(predictions: list[Tree]) -> tuple[mx.array, mx.array | Values]:
+        found = loss(join(predictions))
+        return main_losses(found).mean(), found
+
+    (_, losses_B), pulls = mx.value_and_grad(mean_and_losses)(predictions)
     mx.eval(losses_B, pulls)
     del predictions
     # The sum over parts, and then over ranks, is the gradient of the batch.
@@ -156,11 +155,6 @@ def loss_and_grads_in_parts(
     return losses_B, total
 
 
-def _computed(prediction: Tree) -> Tree:
-    mx.eval(prediction)
-    return prediction
-
-
 def _gathered(predictions: list[Tree], ranks: Ranks) -> list[Tree]:
     if ranks.size == 1:
         return predictions
@@ -173,15 +167,6 @@ def _gathered(predictions: list[Tree], ranks: Ranks) -> list[Tree]:
             mine = found[rank * len(names) : (rank + 1) * len(names)]
             own.append(tree_unflatten(list(zip(names, mine, strict=True))))
     return [prediction for own in by_rank for prediction in own]
-
-
-def _loss_and_pulls(predictions: list[Tree], join: Join, loss: Loss) -> tuple[mx.array | Values, list[Tree]]:
-    def run(predictions: list[Tree]) -> tuple[mx.array, mx.array | Values]:
-        found = loss(join(predictions))
-        return main_losses(found).mean(), found
-
-    (_, found), pulls = mx.value_and_grad(run)(predictions)
-    return found, pulls
 
 
 def _inner_product(prediction: Tree, **pulls: mx.array) -> mx.array:

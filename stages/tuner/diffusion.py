@@ -215,11 +215,9 @@ def _difference(v_BLC: mx.array, target_BLC: mx.array) -> mx.array:
 def _weighted_mean(each_BLC: mx.array, weight_B: mx.array | None, mask_BL: mx.array | None) -> mx.array:
     # Each value is divided before the sum: dividing the sum would be a kernel of its own, which a GPU compiles for seconds.
     share = 1 / (each_BLC.shape[1] * each_BLC.shape[2])
-    losses_B = mx.sum(share * each_BLC, axis=(1, 2)) if mask_BL is None else _masked_mean(each_BLC, mask_BL)
+    if mask_BL is None:
+        losses_B = mx.sum(share * each_BLC, axis=(1, 2))
+    else:
+        # A sample whose mask is empty has the loss and the gradient 0.
+        losses_B = mx.sum(mask_BL * mx.mean(each_BLC, axis=2), axis=1) / mx.maximum(mx.sum(mask_BL, axis=1), LEAST_MASS)
     return losses_B if weight_B is None else weight_B * losses_B
-
-
-def _masked_mean(each_BLC: mx.array, mask_BL: mx.array) -> mx.array:
-    each_BL = mx.mean(each_BLC, axis=2)
-    # A sample whose mask is empty has the loss and the gradient 0.
-    return mx.sum(mask_BL * each_BL, axis=1) / mx.maximum(mx.sum(mask_BL, axis=1), LEAST_MASS)

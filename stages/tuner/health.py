@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
@@ -76,15 +75,8 @@ def _check_size(say: Callable[[str], None], config: TrainingConfig, step: int, r
         say(f"step {step}: the update is {ratio:.1g} of the adapter's length; {change} [train] lr ({config.lr:g})")
 
 
-@dataclass(frozen=True)
-class Mean:
-    value: float
-    error: float  # standard error
-
-    @classmethod
-    def of(cls, numbers: Iterable[float]) -> Mean:
-        found = list(numbers)
-        return cls(fmean(found), stdev(found) / math.sqrt(len(found)))
+def _mean_and_margin(numbers: Sequence[float]) -> tuple[float, float]:
+    return fmean(numbers), SURE * (stdev(numbers) / math.sqrt(len(numbers)))
 
 
 class LossCheck:
@@ -116,25 +108,23 @@ class LossCheck:
                 if step <= FIRST_STEPS:
                     self.first.append(self.last[-1])
         if step <= FIRST_STEPS and not self.warned and len(self.first) >= LEAST_SAMPLES:
-            self._check_start(step, self.expected, Mean.of(self.first), quiet)
+            self._check_start(step, self.expected, quiet)
         if step > FIRST_STEPS and len(self.first) >= LEAST_SAMPLES and len(self.last) == LAST_SAMPLES:
-            self._check_collapse(step, Mean.of(self.first[:LEAST_SAMPLES]), Mean.of(self.last))
+            first, (last, margin) = fmean(self.first[:LEAST_SAMPLES]), _mean_and_margin(self.last)
+            if last - margin > max(1.0, WORSE * first):
+                raise ValueError(
+                    f"train: stopped at step {step}: the loss has collapsed, from {first:.2f} to {last:.2f} times that "
+                    "of a model that knows nothing; lower [train] lr"
+                )
 
-    def _check_start(self, step: int, expected: ExpectedLoss, found: Mean, quiet: bool) -> None:
-        low, high = expected.start
-        if low <= found.value + SURE * found.error and found.value - SURE * found.error <= high:
+    def _check_start(self, step: int, expected: ExpectedLoss, quiet: bool) -> None:
+        (low, high), (found, margin) = expected.start, _mean_and_margin(self.first)
+        if low <= found + margin and found - margin <= high:
             return
         self.warned = True
         if quiet:
             return
         self.say(
-            f"step {step}: the loss is {found.value:.2f} times that of {expected.nobody}; it should begin at "
+            f"step {step}: the loss is {found:.2f} times that of {expected.nobody}; it should begin at "
             f"{low:g} to {high:g} ({expected.source}): {expected.remedy}"
         )
-
-    def _check_collapse(self, step: int, first: Mean, last: Mean) -> None:
-        if last.value - SURE * last.error > max(1.0, WORSE * first.value):
-            raise ValueError(
-                f"train: stopped at step {step}: the loss has collapsed, from {first.value:.2f} to {last.value:.2f} times that "
-                "of a model that knows nothing; lower [train] lr"
-            )

@@ -82,14 +82,6 @@ def choose_plan(
     return MemoryPlan(plan, limit, state.get("max_tokens") or found.samples * estimator.tokens, None, limit)
 
 
-def fastest_plan(blocks: Blocks, limit: int) -> Plan:
-    """The plan with the most kept blocks that needs at most `limit` bytes; "blocks" even if that needs more."""
-    count = len(blocks.traffic)
-    fits = [n for n in range(1, count + 1) if blocks.memory(n).peak <= limit]
-    # Computing blocks twice costs time, so the fastest plan is the one that keeps most.
-    return "blocks" if not fits or fits[-1] == 1 else "whole" if fits[-1] == count else fits[-1]
-
-
 @dataclass(frozen=True)
 class Candidate:
     samples: int  # of a micro-batch
@@ -172,8 +164,13 @@ class Estimator(Generic[C]):
         plan: Plan
         if memory != "auto":
             plan = min(memory, len(found.traffic)) if isinstance(memory, int) else memory
+        elif begun and found.memory(begun).peak <= limit:
+            plan = begun
         else:
-            plan = begun if begun and found.memory(begun).peak <= limit else fastest_plan(found, limit)
+            # Computing blocks twice costs time, so the fastest plan is the one that keeps most.
+            count = len(found.traffic)
+            kept = next((n for n in range(count, 0, -1) if found.memory(n).peak <= limit), 1)
+            plan = "blocks" if kept == 1 else "whole" if kept == count else kept
         return Candidate(samples, plan, found)
 
 

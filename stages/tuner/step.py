@@ -84,10 +84,17 @@ class StepGradient:
         return mx.concatenate([terms["loss"][0] for terms in self.terms])
 
     def values(self, column: str) -> list[Any]:
+        """One Python value per sample; a negative index into texts is None."""
         found: list[Any] = []
         for terms in self.terms:
-            count = terms["loss"][0].size
-            found += plain_values(*terms[column]) if column in terms else [None] * count
+            if column not in terms:
+                found += [None] * terms["loss"][0].size
+                continue
+            values, applies, texts = terms[column]
+            each: Any = values.tolist()
+            if texts is not None:
+                each = [texts[n] if n >= 0 else None for n in each]
+            found += each if applies is None else [v if a else None for v, a in zip(each, applies, strict=True)]
         return found
 
     def note(self, term: Term, found: mx.array | Values) -> None:
@@ -106,14 +113,6 @@ class StepGradient:
                 grads[name] = part + self.grads.pop(name) if name in self.grads else part
             dispatch(grads)  # else the gradient of every micro-batch would wait for the last one
         self.grads = grads
-
-
-def plain_values(values: mx.array, applies: Sequence[bool] | None, texts: Sequence[str] | None) -> list[Any]:
-    """One Python value per sample; a negative index into `texts` is None."""
-    each: Any = values.tolist()
-    if texts is not None:
-        each = [texts[n] if n >= 0 else None for n in each]
-    return each if applies is None else [v if a else None for v, a in zip(each, applies, strict=True)]
 
 
 @dataclass

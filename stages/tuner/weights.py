@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import platform
@@ -143,18 +144,15 @@ def read_all(weights: Mapping[str, Any]) -> dict[str, Weight]:
 
 def _is_running(number: str) -> bool:
     try:
-        os.kill(int(number), 0)
+        with contextlib.suppress(PermissionError):
+            os.kill(int(number), 0)
     except (ProcessLookupError, ValueError):
         return False
-    except PermissionError:
-        return True
     return True
 
 
 def _delete_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     # The parent, if this was its last folder.
-    try:
+    with contextlib.suppress(OSError):
         folder.parent.rmdir()
-    except OSError:
-        return

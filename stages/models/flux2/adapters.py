@@ -19,19 +19,15 @@ from stages.models.adapters import ALPHA, DORA_SCALE, MAGNITUDE, W1, W1_A, W1_B,
 from stages.models.flux2 import load
 from stages.untrusted import parse_json
 
-
-def _reference_linears() -> dict[str, tuple[str, ...]]:
-    double, single = "transformer_blocks.{}.", "single_transformer_blocks.{}."
-    found: dict[str, tuple[str, ...]] = {name: (ours,) for name, ours in load.TRANSFORMER.items()}
-    found[load.HALVES_SWAPPED] = ("norm_out.linear",)
-    found |= {f"double_blocks.{{}}.{n}": tuple(double + p for p in parts) for n, parts in load.FUSED.items()}
-    found |= {f"double_blocks.{{}}.{n}": (double + p,) for n, p in load.DOUBLE.items() if "norm" not in n}
-    return found | {f"single_blocks.{{}}.{n}": (single + p,) for n, p in load.SINGLE.items() if "norm" not in n}
-
-
 # Black Forest Labs' name -> diffusers' names, three in the order of its rows where q, k and v are one Linear. {} is the
 # block's number.
-REFERENCE = _reference_linears()
+REFERENCE: dict[str, tuple[str, ...]] = {
+    **{name: (ours,) for name, ours in load.TRANSFORMER.items()},
+    load.HALVES_SWAPPED: ("norm_out.linear",),
+    **{f"double_blocks.{{}}.{n}": tuple("transformer_blocks.{}." + p for p in parts) for n, parts in load.FUSED.items()},
+    **{f"double_blocks.{{}}.{n}": ("transformer_blocks.{}." + p,) for n, p in load.DOUBLE.items() if "norm" not in n},
+    **{f"single_blocks.{{}}.{n}": ("single_transformer_blocks.{}." + p,) for n, p in load.SINGLE.items() if "norm" not in n},
+}
 REFERENCE_OF = {part: name for name, parts in REFERENCE.items() for part in parts}
 PREFIXES = ("base_model.model.", "diffusion_model.", "transformer.")
 UNDERSCORED = {  # underscores for dots: kohya writes Black Forest Labs' names so, LyCORIS diffusers' names
@@ -56,17 +52,12 @@ def parse_key(key: str) -> tuple[str, str]:
         name = name.removeprefix(prefix)
     for prefix, known in UNDERSCORED.items():
         if name.startswith(prefix):
-            name = _dotted(key, name.removeprefix(prefix), known)
+            # transformer_blocks_3_attn_to_q -> transformer_blocks.3.attn.to_q
+            pattern, block = _split_number(name.removeprefix(prefix))
+            if pattern not in known:
+                raise ValueError(f"{key} names no linear of FLUX.2; is the adapter one of another model?")
+            name = known[pattern].replace("{}", block)
     return load.from_mflux(f"{name}.").removesuffix("."), ending
-
-
-def _dotted(key: str, flat: str, known: dict[str, str]) -> str:
-    # transformer_blocks_3_attn_to_q -> transformer_blocks.3.attn.to_q
-    block = re.search(r"_(\d+)_", flat)
-    pattern = re.sub(r"_(\d+)_", "_{}_", flat, count=1)
-    if pattern not in known:
-        raise ValueError(f"{key} names no linear of FLUX.2; is the adapter one of another model?")
-    return known[pattern].replace("{}", block[1] if block else "")
 
 
 def diffusers_names(name: str) -> list[str]:
@@ -75,18 +66,10 @@ def diffusers_names(name: str) -> list[str]:
     return [part.replace("{}", block) for part in REFERENCE.get(pattern, (name,))]
 
 
-def reference_name(name: str) -> str:
-    """Black Forest Labs' name of a diffusers Linear; q, k and v share one. Raises ValueError if that code has no such Linear."""
-    pattern, block = _split_number(name)
-    if pattern not in REFERENCE_OF:
-        raise ValueError(f"{name} has no counterpart in the FLUX.2 reference layout; export it as diffusers")
-    return REFERENCE_OF[pattern].replace("{}", block)
-
-
 def _split_number(name: str) -> tuple[str, str]:
-    # "a.3.b" -> ("a.{}.b", "3")
-    found = re.search(r"\.(\d+)\.", name)
-    return re.sub(r"\.(\d+)\.", ".{}.", name, count=1), found[1] if found else ""
+    # "a.3.b" -> ("a.{}.b", "3"), "a_3_b" -> ("a_{}_b", "3")
+    found = re.search(r"([._])(\d+)\1", name)
+    return (f"{name[: found.start(2)]}{{}}{name[found.end(2) :]}", found[2]) if found else (name, "")
 
 
 def read_adapter(path: Path) -> tuple[Arrays, Scales]:
@@ -228,7 +211,12 @@ def to_comfyui(arrays: Arrays, scales: Scales) -> Arrays:
     Raises ValueError for a Linear that Black Forest Labs' code does not have, or a DoRA of only some of q, k and v.
     """
     # Before the LoKr, so that a Linear without counterpart is an error there too.
-    groups = dict.fromkeys(reference_name(name) for name in adapters.linears(arrays))
+    groups: dict[str, None] = {}
+    for name in adapters.linears(arrays):
+        pattern, block = _split_number(name)
+        if pattern not in REFERENCE_OF:
+            raise ValueError(f"{name} has no counterpart in the FLUX.2 reference layout; export it as diffusers")
+        groups[REFERENCE_OF[pattern].replace("{}", block)] = None
     if adapters.variant(arrays) == "lokr":
         # A LoKr of q, k and v cannot be fused, as the result is no Kronecker product.
         return _to_lycoris(arrays, scales)

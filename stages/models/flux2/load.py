@@ -132,14 +132,11 @@ def autoencoder_to_diffusers(arrays: Arrays) -> Arrays:
 
 def _autoencoder_key(key: str, levels: int) -> str:
     # The file and diffusers number the decoder's levels in opposite order.
-    if match := re.fullmatch(r"(encoder|decoder)\.(down|up)\.(\d+)\.block\.(\d+)\.(.+)", key):
+    if match := re.fullmatch(r"(encoder|decoder)\.(down|up)\.(\d+)\.(?:block\.(\d+)|(?:down|up)sample\.conv)\.(.+)", key):
         side, way, level, number, rest = match.groups()
         at = int(level) if way == "down" else levels - 1 - int(level)
-        return f"{side}.{way}_blocks.{at}.resnets.{number}.{rest.replace('nin_shortcut', 'conv_shortcut')}"
-    if match := re.fullmatch(r"(encoder|decoder)\.(down|up)\.(\d+)\.(down|up)sample\.conv\.(.+)", key):
-        side, way, level, _, rest = match.groups()
-        at = int(level) if way == "down" else levels - 1 - int(level)
-        return f"{side}.{way}_blocks.{at}.{way}samplers.0.conv.{rest}"
+        inside = f"resnets.{number}.{rest.replace('nin_shortcut', 'conv_shortcut')}" if number else f"{way}samplers.0.conv.{rest}"
+        return f"{side}.{way}_blocks.{at}.{inside}"
     if match := re.fullmatch(r"(encoder|decoder)\.mid\.block_(\d)\.(.+)", key):
         return f"{match[1]}.mid_block.resnets.{int(match[2]) - 1}.{match[3]}"
     if (match := re.fullmatch(r"(encoder|decoder)\.mid\.attn_1\.(\w+)\.(weight|bias)", key)) and match[2] in ATTENTION:
@@ -222,9 +219,5 @@ def recognise(shapes: Shapes, family: Family) -> str:
 
 
 def _rows(shapes: Shapes, endings: tuple[str, ...]) -> int:
-    for name, shape in shapes.items():
-        if name.endswith(endings) and "vision" not in name and shape:
-            whole = name in endings or name.endswith(tuple(f".{ending}" for ending in endings))
-            if whole:
-                return shape[0]
-    return 0
+    dotted = tuple(f".{ending}" for ending in endings)
+    return next((s[0] for name, s in shapes.items() if s and "vision" not in name and f".{name}".endswith(dotted)), 0)

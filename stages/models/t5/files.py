@@ -152,13 +152,9 @@ def write_model(
 ) -> None:
     """Writes all but the tokenizer's files. `settings` are added to those of the module `Transformer`, such as "query_length".
 
-    Raises ValueError if a weight is missing or of another shape.
+    Raises ValueError if a weight is missing, unknown or of another shape.
     """
-    for name, shape in config.shapes().items():
-        if name not in weights:
-            raise ValueError(f"the model to write lacks {name}")
-        if tuple(weights[name].shape) != shape:
-            raise ValueError(f"{name} must have the shape {shape}, got {tuple(weights[name].shape)}")
+    check_shapes(weights, config.shapes(), "the model to write")
     folder.mkdir(parents=True, exist_ok=True)
     encoder = {name: mx.contiguous(weights[name]) for name in config.encoder_shapes()}
     mx.save_safetensors(str(folder / "model.safetensors"), encoder, {"format": "pt"})

@@ -9,6 +9,7 @@ of a token vector.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -240,6 +241,11 @@ TABLES_KEPT = 16  # tables of buckets in memory, one per length
 EPS = 1e-12  # the least norm that a vector is divided by, as in PyTorch's normalize
 
 
+@functools.lru_cache(TABLES_KEPT)
+def bucket_table(length: int, count: int, furthest: int) -> mx.array:
+    return mx.array(buckets(length, count, furthest))
+
+
 class T5:
     """`model(ids, real)` -> float32 (B, L, E) per part, from int32 `ids` and boolean `real` (False: padding), each (B, L)."""
 
@@ -254,7 +260,6 @@ class T5:
         ]
         head = {"final_layer_norm.weight": weights[FINAL_NORM], "linear.weight": weights[HEAD]}
         self.blocks.append(Block("head", "head", head))
-        self._buckets: dict[int, mx.array] = {}
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -269,22 +274,14 @@ class T5:
     def enter(self, ids: Sequence[mx.array], real: Sequence[mx.array]) -> tuple[mx.array, Shared]:
         """(h_TD, masks of each part). Arguments as in `T5`."""
         h_TD = mx.concatenate([self.embedding[part_BL.reshape(-1)] for part_BL in ids])
-        shared = []
+        shared, c = [], self.config
         for real_BL in real:
-            bias_1HLL = self.bias[self._bucket_table(real_BL.shape[1])].transpose(2, 0, 1)[None]
+            table = bucket_table(real_BL.shape[1], c.relative_attention_num_buckets, c.relative_attention_max_distance)
+            bias_1HLL = self.bias[table].transpose(2, 0, 1)[None]
             hidden_B11L = mx.where(real_BL, 0.0, HIDDEN)[:, None, None, :]
             mask_BHLL = mx.contiguous(bias_1HLL).astype(self.dtype) + hidden_B11L.astype(self.dtype)
             shared.append({"mask_BHLL": mask_BHLL, "real_BL": real_BL})
         return h_TD, shared
-
-    def _bucket_table(self, length: int) -> mx.array:
-        if length not in self._buckets:
-            c = self.config
-            found = buckets(length, c.relative_attention_num_buckets, c.relative_attention_max_distance)
-            self._buckets[length] = mx.array(found)
-            if len(self._buckets) > TABLES_KEPT:
-                self._buckets.pop(next(iter(self._buckets)))
-        return self._buckets[length]
 
     def block(self, kind: str) -> Callable[..., mx.array]:
         """function(weights, h_TD, shared, linear=plain_linear) of a kind of blocks. The head's vectors are not normalised yet."""
@@ -293,12 +290,12 @@ class T5:
             return lambda weights, h_TD, shared, linear=plain_linear: linear(
                 "linear", weights["linear.weight"], rms_norm(h_TD, weights["final_layer_norm.weight"], eps)
             )
-        forward = _gated if kind == "gated" else _relu
 
         def layer(weights: Mapping[str, Any], h_TD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
             x_TD = rms_norm(h_TD, weights["layer.0.layer_norm.weight"], eps)
             h_TD = h_TD + _attention(weights, x_TD, shared, linear, heads)
-            return h_TD + forward(weights, rms_norm(h_TD, weights["layer.1.layer_norm.weight"], eps), linear)
+            x_TD = rms_norm(h_TD, weights["layer.1.layer_norm.weight"], eps)
+            return h_TD + _feed_forward(weights, x_TD, linear, kind == "gated")
 
         return layer
 
@@ -344,11 +341,9 @@ def _attention(weights: Mapping[str, Any], x_TD: mx.array, shared: Shared, linea
     return linear("layer.0.SelfAttention.o", weights["layer.0.SelfAttention.o.weight"], y_TD)
 
 
-def _gated(weights: Mapping[str, Any], x_TD: mx.array, linear: Linear) -> mx.array:
-    gate, up = (linear(f"{DENSE}.{name}", weights[f"{DENSE}.{name}.weight"], x_TD) for name in ("wi_0", "wi_1"))
-    return linear(f"{DENSE}.wo", weights[f"{DENSE}.wo.weight"], gelu_times(gate, up))
+def _feed_forward(weights: Mapping[str, Any], x_TD: mx.array, linear: Linear, gated: bool) -> mx.array:
+    def project(name: str, x: mx.array) -> mx.array:
+        return linear(f"{DENSE}.{name}", weights[f"{DENSE}.{name}.weight"], x)
 
-
-def _relu(weights: Mapping[str, Any], x_TD: mx.array, linear: Linear) -> mx.array:
-    inner_TF = mx.maximum(linear(f"{DENSE}.wi", weights[f"{DENSE}.wi.weight"], x_TD), 0)
-    return linear(f"{DENSE}.wo", weights[f"{DENSE}.wo.weight"], inner_TF)
+    inner_TF = gelu_times(project("wi_0", x_TD), project("wi_1", x_TD)) if gated else mx.maximum(project("wi", x_TD), 0)
+    return project("wo", inner_TF)

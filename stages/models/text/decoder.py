@@ -239,14 +239,9 @@ def from_gguf(arrays: Mapping[str, mx.array], head_dim: int, interleaved: bool, 
         inside = INSIDE.get(layer[2]) if layer else OUTSIDE.get(key.removesuffix(".weight"))
         if inside is None:
             raise ValueError(f"{path} holds {key}, which FLUX.2's text encoder does not have")
-        # Files of Llama's architecture have the rows of queries and keys in another order than transformers.
-        whole = interleaved and inside in INTERLEAVED
-        name = f"layers.{layer[1]}.{inside}.weight" if layer else f"{inside}.weight"
-        done[name] = halves_together(value, head_dim) if whole else value
+        if interleaved and inside in INTERLEAVED:
+            # Transformers has the even rows of each head first, then the odd ones.
+            heads = value.shape[0] // head_dim
+            value = value.reshape(heads, head_dim // 2, 2, -1).swapaxes(1, 2).reshape(value.shape)
+        done[f"layers.{layer[1]}.{inside}.weight" if layer else f"{inside}.weight"] = value
     return done
-
-
-def halves_together(weight: mx.array, head_dim: int) -> mx.array:
-    """Rows in the order of transformers: in each head the even rows come first, then the odd ones."""
-    heads = weight.shape[0] // head_dim
-    return weight.reshape(heads, head_dim // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)

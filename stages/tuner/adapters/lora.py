@@ -298,11 +298,6 @@ def _pair_linear(shapes: Shapes) -> tuple[int, int]:
     return shapes[B][0], shapes[A][1]
 
 
-def _whole_lokr_saved(shapes: Shapes) -> int:
-    (a, b), (c, d) = shapes[W1], shapes[W2]
-    return min(b * c, a * d)
-
-
 KINDS = (
     Kind("a LoRA", (A, B), _pair_linear, _lora_output, _lora_merged, lambda s: s[A][0]),
     Kind("a DoRA", (A, B, MAGNITUDE), _pair_linear, _dora_output, _dora_merged, lambda s: s[A][0] + s[B][0]),
@@ -320,7 +315,7 @@ KINDS = (
         lambda s: (s[W1][0] * s[W2][0], s[W1][1] * s[W2][1]),
         _lokr_output,
         _lokr_merged,
-        _whole_lokr_saved,
+        lambda s: min(s[W1][1] * s[W2][0], s[W1][0] * s[W2][1]),
         scaled=False,
     ),
     Kind("a whole difference", (DIFF,), lambda s: s[DIFF], _whole_output, _whole_merged, lambda s: 0, scaled=False),

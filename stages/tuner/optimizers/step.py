@@ -73,12 +73,8 @@ def unstack(stacks: Mapping[str, mx.array], groups: Groups) -> Arrays:
     return {
         each: one.squeeze(0) if one.ndim == 3 else one
         for name, names in groups.items()
-        for each, one in zip(names, _split(stacks[name]), strict=True)
+        for each, one in zip(names, mx.split(stacks[name], len(names)) if stacks[name].ndim == 3 else [stacks[name]], strict=True)
     }
-
-
-def _split(stack: mx.array) -> list[mx.array]:
-    return list(mx.split(stack, stack.shape[0], axis=0)) if stack.ndim == 3 else [stack]
 
 
 # An exponential moving average of the trained arrays: smoother than the last step's arrays, and often the better adapter
