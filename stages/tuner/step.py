@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -179,9 +180,8 @@ class TrainingStep:
                 before = dict(self.masters.arrays) if ratio else None  # the update consumes the arrays
                 # Decided on the device: a host check here would stall the optimizer until all gradients are computed.
                 finite = self.ranks.everywhere(mx.all(mx.isfinite(losses)))
-                self.masters, self.state, norm, done = self.optimizer(
-                    self.masters, found.grads, self.state, lr, finite, self._over_ranks
-                )
+                reduce = functools.partial(self.ranks.sum, share=1 / self.ranks.size if self.objective.separable else 1.0)
+                self.masters, self.state, norm, done = self.optimizer(self.masters, found.grads, self.state, lr, finite, reduce)
                 length = None if before is None else update_ratio(before, self.masters.arrays)
                 bounded = is_finite(self.masters.arrays, self.state)
                 values = [value for terms in found.terms for value, _, _ in terms.values()]
@@ -245,9 +245,6 @@ class TrainingStep:
                         mx.eval(losses_B, found.grads)
                 del grads, term  # frees memory before the next term is built
         return found
-
-    def _over_ranks(self, gradients: Arrays) -> Arrays:
-        return self.ranks.sum(gradients, 1 / self.ranks.size if self.objective.separable else 1.0)
 
     def _loss_and_grads(self, batch: MicroBatch, term: Term, adapter: Arrays) -> tuple[mx.array | Values, Arrays]:
         # Terms that compare all samples can be divided only by their own rule.

@@ -171,15 +171,11 @@ def fresh_adapter(targets: Iterable[Target], seed: int, weights: Mapping[str, We
             elif suffix in lora.ZERO_AT_START:
                 arrays[target.name + suffix] = mx.zeros(shape, mx.float32)
             else:
-                arrays[target.name + suffix] = _uniform(seed, target.name, suffix, shape)
+                purpose = f"init {target.name}" if suffix == lora.A else f"init {target.name}{suffix}"
+                unit = draws.generator(seed, purpose).random(shape, dtype=np.float32)
+                # Within 1 / sqrt(columns): Kaiming's bound with a = sqrt(5), as in PEFT and LyCORIS.
+                arrays[target.name + suffix] = mx.array((2 * unit - 1) * np.float32(1 / math.sqrt(shape[1])))
     return arrays
-
-
-def _uniform(seed: int, name: str, suffix: str, shape: tuple[int, ...]) -> mx.array:
-    purpose = f"init {name}" if suffix == lora.A else f"init {name}{suffix}"
-    unit = draws.generator(seed, purpose).random(shape, dtype=np.float32)
-    # Within 1 / sqrt(columns): Kaiming's bound with a = sqrt(5), as in PEFT and LyCORIS.
-    return mx.array((2 * unit - 1) * np.float32(1 / math.sqrt(shape[1])))
 
 
 def start_from_adapter(
@@ -199,7 +195,11 @@ def start_from_adapter(
             for suffix, value in lora.arrays_of_linear(source, name).items():
                 # B, or LoKr's w2, takes the ratio of the scales, so that the change of the weight stays the same.
                 ratio = scales[name] / target.scale if suffix in lora.ZERO_AT_START else 1.0
-                own[suffix] = _filled_up(suffix, value.astype(mx.float32) * ratio, own[suffix])
+                scaled, rest, axis = value.astype(mx.float32) * ratio, own[suffix], RANK_AXIS.get(suffix)
+                if axis is not None and scaled.shape[axis] != rest.shape[axis]:
+                    # What is filled in changes nothing yet: the fresh part of B, or of LoKr's w2_b, is zero.
+                    scaled = mx.concatenate([scaled, mx.split(rest, [scaled.shape[axis]], axis=axis)[1]], axis=axis)
+                own[suffix] = scaled
             if target.variant == "dora" and name + lora.MAGNITUDE not in source:
                 assert weights is not None, "the magnitudes of a LoRA are the row norms of its adapted weights"
                 own[lora.MAGNITUDE] = lora.row_norms(read(weights[name]), own[lora.A], own[lora.B], target.scale)
@@ -239,11 +239,3 @@ def _check_array(target: Target, suffix: str, shape: tuple[int, ...]) -> None:
     if any(had != want for axis, (had, want) in enumerate(zip(shape, expected, strict=True)) if axis != rank_axis):
         remedy = "set the factor that it was trained with"
         raise ValueError(f"{suffix[1:]} of {target.name} must have the shape {expected}, got {tuple(shape)}: {remedy}")
-
-
-def _filled_up(suffix: str, value: mx.array, fresh: mx.array) -> mx.array:
-    axis = RANK_AXIS.get(suffix)
-    if axis is None or value.shape[axis] == fresh.shape[axis]:
-        return value
-    # What is filled in changes nothing yet: the fresh part of B, or of LoKr's w2_b, is zero.
-    return mx.concatenate([value, mx.split(fresh, [value.shape[axis]], axis=axis)[1]], axis=axis)
