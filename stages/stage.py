@@ -50,7 +50,7 @@ class Stage:
     # Whether the stage computes with a model, which takes a GPU if there is one, by its config. None: if it needs weights.
     model: Callable[[Any], bool] | None = None
     divisible: bool = True  # pending rows may be divided among work units in different processes
-    version: int = 1
+    version: int = 1  # raised when the code starts to mean something else: another recipe, so another table
     result: str = ""  # the artifact that a user came for, if there is one
 
     @property

@@ -1,6 +1,7 @@
 """Commands that every pipeline has, one module each; those of one pipeline are in a folder of its name.
 
-`latentmill --help` lists them all by the record below, without an import of what they need.
+`latentmill --help` lists them by GENERIC in pipeline/cli.py, and those of a pipeline by the record OWN of its folder,
+without an import of what they need.
 """
 
 from __future__ import annotations

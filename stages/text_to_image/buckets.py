@@ -113,7 +113,7 @@ def _make_bucket(width: int, height: int, i: int, j: int) -> Bucket:
 
 @functools.cache
 def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Widths and heights (int64, width >= height) of shapes that cannot grow within `cells`² cells, narrowest first."""
+    """Widths and heights (int64, width >= height) of shapes whose height cannot grow within `cells`² cells, narrowest first."""
     full = {(i, cells * cells // i) for i in range(1, cells * cells + 1)}
     full = {(max(shape), min(shape)) for shape in full if max(shape) <= LONGEST * min(shape)}
     ranked = sorted(full, key=lambda shape: shape[0] / shape[1])

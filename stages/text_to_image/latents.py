@@ -1,5 +1,5 @@
 """The stage `latents`: encode every crop once, while threads cut and resize crops ahead of the autoencoder. Where a crop lies is
-decided by the stage `buckets`.
+decided by the stage `buckets`; further ones, by `jittered` here.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class LatentsConfig(Section):
 
 
 def latent_id(row: Row) -> str:
-    """The key of a latent: the sha256 of everything that its values depend on."""
+    """The key of a latent: the sha256 of what is encoded. How it is encoded (background, precision) is in the recipe."""
     crop = [repr(float(row[name])) for name in CROP]
     parts = [row["image_id"], str(row["width"]), str(row["height"]), *crop, str(bool(row["flip"])).lower()]
     parts += [row["mask_id"]] if row.get("mask_id") else []
@@ -285,7 +285,7 @@ def encode_latents(run: Run[LatentsConfig]) -> Iterator[pa.RecordBatch]:
 def _encoded_rows(run: Run[LatentsConfig], model: Any, changed: list[str]) -> Generator[Row]:
     """Complete rows of the pending crops. An image that has changed, or whose mask has, gives its name to `changed` instead."""
     done, total = 0, run.output.pending.num_rows
-    run.report.progress(done, total, "images")
+    run.report.progress(done, total, "crops")
     for job, future in decode_ahead(_jobs(run), run.config.background, run.config.workers):
         try:
             crops = future.result()
@@ -302,7 +302,7 @@ def _encoded_rows(run: Run[LatentsConfig], model: Any, changed: list[str]) -> Ge
         for row in rows:
             yield row
             done += 1
-            run.report.progress(done, total, "images")
+            run.report.progress(done, total, "crops")
 
 
 def encode(model: Autoencoder, pixels_HWC: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@
     pause        write a checkpoint and wait, with everything in memory, until the file is gone
 
 The files are looked for after each step; `stop` also before the first one and between the micro-batches of a
-measurement, which the next command then repeats. `stop` and `checkpoint` are removed once they have taken effect.
+measurement, which the next command then repeats. `stop` and `checkpoint` are removed when they are seen.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ _SPLIT = re.compile("(.+?)(" + "|".join(re.escape(e) for e in sorted(_READ, key=
 def parse_key(key: str) -> tuple[str, str]:
     """(Linear, ending): transformer.proj_out.lora_down.weight -> (proj_out, .lora_A.weight). Names may be Black Forest Labs'.
 
-    Endings are `adapters.ENDINGS`, ".alpha", ".lokr_w1_a" and ".lokr_w1_b". Raises ValueError for any other adapter or model.
+    Endings are `adapters.ENDINGS`, ".alpha", ".lokr_w1_a" and ".lokr_w1_b". Raises ValueError for any other ending.
     """
     match = _SPLIT.fullmatch(key)
     if not match:

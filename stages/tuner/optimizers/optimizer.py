@@ -1,5 +1,6 @@
 """What an optimizer is, `init(params) -> state` and `update(params, grads, state, lr, apply) -> (params, state)`, and what
-the methods share. Beside this file, one file per method; a new one needs its file and a line of METHODS in `__init__.py`.
+the methods share. Beside this file, one file per method; a new one needs its file, its name in MethodName and METHODS of
+`__init__.py`, fields in `OptimizerConfig` for numbers of its own, and a section in data/research/pages/rivals.toml.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ Flag = bool | mx.array  # True or 1 to take a step, False or 0 to leave everythi
 
 
 class Optimizer(Protocol):
-    """Holds settings only. The state is a flat dict of arrays, stored in a checkpoint as it is. Lazy: reads no value."""
+    """Holds settings only. The state is a flat dict of arrays, stored in a checkpoint as it is. Lazy: reads no value.
+
+    Arrays are stacks (N, rows, columns) of equal shapes; the keys of a state are "<name of the stack>.<suffix>".
+    """
 
     @property
     def coupled(self) -> bool:

@@ -222,7 +222,7 @@ def test_progress_counts_to_the_end(pictures, tmp_path, weights):
     ctx = made(pictures, tmp_path, weights)
     ctx.report.progress = lambda *moved: seen.append(moved)
     run(STAGE, ctx)
-    assert seen == [(i, 6, "images") for i in range(7)]
+    assert seen == [(i, 6, "crops") for i in range(7)]
 
 
 def test_transparent_pixels_are_composited_over_the_background(tmp_path, weights):
