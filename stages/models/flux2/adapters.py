@@ -199,6 +199,7 @@ def _split_linear(name: str, own: Arrays, count: int) -> list[Arrays]:
 
 def to_diffusers(arrays: Arrays, scales: Scales) -> Arrays:
     """Keys such as "transformer.proj_out.lora_A.weight", scales multiplied in. Raises ValueError for an incomplete Linear."""
+    # Linears have diffusers' names from `Flux2.linears` on: a trained adapter only gets the prefix.
     out: Arrays = {}
     for name in adapters.linears(arrays):
         out |= {f"transformer.{name}{ending}": value for ending, value in _scaled(arrays, scales, name).items()}
