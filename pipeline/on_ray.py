@@ -118,9 +118,7 @@ def worker_needs(peak: int | None) -> dict[str, float]:
     """Amounts by Ray's names. `peak`: bytes that a model needs; 0 if unknown, None without a model."""
     held = ray.cluster_resources()
     device = next((name for name in DEVICES if held.get(name)), None)
-    if peak is None:
-        return {"CPU": 1}
-    if device:
+    if device and peak is not None:
         return {"CPU": 1, device: 1}
     return {"CPU": 1, "memory": peak} if peak else {"CPU": 1}
 

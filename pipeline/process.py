@@ -209,8 +209,7 @@ def explain(message: str) -> str | None:
 
 def may_restart(message: str) -> bool:
     """True if a fresh process can go on, because macOS ended the GPU work."""
-    found = [again for pattern, _, _, again in KINDS if re.search(pattern, message, re.IGNORECASE)]
-    return bool(found) and found[0]
+    return next((again for pattern, _, _, again in KINDS if re.search(pattern, message, re.IGNORECASE)), False)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import pyarrow as pa
 
@@ -67,8 +67,7 @@ def tracker_of(kind: str, run: TrackedRun) -> Tracker:
     """Raises ValueError if the package of the tracker is not installed."""
     if find_spec(kind) is None:
         raise ValueError(f'[train] track = "{kind}" needs the package {kind}: pip install "latentmill[{kind}]"')
-    tracker: Tracker = TRACKERS[kind](run)
-    return tracker
+    return TRACKERS[kind](run)
 
 
 class Following:
@@ -117,21 +116,27 @@ def points(rows: pa.Table, after: int = -1) -> Iterator[Step]:
     yield from sorted((step, values) for step, values in found.items() if step > after)
 
 
-class Tracker(Protocol):
+class Tracker:
     name: str  # in FILE
     where: str  # for the user: how to look at it
     files: Path | None  # where it keeps the run; None: on a server
+    session: Any = None  # the run in the client of trackio or wandb, once it has begun
 
     def open(self, last: int) -> int:
         """Find or begin the run, of which `last` was the last step. Returns the last step that it has, or -1."""
+        return last
 
-    def log(self, steps: Sequence[Step]) -> None: ...
+    def log(self, steps: Sequence[Step]) -> None:
+        for step, values in steps:
+            self.session.log(values, step=step)
 
     def close(self) -> None:
         """Write what is buffered."""
+        if self.session is not None:
+            self.session.finish()
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Event files, one folder per run in the project. A resumed run adds a file."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -156,7 +161,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class Trackio:
+class Trackio(Tracker):
     """In the project's tracking/trackio, or where TRACKIO_DIR points. Opened when the first step is written."""
 
     process: ClassVar[str] = ""  # the folder of this process: trackio reads TRACKIO_DIR once, when it is imported
@@ -167,7 +172,6 @@ class Trackio:
         self.run, self.folder, self.files = run, folder, Path(folder)
         self.name = f"trackio {asked or ''}".strip()
         self.where = f"TRACKIO_DIR={folder} trackio show --project {run.project}"
-        self._open: Any = None
 
     def open(self, last: int) -> int:
         if Trackio.process not in ("", self.folder):
@@ -178,7 +182,7 @@ class Trackio:
         return last
 
     def log(self, steps: Sequence[Step]) -> None:
-        if self._open is None:
+        if self.session is None:
             settings = {key: str(value) for key, value in self.run.settings.items()}
             still = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
             before = os.environ.get("TRACKIO_DIR")
@@ -186,20 +190,15 @@ class Trackio:
             try:
                 import trackio
 
-                self._open = trackio.init(project=self.run.project, name=self.run.id, config=settings, resume="allow", **still)
+                self.session = trackio.init(project=self.run.project, name=self.run.id, config=settings, resume="allow", **still)
             finally:
                 # Not for ever: another project of this process would take the folder for its user's choice.
                 if before is None:
                     del os.environ["TRACKIO_DIR"]
-        for step, values in steps:
-            self._open.log(values, step=step)
-
-    def close(self) -> None:
-        if self._open is not None:
-            self._open.finish()
+        super().log(steps)
 
 
-class Wandb:
+class Wandb(Tracker):
     """Written to the project alone, unless WANDB_MODE=online asks for more."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -207,30 +206,24 @@ class Wandb:
         online = self.mode == "online"
         self.name, self.files = "wandb online" if online else "wandb", None if online else run.folder / "wandb"
         self.where = "online" if online else f"wandb sync {run.folder / 'wandb'}/*{run.id} uploads it"
-        self._open: Any = None
 
     def open(self, last: int) -> int:
         if self.mode != "online":
             return last
         self._begin()
-        return int(self._open.step) - 1  # the server knows; its `step` is that of the next row
+        return int(self.session.step) - 1  # the server knows; its `step` is that of the next row
 
     def log(self, steps: Sequence[Step]) -> None:
         self._begin()
-        for step, values in steps:
-            self._open.log(values, step=step)
-
-    def close(self) -> None:
-        if self._open is not None:
-            self._open.finish()
+        super().log(steps)
 
     def _begin(self) -> None:
         import wandb
 
-        if self._open is None:
+        if self.session is None:
             self.run.folder.mkdir(parents=True, exist_ok=True)
             quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True, disable_git=True, disable_code=True)
-            self._open = wandb.init(
+            self.session = wandb.init(
                 project=self.run.project,
                 id=self.run.id,
                 config=self.run.settings,
@@ -241,8 +234,8 @@ class Wandb:
             )
 
 
-class Mlflow:
-    """In the project's tracking/mlflow.db, or where MLFLOW_TRACKING_URI points."""
+class Mlflow(Tracker):
+    """In the project's tracking/mlflow.db, or where MLFLOW_TRACKING_URI points. The run stays open for a later command."""
 
     tag = "latentmill.run"  # finds the run again
     most = 1000  # metrics of one request
@@ -282,11 +275,8 @@ class Mlflow:
         for start in range(0, len(metrics), self.most):
             self.client.log_batch(self.run_id, metrics=metrics[start : start + self.most])
 
-    def close(self) -> None:
-        """The run stays open in MLflow: a later command may continue it."""
 
-
-TRACKERS: dict[str, Callable[[TrackedRun], Any]] = {
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "tensorboard": TensorBoard,
     "trackio": Trackio,
     "wandb": Wandb,

@@ -13,7 +13,7 @@ from pipeline.commands import own
 from pipeline.options import with_project
 from pipeline.project.project import Project
 from pipeline.store.disk import TEMPORARY, abandoned, delete, delete_abandoned, format_bytes, size_of
-from pipeline.store.lock import Lock, lock_holder
+from pipeline.store.lock import lock_holder, locked
 from stages.pipelines import load
 
 
@@ -68,7 +68,7 @@ def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int
             continue
         yield f"{folder.relative_to(project.path)}: temporary and damaged files, {format_bytes(size)}", size
         if not dry_run:
-            with Lock(folder / "lock"):
+            with locked(folder / "lock"):
                 delete_abandoned(folder, below=True)
                 delete(folder / "damaged")
 
@@ -113,7 +113,7 @@ def _clean_table(project: Project, name: str, allowed: bool, dry_run: bool) -> I
 
 
 def _delete_table(folder: Path) -> None:
-    with Lock(folder / "lock"):
+    with locked(folder / "lock"):
         hidden = folder.with_name(f"{TEMPORARY}{folder.name}")
         # Without a manifest it is no table, then it is out of sight: readers never find a part of one, even if this process
         # is killed.

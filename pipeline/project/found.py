@@ -50,7 +50,10 @@ def search(place: Path, families: Mapping[str, Family]) -> Iterator[Found]:
     for paths in groups.values():
         if found := _component(paths, families):
             yield found
-    yield from _interrupted(place, families)
+    for family in families.values():
+        for blob in sorted(place.glob(f"{cache_name(family.hub)}/blobs/*.incomplete")):
+            rest = "the rest" if blob.name.endswith(PARTIAL) else "it again"
+            yield Found((family.name,), "download", blob, blob.stat().st_size, "", f"interrupted: the stage fetches {rest}")
 
 
 def _files(place: Path) -> list[Path]:
@@ -96,13 +99,6 @@ def _component(paths: Sequence[Path], families: Mapping[str, Family]) -> Found |
     shards = [int(shard[2]) for each in paths if (shard := SHARD.fullmatch(each.name))]  # each names their number
     lacking = f"{shards[0] - len(shards)} of {shards[0]} shards" if shards and len(shards) < shards[0] else ""
     return Found(tuple(names), component, path, size, values.most_common(1)[0][0], problem or lacking)
-
-
-def _interrupted(place: Path, families: Mapping[str, Family]) -> Iterator[Found]:
-    for family in families.values():
-        for blob in sorted(place.glob(f"{cache_name(family.hub)}/blobs/*.incomplete")):
-            rest = "the rest" if blob.name.endswith(PARTIAL) else "it again"
-            yield Found((family.name,), "download", blob, blob.stat().st_size, "", f"interrupted: the stage fetches {rest}")
 
 
 def complete_roots(found: Iterable[Found], families: Mapping[str, Family]) -> Iterator[tuple[str, Path]]:

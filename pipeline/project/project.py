@@ -149,7 +149,7 @@ class Project:
             digest = self.hashes.component(label, self.component(name, fetch=False), *given)
         except ValueError:
             # Weights may be deleted to save space: the remembered hash then keeps their tables up to date.
-            known = self.hashes.last_known(label)
+            known = self.hashes.known["components"].get(label)
             digest = known or self.hashes.component(label, self.component(name, fetch=self.fetch), *given)
         kind = self.pipeline.resources[name]
         assert isinstance(kind, Weights)

@@ -81,7 +81,7 @@ class FileHashes:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.known: dict[str, Any] = {"files": {}, "components": {}}
+        self.known: dict[str, Any] = {"files": {}, "components": {}}  # components: name -> digest
         with contextlib.suppress(OSError, ValueError, AttributeError):  # a damaged cache only costs time
             self.known |= unsealed(file.read_bytes())
 
@@ -96,11 +96,6 @@ class FileHashes:
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         self._remember("components", name, digest)
         return digest
-
-    def last_known(self, name: str) -> str | None:
-        """What `component` returned for `name`, even if the files are deleted."""
-        found: str | None = self.known["components"].get(name)
-        return found
 
     def of_file(self, path: Path) -> str:
         now = [*stamp(path)]

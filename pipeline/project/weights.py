@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from pipeline.project.recipe import TENSOR_SUFFIXES, TEXT_SUFFIXES
 from pipeline.store.disk import atomic_folder, delete_abandoned
-from pipeline.store.lock import Lock
+from pipeline.store.lock import locked
 from stages.bundled import CHECKOUT
 from stages.hashing import file_sha256
 from stages.models import gguf
@@ -338,7 +338,7 @@ def _fetch_large_files(hub: str, patterns: Sequence[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         try:
-            stack.enter_context(Lock(cache / ".locks" / name / "latentmill.lock"))
+            stack.enter_context(locked(cache / ".locks" / name / "latentmill.lock"))
         except ValueError:
             raise Refused(f"{hub} is being downloaded by another process: wait for it or stop it") from None
         pool = stack.enter_context(ThreadPoolExecutor(AT_ONCE))

@@ -29,6 +29,8 @@ LIVE = pa.field("live", pa.bool_(), metadata={"doc": "wanted by the last finishe
 FORMAT = "2.2"  # the newest format that DuckDB's extension for Lance reads
 PINNED = "manifest"  # the Lance tag that protects a version from cleanup
 CHECKED = ("data/*", "_versions/*.manifest")  # files of the dataset that get a checksum
+# Errors that are no damage: too little memory, mistakes of the program.
+UNRELATED = (MemoryError, ImportError, TypeError, AttributeError, NameError, AssertionError, NotImplementedError)
 _quiet = threading.Lock()
 
 
@@ -93,8 +95,9 @@ class Index:
             with _without_panics():
                 yield
         except BaseException as error:
-            # A panic in Lance's Rust code is a BaseException.
-            if not (isinstance(error, Exception) or type(error).__name__ == "PanicException") or not _is_damage(error):
+            # A panic in Lance's Rust code is a BaseException. Refused access (an errno other than ENOENT) is no damage.
+            known = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+            if not known or isinstance(error, UNRELATED) or error_number(error) not in (None, errno.ENOENT):
                 raise
             raise DamageError(f"{self.path} cannot be {what}: {str(error).partition(chr(10))[0]}") from error
 
@@ -235,9 +238,3 @@ def _without_panics() -> Iterator[None]:
             caught.seek(0)
             if text := caught.read():
                 os.write(2, text)
-
-
-def _is_damage(error: BaseException) -> bool:
-    # Not damage: refused access (an errno other than ENOENT), too little memory, mistakes of the program.
-    unrelated = (MemoryError, ImportError, TypeError, AttributeError, NameError, AssertionError, NotImplementedError)
-    return not isinstance(error, unrelated) and error_number(error) in (None, errno.ENOENT)

@@ -11,66 +11,55 @@ import platform
 import shlex
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import TracebackType
 
 PATIENCE = 10.0  # seconds that one writer of texts waits for another, which usually takes milliseconds
 LOOK_SECONDS = 0.02  # between two attempts
 
 
-class Lock:
+@contextmanager
+def locked(path: Path, patience: float = 0.0) -> Iterator[None]:
     """Exclusive, freed with its process. Raises ValueError, with the holder, if not released in `patience` seconds."""
-
-    def __init__(self, path: Path, patience: float = 0.0) -> None:
-        self.path, self.attempts = path, 1 + math.ceil(patience / LOOK_SECONDS)
-        self._handle: int | None = None
-
-    def __enter__(self) -> Lock:
-        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
         try:
-            self._take(handle)
-            os.ftruncate(handle, 0)
-            os.write(handle, json.dumps(_this_process()).encode())
+            _take(handle, 1 + math.ceil(patience / LOOK_SECONDS))
         except BlockingIOError:
-            os.close(handle)
-            holder = _written_holder(self.path)
-            raise ValueError(f"{self.path.parent} is being written by {holder}; wait for it or stop it") from None
-        except BaseException:
-            os.close(handle)
-            raise
-        self._handle = handle
-        return self
-
-    def _take(self, handle: int) -> None:
-        left = self.attempts
-        while True:
-            try:
-                return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                pass
-            try:
-                # Who only looks, as `lock_holder` does, shares the lock for a moment. Such a lock can be shared and is no reason
-                # to give up: try again at once.
-                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                fcntl.flock(handle, fcntl.LOCK_UN)
-            except BlockingIOError:  # a writer has it
-                left -= 1
-                if not left:
-                    raise
-                time.sleep(LOOK_SECONDS)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+            holder = _written_holder(path)
+            raise ValueError(f"{path.parent} is being written by {holder}; wait for it or stop it") from None
+        os.ftruncate(handle, 0)
+        os.write(handle, json.dumps(_this_process()).encode())
+        yield
+    finally:
         # The file is never deleted: after a deletion, two processes could each lock a file of that name.
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+        os.close(handle)
 
 
-def texts_lock(project: Path) -> Lock:
+def _take(handle: int, left: int) -> None:
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass
+        try:
+            # Who only looks, as `lock_holder` does, shares the lock for a moment. Such a lock can be shared and is no reason
+            # to give up: try again at once.
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_UN)
+        except BlockingIOError:  # a writer has it
+            left -= 1
+            if not left:
+                raise
+            time.sleep(LOOK_SECONDS)
+
+
+def texts_lock(project: Path) -> AbstractContextManager[None]:
     """For changes of the user's texts: held from reading them until new ones are written."""
     tables = project / "tables"
     tables.mkdir(exist_ok=True)
-    return Lock(tables / "texts.lock", PATIENCE)
+    return locked(tables / "texts.lock", PATIENCE)
 
 
 def lock_holder(path: Path) -> str:

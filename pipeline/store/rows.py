@@ -65,17 +65,13 @@ def conform(batch: pa.RecordBatch, schema: TableSchema) -> pa.RecordBatch:
         if not field.nullable and batch.column(field.name).null_count:
             raise ValueError(f"a batch of {schema.name}: column {field.name} must not be null")
     batch = batch.cast(expected)
-    _check_shapes(batch, schema)
-    return batch
-
-
-def _check_shapes(batch: pa.RecordBatch, schema: TableSchema) -> None:
     for tensor in schema.tensors:
         counts = pc.list_value_length(batch.column(tensor.name)).to_pylist()
         for shape, count in zip(batch.column(tensor.shape).to_pylist(), counts, strict=True):
             # A tensor without values may have an empty shape.
             if count != math.prod(shape) and (count or shape):
                 raise ValueError(f"a batch of {schema.name} has {tensor.name} of {count} values, but its shape is {shape}")
+    return batch
 
 
 def _without_nullability(kind: pa.DataType) -> str:

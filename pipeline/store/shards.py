@@ -65,8 +65,7 @@ def write_shard(table: Path, rows: pa.Table, schema: TableSchema) -> pa.Table:
                 out.write_table(rows.slice(start, ROWS_PER_BATCH).combine_chunks())
         Checksums(table).record({f"shards/{path.name}": temporary})
         address, batches = _map_batches(temporary)
-    names = [tensor.name for tensor in schema.tensors]
-    return _with_locators(rows.drop_columns(names), path.name, batches, address, schema)
+    return _with_locators(rows, path.name, batches, address, schema)
 
 
 def rows_per_shard(rows: pa.Table, schema: TableSchema, shard_bytes: int) -> int:

@@ -38,7 +38,7 @@ from pipeline.store.disk import (
     sync,
 )
 from pipeline.store.index import LIVE, DamageError, Index
-from pipeline.store.lock import Lock
+from pipeline.store.lock import locked
 from pipeline.store.repair import Damage, examine_shards, reclaimable_bytes, reconcile, repack
 from pipeline.store.rows import conform, matches, newest_per_key
 from pipeline.store.shards import SHARD_BYTES, ShardReader, damaged_shards, rows_per_shard, shard_files, write_shard
@@ -209,7 +209,7 @@ class Writer:
         self._buffered_bytes = 0
         self._buffered_since = 0.0
         self._rows = table.index.schema.empty_table()  # all rows of the index, older before newer
-        self._version = 0  # of the index; 0 if there is none
+        self.version = 0  # of the index; 0 if there is none
         self._commits = 0  # since the index was last rewritten
         self._written_keys = [self._rows.select(self.schema.key)]  # of every row committed by this writer
         self._open = False
@@ -218,7 +218,7 @@ class Writer:
     def __enter__(self) -> Writer:
         with ExitStack() as lock, self._disk_errors():
             make_folder(self.table.folder)
-            lock.enter_context(Lock(self.table.folder / "lock"))
+            lock.enter_context(locked(self.table.folder / "lock"))
             delete_abandoned(self.table.folder, below=True)
             self._repair()
             self._open = True
@@ -241,10 +241,6 @@ class Writer:
     @property
     def rows_written(self) -> int:
         return int(newest_per_key(pa.concat_tables(self._written_keys), self.schema.key).num_rows)
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     def append(self, batch: pa.RecordBatch) -> None:
         """A row replaces an older one with the same key. Raises ValueError if the batch does not fit the schema."""
@@ -289,7 +285,7 @@ class Writer:
         rows = rows.set_column(rows.schema.get_field_index(LIVE.name), LIVE, live)
         rows = rows if self.schema.tensors or self.schema.retains_dead_rows else rows.filter(live)
         old = self.table.manifest() if self.table.exists else None
-        unchanged = self._version == self.table.published_version() and rows["live"].equals(self._rows["live"])
+        unchanged = self.version == self.table.published_version() and rows["live"].equals(self._rows["live"])
         facts = {**(old or {}).get("facts", {}), **json.loads(json.dumps(facts))}
         if old and unchanged and facts == old["facts"]:
             return old
@@ -329,7 +325,7 @@ class Writer:
             if self.schema.tensors:
                 stored = write_shard(self.table.folder, stored, self.schema)
             stored = stored.append_column(LIVE, pa.nulls(count, pa.bool_()))
-            self._version = self.table.index.append(stored)
+            self.version = self.table.index.append(stored)
             self._rows = pa.concat_tables([self._rows, stored])
             self._written_keys.append(stored.select(self.schema.key))
             self._buffer = rows.slice(count).to_batches()
@@ -341,21 +337,21 @@ class Writer:
                 self.table.index.prune(self.table.published_version())
 
     def _replace(self, rows: pa.Table) -> None:
-        self._version = self.table.index.replace(rows)
+        self.version = self.table.index.replace(rows)
         self._rows = rows.combine_chunks()
         self._commits = 0
 
     def _publish(self, facts: dict[str, Any]) -> dict[str, Any]:
         live = self._rows["live"]
         shards = pc.unique(self._rows["shard"]).to_pylist() if self.schema.tensors else []
-        size = size_of(self.table.folder / "artifacts") + self.table.index.data_bytes(self._version)
+        size = size_of(self.table.folder / "artifacts") + self.table.index.data_bytes(self.version)
         manifest = {
             "table": self.schema.name,
             "recipe": self.recipe,
             "rows": pc.sum(live, min_count=0).as_py(),
             "dead": pc.sum(pc.invert(live), min_count=0).as_py(),
             "bytes": size + sum((self.table.shards / name).stat().st_size for name in shards),
-            "lance_version": self._version,
+            "lance_version": self.version,
             "facts": facts,
         }
         with atomic_write(self.table.manifest_file) as temporary:
@@ -372,7 +368,7 @@ class Writer:
         for path in (table.folder / "artifacts").glob("*"):
             if path.is_file() and table.checksums.damage(name := f"artifacts/{path.name}"):
                 self._set_aside(name)
-        self._version, rows = table.index.recover()
+        self.version, rows = table.index.recover()
         if table.manifest_file.exists() and not self._has_published_version():
             table.manifest_file.unlink()  # before another version of the index gets the number that it names
             sync(table.folder)
@@ -383,10 +379,10 @@ class Writer:
     def _has_published_version(self) -> bool:
         """True if the version that the manifest names can be read."""
         version = self.table.published_version()
-        if version is None or version > self._version:
+        if version is None or version > self.version:
             return False
         try:
-            return version == self._version or bool(self.table.index.read(version).num_columns)
+            return version == self.version or bool(self.table.index.read(version).num_columns)
         except DamageError:
             return False
 

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.commands.clean import clean
 from pipeline.project.project import Project
-from pipeline.store.lock import Lock
+from pipeline.store.lock import locked
 from pipeline.store.table import Writer
 from stages.text_to_image.weights import CONVERTED, load_transformer
 from tests import projects
@@ -96,7 +96,7 @@ def test_a_dry_run_predicts_what_is_freed_and_changes_nothing(project):
 def test_a_dry_run_is_refused_while_a_stage_writes_as_a_real_one_is(project):
     projects.build(project, "images")
     (table,) = (project / "tables" / "images").iterdir()
-    with Lock(table / "lock"):
+    with locked(table / "lock"):
         for dry_run in (True, False):
             with pytest.raises(ValueError, match="is being written by"):
                 cleaned(project, dry_run=dry_run)

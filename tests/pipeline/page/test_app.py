@@ -24,7 +24,7 @@ from pipeline.page.app import MOST_BYTES, make_app
 from pipeline.page.command import write_report
 from pipeline.page.site import Site
 from pipeline.project.project import Project
-from pipeline.store.lock import Lock, texts_lock
+from pipeline.store.lock import locked, texts_lock
 from tests import projects
 
 HOME = "http://127.0.0.1:8765"
@@ -235,7 +235,7 @@ def test_the_button_writes_edits_into_caption_files_and_its_undo_takes_them_back
 def test_files_are_written_while_another_process_writes_the_table_and_the_page_says_both(page, folder):
     key, text = next((key, text) for key, text in texts(page).items() if text == "a fox, on snow")
     page.post("/edit/captions", json={key: {"before": text, "text": "a wolf"}}, headers=TOKEN)
-    with Lock(Project(folder).current("captions").folder / "lock"):
+    with locked(Project(folder).current("captions").folder / "lock"):
         said = page.post("/files/captions", json={"undo": False}, headers=TOKEN).json()["said"]
     assert said.startswith("1 captions written into 1 files. The table captions is not up to date: ")
     assert "is being written by" in said

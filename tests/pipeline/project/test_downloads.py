@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.store.lock import Lock
+from pipeline.store.lock import locked
 from stages.models.family import FOLDERS
 from tests.projects import HANG, ROOT
 
@@ -292,7 +292,7 @@ def test_a_second_download_of_a_repository_at_the_same_time_is_refused_in_one_li
     server.files[WEIGHTS] = LARGE
     place = tmp_path / "hf" / "hub" / ".locks" / f"models--{REPOSITORY.replace('/', '--')}" / "latentmill.lock"
     place.parent.mkdir(parents=True)
-    with Lock(place):
+    with locked(place):
         assert fetch(server, tmp_path) == f"refused {REPOSITORY} is being downloaded by another process: wait for it or stop it"
     assert fetch(server, tmp_path).startswith("found ")
 

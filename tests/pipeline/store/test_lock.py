@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.store.disk import abandoned, atomic_write, delete
-from pipeline.store.lock import Lock, lock_holder
+from pipeline.store.lock import lock_holder, locked
 
-HOLD = "import sys, time; from pathlib import Path; from pipeline.store.lock import Lock\nwith Lock(Path(sys.argv[1])):\n"
+HOLD = "import sys, time; from pathlib import Path; from pipeline.store.lock import locked\nwith locked(Path(sys.argv[1])):\n"
 HOLD += "    sys.stdout.write('held\\n'); sys.stdout.flush(); time.sleep(600)"
 
 
@@ -27,7 +27,7 @@ def test_a_second_process_is_refused_in_one_line_that_names_the_first(tmp_path: 
     child = hold(tmp_path / "lock")
     try:
         with pytest.raises(ValueError, match=rf"being written by process {child.pid} on .*wait for it or stop it") as error:
-            Lock(tmp_path / "lock").__enter__()
+            locked(tmp_path / "lock").__enter__()
         assert "\n" not in str(error.value)
         assert json.loads((tmp_path / "lock").read_text())["pid"] == child.pid
     finally:
@@ -39,33 +39,33 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path):
     child = hold(tmp_path / "lock")
     os.kill(child.pid, signal.SIGKILL)
     child.communicate()
-    with Lock(tmp_path / "lock"):
+    with locked(tmp_path / "lock"):
         assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
 
 
 def test_the_lock_is_free_once_its_block_ends_however_it_ends(tmp_path: Path):
-    with pytest.raises(KeyError), Lock(tmp_path / "lock"):
+    with pytest.raises(KeyError), locked(tmp_path / "lock"):
         raise KeyError
-    with Lock(tmp_path / "lock"), pytest.raises(ValueError, match="is being written"):
-        Lock(tmp_path / "lock").__enter__()
-    with Lock(tmp_path / "lock"):
+    with locked(tmp_path / "lock"), pytest.raises(ValueError, match="is being written"):
+        locked(tmp_path / "lock").__enter__()
+    with locked(tmp_path / "lock"):
         pass
 
 
 def test_a_holder_that_has_not_written_its_name_yet_is_another_process(tmp_path: Path):
-    with Lock(tmp_path / "lock"):
+    with locked(tmp_path / "lock"):
         (tmp_path / "lock").write_text("")
         with pytest.raises(ValueError, match="is being written by another process"):
-            Lock(tmp_path / "lock").__enter__()
+            locked(tmp_path / "lock").__enter__()
 
 
 def test_the_holder_of_a_lock_is_named_without_taking_the_lock(tmp_path: Path):
     path = tmp_path / "lock"
     assert lock_holder(path) == ""
-    with Lock(path):
+    with locked(path):
         assert f"process {os.getpid()} " in lock_holder(path)
     assert lock_holder(path) == ""
-    with Lock(path):
+    with locked(path):
         pass
 
 
@@ -84,7 +84,7 @@ def test_who_looks_at_a_lock_never_makes_a_writer_fail(tmp_path: Path, monkeypat
     monkeypatch.setattr("fcntl.flock", flock_while_somebody_looks)
     for number in range(100):
         tries.clear()
-        with Lock(path):
+        with locked(path):
             assert len(tries) == 2 and f"process {os.getpid()} " in lock_holder(path)
         assert lock_holder(path) == "", number
 
