@@ -254,8 +254,11 @@ class Mirror:
         found = full(path)
         return self.folder / found.relative_to(found.anchor)
 
-    def unpack(self, files: Iterable[ShippedFile], get: Get) -> None:
-        """Write copies of `files`; those that have not changed are kept. `get` returns the bytes of a chunk."""
+    def unpack(self, files: Sequence[ShippedFile], get: Get) -> None:
+        """Write copies of `files` and remove others; those that have not changed are kept. `get`: the bytes of a chunk."""
+        for path in self.present.keys() - {file.path for file in files}:
+            self.place(path).unlink(missing_ok=True)
+            del self.present[path]
         # No other user of this machine may enter it.
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for file in files:
@@ -268,11 +271,6 @@ class Mirror:
                 for chunk in file.chunks:
                     out.write(get(chunk))
             self.present[file.path] = stamp
-
-    def remove_others(self, files: Iterable[ShippedFile]) -> None:
-        for path in self.present.keys() - {file.path for file in files}:
-            self.place(path).unlink(missing_ok=True)
-            del self.present[path]
 
     def unit(self, unit: WorkUnit) -> WorkUnit:
         """The unit with the paths of the copies, also in settings. Missing folders are made."""
@@ -366,9 +364,7 @@ class Worker:
         unit, result = dataclasses.replace(self.common, pending=pending, stored=stored), Result()
         try:
             if self.lasting is not None:
-                present = [*self.lasting, *files]
-                self.mirror.remove_others(present)
-                self.mirror.unpack(present, ray.get)
+                self.mirror.unpack([*self.lasting, *files], ray.get)
                 unit = self.mirror.unit(unit)
             for item in perform(unit, Report(result.lines.append, stop=lambda: self.stopping), self.kept):
                 result.items.append(item)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline.errors import NotBuilt
 from pipeline.project.weights import NotFetched
@@ -93,7 +93,11 @@ def need(project: Project, name: str, seen: Outlook) -> Need:
         pass
     except ValueError as error:  # a mistake of the user
         note = note or str(error)
-    return Need(name, wanted, left, found, note, seconds_for(project, name, left), overhead)
+    last = project.folder(name)
+    run = last.manifest().get("facts", {}).get("run", {}) if last.exists else {}
+    written = run.get("rows_written", 0)
+    seconds = left * run["seconds"] / written if left and written else None
+    return Need(name, wanted, left, found, note, seconds, overhead)
 
 
 def announcement(project: Project, name: str, rows: int) -> str:
@@ -117,16 +121,6 @@ def announcement(project: Project, name: str, rows: int) -> str:
     memory = "a worker" if divided else f"of {seen.budget / GB:.3g} GB"
     arrays, program = f"{found.peak / GB:.3g} GB for arrays", f"up to {PROGRAM_BYTES / GB:.2g} GB for the program"
     return f"{rows} rows to make{size}; estimated peak memory {arrays} {memory}, and {program} ({found.how})"
-
-
-def seconds_for(project: Project, name: str, rows: int | None) -> float | None:
-    """At the speed of the last run, None if it wrote no rows."""
-    folder = project.folder(name)
-    if not rows or not folder.exists:
-        return None
-    run: dict[str, Any] = folder.manifest().get("facts", {}).get("run", {})
-    written = run.get("rows_written", 0)
-    return rows * run["seconds"] / written if written else None
 
 
 def downloads(project: Project) -> dict[str, int]:

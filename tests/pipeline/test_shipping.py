@@ -70,7 +70,6 @@ def test_units_of_shipped_files_need_nothing_else(pipeline: Pipeline, name: str,
         shutil.rmtree(hidden, ignore_errors=True)
     mirror, found = Mirror(tmp_path / "worker"), []
     for unit, files in zip(units, own, strict=True):
-        mirror.remove_others([*lasting, *files])
         mirror.unpack([*lasting, *files], store.get)
         found.append(plain(list(perform(mirror.unit(unit)))))
     assert found == expected and sum(map(len, found)) > 0
@@ -86,7 +85,6 @@ def test_a_file_of_two_units_is_read_once_and_removed_when_no_unit_needs_it(tmp_
     for names, packed in (("ab", 2), ("bc", 3), ("a", 4)):
         files = packer.pack([*(tmp_path / name for name in names), tmp_path / "missing"])
         assert len(store.held) == packed
-        mirror.remove_others(files)
         mirror.unpack(files, store.get)
         present = [path for path in mirror.folder.rglob("*") if path.is_file()]
         assert sorted(path.read_text() for path in present) == [name * 5 for name in names]
