@@ -32,8 +32,6 @@ GENERIC = {
 
 
 class Commands(click.Group):
-    """Commands of latentmill, of the built-in pipelines, and of the pipeline of the user's project."""
-
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         from stages.settings import nearest
 

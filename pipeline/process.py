@@ -112,7 +112,6 @@ def kept_awake() -> Iterator[None]:
 
 
 def newest_checkpoint(artifacts: Path | None) -> int:
-    """Step of the newest checkpoint; -1 if there is none."""
     if artifacts is None or not artifacts.is_dir():
         return -1
     from stages.tuner.checkpoint import find_checkpoints
@@ -138,7 +137,6 @@ def allow_open_files(wanted: int = FILES) -> None:
 
 @functools.cache
 def version(package: str = "latentmill") -> str:
-    """Of an installed package; "" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -39,8 +39,6 @@ VERSIONS = ("latentmill", "mlx", "numpy", "pyarrow", "pylance", "pillow", "trans
 
 @dataclass
 class Outcome:
-    """What one run of a stage did."""
-
     stage_name: str
     written: int = 0
     removed: int = 0  # rows that are no longer wanted
@@ -131,7 +129,6 @@ def run_chain(project: Project, names: Sequence[str], progress: ProgressCallback
 
 
 def run_words(project: Project, name: str, *more: str) -> list[str]:
-    """The command that runs a stage with the settings, and the chosen run, of this project."""
     words = [sys.executable, "-m", "pipeline", "run", name, *more, "--project", str(project.path.resolve())]
     words += [word for override in project.overrides for word in ("--set", str(override))]
     return [*words, "--run", project.fixed.table.folder.name] if project.fixed else words
@@ -214,7 +211,6 @@ def commit(
 
 
 def provenance(project: Project, stage_name: str) -> dict[str, str]:
-    """Metadata for the stage's files: project, family, recipes of its table and of those it reads, versions of the software."""
     reads = {f"recipe_{read.name}": recipe_id(project.recipe(read.name)) for read in project.stage(stage_name).reads}
     versions = {f"version_{name}": version for name, version in software().items()}
     family = {"family": project.family.name} if project.pipeline.families else {}

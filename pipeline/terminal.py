@@ -35,7 +35,6 @@ def silent(line: str) -> None:
 
 
 def say_aside(line: str) -> None:
-    """On standard error, beside the answer of a command."""
     click.echo(line, err=True)
 
 
@@ -156,7 +155,6 @@ def hashing_of(command: str) -> Iterator[None]:
 
 
 def console_for(stage_name: str, progress: ProgressCallback | bool) -> Quiet:
-    """`progress`: True for the terminal, False for nothing, or a function of (stage, done, total, unit)."""
     return Terminal(stage_name) if progress is True else Quiet(stage_name, progress or None)
 
 
@@ -183,7 +181,6 @@ def format_table(names: Sequence[str], rows: Iterable[Sequence[Any]], right: Col
 
 
 def fold(line: str) -> str:
-    """Break a line that is too wide for the terminal; the continuation is indented."""
     columns = _columns()
     start = " " * (len(line) - len(line.lstrip()) + 2)
     whole = cell_len(line) <= columns or not columns

@@ -71,8 +71,6 @@ def tracker_of(kind: str, run: TrackedRun) -> Tracker:
 
 
 class Following:
-    """Sends the steps that `writer` has committed to the tracker."""
-
     def __init__(self, tracker: Tracker, writer: Writer) -> None:
         self.tracker, self.writer = tracker, writer
         self.version = -1
@@ -131,7 +129,6 @@ class Tracker:
             self.session.log(values, step=step)
 
     def close(self) -> None:
-        """Write what is buffered."""
         if self.session is not None:
             self.session.finish()
 

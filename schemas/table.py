@@ -164,5 +164,4 @@ class TableSchema:
         return pa.RecordBatch.from_pylist(rows, schema=self.batch)
 
     def select(self, rows: list[dict[str, Any]], names: Iterable[str]) -> pa.Table:
-        """Some columns of `rows`, as `Stage.wants` returns them."""
         return pa.Table.from_pylist(rows, schema=pa.schema([self.batch.field(name) for name in names]))

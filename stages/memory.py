@@ -122,7 +122,6 @@ def _as_toml(section: str, settings: Settings) -> Iterator[str]:
 
 
 def changed(config: Config, settings: Settings) -> Config:
-    """A section with other settings."""
     given: Any = config
     values = {name: changed(getattr(given, name), v) if isinstance(v, Mapping) else v for name, v in settings.items()}
     found: Config = replace(given, **values)
@@ -143,7 +142,6 @@ def cheapest(peak: Callable[[Settings], int], limit: int, changes: Iterable[Sett
 
 
 def refusal(who: str, peak: int, limit: int, remedy: Remedy | None, of: str = "of memory") -> str:
-    """The line for a user whose settings need `peak` bytes of at most `limit`; `remedy` is what comes nearest."""
     would = f"{remedy} would need {remedy.peak / GB:.3g} GB" if remedy and remedy.settings else "no setting would need less"
     if not remedy or remedy.peak > limit:
         also = ", too much as well" if remedy and remedy.settings else ""

@@ -105,7 +105,6 @@ def _field(default: Any, doc: str, kind: str, bounds: Limits | None, **more: Any
 
 
 def from_home(path: str | Path) -> Path:
-    """`path` with ~ as the user's folder."""
     with suppress(RuntimeError):  # an unknown user, such as ~x
         return Path(path).expanduser()
     return Path(path)

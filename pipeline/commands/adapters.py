@@ -103,7 +103,6 @@ def pair_strengths(adapters: Sequence[str], strengths: Sequence[float]) -> list[
 
 
 def file_stem(project: str) -> str:
-    """The name of a project as the beginning of a file's name."""
     return re.sub(r"[^\w.-]+", "-", project).strip("-.") or "adapter"
 
 

@@ -189,7 +189,6 @@ def run_facts(project: Project, run: TrainingRun) -> dict[str, Any]:
 
 
 def plain(value: Any) -> str:
-    """A setting as text."""
     return "unset" if value is None else format_cell(value if isinstance(value, str | float) else json.dumps(value))
 
 
@@ -222,7 +221,6 @@ def rows_of_results(project: Project, runs: Sequence[TrainingRun]) -> dict[str, 
 
 
 def _joined(front: Sequence[str], parts: Sequence[tuple[dict[str, str], pa.Table]], schema: TableSchema) -> pa.Table:
-    """The rows of all parts, each with its own texts in the columns `front`."""
     import pyarrow as pa
 
     whole = pa.schema([*((name, pa.string()) for name in front), *schema.stored])

@@ -190,7 +190,6 @@ def chip() -> str:
 
 
 def sysctl(name: str) -> str:
-    """A macOS kernel setting such as "hw.memsize"; "" if it cannot be read."""
     try:
         done = subprocess.run(["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -208,7 +207,6 @@ def version(text: str) -> tuple[int, ...]:
 
 
 def problems(machine: Machine) -> Iterator[str]:
-    """One line per problem: what is wrong, and what the user can do about it."""
     if machine.macos:
         yield from _mac_problems(machine)
     if machine.files < FILES:

@@ -211,7 +211,6 @@ def _catalog_for(project: Project, sql: str, limits: Limits) -> Iterator[duckdb.
 
 
 def _not_built(project: Project, sql: str, catalog: duckdb.DuckDBPyConnection) -> Iterator[str]:
-    """Tables that the query names, itself or through a view, and that are not built."""
     (tree,) = catalog.execute("select json_serialize_sql($1)", [sql]).fetchall()[0]
     words = re.findall(r'"table_name":"(\w+)"', tree) if '"error":false' in tree else re.findall(r"\w+", sql)
     named = {word.lower() for word in words}  # only a SELECT can be parsed; of other statements every word counts
@@ -239,7 +238,6 @@ def export_parquet(project: Project, out: Path) -> list[Path]:
 
 
 def _explain(error: Exception, sql: str, catalog: duckdb.DuckDBPyConnection) -> str:
-    """DuckDB's message on one line, with the tables or columns that exist if one is unknown."""
     message = " ".join(re.split(r"\n+\s*(?:LINE \d+:|Candidate functions)", str(error))[0].split())
     if "Table with name" in message:
         views = "select view_name from duckdb_views() where temporary and not internal order by 1"

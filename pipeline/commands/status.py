@@ -91,7 +91,6 @@ def state(project: Project, stage_name: str) -> TableState:
 
 
 def describe(found: TableState) -> str:
-    """In words, such as "up to date" or "3 rows missing: make latents"."""
     missing = found.missing or 0
     stored = f"{found.unpublished} of {found.unpublished + missing} rows are there"
     if found.writer:

@@ -40,8 +40,6 @@ def command(repair: bool, project: Project) -> int:
 
 @dataclass(frozen=True)
 class Finding:
-    """A damaged file."""
-
     table: str  # or "weights"
     folder: Path
     file: str  # relative to `folder`
@@ -97,7 +95,6 @@ def find_damage(project: Project, say: Say = silent) -> Iterator[Finding]:
 
 
 def _damaged_results(project: Project, table: TableFolder, known: set[str], affects: tuple[str, ...]) -> Iterator[Finding]:
-    """Checkpoints with a missing file, and a missing final adapter. `known`: files that were found damaged already."""
     from stages.tuner import checkpoint
 
     artifacts, name = table.folder / "artifacts", table.schema.name

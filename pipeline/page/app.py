@@ -129,7 +129,6 @@ class Answers:
         return HTMLResponse(self.environment.get_template(template).render(**values), headers={"Cache-Control": "no-store"})
 
     def shell(self, request: Request) -> Response:
-        """A page without its content."""
         with self.refreshed() as site:
             titles, project = site.titles(), site.project.name
         name = request.path_params.get("page", "overview")
@@ -205,7 +204,6 @@ def _edit(answers: Answers, page: str, body: dict[str, Any]) -> Response:
 
 
 def _replace(answers: Answers, page: str, body: dict[str, Any]) -> Response:
-    """Body: {"find": text, "by": text}."""
     if not isinstance(body.get("find"), str) or not isinstance(body.get("by"), str):
         raise ValueError('a replacement must be {"find": text, "by": text}')
     with answers.refreshed() as site:

@@ -215,8 +215,6 @@ where phrase <> '' group by phrase having count(*) > 1 order by texts desc, phra
 
 
 class Texts:
-    """The texts of one editor, with the edits so far."""
-
     def __init__(self, query: Query, block: Editor, folder: Path) -> None:
         self.query, self.block = query, block
         edits: dict[str, str] = load(block.read)(folder)
@@ -232,7 +230,6 @@ class Texts:
             raise ValueError("the text must be valid Unicode, got half of a surrogate pair") from None
 
     def of_keys(self, keys: list[str]) -> dict[str, str]:
-        """key -> text; unknown keys are left out."""
         found = self.rows("select key, text from shown where key in (select unnest($wanted::varchar[]))", wanted=keys)
         return {row["key"]: row["text"] for row in found}
 

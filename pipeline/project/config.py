@@ -106,8 +106,6 @@ class ProjectConfig(Section):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """All settings of a project."""
-
     project: ProjectConfig  # the section [project]
     sections: Mapping[str, Any]  # stage -> its config dataclass
     given: frozenset[str] = frozenset()  # sections that the file or an override has
@@ -199,7 +197,6 @@ def _apply(raw: dict[str, Any], overrides: Overrides) -> dict[str, str]:
 
 
 def _whole_name(raw: Mapping[str, Any], names: list[str]) -> str:
-    """The hint for a setting without its section, such as "; did you mean train.steps or samples.steps?", or empty."""
     try:
         pipeline = stages.pipeline(pipeline_name(raw))
     except ValueError:
@@ -260,7 +257,6 @@ class Parser:
         return nearest(key, names) or f"; [{name}] has {', '.join(names)}"
 
     def holders(self, key: str) -> list[str]:
-        """The sections that have a setting `key`."""
         return [name for name, kind in self.sections.items() if key in _names(kind) and name not in self.repeated]
 
     def _value(self, hint: Any, value: Any, name: str) -> Any:
@@ -299,7 +295,6 @@ def _names(kind: Any) -> list[str]:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """The types of a union; another type is its only member."""
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if is_union else (hint,)
 
@@ -327,7 +322,6 @@ def _convert(hint: Any, value: Any) -> Any:
 
 
 def _describe(hint: Any) -> str:
-    """A type in words: "a whole number", "a list of strings", "'a' or 'b'"."""
     words: list[str] = []
     for kind in _members(hint):
         origin, args = typing.get_origin(kind), typing.get_args(kind)
@@ -345,7 +339,6 @@ def _describe(hint: Any) -> str:
 
 
 def _example(hint: Any, value: Any) -> str:
-    """Such as ", such as [512]" if the user wrote 512 for a list; empty if a list would be wrong too."""
     try:
         return f", such as {[value]!r}" if _convert(hint, [value]) else ""
     except TypeError:

@@ -21,8 +21,6 @@ DRAW_THINGS = "Library/Containers/com.liuliu.draw-things/Data/Documents/Models"
 
 @dataclass(frozen=True)
 class Found:
-    """A model component that was found, or an interrupted download."""
-
     families: tuple[str, ...]  # names of those that can use it
     component: str  # such as "transformer", or "download"
     path: Path  # its file, or its folder if it has several
@@ -41,7 +39,6 @@ def places(home: Path | None = None) -> list[Path]:
 
 
 def search(place: Path, families: Mapping[str, Family]) -> Iterator[Found]:
-    """The components below `place` that a family can use, and interrupted downloads."""
     groups: dict[tuple[Path, str, str], list[Path]] = {}
     for path in _files(place):
         shard = SHARD.fullmatch(path.name)
@@ -73,7 +70,6 @@ def _files(place: Path) -> list[Path]:
 
 
 def _component(paths: Sequence[Path], families: Mapping[str, Family]) -> Found | None:
-    """The component in one file, or in all found shards of one. None if no family can use it."""
     shapes: dict[str, tuple[int, ...]] = {}
     values: Counter[str] = Counter()
     size, problem = sum(path.stat().st_size for path in paths), ""

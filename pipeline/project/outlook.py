@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Need:
-    """What one stage needs."""
-
     stage_name: str
     wanted: int | None = None  # rows that its table should have; None: not known yet
     missing: int | None = None  # of these, rows that are not stored

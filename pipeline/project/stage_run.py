@@ -107,7 +107,6 @@ class UnitInputs:
 
 
 def not_built(table: str, reader: str, project: Path) -> NotBuilt:
-    """`reader`: the stage or command that needs the table."""
     return NotBuilt(
         f"{reader} needs the table {table}, which is not built for this configuration; "
         f"run: make {table} PROJECT={shell_path(project)}",

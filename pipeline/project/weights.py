@@ -65,7 +65,6 @@ def find(settings: ProjectConfig, project: Path, family: ModelFamily, name: str,
 
 
 def _holds(folder: Path, name: str) -> bool:
-    """Whether the files of the component lie directly in `folder`."""
     if name == TOKENIZER:
         return _is_complete(folder, name)
     return (folder / "config.json").is_file() and any(path.suffix in TENSOR_SUFFIXES for path in folder.iterdir())
@@ -135,7 +134,6 @@ def _bundled(family: ModelFamily, components: Iterable[str]) -> Path:
 
 
 def _generated(folder: Path, family: ModelFamily, seed: int, allowed: bool) -> Path:
-    """Random weights drawn from `seed`."""
     if folder.is_dir():
         return folder
     if not allowed:
@@ -207,7 +205,6 @@ def _downloaded_component(hub: str, family: ModelFamily, component: str, setting
 
 
 def cache_name(hub: str) -> str:
-    """The folder of a repository in the hub's cache."""
     return f"models--{hub.replace('/', '--')}"
 
 
@@ -259,7 +256,6 @@ def _check_digest(name: str, wanted: str, content: Path, *links: Path) -> None:
 
 
 def _incomplete(copy: Path, components: list[str], family: ModelFamily) -> list[str]:
-    """Components that are not completely downloaded, by folder ("vae/") if they have one."""
     folders = {component: family.folders[component] for component in components}
     return [f"{name}/" if name else each for each, name in folders.items() if not _is_complete(copy / name, each)]
 
@@ -308,8 +304,6 @@ PARTIAL = ".latentmill.incomplete"
 
 @dataclass(frozen=True)
 class LargeFile:
-    """A large file of a hub repository that the cache does not have yet."""
-
     name: str  # path in the repository
     size: int  # bytes
     blob: Path  # where its content will lie in the cache
@@ -321,7 +315,6 @@ class LargeFile:
 
     @property
     def arrived(self) -> int:
-        """Bytes that earlier downloads have left."""
         return self.partial.stat().st_size if self.partial.is_file() else 0
 
 

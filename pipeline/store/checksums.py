@@ -37,7 +37,6 @@ def tensor_checksum(values: Any) -> int:
 
 
 def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON document with its checksum, as `unsealed` parses it."""
     plain = json.loads(json.dumps(document))
     return {**plain, "checksum": _text_checksum(json.dumps(plain, sort_keys=True))}
 

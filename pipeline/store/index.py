@@ -90,7 +90,6 @@ class Index:
 
     @contextmanager
     def _damage_errors(self, what: str) -> Iterator[None]:
-        """Turn an error that means damaged or lost files into a DamageError."""
         try:
             with _without_panics():
                 yield
@@ -136,7 +135,6 @@ class Index:
         return self._commit(rows, "append" if self._manifests() else "create")
 
     def replace(self, rows: pa.Table) -> int:
-        """As `append`, in place of all earlier rows."""
         return self._commit(rows, "overwrite" if self._manifests() else "create")
 
     def prune(self, pinned: int | None) -> None:

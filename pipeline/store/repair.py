@@ -27,8 +27,6 @@ from schemas.table import TableSchema
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged file of a table."""
-
     file: str  # relative to the table's folder
     problem: str
     keys: tuple[str, ...] = ()  # of the rows that it damages; empty if no single row can be named

@@ -70,7 +70,6 @@ class TableFolder:
         return True
 
     def published_version(self) -> int | None:
-        """Of the index, as readers see it."""
         return int(self.manifest()["lance_version"]) if self.exists else None
 
     def manifest(self) -> dict[str, Any]:
@@ -129,7 +128,6 @@ class TableFolder:
         return unnamed + (reclaimable_bytes(kept, self.shards, self.schema) if self.schema.tensors else 0)
 
     def unnamed_files(self, rows: pa.Table, all_rows: pa.Table) -> list[Path]:
-        """Artifacts that no row of `rows` names, sorted."""
         if not self.schema.artifact:
             return []
         root = self.folder / "artifacts"
@@ -361,7 +359,6 @@ class Writer:
         return self.table.manifest()
 
     def _repair(self) -> None:
-        """Make folders, index, manifest, shards and artifacts agree after a kill, a power cut or damage."""
         table = self.table
         # Damaged artifacts, so that the stage writes them again. Not in subfolders: those files belong to rows, or to
         # checkpoints, which record digests of their own.
@@ -377,7 +374,6 @@ class Writer:
             self._replace(self._rows)
 
     def _has_published_version(self) -> bool:
-        """True if the version that the manifest names can be read."""
         version = self.table.published_version()
         if version is None or version > self.version:
             return False
@@ -387,7 +383,6 @@ class Writer:
             return False
 
     def _set_aside(self, name: str) -> None:
-        """Move a damaged file to damaged/."""
         target = self.table.folder / "damaged" / name
         make_folder(target.parent)
         (self.table.folder / name).replace(target)

@@ -55,7 +55,6 @@ def linears(arrays: Arrays) -> list[str]:
 
 
 def of_linear(arrays: Arrays, name: str) -> Arrays:
-    """The arrays of one Linear, by ending."""
     return {ending: arrays[name + ending] for ending in ENDINGS if name + ending in arrays}
 
 
@@ -76,5 +75,4 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def first_not_finite(arrays: Arrays) -> str:
-    """Key of the first array with infinity or NaN, "" if there is none."""
     return next((key for key, value in arrays.items() if not mx.isfinite(value).all().item()), "")

@@ -66,7 +66,6 @@ def fused_gradient(q_BHLK: mx.array) -> bool:
 
 
 def blocked_gradient(q_BHLK: mx.array) -> bool:
-    """Whether Metal computes the gradient in blocks."""
     metal = mx.metal.is_available() and mx.default_device() == mx.gpu and q_BHLK.shape[-1] in METAL_WIDTHS
     return metal and not keeps_scores(q_BHLK.dtype, q_BHLK.shape[-1])
 
@@ -101,7 +100,6 @@ def forward_score_bytes(q_BHLK: mx.array) -> int:
 
 
 def chunk_rows(q_BHLK: mx.array, k_BHSK: mx.array) -> int:
-    """Query rows whose scores take at most `CHUNK_BYTES`, at least 1; above 128 a multiple of 128."""
     B, H, _, _ = q_BHLK.shape
     rows = CHUNK_BYTES // (B * H * k_BHSK.shape[2] * q_BHLK.dtype.size)
     return int(max(1, rows - rows % FUSED_ROWS if rows > FUSED_ROWS else rows))

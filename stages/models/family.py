@@ -23,8 +23,6 @@ FOLDERS = {"transformer": "transformer", "autoencoder": "vae", "text_encoder": "
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily:
-    """What all families have: names, a licence, the source of their weights."""
-
     # Component, such as "tokenizer" -> its folder below that of the weights; "" is that folder itself.
     folders: ClassVar[Mapping[str, str]] = {}
     files: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # component -> patterns of its files

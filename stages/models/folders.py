@@ -41,7 +41,6 @@ def locate(root: Path, component: str, family: ModelFamily) -> Path:
 
 
 def component_config(path: Path, default: Mapping[str, Any]) -> dict[str, Any]:
-    """Content of the component's config.json, else a copy of `default`."""
     return read_config(path) or dict(default)
 
 

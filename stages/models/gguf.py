@@ -29,8 +29,6 @@ DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class Kind:
-    """A storage format of tensors, in blocks."""
-
     name: str  # Q4_0
     values: int  # of a block
     size: int  # bytes of a block

@@ -44,7 +44,6 @@ def uniform(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Indented, with sorted keys. Missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -130,7 +129,6 @@ def _letters() -> dict[int, str]:
 
 
 def _merges(most: int) -> list[tuple[str, str]]:
-    """Learned from `FRAME` and `WORDS` (with a leading space): the most frequent pair, of equals the first."""
     letters = _letters()
     words = [*FRAME, *(" " + word for word in WORDS.split())]
     split = [[letters[b] for b in word.encode()] for word in words]

@@ -189,7 +189,6 @@ def _bytes_of(file: Path, header: Mapping[str, Mapping[str, Any]]) -> Arrays:
 
 
 def load_component(path: Path, shapes: Shapes, *, dtype: Any = None, arrange: Arrange | None = None, **names: Any) -> Arrays:
-    """`open_component`, evaluated by `evaluate_each`."""
     return evaluate_each(open_component(path, shapes, **names), dtype, arrange)
 
 

@@ -37,8 +37,6 @@ MATRIX, WORDS, PARTITIONS = "vectors-{}.npy", "words-{}.lance", "partitions-{}.l
 
 @dataclass(frozen=True)
 class IndexConfig(Section):
-    """The section [index]: which vectors are searched, and how."""
-
     encoder: Literal["tuned", "base"] = selects(
         "tuned", "the encoder whose vectors are searched: tuned, or the base if nothing was tuned; or base"
     )
@@ -128,7 +126,6 @@ def write_index(run: Run[IndexConfig]) -> Iterator[pa.RecordBatch]:
 
 
 def forecast(outlook: Outlook) -> Forecast | None:
-    """The matrix, the full-text index and, for a large project, the partitioned index; None if the tables are not built."""
     units, rows = outlook.rows(UNITS), outlook.rows(TOKENS)
     if units is None or rows is None:
         return None
@@ -153,8 +150,6 @@ class QueryEncoder(Protocol):
 
 @dataclass(frozen=True)
 class Answer:
-    """A unit that a search has found."""
-
     row: Row  # of the table `index`
     place: int  # in the index, from 0
     score: float  # by which answers are sorted

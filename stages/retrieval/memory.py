@@ -28,7 +28,6 @@ def counts(outlook: Outlook) -> tuple[np.ndarray, np.ndarray]:
 
 
 def held_out_pairs(outlook: Outlook) -> int | None:
-    """Usable pairs of valid and test; None if the table is not built."""
     rows = outlook.rows(PAIRS)
     return len(used_pairs(rows, *HELD_OUT)) if rows is not None and rows.num_rows else None
 

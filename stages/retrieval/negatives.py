@@ -32,8 +32,6 @@ Search = Callable[[Row], np.ndarray]  # pair -> the score of every unit for its 
 
 @dataclass(frozen=True)
 class NegativesConfig(Section):
-    """The section [negatives]: how hard negatives are chosen for each training pair."""
-
     encoder: str = setting(
         "",
         'what ranks the documents: empty for full-text search, "base" for the untuned encoder, or the adapter file of an earlier '
@@ -65,7 +63,6 @@ def wanted_negatives(run: Run[NegativesConfig]) -> pa.Table:
 
 
 def snapshot(run: Run[NegativesConfig]) -> pa.Table:
-    """What the rows depend on: the words of each unit, the group of each pair, and the adapter file."""
     # Held-out units are not in it: a change of theirs changes no row.
     found = {row["unit_id"]: text_sha256(row["words"]) for row in run.once(_corpus)[0]}
     found |= {row["pair_id"]: f"{row['unit_id']} {row['duplicate_group']} {row['trained']}" for row in run.once(_pairs)}
@@ -128,7 +125,6 @@ def find_negatives(run: Run[NegativesConfig]) -> Iterator[pa.RecordBatch]:
 
 @contextmanager
 def _lexical(units: list[Row]) -> Iterator[Search]:
-    """BM25 scores, from an index in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
         lexical.build(Path(folder), [row["words"] for row in units])
         index = lexical.LexicalIndex(Path(folder), len(units))
@@ -137,7 +133,6 @@ def _lexical(units: list[Row]) -> Iterator[Search]:
 
 @contextmanager
 def _semantic(run: Run[NegativesConfig], units: list[Row]) -> Iterator[Search]:
-    """MaxSim scores over the vectors of all units, which are encoded first."""
     from stages.retrieval.encoder import text_encoder
 
     lengths = dict(zip(*(run.inputs.rows(TOKENS)[name].to_pylist() for name in ("text_id", "count")), strict=True))
@@ -172,7 +167,6 @@ def choose(scores: np.ndarray, own: float, excluded: list[int], config: Negative
 
 
 def forecast(outlook: Outlook) -> Forecast | None:
-    """One document being encoded, and the vectors of all; None without an encoder."""
     if not outlook.sections["negatives"].encoder:
         return None
     _, documents = counts(outlook)

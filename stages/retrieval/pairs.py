@@ -103,8 +103,6 @@ AMONG = (None, "duplicate", "leak")  # the values of `rejected` that depend on o
 
 @dataclass(frozen=True)
 class PairsConfig(Section):
-    """The section [pairs]: which docstrings are queries, and how pairs are split."""
-
     split: Literal["module", "unit"] = setting(
         "module",
         "what falls into a split as a whole: module, so that the test is code of other top-level modules; or unit, so that the "
@@ -187,7 +185,6 @@ def reason_against(query: str, document: str, body_lines: int, config: PairsConf
 
 
 def finish_pairs(run: Run[PairsConfig]) -> Iterator[pa.RecordBatch]:
-    """Reject duplicates and leaks among all pairs."""
     units = run.once(_units)
     stored = {row["unit_id"]: row for row in run.output.stored.select(PAIRS.batch.names).to_pylist()}
     # The run was stopped before all pairs were judged.
@@ -220,7 +217,6 @@ def mark_duplicates(rows: list[Row], units: dict[str, Row], config: PairsConfig)
 
 
 def shared_keys(query: str, unit: Row, config: PairsConfig) -> list[tuple[str, ...]]:
-    """The words of the query, and the body without white space."""
     # Vague queries and short bodies would link functions that have nothing to do with each other.
     vague = len(query.split()) < config.min_query_words or BOILERPLATE.search(query)
     keys = [] if vague else [("query", *texts.words(query))]

@@ -34,8 +34,6 @@ DOCUMENTS = 2000  # documents whose vectors are in memory together
 
 @dataclass(frozen=True)
 class RanksConfig(Section):
-    """The section [ranks]: which documents compete with the right answer."""
-
     candidates: Literal["units", "pairs"] = setting(
         "units", "units: every unit, as in a search; pairs: the units with a pair that is used, as code-search benchmarks do"
     )
@@ -55,7 +53,6 @@ def wanted_ranks(run: Run[RanksConfig]) -> pa.Table:
 
 
 def snapshot(run: Run[RanksConfig]) -> pa.Table:
-    """What the rows depend on: text of each unit, state of each pair, number of vectors of each encoder."""
     units, pairs = run.inputs.rows(UNITS), run.inputs.rows(PAIRS)
     found = dict(zip(units["unit_id"].to_pylist(), units["text_id"].to_pylist(), strict=True))
     columns = ("split", "rejected", "duplicate_group")
@@ -66,7 +63,6 @@ def snapshot(run: Run[RanksConfig]) -> pa.Table:
 
 
 def _held_out(run: Run[RanksConfig]) -> list[Row]:
-    """Usable pairs, valid before test, each by pair_id."""
     return [row for split in HELD_OUT for row in used_pairs(run.inputs.rows(PAIRS), split)]
 
 
@@ -169,7 +165,6 @@ class Corpus:
         return measures.rank_of(scores, own, np.array(others, np.int64))
 
     def rank(self, encoder: str, pairs: list[Row], weight: float) -> list[Row]:
-        """Rows of the table `ranks`."""
         semantic = self.semantic(encoder, pairs)
         rows = []
         for number, pair in enumerate(pairs):
@@ -198,13 +193,11 @@ class Corpus:
 
 
 def without_name(unit: Row) -> Row:
-    """`text`, `text_id` and `words` anew, without the unit's name."""
     text = texts.without_name(unit["text"], unit["name"])
     return unit | {"text": text, "text_id": texts.text_id("document", text), "words": " ".join(texts.words(text))}
 
 
 def forecast(outlook: Outlook) -> Forecast | None:
-    """A lexical and a semantic score for every query and document; None if the tables are not built."""
     units, held = outlook.rows(UNITS), held_out_pairs(outlook)
     if units is None or held is None:
         return None

@@ -33,8 +33,6 @@ NOT_LIBRARY = ("/site-packages/", "/dist-packages/")  # folders in the standard 
 
 @dataclass(frozen=True)
 class Root:
-    """A source folder, or a single source file."""
-
     name: str  # first part of the paths of its files
     path: Path
     given: str  # the user's entry, or the absolute path of an installed package
@@ -281,8 +279,6 @@ QUIET = ("language",)  # reasons of which the summary names no files: a folder o
 
 @dataclass(frozen=True)
 class SourcesConfig(Section):
-    """The section [sources]: the folders and packages whose code is read, and which files are left out."""
-
     roots: tuple[str, ...] = selects(
         ("code",),
         'folders, relative to the project, or installed packages as "package:NAME"; "package:stdlib" is Python\'s own library',

@@ -36,7 +36,6 @@ def vector_id(encoder: str, text_id: str) -> str:
 
 
 def document_order(row: Row) -> tuple[Any, ...]:
-    """The sort key of units, in every table."""
     return row["path"], row["first_line"], row["unit_id"]
 
 

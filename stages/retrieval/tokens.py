@@ -24,8 +24,6 @@ LONGEST = 4096  # tokens: the memory of attention grows with the square of the l
 
 @dataclass(frozen=True)
 class TokensConfig(Section):
-    """The section [tokens]: how texts become token ids."""
-
     query_tokens: int = setting(32, f"tokens of a query at most, end token included; at most {LONGEST}", bounds=(2, LONGEST))
     document_tokens: int = setting(
         256, f"tokens of a document at most, end token included; at most {LONGEST}", bounds=(2, LONGEST)

@@ -26,8 +26,6 @@ from stages.tuner.checkpoint import ADAPTER
 
 @dataclass(frozen=True)
 class VectorsConfig(Section):
-    """The section [vectors]: how texts are encoded, and with which encoders."""
-
     precision: Literal["float32", "bfloat16"] = setting(
         "float32", "dtype that the encoder computes in: bfloat16 is faster on a GPU, float32 far faster on a CPU"
     )

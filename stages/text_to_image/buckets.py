@@ -128,7 +128,6 @@ def _full_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
-    """The shapes of `_full_shapes` for every size up to `cells`, each once."""
     sizes = [np.stack(_full_shapes(size, max_shapes)) for size in range(1, cells + 1)]
     found = np.unique(np.concatenate(sizes, axis=1), axis=1)
     return found[0], found[1]
@@ -197,7 +196,6 @@ def write_buckets(run: Run[BucketsConfig]) -> Iterator[pa.RecordBatch]:
 
 
 def finish_buckets(run: Run[BucketsConfig]) -> Iterator[pa.RecordBatch]:
-    """Tells the user about the new rows; yields none."""
     if run.report.stop():
         return
     # References are not trained at these sizes, only seen.

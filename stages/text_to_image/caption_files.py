@@ -98,12 +98,10 @@ def from_file_name(path: str) -> list[Caption]:
 
 
 def trigger_word(captions: pa.Table) -> str:
-    """Of the table `captions`; "" if it has none."""
     return next((row["text"] for row in captions.select(["role", "text"]).to_pylist() if row["role"] == "trigger"), "")
 
 
 def trigger_pattern(trigger: str) -> re.Pattern[str]:
-    """The trigger as a word or phrase, not as a part of a longer word."""
     return re.compile(rf"(?<!{LETTER}){re.escape(trigger)}(?!{LETTER})")
 
 
@@ -164,7 +162,6 @@ def caption_file(path: str, paths: list[str], folder: Path, config: CaptionSourc
 
 
 def _separate(folder: Path, setting: str, project: Path) -> str:
-    """The setting captions.folder relative to the image folder, or "". Raises ValueError if there is no such folder."""
     if not setting:
         return ""
     found = setting_path(setting, project)
@@ -270,7 +267,6 @@ def image_finder(folder: Path, paths: Sequence[str], base: str) -> Callable[[str
 
 
 def _single(paths: Iterable[str], part: Callable[[str], str]) -> dict[str, str]:
-    """The paths by a part that no other of them has."""
     counts = Counter(map(part, paths))
     return {part(path): path for path in paths if counts[part(path)] == 1}
 

@@ -316,7 +316,6 @@ def mark_near_duplicates(rows: Iterable[Row], least: float) -> list[Row]:
 
 
 def lines(rows: Iterable[Row]) -> list[str]:
-    """One line per kind of warning, with the number of its images and the first paths."""
     paths: dict[str, list[str]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: str(row["path"])):
         for name in filter(None, row["warnings"].split(", ")):

@@ -337,7 +337,6 @@ def rejected_row(row: Row, reason: str) -> Row:
 
 
 def opened_files(run: Run[LatentsConfig]) -> Iterator[Path]:
-    """The files that encoding the pending crops opens: images, and masks if they are files."""
     for job in _jobs(run):
         yield packed.file_to_open(job.path)
         if job.mask:

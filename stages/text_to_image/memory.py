@@ -30,7 +30,6 @@ def largest_image(outlook: Outlook) -> tuple[int, int]:
 
 
 def smaller_sides(side: float, step: int) -> range:
-    """The sides below `side`, multiples of `step`, the largest first."""
     return range(int(side) // step * step - step, LOWEST - 1, -step)
 
 
@@ -53,7 +52,6 @@ class Capacity:
 
 
 def capacities(budget: int) -> Iterator[Capacity]:
-    """For families with published weights that are not distilled, and each of `SIDES`."""
     for family in FAMILIES.values():
         if family.hub and not family.distilled:
             yield from (capacity(family, side, budget) for side in SIDES)
@@ -92,7 +90,6 @@ def forecasts(family: Family, side: int, bits: int, budget: int, streamed: bool 
 
 
 def lines(budget: int) -> Iterator[tuple[str, ...]]:
-    """Rows of a table for the user, the heading first."""
     yield "family", *(f"{side} px" for side in SIDES)
     found = list(capacities(budget))
     for name in dict.fromkeys(each.family for each in found):

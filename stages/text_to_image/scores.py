@@ -157,7 +157,6 @@ class FeatureGroup:
     features: np.ndarray  # (images, features)
 
     def mean(self, *, without: str | None = None) -> Mean | None:
-        """Without the images named `without`; None if no image is left."""
         chosen_ND = self.features[[place for place, name in enumerate(self.names) if name != without]]
         count = len(chosen_ND)
         if not count:
@@ -227,7 +226,6 @@ def without_trigger(text: str, trigger: str) -> str:
 
 
 def opened_files(run: Run[ScoresConfig]) -> Iterator[Path]:
-    """The training images and the real pictures."""
     folder: Path = run.needs["image_folder"]
     yield from (packed.file_to_open(folder / row["path"]) for row in training_images(run))
     if run.config.references:

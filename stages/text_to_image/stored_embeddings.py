@@ -48,8 +48,6 @@ def unpack(stored_TP: np.ndarray, states: int) -> np.ndarray:
 
 
 class UnpackingReader:
-    """Reads 8-bit embeddings as bfloat16."""
-
     def __init__(self, stored: TensorReader, states: int) -> None:
         self.stored, self.states = stored, states
 

@@ -44,7 +44,6 @@ SAFETENSORS_DTYPES = {
 
 
 def folder_name(step: int) -> str:
-    """Of a checkpoint, below the artifacts folder."""
     return f"{FOLDER}/step-{step:06d}"
 
 

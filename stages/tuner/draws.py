@@ -13,7 +13,6 @@ import numpy as np
 
 
 def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
-    """Philox, keyed with the sha256 of the arguments."""
     text = ":".join([str(seed), purpose, *map(str, counters)])
     key = int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little")
     return np.random.Generator(np.random.Philox(key=key))

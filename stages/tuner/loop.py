@@ -123,7 +123,6 @@ def validation_of(task: Task[Any, Any], stored: pa.Table | None = None) -> Valid
 
 
 def last_step(task: Task[Any, Any], stored: pa.Table) -> int:
-    """The last step of a run: [train] `steps`, or an earlier one at which early stopping ended it."""
     return validation_of(task, stored).last_step
 
 

@@ -50,8 +50,6 @@ Shapes = Mapping[str, tuple[tuple[int, ...], int]]  # name of a weight -> (shape
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How steps are computed within the memory that a run may take."""
-
     plan: Plan = "whole"
     live_bytes: int | None = None  # bytes in use from which MLX starts no further operation; None: no limit
     max_tokens: int | None = None  # of a micro-batch; None: no limit
@@ -133,7 +131,6 @@ class Estimator(Generic[C]):
         raise NotImplementedError
 
     def changed(self, settings: Settings) -> Self:
-        """The same with other settings."""
         raise NotImplementedError
 
     def cheaper(self) -> Iterator[Settings]:
@@ -201,7 +198,6 @@ def cheapest_settings(estimator: Estimator[Any], limit: int) -> Remedy:
 
 
 def find_remedy(estimator: Estimator[Any], limit: int) -> Remedy:
-    """`cheapest_settings`, and smaller data if they do not suffice."""
     remedy = cheapest_settings(estimator, limit)
     if remedy.peak <= limit:
         return remedy

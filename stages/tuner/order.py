@@ -140,7 +140,6 @@ class Order:
 
     @property
     def sharing(self) -> list[Hashable]:
-        """Shapes whose batches may hold rows of other shapes."""
         shapes = [list(dict.fromkeys(self.shapes[row] for row in rows)) for rows in self.groups]
         return [shape for found in shapes if len(found) > 1 for shape in found]
 

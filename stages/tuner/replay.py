@@ -47,7 +47,6 @@ def replay_step(run: Run[Any], task: Task[Any, Any], step: int) -> list[Replayed
 
 
 def checkpoint_before(run: Run[Any], step: int) -> Checkpoint | None:
-    """The newest checkpoint before `step` with an intact adapter and optimizer."""
     earlier = (saved for saved in find_checkpoints(run.output.artifacts) if saved.step < step)
     return next((saved for saved in earlier if saved.intact(ADAPTER, OPTIMIZER)), None)
 
@@ -55,7 +54,6 @@ def checkpoint_before(run: Run[Any], step: int) -> Checkpoint | None:
 def steps_again(
     run: Run[Any], task: Task[Any, Any], last: int, start: Checkpoint | None
 ) -> Iterator[tuple[TrainingStep, list[MicroBatch], StepResult]]:
-    """The steps after `start` up to `last`, as the run took them."""
     configure_scheduler()  # before the first MLX operation
     # All checkpoints record the plan of the run, but its micro-batch changes, and only that of `start` is right.
     known = start or next(reversed(find_checkpoints(run.output.artifacts)), None)

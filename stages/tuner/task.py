@@ -39,8 +39,6 @@ class MicroBatch(Protocol):
 
 
 class Model(Chain, Protocol):
-    """A chain of blocks whose Linears can get adapters."""
-
     @property
     def dtype(self) -> mx.Dtype:
         """What the model computes in."""

@@ -24,7 +24,6 @@ class Validation:
         self._replace([*self.rows, *(row for row in rows if row["split"] == VALIDATION)])
 
     def is_due(self, step: int) -> bool:
-        """Step 0 is before the first step."""
         return self.config is not None and step % self.config.every == 0
 
     def discard_incomplete(self, step: int) -> bool:
@@ -36,7 +35,6 @@ class Validation:
 
     @property
     def means(self) -> dict[int, float]:
-        """Step -> mean loss of each complete measurement."""
         return mean_losses(((row["step"], row["loss"]) for row in self.rows), self.count)
 
     def _replace(self, rows: list[Row]) -> None:

@@ -98,8 +98,6 @@ def command(
 
 @dataclass(frozen=True)
 class Wish:
-    """A request for pictures."""
-
     prompts: tuple[str, ...]
     seeds: tuple[int, ...] = (0,)  # every prompt is drawn with every seed
     # (a text of `find_adapter` or "none", strength); the changes of several are added

@@ -47,8 +47,6 @@ UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))  # of the plot's axis
 
 @dataclass(frozen=True)
 class Profile:
-    """What to measure."""
-
     family: Family
     train: TrainConfig
     pixels: int  # side of the square images
@@ -56,7 +54,6 @@ class Profile:
 
     @property
     def limit(self) -> int:
-        """Memory that training may take, bytes."""
         return memory_budget(self.train.memory_gb)
 
     def estimator(self, side: int) -> ImageEstimator:

@@ -84,7 +84,6 @@ def publish(
 def card(
     project: Project, facts: Mapping[str, str], settings: Mapping[str, Any], licence: str, data_licence: str, grid: bool
 ) -> Iterator[str]:
-    """The README with the hub's YAML header."""
     import pyarrow.compute as pc
     from huggingface_hub import ModelCardData
 

@@ -33,7 +33,6 @@ def segments_command(every: int, patience: int | None, project: Project) -> int:
 
 
 def segments(project: Project, every: int, patience: int | None) -> int:
-    """The exit code."""
     stages = [("train", ["--set", f"train.stop_after_steps={every}"]), ("samples", []), *([("scores", [])] if patience else [])]
     scores: dict[int, float] = {}
     while True:
@@ -54,7 +53,6 @@ def segments(project: Project, every: int, patience: int | None) -> int:
 
 
 def since_best(scores: Mapping[int, float]) -> int:
-    """How many scored steps come after the best one."""
     return sum(step > best_of(scores) for step in scores) if scores else 0
 
 

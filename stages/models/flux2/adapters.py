@@ -124,7 +124,6 @@ def _number(value: Any, path: Path) -> float:
 
 
 def _scales_of_peft(stored: dict[str, Any], ranks: dict[str, int | None], variant: str, path: Path) -> Scales:
-    """alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
     config = {key.removeprefix("transformer."): value for key, value in stored.items()}
     if config.get("use_dora") and variant != "dora":
         raise ValueError("the adapter says that it is a DoRA, but its file lacks the magnitudes")

@@ -203,7 +203,6 @@ class Rows:
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
     def free_before(self, row: int) -> None:
-        """Free the strips whose rows all lie before `row`."""
         for at, end in enumerate(self.starts[1:]):
             if end <= row:
                 self.strips[at] = None
@@ -230,7 +229,6 @@ def strip_rows(height: int, width: int, inputs: int, outputs: int, kernel: int =
 
 
 def windows(height: int, rows: int) -> Iterator[tuple[int, int]]:
-    """(first, last), last exclusive, of consecutive windows of at most `rows` rows."""
     for first in range(0, height, rows):
         yield first, min(first + rows, height)
 
@@ -274,7 +272,6 @@ def patchify(z_BHWL: mx.array) -> mx.array:
 
 
 def unpatchify(z_BChw: mx.array) -> mx.array:
-    """The inverse of `patchify`."""
     B, C, h, w = z_BChw.shape
     return z_BChw.reshape(B, C // 4, 2, 2, h, w).transpose(0, 4, 2, 5, 3, 1).reshape(B, 2 * h, 2 * w, C // 4)
 
@@ -442,5 +439,4 @@ def finished(y_BRWC: mx.array, bias_C: mx.array, add_BRWC: mx.array | None = Non
 
 
 def query_rows(positions: int, channels: int) -> int:
-    """Queries that attention computes at once: at most `QUERIES`, and `kernels.LIMIT` operations, but at least 1."""
     return min(QUERIES, max(1, int(kernels.LIMIT // (2 * kernels.product_flop(1, channels, positions)))))

@@ -22,7 +22,6 @@ from stages.models.flux2.load import autoencoder_config
 def autoencoder_memory(
     path: Path | None, family: Family, height: int, width: int, itemsize: int, encodes: bool, exact: bool | None = None
 ) -> Memory:
-    """To encode or decode one image; `Architecture.autoencoder_memory`."""
     config = autoencoder_config(path, family)
     weights = sum(itemsize * math.prod(shape) for shape in config.shapes().values())
     half = (encoding if encodes else decoding)(config, height, width, kernels.exact() if exact is None else exact)

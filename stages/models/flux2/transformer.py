@@ -294,7 +294,6 @@ def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linea
 
 
 def single_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
-    """Text and image as one sequence, attention and feed-forward in parallel."""
     mods, rope, hidden = shared["single"], shared["rope"], h_BSD.shape[-1]
     q_norm, k_norm = weights["attn.norm_q.weight"], weights["attn.norm_k.weight"]
     name = "attn.to_qkv_mlp_proj"

@@ -97,7 +97,6 @@ class T5Config:
         }
 
     def block_shapes(self) -> dict[str, Shape]:
-        """By name within the block."""
         D, inner, F = self.d_model, self.num_heads * self.d_kv, self.d_ff
         attention = {f"layer.0.SelfAttention.{name}": (inner, D) for name in ("q", "k", "v")}
         forward = {"wi_0": (F, D), "wi_1": (F, D), "wo": (D, F)} if self.gated else {"wi": (F, D), "wo": (D, F)}
@@ -111,7 +110,6 @@ class T5Config:
         return {f"{name}.weight": shape for name, shape in shapes.items()}
 
     def encoder_shapes(self) -> dict[str, Shape]:
-        """Without the head."""
         block = self.block_shapes().items()
         blocks = {f"encoder.block.{n}.{name}": shape for n in range(self.num_layers) for name, shape in block}
         table = (self.relative_attention_num_buckets, self.num_heads)

@@ -42,7 +42,6 @@ class Embedding:
 
     @property
     def real(self) -> np.ndarray:
-        """The rows without padding."""
         return self.words[self.first : self.first + self.tokens]
 
 
@@ -94,7 +93,6 @@ class TextEncoder:
         return evaluate_each(arrays, self.dtype, packed)
 
     def encode(self, texts: list[str]) -> Iterator[Embedding]:
-        """One embedding per text, in order."""
         if self.by_layer:
             yield from self._encode_by_layer(texts)
             return
@@ -106,7 +104,6 @@ class TextEncoder:
             yield _embedding(prompt, as_words(states_1TJ[0]))
 
     def _encode_by_layer(self, texts: list[str]) -> Iterator[Embedding]:
-        """Each layer is read, applied to every text, and freed. The results are those of `encode`."""
         prompts, opened = [self.prompts(text) for text in texts], self._open()
         table = self._read(opened, "embed_tokens.")["embed_tokens.weight"]
         given = [rows(prompt) for prompt in prompts]

@@ -28,8 +28,6 @@ SYSTEM_MESSAGE = (
 
 @dataclass(frozen=True)
 class Chat:
-    """The form of the chats on which a text encoder was trained."""
-
     settings: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the chat template
     system: str = ""  # system message
     removed: str = ""  # token that is taken out of prompts; without effect if there is no system message

@@ -12,8 +12,6 @@ from stages.tuner.config import ScheduleConfig, TrainingConfig
 
 @dataclass(frozen=True)
 class LossConfig(Section):
-    """The settings [train.loss]: how the MaxSim scores of a batch become a loss."""
-
     # XTR's advantage over MaxSim was not reproduced under control (arXiv 2605.00646).
     kind: Literal["info_nce", "xtr"] = setting(
         "info_nce", "xtr: a query token sees only its top_k most similar tokens of the batch, as XTR was trained"
@@ -40,8 +38,6 @@ class ValidationConfig(tuner.ValidationConfig):
 
 @dataclass(frozen=True)
 class TrainConfig(TrainingConfig):
-    """The section [train]."""
-
     steps: int = selects(
         500, "optimizer steps in all; raise it later and the run goes on from where it ended", bounds=(1, 1_000_000)
     )

@@ -20,8 +20,6 @@ from stages.tuner import draws
 
 @dataclass(frozen=True)
 class Pair:
-    """A query, its own document and hard negatives."""
-
     pair_id: str
     query_id: str  # key of the table `tokens`, as are `text_id` and `negatives`
     text_id: str  # of its own document
@@ -31,14 +29,11 @@ class Pair:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Query, own document, hard negatives."""
         return self.query_id, self.text_id, *self.negatives
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The pairs of a run."""
-
     trained: tuple[Pair, ...]  # sorted by pair_id
     held: tuple[Pair, ...]  # sorted by pair_id
     counts: dict[str, int]  # text_id -> tokens
@@ -98,16 +93,12 @@ QUERY_STEP, DOCUMENT_STEP = 16, 32  # texts are padded to multiples of these: fe
 
 @dataclass(frozen=True)
 class Sample:
-    """A training pair in one pass over the data."""
-
     pair: Pair
     epoch: int = 0  # from 0
 
 
 @dataclass
 class PairBatch:
-    """A batch of pairs with M documents each."""
-
     samples: Sequence[Sample]
     query_BQ: np.ndarray  # noqa: N815  # int32 token ids, padded with 0
     query_real_BQ: np.ndarray  # noqa: N815  # False for padding

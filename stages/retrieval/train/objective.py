@@ -23,8 +23,6 @@ Vectors = list[mx.array]  # of the queries (B, Q, E), and of the documents (B M,
 
 @dataclass(frozen=True)
 class Contrast:
-    """The contrastive objective: every query of a batch against every document of it."""
-
     loss: LossConfig
     separable: bool = False  # a pair's loss depends on its batch: parts of a large batch go through GradCache
 
@@ -121,6 +119,5 @@ def ranking_loss(vectors: Vectors, query_real: mx.array, document_real: mx.array
 
 
 def zero_inputs(samples: int, documents: int, query: int, document: int) -> dict[str, Any]:
-    """Inputs of `samples` pairs with `documents` each, to estimate memory."""
     shapes = (samples, query), (samples * documents, document)
     return {"ids": [mx.zeros(s, mx.int32) for s in shapes], "real": [mx.ones(s, mx.bool_) for s in shapes]}

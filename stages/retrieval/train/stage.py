@@ -84,7 +84,6 @@ class PairTask:
         return {"epoch": sample.epoch, "pair_id": pair.pair_id, "query_id": pair.query_id, "text_id": pair.text_id}
 
     def warnings(self) -> Iterator[str]:
-        """Settings that are valid but rarely intended."""
         if self.config.accumulate > 1:
             yield (
                 "accumulate compares the pairs of each batch alone; raise batch_size and set micro_batch to compare more"
@@ -140,7 +139,6 @@ def wanted_samples(run: Run[TrainConfig]) -> pa.Table:
 
 
 def snapshot(run: Run[TrainConfig]) -> pa.Table:
-    """What the result depends on: the texts, group and negatives of every pair, and the initial adapter."""
     data = run.once(load_dataset)
     rows = [("train", p.query_id, p.text_id, p.group, " ".join(p.negatives)) for p in data.trained]
     rows += [("held out", p.query_id, p.text_id, p.group, "") for p in data.held]

@@ -26,8 +26,6 @@ KEPT = ("unit_id", "path", "source_id", "language", "module")  # the columns on 
 
 @dataclass(frozen=True)
 class UnitsConfig(Section):
-    """The section [units]: which units a code search can find."""
-
     min_lines: int = setting(
         2, "fewest lines of code in a body, docstring excluded; shorter functions say little to a search", bounds=(0, WHOLE[1])
     )

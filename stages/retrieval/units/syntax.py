@@ -15,8 +15,6 @@ from stages.retrieval.units.unit import Unit
 
 @dataclass(frozen=True)
 class Grammar:
-    """A language's grammar and the types of the nodes that matter."""
-
     module: str  # Python package
     functions: frozenset[str]
     classes: frozenset[str] = frozenset()  # found if they have a body
@@ -153,7 +151,6 @@ MARKS = re.compile(r"^\s*(/\*\*?|\*/|\*(?!/)|///?!?|//!|#+)|\*/\s*$")  # what be
 
 
 def can_parse(language: str) -> bool:
-    """There is a grammar, and its packages are installed."""
     grammar = GRAMMARS.get(language)
     return grammar is not None and all(map(find_spec, ("tree_sitter", grammar.module)))
 

@@ -10,8 +10,6 @@ from pathlib import PurePosixPath
 
 @dataclass(frozen=True)
 class Unit:
-    """A function, method, class or window of lines."""
-
     name: str  # "" of a window, as are `signature` and `docstring`
     qualified_name: str  # with the enclosing classes: Outer.f; of a window: lines 1 to 20
     kind: str  # function, method, class, lines

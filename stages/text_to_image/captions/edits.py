@@ -53,8 +53,6 @@ def write_edits(project: Path, edits: Mapping[str, str | None]) -> None:
 
 @dataclass
 class Change:
-    """A caption file that is to be written."""
-
     name: str  # path below the image folder
     text: str  # new content
     edits: dict[str, str | None] = field(default_factory=dict)  # "IMAGE_ID:POSITION" -> edited text

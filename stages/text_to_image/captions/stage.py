@@ -172,7 +172,6 @@ def without_trigger(template: str) -> str:
 
 
 def replace_foreign(text: str, word: str) -> str:
-    """Replace "[trigger]" by `word`, whatever its case."""
     # A function, since a backslash in `word` is no escape.
     return re.sub(re.escape(FOREIGN), lambda match: word, text, flags=re.IGNORECASE)
 
@@ -290,7 +289,6 @@ def described_captions(run: Run[CaptionsConfig]) -> dict[str, list[Caption]]:
 
 
 def _other_captions(folder: Path, paths: list[str], config: CaptionsConfig, notes: list[str]) -> str:
-    """The end of the error about missing captions: where they may be. `notes` are those about rows of unknown images."""
     if notes:
         return f"; {notes[0]}; names must be relative to the folder of the file"
     # The parent of an image inside a tar is a file.
@@ -471,7 +469,6 @@ def _check_trigger(texts: list[str], subjects: Mapping[str, Subject], config: Ca
 
 
 def _describe(filled: list[tuple[Filled, Caption]], config: CaptionsConfig) -> Iterator[str]:
-    """Where captions come from, if not all are from the preferred suffix; how many did not get the trigger from the template."""
     counts: Counter[str] = Counter()
     for _, each in filled:
         if each.source == "folder":

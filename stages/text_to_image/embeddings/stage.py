@@ -29,7 +29,6 @@ Row = dict[str, Any]
 
 
 def wanted_embeddings(run: Run[EmbeddingsConfig]) -> pa.Table:
-    """One row per distinct text."""
     ids = pc.unique(run.inputs.rows(CAPTIONS)["caption_id"])
     return pa.table({"caption_id": ids.take(pc.sort_indices(ids))})
 

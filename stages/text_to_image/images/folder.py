@@ -67,8 +67,6 @@ KINDS = {  # suffix of other files -> what the user should do
 
 @dataclass(frozen=True)
 class FolderConfig(Section):
-    """One entry [[images.folder]]: a folder of images, and how often and with which trigger its images are trained."""
-
     path: str = selects("", "the folder, searched with all folders below it; relative to the project", path=True)
     repeats: float | None = selects(
         None, "occurrences of each image per epoch; 0: never; unset: 1, or as the name says (10_name)", bounds=(0.0, 1000.0)
@@ -270,7 +268,6 @@ def check_rules(found: Mapping[str, Row], folder: Path) -> None:
 
 
 def describe(rows: Sequence[Row]) -> Iterator[str]:
-    """Lines for the user: images inside other files, folders with settings of their own, references, odd names."""
     usable = [row for row in rows if not row["rejected"]]
     if inside := [row["path"] for row in usable if row["offset"] is not None]:
         parents = (PurePosixPath(path).parents for path in inside)
@@ -369,7 +366,6 @@ def _places(images: Sequence[str]) -> dict[tuple[Parts, Parts], str]:
 
 
 def _by_ending(images: Sequence[str]) -> dict[str, str | None]:
-    """Reference -> image, by ENDINGS."""
     of_name = {_parts(path): path for path in reversed(images)}
     found: dict[str, str | None] = {}
     for path in images:

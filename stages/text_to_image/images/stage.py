@@ -99,12 +99,10 @@ class ImagesConfig(Section):
 
     @property
     def folders(self) -> tuple[FolderConfig, ...]:
-        """The entries [[images.folder]]; empty if `folder` is a single path."""
         return self.folder if isinstance(self.folder, tuple) else ()
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """As the user wrote them."""
         return tuple(each.path for each in self.folders) if isinstance(self.folder, tuple) else (self.folder,)
 
 
@@ -112,7 +110,6 @@ class ImagesConfig(Section):
 
 
 def may_be_image(path: str) -> bool:
-    """By its suffix, or the lack of one."""
     suffix = Path(path).suffix.lower()
     return not suffix or suffix in IMAGE_SUFFIXES
 

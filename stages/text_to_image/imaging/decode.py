@@ -319,7 +319,6 @@ def _is_unsigned(image: Image.Image) -> bool:
 
 
 def _tag(image: Image.Image, number: int) -> int | None:
-    """The first value of a TIFF tag, if it is an integer."""
     value = getattr(image, "tag_v2", {}).get(number)
     first = value[0] if isinstance(value, tuple) and value else value
     return first if isinstance(first, int) else None

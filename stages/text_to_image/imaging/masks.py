@@ -33,7 +33,6 @@ def mask_candidates(path: str) -> Iterator[str]:
 
 
 def which_are_masks(paths: Iterable[str]) -> set[str]:
-    """Those of `paths` that are masks of others in it, by their names."""
     paths = list(paths)
     places = {composed(place) for path in paths for place in mask_candidates(path)}
     return {path for path in paths if _may_be_mask(path) and _without_suffix(path) in places}

@@ -27,8 +27,6 @@ READ = threading.local()  # the column of the row group that a thread read last
 
 @dataclass(frozen=True)
 class Member:
-    """The place of one image or text inside another file."""
-
     offset: int  # of the first byte in a tar; number of the row in a table
     size: int  # bytes in a tar; 0 in a table
     column: str = ""  # of a table; "" in a tar
@@ -43,13 +41,11 @@ def split(path: Path) -> tuple[Path, str] | None:
 
 
 def file_to_open(path: Path) -> Path:
-    """The path itself, or the file that holds the image."""
     found = split(path)
     return found[0] if found else path
 
 
 def pending_files(run: Run[Any]) -> Iterator[Path]:
-    """The files that reading the images of the pending rows opens."""
     folder: Path = run.needs["image_folder"]
     yield from (file_to_open(folder / path) for path in run.output.pending["path"].to_pylist())
 

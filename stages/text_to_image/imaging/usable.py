@@ -41,5 +41,4 @@ def usable_paths(images: pa.Table, references: bool = False) -> dict[str, list[s
 
 
 def first_names(names: Sequence[str], count: int = 3) -> str:
-    """Such as "a, b, c and 4 more"."""
     return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")

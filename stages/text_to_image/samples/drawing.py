@@ -43,8 +43,6 @@ Paths = tuple[Path, ...]
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture to draw, as large as [samples] says."""
-
     name: str  # of its files, unique among those of the table
     prompt: str  # what `draw_pictures` asks for its embedding by
     seed: int
@@ -62,8 +60,6 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Adapters:
-    """What a group of pictures is drawn with."""
-
     label: str  # in error messages, such as "samples: step 500"
     adapter_id: str = ""  # sha256 of the files; "": the base alone
     # (adapter, strength), whose changes are added; several must be plain LoRAs. Called once a picture is to be drawn.
@@ -170,7 +166,6 @@ def decode(autoencoder: Autoencoder, latent_1Chw: mx.array) -> Image.Image:
 
 
 def save_png(path: Path, image: Image.Image, metadata: Mapping[str, Any]) -> None:
-    """`metadata` is stored as text chunks."""
     info = PngInfo()
     for key, value in metadata.items():
         info.add_itxt(key, str(value))

@@ -100,7 +100,6 @@ def forecast(outlook: Outlook) -> Forecast:
 
 
 def cheaper(config: SamplesConfig, family: Family) -> Iterator[Settings]:
-    """Fewer bits, then weights on disk too, then smaller images too."""
     yield from ({"samples": {"base_bits": bits}} for bits in BITS if bits < (config.base_bits or 16))
     yield {"samples": {"stream_blocks": True}}
     for lower in smaller_sides(min(config.width, config.height), family.architecture.pixels_per_token):

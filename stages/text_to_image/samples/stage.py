@@ -49,7 +49,6 @@ def wanted_samples(run: Run[SamplesConfig]) -> pa.Table:
 
 
 def preview_prompts(run: Run[SamplesConfig]) -> dict[str, str]:
-    """caption_id -> text, in order."""
     captions = sorted(run.inputs.rows(CAPTIONS).to_pylist(), key=lambda row: row["position"])
     return {row["caption_id"]: row["text"] for row in captions if row["role"] == "preview"}
 
@@ -85,7 +84,6 @@ def draw_samples(run: Run[SamplesConfig]) -> Iterator[pa.RecordBatch]:
 
 
 def finish_samples(run: Run[SamplesConfig]) -> Iterator[pa.RecordBatch]:
-    """Write the grid. Adds no rows."""
     wanted = wanted_samples(run).to_pylist()
     if not wanted:
         run.report.say("no previews to draw: set [captions] preview_prompts, and set [samples] base = true or run train first")
@@ -114,7 +112,6 @@ def read_embedding(run: Run[SamplesConfig], caption_id: str) -> mx.array:
 
 
 def opened_files(run: Run[SamplesConfig]) -> Iterator[Path]:
-    """The user's files that the stage reads: references and the given adapter."""
     of_prompts = (run.config.prompt_references or {}).values()
     yield from (run.root / name for names in (run.config.references, *of_prompts) for name in names)
     if given := given_adapter(run):

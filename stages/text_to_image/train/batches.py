@@ -23,8 +23,6 @@ from stages.tuner.order import Order
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample of a training step, before its data are read from disk."""
-
     number: int  # 0-based place in the step
     epoch: int  # of the sample's batch, from 0
     crop: Crop
@@ -124,7 +122,6 @@ class BatchReader:
         self.mask_floor, self.noise = mask_floor, noise
 
     def prefetch(self, samples: Iterable[Sample]) -> None:
-        """Start reading the samples of the next step in the background."""
         coming = list(samples)
         beside = [each.latent_id for s in coming for each in s.crop.references]
         self.latents.ahead([*(s.crop.latent_id for s in coming), *beside])

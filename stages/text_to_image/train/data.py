@@ -49,7 +49,6 @@ class Crop:
         return (self.grid, *(each.grid for each in self.references))
 
     def class_of(self, caption: int) -> str:
-        """The class caption made from caption number `caption`; "" if there is none."""
         return self.classes[caption] if self.classes else ""
 
 

@@ -51,7 +51,6 @@ class FlowMatching:
     separable: bool = True  # a sample's loss depends on that sample alone, so a batch may be divided into micro-batches
 
     def terms(self, model: Transformer, batch: MicroBatch) -> Iterator[Term]:
-        """The loss of the velocity, then that of preservation if it is on and a sample has a class caption."""
         x_BLC, target_BLC = self.mix(batch)
         yield Term(self.inputs(batch, x_BLC, batch.ctx_BTJ), velocity_loss(batch, target_BLC, self.loss))
         if batch.class_BTJ is None or batch.class_B is None or self.preservation is None:
@@ -145,7 +144,6 @@ class ImageTask:
         return BatchReader(self.run, self.mask_floor, self.sampler.noise_of)
 
     def row(self, sample: Sample) -> dict[str, Any]:
-        """The columns of `train` that describe a sample, without loss and step."""
         crop = sample.crop
         return {
             "epoch": sample.epoch,
@@ -161,7 +159,6 @@ class ImageTask:
         }
 
     def warnings(self) -> Iterator[str]:
-        """About a distilled model, and about latents or embeddings that do not suit the transformer."""
         if self.family.distilled:
             yield (f"{self.family.title}: train LoRAs on the base model and use them on this one; training on this one may fail")
         crops, latents, embeddings = self.data.crops, self.run.inputs.tensors(LATENTS), embedding_reader(self.run)

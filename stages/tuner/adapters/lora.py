@@ -283,8 +283,6 @@ def _whole_merged(wide_OI: mx.array, own: Mapping[str, mx.array], scale: float) 
 
 @dataclass(frozen=True)
 class Kind:
-    """What the arrays of one Linear do to it."""
-
     name: str  # in messages
     suffixes: tuple[str, ...]
     linear: Callable[[Shapes], tuple[int, ...]]  # (outputs, inputs) of the Linear, from the shapes of the arrays

@@ -44,7 +44,6 @@ class Target:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """By suffix."""
         if self.variant == "full":
             return {lora.DIFF: (self.outputs, self.inputs)}
         if self.variant == "lokr":

@@ -251,7 +251,6 @@ def _tail(chain: Chain, kinds: tuple[str, ...], loss: Callable[..., mx.array | V
 
 
 def _vjp(run: Callable[[Tree, Arrays], Tree], h: Tree, adapters: Arrays, cotangent: Tree) -> tuple[Tree, Arrays]:
-    """Gradients of run(h, adapters) by `h`, in its structure, and by name."""
     # mx.vjp takes and returns flat lists of arrays only.
     leaves = [leaf for _, leaf in tree_flatten(h)]
 

@@ -86,7 +86,6 @@ class Meter:
         return left
 
     def _changes(self) -> Iterator[tuple[str, int]]:
-        """(phase or "between phases", change of the memory in use), in order."""
         active = None
         # Without the end, where the weights are freed: that would hide a leak. Between phases, functions return and free
         # locals.

@@ -64,7 +64,6 @@ class Adafactor:
         return new_params, new_state
 
     def _normalized(self, name: str, grad: mx.array, state: Arrays, old: mx.array, new: mx.array) -> tuple[mx.array, Arrays]:
-        """The gradient over the root of its estimated second moment, and the new moments."""
         square = mx.square(grad) + self.eps
         if grad.ndim < 2:
             v = old * state[f"{name}.v"] + new * square
