@@ -81,6 +81,7 @@ def run(
         interruptible(console.say) as stop,
         Writer(folder, project.recipe(name), flush_seconds=project.config.project.commit_seconds) as writer,
         tracked(project, name, writer, console.say) as committed,
+        project.kept,
     ):
         run = _open(project, stage, writer, console, stop, reasons)
         wanted = stage.wants(run)

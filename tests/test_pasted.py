@@ -91,7 +91,10 @@ def test_make_accepts_every_command_of_the_readme(text):
 
 
 @pytest.mark.parametrize("text", [text for text in COMMANDS if text.startswith("latentmill ")])
-def test_latentmill_accepts_every_command_of_the_readme(text):
+def test_latentmill_accepts_every_command_of_the_readme(text, tmp_path, monkeypatch):
+    (tmp_path / "project.toml").write_text('[project]\nfamily = "micro"\n')
+    (tmp_path / "data").symlink_to(projects.ROOT / "data")
+    monkeypatch.chdir(tmp_path)  # a command opens its project while click reads the options
     name, *words = [FILLED.get(word, word) for word in shlex.split(text)[1:]]
     command = cli.cli.get_command(click.Context(cli.cli), name)
     assert command is not None, f"there is no command {name}"

@@ -6,6 +6,7 @@ import gc
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -53,6 +54,13 @@ class Kept:
         if folder not in self.tables:
             self.tables[folder] = TableFolder(folder, schema)
         return self.tables[folder]
+
+    def __enter__(self) -> Kept:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Release the model: the next stage of the process needs its memory."""
+        self.name, self.value = "", None
 
     def model(self, name: str, load: Callable[[], Any]) -> Any:
         if self.name != name:
