@@ -63,10 +63,7 @@ Arrays = dict[str, mx.array]
 
 
 def read_adapter(path: Path, linears: Mapping[str, tuple[int, int]], strength: float = 1.0) -> tuple[Arrays, dict[str, float]]:
-    """(arrays in float32, scale of each Linear times `strength`). `linears`: name -> (outputs, inputs) of the model.
-
-    Raises ValueError if the file is damaged or does not fit the model, or if `strength` is not 1 and the adapter uses DoRA.
-    """
+    """(float32 arrays, scale of each Linear x `strength`). `linears`: (outputs, inputs). Raises ValueError if it does not fit."""
     arrays, metadata = read_file(path)
     arrays = {name: value.astype(mx.float32) for name, value in arrays.items()}
     whole = [name.removesuffix(lora.DIFF) for name in arrays if name.endswith(lora.DIFF)]
@@ -169,10 +166,7 @@ def load_encoder(
     query_tokens: int = 32,
     strength: float = 1.0,
 ) -> Encoder:
-    """`tokenizer` None: token ids only. `precision`: float32 or bfloat16. `strength`: share of the adapter's change.
-
-    Raises ValueError if a file is missing or damaged, or the adapter belongs to another model.
-    """
+    """`tokenizer` None: token ids only. `strength`: share of the adapter's change. Raises ValueError if a file does not fit."""
     model = family.architecture.load_encoder(weights, getattr(mx, precision), family.head_seed)
     arrays, scales = read_adapter(adapter, model.linears(), strength) if adapter else ({}, {})
     found = TextTokenizer(tokenizer, lower_case=family.lower_case) if tokenizer else None

@@ -158,11 +158,8 @@ class Answer:
 
 
 class Searcher:
-    """`rows`: the whole table `index`. `encoder` None: lexical search only. `weight`: share of the semantic scores in hybrid
-    search.
-
-    `resident` reads vectors of up to 1 GiB into memory, which answers many queries faster. Raises ValueError if a file is
-    missing.
+    """`rows`: the whole table `index`. `encoder` None: lexical only. `weight`: share of the semantic scores in hybrid search.
+    `resident` reads vectors of up to 1 GiB into memory, which answers many queries faster.
     """
 
     def __init__(
@@ -213,11 +210,7 @@ class Searcher:
         ]
 
     def explain(self, answer: Answer, query_tokens: list[str], document_tokens: list[str]) -> list[tuple[str, str, float]]:
-        """(query token, best token of the document, product) per query token, for an answer of the last search with the
-        encoder.
-
-        The lists of token texts must have the order of the vectors.
-        """
+        """(query token, best document token, product) of the last search with the encoder; texts in the order of the vectors."""
         document = self.matrix.document(answer.place)
         best, products = maxsim.matches(self.query_vectors, document)
         return [

@@ -88,9 +88,7 @@ def _pairs(run: Run[NegativesConfig]) -> list[Row]:
 
 
 def _corpus(run: Run[NegativesConfig]) -> tuple[list[Row], dict[str, int], dict[str, list[int]]]:
-    """The units that may be negatives, by unit_id, and their places; duplicate group -> places of those that may answer its
-    queries.
-    """
+    """Units that may be negatives, by unit_id; their places; duplicate group -> places of those that may answer its queries."""
     held = {pair["unit_id"] for pair in run.once(_pairs) if pair["split"] != "train"}
     rows = run.inputs.rows(UNITS).select(["unit_id", "text_id", "words"]).sort_by("unit_id").to_pylist()
     units = [row for row in rows if row["unit_id"] not in held]
@@ -152,8 +150,7 @@ def _semantic(run: Run[NegativesConfig], units: list[Row]) -> Iterator[Search]:
 def choose(scores: np.ndarray, own: float, excluded: list[int], config: NegativesConfig) -> list[int]:
     """Positions of at most `count` documents; `own` is the score of the query's own one, and `excluded` are never chosen.
 
-    The highest scores come first, but the best `skip` only after them, then those that may answer the query too (above
-    `max_ratio` x own).
+    Highest scores first, the best `skip` after them, and last those that may answer the query too (above `max_ratio` x own).
     """
     # Ties by position, so that a run again chooses the same.
     order = np.lexsort((np.arange(len(scores)), -scores))

@@ -122,9 +122,7 @@ class Corpus:
         return self.known[pair["pair_id"]]
 
     def semantic(self, encoder: str, pairs: list[Row]) -> np.ndarray | None:
-        """Scores (queries, documents), float32. None in the mode "hard" if a document has no vectors; else ValueError for any
-        missing vector.
-        """
+        """Scores (queries, documents), float32. None in the mode "hard" if a document has no vectors."""
         rows = [row for unit in self.units if (row := self.vectors.get((encoder, unit["text_id"])))]
         if len(rows) < len(self.units):
             # Documents without names have vectors only with [tokens] hard.

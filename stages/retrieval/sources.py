@@ -91,9 +91,7 @@ CACHES = ("__pycache__/", "*.pyc", "*.pyo", "*.egg-info/", "*.dist-info/")  # ne
 
 def scan(root: Root, exclude: Iterable[str] = ()) -> list[Row]:
     """FILE_COLUMNS of every file, by path; only .gitignore files are opened. Hidden files are left out, links to folders are
-    followed.
-
-    Raises ValueError if a folder cannot be read, or a pattern is wrong.
+    followed. Raises ValueError if a folder cannot be read, or a pattern is wrong.
     """
     if root.path.is_file():
         return [_row(root, root.path.name, root.path.stat())]

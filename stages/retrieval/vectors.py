@@ -1,7 +1,4 @@
-"""The stage `vectors`: one vector per token of every document, and of every query of valid and test, in float16.
-
-Texts are encoded with the base, and with the newest trained adapter if there is one.
-"""
+"""The stage `vectors`: a float16 vector per token of documents, and of valid and test queries, by base and newest adapter."""
 
 from __future__ import annotations
 

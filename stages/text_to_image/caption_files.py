@@ -66,10 +66,7 @@ Lookup = Callable[[str], list[Caption]]  # an image's path, relative to the imag
 
 
 def make_lookups(folder: Path, paths: list[str], config: CaptionSources, project: Path) -> tuple[list[Lookup], list[str]]:
-    """One lookup for images inside other files, then one per source, and notes for the user.
-
-    Raises ValueError if a metadata file is malformed, or the separate folder of sidecars does not exist.
-    """
+    """One lookup for images inside other files, then one per source; notes for the user. Raises ValueError if a file is wrong."""
     notes: list[str] = []
     made: list[Lookup] = [functools.partial(_inside, folder, config.caption_column)]
     for source in config.sources:
@@ -184,11 +181,7 @@ def leads_out(path: Path) -> bool:
 
 
 def read_text(path: Path, most: int) -> str:
-    r"""UTF-8, or UTF-16 with a byte order mark; line breaks become "\n".
-
-    Raises ValueError if the file cannot be read, is larger than `most` bytes, has another encoding, or links to another
-    folder.
-    """
+    r"""UTF-8, or UTF-16 with a byte order mark; line breaks become "\n". Raises ValueError if it is neither, or too large."""
     if leads_out(path):
         raise ValueError(
             f"{path} is a link to {path.resolve()}, in another folder: captions are not read from there; copy the file"
@@ -213,10 +206,7 @@ def read_text(path: Path, most: int) -> str:
 
 
 def read_metadata(folder: Path, paths: Iterable[str], column: str = "") -> tuple[dict[str, list[Caption]], list[str]]:
-    """(image's path in NFC -> captions, notes about rows whose image does not exist). `column` "" is text, caption or prompt.
-
-    The folders of the images and those above them are searched. Raises ValueError with file and line if a file is malformed.
-    """
+    """Captions by path (NFC), from files beside and above the images; notes on unknown names. `column` "" tries TEXT_COLUMNS."""
     paths = list(paths)
     captions: dict[str, list[Caption]] = {}
     notes = []
@@ -242,9 +232,7 @@ def read_metadata(folder: Path, paths: Iterable[str], column: str = "") -> tuple
 
 
 def image_finder(folder: Path, paths: Sequence[str], base: str) -> Callable[[str], str | None]:
-    """A function from a name in a caption file of the folder `base` to the image's path in NFC; None if no image or several fit.
-    A name is a relative or absolute path, with or without suffix.
-    """
+    """Finds the image (path in NFC) that a caption file in the folder `base` names, suffix or not; None if none or several."""
     # The image folder may be a link, and the file may name either place.
     folders = [composed(f"{root.as_posix()}/") for root in (folder.absolute(), folder.resolve())]
     whole = set(map(composed, paths))

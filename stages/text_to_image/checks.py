@@ -138,8 +138,7 @@ def measure_picture(image: Image.Image) -> Row:
 def blur(grey: np.ndarray) -> float:
     """0 (sharp) to 1, the smaller of rows and columns; 0 for a plain picture. `grey`: float32 (height, width), 0 to 255.
 
-    Differences of neighbours shrink much in a blurred copy of a sharp picture, and little if it is blurred already (Crete et
-    al., 2007).
+    Blurring shrinks the differences of neighbours much in a sharp picture, little in a blurred one (Crete et al., 2007).
     """
     return round(float(min(_blur_along(grey), _blur_along(grey.T))), 4)
 

@@ -1,8 +1,4 @@
-"""The table of model families. Code asks a family's record, never its name.
-
-The sizes serve where a config.json is missing: for single files, for weights that the project generates, and to
-estimate memory.
-"""
+"""The table of model families: code asks a record, never a name. Sizes serve estimates, and where a config.json is missing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The stage `latents`: encode every crop once, while threads cut and resize crops ahead of the autoencoder. Where a crop lies is
-decided by the stage `buckets`; further ones, by `jittered` here.
-"""
+"""The stage `latents`: encode every crop of the stage `buckets`, and `jittered` ones, once; threads cut and resize ahead."""
 
 from __future__ import annotations
 
@@ -133,10 +131,7 @@ def jittered(bucket: Row, number: int, share: float) -> Row:
 
 
 def mask_ids(images: pa.Table, folder: Path, mask: Literal["none", "alpha", "file"]) -> dict[str, str]:
-    """mask_id of every usable image, references included: the sha256 of its mask file, "alpha", or "" for no mask.
-
-    Raises ValueError if no image is usable, if a mask file cannot be read, or if files are asked for and there is none.
-    """
+    """mask_id of every usable image, references included: the sha256 of its mask file, "alpha", or "" for no mask."""
     usable = usable_rows(images, references=True)
     found = {row["image_id"]: "" for row in usable}
     if mask == "alpha":

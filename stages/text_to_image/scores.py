@@ -75,10 +75,7 @@ def previews(run: Run[ScoresConfig]) -> list[Row]:
 
 
 def real_pictures(run: Run[ScoresConfig]) -> list[Row]:
-    """One row per distinct picture of the folder [scores] references, sorted by path, without scores.
-
-    Raises ValueError if one is also a training image, or if a file of captions is malformed or names a missing picture.
-    """
+    """One row per distinct picture of [scores] references, by path, without scores. Raises ValueError for a training image."""
     if not run.config.references:
         return []
     folder = run.root / run.config.references

@@ -129,11 +129,7 @@ FORM = 'must be OneTrainer\'s list of concepts, such as [{"name": "cat", "path":
 
 
 def concept_folders(file: Path) -> str:
-    """TOML text. A concept's balancing x loss_weight becomes `repeats`, or `weight` with balancing_strategy "SAMPLES".
-
-    Disabled concepts and those for validation become comments. Raises ValueError if a concept cannot be expressed in
-    project.toml.
-    """
+    """TOML text. A concept's balancing x loss_weight becomes `repeats`, or `weight` with balancing_strategy "SAMPLES"."""
     concepts = read_json(file)
     named = isinstance(concepts, list) and all(isinstance(e, dict) and isinstance(e.get("path"), str) for e in concepts)
     if not named:

@@ -19,10 +19,7 @@ PRODUCTS = 2**22  # products that are held at once, of which many queries have m
 
 
 class TokenMatrix:
-    """The vectors of all documents, one after another: float16 or float32, may be memory-mapped. `counts`: tokens per document.
-
-    Raises ValueError if a document has no token, or the counts do not add up to the number of vectors.
-    """
+    """The vectors of all documents in turn: float16 or float32, may be memory-mapped. `counts`: tokens per document, never 0."""
 
     def __init__(self, vectors_TD: np.ndarray, counts: Sequence[int] | np.ndarray) -> None:
         self.vectors_TD = vectors_TD
@@ -32,9 +29,7 @@ class TokenMatrix:
 
     @classmethod
     def open(cls, file: Path, counts: Sequence[int] | np.ndarray, *, resident: bool = False) -> TokenMatrix:
-        """Memory-mapped, or with `resident` in memory as float32. Raises ValueError if the file is damaged or `counts` does not
-        fit.
-        """
+        """Memory-mapped, or with `resident` in memory as float32."""
         try:
             mapped = np.load(file, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
@@ -46,9 +41,7 @@ class TokenMatrix:
         return int(self.vectors_TD.shape[1])
 
     def scores(self, queries: Sequence[np.ndarray]) -> np.ndarray:
-        """MaxSim (queries, documents), float32. Each query is (tokens, width). Raises ValueError if a query has another width
-        or no token.
-        """
+        """MaxSim (queries, documents), float32. Each query is (tokens, width), with at least one token."""
         for query in queries:
             if query.ndim != 2 or query.shape[1] != self.width or not len(query):
                 raise ValueError(f"a query has vectors of shape {query.shape}, the index of width {self.width}: run make index")

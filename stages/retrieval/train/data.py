@@ -48,9 +48,7 @@ class Dataset:
 
 
 def load_dataset(run: Run[TrainConfig]) -> Dataset:
-    """Raises ValueError if there are fewer training pairs than a batch has, fewer than 2 to validate on, a text without token
-    ids, or no hard negatives although they are asked for.
-    """
+    """Raises ValueError if pairs are too few, a text has no token ids, or hard negatives are asked for and there are none."""
     config = run.config
     rows = used_pairs(run.inputs.rows(PAIRS))
     counts = dict(zip(*(run.inputs.rows(TOKENS)[name].to_pylist() for name in ("text_id", "count")), strict=True))

@@ -63,9 +63,7 @@ def _join(parts: Sequence[Vectors]) -> Vectors:
 
 
 def _arrays(batch: PairBatch) -> dict[str, Any]:
-    """The masks of a loss function: `query_real` and `document_real` (texts, tokens), and `same` (queries, documents), which is
-    True where a document is no negative of the query.
-    """
+    """Masks: `query_real` and `document_real` (texts, tokens); `same` (queries, documents), True where it is no negative."""
     K = batch.document_BMK.shape[-1]
     real_NK = batch.document_real_BMK.swapaxes(0, 1).reshape(-1, K)
     same_BN = late.same_group(batch.groups_B.tolist(), batch.document_groups_BM.T.ravel().tolist())
@@ -84,9 +82,8 @@ def _own_first(document_NKE: mx.array, pairs: int) -> mx.array:
 def training_loss(kind: str, mean: bool, symmetric: bool, top_k: int, with_margin: bool) -> Callable[..., dict[str, mx.array]]:
     """A function of the vectors, the masks of `_arrays` and three scalars, which returns "loss" and statistics per query.
 
-    InfoNCE over MaxSim ("info_nce") or XTR scores ("xtr"). In XTR a query token counts only where it selects a token of the
-    document among its `top_k` of the batch, and the mean is over such tokens. The margin loss is 0 once the own document is
-    `margin` above every negative.
+    InfoNCE over MaxSim or XTR scores: in XTR a query token counts, also in the mean, only where it selects a token of the
+    document among its `top_k` of the batch. The margin loss is 0 once the own document is `margin` above every negative.
     """
 
     def loss(

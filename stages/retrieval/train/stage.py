@@ -1,7 +1,4 @@
-"""The stage train: an adapter and the head of a retriever, by a contrastive loss. One row per pair of a step.
-
-The training loop is `stages.tuner.loop`; its task is PairTask.
-"""
+"""The stage train: an adapter and the head of a retriever, by a contrastive loss. One row per pair of a step."""
 
 from __future__ import annotations
 
@@ -121,9 +118,7 @@ class PairTask:
 
 
 def length_pools(lengths: list[int], batch_size: int) -> list[int]:
-    """The pool of each row: at most POOLS of similar length, with rows for POOL_BATCHES each. A batch is of one pool, and needs
-    little padding.
-    """
+    """The pool of each row: at most POOLS, of similar length, for POOL_BATCHES each. A batch is of one, and so padded little."""
     pools = max(1, min(POOLS, len(lengths) // (POOL_BATCHES * batch_size)))
     # Measured: 31 % of the tokens of random batches are padding, 6 % of batches of similar length.
     ranked = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))

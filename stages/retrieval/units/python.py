@@ -15,10 +15,7 @@ BLOCKS = (ast.If, ast.Try, ast.With)  # statements whose definitions belong to t
 
 
 def python_units(source: str, *, classes: bool) -> list[Unit] | None:
-    """A function inside a function belongs to the outer one. A class is its statements and the signatures of its methods.
-
-    None if the running Python cannot parse it.
-    """
+    """An inner function belongs to the outer; a class is its statements and methods' signatures. None if it does not parse."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in the user's code are not ours to report

@@ -61,9 +61,8 @@ class Change:
 def write_sidecars(run: Run[CaptionsConfig]) -> str:
     """Write the edited captions into the caption files of their images; returns a sentence for the user.
 
-    No training text changes. A file is left as it was, and its captions stay edits, where the stage would read another text
-    afterwards: the template adds words that the text lacks, a metadata file comes first in `sources`, or two images share the
-    file.
+    No training text changes: a caption stays an edit, and its file as it was, where the template adds words that the text
+    lacks, a metadata file comes first in `sources`, or two images share the file.
     """
     edits = read_edits(run.root)
     if not edits:
@@ -106,11 +105,7 @@ def write_sidecars(run: Run[CaptionsConfig]) -> str:
 
 
 def undo_sidecars(run: Run[CaptionsConfig]) -> str:
-    """Take the last writing back: the files get their old content, and the captions are edits again. Returns a sentence.
-
-    A file that was changed since stays as it is; a caption that was edited since keeps the newer edit. Called again, it takes
-    the writing before that back.
-    """
+    """Turn the last writing back into edits (called again: the one before); a file or edit that is newer stays as it is."""
     folder, lines = run.needs["image_folder"], _read(run.root)
     undone = {line["undone"] for line in lines if "undone" in line}
     batches = [line["batch"] for line in lines if "batch" in line and line["batch"] not in undone]

@@ -147,10 +147,7 @@ class Filled:
 
 
 def fill(template: str, caption: str, trigger: str, class_only: bool = False, class_word: str = "") -> Filled:
-    """Fill in the template. Its part with {trigger} is left out if the caption has the trigger, or the image is of the class.
-
-    "[trigger]" in a caption, which other trainers write, becomes the trigger, or the class word in an image of the class.
-    """
+    """Leaves out the part with {trigger} if the caption has it or the image is of the class; replaces foreign "[trigger]"."""
     # A template without {caption} would leave no text at all: the class word takes the trigger's place.
     if class_only and "{caption}" not in template and class_word:
         return Filled(fill_template(template, "", class_word), template, CLASS_ONLY)
@@ -377,10 +374,7 @@ def apply_edits(rows: Iterable[Mapping[str, Any]], edits: Mapping[str, str]) -> 
 
 
 def caption_rows(found: Found, config: CaptionsConfig, edits: Mapping[str, str]) -> tuple[list[Row], list[str]]:
-    """All rows of the table, and notes for the user.
-
-    Raises ValueError if the trigger is in no caption, or a caption has "[trigger]" without a trigger to put there.
-    """
+    """All rows, and notes for the user. Raises ValueError if no caption has the trigger, or there is none for "[trigger]"."""
     subjects = found.subjects
     rows: list[Row] = []
     filled: list[tuple[Filled, Caption]] = []

@@ -116,10 +116,7 @@ class Listing:
 
 
 def scan(folder: Path, below: Iterable[str] = ("",)) -> Listing:
-    """List the image files without opening them, in the subfolders `below` and all folders in these, links included.
-
-    Raises ValueError if `folder` is no folder, or one of the folders cannot be read.
-    """
+    """The image files, unopened, in and below the folders `below`, links included. Raises ValueError if one cannot be read."""
     if not folder.is_dir():
         raise ValueError(_no_folder(folder))
     rows = [row for each in below for entry in _files_below(folder / each) for row in _rows_of(folder, entry)]

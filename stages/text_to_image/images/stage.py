@@ -1,7 +1,4 @@
-"""The stage `images`: one row per file in the image folder, with the reason if the file cannot be used.
-
-The image folder is only read, never written.
-"""
+"""The stage `images`: one row per file in the image folder (only read, never written), with the reason if it cannot be used."""
 
 from __future__ import annotations
 

@@ -103,10 +103,7 @@ def pixel_count(file: BinaryIO) -> int:
 def open_image(
     file: Path | BinaryIO, background: str = "#ffffff", max_pixels: int = CEILING, at_least: int | None = None
 ) -> Image.Image:
-    """The first frame, upright, as 8-bit sRGB, with `background` behind transparent pixels.
-
-    `at_least` lets a JPEG be decoded at a reduced size, which is faster: no side falls below that many pixels.
-    """
+    """The first frame, upright, as 8-bit sRGB, over `background`. `at_least`: a JPEG may be decoded smaller, no side below it."""
     colour = parse_colour(background)
     with _decoded(file, max_pixels, at_least) as (image, _, _):
         pixels = to_srgb(eight_bit(image))
@@ -379,10 +376,7 @@ TAIL = 64  # bytes at the end of a file in which its end marker must lie
 
 
 def is_truncated(file: BinaryIO) -> bool:
-    """The headers name more bytes than there are, or the end marker is missing. False for an unknown format.
-
-    Only for a file that failed to decode: a good one may lack its end marker. Moves the position.
-    """
+    """Bytes or the end marker are missing. Only for a file that failed to decode: a good one may lack it. Moves the position."""
     try:
         size = file.seek(0, io.SEEK_END)
     except OSError:

@@ -1,6 +1,4 @@
-"""How pictures are drawn: denoised by the transformer with adapters, decoded by the autoencoder. The stage `samples`, `latentmill
-generate` and `project.adapter().generate` draw with `draw_pictures`.
-"""
+"""How pictures are drawn: `draw_pictures`, for the stage `samples`, `latentmill generate` and `project.adapter().generate`."""
 
 from __future__ import annotations
 
@@ -196,8 +194,7 @@ class LatentSampler:
     ) -> mx.array | None:
         """A float32 latent (1, channels, height / 16, width / 16); None if `stop_after()` ended it before the last step.
 
-        `text_1TJ`: embedding of the prompt. `references`: latents (1, channels, rows, columns). Raises ValueError if values
-        are not finite.
+        `text_1TJ`: embedding of the prompt. `references`: latents (1, channels, rows, columns). ValueError if not finite.
         """
         latents = self.family.architecture.draw(
             self.model,
@@ -231,10 +228,8 @@ def load_sampler(
     copies: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> LatentSampler:
-    """Load the transformer once; a converted copy in `copies` is preferred. Raises ValueError if an adapter does not fit.
-
-    `read_negative`: called only if a denoising step takes two forward passes. `references`: the largest that it will draw with;
-    the memory limit must suffice for every picture. `folder`: as in `load_transformer`.
+    """Load the transformer once, a converted copy in `copies` preferred. Raises ValueError if an adapter does not fit.
+    `read_negative`: called only if a step takes two passes. `references`: the largest to be drawn with, for the memory limit.
     """
     parts = read_adapters(adapters, family, meta_transformer(transformer, family))  # before the transformer is loaded
     dtype: mx.Dtype = getattr(mx, config.precision)

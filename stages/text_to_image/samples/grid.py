@@ -85,8 +85,7 @@ MOST = 24  # rows: prompts and seeds that are shown
 
 
 def draw_side_by_side(runs: Sequence[tuple[str, Mapping[str, int]]], rows: Sequence[Mapping[str, Any]], out: Path) -> Path | None:
-    """Draw into `out` what all runs drew of the same prompt, seed and size, a column per run; None if there is nothing in common.
-
+    """Draw into `out` what all runs drew of the same prompt, seed and size, a column per run; None if nothing is in common.
     `runs`: (heading, training step by adapter_id). `rows`: of the table `samples`, with the path of the preview as `file`.
     """
     found = [_newest(rows, adapters) for adapters in ({"": 0}, *(adapters for _, adapters in runs))]

@@ -1,7 +1,4 @@
-"""The stage train: a LoRA by flow matching, on latents and embeddings read from disk. One row per sample drawn or measured.
-
-The training loop is `stages.tuner.loop`; its task is `task.ImageTask`.
-"""
+"""The stage train: a LoRA by flow matching, on latents and embeddings read from disk. One row per sample drawn or measured."""
 
 from __future__ import annotations
 
@@ -32,11 +29,7 @@ def wanted_samples(run: Run[Any]) -> pa.Table:
 
 
 def snapshot(run: Run[Any]) -> pa.Table:
-    """What the result depends on: every pair that may be drawn, then facts with an empty latent_id.
-
-    The image_id of a fact is a latent_id, or the sha256 of the initial adapter. Its caption_id is "held out", "rate 0.5",
-    "weights [3.0, 1.0]", "reference 1 LATENT_ID" or "initial". Raises ValueError if the initial adapter is missing.
-    """
+    """What the result depends on: each pair that may be drawn, then facts, with an empty latent_id, the fact as caption_id."""
     data = run.once(load_dataset)
     facts = [("", crop.latent_id, f"rate {crop.rate!r}") for crop in data.crops if crop.rate != 1]
     facts += [("", crop.latent_id, f"weights {list(crop.weights)}") for crop in data.crops if crop.weights]
