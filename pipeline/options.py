@@ -18,10 +18,7 @@ FOLDER = "."  # the project, unless --project names another
 
 
 def with_project(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --project, --set and --run to a click command, which gets the opened `Project` as the argument `project`.
-
-    It is opened while click reads the options: no function stands between the command line and the command.
-    """
+    """Add --project, --set and --run to a click command; its argument `project` is opened while click reads the options."""
 
     def keep(context: click.Context, param: click.Parameter, value: Any) -> None:
         context.meta[f"{__name__}.{param.name}"] = value

@@ -1,7 +1,4 @@
-"""Data-parallel training: the ranks of a run as processes of one machine, and what a rank other than 0 runs.
-
-All are ended when one fails.
-"""
+"""Data-parallel training: the ranks of a run as processes of one machine, all ended when one fails, and what ranks over 0 run."""
 
 from __future__ import annotations
 

@@ -192,10 +192,7 @@ def commit(
     meter: Meter | None = None,
     committed: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write and commit batches and artifacts. If computing fails, the rows before the failure are committed.
-
-    `committed` is called after each item, when rows may have been committed.
-    """
+    """Write and commit items, also those before a failure; `committed` is called after each, when rows may have been."""
     try:
         for item in meter.measure_each(items, stage.name) if meter else items:
             if isinstance(item, Artifact):

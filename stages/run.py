@@ -21,9 +21,7 @@ class TensorReader(Protocol):
     """The tensors of one table by row key, memory-mapped."""
 
     def read(self, key: str, name: str = "") -> np.ndarray:
-        """A read-only view, valid until the next `ahead`. bfloat16 comes as uint16 words. `name`: the tensor column, by
-        default the first. KeyError: no such row.
-        """
+        """A read-only view, valid until the next `ahead`; bfloat16 comes as uint16 words. `name`: by default the first tensor."""
 
     def ahead(self, keys: Iterable[str]) -> None:
         """Start reading these rows from disk, and release what was read before."""
@@ -93,10 +91,7 @@ class Run(Generic[Config]):
     known: dict[Any, Any] = field(default_factory=dict)  # results of `once`, also of earlier runs on the same inputs
 
     def once(self, compute: Callable[[Run[Config]], T]) -> T:
-        """`compute(self)`, computed by the first function of the stage that asks: snapshot, wants, run or finish.
-
-        `compute` may use config, inputs, needs and root, but no rows of the stage's own table.
-        """
+        """`compute(self)`, once for snapshot, wants, run and finish: of config, inputs, needs, root, not the stage's own rows."""
         if compute not in self.known:
             self.known[compute] = compute(self)
         found: T = self.known[compute]

@@ -25,10 +25,7 @@ class Own:
 
 
 def own(pipeline: str) -> Own:
-    """OWN of pipeline.commands.NAME for a pipeline of this program, or of the module of a project's own pipeline.
-
-    Raises ValueError if there is no such pipeline.
-    """
+    """OWN of pipeline.commands.NAME for a pipeline of this program, or of the module of a project's own pipeline."""
     stages.pipeline(pipeline)
     found: Own = getattr(import_module(f"{__name__}.{pipeline}" if pipeline in stages.PIPELINES else pipeline), "OWN", Own())
     return found

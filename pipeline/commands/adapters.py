@@ -32,10 +32,7 @@ def dtype_option(default: str, of: str = "matrices") -> Callable[[F], F]:
 
 
 def find_adapter(project: Project, text: str, step: int | None = None) -> Path:
-    """The file itself, or a word of `WHICH` for the chosen run, or "best@RUN" for another (a name or the start of its recipe).
-
-    `step` is a checkpoint, None for the end of the run; must be None with "best". Raises ValueError if there is none.
-    """
+    """A file, or a word of `WHICH` for the chosen run, or "best@RUN" for another (name or start of recipe), as `adapter_of`."""
     from pipeline.project import runs
 
     path = Path(text).expanduser()
@@ -54,11 +51,7 @@ def find_adapter(project: Project, text: str, step: int | None = None) -> Path:
 
 
 def adapter_of(project: Project, step: int | None, say: Say = silent, which: str = "last") -> Path:
-    """The adapter file of the chosen run at `step`, None for its end. `which` is a key of `WHICH`; with "best", `step` must
-    be None.
-
-    Raises ValueError, with the checkpoints that exist, if there is none. Calls `say` if the settings changed since training.
-    """
+    """The adapter file of the chosen run at `step`, None for its end; a `which` of "best" has a step of its own."""
     from stages.tuner.checkpoint import adapter_damage, find_checkpoints
 
     if which not in WHICH:

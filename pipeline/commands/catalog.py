@@ -65,11 +65,10 @@ RUNS = {
 
 
 def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConnection | None = None) -> duckdb.DuckDBPyConnection:
-    """A DuckDB connection with every table and view of a project.
+    """A DuckDB connection with every table and view of a project; a table that is not built has columns and no rows.
 
     Beside the stages' tables there are `tables` (what is built), `columns` (what each column holds), `runs`, the rows of all
-    runs (`all_train`), and the function bf16(word), the value of a stored bfloat16. A table that is not built has columns and
-    no rows. Tensors are left out.
+    runs (`all_train`), and the function bf16(word), the value of a stored bfloat16. Tensors are left out.
     """
     import duckdb
     import pyarrow as pa

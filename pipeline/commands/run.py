@@ -69,9 +69,7 @@ def command(stage: str, only: bool, measured: bool, run_name: str, project: Proj
 
 
 def bring_up_to_date(project: Project, names: Iterable[str], *, quiet: bool = False) -> None:
-    """Run these stages, each in a process of its own: it frees what it holds when it ends, so no two models are in memory
-    together. If one fails, the command ends with its exit code. `quiet`: all output goes to standard error.
-    """
+    """Run each stage in a process of its own, so no two models are in memory together; `quiet`: output to standard error."""
     from pipeline.runner import run_words
 
     for name in names:

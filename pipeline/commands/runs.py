@@ -114,10 +114,7 @@ def best_command(run: str | None, by: str | None, project: Project) -> None:
 
 
 def compare(project: Project, runs: Sequence[TrainingRun], out: Path | None = None) -> Iterator[str]:
-    """Facts, differing settings, losses by step, and held-out losses of the runs.
-
-    A pipeline with `side_by_side` also draws results into the image `out` (None: a file in exports/).
-    """
+    """Facts, differing settings and losses of the runs; with `side_by_side`, also an image `out` (None: in exports/)."""
     facts = [run_facts(project, run) for run in runs]
     heads = [run.label for run in runs]
     for fact in facts:
@@ -162,10 +159,7 @@ def _curves(runs: Sequence[TrainingRun]) -> list[tuple[Any, ...]]:
 
 
 def best(project: Project, run: TrainingRun, by: str | None = None) -> Iterator[str]:
-    """The best checkpoint of a run, by held-out loss or scores, the reason, and the command that exports it.
-
-    `by` is one of `MEASURES`; None prefers the held-out loss. Raises ValueError if it was not measured.
-    """
+    """The best checkpoint by held-out loss or scores (`by`, of `MEASURES`; None prefers the loss), and how to export it."""
     if run.best_step is not None and by != "scores":
         losses = {step: loss for step, loss in run.held_out.items() if step in run.checkpoints}
         step, last = run.best_step, max(losses)

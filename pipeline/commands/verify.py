@@ -109,11 +109,7 @@ def _damaged_results(project: Project, table: TableFolder, known: set[str], affe
 
 
 def repair_project(project: Project, found: Sequence[Finding], say: Say, progress: bool) -> None:
-    """Remove damaged rows and files, and compute those of the present settings again.
-
-    Tables of other settings only lose rows, which the next run with those settings makes again, as do tables that a command
-    writes. Damaged weights stay as they are.
-    """
+    """Remove damaged rows and files, and compute those of the present settings again; damaged weights stay as they are."""
     from pipeline import runner
     from pipeline.store.table import TableFolder, Writer
     from pipeline.terminal import console_for

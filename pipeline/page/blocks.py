@@ -47,10 +47,7 @@ def page_number(chosen: Mapping[str, str], rows: int) -> tuple[int, int]:
 
 
 def pages_of(project: Project) -> dict[str, Page]:
-    """The pages that consist of blocks, by name, in the order of the menu.
-
-    The page of curves takes the place of the pipeline's own page "training", whose blocks it holds, or comes last.
-    """
+    """The pages of blocks by name, as in the menu; the page of curves takes the place and blocks of "training", or is last."""
     found = {page.name: page for page in project.pipeline.pages}
     if training := training_page(project):
         found["training"] = training

@@ -135,10 +135,7 @@ class Site:
         return Texts(self.query, editors[0], self.path)
 
     def edit(self, page: str, edits: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-        """Write the edits {key: {"before": text that the user saw, "text": new text, None to undo}}.
-
-        An edit whose text has changed since is not written: the present texts of these edits are returned. Raises ValueError.
-        """
+        """Write edits {key: {"before": seen, "text": new or None to undo}}; returns the present texts of those in conflict."""
         with texts_lock(self.path):
             texts = self.texts(page)
             shown = texts.of_keys(list(edits))
@@ -166,10 +163,7 @@ class Site:
             return edits
 
     def write_files(self, page: str, undo: bool) -> tuple[str, str]:
-        """Write a page's edits into the user's files, or take the last writing back.
-
-        Returns a sentence for the user, and the stage to run afterwards with `update`.
-        """
+        """Write a page's edits into the user's files, or undo it; returns a sentence for the user and the stage to run next."""
         block = self.texts(page).block
         if not block.write_files:
             raise ValueError(f"the edits of the page {page!r} have no files")

@@ -112,10 +112,7 @@ class Config:
 
 
 def load(file: Path, overrides: Overrides = ()) -> Config:
-    """Read and check a project file. A mistake is a ValueError of one line: the setting, what would be right, where it was set.
-
-    `overrides`: {"train.steps": 200} or texts such as "train.steps=200".
-    """
+    """Read and check a project file; `overrides` are {"train.steps": 200} or texts such as "train.steps=200"."""
     text = read_text(file)
     raw = parse_toml(text, str(file))
     origins = _apply(raw, overrides)

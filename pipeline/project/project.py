@@ -158,9 +158,7 @@ class Project:
     # Tables
 
     def recipe(self, name: str) -> dict[str, Any]:
-        """What decides a table's rows, as plain data. Raises NotBuilt if it needs a table that is missing, ValueError
-        for weights.
-        """
+        """What decides a table's rows, as plain data. NotBuilt if it needs a table that is missing, ValueError for weights."""
         if name not in self._recipes:
             self._recipes[name] = self.fresh_recipe(name)
         return self._recipes[name]

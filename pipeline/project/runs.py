@@ -94,10 +94,7 @@ class TrainingRun:
 
 
 def by_step(rows: pa.Table, split: str, *columns: str) -> pa.Table:
-    """One row per step: step, loss (mean of its samples) and the largest value of each of `columns`.
-
-    Steps of which fewer held-out samples are measured than of others are left out.
-    """
+    """One row per step: step, mean loss, maximum of `columns`; without steps of which some held-out samples are not measured."""
     import pyarrow.compute as pc
 
     own = rows.filter(pc.equal(rows["split"], split)).group_by("step")

@@ -36,9 +36,7 @@ class Table:
         return self._rows
 
     def __getitem__(self, key: str) -> Any:
-        """The row's tensor, an array over the mapped file; of several, a dict by name. Raises KeyError, or TypeError
-        without tensors.
-        """
+        """The row's tensor, an array over the mapped file; of several, a dict by name. Raises KeyError."""
         if not self.schema.tensors:
             raise TypeError(f"the rows of {self.schema.name} have no tensors; use to_arrow()")
         arrays = {each.name: self._reader.read(key, each.name) for each in self.schema.tensors}

@@ -40,10 +40,7 @@ class Refused(ValueError):  # noqa: N818  (its message is for the user as it is)
 
 
 def find(settings: ProjectConfig, project: Path, family: ModelFamily, name: str, *, fetch: bool) -> Path:
-    """The folder or file of a component's weights, fetched or generated if `fetch` allows it.
-
-    Raises NotFetched, or ValueError if they cannot be found or are those of another component.
-    """
+    """The folder or file of a component's weights, fetched or generated if `fetch` allows it, else NotFetched."""
     given = (settings.components or {}).get(name)
     if given is None:
         return locate(resolve(settings.weights, project, family, (name,), fetch=fetch), name, family)
@@ -84,10 +81,7 @@ def tensors(file: Path) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
 def resolve(
     spec: str, project: Path, family: ModelFamily, components: Iterable[str] | None = None, *, fetch: bool = True
 ) -> Path:
-    """The folder with the weights of `family`. Only `components` are fetched and checked; None: all.
-
-    spec: the setting `weights`, a folder or hub id; "" for the family's own. Raises NotFetched, ValueError.
-    """
+    """The folder of weights; `components` (None: all) are fetched, checked. `spec`: folder or hub id, "": the family's own."""
     wanted = list(family.folders if components is None else components)
     if not spec and family.bundled:
         return _bundled(family, wanted)
@@ -173,10 +167,7 @@ def _downloaded(hub: str, components: list[str], family: ModelFamily, fetch: boo
 
 
 def _downloaded_component(hub: str, family: ModelFamily, component: str, setting: str, fetch: bool) -> Path:
-    """The folder of one component in a hub repository, which holds a whole model or only the component.
-
-    setting: names the repository in messages. Raises NotFetched, ValueError.
-    """
+    """The folder of one component in a hub repository of a whole model or of it alone; messages name `setting`."""
     from huggingface_hub import HfApi
 
     below = family.folders[component]
@@ -218,10 +209,7 @@ def _cached(hub: str, patterns: list[str]) -> Path | None:
 
 
 def _fetched(hub: str, choose: Callable[[], list[str]], family: ModelFamily, setting: str, manual: str) -> Path | None:
-    """The cached copy, with the files that match the patterns of `choose`; None if it finds none.
-
-    Raises Refused, or a ValueError of one line: what failed, and what the user can do.
-    """
+    """The cached copy, with the files that match the patterns of `choose`; None if it finds none."""
     from huggingface_hub import constants, errors, snapshot_download
 
     try:

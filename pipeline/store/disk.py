@@ -52,10 +52,7 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, at which the block makes a file or a folder; then it is synced and renamed to `path`.
-
-    Raises OSError if `path` is a folder with files.
-    """
+    """Yield a temporary path for a file or folder, then sync and rename it to `path`; OSError if that is a folder with files."""
     make_folder(path.parent)
     # The temporary path lies in a folder of its own, which is locked until the block ends. The system frees the lock of a
     # killed process: so `abandoned` tells its files from those of a running one.

@@ -33,10 +33,7 @@ class Damage:
 
 
 def reconcile(rows: pa.Table, checksums: Checksums, schema: TableSchema) -> pa.Table:
-    """The index `rows` without rows of missing or cut shards, and with newer rows that only a shard holds.
-
-    Shards that are cut short are deleted. Returns `rows` itself if nothing differs.
-    """
+    """`rows` without those of missing or cut shards (deleted), with newer ones only in a shard; `rows` itself if none differs."""
     shards = checksums.folder / "shards"
     known = set(pc.unique(rows["shard"]).to_pylist())
     unknown = sorted((path.name for path in shard_files(shards) if path.name not in known), key=shard_number)

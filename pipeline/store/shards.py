@@ -43,10 +43,7 @@ def shard_number(name: str) -> int:
 
 
 def write_shard(table: Path, rows: pa.Table, schema: TableSchema) -> pa.Table:
-    """Write rows with tensors to a new shard of the table's folder, and record its checksum.
-
-    Returns them as the index stores them (`schema.stored`). Checksums of tensors that the rows have already stay.
-    """
+    """Write rows with tensors to a new shard, and return them as the index stores them; checksums that they have stay."""
     for tensor in schema.tensors:
         if tensor.checksum not in rows.column_names:  # to compute those of moved rows again would hide damage
             values = [

@@ -184,10 +184,7 @@ class TableFolder:
 
 
 class Writer:
-    """The only writer of one table, as a context manager. Repairs what killed writers left; commits by size and by time.
-
-    Raises ValueError if another process is writing the table.
-    """
+    """The only writer of one table: a second is a ValueError. Repairs what killed writers left; commits by size and by time."""
 
     def __init__(
         self,
@@ -273,10 +270,7 @@ class Writer:
         return path
 
     def finish(self, wanted: pa.Table | None, facts: dict[str, Any]) -> dict[str, Any]:
-        """Publish the rows that equal a row of `wanted` in all its columns (None: all rows), and return the manifest.
-
-        Other rows are deleted, or hidden if the table has tensors or `schema.retains_dead_rows`.
-        """
+        """Publish rows that equal one of `wanted` in all its columns (None: all), hide or delete others; return the manifest."""
         self.flush()
         rows = newest_per_key(self._rows, self.schema.key)
         live = pa.array([True] * rows.num_rows, pa.bool_()) if wanted is None else matches(rows, wanted, wanted.column_names)

@@ -35,11 +35,7 @@ def command(out: Path | None, dtype: str, step: int | None, which: str, project:
 def export_retriever(
     project: Project, out: Path | None, *, dtype: str = "float32", step: int | None = None, which: str = "last", say: Say = silent
 ) -> Path:
-    """Write the encoder with the adapter merged in and its head as a new folder, completely or not at all.
-
-    Merged in float32 with the setting [vectors] `strength`, and rounded once. Raises ValueError if `out` exists, or if the
-    adapter or one of its arrays is missing.
-    """
+    """Write the encoder, the adapter merged in float32 at [vectors] `strength` and rounded once, and its head as a new folder."""
     import mlx.core as mx
 
     from stages.models.weights import read_file

@@ -138,10 +138,7 @@ def write_adapter(
     metadata: dict[str, str],
     say: Say = silent,
 ) -> Path:
-    """Convert an adapter file for other programs, into a file or folder, and return the new path.
-
-    Raises ValueError as `write_arrays` does, and if a value of the adapter is not finite.
-    """
+    """Convert an adapter file for other programs, into a file or folder; ValueError if a value of it is not finite."""
     from stages.models.weights import read_file
 
     arrays = read(family, adapter)
@@ -164,11 +161,7 @@ def read(family: Family, file: Path) -> Adapter:
 def write_arrays(
     adapter: Adapter, family: Family, target: Path, style: str, *, dtype: str, about: dict[str, str], say: Say = silent
 ) -> Path:
-    """Write (arrays, scales) as a file in the names of `style`; matrices get `dtype`, and scales are multiplied in.
-
-    An earlier export of the same project, style and family is replaced. Raises ValueError if `target` is any other file, or
-    if a value is too large for `dtype`.
-    """
+    """Write (arrays, scales) in the names of `style`, scales multiplied in; replaces only an earlier export of the same kind."""
     import mlx.core as mx
 
     from stages.models import adapters
@@ -246,10 +239,7 @@ def header(about: dict[str, str], style: str, dtype: str, ranks: dict[str, int],
 
 
 def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype: str) -> Path:
-    """Merge in float32, round once to `dtype`, and write the new folder `out`, completely or not at all.
-
-    Raises ValueError if `out` exists, the adapter belongs to another model, or weights are missing.
-    """
+    """Merge in float32, round once to `dtype`, and write the new folder `out`, completely or not at all."""
     import mlx.core as mx
 
     from stages.models.adapters import of_linear

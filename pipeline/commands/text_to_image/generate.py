@@ -119,9 +119,7 @@ def parse_size(size: str | None) -> dict[str, int]:
 
 
 def generate(project: Project, wish: Wish, console: Quiet) -> Iterator[Path]:
-    """Draw the pictures that do not exist yet, and yield the path of each, prompt by prompt. All are drawn before the first path
-    is yielded. Raises ValueError for a wrong setting, Stopped after an interrupt.
-    """
+    """Draw the pictures that do not exist yet, all before the first path is yielded; paths come prompt by prompt."""
     from pipeline.errors import Stopped
     from pipeline.process import interruptible
     from pipeline.project.recipe import recipe_id

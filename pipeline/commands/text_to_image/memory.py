@@ -106,10 +106,7 @@ def command(path: str | None, **options: Any) -> None:
 
 
 def prepare(profile: Profile, limit: int) -> tuple[Candidate, TrainingStep, MicroBatch]:
-    """Training on random weights, with plan and limit as in training, so that what is measured is what training takes.
-
-    Raises ValueError, with settings that would fit, if it needs more than `limit` bytes.
-    """
+    """Training on random weights, with plan and limit as in training; ValueError if it needs more than `limit` bytes."""
     batch = profile.batch(profile.pixels)
     plan = require_fit(profile.estimator(profile.pixels), limit)
     training = random_training(profile.family, profile.train, MemoryPlan(plan.plan, plan.memory(limit).live))
