@@ -1,7 +1,6 @@
 """EfficientNet-Lite0 without its classifier: an image in, 1,280 features out.
 
-Names of layers are those of the released PyTorch file. `data/research/judges/convert.py` makes the file that
-`EfficientNet.load` reads.
+Names of layers are the released PyTorch file's; data/research/judges/convert.py makes the file that `EfficientNet.load` reads.
 """
 
 from __future__ import annotations

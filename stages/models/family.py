@@ -216,10 +216,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class RetrieverArchitecture:
-    """Reached through `family.architecture`. `path` is the folder of the weights; reading raises ValueError with one line.
-
-    `sizes` are a configuration such as `T5Config`.
-    """
+    """In `family.architecture`. `path`: the weights' folder; reading raises ValueError in one line. `sizes`: a T5Config, say."""
 
     # sizes(path): the sizes of the encoder and its head.
     sizes: Callable[[Path], Any]

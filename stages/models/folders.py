@@ -72,10 +72,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
 
 
 def checked_sizes(kind: type, content: Mapping[str, Any], where: str, model: str) -> dict[str, Any]:
-    """Values of the fields of `kind`, a dataclass, lists as tuples.
-
-    Raises ValueError if a field without default is missing, for a wrong type, or a size that no model has.
-    """
+    """The fields of `kind`, a dataclass, lists as tuples. ValueError if one is missing, of a wrong type or out of bounds."""
     fields = dataclasses.fields(kind)
     missing = [each.name for each in fields if each.name not in content and each.default is dataclasses.MISSING]
     if missing:

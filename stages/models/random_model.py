@@ -83,10 +83,7 @@ def write_tokenizer(folder: Path, size: int) -> None:
 
 
 def write_word_tokenizer(folder: Path, size: int) -> None:
-    """T5's ids and special tokens. Lower-cased words and numbers, split into characters and frequent pairs.
-
-    97 of at most `size` entries are no pairs.
-    """
+    """T5's ids and special tokens; lower-cased words and numbers split into characters and frequent pairs (up to `size` - 97)."""
     special = ("<pad>", "</s>", "<unk>")  # T5's ids 0, 1 and 2
     pairs = [a + b for a in "etaoinshrdlu" for b in "etaoinshrdlucmfpgwybvk"]
     pieces = [*special, *map(chr, range(33, 127)), *pairs][:size]

@@ -155,10 +155,7 @@ def read_file(path: Path) -> tuple[Arrays, dict[str, str]]:
 
 
 def read_tensors(path: Path) -> Arrays:
-    """All tensors of a component, lazily. fp8, int8 and weights that MLX has quantised are unpacked, their scales left out.
-
-    Raises ValueError if a file is damaged, another quantisation is found, or a name is in two files.
-    """
+    """All tensors of a component, lazily. fp8, int8 and MLX's quantised weights are unpacked, without scales; ValueError else."""
     arrays: Arrays = {}
     dtypes: dict[str, str] = {}
     for file in weight_files(path):
@@ -200,11 +197,7 @@ def open_component(
     rename: Callable[[str], str | None] | None = None,
     ignore: Callable[[str], bool] | None = None,
 ) -> Arrays:
-    """Tensors of a component, lazily, checked against `shapes`.
-
-    In this order: `convert(all tensors)`, for files in another layout; `rename(name)`, None to leave a tensor out;
-    `ignore(new name)`; the check. Raises ValueError if a file is damaged, or a tensor is missing, unknown or of another shape.
-    """
+    """A component's tensors, lazily. In order: `convert(all)`, `rename(name)` (None: left out), `ignore(new name)`, the check."""
     arrays = read_tensors(path)
     if convert:
         arrays = convert(arrays)
@@ -299,10 +292,7 @@ def evaluate_each(arrays: Arrays, dtype: Any, arrange: Arrange | None = None) ->
 
 
 def unpack(arrays: Arrays, dtypes: Mapping[str, str], path: Path) -> Arrays:
-    """Tensors as floating-point numbers, scales left out. In `arrays`, fp8 is uint8; `dtypes` as safetensors spells them.
-
-    Raises ValueError if a quantisation is not supported, a scale has a wrong shape, or is there without a weight in 8 bits.
-    """
+    """Tensors as floats without scales; ValueError for a stray scale. fp8 comes as uint8, `dtypes` as safetensors spells it."""
     if foreign := next((name for name in arrays if OTHER.search(name)), ""):
         raise ValueError(f"{path} is quantised in a way that is not read ({foreign}): fetch the bfloat16 or the fp8 weights")
     used: set[str] = set()

@@ -1,7 +1,6 @@
 """Random numbers as pure functions of (seed, purpose, counters), for example (7, "noise", step, sample).
 
-So any step can be replayed alone, whatever the workers and micro-batches. NumPy draws on the host: all backends get the
-same bits.
+So any step can be replayed alone, whatever the workers and micro-batches. NumPy draws on the host: equal bits on all backends.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Health checks after each step: loss, gradient and adapter are finite, the adapter changes at a sound rate, and the losses are
-those that are known before: at first the untrained model's, and never far above that of a model that knows nothing.
-"""
+"""Health checks after each step: loss, gradient, adapter are finite, it changes at a sound rate, losses are as expected."""
 
 from __future__ import annotations
 
@@ -82,8 +80,7 @@ def _mean_and_margin(numbers: Sequence[float]) -> tuple[float, float]:
 class LossCheck:
     """Warns once if the first losses are not those of an untrained model; raises ValueError if the loss collapses.
 
-    Losses are divided by that of a model that knows nothing about the sample: 1 at every noise level means that
-    nothing is known.
+    Losses are divided by that of a model that knows nothing about the sample: 1 at every noise level means nothing is known.
     """
 
     def __init__(self, say: Callable[[str], None], expected: ExpectedLoss | None, past: Iterable[Row] = ()) -> None:

@@ -55,8 +55,7 @@ SMOOTHED = 50  # steps whose mean is the smoothed loss
 
 
 def train(run: Run[Any], task: Task[Any, Any], control: Control) -> Iterator[pa.RecordBatch]:
-    """Train from the newest usable checkpoint to the last step, publish the adapter, and yield the rows of the run's
-    table.
+    """Train from the newest usable checkpoint to the last step, publish the adapter, yield the table's rows.
 
     A request that ends the run early writes a checkpoint first. Raises ValueError if the run cannot continue.
     """
@@ -370,10 +369,7 @@ def save_checkpoint(
 
 
 class Loader(Generic[S, M]):
-    """Iterates over (step, micro-batches in host memory, seconds waited for them).
-
-    A background thread reads the next step while the device computes the current one.
-    """
+    """Iterates over (step, micro-batches in host memory, seconds waited for them); a thread reads the next step meanwhile."""
 
     def __init__(self, task: Task[S, M], steps: range, ranks: Ranks | None = None) -> None:
         self.task, self.steps = task, steps

@@ -60,10 +60,7 @@ class MemoryPlan:
 def choose_plan(
     estimator: Estimator[Any], start: Checkpoint | None, say: Callable[[str], None], recorded: bool = False
 ) -> MemoryPlan:
-    """The plan of a run, told to the user. Raises ValueError, naming settings that would fit.
-
-    `recorded`: the plan in `start` if it fits, whatever [train] memory says.
-    """
+    """The run's plan, told to the user; ValueError names what fits. `recorded`: `start`'s if it fits, despite [train] memory."""
     # With "auto", the plan of `start` is chosen again if it fits, else the fastest that does.
     estimator = estimator.changed({"train": {"memory": "auto"}}) if recorded else estimator
     state, limit = start.state if start else {}, memory_budget(estimator.config.memory_gb)
@@ -247,9 +244,7 @@ class Blocks:
     stored: tuple[int, ...] = ()  # per block: weights that are read from disk when they are needed, besides `weights`
 
     def memory(self, plan: Plan, limit: int | None = None) -> Memory:
-        """Of training with `plan` within `limit` bytes: the backward pass, the optimizer's step or validation, whichever needs
-        most.
-        """
+        """Of training with `plan` within `limit` bytes: the most of the backward pass, the optimizer's step and validation."""
         backward = self._kept_activations(plan) + self.block_work + self.unpacked_work + self.stored_work(plan)
         validation = self.validation and self.validation + self.stored_work("blocks")
         found = Memory(self.held, int(max(backward, self.optimizer_work, validation)), None, sum(self.stored))

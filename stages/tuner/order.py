@@ -62,10 +62,7 @@ def share_batches(shapes: Sequence[Hashable], batch_size: int) -> list[list[int]
 
 
 class Order:
-    """Any step is computed directly, without drawing earlier ones; a run may have any number of steps.
-
-    A row occurs twice in a batch only if too few rows can share the batch, or if its rate is above 1.
-    """
+    """Any step is computed directly. A row is twice in a batch only if too few rows can share it, or its rate is above 1."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """Data-parallel training: the processes of one run, called ranks, and what they exchange through `mx.distributed`.
 
-Rank 0 leads: it alone reads checkpoints, decides, writes and talks. All ranks call the same functions in the same
-order. If a rank dies, the calls of the others raise RuntimeError (ring) or never return (NCCL); `latentmill launch`
-then ends them.
+Rank 0 leads: it alone reads checkpoints, decides, writes and talks. All ranks call the same functions in the same order. If a
+rank dies, the calls of the others raise RuntimeError (ring) or never return (NCCL); `latentmill launch` then ends them.
 """
 
 from __future__ import annotations

@@ -165,10 +165,7 @@ class TrainingStep:
         return max(self.earlier_peak, mx.get_peak_memory())
 
     def step(self, batches: Sequence[MicroBatch], lr: float, ratio: bool = False, meter: Meter | None = None) -> StepResult:
-        """Update the adapter with the mean gradient over all samples, unless a loss or the gradient is not finite.
-
-        The call waits for the device once, at its end; with a `meter`, after each phase (batch, gradients, optimizer).
-        """
+        """Update by the mean gradient of all samples if all is finite. Waits once, at the end; with `meter`, after each phase."""
         if self.memory.max_tokens is not None:
             # `adjust_micro_batch` wants the peak of this step alone, so MLX's count is reset.
             self.earlier_peak = self.peak
@@ -200,9 +197,7 @@ class TrainingStep:
         )
 
     def adjust_micro_batch(self, used: int) -> str:
-        """With micro_batch = "auto", the peak of the last step, which computed `used` tokens at once, sets the size for the next.
-        A line for the user; "" without a change.
-        """
+        """If micro_batch is "auto", the last step's peak at `used` tokens at once sets the next size. Text for the user or ""."""
         before, limit = self.memory.max_tokens, self.memory.limit
         if before is None:
             return ""

@@ -59,8 +59,7 @@ class Division:
 class Term:
     """One term of the loss of a micro-batch. Training minimises the mean of its values over a step.
 
-    Arrays that `loss` uses must be bound by keyword (`functools.partial(f, name=array)`): they become arguments of a
-    compiled graph.
+    Arrays that `loss` uses must be bound by keyword (`functools.partial(f, name=array)`): arguments of the compiled graph.
     """
 
     inputs: Mapping[str, Any]  # keyword arguments of `model.enter`

@@ -1,7 +1,4 @@
-"""Adapters of FLUX.2 in the layouts of this program and diffusers, of ComfyUI, kohya and LyCORIS: names, reading, writing.
-
-R rank, I inputs of a Linear, O outputs.
-"""
+"""Adapters of FLUX.2 in the layouts of this program and diffusers, ComfyUI, kohya and LyCORIS. R rank, I inputs, O outputs."""
 
 from __future__ import annotations
 
@@ -40,10 +37,7 @@ _SPLIT = re.compile("(.+?)(" + "|".join(re.escape(e) for e in sorted(_READ, key=
 
 
 def parse_key(key: str) -> tuple[str, str]:
-    """(Linear, ending): transformer.proj_out.lora_down.weight -> (proj_out, .lora_A.weight). Names may be Black Forest Labs'.
-
-    Endings are `adapters.ENDINGS`, ".alpha", ".lokr_w1_a" and ".lokr_w1_b". Raises ValueError for any other ending.
-    """
+    """(Linear, ending): transformer.proj_out.lora_down.weight -> (proj_out, .lora_A.weight). Names may be Black Forest Labs'."""
     match = _SPLIT.fullmatch(key)
     if not match:
         raise ValueError(f"{key} is no part of a LoRA, DoRA or LoKr that can be read")
@@ -73,10 +67,7 @@ def _split_number(name: str) -> tuple[str, str]:
 
 
 def read_adapter(path: Path) -> tuple[Arrays, Scales]:
-    """(float32 arrays by diffusers' Linear and ending, scale of each Linear). An adapter of fused q, k and v is split into three.
-
-    Raises ValueError if the file is missing or damaged, has other arrays (a text encoder's), or a LoKr cannot be split exactly.
-    """
+    """(float32 arrays by diffusers' Linear and ending, scale by Linear). Fused q, k, v are split, or ValueError for some LoKr."""
     if not path.is_file():
         raise ValueError(f"no adapter at {path}")
     arrays, header = weights.read_file(path)
@@ -206,10 +197,7 @@ def to_diffusers(arrays: Arrays, scales: Scales) -> Arrays:
 
 
 def to_comfyui(arrays: Arrays, scales: Scales) -> Arrays:
-    """Black Forest Labs' names for a LoRA or DoRA, LyCORIS' for a LoKr, with scales multiplied in.
-
-    Raises ValueError for a Linear that Black Forest Labs' code does not have, or a DoRA of only some of q, k and v.
-    """
+    """Black Forest Labs' names, LyCORIS' for LoKr; scales multiplied in. ValueError for a DoRA of only some of q, k and v."""
     # Before the LoKr, so that a Linear without counterpart is an error there too.
     groups: dict[str, None] = {}
     for name in adapters.linears(arrays):

@@ -38,10 +38,7 @@ def draw(
     predict: Predict | None = None,
     references: Sequence[mx.array] = (),
 ) -> Iterator[mx.array]:
-    """Yield the latent (1, C, h, w), float32, after every step; the last is the image's. See `Architecture.draw`.
-
-    Raises ValueError if a side is no positive multiple of 16, or `steps` is less than 1.
-    """
+    """Yield the latent (1, C, h, w), float32, after every step; the last is the image's. See `Architecture.draw`."""
     for name, pixels in (("width", width), ("height", height)):
         if pixels < PIXELS or pixels % PIXELS:
             raise ValueError(f"{name} must be a multiple of {PIXELS} pixels, got {pixels}")

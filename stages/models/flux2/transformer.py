@@ -354,10 +354,7 @@ class Flux2:
         references_BRC: mx.array | None = None,
         references_ids_R4: np.ndarray | None = None,
     ) -> tuple[mx.array, Shared]:
-        """(h_BSD, what all blocks read). Ids are positions of four integers; timesteps are noise levels, 0 (clean) to 1.
-
-        Rows of references, (B, R, C), follow the image's. Raises ValueError if a model with a guidance input gets no guidance.
-        """
+        """(h_BSD, what blocks read). Ids: 4 integers; timesteps: noise levels, 0 (clean) to 1. References follow the image."""
         temb_BD = self._embed("timestep", timesteps_B)
         if self.config.guidance_embeds:
             if guidance_B is None:

@@ -150,10 +150,7 @@ MODULES = (  # folder -> class of the module
 def write_model(
     folder: Path, config: T5Config, weights: Mapping[str, mx.array], settings: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes all but the tokenizer's files. `settings` are added to those of the module `Transformer`, such as "query_length".
-
-    Raises ValueError if a weight is missing, unknown or of another shape.
-    """
+    """Writes all but the tokenizer's files. `settings` are added to those of the module `Transformer`, such as "query_length"."""
     check_shapes(weights, config.shapes(), "the model to write")
     folder.mkdir(parents=True, exist_ok=True)
     encoder = {name: mx.contiguous(weights[name]) for name in config.encoder_shapes()}
@@ -181,10 +178,7 @@ GAIN = 0.5  # of the residual branches of random weights: the token itself stays
 
 
 def write_random_weights(folder: Path, family: Any, seed: int) -> None:
-    """A model to test the pipeline. Equal words have equal vectors, so that its scores are no noise. Equal seeds, equal weights.
-
-    `family.sizes` is the content of config.json.
-    """
+    """A model to test the pipeline: equal words, equal vectors, so scores are no noise. `family.sizes`: config.json's content."""
     config = T5Config.from_dict(family.sizes, family.sizes.get("dimensions", 128))
     weights: Arrays = {}
     for name, shape in config.shapes().items():

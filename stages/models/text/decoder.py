@@ -1,8 +1,8 @@
 """A decoder as a text encoder: the layers of Qwen3 and of Mistral, as many as the hidden states need.
 
-Hidden state k is the residual stream after k layers; after the last layer of the model it is normalised, as
-transformers returns it. Names of weights start at the decoder: "embed_tokens.", "layers." or "norm.". B batch, T
-tokens, D hidden width, H query heads, G key and value heads (H is a multiple of G), K head width.
+Hidden state k is the residual stream after k layers; after the model's last layer it is normalised, as in transformers. Names
+of weights start at the decoder: "embed_tokens.", "layers." or "norm.". B batch, T tokens, D hidden width, H query heads, G key
+and value heads (H is a multiple of G), K head width.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Text embeddings as the FLUX.2 transformer reads them. They are hidden states of a decoder, padding included.
+"""Text embeddings as FLUX.2's transformer reads them: hidden states of a decoder, padding included, as in its training.
 
-The transformer was trained with the padding. T text rows (the family's text_tokens), J features: the hidden size times
-the number of hidden states taken.
+T text rows (the family's text_tokens), J features: the hidden size times the number of hidden states taken.
 """
 
 from __future__ import annotations
@@ -57,10 +56,7 @@ class TextEncoder:
         arrange: Callable[[str, mx.array], Any] | None = None,
         by_layer: bool = False,
     ) -> None:
-        """`arrange(name, weight)` may pack a layer's weight. `by_layer` reads the layers again in every call of `encode`.
-
-        Raises ValueError if files are missing, damaged or of another model, or tokenizer and weights do not belong together.
-        """
+        """`arrange(name, weight)` may pack a layer's weight. `by_layer` reads the layers again in every call of `encode`."""
         self.prompts = PromptTokenizer(tokenizer, family)
         self.layers = family.text_layers
         self.path, self.by_layer, self.arrange, self.dtype = weights, by_layer, arrange, PRECISIONS[precision]

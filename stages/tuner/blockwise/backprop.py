@@ -68,8 +68,7 @@ def loss_and_grads(
 ) -> tuple[mx.array | Values, Arrays]:
     """The result of `loss` and the gradients of its mean by the names in `adapters`, both lazy. All plans agree up to rounding.
 
-    Only a loss that is a `functools.partial(function, name=array, ...)` is compiled; its arrays become arguments of the graph.
-    Raises ValueError for an unknown plan, and unless every adapter belongs to a block.
+    Only a loss `functools.partial(f, name=array, ...)` is compiled, its arrays as arguments. Every adapter must have a block.
     """
     chain = on_cores(chain, inputs)
     backprop = BlockwiseBackprop(chain, adapters, scales)

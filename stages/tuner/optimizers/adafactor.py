@@ -15,10 +15,7 @@ DECAY_RATE = 0.8  # the second moment's decay at a step is 1 - step^-DECAY_RATE
 
 @dataclass(frozen=True)
 class Adafactor:
-    """The second moment of a matrix from those of its rows and columns: almost no state, for the largest models and ranks.
-
-    A little less steady than AdamW, as it has no first moment unless `beta1` is set.
-    """
+    """A matrix's second moment from its rows and columns: almost no state. A little less steady than AdamW unless beta1 > 0."""
 
     usual_lr: ClassVar[float] = 1e-4
     coupled: ClassVar[bool] = False

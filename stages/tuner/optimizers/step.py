@@ -1,7 +1,6 @@
 """The optimizer's part of a training step: gradient norm, clipping, update, moving average.
 
-Arrays of one shape are stacked into one array, so that a few large operations run instead of hundreds of small ones. If a
-value is not finite, nothing is updated.
+Arrays of one shape are stacked: a few large operations, not hundreds of small ones. Unless all is finite, nothing is updated.
 """
 
 from __future__ import annotations
@@ -86,8 +85,7 @@ EMA_PREFIX, EMA_COUNT = "ema.", "ema_updates"  # keys in the state: one array pe
 class Averaged:
     """An optimizer whose state also holds a moving average of the arrays, so that a resumed run has the same bits.
 
-    It helps if samples differ much from checkpoint to checkpoint (few images, batches of one) and costs the arrays' memory
-    again.
+    It helps if samples differ much between checkpoints (few images, batches of one) and costs the arrays' memory again.
     """
 
     method: Optimizer
@@ -138,9 +136,7 @@ class OptimizerStep:
         losses_finite: mx.array,
         reduce: Callable[[Arrays], Arrays] = lambda gradients: gradients,
     ) -> tuple[Stacks, Arrays, mx.array, mx.array]:
-        """(new params, new state, norm before clipping, whether updated), all lazy. Consumes `params.arrays`, `grads`,
-        `state`.
-        """
+        """(new params, new state, norm before clipping, whether updated), lazy. Consumes `params.arrays`, `grads`, `state`."""
         groups = params.groups
         stacked = stack(grads, groups)
         grads.clear()
