@@ -1,5 +1,3 @@
 """The stage `units`: functions, methods, classes and windows of lines."""
 
-from stages.retrieval.units.stage import STAGE
-
-__all__ = ["STAGE"]
+from stages.retrieval.units.stage import STAGE as STAGE

@@ -1,5 +1,3 @@
 """The stage `captions`: the texts that images are trained with, and the texts that belong to no image."""
 
-from stages.text_to_image.captions.stage import STAGE
-
-__all__ = ["STAGE"]
+from stages.text_to_image.captions.stage import STAGE as STAGE

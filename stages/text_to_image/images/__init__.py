@@ -1,5 +1,3 @@
 """The stage `images`: the files in the image folder, one row each."""
 
-from stages.text_to_image.images.stage import STAGE
-
-__all__ = ["STAGE"]
+from stages.text_to_image.images.stage import STAGE as STAGE
