@@ -34,7 +34,8 @@ def peak_of(folder: Path, name: str) -> int:
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     projects.build(folder, name)
-    return mx.get_peak_memory() - before
+    # What earlier tests left behind may be released during the run.
+    return mx.get_peak_memory() - min(before, mx.get_active_memory())
 
 
 def test_what_is_refused_exceeds_the_budget_when_forced_and_what_is_accepted_stays_within_it(tmp_path, tiny_weights, monkeypatch):
