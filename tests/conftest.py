@@ -80,7 +80,6 @@ def own_environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the weights of the family tiny. Tests only read it."""
     from stages.text_to_image.families import family
 
     folder = tmp_path_factory.mktemp("tiny") / "weights"

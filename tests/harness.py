@@ -18,7 +18,6 @@ from stages.stage import Input, Stage, WorkUnit
 
 
 def tensors_of(table: pa.Table, key: str) -> dict[str, np.ndarray]:
-    """The tensors of a table in memory, by key."""
     columns = zip(table[key].to_pylist(), table["shape"].to_pylist(), table["tensor"].to_pylist(), strict=True)
     return {k: np.array(v, np.uint16).reshape(shape) for k, shape, v in columns}
 
@@ -103,5 +102,4 @@ def collect(stage: Stage, batches: Iterable[pa.RecordBatch]) -> pa.Table:
 
 
 def compared(schema: TableSchema) -> list[str]:
-    """The columns that are equal in two equal runs."""
     return [field.name for field in schema.columns if not field.metadata[b"measured"]]

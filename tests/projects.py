@@ -123,7 +123,6 @@ def build(folder: Path, *stage_names: str, console: Silent | None = None) -> dic
 
 
 def written(outcomes: dict[str, Outcome]) -> dict[str, int]:
-    """Return the number of rows that each stage wrote, by name."""
     return {stage_name: outcome.written for stage_name, outcome in outcomes.items()}
 
 

@@ -51,7 +51,6 @@ BREAKS = {  # contract -> a module and an import in it that the contract forbids
 
 
 def lint(folder: Path) -> str:
-    """The report of the import linter on the packages in a folder."""
     code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
     return " ".join((done.stdout + done.stderr).split())
@@ -59,7 +58,6 @@ def lint(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the packages' Python files and of pyproject.toml."""
     folder = tmp_path_factory.mktemp("contracts")
     shutil.copy(ROOT / "pyproject.toml", folder)
     for name in PACKAGES:

@@ -102,7 +102,6 @@ def without(source: Path, folder: Path, name: str, overrides: dict[str, Any] | N
 
 
 def rows(folder: Path, name: str, overrides: dict[str, Any] | None = None) -> pa.Table:
-    """A table's rows and tensors in the columns in which equal runs agree."""
     found = projects.content(folder, name, overrides or {})
     return found.drop_columns([column for column in CLOCKS if column in found.column_names])
 

@@ -20,7 +20,6 @@ from tests.toy.project import make
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished project."""
     folder = make(tmp_path_factory.mktemp("toy") / "project")
     Project(folder).run("train", upstream=True, progress=False)
     return folder

@@ -42,7 +42,6 @@ class Case:
         return self.width // 16 * (self.height // 16)
 
     def to_json(self) -> str:
-        """Return all fields as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod

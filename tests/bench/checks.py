@@ -124,7 +124,6 @@ def cost(count: int) -> Iterator[tuple[str, ...]]:
 
 
 def decoding() -> str:
-    """Return a sentence about the time that the stages take to decode one large photograph."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "large.jpg")
         planted.photographs()[0].resize((4000, 3000), Image.Resampling.BICUBIC).save(path, quality=90)

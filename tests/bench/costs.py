@@ -91,7 +91,6 @@ def checksums_section(rows: list[Row]) -> Iterator[str]:
 
 
 def checksums_line(row: Row, step: Row) -> str:
-    """Format a line of the section on checksums."""
     keys = ("unchecked_s", "checked_s", "s", "alone_s", "waited_unchecked_s", "waited_s")
     cells = [f"{row['family']}, {size(row)}", f"{row['sample_bytes'] / 1e6:.2f}", *(f"{1e3 * row[key]:.3f}" for key in keys)]
     cells += [f"{1e3 * row['step_s']:.0f}", f"{1e3 * step['s']:.1f}, {configuration(step)}"]
@@ -109,7 +108,6 @@ def cpu_section(rows: list[Row]) -> Iterator[str]:
 
 
 def cpu_line(row: Row) -> str:
-    """Format a line of the section on the CPU."""
     what = f"{row['family']}, {row['pixels']} px, batch {row['batch']}, threads: {row['threads']}"
     pairs = (
         f"{row[f'mlx_{key}']:.3f} / {row[f'torch_{key}']:.3f} = {row[f'{key}_ratio']:.2f}" for key in ("s", "cpu_s", "peak_gb")
@@ -138,7 +136,6 @@ def in_memory(streamed: Row, rows: list[Row]) -> Row | None:
 
 
 def streamed_line(streamed: Row, kept: Row) -> str:
-    """Format a line of the section on frozen blocks on disk."""
     pixels = streamed.get("px") or streamed["width"]
     return (
         f"| {streamed['family']}, {pixels} px, {streamed['bits']} bits | {cost(kept)} | {cost(streamed)} | {origin(streamed)} |"
@@ -146,12 +143,10 @@ def streamed_line(streamed: Row, kept: Row) -> str:
 
 
 def cost(row: Row) -> str:
-    """Format the time of a step, with the peak of memory where it was measured."""
     return f"{row['cpu_s']:.3f} CPU s" if "cpu_s" in row else f"{row['s']:.3f} s, {row['peak_gb']:.2f} GB"
 
 
 def strips_section(rows: list[Row]) -> Iterator[str]:
-    """Yield the section on the strips of the autoencoder."""
     yield from heading("Strips of the autoencoder", STRIPS, rows)
     lines = (
         f"| {row['kind']}, {row['width']} px | {row['strip_mb']} | {row['in_flight']} | {row['s']:.4f} | {row['peak_gb']:.2f} |"
@@ -162,7 +157,6 @@ def strips_section(rows: list[Row]) -> Iterator[str]:
 
 
 def kernels_section(rows: list[Row]) -> Iterator[str]:
-    """Yield the section on the limit of one kernel."""
     yield from heading("Kernels of limited work", KERNELS, rows)
     lines = (
         f"| {row['family']}, {row['px']} px | {row['tflop'] or 'none'} | {row['s']:.3f} | {row['least_s']:.3f} | {origin(row)} |"
@@ -184,13 +178,11 @@ def float16_section(rows: list[Row]) -> Iterator[str]:
 
 
 def differences_section(rows: list[Row]) -> Iterator[str]:
-    """Yield the section on the differences that fewer bits and inexact products make."""
     yield from heading("What fewer bits and inexact products change", DIFFERENCES, rows)
     yield from table("| | rms | of | share | largest | where |", (difference_line(row) for row in rows))
 
 
 def difference_line(row: Row) -> str:
-    """Format a line of the section on differences."""
     seconds = f"{row['exact_s']:.3f} s exact, {row['default_s']:.3f} s by default" if "exact_s" in row else ""
     how = seconds or f"{row['bits']} bits"
     numbers = " | ".join(f"{row[key]:.3g}" for key in ("rms", "of", "share", "most"))

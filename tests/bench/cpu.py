@@ -159,7 +159,6 @@ def torch_step(shape: Shape) -> Callable[[], Any]:
 
 
 def serve(side: str, shape: Shape) -> None:
-    """Take one step for each line of standard input, and print its row as a line of JSON."""
     step = {"mlx": mlx_step, "torch": torch_step}[side](shape)
     for _ in sys.stdin:
         began, cpu = time.perf_counter(), time.process_time()

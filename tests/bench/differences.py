@@ -34,7 +34,6 @@ COMPARED = "klein-base-4b"  # the family whose autoencoder encodes exactly and b
 
 
 def differences(found: np.ndarray, exact: np.ndarray) -> dict[str, float]:
-    """Return rms, of, share and most of two arrays of one shape."""
     away = found.astype(np.float64) - exact
     rms, of = float(np.sqrt(np.mean(away**2))), float(np.sqrt(np.mean(exact.astype(np.float64) ** 2)))
     return {"rms": rms, "of": of, "share": rms / of, "most": float(np.abs(away).max())}
@@ -177,7 +176,6 @@ def exactness(px: int, name: str = COMPARED) -> dict[str, Any]:
 @click.option("--encode-to", type=click.Path(path_type=Path), hidden=True)
 @click.option("--autoencoder", default=COMPARED, hidden=True)
 def main(family: str, drawn: bool, stored: bool, exact: bool, px: int, encode_to: Path | None, autoencoder: str) -> None:
-    """Print a row for every difference that is asked for."""
     if encode_to:
         encode_smooth(encode_to, px, autoencoder)
         return

@@ -43,7 +43,6 @@ class Images:
         mx.eval(weights, self.pixels_BHWC)
 
     def step(self) -> None:
-        """Encode the image."""
         mx.eval(self.model.encode(self.pixels_BHWC))
 
 
@@ -57,7 +56,6 @@ class Latents(Images):
         mx.eval(self.latent_BChw)
 
     def step(self) -> None:
-        """Decode the latent."""
         mx.eval(self.model.decode(self.latent_BChw))
 
 
@@ -77,5 +75,4 @@ class Captions:
         self.real_BT = mx.arange(T)[None] < min(CAPTION_TOKENS, T)
 
     def step(self) -> None:
-        """Encode the caption."""
         mx.eval(self.model.encode(self.tokens_BT, self.real_BT, self.layers))

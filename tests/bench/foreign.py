@@ -108,7 +108,6 @@ def make_project(folder: Path, initial: Path | None = None) -> Path:
 
 
 def run_ours(folder: Path, stage: str, changes: list[str]) -> Finished:
-    """Run a stage of a project in a process of its own and return what it took."""
     given = [word for change in changes for word in ("--set", change)]
     command = [sys.executable, "-m", "pipeline", "run", stage, "--only", "--project", str(folder), *given]
     return measure(command, folder / f"{stage}.log")
@@ -169,7 +168,6 @@ def script_arguments(data: Path, out: Path, sizes: list[tuple[int, int]], steps:
 
 
 def run_script(script: Path, arguments: list[str], log: Path) -> Finished:
-    """Run the script and return what it took."""
     start = [] if _installed("torchvision") else ["-c", LAUNCH, str(ROOT / "tests/bench/standin")]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     return measure([sys.executable, *start, str(script), *arguments], log, **offline)

@@ -66,7 +66,6 @@ class Meter:
 
 
 def evaluate(model: Any) -> None:
-    """Read those weights of a model from disk that have not been read yet."""
     model = getattr(model, "model", model)  # of an encoder or a sampler
     if hasattr(model, "blocks"):
         mx.eval(model.top, [block.weights for block in model.blocks])

@@ -111,8 +111,6 @@ def read_epoch(count: int, pixels: int, text_rows: int, features: int) -> dict[s
 
 
 class UncheckedReader(ShardReader):
-    """A reader that compares no checksums."""
-
     read = ShardReader.view
 
 
@@ -138,7 +136,6 @@ class SampleReader:
         self.readers, self.order = readers, order
 
     def draw(self, step: int) -> list[list[str]]:
-        """Return the one micro-batch of a step: the key of its sample."""
         return [[self.order[step % len(self.order)]]]
 
     def prefetch(self, samples: Iterable[str]) -> None:
@@ -212,7 +209,6 @@ def check_samples(count: int, pixels: int, text_rows: int, features: int) -> dic
 @click.option("--pixels", default=1024, show_default=True, help="Side of the square images, pixels.")
 @click.option("--features", default=7680, show_default=True, help="Width of an embedding; 7680 is klein 4B's.")
 def main(gb: float, pixels: int, features: int) -> None:
-    """Write synthetic tables, read them once, and print one JSON row."""
     import stages  # noqa: F401  (before mlx.core)
 
     sample_bytes = 2 * (128 * (pixels // 16) ** 2 + TEXT_ROWS * features)

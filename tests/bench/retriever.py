@@ -81,7 +81,6 @@ def measure_mlx(case: RetrieverCase) -> dict[str, float]:
 
 
 def random_batch(case: RetrieverCase) -> Any:
-    """Return a batch of random pairs without padding."""
     from stages.retrieval.train.data import PairBatch
 
     query, document = case.ids()

@@ -40,7 +40,6 @@ class RetrieverCase:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The content of the model's config.json."""
         return {**SIZES[self.size], "feed_forward_proj": "gated-gelu"}
 
     def ids(self) -> tuple[np.ndarray, np.ndarray]:

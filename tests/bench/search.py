@@ -44,7 +44,6 @@ def measure(folder: Path, mode: str, rounds: int) -> tuple[float, float]:
 @click.argument("folder", type=click.Path(path_type=Path, exists=True))
 @click.option("--rounds", default=4, show_default=True)
 def main(folder: Path, rounds: int) -> None:
-    """Print the median time of a query in the project FOLDER, in each mode of search."""
     for mode in ("lexical", "semantic", "hybrid"):
         used, elapsed = measure(folder, mode, rounds)
         click.echo(f"{mode:9} {used:6.1f} ms of CPU time, {elapsed:6.1f} ms elapsed")

@@ -36,7 +36,6 @@ def measure(family: str, px: int, megabytes: int, in_flight: int, steps: int, de
 @click.option("--steps", default=5, show_default=True)
 @click.option("--case", "cases", multiple=True, help="megabytes,strips in flight,encode or decode; may be repeated.")
 def main(family: str, px: int, steps: int, cases: tuple[str, ...]) -> None:
-    """Print a row for each case."""
     for case in cases or ("32,2,encode", "64,2,encode", "128,2,encode"):
         megabytes, in_flight, kind = case.split(",")
         click.echo(json.dumps(measure(family, px, int(megabytes), int(in_flight), steps, kind == "decode")))

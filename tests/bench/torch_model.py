@@ -152,7 +152,6 @@ class DoubleBlock(nn.Module):
 
 
 def make_blocks(sizes: Sizes) -> list[Any]:
-    """All blocks of the transformer, in order, with random weights."""
     return [
         *(DoubleBlock(sizes) for _ in range(sizes.double_blocks)),
         *(SingleBlock(sizes) for _ in range(sizes.single_blocks)),

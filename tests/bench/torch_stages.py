@@ -76,28 +76,24 @@ def drawing(case: Case, family: Family, dtype: Any) -> Callable[[], Any]:
 
 
 def autoencoder(family: Family, dtype: Any) -> Any:
-    """Build diffusers' autoencoder."""
     from diffusers import AutoencoderKLFlux2
 
     return on_device(lambda: AutoencoderKLFlux2(**family.autoencoder), dtype)
 
 
 def encoding(case: Case, family: Family, dtype: Any) -> Callable[[], Any]:
-    """Encode one image."""
     run = maybe_compiled(case, autoencoder(family, dtype).encode)
     pixels = torch.rand(1, 3, case.height, case.width, device=DEVICE, dtype=dtype) * 2 - 1
     return lambda: run(pixels).latent_dist.mode()
 
 
 def decoding(case: Case, family: Family, dtype: Any) -> Callable[[], Any]:
-    """Decode one latent."""
     run = maybe_compiled(case, autoencoder(family, dtype).decode)
     latent = torch.randn(1, 32, case.height // 8, case.width // 8, device=DEVICE, dtype=dtype)
     return lambda: run(latent).sample
 
 
 def caption(case: Case, family: Family, dtype: Any) -> Callable[[], Any]:
-    """Encode one caption with the layers that the family needs."""
     from transformers import Qwen3Config, Qwen3Model
 
     sizes = dict(family.text_encoder) | {"num_hidden_layers": max(family.text_layers)}

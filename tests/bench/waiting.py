@@ -32,14 +32,11 @@ _loads = itertools.count(1)
 
 @dataclass(frozen=True)
 class WaitsConfig(Section):
-    """The settings [waits]."""
-
     count: int = selects(60, "rows")
     seconds: float = runtime(0.1, "what a row costs, seconds in which no CPU is used")
 
 
 def wanted_waits(run: Run[Any]) -> pa.Table:
-    """Return the numbers of all rows."""
     return pa.table({"number": pa.array(range(run.config.count), pa.int32())})
 
 

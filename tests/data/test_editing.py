@@ -63,7 +63,6 @@ guidance = 1.0
 
 
 def recoloured(file: Path, colour: tuple[int, int, int]) -> Image.Image:
-    """The picture with its plain background in another colour."""
     with Image.open(file) as opened:
         image = np.asarray(opened.convert("RGB").resize((SIDE, SIDE), Image.Resampling.LANCZOS)).astype(np.float32)
     near = np.abs(image - image[:4, :4].mean(axis=(0, 1))).max(axis=2, keepdims=True)
@@ -104,7 +103,6 @@ def score(folder: Path, *settings: str) -> float:
 
 
 def background(image: Image.Image) -> np.ndarray:
-    """The median colour of the corners of a picture."""
     pixels = np.asarray(image).astype(np.float32)
     corners = [pixels[y, x].reshape(-1, 3) for y in (slice(12), slice(-12, None)) for x in (slice(12), slice(-12, None))]
     return np.asarray(np.median(np.concatenate(corners), axis=0))

@@ -175,7 +175,6 @@ def test_the_example_of_the_documentation_runs(tmp_path, tiny_weights):
 
 
 def cells(text: str) -> list[str]:
-    """The code cells of a notebook in percent format."""
     parts = text.split("# %%")[1:]
     return [part for part in parts if not part.startswith(" [markdown]")]
 

@@ -20,7 +20,6 @@ from tests.toy import project as toy
 
 
 def latentmill(*words: str, folder: Path = projects.ROOT) -> str:
-    """Run a command in a folder and return its output and errors."""
     with contextlib.chdir(folder):
         _, out, err = projects.said(*words)
     return out + err

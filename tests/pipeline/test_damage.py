@@ -68,7 +68,6 @@ DAMAGE: dict[str, Callable[[Path, random.Random], object]] = {
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, tiny_weights: Path) -> Path:
-    """A finished project, small and with an averaged adapter."""
     folder = projects.make(tmp_path_factory.mktemp("reference") / "project", tiny_weights, images=2)
     for old, new in SMALL:
         projects.edit(folder, old, new)

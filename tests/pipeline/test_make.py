@@ -18,7 +18,6 @@ VARIABLES = {name: value for name, value in os.environ.items() if name not in ("
 
 
 def run(words: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command in the checkout, without the variables that an outer make passes on."""
     return subprocess.run(words, cwd=projects.ROOT, env=VARIABLES, capture_output=True, text=True, timeout=600, check=False)
 
 

@@ -29,7 +29,6 @@ def project(tmp_path, tiny_weights) -> Path:
 
 @pytest.fixture
 def weights(tmp_path, tiny_weights) -> Path:
-    """A copy of the weights that may be damaged."""
     shutil.copytree(tiny_weights, tmp_path / "weights")
     return tmp_path / "weights"
 

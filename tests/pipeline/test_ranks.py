@@ -31,7 +31,6 @@ DRAWN = ("step", "split", "sample", "epoch", "image_id", "latent_id", "caption_i
 
 @pytest.fixture(scope="module")
 def ready(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path:
-    """A project with every feature on, ready to train."""
     folder = tmp_path_factory.mktemp("ranks") / "project"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.pipeline.test_kill_training.FEATURES", RANKED)
@@ -40,14 +39,12 @@ def ready(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same project, trained by one process."""
     folder = copy(ready, tmp_path_factory.mktemp("alone") / "project")
     projects.latentmill(folder, "run", "train", "--only")
     return folder
 
 
 def copy(source: Path, folder: Path) -> Path:
-    """A copy of a project that is ready to train."""
     shutil.copytree(source, folder, copy_function=shutil.copy2, symlinks=True)
     projects.build(folder, "images")  # copied files have other inodes
     return folder
@@ -124,8 +121,6 @@ def test_a_rank_that_is_killed_ends_the_run_at_its_last_checkpoint(rank, ready, 
 
 
 class Ended:
-    """A process that has ended with an exit code."""
-
     def __init__(self, code: int) -> None:
         self.code = code
 

@@ -34,7 +34,6 @@ DIVIDED = ("--set", "project.workers=ray", "--set", f"project.worker_count={WORK
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path:
-    """A finished project of five images. Tests copy it."""
     folder = projects.make(tmp_path_factory.mktemp("finished") / "project", tiny_weights, images=5)
     (folder / "references").mkdir()
     projects.draw(folder / "references" / "one.png", seed=90, size=(96, 96))
@@ -66,7 +65,6 @@ def assert_same_table(found: Path, expected: Path, name: str) -> None:
 
 
 def workers() -> list[int]:
-    """The process ids of the actors that compute units on the cluster of this test."""
     import psutil
 
     actors = [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [""])[0].startswith("ray::Worker")]

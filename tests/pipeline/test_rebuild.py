@@ -42,7 +42,6 @@ def built(tmp_path_factory, tiny_weights) -> Path:
 
 @pytest.fixture
 def project(built, tmp_path) -> Path:
-    """A copy of a finished project with the same file times."""
     shutil.copytree(built, tmp_path / "project", copy_function=shutil.copy2)
     folder = tmp_path / "project"
     projects.build(folder, "images")  # copied files have other inodes, so they are read again once

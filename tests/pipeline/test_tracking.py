@@ -28,7 +28,6 @@ KINDS = [pytest.param(kind, marks=pytest.mark.skipif(find_spec(kind) is None, re
 
 @pytest.fixture
 def tracked(tmp_path: Path, tiny_weights: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project whose stages before training are built, with held-out images."""
     for name in ("TRACKIO_DIR", "MLFLOW_TRACKING_URI", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     folder = projects.make(tmp_path / "cats", tiny_weights, images=4)
@@ -181,7 +180,6 @@ class Listed:
 
 
 def writer(folder: Path, *steps: int) -> Any:
-    """What Following needs of the writer of a table with these steps."""
     rows = [{"step": step, "split": "train", "loss": 1.0, "lr": 0.1, "grad_norm": None} for step in steps]
     return SimpleNamespace(table=SimpleNamespace(folder=folder), version=len(rows), stored=pa.Table.from_pylist(rows))
 

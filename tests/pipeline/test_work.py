@@ -91,7 +91,6 @@ def in_another_process(project: Project, name: str, sizes: list[int]) -> Callabl
 
 
 def artifacts(folder: Path, name: str) -> dict[str, bytes]:
-    """The files that a stage wrote beside its rows, by name."""
     root = Project(folder).current(name).folder / "artifacts"
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 

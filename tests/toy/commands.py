@@ -10,6 +10,5 @@ from pipeline import Project
 @click.command("longest")
 @click.option("--project", "-p", "path", default=".", help="The project's folder.")
 def longest(path: str) -> None:
-    """Print the longest line."""
     (row,) = Project(path).sql("select text from lines order by length(text) desc, text limit 1").to_pylist()
     click.echo(row["text"])

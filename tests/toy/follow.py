@@ -9,23 +9,19 @@ from stages.pipelines import Chain, Query, Row
 
 
 def find_line(query: Query, need: Callable[[str], Any], text: str) -> list[dict[str, Any]]:
-    """Return the lines that contain a text."""
     return query("select * from lines where contains(text, $text) order by line_id", text=text)
 
 
 def describe_line(query: Query, line: Row) -> Iterator[str]:
-    """Yield where the line stands."""
     yield f"{line['path']}:{line['number']}: {line['text']}"
 
 
 def describe_tokens(query: Query, line: Row) -> Iterator[str]:
-    """Yield the number of tokens."""
     for row in query("select * from tokens where line_id = $id", id=line["line_id"]):
         yield f"{row['ids_shape'][0]} tokens"
 
 
 def describe_train(query: Query, line: Row) -> Iterator[str]:
-    """Yield how often the line was drawn."""
     for row in query("select count(*) as draws, avg(loss) as loss from train where line_id = $id", id=line["line_id"]):
         yield f"drawn {row['draws']} times, mean loss {row['loss']:.3f}"
 

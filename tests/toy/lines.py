@@ -40,7 +40,6 @@ def wanted_lines(run: Run[Any]) -> pa.Table:
 
 
 def read_lines(run: Run[Any]) -> Iterator[pa.RecordBatch]:
-    """Yield the pending rows unchanged."""
     for start in range(0, run.output.pending.num_rows, run.config.batch_size):
         if run.report.stop():
             return

@@ -22,7 +22,6 @@ TEXTS = {
 
 
 def make(folder: Path) -> Path:
-    """A project of two text files with seven lines. Returns its folder."""
     for name, text in TEXTS.items():
         path = folder / "texts" / name
         path.parent.mkdir(parents=True, exist_ok=True)

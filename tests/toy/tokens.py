@@ -53,7 +53,6 @@ def _row(line_id: str, text: str) -> dict[str, object]:
 
 
 def write_vocabulary(run: Run[Any]) -> Iterator[pa.RecordBatch]:
-    """Write the number of rows as an artifact of the whole table. Yields no rows."""
     if run.output.pending.num_rows:
         text = json.dumps({"rows": run.output.stored.num_rows})
 

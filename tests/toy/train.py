@@ -86,7 +86,6 @@ def train(run: Run[Any]) -> Iterator[pa.RecordBatch]:
 
 
 def snapshot(run: Run[Any]) -> pa.Table:
-    """All lines: the run depends on every one of them."""
     return run.inputs.rows(LINES).select(["line_id"])
 
 

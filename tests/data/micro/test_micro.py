@@ -47,7 +47,6 @@ Shape = tuple[int, int]  # height and width, pixels
 
 @pytest.fixture(scope="module")
 def diffusers() -> Any:
-    """The pipeline that diffusers loads from the folder."""
     import torch
     from diffusers import Flux2KleinPipeline
 
@@ -91,7 +90,6 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[checkpoint.Checkp
 
 @pytest.fixture(scope="module")
 def pictures(embeddings: Words) -> dict[str, np.ndarray]:
-    """The pictures of DRAWN, drawn by the base."""
     return {text: by_us(embeddings, text, shape) for text, shape in DRAWN}
 
 

@@ -10,7 +10,6 @@ MOST_BYTES = 7_500_000
 
 
 def rows() -> list[list[str]]:
-    """Return the cells of the table in LICENSES.md."""
     lines = (FOLDER / "LICENSES.md").read_text(encoding="utf-8").splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
 

@@ -58,7 +58,6 @@ def padded(many: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def reference() -> tuple[Any, torch.Tensor]:
-    """The encoder of transformers with the bundled weights, and the projection head."""
     config = T5Config.from_pretrained(FOLDER, local_files_only=True)
     model = T5EncoderModel(config).eval()
     found = model.load_state_dict(export.widen(load_file(FOLDER / "model.safetensors")), strict=False)

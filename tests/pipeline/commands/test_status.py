@@ -31,13 +31,11 @@ def project(built, tmp_path) -> Path:
 
 
 def states_of(folder: Path) -> dict[str, str]:
-    """Run status and return its last column, the state in words, by table."""
     lines = [line.split("  ") for line in render(Project(folder)).splitlines()[2:]]
     return {line[0].strip(): line[-1].strip() for line in lines}
 
 
 def begin(folder: Path, stage_name: str, rows: int, recipe: bool = True) -> None:
-    """Write some rows of a stage and leave the table unfinished, as a killed run does."""
     project = Project(folder)
     stage = project.stage(stage_name)
     context = project.open(stage.name)

@@ -17,7 +17,6 @@ SECONDS = 600  # until a page counts as hanging, on a busy machine too
 
 
 def browser(chromium, driver):
-    """A headless Chromium that logs its console and its requests."""
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
     for word in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "disable-background-networking"):
@@ -68,7 +67,6 @@ def look(window, address, name, width, folder):
 
 
 def write(window, text):
-    """Write a text over the first caption of the open tab and save it."""
     window.execute_script(
         "const a = document.querySelector('textarea[data-key]'); a.value = arguments[0];"
         "a.dispatchEvent(new Event('input', {bubbles: true})); document.querySelector('[data-save]').click()",

@@ -59,7 +59,6 @@ def page(folder) -> TestClient:
 
 
 def texts(page: TestClient) -> dict[str, str]:
-    """The keys and texts that the captions page shows."""
     shown = page.get("/fragment/captions").text
     found = re.findall(r'data-key="([^"]+)" data-before="([^"]*)"', shown)
     return {key: html.unescape(text) for key, text in found}

@@ -92,7 +92,6 @@ def shots(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(folder, shots) -> dict:
-    """What the browser saw of the example's page, while a stage ran in another process."""
     stage = subprocess.Popen([sys.executable, "-c", LONGER, str(folder)], cwd=projects.ROOT)
     try:
         with served(folder) as address:
@@ -104,7 +103,6 @@ def seen(folder, shots) -> dict:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory, shots) -> dict:
-    """What the browser saw of the page of a large project."""
     folder = tmp_path_factory.mktemp("large")
     fill(folder)
     with served(folder) as address:

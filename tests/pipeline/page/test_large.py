@@ -32,7 +32,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> TestClient:
 
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The numbers of rows that queries of the page bring from the database."""
     counts: list[int] = []
     rows = Site.query
 

@@ -25,7 +25,6 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def sparse(path: Path, shapes: Shapes, dtype: str = "BF16") -> None:
-    """Write a safetensors file whose tensors are holes."""
     header, at = {}, 0
     for name, shape in shapes.items():
         size = math.prod(shape) * {"BF16": 2, "F8_E4M3": 1}[dtype]

@@ -25,7 +25,6 @@ HUB = "black-forest-labs/FLUX.2-klein-base-4B"
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty cache, and no network."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return tmp_path / "cache"
@@ -45,8 +44,6 @@ def cache_repository(cache, name, *folders):
 
 
 class Response:
-    """An HTTP response as the hub's errors carry it."""
-
     def __init__(self, status):
         self.status_code = status
         self.headers = {}
@@ -185,7 +182,6 @@ def test_a_seeded_familys_weights_are_not_generated_if_that_is_not_allowed(tmp_p
 
 @pytest.fixture
 def bundled(tmp_path, tiny_weights, monkeypatch):
-    """A family whose weights are in the checkout, and their folder there."""
     monkeypatch.setattr(weights, "CHECKOUT", tmp_path / "checkout")
     folder = tmp_path / "checkout" / "data" / "small"
     shutil.copytree(tiny_weights, folder)

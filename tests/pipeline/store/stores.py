@@ -124,12 +124,10 @@ BATCHES: dict[str, tuple[TableSchema, Callable[..., pa.RecordBatch]]] = {
 
 
 def names(*numbers: int) -> pa.Table:
-    """The rows of VECTORS or PAIRS that a stage wants."""
     return pa.table({"name": pa.array([name_of(n) for n in numbers], pa.string())})
 
 
 def written(folder: Path, *numbers: int, shard_bytes: int = 5000, schema: TableSchema = VECTORS) -> TableFolder:
-    """A finished table of these rows, five rows to a shard of VECTORS."""
     table = TableFolder(folder, schema)
     with Writer(table, {"stage": schema.name}, shard_bytes=shard_bytes) as writer:
         for number in numbers:
@@ -144,13 +142,11 @@ def lance_files(table: TableFolder, pattern: str) -> list[Path]:
 
 
 def texts(table: TableFolder) -> list[str]:
-    """The texts of a table of NOTES."""
     found: list[str] = table.rows()["text"].to_pylist()
     return found
 
 
 def numbers(rows: pa.Table) -> list[int]:
-    """The numbers after which rows of VECTORS or PAIRS are named."""
     return [int(name.removeprefix("row-")) for name in rows["name"].to_pylist()]
 
 

@@ -18,14 +18,12 @@ from tests.toy.project import make
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A finished project of the toy pipeline."""
     folder = make(tmp_path / "project")
     projects.build(folder)
     return folder
 
 
 def listed(folder: Path) -> list[str]:
-    """The names of the tables that LanceDB finds in a project."""
     return sorted(lancedb.connect(folder / "tables").list_tables().tables)
 
 

@@ -379,7 +379,6 @@ def test_cleaning_killed_before_the_old_shards_are_deleted_loses_nothing(tmp_pat
 
 @contextmanager
 def no_file_above(size: int) -> Iterator[None]:
-    """The system refuses to write files beyond this size, as a full disk would."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -70,7 +70,6 @@ def note(value: Any) -> None:
 
 
 def mark(text: str) -> None:
-    """Write a line into the record of the steps on the disk."""
     ctypes.CDLL(None).disk_mark(text.encode())
 
 

@@ -84,7 +84,6 @@ def command(path: str, words: Sequence[str], before: Acknowledged, caption: str 
 
 
 def write(path: str, text: str) -> None:
-    """Write a file and wait until the disk has it, as some editors do."""
     with Path(path).open("w") as file:
         file.write(text)
         file.flush()
@@ -158,7 +157,6 @@ def leftovers(path: str) -> list[str]:
 
 
 def temporary(path: str) -> list[str]:
-    """Return the temporary and damaged files of a project."""
     return [str(each) for each in Path(path).rglob("*") if each.name.startswith(".tmp-") or each.name == "damaged"]
 
 

@@ -57,7 +57,6 @@ class Change:
 
 
 def read(record: Path) -> list[Step]:
-    """Return the steps of a record, oldest first."""
     content, place, found = record.read_bytes(), 0, []
     while place < len(content):
         kind, path, other, size, inode, offset = HEAD.unpack_from(content, place)

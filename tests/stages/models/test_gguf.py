@@ -163,7 +163,6 @@ def packed(array: np.ndarray) -> tuple[bytes, np.ndarray]:
 
 
 def llama_cpp_name(name: str) -> str:
-    """Return the name that llama.cpp's converter gives to a weight of a decoder."""
     from stages.models.text import decoder
 
     for table, form in ((decoder.OUTSIDE, "{}"), (decoder.INSIDE, "blk.{}.{}")):

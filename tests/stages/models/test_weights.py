@@ -161,7 +161,6 @@ def write_shards(folder):
 
 
 def written(path, header, data=b""):
-    """Write a safetensors file with any header."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
     return path
@@ -252,7 +251,6 @@ TINY = family("tiny")
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    """A small transformer of diffusers with guidance embedding."""
     import torch
     from diffusers import Flux2Transformer2DModel
 

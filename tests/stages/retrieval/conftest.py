@@ -11,7 +11,6 @@ from tests.stages.retrieval.project import INDEXED, make, run
 
 @pytest.fixture(scope="session")
 def indexed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project whose index and ranks are built. Tests only read it."""
     folder = make(tmp_path_factory.mktemp("indexed") / "project", verbs=6, things=5)
     run(folder, *INDEXED)
     return folder

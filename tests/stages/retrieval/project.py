@@ -76,7 +76,6 @@ def make(folder: Path, text: str = SPLIT, **size: int) -> Path:
 
 
 def run(folder: Path, *names: str, overrides: dict[str, Any] | None = None) -> list[str]:
-    """Run stages, each with a new project. Returns the messages."""
     from pipeline import runner
 
     console = projects.Silent()
@@ -86,13 +85,11 @@ def run(folder: Path, *names: str, overrides: dict[str, Any] | None = None) -> l
 
 
 def rows(folder: Path, name: str, overrides: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-    """The rows of a table."""
     found: pa.Table = Project(folder, overrides or {}).folder(name).rows()
     return list(found.to_pylist())
 
 
 def names(source: str, language: str, classes: bool = False) -> dict[str, tuple[str, str]]:
-    """Return the kind of each unit and the first line after its name, by qualified name."""
     pytest.importorskip("tree_sitter")
     pytest.importorskip(GRAMMARS[language].module)
     found = syntax_units(source, language, classes=classes) or []

@@ -182,7 +182,6 @@ def test_without_the_extra_files_are_windows_and_a_line_says_so_until_it_is_inst
 
 
 def kinds(folder: Path) -> dict[str, set[str]]:
-    """Return the kinds of the units of each file, by its path."""
     found: dict[str, set[str]] = {}
     for row in rows(folder, "units"):
         found.setdefault(row["path"], set()).add(row["kind"])

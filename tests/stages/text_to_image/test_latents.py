@@ -40,7 +40,6 @@ def weights(tmp_path_factory):
 
 @pytest.fixture
 def pictures(tmp_path):
-    """A folder of three smooth pictures, each of another format and size."""
     folder = tmp_path / "pictures"
     folder.mkdir()
     for i, (name, (width, height)) in enumerate(SIZES.items()):

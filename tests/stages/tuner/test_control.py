@@ -17,7 +17,6 @@ UNMEASURED = replace(CONFIG, validation=None)
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> ToyRun:
-    """An unbroken run."""
     return ToyRun(tmp_path_factory.mktemp("whole") / "artifacts", UNMEASURED).go()
 
 

@@ -20,7 +20,6 @@ from tests.stages.tuner.toy import CONFIG, HELD, PAIRS, ToyRun, ToyTask, read_pa
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> ToyRun:
-    """An unbroken run."""
     return ToyRun(tmp_path_factory.mktemp("whole") / "artifacts").go()
 
 

@@ -259,7 +259,6 @@ class ToyRun:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows, in the columns that equal runs agree in."""
         return [{name: row[name] for name in COMPARED} for _, row in sorted(self.stored.items())]
 
     @property

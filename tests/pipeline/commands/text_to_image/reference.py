@@ -39,7 +39,6 @@ def tiny_transformer() -> Any:
 
 
 def forward(transformer: Any) -> np.ndarray:
-    """The output for one fixed input."""
     import torch
 
     torch.manual_seed(3)

@@ -39,7 +39,6 @@ def transformer() -> Any:
 
 
 def trained_variant(path: Path, transformer: Any, variant: str) -> tuple[dict[str, mx.array], dict[str, float]]:
-    """A random adapter of a variant, written as the train stage writes one."""
     shapes = {name: tuple(transformer.get_submodule(name).weight.shape) for name in BLOCKS}
     targets = select_targets(shapes, ["*"], alpha=6.0, **VARIANTS[variant])
     bases = {name: mx.array(transformer.get_submodule(name).weight.detach().numpy()) for name in shapes}

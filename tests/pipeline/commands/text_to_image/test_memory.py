@@ -37,8 +37,6 @@ def training():
 
 
 class Leaking(FlowMatching):
-    """An objective that never releases an array of every batch."""
-
     kept: ClassVar[list[mx.array]] = []
     values = 0
 
@@ -180,7 +178,6 @@ class Keeping(projects.Silent):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, tiny_weights):
-    """A project whose latents were made under a meter, and what was said."""
     folder = projects.make(tmp_path_factory.mktemp("measured") / "project", tiny_weights)
     projects.edit(folder, "[embeddings]", "[latents]\nbatch_size = 1\n\n[embeddings]")
     projects.build(folder, "images", "captions", "buckets")

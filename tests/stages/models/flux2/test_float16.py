@@ -38,7 +38,6 @@ def rewrite(source: Path, target: Path, *, kept: Any) -> Path:
 
 
 def shard(folder: Path) -> None:
-    """A component's file as two, with their index."""
     file = folder / f"{STEM}.safetensors"
     arrays = load_file(file)
     file.unlink()
@@ -69,7 +68,6 @@ def held(model: Flux2) -> dict[str, Any]:
 
 
 def velocity(model: Flux2) -> np.ndarray:
-    """What the model says of one noise, in its own dtype, widened."""
     draw = np.random.default_rng(0)
     dtype = model.dtype
     x_1LC = mx.array(draw.standard_normal((1, 12, 128)).astype(np.float32)).astype(dtype)

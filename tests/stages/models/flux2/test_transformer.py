@@ -93,7 +93,6 @@ def test_the_released_sizes_give_the_released_numbers_of_parameters(name: str, t
 
 @pytest.fixture(params=["one image on a CPU", "one image on a GPU", "two images"])
 def batch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """A number of images, which are computed as on that device."""
     monkeypatch.setattr(kernels, "compiles", lambda: request.param.endswith("GPU"))
     return 2 if request.param == "two images" else 1
 

@@ -53,7 +53,6 @@ def texts(vocabulary: int, rows: int, length: int, seed: int = 1) -> tuple[np.nd
 
 
 def hidden_states(model: T5, ids: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """The normalised states that the head reads."""
     h_TD, shared = model.enter([mx.array(ids)], [mx.array(real)])
     for block in model.blocks[:-1]:
         h_TD = model.block(block.kind)(block.weights, h_TD, shared)
@@ -63,7 +62,6 @@ def hidden_states(model: T5, ids: np.ndarray, real: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=2)
 def theirs(form: str, rows: int, length: int) -> np.ndarray:
-    """Return the hidden states that transformers computes for texts of this size."""
     import torch
 
     model, _ = reference(form)

@@ -20,7 +20,6 @@ from tests.stages.models.t5.test_encoder import ours, reference, texts
 
 @pytest.fixture(scope="module", params=["gated", "relu"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, np.ndarray, Path]:
-    """A model by transformers, its head, and a folder in PyLate's layout that holds both."""
     from safetensors.numpy import save_file
 
     model, head = reference(request.param)

@@ -36,7 +36,6 @@ class Folder:
         return run(STAGE, self.context(**config)).to_pylist()
 
     def captions(self, **config):
-        """Return {image_id: texts in their order}."""
         found: dict[str, list[str]] = {}
         for row in sorted(self.rows(**config), key=lambda row: row["position"]):
             if row["role"] == "caption":

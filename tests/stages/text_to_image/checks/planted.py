@@ -14,7 +14,6 @@ TILES = 3  # a real picture gives 3 x 3 different pictures
 
 
 def real() -> list[Image.Image]:
-    """The real pictures: photographs, engravings, clip art and emoji, on white."""
     paths = sorted(path for path in MATERIAL.rglob("*") if path.suffix in (".png", ".jpg", ".webp"))
     pictures = []
     for path in paths:

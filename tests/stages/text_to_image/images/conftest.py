@@ -13,7 +13,6 @@ def project(tmp_path):
 
 @pytest.fixture
 def probed(monkeypatch):
-    """The paths of the files decoded since the list was last cleared."""
     calls, real = [], images.probe
 
     def counting(file, max_pixels):

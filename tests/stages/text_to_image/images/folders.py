@@ -30,7 +30,6 @@ class Project:
         return made
 
     def run(self, **options):
-        """Run the stage, store its rows, and return the yielded rows by path."""
         self.lines.clear()
         made = self.context(**options)
         yielded = {row["path"]: row for row in run(STAGE, made).to_pylist()}

@@ -12,7 +12,6 @@ from stages.text_to_image.imaging.decode import ImageError, open_image, probe
 
 
 def picture(width=48, height=32):
-    """A smooth picture whose corners all differ."""
     y, x = np.mgrid[0 : 1 : height * 1j, 0 : 1 : width * 1j]
     return Image.fromarray(np.stack([x * 200 + 20, y * 200 + 20, (x + y) * 60 + 60], 2).astype(np.uint8))
 

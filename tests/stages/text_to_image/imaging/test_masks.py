@@ -18,7 +18,6 @@ CROP = {"crop_x": 0.0, "crop_y": 0.0, "crop_w": 64.0, "crop_h": 64.0, "width": 6
 
 
 def halves(size=(64, 64), left=255, right=0):
-    """A mask whose left and right half each have one grey value."""
     grey = np.full((size[1], size[0]), right, np.uint8)
     grey[:, : size[0] // 2] = left
     return Image.fromarray(grey)

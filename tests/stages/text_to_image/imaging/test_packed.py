@@ -70,7 +70,6 @@ def pack(folder: Path, kind: str, images: dict[str, bytes], text: str = "a thing
 
 
 def made(folder: Path, weights: Path, kind: str, images: dict[str, bytes]) -> Path:
-    """A project whose images are packed, or lie in a folder."""
     projects.make(folder, weights, images=0)
     if kind != "folder":
         pack(folder / "images", kind, images)

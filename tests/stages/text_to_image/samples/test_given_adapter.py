@@ -26,7 +26,6 @@ FUSED = {"double_blocks.0.img_attn.qkv": (Q, K, V), "double_blocks.0.img_attn.pr
 
 
 def made(outputs: int, inputs: int) -> tuple[mx.array, mx.array]:
-    """Return the matrices A and B of a LoRA."""
     draw = np.random.default_rng(outputs + inputs)
     return tuple(mx.array(draw.normal(0, 0.3, shape).astype(np.float32)) for shape in ((RANK, inputs), (outputs, RANK)))  # type: ignore[return-value]
 
@@ -36,12 +35,10 @@ def inputs_of(name: str) -> int:
 
 
 def pairs() -> dict[str, tuple[mx.array, mx.array]]:
-    """Return A and B of each fused Linear, by its name in Black Forest Labs' code."""
     return {name: made(len(parts) * WIDTH, inputs_of(parts[0])) for name, parts in FUSED.items()}
 
 
 def changes(scale: float) -> Arrays:
-    """Return the change of each Linear's weight, by its diffusers name."""
     found: Arrays = {}
     for name, (a, b) in pairs().items():
         found |= dict(zip(FUSED[name], mx.split(scale * (b @ a), len(FUSED[name])), strict=True))

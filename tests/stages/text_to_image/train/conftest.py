@@ -11,24 +11,20 @@ from tests.stages.text_to_image.train.runs import Run, weights
 
 @pytest.fixture(scope="module")
 def transformer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The weights of a tiny transformer."""
     return weights(tmp_path_factory.mktemp("weights") / "transformer")
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The weights of a transformer wide enough for every Linear of its blocks to be packed."""
     return weights(tmp_path_factory.mktemp("wide") / "transformer", attention_head_dim=32, axes_dims_rope=(8, 8, 8, 8))
 
 
 @pytest.fixture(scope="module")
 def whole(transformer: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """An unbroken run of BASE."""
     return Run(tmp_path_factory.mktemp("whole"), transformer).go()
 
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A transformer whose blocks outweigh the optimizer's step."""
     sizes = {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 4, "attention_head_dim": 32}
     return weights(tmp_path_factory.mktemp("deep") / "transformer", **sizes, axes_dims_rope=(8, 8, 8, 8))

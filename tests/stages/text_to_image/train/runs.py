@@ -50,7 +50,6 @@ BASE = TrainConfig(steps=7, batch_size=2, rank=2, precision="float32", caption_d
 
 
 def weights(folder: Path, *, guidance: bool = False, **sizes: Any) -> Path:
-    """A transformer of random weights, in the diffusers layout."""
     folder.mkdir(parents=True)
     config = {**TINY.transformer, **SIZES, "guidance_embeds": guidance, **sizes}
     draw = np.random.default_rng(0)
@@ -168,11 +167,9 @@ class Run:
         return ImageTask(self.context())
 
     def training(self, start: Checkpoint | None = None) -> TrainingStep:
-        """The model and the adapter of a checkpoint, or those before the first step."""
         return load_training(self.task(), start)
 
     def micro_batches(self, step: int = 1) -> list[MicroBatch]:
-        """What a step trains on."""
         ((_, batches, _),) = Loader(self.task(), range(step, step + 1))
         return batches
 
@@ -191,7 +188,6 @@ class Run:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """What equal runs agree in."""
         return [{name: row[name] for name in harness.compared(STAGE.writes)} for _, row in sorted(self.stored.items())]
 
     @property

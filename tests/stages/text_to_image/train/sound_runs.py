@@ -107,7 +107,6 @@ MISTAKES = {
 
 @functools.cache
 def pictures() -> tuple[list[np.ndarray], list[str]]:
-    """Return pixels and captions of the example."""
     folder = ROOT / "data" / "projects" / "example" / "images"
     rows = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()][:CROPS]
     return [np.asarray(Image.open(folder / row["file_name"]).convert("RGB").resize((SIDE, SIDE))) for row in rows], [
@@ -200,7 +199,6 @@ class Result:
 
     @property
     def warnings(self) -> list[str]:
-        """What the run says about its latents, embeddings, losses and updates."""
         return [line for line in self.said if any(part in line for part in WARNINGS)]
 
     @property
@@ -210,7 +208,6 @@ class Result:
 
 
 def sound_cases(count: int = 20, steps: int = 50) -> list[Case]:
-    """Return sound runs, with each optimizer and variant at its default rate."""
     found, kinds = [], list(RATES)
     for seed in range(count):
         kind, variant = kinds[seed % len(kinds)], VARIANTS[seed % len(VARIANTS)]

@@ -108,7 +108,6 @@ def image(folder=None, use=None, repeats=None, weight=None):
 
 
 def drawn(images, regularisation=1.0, epochs=50):
-    """Count the draws of each folder over whole epochs."""
     rates = folder_rates([1.0] * len(images), images, regularisation)
     order = Order(["shape"] * len(images), 1, 0, 1, rates)
     steps = round(order.per_epoch * epochs)

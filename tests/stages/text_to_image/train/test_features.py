@@ -36,12 +36,10 @@ def transformer(wide: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(transformer: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """An unbroken run with everything on."""
     return Run(tmp_path_factory.mktemp("whole"), transformer, EVERYTHING, rich_tables()).go()
 
 
 def files(run: Run) -> dict[str, bytes]:
-    """The results, and the state of the last step."""
     names = [checkpoint.ADAPTER, checkpoint.EMA, f"checkpoints/step-{run.config.steps:06d}/{checkpoint.OPTIMIZER}"]
     return {name: (run.folder / ARTIFACTS / name).read_bytes() for name in names}
 

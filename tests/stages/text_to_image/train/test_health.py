@@ -117,7 +117,6 @@ def test_prodigy_may_begin_with_small_updates_because_it_raises_its_own_rate(kin
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
-    """Make the losses and gradients of these calls not a number."""
     calls = iter(range(1, 1000))
     real = tuner_step.loss_and_grads
 

@@ -40,7 +40,6 @@ ALL = {"memory": "blocks", "micro_batch": 1, "base_bits": 4, "optimizer": {"kind
 
 
 def with_settings(config: TrainConfig, section: dict[str, Any]) -> TrainConfig:
-    """The same with what stands in the section [train] of a file."""
     method = {"optimizer": OptimizerConfig(**section["optimizer"])} if "optimizer" in section else {}
     return replace(config, **section | method)
 

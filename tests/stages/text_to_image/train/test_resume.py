@@ -22,7 +22,6 @@ from tests.stages.text_to_image.train.runs import (
 
 @pytest.fixture(scope="module")
 def whole(transformer: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """An unbroken run of BASE with accumulation."""
     return Run(tmp_path_factory.mktemp("whole"), transformer, replace(BASE, accumulate=2)).go()
 
 

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.slow
 
 
 def run_all(chosen: list[Case], folder: Path) -> None:
-    """Run the cases, and check that each ends as it should."""
     for case in chosen:
         assert not problem(case, run(case, folder / case.name)), case.name
 

@@ -122,7 +122,6 @@ def test_targets_choose_what_is_trained(transformer, tmp_path):
 
 
 def step_of(run: Run, step: int = 1) -> tuple[TrainingStep, list[MicroBatch]]:
-    """A trainer whose adapter is no longer zero, and what a step trains on."""
     made = run.training()
     draw = np.random.default_rng(5)
     made.masters = Stacks.of(
@@ -133,7 +132,6 @@ def step_of(run: Run, step: int = 1) -> tuple[TrainingStep, list[MicroBatch]]:
 
 
 def distance(ours: dict[str, mx.array], theirs: dict[str, mx.array]) -> float:
-    """The length of the difference of two gradients, divided by the length of the second."""
     assert set(ours) == set(theirs)
     difference = sum(
         float(np.square(np.array(ours[name], np.float64) - np.array(theirs[name], np.float64)).sum()) for name in ours

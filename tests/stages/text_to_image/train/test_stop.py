@@ -26,7 +26,6 @@ def whole(transformer: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def results(run: Run) -> list[Any]:
-    """All that an unbroken run leaves."""
     names = (checkpoint.ADAPTER, checkpoint.BEST, f"checkpoints/step-{run.config.steps:06d}/{checkpoint.OPTIMIZER}")
     return [run.rows, *((run.folder / "artifacts" / name).read_bytes() for name in names)]
 

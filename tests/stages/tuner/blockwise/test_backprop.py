@@ -312,7 +312,6 @@ BYTES = 4 * WIDTH * WIDTH  # of a block's weight
 
 
 def streamed(model: Any, folder: Path) -> Any:
-    """The model with the matrices of its blocks in files."""
     files = WeightFolder(folder)
     for block in model.blocks:
         for name, weight in block.weights.items():

@@ -61,7 +61,6 @@ def test_exact_computation_switches_tf32_and_winograd_off_unless_the_user_has_ch
 
 
 def pretend_device(monkeypatch: pytest.MonkeyPatch, info: dict, device=mx.gpu, cuda: bool = True) -> None:
-    """Make MLX report such a device, with the variable of the command-buffer limit unset."""
     monkeypatch.setenv(BUFFER_VARIABLE, "")  # so that it is restored afterwards
     monkeypatch.delenv(BUFFER_VARIABLE)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)

@@ -47,7 +47,6 @@ def stacked(n: int) -> Stacks:
 
 
 def copied(params: Stacks) -> Stacks:
-    """The same stacks in a new dict, because a step empties the one that it is given."""
     return Stacks(params.groups, dict(params.arrays))
 
 
@@ -175,8 +174,6 @@ def test_the_norm_of_bfloat16_gradients_is_summed_in_float32():
 
 
 class Follow:
-    """An optimizer that puts the gradients in place of the arrays."""
-
     coupled = False
 
     def init(self, params):
@@ -187,7 +184,6 @@ class Follow:
 
 
 def averaged(values, start):
-    """The state after these values of an array."""
     method = Averaged(Follow(), 0.99)
     state = method.init({"a": start})
     for value in values:

@@ -39,12 +39,10 @@ def gradient(params: dict, step: int) -> dict[str, np.ndarray]:
 
 
 def rate(step: int) -> float:
-    """A warm-up, then a slow fall."""
     return 1e-2 * min(step / 10, 1.0) * 0.99**step
 
 
 def run(method, lr, steps=STEPS):
-    """The arrays after each step."""
     params = {name: mx.array(value) for name, value in start().items()}
     state, path = method.init(params), []
     for step in range(1, steps + 1):

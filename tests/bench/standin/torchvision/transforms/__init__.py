@@ -8,14 +8,10 @@ from typing import Any
 
 
 class InterpolationMode(Enum):
-    """How pixels are interpolated, with Pillow's number of the filter."""
-
     BILINEAR = 2
 
 
 class RandomCrop:
-    """The place of a random crop."""
-
     @staticmethod
     def get_params(image: Any, output_size: tuple[int, int]) -> tuple[int, int, int, int]:
         """Return (top, left, height, width) of a random crop. `output_size` is (height, width), in pixels."""

@@ -26,7 +26,6 @@ def center_crop(image: Any, size: tuple[int, int]) -> Any:
 
 
 def hflip(image: Any) -> Any:
-    """Return the mirror image."""
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
 
 
