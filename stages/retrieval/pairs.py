@@ -130,13 +130,8 @@ class PairsConfig(Section):
 
 
 def wanted_pairs(run: Run[PairsConfig]) -> pa.Table:
-    """The columns KEPT of every unit with a docstring. Raises ValueError if there is none."""
-    units = run.once(_units)
-    if not units:
-        raise ValueError(
-            "no unit has a docstring, so there are no pairs: set sources.roots to documented code, or units.min_lines"
-        )
-    return PAIRS.select(list(units.values()), KEPT)
+    """The columns KEPT of every unit with a docstring."""
+    return PAIRS.select(list(run.once(_units).values()), KEPT)
 
 
 def _units(run: Run[PairsConfig]) -> dict[str, Row]:
@@ -242,6 +237,9 @@ def mark_leaks(rows: list[Row], units: dict[str, Row], limit: float) -> list[Row
 
 
 def _summarise(run: Run[PairsConfig], rows: list[Row]) -> None:
+    if not rows:
+        run.report.say("no unit has a docstring: there is nothing to tune the encoder with, or to evaluate the search by")
+        return
     splits = Counter(row["split"] for row in rows if not row["rejected"])
     reasons = sorted(Counter(row["rejected"] for row in rows if row["rejected"]).items())
     counts = ", ".join(f"{splits[split]} {split}" for split in ("train", "valid", "test"))

@@ -46,6 +46,11 @@ TEMPLATE = Template(
     write=project_toml,
 )
 OWN = Own(
-    commands={"search": f"{HERE}.search:command", "evaluate": f"{HERE}.evaluate:command", "export": f"{HERE}.export:command"},
+    commands={
+        "find": f"{HERE}.find:command",
+        "search": f"{HERE}.search:command",
+        "evaluate": f"{HERE}.evaluate:command",
+        "export": f"{HERE}.export:command",
+    },
     template=f"{HERE}:TEMPLATE",
 )

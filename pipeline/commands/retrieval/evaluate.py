@@ -42,7 +42,7 @@ def evaluate(project: Project) -> Iterator[str]:
             encoder = row["encoder"] if row["encoder"] == "base" else f"tuned {row['encoder'][:8]}"
             groups[row["mode"]][encoder].append(row)
     if not groups:
-        yield "no pair is in the test split: set pairs.test"
+        yield "nothing to evaluate: no unit with a docstring is in the test split; pairs.split and pairs.test say what is"
         return
     names = (*SEARCHES, "weight", "overlap", "candidates")
     for mode in sorted(groups, reverse=True):

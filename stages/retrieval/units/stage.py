@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from stages.hashing import text_sha256
 from stages.retrieval import texts
 from stages.retrieval.texts import Row
 from stages.retrieval.units.python import python_units
-from stages.retrieval.units.syntax import GRAMMARS, can_parse, syntax_units
+from stages.retrieval.units.syntax import can_parse, syntax_units
 from stages.retrieval.units.unit import Unit, package_of, windows
 from stages.run import Run
 from stages.settings import COUNT, WHOLE, Section, runtime, setting
@@ -67,19 +67,8 @@ def parse_units(run: Run[UnitsConfig]) -> Iterator[pa.RecordBatch]:
     pending = set(run.output.pending["unit_id"].to_pylist())
     paths = set(run.output.pending["path"].to_pylist())
     sources = [row for row in _used(run) if row["path"] in paths]
-    _say_unparsed(run, sources)
     for some in run.report.batches(sources, run.config.batch_size, "files"):
         yield UNITS.record_batch(row for source in some for row in unit_rows(run, source) if row["unit_id"] in pending)
-
-
-def _say_unparsed(run: Run[UnitsConfig], sources: list[Row]) -> None:
-    missing = Counter(row["language"] for row in sources if row["language"] in GRAMMARS and not can_parse(row["language"]))
-    if missing:
-        counts = ", ".join(f"{count} of {language}" for language, count in sorted(missing.items()))
-        run.report.say(
-            f"files that are cut into windows of lines: {counts}; their functions are found after "
-            'pip install "latentmill[languages]"'
-        )
 
 
 def unit_rows(run: Run[UnitsConfig], source: Row) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Find the functions and classes of other languages with tree-sitter, which is an extra: pip install "latentmill[languages]"."""
+"""Find the functions and classes of other languages with tree-sitter."""
 
 from __future__ import annotations
 

@@ -6,8 +6,10 @@ from collections import Counter
 
 import pytest
 
+from pipeline.commands.retrieval.evaluate import evaluate
+from pipeline.project.project import Project
 from stages.retrieval.pairs import PairsConfig, groups, leaks, mark_duplicates, overlap, reason_against, split_of
-from tests.stages.retrieval.project import FUNCTION, make, rows, run
+from tests.stages.retrieval.project import FUNCTION, INDEXED, make, rows, run
 
 
 def reason(query: str, document: str = "def f(a):\n  return a", lines: int = 9) -> str | None:
@@ -143,12 +145,15 @@ def test_a_train_pair_that_is_nearly_a_test_pair_is_rejected(tmp_path):
     assert all(row["leak"] <= 0.3 for row in found if row["rejected"] is None)
 
 
-def test_code_without_docstrings_is_one_line(tmp_path):
+def test_code_without_docstrings_has_no_pairs_and_its_search_is_built_all_the_same(tmp_path):
     folder = make(tmp_path / "project", "", verbs=1, things=1)
     (folder / "code" / "flat" / "words.py").write_text("def f(a):\n    a += 1\n    return a\n")
-    run(folder, "sources", "units")
-    with pytest.raises(ValueError, match="no unit has a docstring, so there are no pairs"):
-        run(folder, "pairs")
+    said = run(folder, *INDEXED)
+    assert [line for line in said if "pair" in line or "docstring" in line] == [
+        "no unit has a docstring: there is nothing to tune the encoder with, or to evaluate the search by"
+    ]
+    assert len(rows(folder, "index")) == 1 and rows(folder, "ranks") == []
+    assert [line.partition(":")[0] for line in evaluate(Project(folder))] == ["nothing to evaluate"]
 
 
 @pytest.mark.parametrize(

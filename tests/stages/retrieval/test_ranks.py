@@ -6,7 +6,6 @@ import re
 import shutil
 
 import numpy as np
-import pytest
 
 from pipeline import Project
 from pipeline.commands.retrieval.evaluate import evaluate
@@ -62,11 +61,11 @@ def test_ranks_of_pairs_are_among_units_with_pairs(indexed):
     assert {row["candidates"] for row in rows(indexed, "ranks", overrides)} <= {len(used), len(used) - 1}
 
 
-def test_a_project_without_held_out_pairs_is_one_line(tmp_path):
+def test_a_project_without_held_out_pairs_has_no_ranks_and_the_evaluation_says_why(tmp_path):
     folder = make(tmp_path / "project", "[pairs]\ntest = 0.0\nvalid = 0.0\n")
-    run(folder, "sources", "units", "pairs", "tokens", "vectors")
-    with pytest.raises(ValueError, match="no pair is in valid or test, so there is nothing to rank"):
-        run(folder, "ranks")
+    run(folder, "sources", "units", "pairs", "tokens", "vectors", "ranks")
+    assert rows(folder, "ranks") == []
+    assert "pairs.test" in " ".join(evaluate(Project(folder)))
 
 
 def test_the_report_has_every_search_with_intervals_differences_and_quartiles(indexed):

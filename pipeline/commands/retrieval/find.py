@@ -1,0 +1,117 @@
+"""`latentmill find`: searches a folder of source code by meaning, without a project. A project of its own in the user's
+cache folder holds the tables; before every answer its stages take up what has changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import click
+
+from pipeline.terminal import hashing_of
+
+if TYPE_CHECKING:
+    from pipeline.project.project import Project
+    from stages.retrieval.index import Answer, Mode
+
+STAGES = ("sources", "units", "pairs", "tokens", "vectors", "index")
+BUSY = 600.0  # seconds that one search of a folder waits for another that takes up its changes
+SNIPPET = 5  # lines of a unit that are shown
+
+
+@click.command("find")
+@click.argument("query")
+@click.argument("folder", default=".", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--semantic", "mode", flag_value="semantic", help="By meaning: the vectors of the encoder.")
+@click.option("--lexical", "mode", flag_value="lexical", help="By words: full-text search; loads no model.")
+@click.option("--hybrid", "mode", flag_value="hybrid", default=True, help="By both (the default).")
+@click.option("--limit", "-n", default=5, show_default=True, type=click.IntRange(1, 1000), help="Answers to show at most.")
+@click.option("--path", "pattern", default="", help='Only files whose path in FOLDER matches, such as "tests/*".')
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def command(query: str, folder: Path, mode: str, limit: int, pattern: str, as_json: bool) -> None:
+    """Find code by meaning in FOLDER, by default the current one. No project is needed: what was read is kept in the
+    cache folder, and changed files are read again first. Files that git ignores are left out.
+    """
+    from pipeline.commands.retrieval.search import Session
+    from pipeline.store.lock import locked
+
+    if not query.strip():
+        raise ValueError('find needs a query, such as: latentmill find "read a file line by line"')
+    project = open_project(folder.resolve())
+    with hashing_of("find"), locked(project.path / "find.lock", BUSY):
+        for line in refresh(project):
+            click.echo(line, err=True)
+        session = Session(project, cast("Mode", mode))
+        root = session.searcher.rows[0]["path"].partition("/")[0]
+        answers = session.searcher.search(query, session.mode, limit, f"{root}/{pattern}" if pattern else "")
+    if as_json:
+        click.echo(json.dumps({"query": query, "mode": mode, "results": [as_dict(each) for each in answers]}, ensure_ascii=False))
+        return
+    click.echo("\n".join(line for each in answers for line in as_text(each)) or "nothing found")
+
+
+def open_project(root: Path) -> Project:
+    """The project of the source folder `root` in the cache folder, made if there is none."""
+    from pipeline.commands.retrieval import project_toml
+    from pipeline.project.config import FILE
+    from pipeline.project.project import Project
+    from stages.hashing import text_sha256
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "latentmill" / "find" / f"{root.name}-{text_sha256(str(root))[:12]}"
+    text = project_toml({"code": str(root), "family": "retriever-micro"})
+    if not (folder / FILE).is_file() or (folder / FILE).read_text(encoding="utf-8") != text:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE).write_text(text, encoding="utf-8")
+    return Project(folder)
+
+
+def refresh(project: Project) -> Iterator[str]:
+    """Bring the index up to date, and tell what was read and encoded, if anything was. ValueError if there is no source code."""
+    from pipeline.runner import run
+    from pipeline.terminal import console_for
+    from schemas.retrieval import SOURCES
+
+    began, made, changed = time.monotonic(), {}, False
+    for name in STAGES:
+        project.refresh()
+        with console_for(name, sys.stderr.isatty()) as console:
+            outcome = run(project, name, console)
+        made[name], changed = outcome.written, changed or not outcome.up_to_date
+        if name == "sources" and not any(reason is None for reason in project.rows(SOURCES, "find")["skipped"].to_pylist()):
+            raise ValueError(f"{project.config.sections['sources'].roots[0]} holds no source file that can be searched")
+    project.refresh()
+    if changed:
+        seconds = time.monotonic() - began
+        yield f"the folder has changed: {made['sources']} files read, {made['vectors']} functions encoded; {seconds:.1f} s"
+
+
+def place(answer: Answer) -> str:
+    """Of the unit's file, relative to the current folder if it lies below it."""
+    file = Path(answer.row["file"])
+    return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)
+
+
+def snippet(answer: Answer) -> list[str]:
+    lines = Path(answer.row["file"]).read_text(encoding="utf-8-sig").split("\n")
+    first, last = answer.row["first_line"], answer.row["last_line"]
+    return lines[first - 1 : min(last, first - 1 + SNIPPET)]
+
+
+def as_dict(answer: Answer) -> dict[str, object]:
+    row = {name: answer.row[name] for name in ("qualified_name", "first_line", "last_line", "signature")}
+    scores = {"score": answer.score, "semantic": answer.semantic, "lexical": answer.lexical}
+    return {"path": place(answer), **row, **scores, "snippet": "\n".join(snippet(answer))}
+
+
+def as_text(answer: Answer) -> Iterator[str]:
+    row = answer.row
+    yield click.style(f"{place(answer)}:{row['first_line']}", bold=True) + f"  {row['qualified_name']}  {answer.score:.2f}"
+    yield from (f"    {line}" for line in snippet(answer))
+    yield ""

@@ -1,0 +1,71 @@
+"""`latentmill find` in folders of source code without a project."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline.commands.retrieval.find import command
+
+# No file has a docstring or a comment; one is in the middle of an edit.
+CODE = {
+    "read.go": "package a\n\nfunc ReadConfig(path string) []byte {\n\tfile, err := Open(path)\n\treturn ReadAll(file)\n}\n",
+    "sum.rs": "fn sum_prices(items: &[Item]) -> u32 {\n    let mut n = 0;\n    for i in items { n += i.price; }\n    n\n}\n",
+    "list.c": "struct node *reverse_list(struct node *head) {\n  node *before = 0;\n  while (head) swap(&head, &before);\n}\n",
+    "Mail.kt": "fun sendMail(address: String, text: String) {\n    val server = connect(address)\n    server.deliver(text)\n}\n",
+    "draw.swift": "func drawCircle(radius: Double) {\n    let path = Path(radius)\n    path.stroke()\n}\n",
+    "backup.sh": 'backup() {\n  tar czf "$1.tar.gz" "$1"\n  scp "$1.tar.gz" host:\n}\n',
+    "broken.py": "def parse_date(text):\n    day, month = text.split(\n\ndef parse_time(text):\n    return text.split(':')\n",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "code").mkdir()
+    for name, text in CODE.items():
+        (tmp_path / "code" / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "code"
+
+
+def find(*words: str) -> tuple[list[str], str]:
+    """The paths of the answers, best first, and what was said besides."""
+    done = CliRunner().invoke(command, [*words, "--json"], catch_exceptions=False)
+    return [each["path"] for each in json.loads(done.stdout)["results"]], done.stderr
+
+
+def test_code_in_seven_languages_without_a_docstring_is_found_where_it_stands(folder):
+    asked = {
+        "read a configuration file": "read.go",
+        "add up the prices": "sum.rs",
+        "reverse a linked list": "list.c",
+        "send an email": "Mail.kt",
+        "draw a circle": "draw.swift",
+        "copy a tar archive to the host": "backup.sh",
+        "parse a date": "broken.py",
+    }
+    assert {query: find(query, "code")[0][0] for query in asked} == {query: f"code/{name}" for query, name in asked.items()}
+
+
+def test_every_answer_is_of_the_files_as_they_are_now(folder):
+    assert "7 files read" in find("send an email", "code")[1]
+    assert find("send an email", "code")[1] == ""  # nothing has changed
+    (folder / "Mail.kt").rename(folder / "Post.kt")
+    (folder / "draw.swift").unlink()
+    (folder / "web.py").write_text("def download_page(url):\n    answer = get(url)\n    return answer.text\n")
+    paths, said = find("send an email", "code", "--limit", "99")
+    assert paths[0] == "code/Post.kt" and not {"code/Mail.kt", "code/draw.swift"} & set(paths) and "2 files read" in said
+    assert find("download a page", "code", "--path", "*.py") == (["code/web.py", "code/broken.py"], "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [((" ", "code"), "find needs a query, such as"), (("x", "cache"), "holds no source file that")]
+)
+def test_a_mistake_is_one_line(folder, words, message):
+    (folder.parent / "cache").mkdir()
+    with pytest.raises(ValueError, match=message):
+        find(*words)
