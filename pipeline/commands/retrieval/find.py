@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 STAGES = ("sources", "units", "pairs", "tokens", "vectors", "index")
 BUSY = 600.0  # seconds that one search of a folder waits for another that takes up its changes
+MARK = "complete"  # a file beside project.toml
 SNIPPET = 5  # lines of a unit that are shown
 
 
@@ -75,18 +76,29 @@ def open_project(root: Path) -> Project:
 def refresh(project: Project) -> Iterator[str]:
     """Bring the index up to date, and tell what was read and encoded, if anything was. ValueError if there is no source code."""
     from pipeline.runner import run
+    from pipeline.store.disk import sync
     from pipeline.terminal import console_for
-    from schemas.retrieval import SOURCES
+    from schemas.retrieval import INDEX, SOURCES
 
     began, made, changed = time.monotonic(), {}, False
+    # The recipe of an index that is complete for the files of `sources`. It is deleted before `sources` can change.
+    mark = project.path / MARK
+    known = mark.read_text(encoding="utf-8") if mark.is_file() else ""
+    mark.unlink(missing_ok=True)
+    sync(project.path)
     for name in STAGES:
         project.refresh()
         with console_for(name, sys.stderr.isatty()) as console:
             outcome = run(project, name, console)
         made[name], changed = outcome.written, changed or not outcome.up_to_date
-        if name == "sources" and not any(reason is None for reason in project.rows(SOURCES, "find")["skipped"].to_pylist()):
-            raise ValueError(f"{project.config.sections['sources'].roots[0]} holds no source file that can be searched")
+        if name == "sources":
+            index = project.current(INDEX.name)
+            if not changed and index.exists and index.folder.name == known:
+                break
+            if not any(reason is None for reason in project.rows(SOURCES, "find")["skipped"].to_pylist()):
+                raise ValueError(f"{project.config.sections['sources'].roots[0]} holds no source file that can be searched")
     project.refresh()
+    mark.write_text(project.current(INDEX.name).folder.name, encoding="utf-8")
     if changed:
         seconds = time.monotonic() - began
         yield f"the folder has changed: {made['sources']} files read, {made['vectors']} functions encoded; {seconds:.1f} s"

@@ -1,8 +1,7 @@
-"""Full-text search over the words of units, with LanceDB: BM25 over identifiers that are already split; its sum with MaxSim."""
+"""Full-text search over the words of units, with Lance: BM25 over identifiers that are already split; its sum with MaxSim."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,26 +12,29 @@ import pyarrow as pa
 from stages.retrieval import texts
 
 FOUND = 1000  # documents per query that get a score; the others have 0
-TABLE = "units"
+TABLE = "units.lance"
 
 
 def build(folder: Path, words: Sequence[str]) -> None:
     """`words`: the words of each document, joined by spaces."""
-    from lancedb.index import FTS
+    import lance
 
     rows = pa.table({"number": pa.array(range(len(words)), pa.int64()), "words": pa.array(words, pa.string())})
-    # `FTS` of LanceDB 0.40 does not offer to split identifiers: the words come split.
-    table = _connect(folder).create_table(TABLE, rows)
-    table.create_index("words", config=FTS(base_tokenizer="whitespace", language="English", stem=True, remove_stop_words=False))
+    table = lance.write_dataset(rows, folder / TABLE)
+    # Lance does not offer to split identifiers: the words come split.
+    tokens: dict[str, Any] = {"base_tokenizer": "whitespace", "language": "English", "stem": True, "remove_stop_words": False}
+    table.create_scalar_index("words", "INVERTED", with_position=False, **tokens)
 
 
 class LexicalIndex:
     """An index that `build` wrote. Raises ValueError if there is none, or it has another number of documents."""
 
     def __init__(self, folder: Path, count: int) -> None:
+        import lance
+
         self.count = count
         try:
-            self.table: Any = _connect(folder).open_table(TABLE)
+            self.table: Any = lance.dataset(folder / TABLE)
             rows = self.table.count_rows()
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(
@@ -43,22 +45,15 @@ class LexicalIndex:
 
     def scores(self, query: str) -> np.ndarray:
         """BM25, float32 (documents,), of the best FOUND; 0 for all others."""
-        from lancedb.query import MatchQuery
+        from lance.query import MatchQuery
 
         found = np.zeros(self.count, np.float32)
         if asked := " ".join(texts.words(query)):
-            # Without a `select` of `_score`, Lance prints a warning for every query.
-            search = self.table.search(MatchQuery(asked, "words"), query_type="fts").select(["number", "_score"])
-            rows = search.limit(FOUND).to_arrow()
+            # Without `_score` among the columns, Lance prints a warning for every query.
+            search = {"full_text_query": MatchQuery(asked, "words"), "columns": ["number", "_score"], "limit": FOUND}
+            rows = self.table.to_table(**search)
             found[rows["number"].to_numpy()] = rows["_score"].to_numpy()
         return found
-
-
-def _connect(folder: Path) -> Any:
-    os.environ.setdefault("LANCE_LOG", "error")
-    import lancedb
-
-    return lancedb.connect(folder)
 
 
 WEIGHTS = tuple(round(0.05 * n, 2) for n in range(21))  # of the semantic scores, from which the best on valid queries is taken

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from pipeline import runner
 from pipeline.commands.retrieval.find import command
 
 # No file has a docstring or a comment; one is in the middle of an edit.
@@ -60,6 +61,23 @@ def test_every_answer_is_of_the_files_as_they_are_now(folder):
     paths, said = find("send an email", "code", "--limit", "99")
     assert paths[0] == "code/Post.kt" and not {"code/Mail.kt", "code/draw.swift"} & set(paths) and "2 files read" in said
     assert find("download a page", "code", "--path", "*.py") == (["code/web.py", "code/broken.py"], "")
+
+
+def test_what_a_killed_search_had_begun_to_take_up_is_in_the_next_answer(folder, monkeypatch):
+    find("send an email", "code")
+    (folder / "web.py").write_text("def download_page(url):\n    answer = get(url)\n    return answer.text\n")
+    run = runner.run
+
+    def killed(project, name, console):
+        if name == "units":
+            raise RuntimeError
+        return run(project, name, console)
+
+    monkeypatch.setattr(runner, "run", killed)
+    with pytest.raises(RuntimeError):
+        find("download a page", "code")
+    monkeypatch.setattr(runner, "run", run)
+    assert find("download a page", "code")[0][0] == "code/web.py"
 
 
 @pytest.mark.parametrize(
