@@ -169,7 +169,7 @@ def exit_code(command: Callable[[], Any]) -> int:
         click.echo(str(stop), err=True)
         return STOPPED
     except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted; committed rows are kept. Run the same command to go on.", err=True)
+        click.echo("interrupted; what was saved is kept. Run the same command to go on.", err=True)
         return STOPPED
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         # MLX raises a RuntimeError for errors of the device; any other one is a bug.

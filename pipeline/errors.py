@@ -2,7 +2,7 @@
 
 
 class Stopped(Exception):  # noqa: N818  (not an error: the user asked for it)
-    """The user interrupted a run. The message says how many rows are kept and how to go on."""
+    """The user interrupted a run. The message says how much is saved and how to go on."""
 
 
 class NotBuilt(ValueError):  # noqa: N818  (a state that the user can change, described in one line)

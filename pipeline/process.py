@@ -30,8 +30,8 @@ def interruptible(say: Callable[[str], None] = lambda line: None) -> Iterator[th
     """Yield an event that the first signal sets (only in the main thread); a second raises KeyboardInterrupt.
 
     The way of Ctrl-C: this event is `run.report.stop()` of the stage, which ends after its batch; runner.commit stores what was
-    yielded; runner.run raises Stopped with "NAME: stopped; N new rows are kept, M are still to do", and cli.exit_code prints
-    that line and gives 130. A second signal ends in "interrupted; committed rows are kept".
+    yielded; runner.run raises Stopped with "NAME: stopped; N crops done and saved, M to do", and cli.exit_code prints
+    that line and gives 130. A second signal ends in "interrupted; what was saved is kept".
     """
     stop = threading.Event()
 

@@ -19,7 +19,7 @@ from pipeline import ranks
 from pipeline.errors import Stopped
 from pipeline.process import interruptible, peak_mlx, peak_rss, version
 from pipeline.project import runs
-from pipeline.project.outlook import announcement
+from pipeline.project.outlook import amount, announcement, counted
 from pipeline.project.project import Project
 from pipeline.project.recipe import recipe_id
 from pipeline.store.rows import matches, missing
@@ -47,7 +47,7 @@ class Outcome:
     peak_rss: int = 0  # largest resident size of the process, bytes
     peak_mlx: int = 0  # largest active memory of MLX, bytes; 0 if MLX was not loaded
     left: int = 0  # rows still to compute, if the stage ended early of its own accord
-    reason: str = ""  # why it ended early
+    reason: str = ""  # why it ended early, and what is saved, as a sentence
 
     @property
     def up_to_date(self) -> bool:
@@ -89,7 +89,8 @@ def run(
         count = run.output.pending.num_rows
         if runs.trains(stage.writes) and (count or run_name):
             runs.begin(project, name, software(), run_name)
-        for line in [*notes, *filter(None, [announcement(project, name, count) if count else ""])]:
+        to_do = amount(stage, counted(stage, run.output.pending))
+        for line in [*notes, *filter(None, [announcement(project, name, count, to_do) if count else ""])]:
             console.say(line)
         published = folder.rows().select(wanted.column_names) if folder.exists else wanted.slice(0, 0)
         commit(compute(run) if compute else computed(project, stage, run), stage, writer, meter, committed)
@@ -99,15 +100,18 @@ def run(
             run.output.stored = writer.stored
         if missing(wanted, writer.stored).num_rows:
             wanted = stage.wants(run)  # fewer rows now, if early stopping has ended a training run
-        written, left = writer.rows_written, missing(wanted, writer.stored).num_rows
+        absent = missing(wanted, writer.stored)
+        written, left, undone = writer.rows_written, absent.num_rows, counted(stage, absent)
+        done = max(0, counted(stage, run.output.pending) - undone)
+        saved = f"{amount(stage, done)} done and saved, {undone} to do. Run the same command to go on."
         if left and stop.is_set():
-            raise Stopped(f"{name}: stopped; {written} new rows are kept, {left} are still to do. Run the same command to go on.")
+            raise Stopped(f"{name}: stopped; {saved}")
         assert not left or reasons, f"{name}: {left} rows that the stage wants were never yielded"
         # A meter resets the peak that MLX records.
         peak = max(peak_mlx(), meter.peak) if meter else peak_mlx()
         outcome = Outcome(name, written, 0, wanted.num_rows, time.monotonic() - began, peak_rss(), peak)
         if left:
-            outcome.left, outcome.reason = left, reasons[-1]
+            outcome.left, outcome.reason = left, f"{reasons[-1]}; {saved}"
         else:
             outcome.removed = missing(published, wanted).num_rows
         # A run that had nothing to do leaves the facts of the last one that had.

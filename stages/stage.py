@@ -52,6 +52,7 @@ class Stage:
     divisible: bool = True  # pending rows may be divided among work units in different processes
     version: int = 1  # raised when the code starts to mean something else: another recipe, so another table
     result: str = ""  # the artifact that a user came for, if there is one
+    unit: str = "row"  # for the user, what a row is; a stage that trains counts steps
 
     @property
     def name(self) -> str:

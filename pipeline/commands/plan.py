@@ -18,22 +18,23 @@ PLANS = "Plan whole computes no block twice, plan blocks every block; a number: 
 
 
 @click.command("plan")
-@click.option("--memory", "gigabytes", type=float, help="Memory that a stage may take, in GB.  [default: this machine's]")
+@click.option("--memory", "gigabytes", type=float, help="Memory to use, in GB.  [default: what this machine has to give]")
+@click.option("--verbose", is_flag=True, help="Show rows and how each stage computes too.")
 @with_project
-def command(project: Project, gigabytes: float | None) -> int:
-    """Show what each stage will need: rows, disk, memory, time. Memory and disk are computed from shapes, without
+def command(project: Project, gigabytes: float | None, verbose: bool) -> int:
+    """Show what each stage will need: what is to do, time, memory, disk. Memory and disk are computed from shapes, without
     loading a model. Time is computed from the speed of the last run. The exit code is 2 if a stage does not fit into
     memory, else 0.
     """
     if gigabytes is not None and gigabytes <= 0:
         raise ValueError(f"--memory must be > 0 GB, got {gigabytes:g}")
-    lines, fits = report(project, None if gigabytes is None else int(gigabytes * 1e9))
+    lines, fits = report(project, None if gigabytes is None else int(gigabytes * 1e9), verbose)
     for line in lines:
         click.echo(fold(line))
     return 0 if fits else 2
 
 
-def report(project: Project, budget: int | None = None) -> tuple[list[str], bool]:
+def report(project: Project, budget: int | None = None, verbose: bool = False) -> tuple[list[str], bool]:
     """The lines, and whether every stage fits into `budget` bytes (None: what this machine has)."""
     from pipeline.project.outlook import downloads, need, outlook
     from stages.memory import PROGRAM_BYTES, refusal
@@ -41,9 +42,11 @@ def report(project: Project, budget: int | None = None) -> tuple[list[str], bool
     seen = outlook(project, budget)
     needs = [need(project, name, seen) for name in project.stage_names]
     family = f"family {project.family.name}, " if project.pipeline.families else ""
-    lines = [f"{project.name}: {family}a stage may take {format_bytes(seen.budget)} of memory"]
-    names = ("stage", "rows", "to do", "disk", "memory", "time", "how")
-    lines += format_table(names, [row(each) for each in needs], right=("rows", "to do", "disk", "memory", "time")).splitlines()
+    lines = [f"{project.name}: {family}{format_bytes(seen.budget)} of memory to use"]
+    rows = [row(each, verbose) for each in needs]
+    names = [name for name in NAMES if any(found.get(name) for found in rows)]
+    cells = [[found.get(name) for name in names] for found in rows]
+    lines += format_table(names, cells, right=("rows", "to do", "disk", "memory", "time")).splitlines()
     absent = downloads(project)
     if absent:
         parts = ", ".join(f"{name} {format_bytes(size)}" if size else name for name, size in absent.items())
@@ -57,23 +60,25 @@ def report(project: Project, budget: int | None = None) -> tuple[list[str], bool
         if each.forecast and each.forecast.peak > seen.budget
     ]
     lines += refused
-    program = format_bytes(PROGRAM_BYTES)
-    lines.append(f"Memory and disk are computed from shapes. Memory is that of arrays; the program takes up to {program} more.")
-    lines.append("Time is at the rate of the last run.")
-    lines.append("A dash: little, or not known before the stages above have run.")
-    if any(each.forecast and each.forecast.plan is not None for each in needs):
+    lines.append("Memory and disk are computed, time is at the speed of the last run.")
+    lines.append("A dash means little, or not known before the stages above have run.")
+    if verbose:
+        lines.append(f"Memory is that of arrays; the program takes up to {format_bytes(PROGRAM_BYTES)} more.")
         lines.append(PLANS)
     return lines, not refused
 
 
-def row(each: Need) -> tuple[str | int | None, ...]:
+NAMES = ("stage", "to do", "time", "memory", "disk", "rows", "how", "note")
+
+
+def row(each: Need, verbose: bool) -> dict[str, str | int | None]:
     found = each.forecast
-    return (
-        each.stage_name,
-        each.wanted,
-        each.missing,
-        None if each.disk is None else format_bytes(each.disk),
-        format_bytes(found.peak) if found and found.peak else None,
-        None if each.seconds is None else format_seconds(each.seconds),
-        each.note or (found.how if found else ""),
-    )
+    shown = {
+        "stage": each.stage_name,
+        "to do": each.to_do or None,
+        "time": None if each.seconds is None else format_seconds(each.seconds),
+        "memory": format_bytes(found.peak) if found and found.peak else None,
+        "disk": None if each.disk is None else format_bytes(each.disk),
+        "note": each.note or None,
+    }
+    return shown | ({"rows": each.wanted, "how": found.how if found else None} if verbose else {})

@@ -82,8 +82,7 @@ def summary(outcome: Outcome) -> str:
     if outcome.up_to_date:
         return f"{outcome.stage_name}: up to date, {outcome.rows} rows"
     if outcome.left:
-        kept = f"{outcome.stage_name}: {outcome.reason}; {outcome.written} new rows are kept, {outcome.left} are still to do"
-        return f"{kept}. Run the same command to go on."
+        return f"{outcome.stage_name}: {outcome.reason}"
     parts = [f"{outcome.written} rows written"]
     parts += [f"{outcome.removed} rows no longer wanted"] if outcome.removed else []
     parts += [f"{outcome.rows} in all", format_seconds(outcome.seconds), f"peak memory {format_bytes(outcome.peak_rss)}"]

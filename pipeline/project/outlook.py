@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.errors import NotBuilt
+from pipeline.project import runs
 from pipeline.project.weights import NotFetched
 from stages.memory import GB, PROGRAM_BYTES, Forecast, Outlook, refusal
 from stages.pipelines import Weights
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from pipeline.project.project import Project
     from schemas.table import TableSchema
+    from stages.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Need:
     stage_name: str
     wanted: int | None = None  # rows that its table should have; None: not known yet
     missing: int | None = None  # of these, rows that are not stored
+    to_do: str = ""  # the same for the user, such as "1500 steps"
     forecast: Forecast | None = None  # None: it needs little, or the forecast failed
     note: str = ""  # why the forecast failed, or the stage would
     seconds: float | None = None  # for the missing rows, at the speed of the last run; None: no row missing, or no run
@@ -78,13 +81,15 @@ def need(project: Project, name: str, seen: Outlook) -> Need:
     wanted = found.rows if found else None
     left, overhead = wanted, 0
     stage = project.stage(name)
+    to_do = "" if left is None else amount(stage, project.config.sections[name].steps if runs.trains(stage.writes) else left)
     # Once the stage's inputs are built, its rows are counted instead of forecast.
     try:
         folder = project.current(name)
         stored = folder.rows() if folder.exists else None
         rows = stage.wants(project.open(name, stored=stored))
         wanted = rows.num_rows
-        left = wanted if stored is None else missing(rows, stored).num_rows
+        absent = rows if stored is None else missing(rows, stored)
+        left, to_do = absent.num_rows, amount(stage, counted(stage, absent))
         if stage.writes.tensors and found:
             overhead = overhead_bytes(stage.writes, rows, found.row_bytes * rows.num_rows)
     except (NotBuilt, NotFetched):
@@ -95,11 +100,26 @@ def need(project: Project, name: str, seen: Outlook) -> Need:
     run = last.manifest().get("facts", {}).get("run", {}) if last.exists else {}
     written = run.get("rows_written", 0)
     seconds = left * run["seconds"] / written if left and written else None
-    return Need(name, wanted, left, found, note, seconds, overhead)
+    return Need(name, wanted, left, to_do, found, note, seconds, overhead)
 
 
-def announcement(project: Project, name: str, rows: int) -> str:
-    """A line for the user: rows, disk, memory, plan; "" if nothing is forecast. Raises ValueError if memory does not suffice."""
+def counted(stage: Stage, rows: pa.Table) -> int:
+    """Steps of a stage that trains, else rows."""
+    import pyarrow.compute as pc
+
+    if not runs.trains(stage.writes):
+        return int(rows.num_rows)
+    return int(pc.count_distinct(rows.filter(pc.equal(rows["split"], "train"))["step"]).as_py())
+
+
+def amount(stage: Stage, count: int) -> str:
+    """Such as "1 picture" or "1500 steps"."""
+    unit = "step" if runs.trains(stage.writes) else stage.unit
+    return f"{count} {unit if count == 1 else f'{unit[:-1]}ies' if unit.endswith('y') else f'{unit}s'}"
+
+
+def announcement(project: Project, name: str, rows: int, to_do: str) -> str:
+    """A line for the user: what is to do, disk, memory; "" if nothing is forecast. ValueError if memory does not suffice."""
     seen = outlook(project)
     try:
         found = forecast(project, name, seen)
@@ -115,10 +135,10 @@ def announcement(project: Project, name: str, rows: int) -> str:
     disk = found.row_bytes * rows + found.file_bytes
     size = f", about {disk / 1e6:.3g} MB on disk" if disk else ""
     if not found.peak:
-        return f"{rows} rows to make{size}" if disk else ""
+        return f"{to_do} to do{size}" if disk else ""
     memory = "a worker" if divided else f"of {seen.budget / GB:.3g} GB"
     arrays, program = f"{found.peak / GB:.3g} GB for arrays", f"up to {PROGRAM_BYTES / GB:.2g} GB for the program"
-    return f"{rows} rows to make{size}; estimated peak memory {arrays} {memory}, and {program} ({found.how})"
+    return f"{to_do} to do{size}; estimated peak memory {arrays} {memory}, and {program}"
 
 
 def downloads(project: Project) -> dict[str, int]:

@@ -255,6 +255,7 @@ def _summarise(run: Run[PairsConfig], rows: list[Row]) -> None:
 STAGE = Stage(
     reads=(UNITS,),
     writes=PAIRS,
+    unit="function",
     config=PairsConfig,
     wants=wanted_pairs,
     run=judge_pairs,

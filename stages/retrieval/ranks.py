@@ -205,6 +205,7 @@ def forecast(outlook: Outlook) -> Forecast | None:
 STAGE = Stage(
     reads=(VECTORS, PAIRS, UNITS),
     writes=RANKS,
+    unit="query",
     config=RanksConfig,
     wants=wanted_ranks,
     run=rank_pairs,

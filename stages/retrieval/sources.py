@@ -356,6 +356,7 @@ def _summarise(run: Run[SourcesConfig], rows: list[Row]) -> None:
 STAGE = Stage(
     reads=(),
     writes=SOURCES,
+    unit="file",
     config=SourcesConfig,
     wants=wanted_sources,
     run=examine_sources,

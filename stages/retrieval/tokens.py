@@ -77,6 +77,7 @@ def forecast(outlook: Outlook) -> Forecast:
 STAGE = Stage(
     reads=(UNITS, PAIRS),
     writes=TOKENS,
+    unit="text",
     config=TokensConfig,
     needs=("family", "tokenizer"),
     wants=wanted_tokens,

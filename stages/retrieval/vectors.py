@@ -107,6 +107,7 @@ def forecast(outlook: Outlook) -> Forecast:
 STAGE = Stage(
     reads=(TOKENS, PAIRS),
     writes=VECTORS,
+    unit="text",
     config=VectorsConfig,
     needs=("family", "encoder"),
     optional=(TRAIN,),

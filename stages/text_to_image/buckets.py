@@ -217,6 +217,7 @@ STAGE = Stage(
     reads=(IMAGES,),
     optional=(CHECKS,),
     writes=BUCKETS,
+    unit="crop",
     config=BucketsConfig,
     wants=wanted_buckets,
     run=write_buckets,

@@ -457,6 +457,7 @@ def _captions(run: Run[ChecksConfig], images: dict[str, Row]) -> tuple[list[Row]
 STAGE = Stage(
     reads=(IMAGES, CAPTIONS),
     writes=CHECKS,
+    unit="picture",
     config=ChecksConfig,
     needs=("image_folder",),
     wants=wanted_checks,

@@ -260,6 +260,7 @@ def finish_descriptions(run: Run[DescriptionsConfig]) -> Iterator[pa.RecordBatch
 STAGE = Stage(
     reads=(IMAGES,),
     writes=DESCRIPTIONS,
+    unit="picture",
     config=DescriptionsConfig,
     needs=("image_folder",),
     wants=wanted_descriptions,

@@ -360,6 +360,7 @@ def forecast(outlook: Outlook) -> Forecast:
 STAGE = Stage(
     reads=(BUCKETS, IMAGES),
     writes=LATENTS,
+    unit="crop",
     config=LatentsConfig,
     needs=("image_folder", "family", "autoencoder"),
     wants=wanted_latents,

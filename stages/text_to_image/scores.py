@@ -232,6 +232,7 @@ def opened_files(run: Run[ScoresConfig]) -> Iterator[Path]:
 STAGE = Stage(
     reads=(SAMPLES, IMAGES, CAPTIONS),
     writes=SCORES,
+    unit="picture",
     config=ScoresConfig,
     needs=("image_folder",),
     wants=wanted_scores,

@@ -117,7 +117,7 @@ def test_a_driver_that_is_killed_or_interrupted_is_continued_by_the_next_run(num
     out, err = process.communicate(timeout=projects.HANG)
     assert process.returncode == code and "Traceback" not in err, (out, err)
     if number == signal.SIGINT:
-        assert "new rows are kept" in err and not workers(), "its workers have ended"
+        assert "done and saved" in err and not workers(), "its workers have ended"
     said = projects.latentmill_process(tmp_path, "run", "waits", "--only")
     written = int(re.findall(r"(\d+) rows written, 120 in all", said)[0])
     assert 0 < written < 120

@@ -190,7 +190,7 @@ def test_a_signal_ends_the_chain_after_the_item_that_the_running_stage_computes(
         process.send_signal(number)
     _, said = process.communicate(timeout=projects.HANG)
     assert process.returncode == 130, said
-    assert "rows are kept" in said and "Traceback" not in said and not Project(folder).current("samples").exists
+    assert "done and saved" in said and "Traceback" not in said and not Project(folder).current("samples").exists
 
 
 def test_a_chain_and_the_ranks_of_a_launch_keep_the_settings_and_the_chosen_run(built, monkeypatch):

@@ -112,6 +112,7 @@ def _row(unit: Unit, source: Row, max_characters: int) -> Row:
 STAGE = Stage(
     reads=(SOURCES,),
     writes=UNITS,
+    unit="function",
     config=UnitsConfig,
     wants=wanted_units,
     run=parse_units,

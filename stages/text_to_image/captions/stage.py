@@ -511,6 +511,7 @@ STAGE = Stage(
     reads=(IMAGES,),
     optional=(DESCRIPTIONS,),
     writes=CAPTIONS,
+    unit="caption",
     config=CaptionsConfig,
     needs=("image_folder",),
     wants=wanted_captions,

@@ -111,6 +111,7 @@ def _row(caption_id: str, embedding: Embedding, stored: str, states: int) -> Row
 STAGE = Stage(
     reads=(CAPTIONS,),
     writes=EMBEDDINGS,
+    unit="text",
     config=EmbeddingsConfig,
     needs=("family", "text_encoder", "tokenizer"),
     wants=wanted_embeddings,

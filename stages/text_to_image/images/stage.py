@@ -290,6 +290,7 @@ def _file(row: Row) -> tuple[Any, ...]:
 STAGE = Stage(
     reads=(),
     writes=IMAGES,
+    unit="picture",
     config=ImagesConfig,
     needs=("image_folder",),
     wants=wanted_images,

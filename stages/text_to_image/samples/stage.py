@@ -195,6 +195,7 @@ def chosen_checkpoints(chosen: str | tuple[int, ...], folder: Path) -> list[Chec
 STAGE = Stage(
     reads=(TRAIN, CAPTIONS, EMBEDDINGS),
     writes=SAMPLES,
+    unit="preview",
     config=SamplesConfig,
     needs=("family", "transformer", "autoencoder"),
     wants=wanted_samples,

@@ -180,7 +180,7 @@ class ImageTask:
         line = f"{len(crops)} crops of {len(images)} images in {len(shapes)} shapes"
         line += f", mean batch {order.batch_size}, {order.per_epoch:.4g} batches per epoch"
         if order.sharing:
-            line += f"; {len(order.sharing)} shapes share batches, because one has fewer crops than a batch"
+            line += f"; batches mix {len(order.sharing)} sizes, because there are fewer pictures of each than a batch has"
         if sum(crop.rate > 0 for crop in crops) < order.batch_size:
             line += "; crops repeat within a batch, because there are fewer than a batch has"
         if held:

@@ -41,6 +41,19 @@ def test_the_plan_of_a_new_project_needs_no_weights_and_fits_80_columns(tmp_path
     assert not (tmp_path / "tables").exists()
 
 
+def test_the_plan_counts_steps_and_pictures_and_the_words_of_the_program_are_in_verbose_only(tmp_path):
+    project = klein(tmp_path, "[train]\nbatch_size = 4\n")
+    projects.add_image(tmp_path, "a.png", 1)
+    plain, verbose = (report(project, int(30e9), each)[0] for each in (False, True))
+    assert plain[0] == f"{tmp_path.name}: family klein-base-4b, 30 GB of memory to use"
+    assert plain[1].split() == ["stage", "to", "do", "memory", "disk"]  # no column that is empty
+    shown = {line.split()[0]: line for line in plain}
+    assert "1 picture " in shown["images"] and "1500 steps " in shown["train"] and "6000" not in shown["train"]
+    assert plain[-2:] == verbose[-4:-2] and all(line.endswith(".") for line in plain[-2:])
+    told = "\n".join(verbose)
+    assert "16 bits" not in "\n".join(plain) and "16 bits, 1024 x 1024 px" in told and "6000" in told and "no block twice" in told
+
+
 @pytest.mark.parametrize(("name", "parameters"), [("klein-base-4b", 3_875_544_576), ("klein-base-9b", 9_078_581_248)])
 def test_a_download_is_the_size_of_the_released_weights(name, parameters):
     family = FAMILIES[name]
@@ -83,7 +96,7 @@ def test_a_stage_says_what_it_needs_before_its_first_row_and_nothing_when_it_is_
     console = projects.Silent()
     projects.build(folder, "images", "captions", "buckets", "latents", console=console)
     (line,) = [line for line in console.lines if "estimated peak memory" in line]
-    assert line.startswith("4 rows to make, about ") and "for arrays of " in line and "GB for the program (" in line
+    assert line.startswith("4 crops to do, about ") and "for arrays of " in line and "GB for the program" in line
     again = projects.Silent()
     projects.build(folder, "latents", console=again)
     assert not any("estimated peak" in line for line in again.lines)
@@ -118,12 +131,12 @@ def test_a_stage_that_cannot_fit_is_refused_before_its_weights_are_loaded(tmp_pa
     projects.build(folder, "images", "captions", "buckets")
     monkeypatch.setattr(device, "device_bytes", lambda: 1000)
     with pytest.raises(ValueError, match=r"latents needs about .* GB of memory, more than the .* that it may take: "):
-        announcement(Project(folder), "latents", 4)
+        announcement(Project(folder), "latents", 4, "4 crops")
 
 
 def test_plan_and_doctor_fit_a_terminal_of_80_columns_and_need_no_weights(tmp_path):
     folder = klein(tmp_path / "p").path
-    for arguments in (["plan", "--memory", "7", "--project", str(folder)], ["doctor"]):
+    for arguments in (["plan", "--verbose", "--memory", "7", "--project", str(folder)], ["doctor"]):
         code, text = in_terminal(arguments)
         lines = text.splitlines()
         assert code == (2 if arguments[0] == "plan" else 0) and len(lines) > 8, text

@@ -101,11 +101,11 @@ def test_disk_is_forecast_within_two_percent_of_what_the_tables_take(tokenised: 
 
 def test_the_plan_of_a_retriever_needs_neither_weights_nor_tables(tmp_path: Path) -> None:
     (tmp_path / "project.toml").write_text('[project]\npipeline = "retrieval"\nfamily = "xtr-base-en"\n')
-    lines, fits = report(Project(tmp_path), int(60e9))
+    lines, fits = report(Project(tmp_path), int(60e9), verbose=True)
     rows = {line.split()[0]: line for line in lines}
     assert fits and "plan whole, 64 pairs" in rows["train"] and "at most 256 tokens" in rows["vectors"]
     assert "source folder" in rows["sources"] and "does not exist" in rows["sources"]
-    assert all(rows[name].split()[1:] == ["-"] * 5 for name in ("units", "pairs", "negatives", "index", "ranks"))
+    assert all(set(rows[name].split()[1:]) == {"-"} for name in ("units", "pairs", "negatives", "index", "ranks"))
 
 
 def test_what_cannot_fit_is_refused_and_the_named_settings_do_fit(tmp_path: Path) -> None:
@@ -126,4 +126,4 @@ def refuse(project: Project) -> None:
     """Announce the stage vectors on a machine with 0.45 GB."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stages.tuner.blockwise.device.memory_budget", lambda limit_gb=None: int(0.45e9))
-        announcement(project, "vectors", 10)
+        announcement(project, "vectors", 10, "10 texts")

@@ -17,7 +17,7 @@ def test_training_in_segments_ends_with_the_table_of_an_unbroken_run(tmp_path, t
     assert (first.written, first.left) == (4, 2)
     assert not first.up_to_date
     assert summary(first) == (
-        "train: stopped after 4 steps, as [train] stop_after_steps says; 4 new rows are kept, 2 are still to do. "
+        "train: stopped after 4 steps, as [train] stop_after_steps says; 4 steps done and saved, 2 to do. "
         "Run the same command to go on."
     )
     said = projects.latentmill(folder, "run", "train", "--only")

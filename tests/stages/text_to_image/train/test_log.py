@@ -28,7 +28,7 @@ def test_a_run_prints_its_mean_batch_and_which_crops_repeat_or_share_batches(tra
     cases = {
         "4 crops of 4 images in 1 shapes, mean batch 4, 1 batches per epoch": ((64, 64),) * 4,
         "4 crops of 4 images in 2 shapes, mean batch 4, 1 batches per epoch; "
-        "2 shapes share batches, because one has fewer crops than a batch": ((64, 64),) * 3 + ((96, 64),),
+        "batches mix 2 sizes, because there are fewer pictures of each than a batch has": ((64, 64),) * 3 + ((96, 64),),
         "3 crops of 3 images in 1 shapes, mean batch 4, 0.75 batches per epoch; "
         "crops repeat within a batch, because there are fewer than a batch has": ((64, 64),) * 3,
     }
