@@ -209,6 +209,13 @@ class Searcher:
             for place in best
         ]
 
+    def related(self, place: int, limit: int) -> list[Answer]:
+        """The units most like that at `place`, by its stored vectors; itself left out."""
+        scores = self.matrix.scores([self.matrix.document(place)])[0]
+        order = np.argsort(-scores, kind="stable")
+        best = [other for other in order.tolist() if other != place][:limit]
+        return [Answer(self.rows[other], other, float(scores[other]), semantic=float(scores[other])) for other in best]
+
     def explain(self, answer: Answer, query_tokens: list[str], document_tokens: list[str]) -> list[tuple[str, str, float]]:
         """(query token, best document token, product) of the last search with the encoder; texts in the order of the vectors."""
         document = self.matrix.document(answer.place)

@@ -48,6 +48,7 @@ TEMPLATE = Template(
 OWN = Own(
     commands={
         "find": f"{HERE}.find:command",
+        "mcp": f"{HERE}.mcp:command",
         "search": f"{HERE}.search:command",
         "evaluate": f"{HERE}.evaluate:command",
         "export": f"{HERE}.export:command",
