@@ -26,6 +26,7 @@ from stages.settings import Section, runtime, selects, setting
 from stages.stage import Stage
 from stages.text_to_image.imaging import masks, packed
 from stages.text_to_image.imaging.decode import (
+    BACKGROUND,
     CEILING_BYTES,
     MAX_BYTES,
     ROOM,
@@ -69,7 +70,7 @@ class LatentsConfig(Section):
         "which part of an image is trained on: none: all of it; alpha: its opaque part; file: the white part of a mask file, "
         "cat.mask.png or masks/cat.png for cat.jpg",
     )
-    background: str = setting("#ffffff", "colour behind transparent pixels")
+    background: str = setting(BACKGROUND, "colour behind transparent pixels, also on the page and the sheets of crops")
     precision: Literal["float32", "bfloat16"] = setting(
         "float32", "dtype that the autoencoder computes in; bfloat16 needs half the memory and is less exact"
     )

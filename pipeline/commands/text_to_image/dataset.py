@@ -66,7 +66,7 @@ def write_crops(project: Project, out: Path | None = None) -> list[Path]:
         raise ValueError(f"{out} must be a new folder, but it has files")
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, page in draw_sheets(rows, project.resource("image_folder")):
+    for name, page in draw_sheets(rows, project.resource("image_folder"), project.config.sections["latents"].background):
         page.save(folder / name)
         written.append(folder / name)
     return written

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stages.settings import SEEDS, Section, runtime, selects, setting
+from stages.text_to_image.imaging.decode import BACKGROUND, parse_colour
 from stages.tuner.weights import BITS, Bits
 
 MULTIPLE = 16  # pixels: widths and heights are multiples of this
@@ -41,6 +42,12 @@ class SamplesConfig(Section):
     prompt_references: Mapping[str, tuple[str, ...]] | None = selects(
         None, 'other references for some preview prompts: {"{trigger}, at night" = ["images/control/b.png"]}; []: none'
     )
+    background: str | None = setting(
+        None,
+        "colour behind transparent pixels of references; by default that of [latents]",
+        unrecorded=(None, BACKGROUND),
+        follows="latents.background",
+    )
     steps: int | None = setting(None, "denoising steps; by default the family's number", bounds=(1, 1000))
     guidance: float | None = setting(
         None, "guidance scale, how strongly the prompt is followed; by default the family's value", bounds=(0.0, 100.0)
@@ -67,6 +74,7 @@ class SamplesConfig(Section):
     grid: int = runtime(8, "number of prompts that the grid shows, from the first", bounds=(1, 1000))
 
     def check(self) -> None:
+        parse_colour(self.background or BACKGROUND)
         if isinstance(self.checkpoints, str) and self.checkpoints not in ("all", "last"):
             raise ValueError(f'checkpoints must be "last", "all" or a list of steps like [500, 1000], got "{self.checkpoints}"')
         for name in ("width", "height"):
