@@ -19,7 +19,7 @@ from pipeline import ranks
 from pipeline.errors import Stopped
 from pipeline.process import interruptible, peak_mlx, peak_rss, version
 from pipeline.project import runs
-from pipeline.project.outlook import amount, announcement, counted
+from pipeline.project.outlook import amount, announcement, counted, require_download_room
 from pipeline.project.project import Project
 from pipeline.project.recipe import recipe_id
 from pipeline.store.rows import matches, missing
@@ -66,11 +66,13 @@ def run(
 
     `compute(run)` replaces the stage's `run`. Raises Stopped after an interrupt, ValueError for mistakes of the user.
     """
-    project.fetch = True  # a run downloads the weights that it lacks
     stage = project.stage(name)
     if launched_rank():  # not 0
+        project.fetch = True
         ranks.follow(project, stage)
         return Outcome(name)
+    require_download_room(project, name)
+    project.fetch = True  # a run downloads the weights that it lacks
     runs.check_resumable(project, name)
     folder = project.current(name)
     notes = list(runs.news(project, name)) if runs.trains(stage.writes) else []
@@ -90,7 +92,9 @@ def run(
         if runs.trains(stage.writes) and (count or run_name):
             runs.begin(project, name, software(), run_name)
         to_do = amount(stage, counted(stage, run.output.pending))
-        for line in [*notes, *filter(None, [announcement(project, name, count, to_do) if count else ""])]:
+        needed, disk = announcement(project, name, count, to_do) if count else ("", 0)
+        writer.expect(disk)
+        for line in filter(None, [*notes, needed]):
             console.say(line)
         published = folder.rows().select(wanted.column_names) if folder.exists else wanted.slice(0, 0)
         commit(compute(run) if compute else computed(project, stage, run), stage, writer, meter, committed)

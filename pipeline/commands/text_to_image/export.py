@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from collections import Counter
@@ -15,7 +16,7 @@ import click
 
 from pipeline.commands.adapters import STEP, adapter_of, dtype_option, file_name, which_option
 from pipeline.options import with_project
-from pipeline.store.disk import atomic_folder, atomic_write, delete_abandoned
+from pipeline.store.disk import atomic_folder, atomic_write, delete_abandoned, require_room
 from pipeline.terminal import Say, say_aside, silent
 
 if TYPE_CHECKING:
@@ -187,6 +188,7 @@ def write_arrays(
     if key := adapters.first_not_finite(cast):
         raise ValueError(f"{key} has values too large for {dtype}; export as bfloat16 or float32")
     delete_abandoned(target.parent)
+    require_room(f"the export {target.name}", [(target.parent, sum(value.nbytes for value in cast.values()))])
     with atomic_write(target) as temporary:
         temporary.touch()  # reports a folder that cannot be written as the system does; MLX would not
         mx.save_safetensors(str(temporary), cast, metadata)
@@ -254,6 +256,7 @@ def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype:
     shapes = architecture.transformer_config(base, family).shapes()
     lora.check_fits({name.removesuffix(".weight"): shape for name, shape in shapes.items()}, arrays, scales)
     delete_abandoned(out.parent)
+    require_room(f"the merged model {out.name}", [(out.parent, getattr(mx, dtype).size * sum(map(math.prod, shapes.values())))])
     with atomic_folder(out) as folder:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         pending: dict[str, mx.array] = {}

@@ -84,6 +84,16 @@ def test_ranks_and_alphas_that_differ_by_target_survive_the_export(tmp_path: Pat
     assert np.abs(through_diffusers(transformer, file) - want).max() < 1e-5
 
 
+def test_an_export_that_the_disk_has_no_room_for_is_refused_in_one_line(
+    tmp_path: Path, transformer: Any, monkeypatch: Any
+) -> None:
+    trained(tmp_path / "a.safetensors", transformer, BLOCKS)
+    monkeypatch.setattr("pipeline.store.disk.free_bytes", lambda folder: 1000)
+    with pytest.raises(ValueError, match=r"the export x.safetensors needs about .* kB on .*, and 1 kB are free there: free"):
+        write_adapter(tmp_path / "a.safetensors", TINY, tmp_path / "x.safetensors", "comfyui", dtype="float32", metadata={})
+    assert not (tmp_path / "x.safetensors").exists()
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_an_adapter_on_some_of_q_k_v_leaves_the_others_alone(tmp_path: Path, transformer: Any, style: str) -> None:
     names = ["transformer_blocks.1.attn.to_q", "transformer_blocks.1.attn.to_v", "transformer_blocks.0.attn.add_k_proj"]
