@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -27,6 +28,7 @@ from pipeline.store.table import Writer, link_table
 from pipeline.tracking import tracked
 from pipeline.work import Item
 from stages.run import Report, Run
+from stages.shortage import budget, free_memory, is_shortage
 from stages.stage import Artifact, Stage
 from stages.tuner.launched import launched_rank
 
@@ -97,7 +99,11 @@ def run(
         for line in filter(None, [*notes, needed]):
             console.say(line)
         published = folder.rows().select(wanted.column_names) if folder.exists else wanted.slice(0, 0)
-        commit(compute(run) if compute else computed(project, stage, run), stage, writer, meter, committed)
+        again = partial(commit, stage=stage, writer=writer, meter=meter, committed=committed)
+        if compute or project.config.project.workers != "local" or launched_rank() is not None:
+            again(compute(run) if compute else computed(project, stage, run))
+        else:
+            despite_shortage(stage, run, wanted, writer, again)
         run.output.stored = writer.stored
         if stage.finish:
             commit(stage.finish(run), stage, writer)
@@ -214,6 +220,26 @@ def commit(
         writer.flush()
         if "mlx.core" in sys.modules:
             sys.modules["mlx.core"].clear_cache()
+
+
+def despite_shortage(
+    stage: Stage, run: Run[Any], wanted: pa.Table, writer: Writer, commit: Callable[[Iterator[Item]], None]
+) -> None:
+    """Computes and commits the pending rows. After an allocation failed, the rows that are left, within the memory of then."""
+    granted, written = None, -1
+    while True:
+        try:
+            with budget(granted):
+                return commit(stage.run(run))
+        except RuntimeError as error:
+            if not is_shortage(error) or writer.rows_written == written:
+                raise
+            granted, reason = peak_mlx(), " ".join(str(error).split())
+        free_memory()
+        written = writer.rows_written
+        run.output.stored = writer.stored
+        run.output.pending = pending_rows(stage, run, wanted)
+        run.report.say(f"{stage.name}: not enough memory ({reason}); MLX's cache is freed, and what is left is computed again")
 
 
 def provenance(project: Project, stage_name: str) -> dict[str, str]:
