@@ -27,8 +27,6 @@ from tests import projects
 KINDS = [
     pytest.param(kind, marks=pytest.mark.skipif(find_spec(kind) is None, reason=f"needs the extra {kind}")) for kind in TRACKERS
 ]
-    pytest.param(kind, marks=pytest.mark.skipif(find_spec(kind) is None, reason=f"needs the extra {kind}")) for kind in TRACKERS
-]
 
 
 @pytest.fixture(scope="module")
