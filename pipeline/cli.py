@@ -20,7 +20,7 @@ LONGEST = 1600  # characters of an error's line
 STOPPED = 130  # the shell's code for Ctrl-C
 GENERIC = {
     name: f"pipeline.commands.{name}:command"
-    for name in ("init", "doctor", "plan", "run", "status", "query", "runs", "follow", "verify", "clean", "families")
+    for name in ("init", "doctor", "plan", "run", "status", "query", "runs", "follow", "verify", "clean", "families", "settings")
 } | {
     "launch": "pipeline.commands.run:launch_command",
     "panel": "pipeline.commands.query:panel_command",

@@ -43,9 +43,10 @@ class IndexConfig(Section):
     exact_tokens: int = selects(
         4_000_000,
         "vectors up to which every one is compared; beyond, candidates come from a partitioned index: 0 always uses it",
+        unit="vectors",
         bounds=(0, WHOLE[1]),
     )
-    batch_size: int = runtime(2048, "units per record batch", bounds=COUNT)
+    batch_size: int = runtime(2048, "units per record batch", unit="units", bounds=COUNT)
 
 
 def wanted_index(run: Run[IndexConfig]) -> pa.Table:

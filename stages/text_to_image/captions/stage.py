@@ -84,14 +84,18 @@ class CaptionsConfig(Section):
     shuffle: int = setting(
         0,
         "orders of the parts of a comma list that are trained, each as a caption; 0: as written",
+        unit="orders",
         bounds=(0, 100),
         unrecorded=(0,),
     )
-    keep: int = setting(1, "shuffle: parts at the beginning that stay where they are", bounds=(0, 1000), unrecorded=(1,))
+    keep: int = setting(
+        1, "shuffle: parts at the beginning that stay where they are", unit="parts", bounds=(0, 1000), unrecorded=(1,)
+    )
     weights: tuple[float, ...] = setting(
         (),
         "draws of an image's first, second, ... caption, relative to each other: [3, 1]; the last number is for all further "
         "captions; empty: equally",
+        unit="draws, relative",
         bounds=(1e-3, 1000.0),
         unrecorded=((),),
     )
