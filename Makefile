@@ -123,9 +123,9 @@ ranks: index
 # Looking at a project
 
 ## lint         Show the images with warnings
-lint: checks
+lint: .venv/ready
 ## crops        Draw all crops on contact sheets
-crops: buckets
+crops: .venv/ready
 ## plan         Show what each stage will need: rows, disk, memory, time
 plan: .venv/ready
 ## status       Show what is built, what is missing, and all training runs

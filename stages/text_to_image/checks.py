@@ -354,8 +354,8 @@ def _equal(rows: Sequence[Row]) -> Iterator[Finding]:
     for row in rows:
         words = tuple(re.findall(r"\w+", row["text"].lower()))
         image = row["image_id"]
-        # A template without {caption} gives all images the same text on purpose.
-        if not words or row["source"] == "template":
+        # A template without {caption}, and captions.missing, give images the same text on purpose.
+        if not words or row["source"] in ("template", "config"):
             continue
         # The caption without one of its words, for each word: captions that differ in word n share part n.
         parts = [(n, words[:n] + words[n + 1 :]) for n in range(len(words))] if len(words) >= SHORT else []
@@ -443,6 +443,20 @@ def finish_checks(run: Run[ChecksConfig]) -> Iterator[pa.RecordBatch]:
         whole = (repeated_phrase(captions, trigger, run.config.repeated), imbalance(list(images.values()), run.config.imbalance))
         for line in (*lines(marked), *filter(None, whole)):
             run.report.say(line)
+
+
+def warnings_now(run: Run[ChecksConfig]) -> list[Row]:
+    """Images with warnings about the picture alone, measured again and not stored: while no table `captions` can be made."""
+    folder, images = run.needs["image_folder"], wanted_checks(run).to_pylist()
+    with ThreadPoolExecutor(run.config.workers) as pool:
+        measured = pool.map(lambda row: measure(folder / row["path"]), images)
+        rows = [row | values for row, values in zip(images, measured, strict=True)]
+    paths, found = {row["image_id"]: row["path"] for row in rows}, []
+    for row in mark_near_duplicates(rows, run.config.similarity):
+        if said := picture_warnings(row, run.config):
+            of = paths.get(row["duplicate_of"])
+            found.append(row | {"duplicate_of": of, "warnings": ", ".join(said), "detail": "; ".join(said.values())})
+    return sorted(found, key=lambda row: (row["warnings"], row["path"]))
 
 
 def _captions(run: Run[ChecksConfig], images: dict[str, Row]) -> tuple[list[Row], str]:

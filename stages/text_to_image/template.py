@@ -27,7 +27,7 @@ weights = {weights}  # a folder or a hub id; empty: {source}
 [captions]
 trigger = {trigger}
 template = {template}
-preview_prompts = [{preview}]
+{missing}preview_prompts = [{preview}]
 
 {sections}
 """
@@ -91,6 +91,7 @@ def project_toml(options: Mapping[str, str]) -> str:
         else f"[images]\nfolder = {toml_string(images)}  # only read, never written",
         trigger=toml_string(trigger),
         template=toml_string("{trigger}, {caption}" if trigger else "{caption}"),
+        missing='missing = "trigger"  # what an image without a caption gets\n' if trigger else "",
         preview=toml_string(f"a photo of {trigger}" if trigger else "a photo"),
         source=record.source,
         sections=toml_sections(record, preset_settings(options.get("preset", ""), trigger)),

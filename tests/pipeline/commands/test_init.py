@@ -49,6 +49,7 @@ def test_a_preset_writes_its_settings_with_their_reasons_into_a_project_that_can
         folder = tmp_path / f"{preset}{trigger}"
         new_project(folder, {"images": str(images), "family": "klein-base-4b", "preset": preset, "trigger": trigger})
         text, sections = (folder / "project.toml").read_text(), Project(folder).config.sections
+        assert sections["captions"].missing == ("trigger" if trigger else "error")
         for section, settings in PRESETS[preset].items():
             first, *inner = section.split(".")
             holder = getattr(sections[first], inner[0]) if inner else sections[first]

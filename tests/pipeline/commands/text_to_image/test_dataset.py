@@ -6,6 +6,7 @@ import base64
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from pipeline.page.app import make_app
 from pipeline.page.command import write_report
 from pipeline.page.site import Site
 from pipeline.project.project import Project
+from stages.run import Problems
 from stages.text_to_image.captions.edits import write_edits
 from stages.text_to_image.latents import ImageJob, decode_crops
 from stages.text_to_image.sheets import BLANK, CELL, GAP, LABEL, QUESTION, draw_crop
@@ -77,6 +79,42 @@ def test_lint_brings_the_checks_up_to_date_and_prints_the_images_with_warnings(p
     rows = json.loads(printed[printed.index("[") : printed.rindex("]") + 1])
     assert {row["path"]: row["warnings"] for row in rows}.keys() == {"picture0.png", "picture1.png"}
     assert all("small" in row["warnings"] for row in rows)
+
+
+def test_lint_names_every_mistake_at_once_a_run_stops_at_all_of_them_and_crops_needs_no_captions(tmp_path, tiny_weights):
+    folder = make(tmp_path / "project", tiny_weights, images=5)
+    images = folder / "images"
+    (images / "picture0.txt").write_bytes("schön".encode("latin-1"))
+    (images / "picture1.txt").write_bytes(b"\xff\xfea")
+    (images / "picture2.txt").unlink()
+    (images / "picture3.txt").write_text(" ")
+    (images / "captions.json").write_text("{")
+    (images / "broken.png").write_bytes(b"\x89PNG")
+    shutil.copy(images / "picture4.png", images / "zcopy.png")
+    printed = latentmill(folder, "lint", code=2)
+    assert f"{images / 'captions.json'}: not valid JSON" in printed
+    assert f"picture0.png: {images / 'picture0.txt'} is not UTF-8: byte 3 is 0xf6; save it as UTF-8" in printed
+    assert '(as Latin-1 it reads "schön")' in printed and "picture1.txt is not UTF-16" in printed
+    assert "broken.png: not used: " in printed and "zcopy.png: not used: " in printed
+    assert "picture4.png: blurred, small: " in printed
+    assert "3 errors, 2 files not used, 5 images with warnings" in printed
+    (images / "captions.json").unlink()
+    for name in ("picture2", "picture3"):  # before, captions.json might have had their captions
+        assert f"{name}.png: no caption: write {name}.txt beside it" in latentmill(folder, "lint", code=2)
+    stopped = [
+        line for line in latentmill(folder, "run", "captions", "--only", code=2).splitlines() if line.startswith("error: ")
+    ]
+    assert [("UTF-8" in line, "UTF-16" in line, "2 of 5 images have no" in line) for line in stopped] == [
+        (True, False, False), (True, True, False), (False, False, True)
+    ]  # fmt: skip
+    assert "picture0.txt" in str(Problems(stopped)) and "; and 2 more: latentmill lint lists them" in str(Problems(stopped))
+    assert "wrote " in latentmill(folder, "crops")
+    for number in range(30):
+        draw(images / f"more{number}.png", 20 + number, (64, 64))
+        (images / f"more{number}.txt").write_bytes(b"\xe9")
+    latentmill(folder, "run", "images", "--only")
+    *_, last = latentmill(folder, "run", "captions", "--only", code=2).splitlines()
+    assert last == "error: and 13 more"
 
 
 def soft(side: int = 160) -> Image.Image:
