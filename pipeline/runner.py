@@ -20,7 +20,7 @@ from pipeline import ranks
 from pipeline.errors import Stopped
 from pipeline.process import interruptible, peak_mlx, peak_rss, version
 from pipeline.project import runs
-from pipeline.project.outlook import amount, announcement, counted, require_download_room
+from pipeline.project.outlook import amount, announcement, counted, require_download_room, require_trainable
 from pipeline.project.project import Project
 from pipeline.project.recipe import recipe_id
 from pipeline.store.rows import matches, missing
@@ -73,6 +73,7 @@ def run(
         project.fetch = True
         ranks.follow(project, stage)
         return Outcome(name)
+    require_trainable(project, name)
     require_download_room(project, name)
     project.fetch = True  # a run downloads the weights that it lacks
     runs.check_resumable(project, name)

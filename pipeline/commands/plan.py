@@ -37,9 +37,10 @@ def command(project: Project, gigabytes: float | None, verbose: bool) -> int:
 
 def report(project: Project, budget: int | None = None, verbose: bool = False) -> tuple[list[str], bool]:
     """The lines, and whether every stage fits into `budget` bytes (None: what this machine has) and on the disk."""
-    from pipeline.project.outlook import download_writes, downloads, need, outlook
+    from pipeline.project.outlook import download_writes, downloads, need, outlook, require_trainable
     from stages.memory import PROGRAM_BYTES, refusal
 
+    require_trainable(project)
     seen = outlook(project, budget)
     needs = [need(project, name, seen) for name in project.stage_names]
     family = f"family {project.family.name}, " if project.pipeline.families else ""

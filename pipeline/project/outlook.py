@@ -192,6 +192,13 @@ def download_writes(project: Project, sizes: Mapping[str, int]) -> list[tuple[Pa
     return found
 
 
+def require_trainable(project: Project, name: str = "") -> None:
+    """Raise ValueError if the stage `name` leads to training, "" for all, and the family is not to be trained on."""
+    for each in project.stage_names if project.pipeline.families else ():
+        if runs.trains(project.stage(each).writes) and name in ("", each, *project.pipeline.upstream(each)):
+            project.family.require_trainable()
+
+
 def require_download_room(project: Project, name: str) -> None:
     """Raise DiskError, before weights are downloaded for a stage, if they and what it writes then do not fit on the disk."""
     lacking = {part: size for part, size in downloads(project).items() if size and part in project.stage(name).needs}

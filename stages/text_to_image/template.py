@@ -82,6 +82,7 @@ PRESETS: Mapping[str, Settings] = {
 def project_toml(options: Mapping[str, str]) -> str:
     """`options`: images, family, weights, trigger, preset. Raises ValueError for an unknown family or preset."""
     record = family_record(options["family"])
+    record.require_trainable()
     trigger, images = options["trigger"], options["images"]
     return TEXT.format(
         family=toml_string(record.name),
