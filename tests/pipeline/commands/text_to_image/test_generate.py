@@ -149,11 +149,11 @@ def test_a_generate_that_is_interrupted_draws_no_picture_twice_and_keeps_what_it
 def test_a_picture_is_committed_as_soon_as_it_is_decoded(built, monkeypatch):
     before = len(rows_of(built))
     save, saved = drawing.save_png, []
-    (folder,) = (built / "tables" / "generated").iterdir()
 
     def fails(path, image, metadata):
         saved.append(path)
         if len(saved) == 2:
+            (folder,) = (built / "tables" / "generated").iterdir()
             assert TableFolder(folder, GENERATED).committed().num_rows == before + 1, "a kill now loses no picture"
             raise KeyboardInterrupt
         save(path, image, metadata)
