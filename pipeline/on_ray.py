@@ -24,12 +24,13 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import ray
 
-from pipeline.process import peak_rss, version
+from pipeline.process import version
 from pipeline.project.config import ProjectConfig
 from pipeline.project.outlook import forecast, outlook
 from pipeline.project.project import Project
 from pipeline.project.stage_run import Kept
 from pipeline.work import Item, divide, perform
+from stages import footprint
 from stages.pipelines import Folder, Resource, Weights
 from stages.run import Report, Run
 from stages.settings import from_home
@@ -370,7 +371,7 @@ class Worker:
                 result.items.append(item)
         except ERRORS as error:
             result.error = error
-        result.peak = peak_rss()
+        result.peak = footprint.peak()
         return result
 
     @_group("control")

@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from stages.shortage import TEXTS
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FILES = 4096  # open files: shards, indices and weights of a large project
 RESTARTED = "LATENTMILL_RESTARTED"  # set in a process that was started again, so that it happens once
@@ -145,16 +143,6 @@ def version(package: str = "latentmill") -> str:
         return ""
 
 
-def peak_rss() -> int:
-    """Peak resident memory of this process so far, bytes."""
-    # ru_maxrss is in bytes on macOS only.
-    if sys.platform == "darwin":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # On Linux, getrusage gives the memory of the parent process if that was larger when it started this one.
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
-
-
 def peak_mlx() -> int:
     """Peak active memory of MLX in this process, bytes, since it was last reset; 0 if MLX was never imported."""
     core = sys.modules.get("mlx.core")
@@ -191,7 +179,7 @@ KINDS = (
         False,
     ),
     (
-        TEXTS,
+        r"insufficient memory|outofmemory|out of memory|\b(malloc|alloc\w*)\b.*\b(fail|bytes|unable|memory)|unable to allocate",
         "not enough memory",
         "`latentmill plan` shows what each stage needs and which settings need less",
         False,

@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -18,17 +17,17 @@ import pyarrow.compute as pc
 
 from pipeline import ranks
 from pipeline.errors import Stopped
-from pipeline.process import interruptible, peak_mlx, peak_rss, version
+from pipeline.process import interruptible, peak_mlx, version
 from pipeline.project import runs
-from pipeline.project.outlook import amount, announcement, counted, require_download_room, require_trainable
+from pipeline.project.outlook import amount, announcement, counted
 from pipeline.project.project import Project
 from pipeline.project.recipe import recipe_id
 from pipeline.store.rows import matches, missing
 from pipeline.store.table import Writer, link_table
 from pipeline.tracking import tracked
 from pipeline.work import Item
+from stages import footprint
 from stages.run import Report, Run
-from stages.shortage import budget, free_memory, is_shortage
 from stages.stage import Artifact, Stage
 from stages.tuner.launched import launched_rank
 
@@ -47,6 +46,7 @@ class Outcome:
     rows: int = 0  # rows that are wanted
     seconds: float = 0.0
     peak_rss: int = 0  # largest resident size of the process, bytes
+    footprint: int = 0  # most memory of the process as the machine counts it, bytes: on a GPU, the GPU's
     peak_mlx: int = 0  # largest active memory of MLX, bytes; 0 if MLX was not loaded
     left: int = 0  # rows still to compute, if the stage ended early of its own accord
     reason: str = ""  # why it ended early, and what is saved, as a sentence
@@ -68,14 +68,11 @@ def run(
 
     `compute(run)` replaces the stage's `run`. Raises Stopped after an interrupt, ValueError for mistakes of the user.
     """
+    project.fetch = True  # a run downloads the weights that it lacks
     stage = project.stage(name)
     if launched_rank():  # not 0
-        project.fetch = True
         ranks.follow(project, stage)
         return Outcome(name)
-    require_trainable(project, name)
-    require_download_room(project, name)
-    project.fetch = True  # a run downloads the weights that it lacks
     runs.check_resumable(project, name)
     folder = project.current(name)
     notes = list(runs.news(project, name)) if runs.trains(stage.writes) else []
@@ -95,16 +92,10 @@ def run(
         if runs.trains(stage.writes) and (count or run_name):
             runs.begin(project, name, software(), run_name)
         to_do = amount(stage, counted(stage, run.output.pending))
-        needed, disk = announcement(project, name, count, to_do) if count else ("", 0)
-        writer.expect(disk)
-        for line in filter(None, [*notes, needed]):
+        for line in [*notes, *filter(None, [announcement(project, name, count, to_do) if count else ""])]:
             console.say(line)
         published = folder.rows().select(wanted.column_names) if folder.exists else wanted.slice(0, 0)
-        again = partial(commit, stage=stage, writer=writer, meter=meter, committed=committed)
-        if compute or project.config.project.workers != "local" or launched_rank() is not None:
-            again(compute(run) if compute else computed(project, stage, run))
-        else:
-            despite_shortage(stage, run, wanted, writer, again)
+        commit(compute(run) if compute else computed(project, stage, run), stage, writer, meter, committed)
         run.output.stored = writer.stored
         if stage.finish:
             commit(stage.finish(run), stage, writer)
@@ -120,13 +111,15 @@ def run(
         assert not left or reasons, f"{name}: {left} rows that the stage wants were never yielded"
         # A meter resets the peak that MLX records.
         peak = max(peak_mlx(), meter.peak) if meter else peak_mlx()
-        outcome = Outcome(name, written, 0, wanted.num_rows, time.monotonic() - began, peak_rss(), peak)
+        sizes = footprint.peak_resident(), footprint.peak(), peak
+        outcome = Outcome(name, written, 0, wanted.num_rows, time.monotonic() - began, *sizes)
         if left:
             outcome.left, outcome.reason = left, f"{reasons[-1]}; {saved}"
         else:
             outcome.removed = missing(published, wanted).num_rows
         # A run that had nothing to do leaves the facts of the last one that had.
-        facts = {"rows_written": written, "seconds": round(outcome.seconds, 3), "peak_rss": outcome.peak_rss, "peak_mlx": peak}
+        facts = {"rows_written": written, "seconds": round(outcome.seconds, 3), "peak_rss": outcome.peak_rss}
+        facts |= {"peak_mlx": peak, "footprint": outcome.footprint}
         writer.finish(wanted, {"run": facts, "versions": software()} if written or left or not folder.exists else {})
         link_table(folder)
     return outcome
@@ -221,26 +214,6 @@ def commit(
         writer.flush()
         if "mlx.core" in sys.modules:
             sys.modules["mlx.core"].clear_cache()
-
-
-def despite_shortage(
-    stage: Stage, run: Run[Any], wanted: pa.Table, writer: Writer, commit: Callable[[Iterator[Item]], None]
-) -> None:
-    """Computes and commits the pending rows. After an allocation failed, the rows that are left, within the memory of then."""
-    granted, written = None, -1
-    while True:
-        try:
-            with budget(granted):
-                return commit(stage.run(run))
-        except RuntimeError as error:
-            if not is_shortage(error) or writer.rows_written == written:
-                raise
-            granted, reason = peak_mlx(), " ".join(str(error).split())
-        free_memory()
-        written = writer.rows_written
-        run.output.stored = writer.stored
-        run.output.pending = pending_rows(stage, run, wanted)
-        run.report.say(f"{stage.name}: not enough memory ({reason}); MLX's cache is freed, and what is left is computed again")
 
 
 def provenance(project: Project, stage_name: str) -> dict[str, str]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from stages import blas
+from stages import blas, footprint
 
 if TYPE_CHECKING:
     from stages.pipelines import Pipeline
 
 BLAS = blas.load()  # before anything here imports mlx.core
+footprint.gpu()  # likewise
 
 PIPELINES: dict[str, str] = {"text_to_image": "stages.text_to_image", "retrieval": "stages.retrieval"}
 

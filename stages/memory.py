@@ -24,6 +24,13 @@ GB = 1e9
 # Measured constants. "Per byte" is per byte of the inputs and outputs of a block's Linears; a pair counts (these, the block's
 # attention scores). On a CPU, and on a GPU at full size (data/measurements/bench.jsonl).
 
+# CUDA beside the arrays that MLX counts: one H100, driver 580, MLX 0.32.4, klein 4B, 27 November 2026 (data/docs/bench.md).
+CUDA_BYTES = 600_000_000  # context and kernels: what remains once all arrays are freed
+CUDA_TRAINING = 400_000_000  # more kernels, graphs, and gaps in the pool, of a training step
+# Gaps in the pool that arrays are taken from, since MLX at its limit gives back arrays of one size and takes others: per byte of
+# work; in training per byte of one block's working memory.
+POOL, POOL_TRAINING = 0.45, 1.1
+
 PROGRAM_BYTES = 1_000_000_000  # at most, besides arrays: Python, libraries, a tokenizer, work memory of the matrix library
 FACTOR = 1.25  # a training step's measured peak is within this factor of the estimate, either way
 
@@ -38,7 +45,9 @@ FLUX2_ON_CPU: dict[str, Any] = {"work_rates": ((3.35, 1.2), (2.35, 3.7))}
 T5_STEPWISE: dict[str, Any] = {"saved_rate": 0.8, "work_rates": ((2.0, 1.0),)}  # attention keeps its probabilities; CPU
 LOSS_WORK = 3  # copies of the similarities of all tokens of a contrastive batch while the loss is differentiated
 UNPACKED = 2  # packed weights that exist unpacked at once while a block is computed
-AHEAD = 0.5  # share of one block's working memory that work started ahead may use beyond the estimate
+# Share of one block's working memory that work started ahead may use beyond the estimate: on a CPU; on a GPU, where more did not
+# make steps shorter (one H100: 0.276 s at 0.5, 0.279 s below 0).
+AHEAD, AHEAD_ON_GPU = 0.5, 0.1
 LAST = 0.25  # share of one block's working memory that the operations started last may add
 GROWTH_LIMIT = 0.9  # share of the limit that a micro-batch twice as large must stay below
 
@@ -67,10 +76,26 @@ class Memory:
     work: int  # at most in addition
     live: int | None = None  # MLX starts no further operation while so many are in use; None: no limit
     on_disk: int = 0  # weights that stay on disk; `held` and `work` count those of them that are in memory at once
+    pool: int | None = None  # on CUDA, gaps in the pool, and what else comes to `CUDA_BYTES`; None: by `POOL`
 
     @property
     def peak(self) -> int:
+        """Of arrays, as MLX counts them."""
         return self.held + self.work
+
+    @property
+    def beside(self) -> int:
+        """What the backend takes beside arrays. Not measured on Metal; on a CPU the 15 % that no stage may take cover it: 0."""
+        import mlx.core as mx
+
+        if not mx.cuda.is_available() or mx.default_device() != mx.gpu:
+            return 0
+        return CUDA_BYTES + (round(POOL * self.work) if self.pool is None else self.pool)
+
+    @property
+    def footprint(self) -> int:
+        """As the machine counts it: arrays, as many as MLX is allowed, and what the backend takes beside them."""
+        return (self.live or self.peak) + self.beside if self.beside else self.peak
 
 
 @dataclass(frozen=True)
@@ -92,13 +117,14 @@ class Outlook:
 class Forecast:
     """What a stage needs, in bytes."""
 
-    peak: int  # memory of MLX and of large arrays; 0: little
+    peak: int  # memory as the machine counts it (`Memory.footprint`), or of large arrays; 0: little
     row_bytes: int = 0  # on disk, mean of a row's tensors or files
     rows: int | None = None
     file_bytes: int = 0  # on disk, all other files
     how: str = ""  # for the user: how the stage computes
     plan: str | int | None = None  # the memory plan of training: "whole", "blocks", or how many blocks keep their activations
     remedy: Remedy | None = None  # if `peak` does not fit
+    arrays: int = 0  # of `peak`, as MLX counts; 0: all of it
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def summary(outcome: Outcome) -> str:
         return f"{outcome.stage_name}: {outcome.reason}"
     parts = [f"{outcome.written} rows written"]
     parts += [f"{outcome.removed} rows no longer wanted"] if outcome.removed else []
-    parts += [f"{outcome.rows} in all", format_seconds(outcome.seconds), f"peak memory {format_bytes(outcome.peak_rss)}"]
+    parts += [f"{outcome.rows} in all", format_seconds(outcome.seconds), f"peak memory {format_bytes(outcome.footprint)}"]
     parts += [f"{format_bytes(outcome.peak_mlx)} of it in MLX"] if outcome.peak_mlx else []
     return f"{outcome.stage_name}: {', '.join(parts)}"
 
@@ -106,12 +106,15 @@ def stage_report(meter: Meter, project: Project, stage_name: str) -> Iterator[st
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from stages import footprint
+
     batches = [row for row in meter.rows if row["phase"] == stage_name]
     if not batches:
         yield f"memory: {stage_name} computed no batch, so nothing was measured"
         return
     last = format_bytes(batches[-1]["active"])
-    yield f"memory: peak {format_bytes(meter.peak)} in {len(batches)} batches, {last} after the last"
+    counted = f"{format_bytes(footprint.peak())} as the machine counts"
+    yield f"memory: peak {format_bytes(meter.peak)} of arrays in {len(batches)} batches, {last} after the last; {counted}"
     yield from leak_lines(meter)
     file = project.path / "tables" / "memory" / f"{stage_name}.parquet"
     file.parent.mkdir(parents=True, exist_ok=True)

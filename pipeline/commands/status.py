@@ -80,7 +80,8 @@ def state(project: Project, stage_name: str) -> TableState:
         found.unpublished = missing(wanted, published).num_rows - found.missing
         found.surplus = missing(published.select(wanted.column_names), wanted).num_rows
         if folder.exists:
-            found.peak = folder.manifest().get("facts", {}).get("run", {}).get("peak_rss", 0)
+            facts = folder.manifest().get("facts", {}).get("run", {})
+            found.peak = facts.get("footprint", facts.get("peak_rss", 0))
     except NotBuilt as error:
         found.note = f"waits for {error.table}"
     except NotFetched:

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from schemas.retrieval import PAIRS, TOKENS, TRAIN, VECTORS
 from stages.hashing import file_sha256
-from stages.memory import Forecast, Outlook, Settings, cheapest
+from stages.memory import Forecast, Memory, Outlook, Settings, cheapest
 from stages.retrieval.memory import VALUE_BYTES, counts, encoder_sizes, encoding_memory, held_out_pairs
 from stages.retrieval.texts import BASE, HELD_OUT, Row, used_pairs, vector_id
 from stages.run import Run
@@ -29,14 +29,11 @@ class VectorsConfig(Section):
     strength: float = setting(
         1.0,
         "share of the adapter's change that is used, 0 to 1; a part can find more in unseen code",
-        unit="share",
         unrecorded=(1.0,),
         bounds=(0.0, 1.0),
     )
     base: bool = selects(True, "also encode with the untuned base, so that the evaluation compares the tuned encoder with it")
-    batch_size: int = runtime(
-        64, "texts per record batch, which a kill can lose; texts are encoded one by one", unit="texts", bounds=COUNT
-    )
+    batch_size: int = runtime(64, "texts per record batch, which a kill can lose; texts are encoded one by one", bounds=COUNT)
 
 
 def wanted_vectors(run: Run[VectorsConfig]) -> pa.Table:
@@ -94,17 +91,21 @@ def forecast(outlook: Outlook) -> Forecast:
     config, (queries, documents) = outlook.sections["vectors"], counts(outlook)
     longest = int(max(queries.max(), documents.max()))
 
+    def memory(settings: Settings) -> Memory:
+        return encoding_memory(outlook, outlook.changed(settings).sections["vectors"].precision, longest)
+
     def peak(settings: Settings) -> int:
-        return encoding_memory(outlook, outlook.changed(settings).sections["vectors"].precision, longest).peak
+        return memory(settings).footprint
 
     held = held_out_pairs(outlook)
     share = min(1.0, held / len(queries)) if held is not None else 1.0  # queries of training pairs get no vectors
     mean = (documents.sum() + share * queries.sum()) / (len(documents) + share * len(queries))
     row_bytes = int(VALUE_BYTES * encoder_sizes(outlook).dimensions * mean)
     changes = [{"vectors": {"precision": "bfloat16"}}] if config.precision == "float32" else []
-    remedy = cheapest(peak, outlook.budget, changes)
+    needed, remedy = memory({}), cheapest(peak, outlook.budget, changes)
     how = f"{config.precision}, at most {longest} tokens"
-    return Forecast(peak({}), row_bytes, how=how, remedy=remedy if peak({}) > outlook.budget else None)
+    advice = remedy if needed.footprint > outlook.budget else None
+    return Forecast(needed.footprint, row_bytes, how=how, remedy=advice, arrays=needed.peak)
 
 
 STAGE = Stage(

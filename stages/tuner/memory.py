@@ -18,11 +18,14 @@ import mlx.core as mx
 
 from stages.memory import (
     AHEAD,
+    AHEAD_ON_GPU,
     BLOCK_WORK,
+    CUDA_TRAINING,
     FORWARD_WORK,
     GB,
     GROWTH_LIMIT,
     LAST,
+    POOL_TRAINING,
     SAVED,
     UNPACKED,
     Forecast,
@@ -54,8 +57,7 @@ class MemoryPlan:
     live_bytes: int | None = None  # bytes in use from which MLX starts no further operation; None: no limit
     max_tokens: int | None = None  # of a micro-batch; None: no limit
     max_samples: int | None = None  # of a micro-batch; None: no limit
-    limit: int = 0  # bytes that training may take
-    grows: bool = True  # whether micro-batches may grow: not after a shortage of memory
+    limit: int = 0  # bytes that arrays may take
 
 
 def choose_plan(
@@ -71,38 +73,12 @@ def choose_plan(
     if begun not in (None, plan):
         say(f"the run began with plan {begun} and goes on with plan {plan}: the same gradients up to rounding, not to the bit")
     how = plan if isinstance(plan, str) else f"{plan} (the last {plan} of {blocks} blocks are not computed twice)"
-    say(f"plan {how}: estimated peak {found.peak / GB:.2g} GB of {limit / GB:.3g} GB")
+    say(f"plan {how}: estimated peak {found.footprint / GB:.2g} GB of {limit / GB:.3g} GB")
+    limit -= found.blocks.memory(plan).beside  # from here on, of arrays
     if estimator.micro_batch != "auto":
         return MemoryPlan(plan, found.memory(limit).live, None, estimator.micro_batch, limit)
     # "auto" starts from the checkpoint's size: the micro-batch decides the last bits.
     return MemoryPlan(plan, limit, state.get("max_tokens") or found.samples * estimator.tokens, None, limit)
-
-
-def after_shortage(estimator: Estimator[Any], memory: MemoryPlan, granted: int, smaller: bool) -> MemoryPlan | None:
-    """The plan after an allocation failed when MLX held `granted` bytes: the same, or the next smaller; None if there is none.
-
-    MLX then waits, and frees its cache, before it asks for more than it was granted.
-    """
-    found, plan, tokens = estimator.best(memory.limit), memory.plan, memory.max_tokens
-    if smaller:
-        kept = kept_blocks(plan, len(found.blocks.traffic))
-        if estimator.config.memory == "auto" and kept > 1:
-            plan = (kept + 1) // 2 if kept > 2 else "blocks"
-        elif tokens and tokens > estimator.tokens:
-            tokens = max(estimator.tokens, tokens // 2)
-        else:
-            return None
-    found = replace(found, plan=plan)
-    # Never below the estimated peak: MLX would wait after every operation.
-    live = min(memory.live_bytes or granted, found.memory(memory.limit).live or granted, max(found.peak, granted))
-    return replace(memory, plan=plan, max_tokens=tokens, live_bytes=live, grows=False)
-
-
-def shortage(estimator: Estimator[Any], memory: MemoryPlan, granted: int) -> str:
-    """The line for a user whose training found no memory with the smallest plan, although the estimate did fit."""
-    found = replace(estimator.best(memory.limit), plan=memory.plan)
-    limit = min(granted, found.peak - 1)
-    return refusal(f"train: plan {found.plan}", found.peak, limit, find_remedy(estimator, limit), estimator.of)
 
 
 @dataclass(frozen=True)
@@ -113,7 +89,12 @@ class Candidate:
 
     @property
     def peak(self) -> int:
+        """Of arrays."""
         return self.blocks.memory(self.plan).peak
+
+    @property
+    def footprint(self) -> int:
+        return self.blocks.memory(self.plan).footprint
 
     def memory(self, limit: int) -> Memory:
         return self.blocks.memory(self.plan, limit)
@@ -179,19 +160,19 @@ class Estimator(Generic[C]):
         samples = min(micro_batch, self.samples) if isinstance(micro_batch, int) else self.samples
         # Micro-batches are halved only until the thriftiest plan fits: the plan then spends what is left.
         if micro_batch == "auto":
-            while samples > 1 and self.blocks(samples).memory("blocks").peak > limit:
+            while samples > 1 and self.blocks(samples).memory("blocks").footprint > limit:
                 samples = (samples + 1) // 2
         found = self.blocks(samples)
         # What [train] fixes is kept, even if it does not fit. A resumed run keeps its plan, to end with the same bits.
         plan: Plan
         if memory != "auto":
             plan = min(memory, len(found.traffic)) if isinstance(memory, int) else memory
-        elif begun and found.memory(begun).peak <= limit:
+        elif begun and found.memory(begun).footprint <= limit:
             plan = begun
         else:
             # Computing blocks twice costs time, so the fastest plan is the one that keeps most.
             count = len(found.traffic)
-            kept = next((n for n in range(count, 0, -1) if found.memory(n).peak <= limit), 1)
+            kept = next((n for n in range(count, 0, -1) if found.memory(n).footprint <= limit), 1)
             plan = "blocks" if kept == 1 else "whole" if kept == count else kept
         return Candidate(samples, plan, found)
 
@@ -199,8 +180,9 @@ class Estimator(Generic[C]):
 def require_fit(estimator: Estimator[Any], limit: int, begun: Plan | None = None) -> Candidate:
     """`Estimator.best`. Raises ValueError with settings that would fit if it needs more than `limit` bytes."""
     found = estimator.best(limit, begun)
-    if found.peak > limit:
-        raise ValueError(refusal(f"train: plan {found.plan}", found.peak, limit, find_remedy(estimator, limit), estimator.of))
+    if found.footprint > limit:
+        remedy = find_remedy(estimator, limit)
+        raise ValueError(refusal(f"train: plan {found.plan}", found.footprint, limit, remedy, estimator.of))
     return found
 
 
@@ -208,7 +190,7 @@ def cheapest_settings(estimator: Estimator[Any], limit: int) -> Remedy:
     """The fewest of `Estimator.cheaper` with which training fits; all of them if they do not suffice."""
 
     def peak(settings: Settings) -> int:
-        return estimator.changed(settings).best(limit).peak
+        return estimator.changed(settings).best(limit).footprint
 
     remedy = cheapest(peak, limit, estimator.cheaper())
     if remedy.peak > limit:
@@ -226,7 +208,7 @@ def find_remedy(estimator: Estimator[Any], limit: int) -> Remedy:
     remedy = cheapest_settings(estimator, limit)
     if remedy.peak <= limit:
         return remedy
-    return cheapest(lambda s: estimator.changed(s).best(limit).peak, limit, estimator.smaller(), remedy.settings)
+    return cheapest(lambda s: estimator.changed(s).best(limit).footprint, limit, estimator.smaller(), remedy.settings)
 
 
 def forecast(estimator: Estimator[Any], budget: int, how: str, files: int = 0) -> Forecast:
@@ -235,9 +217,9 @@ def forecast(estimator: Estimator[Any], budget: int, how: str, files: int = 0) -
     limit = min(budget, memory_budget(c.memory_gb)) if c.memory_gb else budget
     found, checkpoints = estimator.best(limit), -(-c.steps // c.checkpoint_every)
     files += checkpoints * estimator.adapter + min(checkpoints, c.keep_states) * estimator.state
-    remedy = find_remedy(estimator, limit) if found.peak > limit else None
+    remedy = find_remedy(estimator, limit) if found.footprint > limit else None
     rows = c.steps * c.batch_size * c.accumulate
-    return Forecast(found.peak, 0, rows, files, f"plan {found.plan}{how}", found.plan, remedy)
+    return Forecast(found.footprint, 0, rows, files, f"plan {found.plan}{how}", found.plan, remedy, found.peak)
 
 
 def adjust_max_tokens(max_tokens: int, used: int, held: int, peak: int, limit: int) -> int:
@@ -275,14 +257,16 @@ class Blocks:
         """Of training with `plan` within `limit` bytes: the most of the backward pass, the optimizer's step and validation."""
         backward = self._kept_activations(plan) + self.block_work + self.unpacked_work + self.stored_work(plan)
         validation = self.validation and self.validation + self.stored_work("blocks")
-        found = Memory(self.held, int(max(backward, self.optimizer_work, validation)), None, sum(self.stored))
-        if limit is None:
-            return found
+        pool = CUDA_TRAINING + round(POOL_TRAINING * self.block_work)
+        found = Memory(self.held, int(max(backward, self.optimizer_work, validation)), None, sum(self.stored), pool)
+        on_cpu = blocks_in_flight() == 1
         # Unpacked weights are not work ahead: they are freed within a block.
-        ahead = round(AHEAD * self.block_work) - self.unpacked_work
+        live = found.peak + round((AHEAD if on_cpu else AHEAD_ON_GPU) * self.block_work) - self.unpacked_work
+        if limit is None:
+            return replace(found, live=live)
         # Operations already started when the limit is reached still take memory.
         most = limit - round(LAST * self.block_work)
-        return replace(found, live=most if plan == "whole" else min(most, found.peak + ahead))
+        return replace(found, live=most if plan == "whole" and on_cpu else min(most, live))
 
     @property
     def held(self) -> int:

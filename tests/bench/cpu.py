@@ -22,7 +22,7 @@ from typing import Any
 
 import click
 
-from pipeline.process import peak_rss
+from stages.footprint import peak_resident
 from tests.bench.environment import describe
 
 FAMILY, FOLDER = "micro", "data/assets/micro/transformer"
@@ -164,7 +164,7 @@ def serve(side: str, shape: Shape) -> None:
         began, cpu = time.perf_counter(), time.process_time()
         step()
         row = {"s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
-        row["peak_gb"] = peak_rss() / 1e9
+        row["peak_gb"] = peak_resident() / 1e9
         click.echo(json.dumps(row))
 
 

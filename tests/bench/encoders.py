@@ -6,6 +6,8 @@ Weights are random and have the shapes of the family.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,18 +17,29 @@ from stages.models.flux2 import autoencoder
 from stages.models.flux2.autoencoder import AutoencoderConfig
 from stages.models.text.decoder import Decoder
 from stages.models.text.encoder import text_encoder_sizes
+from stages.text_to_image.embeddings.config import EmbeddingsConfig
+from stages.text_to_image.embeddings.stage import load_encoder
 from stages.tuner.weights import pack_if_possible
 
+BATCH = 8  # captions at a time, as by default in [embeddings]
+LARGE, COPIES = 100_000_000, 8  # values from which an array repeats a part of itself, so many times
 CAPTION_TOKENS = 60  # a caption of usual length; the other rows are padding, which is computed too
 
 
-def random_weights(shapes: dict[str, tuple[int, ...]], dtype: Any) -> dict[str, mx.array]:
-    """Draw an array for every shape, one after another: matrices with standard deviation 1 / sqrt(inputs), vectors of ones."""
+def random_weights(
+    shapes: dict[str, tuple[int, ...]], dtype: Any, arrange: Callable[[str, mx.array], Any] = lambda name, value: value
+) -> dict[str, Any]:
+    """Draw an array for every shape, one after another: matrices with standard deviation 1 / sqrt(inputs), vectors of ones.
+    `arrange` may pack each before the next is drawn.
+    """
     weights = {}
     for number, (name, shape) in enumerate(shapes.items()):
         scale = math.prod(shape[1:]) ** -0.5
-        value = mx.random.normal(shape, dtype, key=mx.random.key(number)) * scale
-        weights[name] = value if len(shape) > 1 else mx.ones(shape, dtype)
+        # Numbers of a table of words would take five times its size while they are drawn.
+        copies = COPIES if math.prod(shape) > LARGE and shape[0] % COPIES == 0 else 1
+        value = mx.random.normal((shape[0] // copies, *shape[1:]), dtype, key=mx.random.key(number)) * scale
+        value = mx.concatenate([value] * copies) if copies > 1 else value
+        weights[name] = arrange(name, value if len(shape) > 1 else mx.ones(shape, dtype))
         mx.eval(weights[name])
     return weights
 
@@ -66,13 +79,24 @@ class Captions:
         """Draw weights, packed to `bits` bits within the layers, and one caption."""
         config = text_encoder_sizes(None, family)
         self.layers = family.text_layers
-        weights: dict[str, Any] = random_weights(config.shapes(max(self.layers)), dtype)
-        for name in [name for name in weights if name.startswith("layers.")]:
-            weights[name] = pack_if_possible(weights.pop(name), bits)
-        self.model = Decoder(config, weights)
+
+        def arrange(name: str, value: mx.array) -> Any:
+            return pack_if_possible(value, bits) if name.startswith("layers.") else value
+
+        self.model = Decoder(config, random_weights(config.shapes(max(self.layers)), dtype, arrange))
         T = family.text_tokens
         self.tokens_BT = mx.random.randint(0, config.vocab_size, (1, T))
         self.real_BT = mx.arange(T)[None] < min(CAPTION_TOKENS, T)
 
     def step(self) -> None:
         mx.eval(self.model.encode(self.tokens_BT, self.real_BT, self.layers))
+
+
+class CaptionsFromFiles:
+    """The text encoder as the stage `embeddings` loads it from `folder`, with a batch of captions."""
+
+    def __init__(self, family: Family, folder: Path, config: EmbeddingsConfig) -> None:
+        self.encoder = load_encoder(family, folder / "text_encoder", folder / "tokenizer", config)
+
+    def step(self) -> None:
+        list(self.encoder.encode([f"{n}: a photograph of a small cat that sits on a red chair" for n in range(BATCH)]))

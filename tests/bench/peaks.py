@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from pipeline.process import peak_rss
+from stages.footprint import peak_resident
 from stages.text_to_image import weights
 
 Row = dict[str, Any]
@@ -73,7 +73,7 @@ def evaluate(model: Any) -> None:
 
 def process_peak() -> float:
     """Return the largest memory that this process has taken so far, in GB."""
-    return round(peak_rss() / 1e9, 2)
+    return round(peak_resident() / 1e9, 2)
 
 
 class OwnMemory:

@@ -22,7 +22,7 @@ import click
 import numpy as np
 
 import stages  # noqa: F401  (before mlx.core)
-from pipeline.process import peak_rss
+from stages.footprint import peak_resident
 from tests.bench.environment import describe
 from tests.bench.retriever_cases import DIMENSIONS, LIMIT_S, SIZES, TARGETS, TORCH_PLANS, RetrieverCase, comparison
 from tests.bench.retriever_page import page
@@ -101,7 +101,7 @@ def run(case: RetrieverCase) -> dict[str, Any]:
 
         gpu, measured = mx.default_device() == mx.gpu, measure_mlx(case)
     if not gpu:  # PyTorch does not count its memory there
-        measured |= {"peak_gb": peak_rss() / 1e9, "threads": int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))}
+        measured |= {"peak_gb": peak_resident() / 1e9, "threads": int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))}
     return asdict(case) | measured | {"samples_per_s": case.batch / measured["s"]} | describe(case.backend)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import stages  # noqa: F401  (before mlx.core)
+from stages import footprint
 from stages.tuner.launched import launched_rank
 from tests.bench.cases import KINDS, TORCH_PLANS, Case
 from tests.bench.environment import describe
@@ -77,7 +78,7 @@ def measure_training(case: Case) -> dict[str, Any]:
         plan = int(case.plan) if case.plan.isdigit() else case.plan
         memory = blocks.memory(plan, memory_budget())
         training.memory = MemoryPlan(plan, memory.live if case.memory_limited else None)
-        sizes["estimated_gb"] = memory.peak
+        sizes |= {"estimated_gb": memory.peak, "announced_gb": memory.footprint}
     mx.clear_cache()
     mx.reset_peak_memory()
     batch = random_batch(record, shape)
@@ -100,17 +101,28 @@ def measure_encoder(case: Case) -> dict[str, Any]:
     from stages.text_to_image.embeddings import EmbeddingsConfig
     from stages.text_to_image.embeddings.memory import encoder_memory
     from stages.text_to_image.families import family
-    from stages.tuner.blockwise.device import compute_exactly, configure_convolutions, live_memory_limit
-    from tests.bench.encoders import Captions, Images, Latents
+    from stages.tuner.blockwise.device import (
+        compute_exactly,
+        configure_convolutions,
+        configure_scheduler,
+        limit_command_buffers,
+        live_memory_limit,
+    )
+    from tests.bench.encoders import Captions, CaptionsFromFiles, Images, Latents
 
+    # Before the first MLX operation, as in the stages.
     if case.kind == "autoencoder":
-        configure_convolutions()  # before the first MLX operation, as is the next
+        configure_convolutions()
+    elif case.memory_limited:
+        limit_command_buffers() if case.kind == "text_encoder" else configure_scheduler()
     if case.exact:
         compute_exactly()
     record, dtype = family(case.family), getattr(mx, case.dtype)
     if case.kind == "text_encoder":
-        encoder: Any = Captions(record, dtype, case.bits)
-        memory = encoder_memory(EmbeddingsConfig(precision=case.dtype, bits=case.bits), record, None, False)  # type: ignore[arg-type]
+        config = EmbeddingsConfig(precision=case.dtype, bits=case.bits)  # type: ignore[arg-type]
+        files = Path(case.weights)
+        encoder: Any = CaptionsFromFiles(record, files, config) if case.weights else Captions(record, dtype, case.bits)
+        memory = encoder_memory(config, record, None, False)
     else:
         encodes = case.kind == "autoencoder"
         encoder = (Images if encodes else Latents)(record, (case.width, case.height), dtype)
@@ -125,6 +137,7 @@ def measure_encoder(case: Case) -> dict[str, Any]:
     with live_memory_limit(memory.live if case.memory_limited else None):
         times = time_steps(encoder.step, case.steps)
     sizes = {"peak_gb": mx.get_peak_memory(), "cache_gb": mx.get_cache_memory(), "estimated_gb": memory.peak}
+    sizes["announced_gb"] = memory.footprint
     return times | {name: size / 1e9 for name, size in sizes.items()} | {"held_gb": weights_gb} | strips
 
 
@@ -155,6 +168,7 @@ def measure_drawing(case: Case) -> dict[str, Any]:
     mx.reset_peak_memory()
     times = time_steps(lambda: predict(**inputs), case.steps)
     sizes = {"peak_gb": mx.get_peak_memory(), "cache_gb": mx.get_cache_memory(), "estimated_gb": memory.peak}
+    sizes["announced_gb"] = memory.footprint
     return times | {name: size / 1e9 for name, size in sizes.items()} | {"held_gb": mx.get_active_memory() / 1e9}
 
 
@@ -215,7 +229,15 @@ def run(case: Case) -> dict[str, Any]:
         kinds = {"train": measure_training, "loader": measure_loader, "draw": measure_drawing, "checksums": measure_checksums}
         kinds |= {"commit": measure_commit, "workers": measure_waiting, "exactness": measure_exactness}
         measured = kinds.get(case.kind, measure_encoder)(case)
-    return asdict(case) | measured | describe(case.backend)
+    return asdict(case) | measured | machine_memory() | describe(case.backend)
+
+
+def machine_memory() -> dict[str, float]:
+    """Peaks of this process as the machine counts them, in GB. On CUDA also what of it the pool of arrays took, and filled."""
+    sizes, gpu = {"footprint_gb": footprint.peak()}, footprint.gpu()
+    if gpu and gpu.used_here():
+        sizes |= {"pool_gb": gpu.pool(footprint.MOST_RESERVED), "pool_used_gb": gpu.pool(footprint.MOST_USED)}
+    return {name: size / 1e9 for name, size in sizes.items()}
 
 
 def run_on_ranks(case: Case) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from stages.memory import Memory
 from stages.models.flux2 import autoencoder
 from stages.text_to_image.embeddings.config import EmbeddingsConfig
 from stages.text_to_image.embeddings.memory import encoder_memory
@@ -19,9 +20,10 @@ from stages.text_to_image.train.memory import BatchShape, ImageEstimator
 from stages.text_to_image.train.profile import profile_settings
 from tests.bench.labels import configuration, name, size
 
-ROWS = [
-    json.loads(line) for line in (Path(__file__).parents[2] / "data" / "measurements" / "bench.jsonl").read_text().splitlines()
-]
+MEASUREMENTS = Path(__file__).parents[2] / "data" / "measurements"
+ROWS, BALLAST = (
+    [json.loads(line) for line in (MEASUREMENTS / file).read_text().splitlines()] for file in ("bench.jsonl", "footprint.jsonl")
+)
 CLOSE = 0.1  # share of the measured peak
 FORMER = 32  # MB of a strip in rows that do not name it
 STAGES = ("draw", "autoencoder", "decode", "text_encoder")
@@ -42,22 +44,22 @@ def words(row: dict) -> str:
 MEASURED = {words(row): row for row in ROWS if row["kind"] in ("train", *STAGES) and as_the_stage_runs(row)}
 
 
-def estimate(row: dict) -> int:
-    """The estimated peak of the configuration of a row, in bytes."""
+def estimate(row: dict) -> Memory:
+    """Of the configuration of a row."""
     record, pixels = family(row["family"]), (row["width"], row["height"])
     if row["kind"] == "draw":
         packed = SamplesConfig(base_bits=row["bits"], stream_blocks=row.get("stream", False))
-        return drawing_memory(record, None, packed, row["dtype"], pixels, 1).peak
+        return drawing_memory(record, None, packed, row["dtype"], pixels, 1)
     if row["kind"] == "text_encoder":
-        return encoder_memory(EmbeddingsConfig(precision=row["dtype"], bits=row["bits"]), record, None, False).peak
+        return encoder_memory(EmbeddingsConfig(precision=row["dtype"], bits=row["bits"]), record, None, False)
     if row["kind"] != "train":
         given = (None, record, *pixels[::-1], 4, row["kind"] == "autoencoder", row.get("exact", False))
-        return record.architecture.autoencoder_memory(*given).peak
+        return record.architecture.autoencoder_memory(*given)
     config = profile_settings(row["optimizer"], base_bits=row["bits"], rank=row["rank"], stream_blocks=row.get("stream", False))
     shape = BatchShape(1, *pixels, record.text_tokens, record.architecture.pixels_per_token)
     sizes = record.architecture.transformer_config(None, record)
     plan = int(row["plan"]) if row["plan"].isdigit() else row["plan"]
-    return ImageEstimator(config, record.architecture, sizes, shape).blocks(1).memory(plan).peak
+    return ImageEstimator(config, record.architecture, sizes, shape).blocks(1).memory(plan)
 
 
 @pytest.fixture
@@ -75,7 +77,16 @@ def test_the_estimate_of_every_measured_configuration_is_within_a_tenth_of_its_p
     monkeypatch.setattr(autoencoder, "GPU_STRIP_BYTES", row.get("strip_mb", FORMER) << 20)
     if row["unfused"]:
         monkeypatch.setenv("MLX_CUDA_USE_CUDNN_SDPA", "0")
-    assert estimate(row) / 1e9 == pytest.approx(row["peak_gb"], rel=CLOSE)
+    assert estimate(row).peak / 1e9 == pytest.approx(row["peak_gb"], rel=CLOSE)
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in BALLAST if "free_gb" in row], ids=lambda row: f"{words(row)} {row['free_gb']:.1f}"
+)
+def test_what_is_announced_is_within_a_twentieth_of_what_the_driver_counted(row, cuda, monkeypatch):
+    if row["exact"]:
+        monkeypatch.setenv("MLX_ENABLE_TF32", "0")
+    assert estimate(row).footprint / 1e9 == pytest.approx(row["footprint_gb"], rel=0.05)
 
 
 def test_the_rows_cover_every_stage_at_several_sizes_families_and_bits():

@@ -26,6 +26,7 @@ from pipeline.plots import Curve, Panel
 from pipeline.project.project import Project
 from pipeline.store.disk import format_bytes
 from pipeline.terminal import format_table
+from stages import footprint
 from stages.models.family import Family
 from stages.text_to_image.families import FAMILIES, family
 from stages.text_to_image.train.batches import MicroBatch
@@ -139,7 +140,9 @@ def report(profile: Profile, folder: Path) -> Iterator[str]:
     rows = [(row["step"], row["phase"], *(format_bytes(row[name]) for name in columns.values())) for row in meter.rows]
     yield from format_table(("step", "phase", *columns), rows, right=tuple(columns)).splitlines()
     held = format_bytes(meter.rows[0]["before"])
-    yield f"peak {format_bytes(meter.peak)}, estimated {format_bytes(plan.peak)}; held between steps: {held}"
+    yield f"arrays: peak {format_bytes(meter.peak)}, estimated {format_bytes(plan.peak)}; held between steps: {held}"
+    expected = f", estimated {format_bytes(plan.footprint)}" if plan.footprint > plan.peak else ""
+    yield f"as the machine counts: peak {format_bytes(footprint.peak())}{expected}"
     yield from leak_lines(meter)
     folder.mkdir(parents=True, exist_ok=True)
     facts = {"family": profile.family.name, "pixels": profile.pixels, "samples": plan.samples, "bits": c.base_bits}
@@ -176,7 +179,8 @@ def advice(profile: Profile) -> Iterator[str]:
     estimators = {side: replace(profile, train=replace(train, base_bits=BITS[0])).estimator(side) for side in SIDES}
     for bits in BITS:
         needs = {side: each.changed({"train": {"base_bits": bits}}).blocks(1) for side, each in estimators.items()}
-        peaks = {side: [format_bytes(found.memory(plan).peak) for plan in ("blocks", "whole")] for side, found in needs.items()}
+        sizes = {side: [found.memory(plan).footprint for plan in ("blocks", "whole")] for side, found in needs.items()}
+        peaks = {side: [format_bytes(each) for each in pair] for side, pair in sizes.items()}
         yield f"  base_bits = {bits}: " + ", ".join(f"{side} px {blocks} / {whole}" for side, (blocks, whole) in peaks.items())
     for side, estimator in estimators.items():
         remedy = cheapest_settings(estimator, profile.limit)
@@ -211,4 +215,5 @@ def probe(name: str, side: int, budget: int, steps: int = 20) -> dict[str, Any]:
     gc.collect()
     mx.clear_cache()
     times = {"first_s": seconds[0], "s": median(seconds[1:]), "least_s": min(seconds[1:]), "most_s": max(seconds[1:])}
-    return times | {"plan": str(plan.plan), "bits": 4, "peak_bytes": peak, "estimated_bytes": plan.peak}
+    sizes = {"peak_bytes": peak, "estimated_bytes": plan.peak, "footprint_bytes": footprint.peak()}
+    return times | {"plan": str(plan.plan), "bits": 4, **sizes}

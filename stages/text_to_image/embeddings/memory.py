@@ -58,14 +58,14 @@ def best_plan(config: EmbeddingsConfig, family: Family, weights: Path | None, bu
     """Whether to encode layer by layer, as [embeddings] memory says (auto: unless all layers fit), and what that takes."""
     by_layer = config.memory == "layers"
     memory = encoder_memory(config, family, weights, by_layer)
-    if config.memory == "auto" and memory.peak > budget:
+    if config.memory == "auto" and memory.footprint > budget:
         by_layer, memory = True, encoder_memory(config, family, weights, True)
     return by_layer, memory
 
 
 def find_remedy(config: EmbeddingsConfig, family: Family, weights: Path | None, budget: int) -> Remedy:
     def peak(settings: Settings) -> int:
-        return best_plan(changed(config, settings.get("embeddings", {})), family, weights, budget)[1].peak
+        return best_plan(changed(config, settings.get("embeddings", {})), family, weights, budget)[1].footprint
 
     changes = {"memory": "layers"}, *({"bits": bits} for bits in BITS if bits < config.bits)
     return cheapest(peak, budget, ({"embeddings": each} for each in changes))
@@ -74,9 +74,9 @@ def find_remedy(config: EmbeddingsConfig, family: Family, weights: Path | None, 
 def choose_plan(config: EmbeddingsConfig, family: Family, weights: Path, budget: int) -> tuple[bool, Memory]:
     """`best_plan`. Raises ValueError with settings that would fit if it needs more than `budget` bytes."""
     by_layer, memory = best_plan(config, family, weights, budget)
-    if memory.peak > budget:
+    if memory.footprint > budget:
         advice = find_remedy(config, family, weights, budget)
-        raise ValueError(refusal("embeddings: the text encoder", memory.peak, budget, advice))
+        raise ValueError(refusal("embeddings: the text encoder", memory.footprint, budget, advice))
     return by_layer, memory
 
 
@@ -86,8 +86,9 @@ def forecast(outlook: Outlook) -> Forecast:
     sizes, states = family.architecture.text_encoder_sizes(weights, family), len(family.text_layers)
     bits = f", {config.bits} bits" if config.bits < 16 else ""
     return Forecast(
-        memory.peak,
+        memory.footprint,
         row_bytes=2 * family.text_tokens * stored_words(sizes.hidden_size * states, states, config.stored),
         how=f"text encoder {'layer by layer' if by_layer else 'whole'}{bits}",
-        remedy=find_remedy(config, family, weights, outlook.budget) if memory.peak > outlook.budget else None,
+        remedy=find_remedy(config, family, weights, outlook.budget) if memory.footprint > outlook.budget else None,
+        arrays=memory.peak,
     )

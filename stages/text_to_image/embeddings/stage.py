@@ -22,7 +22,7 @@ from stages.stage import Stage
 from stages.text_to_image.embeddings.config import EmbeddingsConfig
 from stages.text_to_image.embeddings.memory import choose_plan, forecast
 from stages.text_to_image.stored_embeddings import INT8, pack
-from stages.tuner.blockwise.device import live_memory_limit, memory_budget
+from stages.tuner.blockwise.device import limit_command_buffers, live_memory_limit, memory_budget
 from stages.tuner.weights import pack_if_possible
 
 Row = dict[str, Any]
@@ -62,6 +62,7 @@ def encode_texts(run: Run[EmbeddingsConfig], texts: Sequence[str]) -> Iterator[l
     """In batches of [embeddings] batch_size; ends early if the user asks to stop. ValueError if memory does not suffice."""
     if not texts:
         return
+    limit_command_buffers()  # before the first MLX operation
     family = run.needs["family"]
     family.require("text_encoder")  # before its weights are looked for
     path, tokenizer = run.needs["text_encoder"], run.needs["tokenizer"]

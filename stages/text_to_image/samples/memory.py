@@ -81,12 +81,12 @@ def stage_memory(outlook: Outlook) -> tuple[Memory, Memory]:
 
 def forecast(outlook: Outlook) -> Forecast:
     def peak(settings: Settings) -> int:
-        return max(memory.peak for memory in stage_memory(outlook.changed(settings)))
+        return max(memory.footprint for memory in stage_memory(outlook.changed(settings)))
 
     config: SamplesConfig = outlook.sections["samples"]
     drawing, decoding = stage_memory(outlook)
-    most = max(drawing.peak, decoding.peak)
-    part = "drawing" if drawing.peak >= decoding.peak else "decoding"
+    largest = max(drawing, decoding, key=lambda memory: memory.footprint)
+    most, part = largest.footprint, "drawing" if largest is drawing else "decoding"
     checkpoints = 1 if config.checkpoints == "last" else None if config.checkpoints == "all" else len(config.checkpoints)
     prompts = len(outlook.sections["captions"].preview_prompts)
     return Forecast(
@@ -96,6 +96,7 @@ def forecast(outlook: Outlook) -> Forecast:
         file_bytes=drawing.on_disk,
         how=f"{config.width} x {config.height} px, {config.base_bits or 16} bits, most in {part}",
         remedy=cheapest(peak, outlook.budget, cheaper(config, outlook.family)) if most > outlook.budget else None,
+        arrays=largest.peak,
     )
 
 

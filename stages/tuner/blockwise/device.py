@@ -16,7 +16,6 @@ import mlx.core as mx
 
 from stages import blas
 from stages.kernels import limited
-from stages.shortage import granted_bytes
 
 GB = 1e9
 HEADROOM = 0.15  # share of the device's memory left for the system, MLX's cache and copies
@@ -44,12 +43,7 @@ def device_bytes() -> int:
 
 
 def memory_budget(limit_gb: float | None = None) -> int:
-    """Bytes that a stage may take: the user's limit, else 85 % of the device's, on a Mac less if the machine has less free.
-
-    Less if an allocation has failed.
-    """
-    if (granted := granted_bytes()) is not None:
-        return granted if limit_gb is None else min(granted, int(limit_gb * GB))
+    """Bytes that a stage may take: the user's limit, else 85 % of the device's, on a Mac less if the machine has less free."""
     if limit_gb is not None:
         return int(limit_gb * GB)
     found = int(device_bytes() * (1 - HEADROOM))
@@ -108,11 +102,16 @@ def gathers_large_command_buffers() -> bool:
     return (info.get("compute_capability_major"), info.get("compute_capability_minor")) in LARGE_BUFFERS
 
 
-def configure_scheduler() -> None:
-    """Sets MLX's environment variables, unless the user did, for less memory and time. Before the first MLX operation."""
+def limit_command_buffers() -> None:
+    """Before the first MLX operation."""
     # Smaller batches of operations free their arrays earlier: data/docs/bench.md compares the peaks.
     if gathers_large_command_buffers():
         os.environ.setdefault(BUFFER_VARIABLE, BUFFER_MB)
+
+
+def configure_scheduler() -> None:
+    """Sets MLX's environment variables, unless the user did, for less memory and time. Before the first MLX operation."""
+    limit_command_buffers()
     # By default, MLX computes a graph with many results depth first, and cores wait for each other.
     if mx.default_device() == mx.cpu and len(cores().streams) > 1:
         os.environ.setdefault(WIDTH_VARIABLE, WIDTH)

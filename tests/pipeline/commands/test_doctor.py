@@ -32,6 +32,7 @@ MAC = Machine(
     free_disk=int(500e9),
     files=2560,
     translated=False,
+    heic=True,
     budget=int(49e9),
 )
 
@@ -57,6 +58,7 @@ def test_a_sound_mac_has_no_problem_and_its_report_says_what_it_is():
         ({"memory": 8 * GIB}, "less than 16 GB of memory"),
         ({"files": 256}, "only 256 files may be open: run `ulimit -n 4096`"),
         ({"free_disk": 10**10}, "only 10 GB of disk are free"),
+        ({"heic": False}, "-m pip install pillow-heif`"),
     ],
 )
 def test_each_problem_of_a_mac_is_one_line_with_its_remedy(change: dict[str, Any], said: str):
@@ -101,7 +103,7 @@ def test_measure_writes_one_json_file_and_a_probe_that_fails_says_so(tmp_path, m
 
 def test_the_peak_memory_of_a_process_leaves_out_the_program_that_started_it():
     large = np.ones(50_000_000)  # 400 MB
-    code = "from pipeline.process import peak_rss; held = bytearray({}); print(peak_rss())"
+    code = "from stages.footprint import peak_resident; held = bytearray({}); print(peak_resident())"
     small, held = (
         int(subprocess.run([sys.executable, "-c", code.format(size)], capture_output=True, text=True, check=True).stdout)
         for size in (0, 100_000_000)

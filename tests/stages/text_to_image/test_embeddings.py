@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from stages.text_to_image.embeddings import STAGE, EmbeddingsConfig, memory
 from stages.text_to_image.embeddings.stage import load_encoder
 from stages.text_to_image.families import family
 from stages.text_to_image.stored_embeddings import LEVELS, pack, stored_words, unpack
+from stages.tuner.blockwise import device
 from stages.tuner.blockwise.device import live_memory_limit
 from tests import harness, projects
 from tests.harness import table_of
@@ -275,6 +277,19 @@ def test_with_its_limit_encoding_takes_no_more_than_the_estimate(tmp_path: Path)
     with live_memory_limit(before + plan.live):
         list(encoder.encode(["a cat", "a dog"]))
     assert mx.get_peak_memory() - before <= 1.02 * plan.peak, (mx.get_peak_memory() - before, plan.peak)
+
+
+def test_arrays_that_are_not_freed_in_time_are_waited_for_and_batches_of_operations_are_small(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(mx, "synchronize", lambda: waited.append(os.environ[device.BUFFER_VARIABLE]))
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 1 << 50)
+    monkeypatch.setattr(device, "gathers_large_command_buffers", lambda: True)
+    monkeypatch.setenv(device.BUFFER_VARIABLE, "")
+    monkeypatch.delenv(device.BUFFER_VARIABLE)
+    harness.run(STAGE, context_of(folder, tmp_path))
+    assert waited == ["200"] * 4 * max(TINY.text_layers), "once a layer of each text"
 
 
 STATES = 3
