@@ -123,9 +123,9 @@ ranks: index
 # Looking at a project
 
 ## lint         Show the images with warnings
-lint: checks
+lint: .venv/ready
 ## crops        Draw all crops on contact sheets
-crops: buckets
+crops: .venv/ready
 ## plan         Show what each stage will need: rows, disk, memory, time
 plan: .venv/ready
 ## status       Show what is built, what is missing, and all training runs
@@ -194,7 +194,7 @@ format: .venv/check
 	.venv/bin/ruff format .
 ## pages        Write the generated pages and figures again
 pages: .venv/plots
-	for page in dictionary recipe figures machines macs; do .venv/bin/python -m data.research.pages.$$page || exit 1; done
+	for page in dictionary settings recipe figures machines macs; do .venv/bin/python -m data.research.pages.$$page || exit 1; done
 ## bench        Measure this machine
 bench: .venv/ready
 	.venv/bin/python -m tests.bench.measure

@@ -17,10 +17,11 @@ from pipeline.options import FOLDER, NAMES
 from pipeline.process import explain
 
 LONGEST = 1600  # characters of an error's line
+SHOWN = 20  # lines of one error
 STOPPED = 130  # the shell's code for Ctrl-C
 GENERIC = {
     name: f"pipeline.commands.{name}:command"
-    for name in ("init", "doctor", "plan", "run", "status", "query", "runs", "follow", "verify", "clean", "families")
+    for name in ("init", "doctor", "plan", "run", "status", "query", "runs", "follow", "verify", "clean", "families", "settings")
 } | {
     "launch": "pipeline.commands.run:launch_command",
     "panel": "pipeline.commands.query:panel_command",
@@ -159,6 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
 def exit_code(command: Callable[[], Any]) -> int:
     """The integer that `command` returns, or else 0. An error that the user can correct becomes one line and 2."""
     from pipeline.errors import Stopped
+    from stages.run import Problems
 
     try:
         code = command()
@@ -171,6 +173,11 @@ def exit_code(command: Callable[[], Any]) -> int:
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted; what was saved is kept. Run the same command to go on.", err=True)
         return STOPPED
+    except Problems as error:
+        left = len(error.lines) - SHOWN
+        for problem in [*error.lines[:SHOWN], *([f"and {left} more"] if left > 0 else [])]:
+            click.echo(f"error: {one_line(ValueError(problem))}", err=True)
+        return 2
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         # MLX raises a RuntimeError for errors of the device; any other one is a bug.
         line = explain(str(error)) if isinstance(error, RuntimeError) else one_line(error)

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from stages.shortage import TEXTS
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FILES = 4096  # open files: shards, indices and weights of a large project
 RESTARTED = "LATENTMILL_RESTARTED"  # set in a process that was started again, so that it happens once
@@ -179,7 +181,7 @@ KINDS = (
         False,
     ),
     (
-        r"insufficient memory|outofmemory|out of memory|\b(malloc|alloc\w*)\b.*\b(fail|bytes|unable|memory)|unable to allocate",
+        TEXTS,
         "not enough memory",
         "`latentmill plan` shows what each stage needs and which settings need less",
         False,

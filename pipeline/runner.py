@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -19,7 +20,7 @@ from pipeline import ranks
 from pipeline.errors import Stopped
 from pipeline.process import interruptible, peak_mlx, version
 from pipeline.project import runs
-from pipeline.project.outlook import amount, announcement, counted
+from pipeline.project.outlook import amount, announcement, counted, require_download_room, require_trainable
 from pipeline.project.project import Project
 from pipeline.project.recipe import recipe_id
 from pipeline.store.rows import matches, missing
@@ -28,6 +29,7 @@ from pipeline.tracking import tracked
 from pipeline.work import Item
 from stages import footprint
 from stages.run import Report, Run
+from stages.shortage import budget, free_memory, is_shortage
 from stages.stage import Artifact, Stage
 from stages.tuner.launched import launched_rank
 
@@ -68,11 +70,14 @@ def run(
 
     `compute(run)` replaces the stage's `run`. Raises Stopped after an interrupt, ValueError for mistakes of the user.
     """
-    project.fetch = True  # a run downloads the weights that it lacks
     stage = project.stage(name)
     if launched_rank():  # not 0
+        project.fetch = True
         ranks.follow(project, stage)
         return Outcome(name)
+    require_trainable(project, name)
+    require_download_room(project, name)
+    project.fetch = True  # a run downloads the weights that it lacks
     runs.check_resumable(project, name)
     folder = project.current(name)
     notes = list(runs.news(project, name)) if runs.trains(stage.writes) else []
@@ -92,10 +97,16 @@ def run(
         if runs.trains(stage.writes) and (count or run_name):
             runs.begin(project, name, software(), run_name)
         to_do = amount(stage, counted(stage, run.output.pending))
-        for line in [*notes, *filter(None, [announcement(project, name, count, to_do) if count else ""])]:
+        needed, disk = announcement(project, name, count, to_do) if count else ("", 0)
+        writer.expect(disk)
+        for line in filter(None, [*notes, needed]):
             console.say(line)
         published = folder.rows().select(wanted.column_names) if folder.exists else wanted.slice(0, 0)
-        commit(compute(run) if compute else computed(project, stage, run), stage, writer, meter, committed)
+        again = partial(commit, stage=stage, writer=writer, meter=meter, committed=committed)
+        if compute or project.config.project.workers != "local" or launched_rank() is not None:
+            again(compute(run) if compute else computed(project, stage, run))
+        else:
+            despite_shortage(stage, run, wanted, writer, again)
         run.output.stored = writer.stored
         if stage.finish:
             commit(stage.finish(run), stage, writer)
@@ -214,6 +225,26 @@ def commit(
         writer.flush()
         if "mlx.core" in sys.modules:
             sys.modules["mlx.core"].clear_cache()
+
+
+def despite_shortage(
+    stage: Stage, run: Run[Any], wanted: pa.Table, writer: Writer, commit: Callable[[Iterator[Item]], None]
+) -> None:
+    """Computes and commits the pending rows. After an allocation failed, the rows that are left, within the memory of then."""
+    granted, written = None, -1
+    while True:
+        try:
+            with budget(granted):
+                return commit(stage.run(run))
+        except RuntimeError as error:
+            if not is_shortage(error) or writer.rows_written == written:
+                raise
+            granted, reason = peak_mlx(), " ".join(str(error).split())
+        free_memory()
+        written = writer.rows_written
+        run.output.stored = writer.stored
+        run.output.pending = pending_rows(stage, run, wanted)
+        run.report.say(f"{stage.name}: not enough memory ({reason}); MLX's cache is freed, and what is left is computed again")
 
 
 def provenance(project: Project, stage_name: str) -> dict[str, str]:

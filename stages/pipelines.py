@@ -180,7 +180,8 @@ class Pipeline:
     capacity: str = ""  # function(bytes) -> rows of text: what fits into so much memory, the heading first
     pages: tuple[Page, ...] = ()  # pages of `latentmill view`, besides the overview, the curves of training and SQL
     detail: Detail | None = None  # the page about one input
-    thumbnail: str = ""  # function(path, longest side in pixels) -> a WebP picture, for the page
+    thumbnail: str = ""  # function(path, longest side in pixels, value of `background`) -> a WebP picture, for the page
+    background: str = ""  # the setting, such as "latents.background", whose colour lies behind transparent pixels
     side_by_side: str = ""  # function(runs, rows, out): writes the results of several runs into one file; returns out or None
     ranking: Panel | None = None  # SQL with the columns adapter_id and score, the higher the better; `title` names the score
 

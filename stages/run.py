@@ -17,6 +17,14 @@ Config = TypeVar("Config")  # a stage's section of project.toml
 T = TypeVar("T")
 
 
+class Problems(ValueError):  # noqa: N818  (several errors)
+    """Mistakes in several of the user's files, found all at once: one line each."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__(f"{lines[0]}; and {len(lines) - 1} more: latentmill lint lists them" if lines[1:] else lines[0])
+        self.lines = lines
+
+
 class TensorReader(Protocol):
     """The tensors of one table by row key, memory-mapped."""
 

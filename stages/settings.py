@@ -23,6 +23,7 @@ def setting(
     default: Any,
     doc: str,
     *,
+    unit: str = "",  # of a number
     bounds: Limits | None = None,  # of each value of a tuple or mapping
     # The recipe is as if the field did not exist. A field that is added later lists the value that means "as before" here, so
     # that existing tables keep their names.
@@ -32,17 +33,19 @@ def setting(
     path: bool = False,  # a path or a tuple of paths
 ) -> Any:
     """A field that is part of the recipe: another value starts a new table. Raises TypeError for a mutable default."""
-    return _field(default, doc, "setting", bounds, unrecorded=unrecorded, follows=follows, unless=unless, path=path)
+    return _field(default, doc, "setting", bounds, unit=unit, unrecorded=unrecorded, follows=follows, unless=unless, path=path)
 
 
-def selects(default: Any, doc: str, *, bounds: Limits | None = None, follows: str = "", path: bool = False) -> Any:
+def selects(
+    default: Any, doc: str, *, unit: str = "", bounds: Limits | None = None, follows: str = "", path: bool = False
+) -> Any:
     """A field that decides which rows a table has, not what they contain. Not in the recipe."""
-    return _field(default, doc, "selects", bounds, follows=follows, path=path)
+    return _field(default, doc, "selects", bounds, unit=unit, follows=follows, path=path)
 
 
-def runtime(default: Any, doc: str, *, bounds: Limits | None = None) -> Any:
+def runtime(default: Any, doc: str, *, unit: str = "", bounds: Limits | None = None) -> Any:
     """A field that no row depends on, such as a number of threads. Not in the recipe."""
-    return _field(default, doc, "runtime", bounds)
+    return _field(default, doc, "runtime", bounds, unit=unit)
 
 
 @dataclasses.dataclass(frozen=True)

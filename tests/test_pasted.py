@@ -46,7 +46,7 @@ COMMANDS = tuple(dict.fromkeys(commands()))
 def pasted(shell: str) -> dict[str, list[list[str]]]:
     """What an interactive shell makes of every command: command -> the words of each program that it would start."""
     if not shutil.which(shell):
-        pytest.skip(f"{shell} is not installed")
+        pytest.skip(f"needs {shell}: apt install {shell}")
     assert all(text.split()[0] in NAMES for text in COMMANDS), "any other command would really run"
     lines = [f'{name}() {{ printf "%s\\0" {MARK} {name} "$@" {MARK}; }}' for name in NAMES]
     for number, text in enumerate(COMMANDS):

@@ -99,7 +99,15 @@ def file_stem(project: str) -> str:
     return re.sub(r"[^\w.-]+", "-", project).strip("-.") or "adapter"
 
 
-def file_name(project: str, step: int | str, style: str, which: str = "last") -> str:
-    """Such as "cats-001000-average-comfyui.safetensors"; "last" and "diffusers" are left out."""
+def run_label(project: Project) -> str:
+    """Name of the run whose adapter is taken, else its recipe."""
+    from pipeline.project.runs import read_record
+
+    table = project.folder("train")
+    return str((read_record(table) or {}).get("name") or table.folder.name)
+
+
+def file_name(project: str, run: str, step: int | str, style: str, which: str = "last") -> str:
+    """Such as "cats-slow-001000-average-comfyui.safetensors"; "last" and "diffusers" are left out, and no run."""
     kind = "".join(f"-{word}" for word, usual in ((which, "last"), (style, "diffusers")) if word != usual)
-    return f"{file_stem(project)}-{int(step):06d}{kind}.safetensors"
+    return f"{'-'.join([file_stem(project), *filter(None, [run])])}-{int(step):06d}{kind}.safetensors"

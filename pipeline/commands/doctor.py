@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import platform
@@ -148,7 +147,6 @@ class Machine:
     free_disk: int  # bytes
     files: int  # most that may be open
     translated: bool  # Python for Intel, under Rosetta
-    heic: bool
     budget: int  # bytes that a stage may take
 
 
@@ -174,7 +172,6 @@ def examine(folder: Path = Path()) -> Machine:
         free_disk=shutil.disk_usage(folder).free,
         files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         translated=sys.platform == "darwin" and sysctl("sysctl.proc_translated") == "1",
-        heic=importlib.util.find_spec("pillow_heif") is not None,
         budget=memory_budget(),
     )
 
@@ -215,8 +212,6 @@ def problems(machine: Machine) -> Iterator[str]:
         yield "no fast BLAS was found: run `pip install mkl`, or install OpenBLAS"
     if machine.free_disk < DISK:
         yield f"only {machine.free_disk / 1e9:.3g} GB of disk are free: weights of klein 4B take 16 GB"
-    if not machine.heic:
-        yield f"HEIC photographs cannot be read: run `{sys.executable} -m pip install pillow-heif`"
 
 
 def _mac_problems(machine: Machine) -> Iterator[str]:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.options import with_project
-from pipeline.store.disk import format_bytes
+from pipeline.store import disk
+from pipeline.store.disk import DiskError, format_bytes, require_room
 from pipeline.terminal import fold, format_seconds, format_table
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ PLANS = "Plan whole computes no block twice, plan blocks every block; a number: 
 def command(project: Project, gigabytes: float | None, verbose: bool) -> int:
     """Show what each stage will need: what is to do, time, memory, disk. Memory and disk are computed from shapes, without
     loading a model. Time is computed from the speed of the last run. The exit code is 2 if a stage does not fit into
-    memory, else 0.
+    memory or on the disk, else 0.
     """
     if gigabytes is not None and gigabytes <= 0:
         raise ValueError(f"--memory must be > 0 GB, got {gigabytes:g}")
@@ -35,14 +36,16 @@ def command(project: Project, gigabytes: float | None, verbose: bool) -> int:
 
 
 def report(project: Project, budget: int | None = None, verbose: bool = False) -> tuple[list[str], bool]:
-    """The lines, and whether every stage fits into `budget` bytes (None: what this machine has)."""
-    from pipeline.project.outlook import downloads, need, outlook
+    """The lines, and whether every stage fits into `budget` bytes (None: what this machine has) and on the disk."""
+    from pipeline.project.outlook import download_writes, downloads, need, outlook, require_trainable
     from stages.memory import PROGRAM_BYTES, refusal
 
+    require_trainable(project)
     seen = outlook(project, budget)
     needs = [need(project, name, seen) for name in project.stage_names]
     family = f"family {project.family.name}, " if project.pipeline.families else ""
-    lines = [f"{project.name}: {family}{format_bytes(seen.budget)} of memory to use"]
+    free = format_bytes(disk.free_bytes(project.path))
+    lines = [f"{project.name}: {family}{format_bytes(seen.budget)} of memory to use, {free} of disk free"]
     rows = [row(each, verbose) for each in needs]
     names = [name for name in NAMES if any(found.get(name) for found in rows)]
     cells = [[found.get(name) for name in names] for found in rows]
@@ -59,6 +62,11 @@ def report(project: Project, budget: int | None = None, verbose: bool = False) -
         for each in needs
         if each.forecast and each.forecast.peak > seen.budget
     ]
+    here = [(project.path / "tables", sum(each.writes for each in needs))]
+    try:
+        require_room("what is to do", [*here, *download_writes(project, absent)] if absent else here)
+    except DiskError as error:
+        refused.append(str(error))
     lines += refused
     lines.append("Memory and disk are computed, time is at the speed of the last run.")
     lines.append("A dash means little, or not known before the stages above have run.")

@@ -22,6 +22,7 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainT
 from starlette.routing import Route
 
 from pipeline.page.site import LONGEST, Site
+from stages.pipelines import Folder
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -174,13 +175,15 @@ class Answers:
         return answer
 
     def picture(self, request: Request) -> Response:
-        """WebP of the given "size" (the longer side), or with size=file the unchanged PNG."""
+        """WebP of the given "size" (the longer side), or with size=file the unchanged PNG that a stage wrote."""
         name, size = request.path_params["name"], request.query_params.get("size", "")
         try:
             path = self.site.file(name)
         except (ValueError, OSError):
             return PlainTextResponse("there is no such picture", 404)
-        if size == "file" and path.suffix.lower() == ".png":
+        # A browser would lay the user's transparent PNG on its own colour, not on that which is trained.
+        users = isinstance(self.site.project.pipeline.resources.get(name.partition("/")[0]), Folder)
+        if size == "file" and path.suffix.lower() == ".png" and not users:
             return FileResponse(path, media_type="image/png", filename=path.name)
         longest = int(size) if size.isdecimal() and len(size) < 6 and int(size) in LONGEST else LONGEST[-1]
         try:

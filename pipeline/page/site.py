@@ -124,8 +124,10 @@ class Site:
 
     def picture(self, name: str, longest: int) -> bytes:
         """WebP bytes, the longer side at most `longest` pixels."""
-        path = self.file(name)
-        return _thumbnail(self.project.pipeline.thumbnail, path, path.stat().st_mtime_ns, longest)
+        path, pipeline = self.file(name), self.project.pipeline
+        section, _, key = pipeline.background.partition(".")
+        background = getattr(self.project.config.sections[section], key) if section else ""
+        return _thumbnail(pipeline.thumbnail, path, path.stat().st_mtime_ns, longest, background)
 
     def texts(self, page: str) -> Texts:
         found = pages_of(self.project).get(page)
@@ -189,6 +191,6 @@ def _plain(text: Any) -> Any:
 
 # `changed` is the file's time of change: a key of the cache only.
 @functools.lru_cache(maxsize=4096)
-def _thumbnail(function: str, path: Path, changed: int, longest: int) -> bytes:
-    content: bytes = load(function)(path, longest)
+def _thumbnail(function: str, path: Path, changed: int, longest: int, background: str) -> bytes:
+    content: bytes = load(function)(path, longest, background)
     return content

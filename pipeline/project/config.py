@@ -71,7 +71,7 @@ class ProjectConfig(Section):
     )
     pipeline: str = selects("text_to_image", "the pipeline: its name, or the dotted name of a module with a PIPELINE")
     commit_seconds: float = runtime(
-        30.0, "rows are committed this often, seconds: a kill loses no more than that", bounds=(0.0, 86400.0)
+        30.0, "rows are committed this often, seconds: a kill loses no more than that", unit="seconds", bounds=(0.0, 86400.0)
     )
 
     workers: str = runtime(
@@ -80,7 +80,10 @@ class ProjectConfig(Section):
         "ray://HOST:10001: another one",
     )
     worker_count: int = runtime(
-        0, "most processes on the Ray cluster; 0: as many as it has room for, one for each GPU or CPU", bounds=(0, 4096)
+        0,
+        "most processes on the Ray cluster; 0: as many as it has room for, one for each GPU or CPU",
+        unit="processes",
+        bounds=(0, 4096),
     )
     worker_inputs: Literal["shared", "shipped"] = runtime(
         "shared",
@@ -88,7 +91,7 @@ class ProjectConfig(Section):
         "shipped: sent to them, into a temporary folder of each worker",
     )
     unit_rows: int = runtime(
-        32, "rows that a worker on the Ray cluster computes at a time: what its death can cost", bounds=(1, 100_000)
+        32, "rows that a worker on the Ray cluster computes at a time: what its death can cost", unit="rows", bounds=(1, 100_000)
     )
 
     def check(self) -> None:
@@ -220,7 +223,7 @@ class Parser:
 
     def __init__(self, sections: Mapping[str, type], place: Callable[[str], str]) -> None:
         self.place = place
-        found = list(_nested(sections))
+        found = list(nested_sections(sections))
         self.sections = {name: kind for name, kind, _ in found}  # with the sections inside sections, such as train.ema
         self.repeated = {name for name, _, many in found if many}  # that may be given several times: [[images.folder]]
 
@@ -231,7 +234,7 @@ class Parser:
                 f"{name} must be a section: write its settings below a line [{name}], got {SHORT.repr(raw)} ({self.place(name)})"
             )
         kind = self.sections[name]
-        hints = _hints(kind)
+        hints = hints_of(kind)
         for key in raw:
             if key not in hints:
                 raise ValueError(f"{name}.{key} is not a setting{self._remedy(name, key)} ({self.place(f'{name}.{key}')})")
@@ -265,25 +268,25 @@ class Parser:
             return _convert(hint, value)
         except TypeError:
             raise ValueError(
-                f"{name} must be {_describe(hint)}{_example(hint, value)}, got {SHORT.repr(value)} ({self.place(name)})"
+                f"{name} must be {describe(hint)}{_example(hint, value)}, got {SHORT.repr(value)} ({self.place(name)})"
             ) from None
 
 
-def _nested(sections: Mapping[str, type], many: bool = False) -> Iterable[tuple[str, type, bool]]:
+def nested_sections(sections: Mapping[str, type], many: bool = False) -> Iterable[tuple[str, type, bool]]:
     """(dotted name, dataclass, whether it is an item of a list) of the sections and of those inside them, such as "train.ema"."""
     for name, kind in sections.items():
         yield name, kind, many
-        for key, hint in _hints(kind).items():
+        for key, hint in hints_of(kind).items():
             for each in _members(hint):
                 listed = typing.get_origin(each) is tuple
                 item = typing.get_args(each)[0] if listed else each
                 if isinstance(item, type) and is_dataclass(item):
-                    yield from _nested({f"{name}.{key}": item}, listed)
+                    yield from nested_sections({f"{name}.{key}": item}, listed)
 
 
 # Evaluating the annotations, which are text, takes most of the time of opening a project.
 @functools.cache
-def _hints(kind: type) -> Mapping[str, Any]:
+def hints_of(kind: type) -> Mapping[str, Any]:
     return typing.get_type_hints(kind)
 
 
@@ -318,17 +321,17 @@ def _convert(hint: Any, value: Any) -> Any:
     raise TypeError
 
 
-def _describe(hint: Any) -> str:
+def describe(hint: Any) -> str:
     words: list[str] = []
     for kind in _members(hint):
         origin, args = typing.get_origin(kind), typing.get_args(kind)
         if origin is typing.Literal:
             words += [repr(each) for each in args]
         elif origin is tuple:
-            items = "sections" if is_dataclass(args[0]) else NAMES[args[0]][1] if args[0] in NAMES else _describe(args[0])
+            items = "sections" if is_dataclass(args[0]) else NAMES[args[0]][1] if args[0] in NAMES else describe(args[0])
             words.append(f"a list of {items}")
         elif args:
-            many = NAMES[args[1]][1] if args[1] in NAMES else _describe(args[1]).replace("a list", "lists")
+            many = NAMES[args[1]][1] if args[1] in NAMES else describe(args[1]).replace("a list", "lists")
             words.append(f"a section of names with {many}")
         elif kind is not types.NoneType:
             words.append(NAMES[kind][0] if kind in NAMES else "a section")

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 from pipeline.errors import NotBuilt
 from pipeline.project import runs
 from pipeline.project.weights import NotFetched
+from pipeline.store.disk import require_room, size_of
 from stages.memory import GB, PROGRAM_BYTES, Forecast, Outlook, refusal
 from stages.pipelines import Weights
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     import pyarrow as pa
@@ -32,6 +34,15 @@ class Need:
     note: str = ""  # why the forecast failed, or the stage would
     seconds: float | None = None  # for the missing rows, at the speed of the last run; None: no row missing, or no run
     overhead: int = 0  # bytes on disk that the table takes besides its tensors
+    files: int = 0  # bytes of `forecast.file_bytes` that are not on the disk yet
+
+    @property
+    def writes(self) -> int:
+        """Bytes on disk that the missing rows will take."""
+        if self.forecast is None or not self.missing:
+            return 0
+        share = self.missing / (self.wanted or self.missing)
+        return int(share * ((self.disk or 0) - self.forecast.file_bytes)) + self.files
 
     @property
     def disk(self) -> int | None:
@@ -100,7 +111,16 @@ def need(project: Project, name: str, seen: Outlook) -> Need:
     run = last.manifest().get("facts", {}).get("run", {}) if last.exists else {}
     written = run.get("rows_written", 0)
     seconds = left * run["seconds"] / written if left and written else None
-    return Need(name, wanted, left, to_do, found, note, seconds, overhead)
+    files = files_to_write(project, name, found) if found else 0
+    return Need(name, wanted, left, to_do, found, note, seconds, overhead, files)
+
+
+def files_to_write(project: Project, name: str, found: Forecast) -> int:
+    """Bytes of the stage's files that no interrupted run of the same table has written."""
+    if found.file_bytes:
+        with suppress(ValueError):  # NotBuilt, or weights that are missing: the table does not exist either
+            return max(0, found.file_bytes - size_of(project.current(name).folder))
+    return found.file_bytes
 
 
 def counted(stage: Stage, rows: pa.Table) -> int:
@@ -118,30 +138,34 @@ def amount(stage: Stage, count: int) -> str:
     return f"{count} {unit if count == 1 else f'{unit[:-1]}ies' if unit.endswith('y') else f'{unit}s'}"
 
 
-def announcement(project: Project, name: str, rows: int, to_do: str) -> str:
-    """A line for the user: what is to do, disk, memory; "" if nothing is forecast. ValueError if memory does not suffice."""
+def announcement(project: Project, name: str, rows: int, to_do: str) -> tuple[str, int]:
+    """A line for the user: what is to do, disk, memory; "" if nothing is forecast. And the bytes that the stage will write.
+
+    Raises ValueError if memory or disk does not suffice.
+    """
     seen = outlook(project)
     try:
         found = forecast(project, name, seen)
     except ValueError:  # the stage reports it
-        return ""
+        return "", 0
     if found is None:
-        return ""
+        return "", 0
     stage = project.stage(name)
     divided = project.config.project.divides(stage.divisible, rows)  # the workers have memory of their own
     # A stage with a snapshot makes its own plan from its data.
     if found.peak > seen.budget and stage.snapshot is None and not divided:
         raise ValueError(refusal(name, found.peak, seen.budget, found.remedy))
-    disk = found.row_bytes * rows + found.file_bytes
+    disk = found.row_bytes * rows + files_to_write(project, name, found)
+    require_room(name, [(project.path / "tables", disk)])
     size = f", about {disk / 1e6:.3g} MB on disk" if disk else ""
     if not found.peak:
-        return f"{to_do} to do{size}" if disk else ""
+        return f"{to_do} to do{size}" if disk else "", disk
     where = "a worker" if divided else f"of {seen.budget / GB:.3g} GB"
     if found.arrays < found.peak and found.arrays:
         memory = f"{found.peak / GB:.3g} GB {where}, {found.arrays / GB:.3g} GB of it arrays"
     else:
         memory = f"{found.peak / GB:.3g} GB for arrays {where}, and up to {PROGRAM_BYTES / GB:.2g} GB for the program"
-    return f"{to_do} to do{size}; estimated peak memory {memory}"
+    return f"{to_do} to do{size}; estimated peak memory {memory}", disk
 
 
 def downloads(project: Project) -> dict[str, int]:
@@ -155,3 +179,37 @@ def downloads(project: Project) -> dict[str, int]:
     here, sizes = outlook(project, 0).weights, family.component_bytes()
     names = [name for name, kind in project.pipeline.resources.items() if isinstance(kind, Weights)]
     return {name: sizes.get(name, 0) for name in names if (name in sizes or not sizes) and here(name) is None}
+
+
+def download_writes(project: Project, sizes: Mapping[str, int]) -> list[tuple[Path, int]]:
+    """(folder, bytes) of fetching these components, without what has arrived already."""
+    from pipeline.project.weights import cache_folder
+
+    found = []
+    settings, all_sizes = project.config.project, project.family.component_bytes()
+    hubs = {name: settings.place(name) or project.family.hub for name in all_sizes}
+    for hub in dict.fromkeys(hubs[name] for name in sizes if name in hubs):
+        here = sum(size for name, size in all_sizes.items() if hubs[name] == hub and name not in sizes)
+        arrived = max(0, size_of(cache_folder(hub)) - here)
+        found.append((cache_folder(hub), max(0, sum(size for name, size in sizes.items() if hubs.get(name) == hub) - arrived)))
+    return found
+
+
+def require_trainable(project: Project, name: str = "") -> None:
+    """Raise ValueError if the stage `name` leads to training, "" for all, and the family is not to be trained on."""
+    for each in project.stage_names if project.pipeline.families else ():
+        if runs.trains(project.stage(each).writes) and name in ("", each, *project.pipeline.upstream(each)):
+            project.family.require_trainable()
+
+
+def require_download_room(project: Project, name: str) -> None:
+    """Raise DiskError, before weights are downloaded for a stage, if they and what it writes then do not fit on the disk."""
+    lacking = {part: size for part, size in downloads(project).items() if size and part in project.stage(name).needs}
+    if not lacking:
+        return
+    try:
+        found = forecast(project, name)
+    except ValueError:  # the stage reports it
+        return
+    own = found.row_bytes * (found.rows or 0) + found.file_bytes if found else 0
+    require_room(name, [*download_writes(project, lacking), (project.path / "tables", own)])

@@ -17,7 +17,7 @@ from pipeline.project import config as configuration
 from pipeline.project import recipe as recipes
 from pipeline.project.config import Overrides
 from pipeline.project.stage_run import Kept, Lazy, Write, not_built, open_run
-from stages.models.family import TOKENIZER
+from stages.models.family import TOKENIZER, choose
 from stages.pipelines import FamilyRecord, Folder, Weights, load
 from stages.run import Report, Run
 from stages.settings import from_home, nearest, setting_path
@@ -105,14 +105,15 @@ class Project:
         """Raises ValueError for an unknown family, or if the setting `components` names one that it lacks."""
         families: Mapping[str, Family] = load(self.pipeline.families)
         name = self.config.project.family or next(iter(families))
-        if name not in families:
-            near = nearest(name, families)
-            raise ValueError(f"project.family must be one of {', '.join(families)}, got {name!r}{near}")
-        known = list(families[name].folders)
+        try:
+            found = choose(families, name)
+        except ValueError as error:
+            raise ValueError(f"project.{error}") from None
+        known = list(found.folders)
         for each in self.config.project.components or {}:
             if each not in known:
                 raise ValueError(f"project.components must name any of {', '.join(known)}, got {each!r}{nearest(each, known)}")
-        return families[name]
+        return found
 
     def stage(self, name: str) -> Stage:
         """Raises ValueError, with the nearest name."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pipeline.project.recipe import TENSOR_SUFFIXES, TEXT_SUFFIXES
-from pipeline.store.disk import atomic_folder, delete_abandoned
+from pipeline.store.disk import DiskError, atomic_folder, delete_abandoned, require_room
 from pipeline.store.lock import locked
 from stages.bundled import CHECKOUT
 from stages.hashing import file_sha256
@@ -199,6 +199,12 @@ def cache_name(hub: str) -> str:
     return f"models--{hub.replace('/', '--')}"
 
 
+def cache_folder(hub: str) -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE) / cache_name(hub)
+
+
 def _cached(hub: str, patterns: list[str]) -> Path | None:
     """The cached copy, in which files may be missing, or None."""
     from huggingface_hub import errors, snapshot_download
@@ -210,13 +216,13 @@ def _cached(hub: str, patterns: list[str]) -> Path | None:
 
 def _fetched(hub: str, choose: Callable[[], list[str]], family: ModelFamily, setting: str, manual: str) -> Path | None:
     """The cached copy, with the files that match the patterns of `choose`; None if it finds none."""
-    from huggingface_hub import constants, errors, snapshot_download
+    from huggingface_hub import errors, snapshot_download
 
     try:
         if not (patterns := choose()):
             return None
         _fetch_large_files(hub, patterns)
-        blobs = Path(constants.HF_HUB_CACHE) / cache_name(hub) / "blobs"
+        blobs = cache_folder(hub) / "blobs"
         before = set(blobs.iterdir()) if blobs.is_dir() else set()
         copy = Path(snapshot_download(hub, allow_patterns=patterns))
         # The hub client compares sizes only. It names a large file by its sha256.
@@ -225,7 +231,7 @@ def _fetched(hub: str, choose: Callable[[], list[str]], family: ModelFamily, set
             if path.is_file() and blob not in before and SHA256.fullmatch(blob.name):
                 _check_digest(f"{path.relative_to(copy)}", blob.name, blob, path)
         return copy
-    except Refused:
+    except (Refused, DiskError):
         raise
     except (errors.HTTPError, OSError, ValueError) as error:
         raise ValueError(_explain(hub, family, error, setting, manual)) from None
@@ -324,6 +330,7 @@ def _fetch_large_files(hub: str, patterns: Sequence[str]) -> None:
             raise Refused(f"{hub} is being downloaded by another process: wait for it or stop it") from None
         pool = stack.enter_context(ThreadPoolExecutor(AT_ONCE))
         total, done = sum(file.size for file in files), sum(file.arrived for file in files)
+        require_room(hub, [(cache, total - done)])
         bar = stack.enter_context(tqdm(total=total, initial=done, unit="B", unit_scale=True, desc=f"{hub}, {len(files)} files"))
         for fetched in [pool.submit(_fetch, file, bar) for file in files]:
             fetched.result()

@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,6 +19,7 @@ class DiskError(ValueError):
     """The disk refuses to write, for example because it is full. The message is one line for the user."""
 
 
+LEAST = 10**8  # bytes to free, if nobody knows how many are needed
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -131,6 +132,30 @@ def size_of(folder: Path) -> int:
     return total
 
 
+def free_bytes(folder: Path) -> int:
+    """Of the disk of a folder, which need not exist yet."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def _existing(folder: Path) -> Path:
+    return next(each for each in (folder, *folder.absolute().parents) if each.exists())
+
+
+def require_room(what: str, writes: Iterable[tuple[Path, int]]) -> None:
+    """Raise DiskError if `what` will write more bytes into these folders, on each disk together, than are free there."""
+    sums: dict[int, tuple[Path, int]] = {}
+    for folder, count in writes:
+        device = _existing(folder).stat().st_dev
+        first, before = sums.get(device, (folder, 0))
+        sums[device] = first, before + count
+    for folder, count in sums.values():
+        if count > (free := free_bytes(folder)):
+            raise DiskError(
+                f"{what} needs about {format_bytes(count)} on the disk of {folder}, and {format_bytes(free)} are free there: "
+                f"free {format_bytes(count - free)} more"
+            )
+
+
 def format_bytes(count: float) -> str:
     """Decimal units, such as "812 B", "1.2 MB" or "7.75 GB"."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -161,7 +186,7 @@ def explain_disk_errors(table: str, folder: Path, saved: Callable[[], str], need
             raise
         safe = saved()
         if number in FULL:
-            line = f"disk full while writing {table}: {safe}; free {format_bytes(max(needed(), 10**6))} or more and run again"
+            line = f"disk full while writing {table}: {safe}; free {format_bytes(max(needed(), LEAST))} or more and run again"
         else:
             line = f"cannot write {table} in {folder}: {os.strerror(number).lower()}; {safe}"
         raise DiskError(line) from error

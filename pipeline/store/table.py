@@ -27,11 +27,13 @@ import pyarrow.compute as pc
 from pipeline.store.checksums import sealed, unsealed
 from pipeline.store.disk import (
     FULL,
+    LEAST,
     TEMPORARY,
     DiskError,
     atomic_write,
     delete_abandoned,
     explain_disk_errors,
+    format_bytes,
     make_folder,
     size_of,
     stamp,
@@ -207,6 +209,7 @@ class Writer:
         self.version = 0  # of the index; 0 if there is none
         self._commits = 0  # since the index was last rewritten
         self._written_keys = [self._rows.select(self.schema.key)]  # of every row committed by this writer
+        self._finished_bytes = 0  # of the table's folder when the run ends, as far as it is known
         self._open = False
         self._failed = False
 
@@ -227,6 +230,10 @@ class Writer:
             elif not self._failed:  # the rows that the stage yielded before it failed are valid
                 with suppress(ValueError):
                     self.flush()
+
+    def expect(self, count: int) -> None:
+        """The run will write `count` bytes: what a full disk lacks is then known."""
+        self._finished_bytes = size_of(self.table.folder) + count
 
     @property
     def stored(self) -> pa.Table:
@@ -402,8 +409,11 @@ class Writer:
         def saved() -> str:
             return f"{self.stored.num_rows} rows are kept" if self._open else "the table is unchanged"
 
+        def needed() -> int:
+            return max(self._buffered_bytes, self._finished_bytes - size_of(self.table.folder))
+
         try:
-            with explain_disk_errors(self.schema.name, self.table.folder, saved, lambda: max(self._buffered_bytes, 1)):
+            with explain_disk_errors(self.schema.name, self.table.folder, saved, needed):
                 yield
         except DiskError:
             self._failed = True
@@ -433,6 +443,6 @@ def link_table(table: TableFolder) -> None:
         temporary.replace(link)
     except OSError as error:
         if error.errno in FULL:
-            line = f"disk full while linking {link}: the rows of {name} are kept; free 1 MB or more and run again"
+            line = f"disk full while linking {link}: its rows are kept; free {format_bytes(LEAST)} or more and run again"
             raise DiskError(line) from error
         # Some file systems have no symbolic links.

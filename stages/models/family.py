@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+
+from stages.settings import nearest
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
     from stages.memory import Memory
 
 Adapter = tuple[dict[str, "mx.array"], dict[str, float]]  # arrays by "<linear><ending>", float32; the scale of each Linear
+
+F = TypeVar("F", bound="ModelFamily")
 
 TOKENIZER = "tokenizer"  # the component without weights
 # Component -> its folder in the diffusers layout.
@@ -43,6 +48,17 @@ class ModelFamily:
     unsupported: Mapping[str, str] = field(default_factory=dict)  # component -> in one line, why it cannot be used yet
 
     begin: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # section -> settings of a new project.toml
+    base: str = ""  # of a distilled family, which draws in few steps: the family to train on
+    # Pattern of a name that some give -> what they mean, if it is another model; this family is then the nearest.
+    meant: Mapping[str, str] = field(default_factory=dict)
+
+    def require_trainable(self) -> None:
+        """Raise ValueError if the family is distilled."""
+        if self.base:
+            raise ValueError(
+                f"{self.name} is distilled: it draws in few steps, and training on it may fail. "
+                f'Train on its base, family = "{self.base}"; the LoRA can be used on {self.name}'
+            )
 
     @property
     def architecture(self) -> Any:
@@ -67,6 +83,17 @@ class ModelFamily:
     def source(self) -> str:
         """Where the weights come from if a project names none, for messages."""
         return self.hub or (f"{self.bundled}, part of the checkout" if self.bundled else "made by the project")
+
+
+def choose(families: Mapping[str, F], name: str) -> F:
+    """Raises ValueError, with the nearest family that can be trained, and with what the name means elsewhere."""
+    if name in families:
+        return families[name]
+    trained = {key: each for key, each in families.items() if not each.base}
+    known = [(each, what) for each in trained.values() for how, what in each.meant.items() if re.search(how, name.lower())]
+    what = f": {known[0][1]}" if known and known[0][1] else ""
+    near = f"{what}; did you mean {known[0][0].name}?" if known else nearest(name.lower(), trained, cutoff=0.4)
+    raise ValueError(f"family must be one of {', '.join(families)}, got {name!r}{near}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +123,6 @@ class Family(ModelFamily):
     # Guidance and drawing.
     guidance_embedded: bool = False  # the transformer reads the guidance value as an input
     real_cfg: bool = True  # classifier-free guidance: two passes, with the prompt and with the empty prompt
-    distilled: bool = False  # made to draw in few steps; a LoRA is better trained on the base model
     guidance: float = 4.0  # default when drawing
     sampling_steps: int = 50  # default number of denoising steps
 

@@ -43,9 +43,10 @@ class IndexConfig(Section):
     exact_tokens: int = selects(
         4_000_000,
         "vectors up to which every one is compared; beyond, candidates come from a partitioned index: 0 always uses it",
+        unit="vectors",
         bounds=(0, WHOLE[1]),
     )
-    batch_size: int = runtime(2048, "units per record batch", bounds=COUNT)
+    batch_size: int = runtime(2048, "units per record batch", unit="units", bounds=COUNT)
 
 
 def wanted_index(run: Run[IndexConfig]) -> pa.Table:
@@ -208,6 +209,13 @@ class Searcher:
             Answer(self.rows[place], place, float(scores[place]), **{name: float(each[place]) for name, each in found.items()})
             for place in best
         ]
+
+    def related(self, place: int, limit: int) -> list[Answer]:
+        """The units most like that at `place`, by its stored vectors; itself left out."""
+        scores = self.matrix.scores([self.matrix.document(place)])[0]
+        order = np.argsort(-scores, kind="stable")
+        best = [other for other in order.tolist() if other != place][:limit]
+        return [Answer(self.rows[other], other, float(scores[other]), semantic=float(scores[other])) for other in best]
 
     def explain(self, answer: Answer, query_tokens: list[str], document_tokens: list[str]) -> list[tuple[str, str, float]]:
         """(query token, best document token, product) of the last search with the encoder; texts in the order of the vectors."""

@@ -38,16 +38,22 @@ class NegativesConfig(Section):
         "run, relative to the project; an encoder reads every document again, which takes as long as the stage vectors",
         path=True,
     )
-    count: int = setting(4, "hard negatives per pair; fewer if search finds fewer; 0: none", bounds=(0, lexical.FOUND // 2))
+    count: int = setting(
+        4, "hard negatives per pair; fewer if search finds fewer; 0: none", unit="documents", bounds=(0, lexical.FOUND // 2)
+    )
     skip: int = setting(
-        0, "best documents that are passed over, since some of them may answer the query too", bounds=(0, lexical.FOUND // 4)
+        0,
+        "best documents that are passed over, since some of them may answer the query too",
+        unit="documents",
+        bounds=(0, lexical.FOUND // 4),
     )
     max_ratio: float = setting(
         1.25,
         "a document that scores higher than this times the pair's own document is passed over: it may answer the query too",
+        unit="ratio",
         bounds=(0.0, NUMBER[1]),
     )
-    batch_size: int = runtime(128, "pairs per record batch, which a kill can lose", bounds=COUNT)
+    batch_size: int = runtime(128, "pairs per record batch, which a kill can lose", unit="pairs", bounds=COUNT)
 
 
 def wanted_negatives(run: Run[NegativesConfig]) -> pa.Table:

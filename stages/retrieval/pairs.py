@@ -109,18 +109,21 @@ class PairsConfig(Section):
         "encoder is tuned to the very code base that is searched",
     )
     test: float = setting(
-        0.25, "share of the test split, 0 to 1: hundreds of queries give useful intervals", bounds=(0.0, 0.9999999)
+        0.25, "share of the test split, 0 to 1: hundreds of queries give useful intervals", unit="share", bounds=(0.0, 0.9999999)
     )
-    valid: float = setting(0.1, "share of the validation split, 0 to 1, on which settings are chosen", bounds=(0.0, 0.9999999))
-    min_query_words: int = setting(3, "fewest words of a query", bounds=COUNT)
-    max_query_words: int = setting(40, "most words of a query", bounds=COUNT)
-    min_body_lines: int = setting(5, "fewest lines of code in a body, docstring excluded", bounds=(0, WHOLE[1]))
+    valid: float = setting(
+        0.1, "share of the validation split, 0 to 1, on which settings are chosen", unit="share", bounds=(0.0, 0.9999999)
+    )
+    min_query_words: int = setting(3, "fewest words of a query", unit="words", bounds=COUNT)
+    max_query_words: int = setting(40, "most words of a query", unit="words", bounds=COUNT)
+    min_body_lines: int = setting(5, "fewest lines of code in a body, docstring excluded", unit="lines", bounds=(0, WHOLE[1]))
     max_leak: float = setting(
         0.5,
         "a train pair is not used if its document is more like a document of valid or test than this, Jaccard of trigrams",
+        unit="share",
         bounds=(0.0, 1.0),
     )
-    batch_size: int = runtime(512, "pairs per record batch, which a kill can lose", bounds=COUNT)
+    batch_size: int = runtime(512, "pairs per record batch, which a kill can lose", unit="pairs", bounds=COUNT)
 
     def check(self) -> None:
         if self.test + self.valid >= 1:

@@ -39,7 +39,7 @@ class RanksConfig(Section):
     )
     # A name gives much away: BM25 falls from P@1 .343 to .255 without it.
     hard: bool = setting(True, "also rank with the units' own names removed")
-    batch_size: int = runtime(256, "queries per record batch, which a kill can lose", bounds=COUNT)
+    batch_size: int = runtime(256, "queries per record batch, which a kill can lose", unit="queries", bounds=COUNT)
 
 
 def wanted_ranks(run: Run[RanksConfig]) -> pa.Table:

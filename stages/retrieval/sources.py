@@ -287,9 +287,10 @@ class SourcesConfig(Section):
     max_bytes: int = setting(
         1_000_000,
         f"size above which a file is not read, bytes: data more often than code; at most {CEILING}",
+        unit="bytes",
         bounds=(1, CEILING),
     )
-    batch_size: int = runtime(64, "files per record batch, which a kill can lose", bounds=COUNT)
+    batch_size: int = runtime(64, "files per record batch, which a kill can lose", unit="files", bounds=COUNT)
 
     def check(self) -> None:
         if not self.roots or not all(self.roots):

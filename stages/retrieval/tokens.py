@@ -24,12 +24,14 @@ LONGEST = 4096  # tokens: the memory of attention grows with the square of the l
 
 @dataclass(frozen=True)
 class TokensConfig(Section):
-    query_tokens: int = setting(32, f"tokens of a query at most, end token included; at most {LONGEST}", bounds=(2, LONGEST))
+    query_tokens: int = setting(
+        32, f"tokens of a query at most, end token included; at most {LONGEST}", unit="tokens", bounds=(2, LONGEST)
+    )
     document_tokens: int = setting(
-        256, f"tokens of a document at most, end token included; at most {LONGEST}", bounds=(2, LONGEST)
+        256, f"tokens of a document at most, end token included; at most {LONGEST}", unit="tokens", bounds=(2, LONGEST)
     )
     hard: bool = selects(False, "also tokenise the documents of pairs without their names, for the hard mode of the evaluation")
-    batch_size: int = runtime(256, "texts per record batch, which a kill can lose", bounds=COUNT)
+    batch_size: int = runtime(256, "texts per record batch, which a kill can lose", unit="texts", bounds=COUNT)
 
 
 def wanted_tokens(run: Run[TokensConfig]) -> pa.Table:

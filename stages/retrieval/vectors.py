@@ -29,11 +29,14 @@ class VectorsConfig(Section):
     strength: float = setting(
         1.0,
         "share of the adapter's change that is used, 0 to 1; a part can find more in unseen code",
+        unit="share",
         unrecorded=(1.0,),
         bounds=(0.0, 1.0),
     )
     base: bool = selects(True, "also encode with the untuned base, so that the evaluation compares the tuned encoder with it")
-    batch_size: int = runtime(64, "texts per record batch, which a kill can lose; texts are encoded one by one", bounds=COUNT)
+    batch_size: int = runtime(
+        64, "texts per record batch, which a kill can lose; texts are encoded one by one", unit="texts", bounds=COUNT
+    )
 
 
 def wanted_vectors(run: Run[VectorsConfig]) -> pa.Table:

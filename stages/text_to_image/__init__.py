@@ -28,6 +28,7 @@ PIPELINE = Pipeline(
     pages=PAGES,
     detail=DETAIL,
     thumbnail="stages.text_to_image.pages:thumbnail",
+    background="latents.background",
     side_by_side="stages.text_to_image.samples.grid:draw_side_by_side",
     ranking=RANKING,
 )

@@ -28,12 +28,16 @@ BATCH = 4096  # rows per record batch
 @dataclass(frozen=True)
 class BucketsConfig(Section):
     resolutions: tuple[int, ...] = selects(
-        (512, 768), "resolutions R, pixels: every image is trained once per R, at an area of at most R x R", bounds=(16, 4096)
+        (512, 768),
+        "resolutions R, pixels: every image is trained once per R, at an area of at most R x R",
+        unit="pixels",
+        bounds=(16, 4096),
     )
     upscale: bool = setting(False, "enlarge an image that has fewer than R x R pixels; otherwise it keeps its own size")
     max_shapes: int = setting(
         256,
         "shapes of full area per R, spread evenly over the aspect ratios; 256: all, up to R = 1024; 1: squares only",
+        unit="shapes",
         bounds=(1, 10_000),
     )
     where: str = selects(

@@ -191,8 +191,12 @@ def read_text(path: Path, most: int) -> str:
     try:
         text = data.decode(encoding)
     except UnicodeDecodeError as error:
+        # Latin-1 reads any bytes, so nothing but the user's eyes can tell that it is the right one.
+        start = error.start
+        shown = " ".join(data[max(0, start - 12) : start + 12].decode("latin-1").split())
+        latin = f' (as Latin-1 it reads "{shown}")' if encoding == "utf-8" and shown.isprintable() else ""
         raise ValueError(
-            f"{path} is not {encoding.upper()}: byte {error.start} is 0x{data[error.start]:02x}; save it as UTF-8"
+            f"{path} is not {encoding.upper()}: byte {start} is 0x{data[start]:02x}; save it as UTF-8{latin}"
         ) from None
     if "\0" in text and encoding == "utf-16":
         raise ValueError(f"{path} has a zero as character {text.index(chr(0)) + 1}; remove it")

@@ -85,25 +85,29 @@ class ChecksConfig(Section):
     blur: float = selects(
         0.5,
         "least `blur` of a blurred picture; in the tests, sharp pictures have 0.42 at most, blurred ones 0.51 or more",
+        unit="share",
         bounds=(0.0, 1.0),
     )
-    dark: float = selects(0.15, "largest `brightness` of an underexposed picture", bounds=(0.0, 1.0))
-    bright: float = selects(0.8, "least `brightness` of an overexposed picture", bounds=(0.0, 1.0))
-    clipped: float = selects(0.5, "least `clipped` of a badly exposed picture", bounds=(0.0, 1.0))
-    border: float = selects(0.04, "least `border` of a picture with a border", bounds=(0.0, 1.0))
-    short_side: int = selects(256, "`short_side` below which an image is very small, pixels", bounds=(1, 65536))
-    aspect: float = selects(3.0, "largest usual `aspect`; longer pictures lose much to the crop", bounds=(1.0, 1e6))
+    dark: float = selects(0.15, "largest `brightness` of an underexposed picture", unit="share", bounds=(0.0, 1.0))
+    bright: float = selects(0.8, "least `brightness` of an overexposed picture", unit="share", bounds=(0.0, 1.0))
+    clipped: float = selects(0.5, "least `clipped` of a badly exposed picture", unit="share", bounds=(0.0, 1.0))
+    border: float = selects(0.04, "least `border` of a picture with a border", unit="share", bounds=(0.0, 1.0))
+    short_side: int = selects(256, "`short_side` below which an image is very small, pixels", unit="pixels", bounds=(1, 65536))
+    aspect: float = selects(3.0, "largest usual `aspect`; longer pictures lose much to the crop", unit="ratio", bounds=(1.0, 1e6))
     similarity: float = selects(
         0.94,
         "least `similarity` of near-duplicates; finds crops of 5 % and no two different pictures of the tests",
+        unit="share",
         bounds=(0.5, 1.0),
     )
-    words: int = selects(300, "words above which a caption is too long; 512 tokens are read", bounds=(1, 100_000))
-    repeated: float = selects(0.5, "share of captions with one phrase of five words from which it is named", bounds=(0.01, 1.0))
-    imbalance: float = selects(
-        10.0, "images of the largest folder per image of the smallest, from which it is named", bounds=(1.0, 1e9)
+    words: int = selects(300, "words above which a caption is too long; 512 tokens are read", unit="words", bounds=(1, 100_000))
+    repeated: float = selects(
+        0.5, "share of captions with one phrase of five words from which it is named", unit="share", bounds=(0.01, 1.0)
     )
-    workers: int = runtime(4, "threads that read and decode", bounds=(1, 64))
+    imbalance: float = selects(
+        10.0, "images of the largest folder per image of the smallest, from which it is named", unit="ratio", bounds=(1.0, 1e9)
+    )
+    workers: int = runtime(4, "threads that read and decode", unit="threads", bounds=(1, 64))
 
 
 # Measures of one picture
@@ -350,8 +354,8 @@ def _equal(rows: Sequence[Row]) -> Iterator[Finding]:
     for row in rows:
         words = tuple(re.findall(r"\w+", row["text"].lower()))
         image = row["image_id"]
-        # A template without {caption} gives all images the same text on purpose.
-        if not words or row["source"] == "template":
+        # A template without {caption}, and captions.missing, give images the same text on purpose.
+        if not words or row["source"] in ("template", "config"):
             continue
         # The caption without one of its words, for each word: captions that differ in word n share part n.
         parts = [(n, words[:n] + words[n + 1 :]) for n in range(len(words))] if len(words) >= SHORT else []
@@ -439,6 +443,20 @@ def finish_checks(run: Run[ChecksConfig]) -> Iterator[pa.RecordBatch]:
         whole = (repeated_phrase(captions, trigger, run.config.repeated), imbalance(list(images.values()), run.config.imbalance))
         for line in (*lines(marked), *filter(None, whole)):
             run.report.say(line)
+
+
+def warnings_now(run: Run[ChecksConfig]) -> list[Row]:
+    """Images with warnings about the picture alone, measured again and not stored: while no table `captions` can be made."""
+    folder, images = run.needs["image_folder"], wanted_checks(run).to_pylist()
+    with ThreadPoolExecutor(run.config.workers) as pool:
+        measured = pool.map(lambda row: measure(folder / row["path"]), images)
+        rows = [row | values for row, values in zip(images, measured, strict=True)]
+    paths, found = {row["image_id"]: row["path"] for row in rows}, []
+    for row in mark_near_duplicates(rows, run.config.similarity):
+        if said := picture_warnings(row, run.config):
+            of = paths.get(row["duplicate_of"])
+            found.append(row | {"duplicate_of": of, "warnings": ", ".join(said), "detail": "; ".join(said.values())})
+    return sorted(found, key=lambda row: (row["warnings"], row["path"]))
 
 
 def _captions(run: Run[ChecksConfig], images: dict[str, Row]) -> tuple[list[Row], str]:

@@ -52,11 +52,14 @@ class DescriptionsConfig(Section):
         "", 'address of an OpenAI-compatible server on this machine, such as "http://localhost:1234/v1"; empty: no server'
     )
     prompt: str = setting(PROMPT, "instruction to the model")
-    most_tokens: int = setting(160, "length at which a caption is cut, tokens", bounds=(1, 4096))
+    most_tokens: int = setting(160, "length at which a caption is cut, tokens", unit="tokens", bounds=(1, 4096))
     side: int = setting(
-        768, "longer side of the picture that the model sees, pixels; larger pictures are reduced", bounds=(32, 4096)
+        768,
+        "longer side of the picture that the model sees, pixels; larger pictures are reduced",
+        unit="pixels",
+        bounds=(32, 4096),
     )
-    timeout: float = runtime(120.0, "seconds that one caption may take on a server", bounds=(0.01, 86_400.0))
+    timeout: float = runtime(120.0, "seconds that one caption may take on a server", unit="seconds", bounds=(0.01, 86_400.0))
     sources: tuple[Literal["sidecar", "metadata", "filename"], ...] | None = selects(
         None, "where captions are looked for; by default as in [captions]", follows="captions.sources"
     )

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from stages.bundled import MICRO
-from stages.models.family import Family
-from stages.settings import nearest
+from stages.models.family import Family, choose
 
 FLUX2 = "stages.models.flux2.architecture:FLUX2"
 APACHE = "Apache-2.0"
@@ -141,6 +140,11 @@ _BASE_4B = Family(
     autoencoder=AUTOENCODER,
     hub="black-forest-labs/FLUX.2-klein-base-4B",
     single_files=_single_files("klein-base-4b", "qwen_3_4b", "qwen3-4b"),
+    # The smallest family with a free licence.
+    meant={
+        r"flux[ ._-]?1|flux[ ._-]?(dev|pro)|schnell|kontext": "FLUX.1 is an older model of another architecture, not known here",
+        r"klein(?!.*9)|flux[ ._-]?2?$": "",
+    },
 )
 _BASE_9B = replace(
     _BASE_4B,
@@ -153,7 +157,7 @@ _BASE_9B = replace(
     gated=True,
     single_files=_single_files("klein-base-9b", "qwen_3_8b", "qwen3-8b"),
 )
-_DISTILLED: Mapping[str, Any] = {"real_cfg": False, "distilled": True, "guidance": 1.0, "sampling_steps": 4}
+_DISTILLED: Mapping[str, Any] = {"real_cfg": False, "guidance": 1.0, "sampling_steps": 4}
 _ALL = (
     _BASE_4B,
     _BASE_9B,
@@ -161,6 +165,7 @@ _ALL = (
         _BASE_4B,
         name="klein-4b",
         title="FLUX.2 klein 4B, distilled",
+        base="klein-base-4b",
         hub="black-forest-labs/FLUX.2-klein-4B",
         single_files=_single_files("klein-4b", "qwen_3_4b", "qwen3-4b"),
         **_DISTILLED,
@@ -169,6 +174,7 @@ _ALL = (
         _BASE_9B,
         name="klein-9b",
         title="FLUX.2 klein 9B, distilled",
+        base="klein-base-9b",
         hub="black-forest-labs/FLUX.2-klein-9B",
         single_files=_single_files("klein-9b", "qwen_3_8b", "qwen3-8b"),
         **_DISTILLED,
@@ -224,8 +230,5 @@ FAMILIES: dict[str, Family] = {f.name: f for f in _ALL}
 
 
 def family(name: str) -> Family:
-    """Raises ValueError, with the nearest name."""
-    if name in FAMILIES:
-        return FAMILIES[name]
-    near = nearest(name.lower(), FAMILIES, "{!r}", 0.4)
-    raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {name!r}{near}")
+    """Raises ValueError, with the family that is nearest."""
+    return choose(FAMILIES, name)

@@ -53,7 +53,7 @@ class Capacity:
 
 def capacities(budget: int) -> Iterator[Capacity]:
     for family in FAMILIES.values():
-        if family.hub and not family.distilled:
+        if family.hub and not family.base:
             yield from (capacity(family, side, budget) for side in SIDES)
 
 

@@ -341,7 +341,7 @@ def mask_picture(columns: int, values: bytes) -> bytes:
     return out.getvalue()
 
 
-def thumbnail(path: Path, longest: int) -> bytes:
+def thumbnail(path: Path, longest: int, background: str) -> bytes:
     """WebP, upright, with the colours that are trained. Raises ValueError if the file is no picture that can be read."""
     import io
 
@@ -349,7 +349,7 @@ def thumbnail(path: Path, longest: int) -> bytes:
 
     try:
         with open_file(path) as file, ROOM.taken(pixel_count(file)):
-            small = open_image(file, at_least=longest)
+            small = open_image(file, background, at_least=longest)
             small.thumbnail((longest, longest))
     except ImageError as error:
         raise ValueError(f"no picture that can be read: {error}") from None

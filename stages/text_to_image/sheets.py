@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from stages.text_to_image.imaging.decode import ImageError, open_image
+from stages.text_to_image.imaging.decode import BACKGROUND, ImageError, open_image
 
 COLUMNS, LINES = 8, 5  # pictures on a sheet
 CELL = 208  # pixels: the longer side of a picture on a sheet
@@ -31,24 +31,26 @@ where buckets.rejected is null order by resolution, crop_loss desc, images.path
 Row = Mapping[str, Any]
 
 
-def draw_sheets(rows: Sequence[Row], folder: Path, workers: int = 4) -> Iterator[tuple[str, Image.Image]]:
+def draw_sheets(
+    rows: Sequence[Row], folder: Path, background: str = BACKGROUND, workers: int = 4
+) -> Iterator[tuple[str, Image.Image]]:
     """(file name, sheet), such as "512-2.png", each of one resolution. `rows`: the result of `QUESTION`."""
     with ThreadPoolExecutor(workers) as pool:
         for resolution in dict.fromkeys(row["resolution"] for row in rows):
             own = [row for row in rows if row["resolution"] == resolution]
             for start in range(0, len(own), COLUMNS * LINES):
                 some = own[start : start + COLUMNS * LINES]
-                pictures = pool.map(lambda row: draw_crop(folder / row["path"], row), some)
+                pictures = pool.map(lambda row: draw_crop(folder / row["path"], row, background), some)
                 yield f"{resolution}-{start // (COLUMNS * LINES) + 1}.png", draw_sheet(list(pictures), list(map(label, some)))
 
 
-def draw_crop(path: Path, row: Row) -> Image.Image:
+def draw_crop(path: Path, row: Row, background: str = BACKGROUND) -> Image.Image:
     """RGB, the longer side `CELL` pixels, a red frame around the crop. A grey field if the image cannot be decoded."""
     width, height = row["image_width"], row["image_height"]
     scale = CELL / max(width, height)
     size = max(1, round(width * scale)), max(1, round(height * scale))
     try:
-        image = open_image(path, at_least=CELL).resize(size, Image.Resampling.LANCZOS)
+        image = open_image(path, background, at_least=CELL).resize(size, Image.Resampling.LANCZOS)
     except ImageError:
         return Image.new("RGB", size, BLANK)
     left, top = row["crop_x"] * scale, row["crop_y"] * scale

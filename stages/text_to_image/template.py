@@ -27,7 +27,7 @@ weights = {weights}  # a folder or a hub id; empty: {source}
 [captions]
 trigger = {trigger}
 template = {template}
-preview_prompts = [{preview}]
+{missing}preview_prompts = [{preview}]
 
 {sections}
 """
@@ -82,6 +82,7 @@ PRESETS: Mapping[str, Settings] = {
 def project_toml(options: Mapping[str, str]) -> str:
     """`options`: images, family, weights, trigger, preset. Raises ValueError for an unknown family or preset."""
     record = family_record(options["family"])
+    record.require_trainable()
     trigger, images = options["trigger"], options["images"]
     return TEXT.format(
         family=toml_string(record.name),
@@ -91,6 +92,7 @@ def project_toml(options: Mapping[str, str]) -> str:
         else f"[images]\nfolder = {toml_string(images)}  # only read, never written",
         trigger=toml_string(trigger),
         template=toml_string("{trigger}, {caption}" if trigger else "{caption}"),
+        missing='missing = "trigger"  # what an image without a caption gets\n' if trigger else "",
         preview=toml_string(f"a photo of {trigger}" if trigger else "a photo"),
         source=record.source,
         sections=toml_sections(record, preset_settings(options.get("preset", ""), trigger)),

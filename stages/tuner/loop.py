@@ -25,17 +25,19 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 import numpy as np
 import pyarrow as pa
 
 from stages.run import Run
+from stages.shortage import free_memory, held_bytes, is_shortage
 from stages.tuner import checkpoint
 from stages.tuner.adapters.targets import adapter_metadata
 from stages.tuner.blockwise.device import configure_scheduler
@@ -43,12 +45,13 @@ from stages.tuner.checkpoint import OPTIMIZER, ROWS, Checkpoint
 from stages.tuner.config import TrainingConfig
 from stages.tuner.control import Control
 from stages.tuner.health import LossCheck, check_health, checks_update
-from stages.tuner.memory import MemoryPlan, choose_plan
+from stages.tuner.memory import MemoryPlan, after_shortage, choose_plan, shortage
 from stages.tuner.ranks import Ranks, connect, merged
 from stages.tuner.step import StepResult, TrainingStep, choose_targets, starting_adapter
 from stages.tuner.task import M, Row, S, Task
 from stages.tuner.validation import TRAIN, VALIDATION, Validation, measured_steps
 
+T = TypeVar("T")
 Key = tuple[int, str, int]  # step, split, sample
 
 SMOOTHED = 50  # steps whose mean is the smoothed loss
@@ -211,7 +214,8 @@ class TrainingRun:
         began = time.perf_counter()
         for step, batches, waited in Loader(task, self.steps, self.ranks):
             lr = schedule.at(step)
-            result = training.step(batches, lr, checks_update(step) and lr > 0)
+            compute = partial(training.step, batches, lr, checks_update(step) and lr > 0)
+            result = self.despite_shortage(compute, step - 1, f"step {step}")
             if change := training.adjust_micro_batch(result.largest_tokens):
                 report.say(change)
             samples = [sample for batch in batches for sample in batch.samples]
@@ -299,7 +303,10 @@ class TrainingRun:
             if self.unmeasured:
                 return []
             # The last round may leave ranks without a batch.
-            own = self.training.measure(coming[ranks.rank]) if ranks.rank < len(coming) else {}
+            own: dict[str, list[Any]] = {}
+            if ranks.rank < len(coming):
+                compute = partial(self.training.measure, coming[ranks.rank])
+                own = self.despite_shortage(compute, step, f"the measurement after step {step}")
             for batch, measured in zip(coming, ranks.each(own)[: len(coming)], strict=True):
                 clocks = {"seconds": time.perf_counter() - began, "read_seconds": 0.0, "split": VALIDATION}
                 rows += sample_rows(self.task, batch.samples, measured, shared | clocks, first=len(rows))
@@ -309,6 +316,48 @@ class TrainingRun:
         best = ", the best so far" if step == self.validation.best_step else ""
         self.run.report.say(f"step {step}: validation loss {self.validation.means[step]:.4f}{best}")
         return rows
+
+    def despite_shortage(self, compute: Callable[[], T], last: int, what: str) -> T:
+        """`compute()`. If an allocation fails: once more with MLX's cache freed, then with each smaller plan of the settings.
+
+        Raises ValueError if all fail, after the checkpoint of `last`, the last finished step.
+        """
+        tries = 0
+        while True:
+            try:
+                return compute()
+            except RuntimeError as error:
+                # A rank that repeats a step would wait forever for the others.
+                if self.ranks.size > 1 or not is_shortage(error):
+                    raise
+                granted, reason = held_bytes(), " ".join(str(error).split())
+            free_memory()
+            tries += 1
+            before, estimator = self.training.memory, self.task.estimator()
+            after = after_shortage(estimator, before, granted, smaller=tries > 1)
+            if after is None:
+                self.save_finished(last)
+                told = f"{shortage(estimator, before, granted)} ({what}: {reason})"
+                raise ValueError(f"{told}. Finished steps are kept: the same command goes on.")
+            self.training.memory = after
+            how = "once more, with MLX's cache freed"
+            if after.plan != before.plan:
+                how = f"with plan {after.plan} in place of {before.plan}: the same gradients up to rounding, not to the bit"
+            elif after.max_tokens != before.max_tokens:
+                how = f"with micro-batches of {after.max_tokens} tokens in place of {before.max_tokens}: the same up to rounding"
+            self.run.report.say(f"{what}: not enough memory ({reason}); it is computed {how}")
+
+    def save_finished(self, last: int) -> None:
+        """The checkpoint of step `last`, unless there is one or nothing was trained."""
+        newest = next(iter(checkpoint.find_checkpoints(self.run.output.artifacts)), None)
+        if last <= (newest.step if newest else 0):
+            return
+        self.timed, self.unmeasured = False, True  # a measurement may have failed: nothing is published
+        try:
+            self.save(last)
+        except RuntimeError as error:
+            if not is_shortage(error):
+                raise
 
     def saves_after(self, step: int) -> bool:
         """Sets `timed`; deletes the file `checkpoint`."""

@@ -58,6 +58,7 @@ class MemoryPlan:
     max_tokens: int | None = None  # of a micro-batch; None: no limit
     max_samples: int | None = None  # of a micro-batch; None: no limit
     limit: int = 0  # bytes that arrays may take
+    grows: bool = True  # whether micro-batches may grow: not after a shortage of memory
 
 
 def choose_plan(
@@ -79,6 +80,33 @@ def choose_plan(
         return MemoryPlan(plan, found.memory(limit).live, None, estimator.micro_batch, limit)
     # "auto" starts from the checkpoint's size: the micro-batch decides the last bits.
     return MemoryPlan(plan, limit, state.get("max_tokens") or found.samples * estimator.tokens, None, limit)
+
+
+def after_shortage(estimator: Estimator[Any], memory: MemoryPlan, granted: int, smaller: bool) -> MemoryPlan | None:
+    """The plan after an allocation failed when MLX held `granted` bytes: the same, or the next smaller; None if there is none.
+
+    MLX then waits, and frees its cache, before it asks for more than it was granted.
+    """
+    found, plan, tokens = estimator.best(memory.limit), memory.plan, memory.max_tokens
+    if smaller:
+        kept = kept_blocks(plan, len(found.blocks.traffic))
+        if estimator.config.memory == "auto" and kept > 1:
+            plan = (kept + 1) // 2 if kept > 2 else "blocks"
+        elif tokens and tokens > estimator.tokens:
+            tokens = max(estimator.tokens, tokens // 2)
+        else:
+            return None
+    found = replace(found, plan=plan)
+    # Never below the estimated peak: MLX would wait after every operation.
+    live = min(memory.live_bytes or granted, found.memory(memory.limit).live or granted, max(found.peak, granted))
+    return replace(memory, plan=plan, max_tokens=tokens, live_bytes=live, grows=False)
+
+
+def shortage(estimator: Estimator[Any], memory: MemoryPlan, granted: int) -> str:
+    """The line for a user whose training found no memory with the smallest plan, although the estimate did fit."""
+    found = replace(estimator.best(memory.limit), plan=memory.plan)
+    limit = min(granted, found.peak - 1)
+    return refusal(f"train: plan {found.plan}", found.peak, limit, find_remedy(estimator, limit), estimator.of)
 
 
 @dataclass(frozen=True)

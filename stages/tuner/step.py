@@ -165,7 +165,10 @@ class TrainingStep:
         return max(self.earlier_peak, mx.get_peak_memory())
 
     def step(self, batches: Sequence[MicroBatch], lr: float, ratio: bool = False, meter: Meter | None = None) -> StepResult:
-        """Update by the mean gradient of all samples if all is finite. Waits once, at the end; with `meter`, after each phase."""
+        """Update by the mean gradient of all samples if all is finite. Waits once, at the end; with `meter`, after each phase.
+
+        A step that raises changes nothing, and may be repeated.
+        """
         if self.memory.max_tokens is not None:
             # `adjust_micro_batch` wants the peak of this step alone, so MLX's count is reset.
             self.earlier_peak = self.peak
@@ -174,15 +177,16 @@ class TrainingStep:
             found = self.gradient(batches, meter)
             losses = found.losses
             with _phase(meter, "optimizer"):
-                before = dict(self.masters.arrays) if ratio else None  # the update consumes the arrays
                 # Decided on the device: a host check here would stall the optimizer until all gradients are computed.
                 finite = self.ranks.everywhere(mx.all(mx.isfinite(losses)))
                 reduce = functools.partial(self.ranks.sum, share=1 / self.ranks.size if self.objective.separable else 1.0)
-                self.masters, self.state, norm, done = self.optimizer(self.masters, found.grads, self.state, lr, finite, reduce)
-                length = None if before is None else update_ratio(before, self.masters.arrays)
-                bounded = is_finite(self.masters.arrays, self.state)
+                masters, state, norm, done = self.optimizer(self.masters, found.grads, self.state, lr, finite, reduce)
+                length = update_ratio(self.masters.arrays, masters.arrays) if ratio else None
+                bounded = is_finite(masters.arrays, state)
                 values = [value for terms in found.terms for value, _, _ in terms.values()]
-                mx.eval(self.masters.arrays, self.state, norm, losses, values, done, bounded, length)
+                mx.eval(masters.arrays, state, norm, losses, values, done, bounded, length)
+                # Only now: a step that fails must leave the state of the step before.
+                self.masters, self.state = masters, state
         numbers: Any = [value.item() for value in (norm, done, bounded)]
         ratio_found: Any = None if length is None else length.item()
         each: Any = losses.tolist()
@@ -199,7 +203,7 @@ class TrainingStep:
     def adjust_micro_batch(self, used: int) -> str:
         """If micro_batch is "auto", the last step's peak at `used` tokens at once sets the next size. Text for the user or ""."""
         before, limit = self.memory.max_tokens, self.memory.limit
-        if before is None:
+        if before is None or not self.memory.grows:
             return ""
         after = adjust_max_tokens(before, used, mx.get_active_memory(), mx.get_peak_memory(), limit)
         self.memory = replace(self.memory, max_tokens=after)

@@ -13,7 +13,6 @@ from pipeline.project.recipe import FileHashes
 from stages.models.weights import weight_files
 from stages.text_to_image.images.folder import scan
 from stages.text_to_image.imaging import masks
-from stages.text_to_image.imaging.decode import HEIC_REMEDY
 from stages.text_to_image.train.config import ValidationConfig
 from stages.text_to_image.train.data import held_out
 from stages.tuner.blockwise import device
@@ -105,7 +104,3 @@ def test_a_mask_and_a_pattern_match_a_name_in_either_form_of_unicode(tmp_path):
     assert find([NFC]) == f"masks/{NFD}"
     assert masks.which_are_masks([NFC, f"masks/{NFD}"]) == {f"masks/{NFD}"}
     assert held_out(ValidationConfig(paths=(NFC,)), {"a": [NFD], "b": ["cat.png"]}) == {"a"}
-
-
-def test_the_remedy_for_heic_names_the_python_that_runs():
-    assert f"{sys.executable} -m pip install pillow-heif" in HEIC_REMEDY

@@ -95,6 +95,7 @@ def test_on_every_mac_the_plan_refuses_only_what_exceeds_its_budget_and_its_reme
     monkeypatch.setattr(device, "device_bytes", lambda: int(0.84 * memory))
     monkeypatch.setattr(device, "physical_bytes", lambda: memory)
     monkeypatch.setattr(device, "free_bytes", lambda: None)
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: int(1e15))
     lines, fits = report(Project(tmp_path))
     refused = [line for line in lines if " needs about " in line]
     assert fits == (not refused) and fits == (gigabytes >= 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -23,16 +24,25 @@ from pipeline.project.project import Project
 from pipeline.tracking import FILE, FOLDER, TRACKERS, Following, TrackedRun, Trackio, points, tracker_of
 from tests import projects
 
-KINDS = [pytest.param(kind, marks=pytest.mark.skipif(find_spec(kind) is None, reason=f"needs {kind}")) for kind in TRACKERS]
+KINDS = [
+    pytest.param(kind, marks=pytest.mark.skipif(find_spec(kind) is None, reason=f"needs the extra {kind}")) for kind in TRACKERS
+]
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path:
+    folder = projects.make(tmp_path_factory.mktemp("ready") / "cats", tiny_weights, images=4)
+    projects.edit(folder, "\n[samples]", "\n[train.validation]\nevery = 2\n\n[samples]")
+    projects.build(folder, "images", "captions", "buckets", "latents", "embeddings")
+    return folder
 
 
 @pytest.fixture
-def tracked(tmp_path: Path, tiny_weights: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tracked(ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("TRACKIO_DIR", "MLFLOW_TRACKING_URI", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
-    folder = projects.make(tmp_path / "cats", tiny_weights, images=4)
-    projects.edit(folder, "\n[samples]", "\n[train.validation]\nevery = 2\n\n[samples]")
-    projects.build(folder, "images", "captions", "buckets", "latents", "embeddings")
+    folder = shutil.copytree(ready, tmp_path / "cats", copy_function=shutil.copy2, symlinks=True)
+    projects.build(folder, "images")  # copied files have other inodes
     return folder
 
 
@@ -126,7 +136,7 @@ def test_the_numbers_of_a_run_that_was_stopped_and_resumed_are_those_of_the_tabl
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_was_not_tracked_at_first_is_completed_later(tracked, kind):
-    projects.latentmill_process(tracked, "train", "--only")
+    projects.build(tracked, "train")
     train(tracked, kind)
     check_equal(kind, tracked)
 
@@ -154,7 +164,7 @@ main(sys.argv[1:])
 def test_after_a_kill_and_a_resume_no_step_is_missing_and_only_those_on_their_way_are_there_twice(tracked, kind, written):
     choices = ("tracking.SETTLED = 0", "self.tracker.close()") if written else ("", "pass")
     script = SCRIPT.format(step=KILLED_AT, before=choices[0], close=choices[1])
-    words = ["train", "--project", str(tracked), "--set", f'train.track="{kind}"']
+    words = ["train", "--only", "--project", str(tracked), "--set", f'train.track="{kind}"']
     done = subprocess.run([sys.executable, "-c", script, *words], cwd=projects.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
     train(tracked, kind)

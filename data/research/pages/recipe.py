@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from data import DOCS
-from data.research.pages.settings import defaults, entries, in_toml
-from stages.text_to_image import PIPELINE
+from data.research.pages.settings import defaults
+from pipeline.commands.settings import chosen, in_toml
 from stages.tuner.config import OptimizerConfig
 from stages.tuner.optimizers import METHODS
 
 FILE = DOCS / "recipe.md"
+CHANGES = {"setting": "a new run", "selects": "another length", "runtime": "no difference"}  # kind of setting -> effect
 RIVALS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("rivals.toml").read_text(encoding="utf-8"))
 GENERATED = re.compile(r"(<!-- (\w+): generated -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -45,15 +46,20 @@ def settings_tables() -> str:
     a change.
     """
     sections: dict[str, list[list[str]]] = {}
-    for entry in entries(PIPELINE.stage("train").config, "train"):
+    for entry in chosen("text_to_image", "train"):
         title = f"### [{entry.section}]" + (", off unless the project file has it" if entry.optional else "")
         choices = f"; one of {', '.join(f'`{choice}`' for choice in entry.choices)}" if entry.choices else ""
         same = RIVALS["same_default"].get(entry.key, "")
+        bounds = f"; {entry.bounds}" if entry.bounds else ""
         sections.setdefault(title, []).append(
-            [f"`{entry.name}`", in_toml(entry.default), entry.doc + choices, same, entry.effect]
+            [f"`{entry.name}`", _quoted(entry.default), entry.doc + bounds + choices, same, CHANGES[entry.kind]]
         )
     head = ["setting", "default", "meaning", "same default in", "a change makes"]
     return "\n\n".join(f"{title}\n\n{markdown(head, rows)}" for title, rows in sections.items())
+
+
+def _quoted(default: Any) -> str:
+    return in_toml(default) if default is None else f"`{in_toml(default)}`"
 
 
 def optimizer_tables() -> str:
@@ -69,7 +75,7 @@ def _optimizer_table(kind: str) -> str:
     rows = []
     for name, value in numbers.items():
         section = "`[train]`" if name == "lr" else "`[train.optimizer]`" if name in settable else "nothing"
-        rows.append([f"`{name}`", in_toml(value), sources[name], section])
+        rows.append([f"`{name}`", _quoted(value), sources[name], section])
     return markdown(["number", "default", "from", "set by"], rows)
 
 

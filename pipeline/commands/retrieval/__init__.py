@@ -4,8 +4,9 @@ import json
 from collections.abc import Mapping
 
 from pipeline.commands import Own
+from stages.models.family import choose
 from stages.pipelines import Option, Template
-from stages.settings import nearest, toml_string
+from stages.settings import toml_string
 
 HERE = __name__
 TEXT = """\
@@ -29,13 +30,10 @@ def project_toml(options: Mapping[str, str]) -> str:
     """`options`: code, family. Raises ValueError for an unknown family."""
     from stages.retrieval.families import FAMILIES
 
-    name = options["family"]
-    if name not in FAMILIES:
-        near = nearest(name, FAMILIES)
-        raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {name!r}{near}")
-    settings = TUNING | dict(FAMILIES[name].begin.get("train", {}))
+    record = choose(FAMILIES, options["family"])
+    settings = TUNING | dict(record.begin.get("train", {}))
     train = "\n".join(f"# {key} = {json.dumps(value)}" for key, value in settings.items())  # JSON is TOML here
-    return TEXT.format(family=toml_string(name), code=toml_string(options["code"]), train=train)
+    return TEXT.format(family=toml_string(record.name), code=toml_string(options["code"]), train=train)
 
 
 TEMPLATE = Template(
@@ -48,6 +46,7 @@ TEMPLATE = Template(
 OWN = Own(
     commands={
         "find": f"{HERE}.find:command",
+        "mcp": f"{HERE}.mcp:command",
         "search": f"{HERE}.search:command",
         "evaluate": f"{HERE}.evaluate:command",
         "export": f"{HERE}.export:command",

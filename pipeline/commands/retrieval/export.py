@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from pipeline.commands.adapters import STEP, adapter_of, dtype_option, file_name, which_option
+from pipeline.commands.adapters import STEP, adapter_of, dtype_option, file_name, run_label, which_option
 from pipeline.options import with_project
 from pipeline.project.project import Project
 from pipeline.store.disk import atomic_folder
@@ -43,7 +43,7 @@ def export_retriever(
 
     adapter = adapter_of(project, step, say, which)
     trained = read_file(adapter)[1].get("step", "0")
-    target = out or project.path / "exports" / Path(file_name(project.name, trained, "merged", which)).stem
+    target = out or project.path / "exports" / Path(file_name(project.name, run_label(project), trained, "merged", which)).stem
     if target.exists():
         raise ValueError(f"{target} exists; move it away or choose another name")
     family: Any = project.family

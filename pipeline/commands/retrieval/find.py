@@ -9,16 +9,18 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Self, cast
 
 import click
 
 from pipeline.terminal import hashing_of
 
 if TYPE_CHECKING:
+    from pipeline.commands.retrieval.search import Session
     from pipeline.project.project import Project
-    from stages.retrieval.index import Answer, Mode
+    from stages.retrieval.index import Answer, Mode, Searcher
 
 STAGES = ("sources", "units", "pairs", "tokens", "vectors", "index")
 BUSY = 600.0  # seconds that one search of a folder waits for another that takes up its changes
@@ -39,22 +41,52 @@ def command(query: str, folder: Path, mode: str, limit: int, pattern: str, as_js
     """Find code by meaning in FOLDER, by default the current one. No project is needed: what was read is kept in the
     cache folder, and changed files are read again first. Files that git ignores are left out.
     """
-    from pipeline.commands.retrieval.search import Session
-    from pipeline.store.lock import locked
-
     if not query.strip():
         raise ValueError('find needs a query, such as: latentmill find "read a file line by line"')
-    project = open_project(folder.resolve())
-    with hashing_of("find"), locked(project.path / "find.lock", BUSY):
-        for line in refresh(project):
+    with hashing_of("find"), CodeFolder(folder, cast("Mode", mode)).current() as code:
+        for line in code.said:
             click.echo(line, err=True)
-        session = Session(project, cast("Mode", mode))
-        root = session.searcher.rows[0]["path"].partition("/")[0]
-        answers = session.searcher.search(query, session.mode, limit, f"{root}/{pattern}" if pattern else "")
+        answers = code.search(query, limit, pattern)
     if as_json:
         click.echo(json.dumps({"query": query, "mode": mode, "results": [as_dict(each) for each in answers]}, ensure_ascii=False))
         return
     click.echo("\n".join(line for each in answers for line in as_text(each)) or "nothing found")
+
+
+class CodeFolder:
+    """A folder of source code that is asked once or, by a program that stays up, many times."""
+
+    def __init__(self, root: Path, mode: Mode = "hybrid", *, resident: bool = False) -> None:
+        self.root, self.mode, self.resident = root.resolve(), mode, resident
+        self.project = open_project(self.root)
+        self.said: list[str] = []  # by the last refresh
+        self.session: Session | None = None
+        self._opened: object = None
+
+    @contextmanager
+    def current(self) -> Iterator[Self]:
+        """Take up what has changed. Within the block no other process changes the index."""
+        from pipeline.commands.retrieval.search import Session
+        from pipeline.store.disk import stamp
+        from pipeline.store.lock import locked
+        from schemas.retrieval import INDEX
+
+        with locked(self.project.path / "find.lock", BUSY):
+            self.said = list(refresh(self.project))
+            found = stamp(self.project.current(INDEX.name).folder / "manifest.json")
+            if self.session is None or found != self._opened:
+                self.session = None  # before the next, so that two are never in memory
+                self.session, self._opened = Session(self.project, self.mode, resident=self.resident), found
+            yield self
+
+    @property
+    def searcher(self) -> Searcher:
+        assert self.session, "within `current` only"
+        return self.session.searcher
+
+    def search(self, query: str, limit: int, pattern: str = "") -> list[Answer]:
+        name = self.searcher.rows[0]["path"].partition("/")[0]
+        return self.searcher.search(query, self.mode, limit, f"{name}/{pattern}" if pattern else "")
 
 
 def open_project(root: Path) -> Project:

@@ -45,6 +45,8 @@ def command(
         raise ValueError("--explain shows vectors, which --lexical does not use: leave one of them out")
     project.fetch = True
     session = Session(project, cast("Mode", mode), explain=explain, resident=stay)
+    if line := staleness(project):
+        click.echo(line, err=True)
     for text in (line.strip() for line in sys.stdin) if stay else [query or ""]:
         try:
             answers = session.searcher.search(text, session.mode, limit, pattern)
@@ -58,6 +60,18 @@ def command(
         click.echo("\n".join(lines) or "nothing found")
         # With --stdin, a program reads the answer before it sends the next query.
         sys.stdout.flush()
+
+
+def staleness(project: Project) -> str:
+    """A line if files have changed since the table `sources` read them, else "". The later tables are not looked at."""
+    from pipeline.commands.status import state
+    from pipeline.project.stage_run import shell_path
+
+    sources = state(project, "sources")
+    changed = max(sources.missing or 0, sources.surplus)
+    if not changed:
+        return ""
+    return f"{changed} files are newer than the index: make index PROJECT={shell_path(project.path)}"
 
 
 class Session:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from pipeline.commands.query import FORMAT, answer, answer_panel, format_rows, write_answer
+from pipeline.commands.query import FORMAT, answer, answer_panel, format_answer, write_answer
 from pipeline.commands.run import bring_up_to_date, summary
 from pipeline.options import with_project
 from pipeline.project.project import Project
@@ -21,20 +21,41 @@ select path, captions.image_id, position, text from captions
 join images on images.image_id = captions.image_id and images.rejected is null
 where role = 'caption' order by path, position
 """
+LINT = ("path", "warnings", "detail", "duplicate_of", "blur")  # columns of an answer in CSV or JSON
 
 
 @click.command("lint")
 @FORMAT
 @with_project
-def lint(style: str, project: Project) -> None:
-    """Look for mistakes in the images and captions. They are near-duplicates, blur, bad exposure, borders, small or
-    very long pictures, equal captions, captions without the trigger. The table `checks` is brought up to date first.
-    Each row that is printed is an image with warnings. Images with warnings are still used. To exclude images, set the
-    condition `where` in the section [buckets].
+def lint(style: str, project: Project) -> int:
+    """Look for mistakes in the images and captions, and name them all. Errors keep a run from starting: caption files that
+    cannot be read, images without a caption. Files that cannot be used are left out. Warnings are near-duplicates, blur,
+    bad exposure, borders, small or very long pictures, equal captions, captions without the trigger. Images with
+    warnings are still used. To exclude images, set the condition `where` in the section [buckets]. The table `checks`
+    is brought up to date first. The exit code is 2 if there are errors.
     """
-    bring_up_to_date(project, [*project.chain("checks"), "checks"], quiet=True)
-    rows = answer_panel(project, "checks")
-    click.echo(format_rows(rows, style) if rows.num_rows else "no image has a warning")
+    from stages.text_to_image.captions.stage import caption_problems
+    from stages.text_to_image.checks import warnings_now
+
+    bring_up_to_date(project, ["images"], quiet=True)
+    problems = caption_problems(project.open("captions"))
+    left_out = answer(project, "select path, rejected, detail from images where rejected is not null order by path").to_pylist()
+    if problems:
+        warned = warnings_now(project.open("checks"))
+    else:
+        bring_up_to_date(project, [*project.chain("checks"), "checks"], quiet=True)
+        warned = answer_panel(project, "checks").to_pylist()
+    rows = [{"path": path, "warnings": "error", "detail": text} for path, text in problems]
+    rows += [row | {"warnings": row["rejected"], "detail": f"not used: {row['detail'] or row['rejected']}"} for row in left_out]
+    rows += warned
+    if style != "table":
+        click.echo(format_answer(LINT, [tuple(row.get(name) for name in LINT) for row in rows], style))
+        return 2 if problems else 0
+    for row in rows:
+        said = [row["path"], *([row["warnings"]] if row in warned else []), row["detail"]]
+        click.echo(": ".join(filter(None, said)) + (f" ({row['duplicate_of']})" if row.get("duplicate_of") else ""))
+    click.echo(f"{len(problems)} errors, {len(left_out)} files not used, {len(warned)} images with warnings")
+    return 2 if problems else 0
 
 
 @click.command("crops")
@@ -46,7 +67,9 @@ def crops(out: Path | None, project: Project) -> None:
     sheets are written into the folder exports/crops of the project. The earlier content of this folder is deleted. The
     table `buckets` is brought up to date first.
     """
-    bring_up_to_date(project, [*project.chain("buckets"), "buckets"], quiet=True)
+    # Without a condition over the table `checks`, crops depend on no caption.
+    where = project.config.sections["buckets"].where
+    bring_up_to_date(project, [*(project.chain("buckets") if where else ["images"]), "buckets"], quiet=True)
     written = write_crops(project, out)
     more = f" and {len(written) - 1} more" if len(written) > 1 else ""
     click.echo(f"wrote {written[0]}{more}")
@@ -66,7 +89,7 @@ def write_crops(project: Project, out: Path | None = None) -> list[Path]:
         raise ValueError(f"{out} must be a new folder, but it has files")
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, page in draw_sheets(rows, project.resource("image_folder")):
+    for name, page in draw_sheets(rows, project.resource("image_folder"), project.config.sections["latents"].background):
         page.save(folder / name)
         written.append(folder / name)
     return written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from collections import Counter
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.commands.adapters import STEP, adapter_of, dtype_option, file_name, which_option
+from pipeline.commands.adapters import STEP, adapter_of, dtype_option, file_name, run_label, which_option
 from pipeline.options import with_project
-from pipeline.store.disk import atomic_folder, atomic_write, delete_abandoned
+from pipeline.store.disk import atomic_folder, atomic_write, delete_abandoned, require_room
 from pipeline.terminal import Say, say_aside, silent
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def export_run(
 ) -> Path:
     """`out`: a file or folder; None: exports/. For the rest see `adapter_of` and `write_adapter`."""
     adapter = adapter_of(project, step, say, which)
-    about = {"project": project.name, "adapter": which, **use_of(project)}
+    about = {"project": project.name, "adapter": which, "run": run_label(project), **use_of(project)}
     return write_adapter(adapter, project.family, out or project.path / "exports", style, dtype=dtype, metadata=about, say=say)
 
 
@@ -119,7 +120,7 @@ def merge_run(
 
     adapter = adapter_of(project, step, say, which)
     step_trained = read_file(adapter)[1].get("step", 0)
-    name = Path(file_name(project.name, step_trained, "merged", which)).stem
+    name = Path(file_name(project.name, run_label(project), step_trained, "merged", which)).stem
     # An export downloads nothing.
     base = project.component("transformer", fetch=False)
     return write_merged(base, project.family, adapter, out or project.path / "exports" / name, dtype=dtype)
@@ -143,9 +144,11 @@ def write_adapter(
 
     arrays = read(family, adapter)
     about = {**read_file(adapter)[1], **metadata}
-    name = file_name(about.get("project", adapter.stem), about.get("step", 0), style, about.get("adapter", "last"))
-    target = out if out.suffix == ".safetensors" else out / name
-    return write_arrays(arrays, family, target, style, dtype=dtype, about=about, say=say)
+    parts = about.get("project", adapter.stem), about.get("run", ""), about.get("step", 0), style, about.get("adapter", "last")
+    target = out if out.suffix == ".safetensors" else out / file_name(*parts)
+    # Runs may have had one name one after the other.
+    of = "project" if target == out else "run"
+    return write_arrays(arrays, family, target, style, dtype=dtype, about=about, of=of, say=say)
 
 
 def read(family: Family, file: Path) -> Adapter:
@@ -159,9 +162,20 @@ def read(family: Family, file: Path) -> Adapter:
 
 
 def write_arrays(
-    adapter: Adapter, family: Family, target: Path, style: str, *, dtype: str, about: dict[str, str], say: Say = silent
+    adapter: Adapter,
+    family: Family,
+    target: Path,
+    style: str,
+    *,
+    dtype: str,
+    about: dict[str, str],
+    of: str = "project",
+    say: Say = silent,
 ) -> Path:
-    """Write (arrays, scales) in the names of `style`, scales multiplied in; replaces only an earlier export of the same kind."""
+    """Write (arrays, scales) in the names of `style`, scales multiplied in; replaces only an earlier export of this kind.
+
+    `of`: "project", or "run" to replace only an export of the same run.
+    """
     import mlx.core as mx
 
     from stages.models import adapters
@@ -177,9 +191,9 @@ def write_arrays(
             _, found = read_file(target)
         except ValueError:
             found = {}
-        purpose = ("project", "export_style", "family")
+        purpose = ("project", "export_style", "family", *(["recipe"] if of == "run" else []))
         if "export_style" not in found or any(found.get(key) != metadata.get(key) for key in purpose):
-            raise ValueError(f"{target} exists and is not a {style} export of this project; move it away or choose another name")
+            raise ValueError(f"{target} exists and is not a {style} export of this {of}; move it away or choose another name")
         say(f"replaced {target} (it held step {found.get('step', '?')})")
     # DoRA magnitudes and alphas stay float32.
     dtypes = {key: mx.float32 if key.endswith(adapters.EXACT) else getattr(mx, dtype) for key in converted}
@@ -187,6 +201,7 @@ def write_arrays(
     if key := adapters.first_not_finite(cast):
         raise ValueError(f"{key} has values too large for {dtype}; export as bfloat16 or float32")
     delete_abandoned(target.parent)
+    require_room(f"the export {target.name}", [(target.parent, sum(value.nbytes for value in cast.values()))])
     with atomic_write(target) as temporary:
         temporary.touch()  # reports a folder that cannot be written as the system does; MLX would not
         mx.save_safetensors(str(temporary), cast, metadata)
@@ -254,6 +269,7 @@ def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype:
     shapes = architecture.transformer_config(base, family).shapes()
     lora.check_fits({name.removesuffix(".weight"): shape for name, shape in shapes.items()}, arrays, scales)
     delete_abandoned(out.parent)
+    require_room(f"the merged model {out.name}", [(out.parent, getattr(mx, dtype).size * sum(map(math.prod, shapes.values())))])
     with atomic_folder(out) as folder:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         pending: dict[str, mx.array] = {}

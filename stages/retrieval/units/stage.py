@@ -27,17 +27,23 @@ KEPT = ("unit_id", "path", "source_id", "language", "module")  # the columns on 
 @dataclass(frozen=True)
 class UnitsConfig(Section):
     min_lines: int = setting(
-        2, "fewest lines of code in a body, docstring excluded; shorter functions say little to a search", bounds=(0, WHOLE[1])
+        2,
+        "fewest lines of code in a body, docstring excluded; shorter functions say little to a search",
+        unit="lines",
+        bounds=(0, WHOLE[1]),
     )
     classes: bool = setting(True, "a class is a unit too: its first lines and the signatures of its methods")
     undocumented: bool = setting(True, "functions and classes without a docstring are units too")
     window: int = setting(
-        40, "lines of a window, in a file of a language that cannot be parsed; each overlaps the next by half", bounds=(2, 10_000)
+        40,
+        "lines of a window, in a file of a language that cannot be parsed; each overlaps the next by half",
+        unit="lines",
+        bounds=(2, 10_000),
     )
     max_characters: int = setting(
-        6000, "characters of a document; the rest is beyond what an encoder reads", bounds=(100, 1_000_000)
+        6000, "characters of a document; the rest is beyond what an encoder reads", unit="characters", bounds=(100, 1_000_000)
     )
-    batch_size: int = runtime(32, "files per record batch, which a kill can lose", bounds=COUNT)
+    batch_size: int = runtime(32, "files per record batch, which a kill can lose", unit="files", bounds=COUNT)
 
 
 def wanted_units(run: Run[UnitsConfig]) -> pa.Table:

@@ -12,7 +12,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -20,13 +20,14 @@ import pyarrow as pa
 
 from schemas.text_to_image import CAPTIONS, DESCRIPTIONS, IMAGES
 from stages.hashing import text_sha256
-from stages.run import Run
+from stages.run import Problems, Run
 from stages.settings import Section, nearest, selects, setting
 from stages.stage import Stage
 from stages.text_to_image.caption_files import (
     READERS,
     Caption,
     CaptionSources,
+    Lookup,
     from_file_name,
     make_lookups,
     trigger_pattern,
@@ -84,14 +85,18 @@ class CaptionsConfig(Section):
     shuffle: int = setting(
         0,
         "orders of the parts of a comma list that are trained, each as a caption; 0: as written",
+        unit="orders",
         bounds=(0, 100),
         unrecorded=(0,),
     )
-    keep: int = setting(1, "shuffle: parts at the beginning that stay where they are", bounds=(0, 1000), unrecorded=(1,))
+    keep: int = setting(
+        1, "shuffle: parts at the beginning that stay where they are", unit="parts", bounds=(0, 1000), unrecorded=(1,)
+    )
     weights: tuple[float, ...] = setting(
         (),
         "draws of an image's first, second, ... caption, relative to each other: [3, 1]; the last number is for all further "
         "captions; empty: equally",
+        unit="draws, relative",
         bounds=(1e-3, 1000.0),
         unrecorded=((),),
     )
@@ -242,35 +247,79 @@ class Found:
     subjects: dict[str, Subject]  # by image_id
     captions: dict[str, list[Caption]]  # by image_id
     notes: list[str]  # for the user
+    wrong: list[tuple[str, str]] = field(default_factory=list)  # (path of an image or "", why its caption file cannot be read)
+    without: list[str] = field(default_factory=list)  # paths of images without a caption
 
 
 def find_captions(run: Run[CaptionsConfig]) -> Found:
-    """Raises ValueError if no image is usable, a file cannot be read, or a caption is missing and that is an error."""
+    """Raises ValueError if no image is usable, Problems if files cannot be read or captions are missing and that is an error."""
+    config, found = run.config, look_for_captions(run)
+    problems = list(dict.fromkeys(sentence for _, sentence in found.wrong))
+    what, names = f"{len(found.without)} of {len(found.subjects)} images have no caption", first_names(found.without)
+    if found.without and config.missing == "error":
+        folder, paths = run.needs["image_folder"], run.inputs.rows(IMAGES)["path"].to_pylist()
+        problems.append(
+            f"{what} ({' or '.join(config.sources)}): {names}; write {_sidecar_of(found.without[0], config)} and so on beside "
+            "them, let a model write them ([descriptions]), or set captions.missing to empty, trigger, filename or skip"
+            + _other_captions(folder, paths, config, found.notes)
+        )
+    elif found.without:
+        found.notes.append(f"{what} (captions.missing = {config.missing}): {names}")
+    if problems:
+        raise Problems(problems)
+    return found
+
+
+def look_for_captions(run: Run[CaptionsConfig]) -> Found:
+    """The same, with what is wrong in `wrong` and `without`. Raises ValueError if no image is usable."""
     config, images = run.config, run.inputs.rows(IMAGES)
     folder, paths, subjects = run.needs["image_folder"], images["path"].to_pylist(), subjects_of(images, config)
     if "{caption}" not in config.template:  # no file is read
         return Found(subjects, {image_id: [Caption("", "template", "captions.template")] for image_id in subjects}, [])
-    lookups, notes = make_lookups(folder, paths, config.where, run.root)
-    described = described_captions(run)
-    found = {}
+    lookups: list[Lookup] = []
+    result = Found(subjects, {}, [])
+    for source in config.sources:
+        try:
+            more, notes = make_lookups(folder, paths, dataclasses.replace(config.where, sources=(source,)), run.root)
+        except ValueError as error:
+            result.wrong.append(("", str(error)))
+            continue
+        lookups += more
+        result.notes.extend(notes)
+    described, whole = described_captions(run), not result.wrong
     for image_id, each in subjects.items():
         # The first path with a caption wins, whatever its source: duplicates are asked only where the image has none.
         # A model's caption comes after all files, the name of the folder last: "cat" of 10_cat.
-        captions = next((captions for path in each.paths for lookup in lookups if (captions := lookup(path))), [])
+        try:
+            captions = next((captions for path in each.paths for lookup in lookups if (captions := lookup(path))), [])
+        except ValueError as error:
+            result.wrong.append((each.paths[0], str(error)))
+            continue
         named = [Caption(each.concept, "folder", each.folder)] if each.concept else []
-        found[image_id] = captions or described.get(image_id) or named
-    without = [subjects[image_id].paths[0] for image_id, captions in found.items() if not captions]
-    what, names = f"{len(without)} of {len(found)} images have no caption", first_names(without)
-    if without and config.missing == "error":
-        sidecar = PurePosixPath(without[0]).with_suffix(config.where.extensions[0]).name
-        raise ValueError(
-            f"{what} ({' or '.join(config.sources)}): {names}; write {sidecar} and so on beside them, let a model write them "
-            "([descriptions]), or set captions.missing to empty, trigger, filename or skip"
-            + _other_captions(folder, paths, config, notes)
-        )
-    if without:
-        notes.append(f"{what} (captions.missing = {config.missing}): {names}")
-    return Found(subjects, found, notes)
+        result.captions[image_id] = captions or described.get(image_id) or named
+        # A file for many images that cannot be read may have its caption.
+        if whole and not result.captions[image_id]:
+            result.without.append(each.paths[0])
+    return result
+
+
+def caption_problems(run: Run[CaptionsConfig]) -> list[tuple[str, str]]:
+    """(path of an image or "", what is wrong and what would be right): all that keeps the captions from being made."""
+    config, found = run.config, look_for_captions(run)
+    problems = list(found.wrong)
+    if config.missing == "error":
+        remedy = "no caption: write {} beside it, or set captions.missing"
+        problems += [(path, remedy.format(_sidecar_of(path, config))) for path in found.without]
+    if not problems:
+        try:
+            caption_rows(found, config, read_edits(run.root))
+        except ValueError as error:
+            problems.append(("", str(error)))
+    return problems
+
+
+def _sidecar_of(path: str, config: CaptionsConfig) -> str:
+    return PurePosixPath(path).with_suffix(config.where.extensions[0]).name
 
 
 def described_captions(run: Run[CaptionsConfig]) -> dict[str, list[Caption]]:
@@ -299,7 +348,8 @@ def _other_captions(folder: Path, paths: list[str], config: CaptionsConfig, note
     stems = {composed(name) for path in paths for name in (path, str(PurePosixPath(path).with_suffix("")))}
     if lonely := [str(name) for name in texts if composed(str(name.with_suffix(""))) not in stems]:
         return f"; {len(lonely)} text files have the name of no image: {first_names(lonely)}"
-    return f"; {first_names(list(map(str, texts)))} are not read: set captions.extension" if texts else ""
+    unread = [str(name) for name in texts if name.suffix not in config.where.extensions]
+    return f"; {first_names(unread)} are not read: set captions.extension" if unread else ""
 
 
 def operate(captions: Iterable[Caption], config: CaptionsConfig, image_id: str) -> list[Caption]:

@@ -18,7 +18,10 @@ class EmbeddingsConfig(Section):
         "dtype that the text encoder computes in: bfloat16 as it was released, or float32, which is far faster on a CPU",
     )
     bits: Bits = setting(  # noqa: RUF009
-        16, "bits of a weight of the text encoder's layers: 8 takes half the memory, 4 a quarter, less exact", unrecorded=(16,)
+        16,
+        "bits of a weight of the text encoder's layers: 8 takes half the memory, 4 a quarter, less exact",
+        unit="bits",
+        unrecorded=(16,),
     )
     stored: Literal["bfloat16", "int8"] = setting(
         "bfloat16",
@@ -32,5 +35,5 @@ class EmbeddingsConfig(Section):
         "whole if it fits. The embeddings are the same",
     )
     batch_size: int = runtime(
-        8, "texts per record batch, which a kill can lose; texts are encoded one by one", bounds=(1, MAX_BATCH)
+        8, "texts per record batch, which a kill can lose; texts are encoded one by one", unit="texts", bounds=(1, MAX_BATCH)
     )

@@ -69,11 +69,15 @@ KINDS = {  # suffix of other files -> what the user should do
 class FolderConfig(Section):
     path: str = selects("", "the folder, searched with all folders below it; relative to the project", path=True)
     repeats: float | None = selects(
-        None, "occurrences of each image per epoch; 0: never; unset: 1, or as the name says (10_name)", bounds=(0.0, 1000.0)
+        None,
+        "occurrences of each image per epoch; 0: never; unset: 1, or as the name says (10_name)",
+        unit="times per epoch",
+        bounds=(0.0, 1000.0),
     )
     weight: float | None = selects(
         None,
         "draws of the folder relative to the others, whatever its number of images; all folders have one, or none",
+        unit="draws, relative",
         bounds=(1e-3, 1000.0),
     )
     trigger: str | None = selects(None, 'trigger of these images; "": none; unset: that of [captions]')

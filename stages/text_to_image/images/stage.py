@@ -69,19 +69,21 @@ class ImagesConfig(Section):
         "control_1 and so on, and cat_in.png for cat_out.png; []: none",
     )
     min_side: int = setting(
-        64, "shortest side that is used, pixels; a smaller image has fewer than 4 tokens across", bounds=(1, 65536)
+        64, "shortest side that is used, pixels; a smaller image has fewer than 4 tokens across", unit="pixels", bounds=(1, 65536)
     )
     max_pixels: int = setting(
         MAX_PIXELS,
         f"width x height above which a file is refused as a decompression bomb, pixels; at most {CEILING}",
+        unit="pixels",
         bounds=(1, CEILING),
     )
     max_bytes: int = setting(
         MAX_BYTES,
         f"size of a file above which it is refused unread, bytes; at most {CEILING_BYTES}: it is read whole",
+        unit="bytes",
         bounds=(1, CEILING_BYTES),
     )
-    workers: int = runtime(4, "threads that read and decode; a disk is rarely faster with more", bounds=(1, 64))
+    workers: int = runtime(4, "threads that read and decode; a disk is rarely faster with more", unit="threads", bounds=(1, 64))
 
     def check(self) -> None:
         if isinstance(self.folder, str) and not self.folder.strip():

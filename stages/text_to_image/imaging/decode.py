@@ -11,7 +11,6 @@ import io
 import math
 import re
 import struct
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,8 +27,8 @@ from stages.untrusted import open_regular
 # Pillow reads more formats, but EPS would start Ghostscript, and TGA and others accept any bytes as an image.
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "TIFF", "GIF", "BMP", "JPEG2000", "PPM", "QOI")
 HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"msf1")
-HEIC_REMEDY = f"HEIC needs pillow-heif: run `{sys.executable} -m pip install pillow-heif`, or convert the file to JPEG or PNG"
 
+BACKGROUND = "#ffffff"  # behind transparent pixels
 MAX_PIXELS = 89_478_485  # Pillow warns above this limit: 0.25 GiB of RGB
 CEILING = 2 * MAX_PIXELS  # Pillow refuses above this limit
 MAX_BYTES = 1_000_000_000  # 89 million pixels of four 16-bit channels have 0.72 GB
@@ -101,7 +100,7 @@ def pixel_count(file: BinaryIO) -> int:
 
 
 def open_image(
-    file: Path | BinaryIO, background: str = "#ffffff", max_pixels: int = CEILING, at_least: int | None = None
+    file: Path | BinaryIO, background: str = BACKGROUND, max_pixels: int = CEILING, at_least: int | None = None
 ) -> Image.Image:
     """The first frame, upright, as 8-bit sRGB, over `background`. `at_least`: a JPEG may be decoded smaller, no side below it."""
     colour = parse_colour(background)
@@ -186,26 +185,22 @@ def open_file(file: Path | BinaryIO) -> Iterator[BinaryIO]:
 
 
 def _formats(file: BinaryIO) -> tuple[str, ...]:
-    """The formats that Pillow may try. Raises ImageError for an empty file, and for HEIC without pillow-heif."""
+    """The formats that Pillow may try. Raises ImageError for an empty file."""
     head = peek(file, 0, 64)
     if not head:
         raise ImageError("unreadable", "the file is empty")
     # The brand mif1 may be HEIC or AVIF.
     if head[4:8] != b"ftyp" or head[8:12] not in HEIC_BRANDS or b"avif" in head:
         return FORMATS
-    if not _register_heif():
-        raise ImageError("unsupported", HEIC_REMEDY)
+    _register_heif()
     return ("HEIF",)
 
 
 @functools.cache
-def _register_heif() -> bool:
-    try:
-        import pillow_heif
-    except ImportError:
-        return False
+def _register_heif() -> None:
+    import pillow_heif
+
     pillow_heif.register_heif_opener()
-    return True
 
 
 def _image_error(error: Exception, file: BinaryIO) -> ImageError:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stages.settings import SEEDS, Section, runtime, selects, setting
+from stages.text_to_image.imaging.decode import BACKGROUND, parse_colour
 from stages.tuner.weights import BITS, Bits
 
 MULTIPLE = 16  # pixels: widths and heights are multiples of this
@@ -17,6 +18,7 @@ class SamplesConfig(Section):
     checkpoints: str | tuple[int, ...] = selects(
         "last",
         'checkpoints that draw: "last", "all", or a list of steps; a preview takes minutes on a Mac',
+        unit="steps",
         bounds=(0, 1_000_000),
     )
     adapter: str = selects(
@@ -28,22 +30,34 @@ class SamplesConfig(Section):
     average: bool = selects(False, "draw with the moving average of the adapter ([train.ema]) if the checkpoint has one")
     base: bool = selects(True, "also draw with the base model without an adapter, to compare with")
     seeds: tuple[int, ...] = selects(
-        (0,), "seeds of the starting noise; each gives one preview per prompt and checkpoint", bounds=SEEDS
+        (0,), "seeds of the starting noise; each gives one preview per prompt and checkpoint", unit="numbers", bounds=SEEDS
     )
-    first_prompts: int = selects(0, "preview prompts to draw, from the first; 0: all", bounds=(0, 100_000))
+    first_prompts: int = selects(0, "preview prompts to draw, from the first; 0: all", unit="prompts", bounds=(0, 100_000))
     width: int = selects(
-        768, "width of a preview, pixels, a multiple of 16; 768 is the larger default training resolution", bounds=(16, 4096)
+        768,
+        "width of a preview, pixels, a multiple of 16; 768 is the larger default training resolution",
+        unit="pixels",
+        bounds=(16, 4096),
     )
-    height: int = selects(768, "height of a preview, pixels, a multiple of 16", bounds=(16, 4096))
+    height: int = selects(768, "height of a preview, pixels, a multiple of 16", unit="pixels", bounds=(16, 4096))
     references: tuple[str, ...] = selects(
         (), "pictures that every preview starts from, for an adapter of edit training; relative to the project", path=True
     )
     prompt_references: Mapping[str, tuple[str, ...]] | None = selects(
         None, 'other references for some preview prompts: {"{trigger}, at night" = ["images/control/b.png"]}; []: none'
     )
-    steps: int | None = setting(None, "denoising steps; by default the family's number", bounds=(1, 1000))
+    background: str | None = setting(
+        None,
+        "colour behind transparent pixels of references; by default that of [latents]",
+        unrecorded=(None, BACKGROUND),
+        follows="latents.background",
+    )
+    steps: int | None = setting(None, "denoising steps; by default the family's number", unit="steps", bounds=(1, 1000))
     guidance: float | None = setting(
-        None, "guidance scale, how strongly the prompt is followed; by default the family's value", bounds=(0.0, 100.0)
+        None,
+        "guidance scale, how strongly the prompt is followed; by default the family's value",
+        unit="factor",
+        bounds=(0.0, 100.0),
     )
     precision: Literal["bfloat16", "float32"] = setting(
         "bfloat16", "dtype that the transformer computes in: bfloat16, or float32 on a CPU"
@@ -51,12 +65,14 @@ class SamplesConfig(Section):
     base_bits: Bits | None = setting(  # noqa: RUF009
         None,
         "bits of a weight of the base's blocks: 16, 8 or 4; by default those of [train], with which the adapter was trained",
+        unit="bits",
         unrecorded=(None, 16),
         follows="train.base_bits",
     )
     base_bits_for: Mapping[str, int] | None = setting(
         None,
-        "other bits by pattern, the longest that matches; by default those of [train], unless base_bits is set here",
+        "other bits, 16, 8 or 4, by pattern, the longest that matches; by default those of [train], unless base_bits is set here",
+        unit="bits",
         unrecorded=(None, {}),
         follows="train.base_bits_for",
         unless="base_bits",
@@ -64,9 +80,10 @@ class SamplesConfig(Section):
     stream_blocks: bool = runtime(
         False, "keep the weights of the base's blocks on disk and read each block when it is needed; the same pictures"
     )
-    grid: int = runtime(8, "number of prompts that the grid shows, from the first", bounds=(1, 1000))
+    grid: int = runtime(8, "number of prompts that the grid shows, from the first", unit="prompts", bounds=(1, 1000))
 
     def check(self) -> None:
+        parse_colour(self.background or BACKGROUND)
         if isinstance(self.checkpoints, str) and self.checkpoints not in ("all", "last"):
             raise ValueError(f'checkpoints must be "last", "all" or a list of steps like [500, 1000], got "{self.checkpoints}"')
         for name in ("width", "height"):

@@ -21,7 +21,7 @@ from schemas.text_to_image import SAMPLES
 from stages.models.family import Autoencoder, Family, Transformer
 from stages.models.weights import reading
 from stages.run import Run
-from stages.text_to_image.imaging.decode import CEILING_BYTES, ImageError, open_image
+from stages.text_to_image.imaging.decode import BACKGROUND, CEILING_BYTES, ImageError, open_image
 from stages.text_to_image.samples.config import MULTIPLE, SamplesConfig
 from stages.text_to_image.samples.memory import drawing_memory, passes
 from stages.text_to_image.weights import CONVERTED, STREAMED, load_transformer, meta_transformer
@@ -268,10 +268,10 @@ def adapted_forward(model: Transformer, parts: Sequence[Part]) -> BlockwiseForwa
 # References: images that a picture starts from
 
 
-def read_reference(file: Path) -> Image.Image:
+def read_reference(file: Path, background: str = BACKGROUND) -> Image.Image:
     """RGB, upright and cut to size. Raises ValueError if it cannot be read, or has a shape that diffusers refuses."""
     try:
-        image = open_image(io.BytesIO(read_bytes(file, CEILING_BYTES)), "#ffffff")
+        image = open_image(io.BytesIO(read_bytes(file, CEILING_BYTES)), background)
     except ImageError as error:
         raise ValueError(f"the reference {file} cannot be used: {error.detail}") from None
     short, long = sorted(image.size)
@@ -303,7 +303,8 @@ def reference_id(files: Iterable[Path]) -> str | None:
 
 def _encode_references(run: Run[SamplesConfig], wanted: Iterable[Paths]) -> dict[Paths, list[mx.array]]:
     """One float32 latent (1, channels, height / 16, width / 16) per file."""
-    images = {files: [read_reference(file) for file in files] for files in wanted}
+    background = run.config.background or BACKGROUND
+    images = {files: [read_reference(file, background) for file in files] for files in wanted}
     if not images:
         return {}
     autoencoder = load_autoencoder(run)

@@ -20,15 +20,22 @@ class NoiseConfig(Section):
     base: Base = setting(  # noqa: RUF009
         "logit_normal", "before the shift; what most trainers of FLUX.2 use. high_noise: composition; low_noise: texture"
     )
-    mean: float = setting(0.0, "logit_normal: mean of the logit of sigma; above 0 prefers noise", bounds=(-10.0, 10.0))
-    std: float = setting(1.0, "logit_normal: standard deviation of the logit of sigma", bounds=(1e-6, 10.0))
-    scale: float | None = setting(None, "mode: its scale; the paper's 1.29 if unset", bounds=(-0.999, 1.75))
+    mean: float = setting(
+        0.0, "logit_normal: mean of the logit of sigma; above 0 prefers noise", unit="logit of sigma", bounds=(-10.0, 10.0)
+    )
+    std: float = setting(
+        1.0, "logit_normal: standard deviation of the logit of sigma", unit="logit of sigma", bounds=(1e-6, 10.0)
+    )
+    scale: float | None = setting(None, "mode: its scale; the paper's 1.29 if unset", unit="factor", bounds=(-0.999, 1.75))
     shift: Shift = setting("resolution", "resolution: FLUX.1's line, 1.9 at 512 px, 3.2 at 1024 px")  # noqa: RUF009
-    shift_factor: float = setting(3.0, "S of the static shift; 1 is none", bounds=(1e-3, 1000.0))
+    shift_factor: float = setting(3.0, "S of the static shift; 1 is none", unit="factor", bounds=(1e-3, 1000.0))
     # With 4, the first samples of steps 1 to 4 get levels from the four quarters of `base`, in random order, as do those of
     # steps 5 to 8; so do the second samples, and all later ones.
     strata: int = setting(
-        1, "so many steps in a row cover the levels evenly, for short runs; 1: independent draws", bounds=(1, 10_000)
+        1,
+        "so many steps in a row cover the levels evenly, for short runs; 1: independent draws",
+        unit="steps",
+        bounds=(1, 10_000),
     )
 
     def check(self) -> None:
@@ -39,7 +46,7 @@ class NoiseConfig(Section):
 @dataclass(frozen=True)
 class LossConfig(Section):
     kind: Literal["mse", "pseudo_huber"] = setting("mse", "pseudo_huber: large errors count less, for data with outliers")
-    huber_c: float = setting(0.1, "pseudo_huber: the error above which it grows linearly", bounds=(1e-6, 1000.0))
+    huber_c: float = setting(0.1, "pseudo_huber: the error above which it grows linearly", unit="error", bounds=(1e-6, 1000.0))
     weight: WeightName = setting(  # noqa: RUF009
         "none", "by the noise level: bell, half_bell and measured are ai-toolkit's linear_timesteps, ..2 and weighted"
     )
@@ -49,9 +56,13 @@ class LossConfig(Section):
 class PreservationConfig(Section):
     """A loss that keeps the base's predictions for class captions: ai-toolkit's differential output preservation (DOP)."""
 
-    weight: float = setting(1.0, "factor of the preservation loss beside the loss; ai-toolkit's", bounds=(1e-6, 1000.0))
+    weight: float = setting(
+        1.0, "factor of the preservation loss beside the loss; ai-toolkit's", unit="factor", bounds=(1e-6, 1000.0)
+    )
     # Such a step needs one more forward pass of the base model and a second gradient.
-    every: int = setting(1, "apply it in every so many steps: 2 costs half and preserves half as firmly", bounds=(1, 1_000_000))
+    every: int = setting(
+        1, "apply it in every so many steps: 2 costs half and preserves half as firmly", unit="steps", bounds=(1, 1_000_000)
+    )
 
 
 @dataclass(frozen=True)
@@ -59,23 +70,27 @@ class DataConfig(Section):
     resolutions: Mapping[str, float] | None = setting(
         None,
         "how often a crop of each resolution is drawn, relative to the others: {512 = 2, 768 = 1}; 0: never; unset: equally",
+        unit="draws, relative",
         bounds=(0.0, MOST),
     )
     repeats: Mapping[str, float] | None = setting(
         None,
         'how often per epoch the images of a folder occur: {"rare" = 3, "blurred" = 0}; the longest path that matches; others 1',
+        unit="times per epoch",
         bounds=(0.0, MOST),
     )
     # With 0.5, one regularisation image is drawn for every two images of the subject.
     regularisation: float = setting(
         1.0,
         "draws of regularisation images (folder reg) per draw of another image; kohya: 1; 0: never",
+        unit="draws, relative",
         bounds=(0.0, MOST),
         unrecorded=(1.0,),
     )
     reference_dropout: float = setting(
         0.0,
         "share of batches trained without their references; 0: the model always sees what it edits",
+        unit="share",
         bounds=(0.0, 1.0),
         unrecorded=(0.0,),
     )
@@ -100,21 +115,32 @@ class MaskConfig(Section):
     """Image tokens count less in the loss where the mask, from [latents] mask, is dark."""
 
     floor: float = setting(
-        0.1, "the least weight of a token, where the mask is black: a little preserves the surroundings", bounds=(0.0, 1.0)
+        0.1,
+        "the least weight of a token, where the mask is black: a little preserves the surroundings",
+        unit="share",
+        bounds=(0.0, 1.0),
     )
 
 
 @dataclass(frozen=True)
 class ValidationConfig(tuner.ValidationConfig):
     share: float = setting(
-        0.1, "share of the images that is held out, at least one image; the choice depends on content alone", bounds=(0.001, 1.0)
+        0.1,
+        "share of the images that is held out, at least one image; the choice depends on content alone",
+        unit="share",
+        bounds=(0.001, 1.0),
     )
-    most: int = setting(16, "most images that are held out: each costs a forward pass per level and crop", bounds=(1, 10_000))
+    most: int = setting(
+        16, "most images that are held out: each costs a forward pass per level and crop", unit="images", bounds=(1, 10_000)
+    )
     paths: tuple[str, ...] = setting((), 'hold out these images instead, by wildcards on their paths: "held/*", "*_val.png"')
     sigmas: tuple[float, ...] = setting(
-        (0.1, 0.3, 0.5, 0.7, 0.9), "the noise levels: fixed, so that losses can be compared", bounds=(0.0, 1.0)
+        (0.1, 0.3, 0.5, 0.7, 0.9),
+        "the noise levels: fixed, so that losses can be compared",
+        unit="noise levels",
+        bounds=(0.0, 1.0),
     )
-    seed: int = setting(0, "seed of the choice of images and of their noise", bounds=SEEDS)
+    seed: int = setting(0, "seed of the choice of images and of their noise", unit="number", bounds=SEEDS)
 
     def check(self) -> None:
         super().check()
@@ -132,7 +158,7 @@ class TrainConfig(tuner.TrainingConfig):
         "every step reads them twice. The same bits",
     )
     caption_dropout: float = setting(
-        0.05, "share of samples trained with the empty caption, which keeps guidance working", bounds=(0.0, 1.0)
+        0.05, "share of samples trained with the empty caption, which keeps guidance working", unit="share", bounds=(0.0, 1.0)
     )
     noise: NoiseConfig = setting(NoiseConfig(), "the noise levels")  # noqa: RUF009
     loss: LossConfig = setting(LossConfig(), "the loss of a predicted velocity")  # noqa: RUF009

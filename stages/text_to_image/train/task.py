@@ -159,8 +159,6 @@ class ImageTask:
         }
 
     def warnings(self) -> Iterator[str]:
-        if self.family.distilled:
-            yield (f"{self.family.title}: train LoRAs on the base model and use them on this one; training on this one may fail")
         crops, latents, embeddings = self.data.crops, self.run.inputs.tensors(LATENTS), embedding_reader(self.run)
         yield from sound_start.check_latents(latents.read(crop.latent_id) for crop in crops[: sound_start.CROPS])
         captions = [crop.captions[0] for crop in crops[: sound_start.CAPTIONS]]

@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from stages import blas
 from stages.kernels import limited
+from stages.shortage import granted_bytes
 
 GB = 1e9
 HEADROOM = 0.15  # share of the device's memory left for the system, MLX's cache and copies
@@ -43,7 +44,12 @@ def device_bytes() -> int:
 
 
 def memory_budget(limit_gb: float | None = None) -> int:
-    """Bytes that a stage may take: the user's limit, else 85 % of the device's, on a Mac less if the machine has less free."""
+    """Bytes that a stage may take: the user's limit, else 85 % of the device's, on a Mac less if the machine has less free.
+
+    Less if an allocation has failed.
+    """
+    if (granted := granted_bytes()) is not None:
+        return granted if limit_gb is None else min(granted, int(limit_gb * GB))
     if limit_gb is not None:
         return int(limit_gb * GB)
     found = int(device_bytes() * (1 - HEADROOM))

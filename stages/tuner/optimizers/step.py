@@ -136,7 +136,7 @@ class OptimizerStep:
         losses_finite: mx.array,
         reduce: Callable[[Arrays], Arrays] = lambda gradients: gradients,
     ) -> tuple[Stacks, Arrays, mx.array, mx.array]:
-        """(new params, new state, norm before clipping, whether updated), lazy. Consumes `params.arrays`, `grads`, `state`."""
+        """(new params, new state, norm before clipping, whether updated), lazy. Consumes `grads`."""
         groups = params.groups
         stacked = stack(grads, groups)
         grads.clear()
@@ -170,19 +170,21 @@ class OptimizerStep:
     ) -> tuple[Arrays, Arrays]:
         """Updates some stacks. `owners`: key of the state -> its stack, or None if shared. `numbers`: lr, clip factor, apply."""
         lr, factor, apply = numbers
-        # Popped, so that no reference keeps the old arrays in memory.
-        own_state = {
-            key: state.pop(key) if owner else state[key] for key, owner in owners.items() if owner is None or owner in names
-        }
-        own_params = {name: params.pop(name) for name in names}
+        own_state = {key: state[key] for key, owner in owners.items() if owner is None or owner in names}
+        own_params = {name: params[name] for name in names}
+        # Popped, so that no reference keeps them in memory.
         own_gradients = {name: gradients.pop(name) for name in names}
         updated: Any = self._update(own_params, own_gradients, own_state, mx.array(lr, mx.float32), factor, apply)
         return updated[0], updated[1]
 
     def working_bytes(self, params: Stacks) -> int:
-        """Peak of a step for gradients and intermediate arrays, besides params and state."""
+        """Peak of a step for gradients, new params, new state and intermediate arrays, besides params and state."""
         largest = max(value.nbytes for value in params.arrays.values())
-        return params.nbytes + (WORK_COMPILED if compiles() else WORK) * (params.nbytes if self.method.coupled else largest)
+        state = sum(value.nbytes for value in self.method.init(params.arrays).values())
+        # One stack's gradient is freed when its new params and state exist.
+        return (
+            params.nbytes + state + (WORK_COMPILED if compiles() else WORK) * (params.nbytes if self.method.coupled else largest)
+        )
 
     def _clipped_update(
         self, params: Arrays, grads: Arrays, state: Arrays, lr: mx.array, factor: mx.array, apply: mx.array

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from data.research.pages.recipe import FILE, RIVALS, render, rivals_table, settings_tables
-from data.research.pages.settings import defaults, entries, in_toml, in_words
+from data.research.pages.settings import defaults, in_words
+from pipeline.commands.settings import chosen, entries, in_toml
 from pipeline.project import config
 from stages.settings import runtime, setting
-from stages.text_to_image import PIPELINE
 from stages.tuner.config import OptimizerConfig
 from stages.tuner.diffusion import BASES, WEIGHTS
 from stages.tuner.optimizers import METHODS, make_optimizer
@@ -27,7 +27,7 @@ def test_the_generated_parts_on_disk_are_what_the_code_says() -> None:
 
 def test_every_setting_of_train_has_a_line_with_its_default_and_its_meaning() -> None:
     text = settings_tables()
-    for entry in entries(PIPELINE.stage("train").config, "train"):
+    for entry in chosen("text_to_image", "train"):
         section = text.split(f"### [{entry.section}]")[1].split("###")[0]
         (line,) = [x for x in section.splitlines() if x.startswith(f"| `{entry.name}` |")]
         assert in_toml(entry.default) in line and entry.doc.replace("|", "\\|") in line
@@ -84,7 +84,7 @@ def test_a_source_is_given_only_for_a_number_that_an_optimizer_has() -> None:
 
 
 def test_the_learning_rates_of_lion_and_prodigy_are_the_same_wherever_they_stand() -> None:
-    (doc,) = [entry.doc for entry in entries(PIPELINE.stage("train").config, "train") if entry.key == "train.lr"]
+    (doc,) = [entry.doc for entry in chosen("text_to_image", "train") if entry.key == "train.lr"]
     rates = [make_optimizer(kind).usual_lr for kind in ("prodigy", "lion")]
     found = re.search(r"prodigy wants (\S+), lion ([^\s;]+)", doc)
     assert found and [float(word) for word in found.groups()] == rates
@@ -143,10 +143,10 @@ class Outer:
 
 
 def test_a_section_that_is_off_by_default_is_shown_with_its_settings() -> None:
-    found = list(entries(Outer, "train"))
-    assert [(e.key, e.optional, e.effect) for e in found] == [
-        ("train.name", False, "no difference"),
-        ("train.inner.decay", True, "a new run"),
+    found = list(entries({"train": Outer}))
+    assert [(e.key, e.optional, e.change) for e in found] == [
+        ("train.name", False, "changes no row"),
+        ("train.inner.decay", True, "starts a new run"),
     ]
 
 
@@ -154,10 +154,10 @@ def test_a_section_that_is_off_by_default_is_shown_with_its_settings() -> None:
     ("value", "toml", "words"),
     [
         (None, "unset", "unset"),
-        (True, "`true`", "true"),
-        (1e-4, "`0.0001`", "0.0001"),
-        (("a", "b"), '`["a", "b"]`', "a, b"),
-        ((512, 768), "`[512, 768]`", "512, 768"),
+        (True, "true", "true"),
+        (1e-4, "0.0001", "0.0001"),
+        (("a", "b"), '["a", "b"]', "a, b"),
+        ((512, 768), "[512, 768]", "512, 768"),
     ],
 )
 def test_a_default_is_written_as_the_project_file_would_have_it(value: object, toml: str, words: str) -> None:

@@ -32,7 +32,6 @@ MAC = Machine(
     free_disk=int(500e9),
     files=2560,
     translated=False,
-    heic=True,
     budget=int(49e9),
 )
 
@@ -58,7 +57,6 @@ def test_a_sound_mac_has_no_problem_and_its_report_says_what_it_is():
         ({"memory": 8 * GIB}, "less than 16 GB of memory"),
         ({"files": 256}, "only 256 files may be open: run `ulimit -n 4096`"),
         ({"free_disk": 10**10}, "only 10 GB of disk are free"),
-        ({"heic": False}, "-m pip install pillow-heif`"),
     ],
 )
 def test_each_problem_of_a_mac_is_one_line_with_its_remedy(change: dict[str, Any], said: str):

@@ -8,12 +8,15 @@ from click.testing import CliRunner
 from pipeline.cli import cli
 from pipeline.commands import Own
 from pipeline.commands.init import new_project
+from pipeline.commands.plan import report
 from pipeline.project.project import Project
 from stages.pipelines import Option, Template
 from stages.text_to_image.families import FAMILIES, family
 from stages.text_to_image.template import PRESETS
-from tests.projects import draw
+from tests.projects import build, draw
 from tests.stages.retrieval.project import run, write
+
+TRAINED = [name for name, record in FAMILIES.items() if not record.base]
 
 
 @pytest.fixture
@@ -24,7 +27,7 @@ def images(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_new_project_of_every_family_can_be_opened_and_names_the_source_of_its_weights(tmp_path, images, name):
     new_project(tmp_path / "new", {"images": str(images), "family": name})
     made = Project(tmp_path / "new")
@@ -32,7 +35,7 @@ def test_a_new_project_of_every_family_can_be_opened_and_names_the_source_of_its
     assert f'weights = ""  # a folder or a hub id; empty: {made.family.source}' in (tmp_path / "new/project.toml").read_text()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_new_project_has_its_familys_own_settings_and_the_usual_ones_for_the_rest(tmp_path, images, name):
     new_project(tmp_path / "new", {"images": str(images), "family": name})
     sections = Project(tmp_path / "new").config.sections
@@ -43,12 +46,25 @@ def test_a_new_project_has_its_familys_own_settings_and_the_usual_ones_for_the_r
     assert sections["samples"].checkpoints == "all"
 
 
+def test_a_distilled_family_is_refused_by_init_plan_and_the_first_stage_with_the_base_to_train_on(tmp_path, images):
+    why = r'klein-4b is distilled: .* Train on its base, family = "klein-base-4b"; the LoRA can be used on klein-4b'
+    with pytest.raises(ValueError, match=why):
+        new_project(tmp_path / "new", {"images": str(images), "family": "klein-4b"})
+    (tmp_path / "project.toml").write_text('[project]\nfamily = "klein-4b"\n')
+    with pytest.raises(ValueError, match=why):
+        report(Project(tmp_path))
+    with pytest.raises(ValueError, match=why):
+        build(tmp_path, "images")
+    assert not (tmp_path / "tables").exists()
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_writes_its_settings_with_their_reasons_into_a_project_that_can_be_opened(tmp_path, images, preset):
     for trigger in ("", "ohwx"):
         folder = tmp_path / f"{preset}{trigger}"
         new_project(folder, {"images": str(images), "family": "klein-base-4b", "preset": preset, "trigger": trigger})
         text, sections = (folder / "project.toml").read_text(), Project(folder).config.sections
+        assert sections["captions"].missing == ("trigger" if trigger else "error")
         for section, settings in PRESETS[preset].items():
             first, *inner = section.split(".")
             holder = getattr(sections[first], inner[0]) if inner else sections[first]

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
@@ -18,11 +19,18 @@ import pytest
 from pipeline.commands.plan import report
 from pipeline.project.outlook import announcement, need, outlook
 from pipeline.project.project import Project
+from pipeline.store import disk
 from stages.memory import PROGRAM_BYTES
 from stages.text_to_image.families import FAMILIES
 from tests import projects
 
 KLEIN = '[project]\nfamily = "{}"\n[captions]\npreview_prompts = ["a fox"]\n[buckets]\nresolutions = [{}]\n'
+
+
+@pytest.fixture(autouse=True)
+def roomy(monkeypatch):
+    """These plans are of models that this machine's disk may not have room for."""
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: int(1e15))
 
 
 def klein(folder: Path, more: str = "", side: int = 1024, family: str = "klein-base-4b") -> Project:
@@ -45,7 +53,7 @@ def test_the_plan_counts_steps_and_pictures_and_the_words_of_the_program_are_in_
     project = klein(tmp_path, "[train]\nbatch_size = 4\n")
     projects.add_image(tmp_path, "a.png", 1)
     plain, verbose = (report(project, int(30e9), each)[0] for each in (False, True))
-    assert plain[0] == f"{tmp_path.name}: family klein-base-4b, 30 GB of memory to use"
+    assert plain[0].startswith(f"{tmp_path.name}: family klein-base-4b, 30 GB of memory to use, ")
     assert plain[1].split() == ["stage", "to", "do", "memory", "disk"]  # no column that is empty
     shown = {line.split()[0]: line for line in plain}
     assert "1 picture " in shown["images"] and "1500 steps " in shown["train"] and "6000" not in shown["train"]
@@ -132,6 +140,27 @@ def test_a_stage_that_cannot_fit_is_refused_before_its_weights_are_loaded(tmp_pa
     monkeypatch.setattr(device, "device_bytes", lambda: 1000)
     with pytest.raises(ValueError, match=r"latents needs about .* GB of memory, more than the .* that it may take: "):
         announcement(Project(folder), "latents", 4, "4 crops")
+
+
+def test_a_disk_without_the_room_is_refused_before_work_begins_with_what_is_needed_and_what_is_free(
+    tmp_path, tiny_weights, monkeypatch
+):
+    project = klein(tmp_path / "klein")
+    (tmp_path / "klein" / "hf").mkdir()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "klein" / "hf"))
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: int(9e9))
+    lines, fits = report(project, int(60e9))
+    (told,) = [line for line in lines if " on the disk of " in line]
+    # 16.1 GB of weights and 1.93 GB of checkpoints, on one disk.
+    assert not fits and re.match(r"what is to do needs about 18.* GB on .*, and 9 GB are free there: free 9.* GB more$", told)
+    with pytest.raises(ValueError, match=r"train needs about 9.68 GB on .*, and 9 GB are free there: free 67. MB more"):
+        projects.build(tmp_path / "klein", "train")
+    folder = projects.make(tmp_path / "p", tiny_weights, images=2)
+    projects.build(folder, "images", "captions", "buckets")
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: 1000)
+    with pytest.raises(ValueError, match=r"latents needs about .* kB on the disk of .*tables, and 1 kB are free there"):
+        projects.build(folder, "latents")
+    assert not Project(folder).current("latents").committed().num_rows
 
 
 def test_plan_and_doctor_fit_a_terminal_of_80_columns_and_need_no_weights(tmp_path):

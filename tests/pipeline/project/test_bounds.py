@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 import stages
-from pipeline.project.config import Parser, ProjectConfig, _members, _nested
+from pipeline.project.config import Parser, ProjectConfig, _members, nested_sections
 from stages.settings import NUMBER, WHOLE
 
 NUMBERS = (int, float)
@@ -21,7 +21,7 @@ def numeric_settings():
     """Yield (sections, section, field, kind, shape) for every setting that can hold a number. shape(x) is a value with x."""
     for pipeline_name in stages.PIPELINES:
         found = sections(stages.pipeline(pipeline_name))
-        for section, config, _ in _nested(found):
+        for section, config, _ in nested_sections(found):
             hints = typing.get_type_hints(config)
             for field in dataclasses.fields(config):
                 for member in _members(hints[field.name]):
@@ -60,7 +60,7 @@ def test_the_table_has_the_settings_of_every_pipeline():
 
 
 def test_a_section_that_redefines_a_setting_does_not_lose_its_bounds():
-    kinds = {kind for name in stages.PIPELINES for _, kind, _ in _nested(sections(stages.pipeline(name)))}
+    kinds = {kind for name in stages.PIPELINES for _, kind, _ in nested_sections(sections(stages.pipeline(name)))}
     for kind, taken in ((each, field) for each in kinds for base in each.__mro__[1:-1] for field in dataclasses.fields(base)):
         own = kind.__dataclass_fields__[taken.name]
         assert own.metadata["bounds"] or not taken.metadata["bounds"], f"{kind}: {taken.name}"

@@ -396,7 +396,7 @@ def test_a_full_disk_is_one_line_and_what_was_committed_stays(tmp_path: Path, na
         writer.append(make(1, 2, 3))
         writer.finish(None, {})
     before = table.rows()
-    kept = r"disk full while writing \w+: \d+ rows are kept; free 1 MB or more and run again"
+    kept = r"disk full while writing \w+: \d+ rows are kept; free 100 MB or more and run again"
     with pytest.raises(ValueError, match=kept) as error, no_file_above(limit), Writer(table, RECIPE, shard_bytes=1) as writer:
         for number in range(4, 30):
             writer.append(make(number, number + 100, number + 200, number + 300, number + 400))
@@ -413,10 +413,20 @@ def test_a_full_disk_is_one_line_and_what_was_committed_stays(tmp_path: Path, na
     assert table.rows().num_rows == table.manifest()["rows"] >= 4
 
 
+def test_a_full_disk_names_what_the_run_will_still_write(tmp_path: Path, monkeypatch):
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "no")
+
+    with pytest.raises(ValueError, match="free 5 GB or more"), Writer(TableFolder(tmp_path / "t", NOTES), RECIPE) as writer:
+        writer.expect(int(5e9))
+        monkeypatch.setattr("pipeline.store.disk.sync", full)
+        writer.write_artifact("a.png", lambda path: path.write_bytes(b"x") and None)
+
+
 @pytest.mark.parametrize(
     ("number", "message"),
     [
-        (errno.ENOSPC, "disk full while writing notes: 1 rows are kept; free 1 MB or more and run again"),
+        (errno.ENOSPC, "disk full while writing notes: 1 rows are kept; free 100 MB or more and run again"),
         (errno.EROFS, "cannot write notes in .*: read-only file system; 1 rows are kept"),
         (errno.EACCES, "cannot write notes in .*: permission denied; 1 rows are kept"),
     ],

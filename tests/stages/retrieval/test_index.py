@@ -153,6 +153,17 @@ def test_the_command_answers_as_text_as_json_and_from_standard_input(indexed, mo
         call("")
 
 
+def test_a_search_says_how_many_files_are_newer_than_the_index(indexed, tmp_path):
+    from pipeline.commands.retrieval.search import staleness
+
+    folder = Path(shutil.copytree(indexed, tmp_path / "copy"))
+    run(folder, "sources")  # the copies are other files
+    assert staleness(Project(folder)) == ""
+    (folder / "code" / "flat" / "words.py").unlink()
+    (folder / "code" / "flat" / "new.py").write_text("def f(a):\n    return a\n")
+    assert staleness(Project(folder)).startswith("1 files are newer than the index: make index PROJECT=")
+
+
 def test_an_index_of_another_adapter_is_one_line(indexed):
     from pipeline.commands.retrieval.search import open_encoder
 

@@ -18,9 +18,25 @@ def test_a_family_is_found_by_its_name():
     assert all(name == record.name for name, record in FAMILIES.items())
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_one():
-    with pytest.raises(ValueError, match=r"family must be one of .*, got 'klein-bse-4b'; did you mean 'klein-base-4b'\?"):
-        family("klein-bse-4b")
+@pytest.mark.parametrize(
+    ("given", "meant", "told"),
+    [
+        ("klein-bse-4b", "klein-base-4b", ""),
+        ("klein", "klein-base-4b", ""),
+        ("flux2-klein", "klein-base-4b", ""),
+        ("klein-9", "klein-base-9b", ""),
+        ("flux1-dev", "klein-base-4b", ": FLUX.1 is an older model of another architecture, not known here"),
+        (
+            "black-forest-labs/FLUX.1-schnell",
+            "klein-base-4b",
+            ": FLUX.1 is an older model of another architecture, not known here",
+        ),
+        ("flux2-dev", "dev", ""),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_smallest_free_base_or_the_one_that_is_nearest(given, meant, told):
+    with pytest.raises(ValueError, match=rf"family must be one of .*, got '{given}'{told}; did you mean {meant}\?$"):
+        family(given)
 
 
 def test_a_record_cannot_be_changed():

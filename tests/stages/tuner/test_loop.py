@@ -9,13 +9,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from stages.tuner import checkpoint, loop
+from stages.tuner import checkpoint, loop, step
+from stages.tuner.blockwise.backprop import BlockwiseBackprop
 from stages.tuner.config import EmaConfig, ScheduleConfig
 from stages.tuner.loop import schedule_warnings
-from stages.tuner.memory import MemoryPlan
+from stages.tuner.memory import MemoryPlan, after_shortage
+from stages.tuner.optimizers.step import OptimizerStep
 from stages.tuner.ranks import Ranks
 from stages.tuner.replay import remake_checkpoints, replay_step
-from tests.stages.tuner.toy import CONFIG, HELD, PAIRS, ToyRun, ToyTask, read_pairs
+from tests.stages.tuner.toy import CONFIG, HELD, PAIRS, Contrast, ToyEstimator, ToyRun, ToyTask, read_pairs
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +169,92 @@ def test_a_run_prints_what_is_trained_and_what_looks_wrong(whole):
 def test_a_schedule_that_does_not_suit_the_number_of_steps_is_reported(schedule, said):
     lines = list(schedule_warnings(replace(CONFIG, steps=10, schedule=schedule)))
     assert len(lines) == bool(said) and all(line.startswith(said) for line in lines)
+
+
+PLACES = {
+    "the forward and backward pass of blocks": (BlockwiseBackprop, "tail"),
+    "the optimizer's step, half done": (OptimizerStep, "_update_stacks"),
+    "the end of the optimizer's step": (step, "is_finite"),
+    "copying the batch": (Contrast, "validation_term"),
+    "a measurement": (step, "predict"),
+}
+TEXTS = (
+    "cudaMallocAsync(&data, size, stream) failed: out of memory",
+    "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory).",
+    "[malloc] Unable to allocate 71303168 bytes.",
+)
+
+
+def fail(monkeypatch, place, times=10**6):
+    """From step 4 on, the place computes and then raises, `times` times. Returns a function to call after each step."""
+    owner, name = PLACES[place]
+    real, armed, held = getattr(owner, name), [False], []
+
+    def failing(*given, **more):
+        found = real(*given, **more)
+        if armed[0] and len(held) < times:
+            held.append(mx.get_active_memory())
+            large = mx.zeros(1 << 22)  # held by the traceback
+            mx.eval(large, found)
+            assert held[-1] < held[0] + large.nbytes, "what the attempt before held is freed"
+            raise RuntimeError(TEXTS[len(held) % len(TEXTS)])
+        return found
+
+    monkeypatch.setattr(owner, name, failing)
+    return lambda done: armed.__setitem__(0, done >= 3)
+
+
+@pytest.mark.parametrize(("times", "plan"), [(1, "whole"), (2, 2), (3, "blocks")])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_without_memory_is_repeated_and_then_goes_on_with_a_smaller_plan(place, times, plan, whole, tmp_path, monkeypatch):
+    last = 4 if place == "a measurement" else 3  # finished step
+    expected = whole
+    if plan != "whole":
+        config = replace(CONFIG, checkpoint_every=last)
+        expected = ToyRun(tmp_path / "expected", config).go(kill_at=last)
+        expected.config = replace(config, memory=plan)
+        expected.go()
+    run, cleared, real = ToyRun(tmp_path / "run"), [], mx.clear_cache
+    monkeypatch.setattr(mx, "clear_cache", lambda: [cleared.append(1), real()][1])
+    run.go(after=fail(monkeypatch, place, times))
+    assert len(cleared) == times
+    assert (run.rows, run.adapter) == (expected.rows, expected.adapter)
+    assert checkpoint.find_checkpoints(run.folder)[0].state["plan"] == plan
+    said = [line for line in run.lines if "not enough memory" in line]
+    ways = ["once more, with MLX's cache freed", "with plan 2 in place of whole", "with plan blocks in place of 2"]
+    assert len(said) == times and all(way in line for way, line in zip(ways, said, strict=False))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_that_finds_no_memory_at_all_ends_with_what_would_fit_and_keeps_its_last_finished_step(
+    place, whole, tmp_path, monkeypatch
+):
+    run = ToyRun(tmp_path / "run", replace(CONFIG, checkpoint_every=100, memory="blocks"))
+    last = 4 if place == "a measurement" else 3
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(ValueError, match=r"^train: plan blocks needs about .* would need") as told,
+    ):
+        run.go(after=fail(patched, place))
+    assert str(told.value).endswith("Finished steps are kept: the same command goes on.") and "\n" not in str(told.value)
+    assert checkpoint.find_checkpoints(run.folder)[0].step == last
+    run.go()
+    expected = ToyRun(tmp_path / "expected", replace(CONFIG, memory="blocks")).go()
+    assert (run.rows, run.adapter) == (expected.rows, expected.adapter)
+
+
+def test_a_fixed_plan_is_kept_and_micro_batches_are_halved_only_if_they_are_auto():
+    plan, auto = MemoryPlan("whole", 10**9, 40, None, 10**9), replace(CONFIG, micro_batch="auto")
+    found = []
+    while after := after_shortage(ToyEstimator(auto), plan, 10**6, smaller=True):
+        plan = after
+        found.append((plan.plan, plan.max_tokens))
+    assert found == [(2, 40), ("blocks", 40), ("blocks", 20), ("blocks", 10)]
+    assert not plan.grows and plan.live_bytes <= 10**6
+    assert after_shortage(ToyEstimator(replace(CONFIG, memory="whole")), MemoryPlan("whole"), 10**6, smaller=True) is None
+
+
+def test_any_other_error_of_a_step_is_raised_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(step, "predict", lambda *given: (_ for _ in ()).throw(RuntimeError("shapes cannot be broadcast")))
+    with pytest.raises(RuntimeError, match="broadcast"):
+        ToyRun(tmp_path).go()

@@ -159,7 +159,7 @@ class ToyEstimator(Estimator[TrainingConfig]):
         return trace(self.model, inputs, self.targets, **self.frozen | {"weights": 4000}, optimizer_state=4000)
 
     def changed(self, settings: Settings) -> ToyEstimator:
-        return ToyEstimator(changed(self.config, settings["train"]))
+        return ToyEstimator(changed(self.config, settings.get("train", {})))
 
 
 class ToyTask:

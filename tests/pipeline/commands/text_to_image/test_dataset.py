@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import base64
 import csv
+import io
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
+import pillow_heif
 import pytest
 from PIL import Image
+from starlette.testclient import TestClient
 
+from pipeline.commands.query import answer
 from pipeline.commands.text_to_image.dataset import write_crops
+from pipeline.page.app import make_app
+from pipeline.page.command import write_report
+from pipeline.page.site import Site
 from pipeline.project.project import Project
+from stages.run import Problems
 from stages.text_to_image.captions.edits import write_edits
-from stages.text_to_image.sheets import BLANK, CELL, GAP, LABEL
+from stages.text_to_image.latents import ImageJob, decode_crops
+from stages.text_to_image.sheets import BLANK, CELL, GAP, LABEL, QUESTION, draw_crop
 from tests import projects
 from tests.projects import draw, latentmill, make
 
@@ -68,6 +79,83 @@ def test_lint_brings_the_checks_up_to_date_and_prints_the_images_with_warnings(p
     rows = json.loads(printed[printed.index("[") : printed.rindex("]") + 1])
     assert {row["path"]: row["warnings"] for row in rows}.keys() == {"picture0.png", "picture1.png"}
     assert all("small" in row["warnings"] for row in rows)
+
+
+def test_lint_names_every_mistake_at_once_a_run_stops_at_all_of_them_and_crops_needs_no_captions(tmp_path, tiny_weights):
+    folder = make(tmp_path / "project", tiny_weights, images=5)
+    images = folder / "images"
+    (images / "picture0.txt").write_bytes("schön".encode("latin-1"))
+    (images / "picture1.txt").write_bytes(b"\xff\xfea")
+    (images / "picture2.txt").unlink()
+    (images / "picture3.txt").write_text(" ")
+    (images / "captions.json").write_text("{")
+    (images / "broken.png").write_bytes(b"\x89PNG")
+    shutil.copy(images / "picture4.png", images / "zcopy.png")
+    printed = latentmill(folder, "lint", code=2)
+    assert f"{images / 'captions.json'}: not valid JSON" in printed
+    assert f"picture0.png: {images / 'picture0.txt'} is not UTF-8: byte 3 is 0xf6; save it as UTF-8" in printed
+    assert '(as Latin-1 it reads "schön")' in printed and "picture1.txt is not UTF-16" in printed
+    assert "broken.png: not used: " in printed and "zcopy.png: not used: " in printed
+    assert "picture4.png: blurred, small: " in printed
+    assert "3 errors, 2 files not used, 5 images with warnings" in printed
+    (images / "captions.json").unlink()
+    for name in ("picture2", "picture3"):  # before, captions.json might have had their captions
+        assert f"{name}.png: no caption: write {name}.txt beside it" in latentmill(folder, "lint", code=2)
+    stopped = [
+        line for line in latentmill(folder, "run", "captions", "--only", code=2).splitlines() if line.startswith("error: ")
+    ]
+    assert [("UTF-8" in line, "UTF-16" in line, "2 of 5 images have no" in line) for line in stopped] == [
+        (True, False, False), (True, True, False), (False, False, True)
+    ]  # fmt: skip
+    assert "picture0.txt" in str(Problems(stopped)) and "; and 2 more: latentmill lint lists them" in str(Problems(stopped))
+    assert "wrote " in latentmill(folder, "crops")
+    for number in range(30):
+        draw(images / f"more{number}.png", 20 + number, (64, 64))
+        (images / f"more{number}.txt").write_bytes(b"\xe9")
+    latentmill(folder, "run", "images", "--only")
+    *_, last = latentmill(folder, "run", "captions", "--only", code=2).splitlines()
+    assert last == "error: and 13 more"
+
+
+def soft(side: int = 160) -> Image.Image:
+    """A red disc whose edge fades out, on nothing; black lies below the transparent pixels, as drawing programs leave it."""
+    away = np.hypot(*(np.mgrid[:side, :side] - (side - 1) / 2)) / side
+    pixels = np.zeros((side, side, 4), np.uint8)
+    pixels[away < 0.45, 0] = 255
+    pixels[..., 3] = np.rint(255 * np.clip((0.4 - away) * 5, 0, 1))
+    return Image.fromarray(pixels)
+
+
+def test_page_report_and_sheets_of_crops_show_transparent_pictures_on_the_colour_that_is_trained(tmp_path, tiny_weights):
+    folder = make(tmp_path / "project", tiny_weights, images=1)
+    pictures = {"a.png": soft(), "b.png": soft().convert("LA"), "c.png": soft().quantize(64), "d.webp": soft()}
+    for name, picture in pictures.items():
+        picture.save(folder / "images" / name, lossless=True)
+        assert Image.open(folder / "images" / name).has_transparency_data
+    pillow_heif.register_heif_opener()
+    soft().save(folder / "images" / "e.heic", quality=-1)
+    projects.edit(folder, "[train]", '[latents]\nbackground = "#0080ff"\n\n[train]')
+    projects.build(folder, "images", "buckets")
+    project, site = Project(folder), Site(folder)
+    page = TestClient(make_app(site), base_url="http://127.0.0.1")
+    crops = {row["path"]: row for row in answer(project, QUESTION).to_pylist()}
+    assert {*pictures, "e.heic"} < crops.keys()
+    for name in (*pictures, "e.heic"):
+        row, path = crops[name], folder / "images" / name
+        trained = Image.fromarray(
+            decode_crops(ImageJob(row["image_id"], path, [row | {"mask_id": "", "flip": False}], None), "#0080ff")[0][0]
+        )
+        assert np.abs(np.asarray(trained)[0, 0].astype(int) - (0, 128, 255)).max() <= 2
+        address = f"/picture/image_folder/{name}"
+        shown = [Image.open(io.BytesIO(page.get(address, params={"size": size}).content)) for size in ("160", "384", "file")]
+        shown.append(draw_crop(path, row, project.config.sections["latents"].background))
+        for each in shown:
+            differ = np.asarray(each.convert("RGB").resize((32, 32)), int) - np.asarray(trained.resize((32, 32)), int)
+            assert np.abs(differ).mean() < 4, name
+    report = write_report(site, tmp_path / "report.html").read_text(encoding="utf-8")
+    assert base64.b64encode(site.picture("image_folder/a.png", 256)).decode() in report
+    sheet = np.asarray(Image.open(write_crops(project)[0]))
+    assert (np.abs(sheet.astype(int) - (0, 128, 255)).max(axis=-1) <= 2).sum() > 5 * 4000
 
 
 def edit(folder, edits):

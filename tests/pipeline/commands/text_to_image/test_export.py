@@ -84,6 +84,16 @@ def test_ranks_and_alphas_that_differ_by_target_survive_the_export(tmp_path: Pat
     assert np.abs(through_diffusers(transformer, file) - want).max() < 1e-5
 
 
+def test_an_export_that_the_disk_has_no_room_for_is_refused_in_one_line(
+    tmp_path: Path, transformer: Any, monkeypatch: Any
+) -> None:
+    trained(tmp_path / "a.safetensors", transformer, BLOCKS)
+    monkeypatch.setattr("pipeline.store.disk.free_bytes", lambda folder: 1000)
+    with pytest.raises(ValueError, match=r"the export x.safetensors needs about .* kB on .*, and 1 kB are free there: free"):
+        write_adapter(tmp_path / "a.safetensors", TINY, tmp_path / "x.safetensors", "comfyui", dtype="float32", metadata={})
+    assert not (tmp_path / "x.safetensors").exists()
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_an_adapter_on_some_of_q_k_v_leaves_the_others_alone(tmp_path: Path, transformer: Any, style: str) -> None:
     names = ["transformer_blocks.1.attn.to_q", "transformer_blocks.1.attn.to_v", "transformer_blocks.0.attn.add_k_proj"]
@@ -274,7 +284,8 @@ def test_the_result_of_a_run_or_the_checkpoint_of_a_step_is_exported(tmp_path: P
         stage=lambda stage_name: SimpleNamespace(result="adapter.safetensors"),
         config=SimpleNamespace(sections={}),
     )
-    project.folder = project.current = lambda stage_name: SimpleNamespace(folder=tmp_path / "tables" / stage_name / "abc")
+    table = SimpleNamespace(folder=tmp_path / "tables" / "train" / "abc", exists=False)
+    project.folder = project.current = lambda stage_name: table
 
     def run(step: int | None = None, out: Path | None = None, which: str = "last") -> Path:
         return export_run(project, out, "diffusers", dtype="float32", step=step, which=which, say=lines.append)
@@ -292,24 +303,31 @@ def test_the_result_of_a_run_or_the_checkpoint_of_a_step_is_exported(tmp_path: P
         with pytest.raises(ValueError, match="its checkpoints are 20, 40; run: make train"):
             run(missing)
     shutil.copy(saved, artifacts)
-    assert run() == tmp_path / "exports" / "cats-000040.safetensors"
-    assert run(20) == tmp_path / "exports" / "cats-000020.safetensors"
+    assert run() == tmp_path / "exports" / "cats-abc-000040.safetensors"
+    assert run(20) == tmp_path / "exports" / "cats-abc-000020.safetensors"
     assert run(20, tmp_path / "mine.safetensors") == tmp_path / "mine.safetensors"
     with pytest.raises(ValueError, match=r"cats has no average adapter to export: it was trained without \[train.ema\]"):
         run(which="average")
     trained(artifacts / "adapter_ema.safetensors", transformer, BLOCKS[:1], step="40")
     shutil.copy(artifacts / "checkpoints/step-000020/adapter.safetensors", artifacts / "adapter_best.safetensors")
-    assert run(which="average") == tmp_path / "exports" / "cats-000040-average.safetensors"
-    assert run(which="best") == tmp_path / "exports" / "cats-000020-best.safetensors"
+    assert run(which="average") == tmp_path / "exports" / "cats-abc-000040-average.safetensors"
+    assert run(which="best") == tmp_path / "exports" / "cats-abc-000020-best.safetensors"
     with pytest.raises(ValueError, match="leave out step 20"):
         run(20, which="best")
     assert lines == []
+    # A named run; another run that had its name before has left an export.
+    (artifacts.parent / "run.json").write_text('{"name": "slow"}')
+    assert run() == tmp_path / "exports" / "cats-slow-000040.safetensors"
+    trained(run(), transformer, BLOCKS[:1], recipe="other", export_style="diffusers")
+    with pytest.raises(ValueError, match=r"cats-slow-000040.safetensors exists and is not a diffusers export of this run"):
+        run()
+    lines.clear()
     project.current = lambda stage_name: SimpleNamespace(folder=tmp_path / "tables" / stage_name / "def")
     run(out=tmp_path / "new")
     assert len(lines) == 1 and "recipe abc" in lines[0]
 
 
-def test_a_file_is_named_after_project_step_and_style() -> None:
-    assert file_name("my cats", 1000, "diffusers") == "my-cats-001000.safetensors"
-    assert file_name("my cats", "20", "comfyui") == "my-cats-000020-comfyui.safetensors"
-    assert file_name("my cats", 20, "comfyui", "average") == "my-cats-000020-average-comfyui.safetensors"
+def test_a_file_is_named_after_project_run_step_and_style() -> None:
+    assert file_name("my cats", "slow", 1000, "diffusers") == "my-cats-slow-001000.safetensors"
+    assert file_name("my cats", "", "20", "comfyui") == "my-cats-000020-comfyui.safetensors"
+    assert file_name("my cats", "1a2b", 20, "comfyui", "average") == "my-cats-1a2b-000020-average-comfyui.safetensors"

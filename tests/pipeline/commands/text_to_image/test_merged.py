@@ -55,11 +55,12 @@ def test_a_run_is_merged_in_bfloat16_into_the_projects_exports_and_nothing_is_ov
     trained_variant(artifacts / "adapter.safetensors", tiny_transformer(), "rslora")
     project: Any = SimpleNamespace(name="cats", path=tmp_path, family=family("tiny"), component=lambda name, fetch: base)
     project.stage = lambda stage_name: SimpleNamespace(result="adapter.safetensors")
-    project.folder = project.current = lambda stage_name: SimpleNamespace(folder=tmp_path / "tables" / stage_name / "abc")
+    table = SimpleNamespace(folder=tmp_path / "tables" / "train" / "abc", exists=False)
+    project.folder = project.current = lambda stage_name: table
     out = merge_run(project, None, dtype="bfloat16")
-    assert out == tmp_path / "exports" / "cats-000070-merged"
+    assert out == tmp_path / "exports" / "cats-abc-000070-merged"
     assert {str(value.dtype) for value in read_by_diffusers(out, "bfloat16").state_dict().values()} == {"torch.bfloat16"}
-    with pytest.raises(ValueError, match="cats-000070-merged exists; move it away"):
+    with pytest.raises(ValueError, match="cats-abc-000070-merged exists; move it away"):
         merge_run(project, None, dtype="bfloat16")
 
 

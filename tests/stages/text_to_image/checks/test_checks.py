@@ -108,6 +108,8 @@ def test_captions_that_repeat_each_other_or_lack_the_trigger_or_are_broken_are_n
         caption("d", "a quite different text without it"),
         caption("e", "ohwx in a cafÃ©"),
         caption("f", "ohwx " + "very " * 400),
+        caption("g", "ohwx", "config"),  # captions.missing = "trigger"
+        caption("h", "ohwx", "config"),
     ]
     found = {(image, name) for image, name, _ in text_warnings(rows, "ohwx", USUAL.words)}
     assert found == {

@@ -92,9 +92,12 @@ def test_a_file_deleted_between_scan_and_read_is_an_unreadable_row(project):
 def test_an_unreadable_file_is_tried_again_although_it_did_not_change(project, monkeypatch):
     from stages.text_to_image.imaging import decode
 
+    def without_decoder():
+        raise decode.ImageError("unsupported", "no decoder")
+
     Image.new("RGB", (80, 80), "red").save(draw(project.source / "a.png").with_suffix(".tif"))
     with monkeypatch.context() as patch:
-        patch.setattr(decode, "_register_heif", lambda: False)
+        patch.setattr(decode, "_register_heif", without_decoder)
         (project.source / "b.heic").write_bytes(_heic())
         project.run()
         assert project.verdicts()["b.heic"] == "unsupported"

@@ -85,11 +85,11 @@ def test_the_page_shows_a_picture_of_sixteen_bits_or_with_transparency_as_it_is_
     clear = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
     for image, grey in ((deep, 128), (clear, 255)):
         image.save(tmp_path / "a.png")
-        shown = Image.open(io.BytesIO(thumbnail(tmp_path / "a.png", 4))).convert("RGB")
+        shown = Image.open(io.BytesIO(thumbnail(tmp_path / "a.png", 4, "#ffffff"))).convert("RGB")
         assert shown.size == (4, 4) and np.abs(np.asarray(shown, float) - grey).max() <= 3
     (tmp_path / "b.png").write_text("no picture")
     with pytest.raises(ValueError, match=r"^no picture that can be read: "):
-        thumbnail(tmp_path / "b.png", 4)
+        thumbnail(tmp_path / "b.png", 4, "#ffffff")
 
 
 @pytest.mark.parametrize("white", [1.0, 255.0, 65535.0])

@@ -138,13 +138,6 @@ def test_an_avif_file_with_more_pixels_than_its_decoder_takes_is_refused_as_too_
     assert refused(damaged).reason == "unreadable"
 
 
-def test_heic_without_its_plug_in_is_unsupported_and_the_error_names_the_remedy(monkeypatch):
-    monkeypatch.setattr(decode, "_register_heif", lambda: False)
-    found = refused(saved(picture(), "HEIF"))
-    assert found.reason == "unsupported" and "pip install pillow-heif" in found.detail
-    assert probe(io.BytesIO(saved(picture(), "AVIF"))).format == "AVIF"
-
-
 def test_a_file_that_is_no_image_is_unreadable_whatever_its_name(tmp_path):
     (tmp_path / "a.png").write_text("not an image at all\n" * 10)
     for path in (tmp_path / "a.png", tmp_path / "absent.png", tmp_path):

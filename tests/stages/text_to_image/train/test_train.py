@@ -15,13 +15,11 @@ import pytest
 from schemas.text_to_image import CAPTIONS, LATENTS
 from stages.text_to_image.train.config import DataConfig, NoiseConfig
 from stages.text_to_image.train.stage import STAGE
-from stages.text_to_image.train.task import ImageTask
 from stages.tuner.config import ScheduleConfig
 from tests.stages.text_to_image.train.runs import (
     BASE,
     SHAPES,
     TEXT_ROWS,
-    TINY,
     Run,
     rows_of,
     tables,
@@ -139,13 +137,6 @@ def test_the_header_names_the_trigger_and_the_largest_resolution_that_is_trained
     assert Run(tmp_path, transformer, config, made).task().metadata == header
     config = replace(BASE, data=DataConfig(resolutions={"64": 1, "96": 0}))
     assert Run(tmp_path, transformer, config, made).task().metadata == header | {"resolution": "64x64"}
-
-
-def test_a_distilled_family_is_trained_with_a_warning(transformer, tmp_path):
-    run = Run(tmp_path, transformer)
-    context = run.context()
-    context.needs = {"family": replace(TINY, distilled=True)}
-    assert [line for line in ImageTask(context).warnings() if "base model" in line]
 
 
 def test_training_lowers_the_loss(transformer, tmp_path):

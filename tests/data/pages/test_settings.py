@@ -1,0 +1,73 @@
+"""The page of settings is what `latentmill settings` prints, and no setting lacks its reason, its bounds or its unit."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import stages
+from data.research.pages.settings import FILE, render
+from pipeline.commands.settings import Entry, chosen, command, in_toml
+
+PAGE = FILE.read_text(encoding="utf-8")
+EVERY = [(name, each) for name in stages.PIPELINES for each in chosen(name, "")]
+each_setting = pytest.mark.parametrize("each", [pytest.param(each, id=f"{name}-{each.key}") for name, each in EVERY])
+
+
+def printed(*words: str) -> str:
+    done = CliRunner().invoke(command, words)
+    assert not done.exception, done.exception
+    return done.stdout
+
+
+def test_the_page_is_what_make_pages_writes() -> None:
+    assert render() == PAGE, "run: make pages"
+
+
+@pytest.mark.parametrize("pipeline", stages.PIPELINES)
+def test_the_command_prints_every_section_as_the_page_has_it(pipeline: str) -> None:
+    for block in printed("--pipeline", pipeline).strip().split("\n\n"):
+        assert block in PAGE
+
+
+@each_setting
+def test_a_setting_has_a_reason_and_a_number_has_bounds_and_a_unit(each: Entry) -> None:
+    assert len(each.doc) > 10
+    is_number = "number" in each.values or each.values[0].isdigit()
+    assert bool(each.unit) == is_number, "give the field a unit, beside its default"
+    # The allowed numbers of bits are few, and its reason has them.
+    assert bool(each.bounds) == ("number" in each.values) or "16, 8 or 4" in each.doc, "give the field bounds"
+    assert f"\n{each.name} = {in_toml(each.default)}\n" in PAGE
+
+
+@pytest.mark.parametrize(
+    ("word", "keys"),
+    [
+        ("train.ema", ["train.ema.decay"]),
+        ("[train.ema]", ["train.ema.decay"]),
+        ("train.lr", ["train.lr"]),
+        ("network_dim", ["train.rank"]),
+        ("resolutions", ["buckets.resolutions", "train.data.resolutions"]),
+    ],
+)
+def test_settings_are_found_by_section_by_name_and_by_the_name_of_another_trainer(word: str, keys: list[str]) -> None:
+    assert [each.key for each in chosen("text_to_image", word)] == keys
+
+
+def test_an_unknown_section_is_answered_with_the_nearest_one() -> None:
+    with pytest.raises(ValueError, match="'trane'; did you mean train"):
+        chosen("text_to_image", "trane")
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [("change what a row is", "setting"), ("choose which rows exist", "selects"), ("change no row", "runtime")],
+)
+def test_the_page_names_settings_by_their_true_kind(words: str, kind: str) -> None:
+    (keys,) = re.findall(rf"hose that\s+{words}\s+\(([^)]*)\)", PAGE)
+    named = re.findall(r"`([\w.]+)`", keys)
+    kinds: dict[str, Any] = {each.key: each.kind for name, each in EVERY if name == "text_to_image"}
+    assert named and {kinds[name] for name in named} == {kind}
