@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # other numbers round differently, and thre
 import stages  # noqa: F401  (before mlx.core)
 
 ROOT = Path(__file__).parents[1]
+FROZEN = pytest.StashKey[int]()  # how many modules were imported when garbage collections last excluded them
 PROOFS = ROOT / "data" / "measurements" / "proofs.jsonl"
 SLOW = (  # files and folders whose tests train, draw, start processes, or compare with diffusers
     "tests/bench",
@@ -115,12 +117,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("fast")
 
 
-def pytest_collection_finish() -> None:
-    """Exclude all test modules and what they import from later garbage collections. Stages collect at their end, which
-    would take 0.3 s each.
-    """
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Exclude imported modules from later garbage collections: stages collect at their end, which would take 0.3 s each."""
+    if len(sys.modules) > item.session.stash.get(FROZEN, 0):
+        gc.collect()
+        gc.freeze()
+        item.session.stash[FROZEN] = len(sys.modules)
 
 
 @pytest.hookimpl(wrapper=True)
