@@ -1,4 +1,4 @@
-"""The README's commands, pasted into bash and into zsh: both understand them alike, and make and latentmill accept them."""
+"""Commands of README and pages, pasted into bash and zsh: both understand them alike, and make and latentmill accept them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ import pytest
 from pipeline import cli
 from tests import projects
 
-README = (projects.ROOT / "README.md").read_text(encoding="utf-8")
+NAMED = ("code", "sql", "stages", "python", "speed", "pictures", "weights", "subjects", "editing", "trainers", "developing")
+PAGES = (projects.ROOT / "README.md", *(projects.ROOT / "data" / "docs" / f"{name}.md" for name in NAMED))
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 SHELLS = {"bash": ("bash", "--norc", "-i"), "zsh": ("zsh", "-f", "-i")}  # interactive: zsh reads # there as a word
 FILLED = {"...": "x", "STEP": "5", "STAGE": "train", "FILE": "out", "FOLDER": "out"}  # what a person writes instead
 NAMES = ("git", "make", "latentmill", "cd")
@@ -26,16 +28,16 @@ VARIABLES = {name: value for name, value in os.environ.items() if name not in ("
 
 
 def commands() -> Iterator[str]:
-    """The lines of the README's blocks without a language, its commands in single backticks, and its queries after make."""
+    """The lines of blocks without a language, commands in single backticks, and queries after make."""
     language = None
-    for line in README.splitlines():
+    for line in TEXT.splitlines():
         if line.startswith("```"):
             language = line[3:] if language is None else None
         elif language == "" and line.strip():
             yield line
-    prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    prose = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
     yield from re.findall(r"`((?:make|latentmill) [^`]+)`", prose)
-    for sql in re.findall(r"```sql\n(.*?)\n```", README, re.DOTALL):
+    for sql in re.findall(r"```sql\n(.*?)\n```", TEXT, re.DOTALL):
         yield f'make query SQL="{sql}"'
 
 
@@ -94,8 +96,9 @@ def test_make_accepts_every_command_of_the_readme(text):
 def test_latentmill_accepts_every_command_of_the_readme(text, tmp_path, monkeypatch):
     (tmp_path / "project.toml").write_text('[project]\nfamily = "micro"\n')
     (tmp_path / "data").symlink_to(projects.ROOT / "data")
+    (tmp_path / "src" / "project").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)  # a command opens its project while click reads the options
-    name, *words = [FILLED.get(word, word) for word in shlex.split(text)[1:]]
+    name, *words = [FILLED.get(word, word).replace("~", str(tmp_path)) for word in shlex.split(text)[1:]]
     command = cli.cli.get_command(click.Context(cli.cli), name)
     assert command is not None, f"there is no command {name}"
     command.make_context(name, words)

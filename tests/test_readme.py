@@ -1,6 +1,5 @@
-"""Runs the commands and queries that the README shows."""
+"""Runs the queries that the documents show; what README and documents name exists, and the index leads to every page."""
 
-import dataclasses
 import re
 import subprocess
 import sys
@@ -14,11 +13,14 @@ from stages.text_to_image import PIPELINE
 from tests import projects
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README, DOCS = ROOT / "README.md", ROOT / "data" / "docs"
+INDEX = DOCS / "README.md"
+PAGES = (README, *sorted(DOCS.rglob("*.md")))
+SQL, DEVELOPING = ((DOCS / name).read_text(encoding="utf-8") for name in ("sql.md", "developing.md"))
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", SQL, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def built(tmp_path_factory, tiny_weights) -> Path:
 
 
 @pytest.mark.parametrize("sql", blocks("sql"))
-def test_a_query_of_the_readme_answers_over_a_finished_project(built, sql):
+def test_a_query_of_the_documents_answers_over_a_finished_project(built, sql):
     answer = run_query(Project(built), sql, "csv")
     assert answer.splitlines()[0].count(",") >= 1
 
@@ -42,7 +44,7 @@ def test_the_query_for_mean_losses_returns_path_and_caption(built):
     assert len(lines) > 1
 
 
-def test_no_query_of_the_readme_mixes_training_and_validation_losses(built):
+def test_no_query_of_the_documents_mixes_training_and_validation_losses(built):
     hurt, levels, held = (sql for sql in blocks("sql") if "from train" in sql)
     rows = projects.content(built, "train").to_pylist()
     drawn = [row for row in rows if row["split"] == "train"]
@@ -61,39 +63,55 @@ def test_the_three_lines_of_python_with_duckdb_run(built):
     assert "picture0.png" in out
 
 
-def test_every_make_target_that_the_readme_names_exists():
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_make_target_that_a_page_names_exists(page):
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"^make ([a-z]+)|`make ([a-z]+)", README, re.MULTILINE))
+    named = set(re.findall(r"^make ([a-z]+)|`make ([a-z]+)", page.read_text(encoding="utf-8"), re.MULTILINE))
     assert {a or b for a, b in named} <= targets
 
 
-@pytest.mark.parametrize(
-    ("words", "kind"),
-    [("change what a row is", "setting"), ("choose which rows exist", "selects"), ("change no row", "runtime")],
-)
-def test_the_readme_names_settings_by_their_true_kind(words, kind):
-    (keys,) = re.findall(rf"hose that\s+{words}\s+\(([^)]*)\)", README)
-    named = re.findall(r"`(\w+)\.(\w+)`", keys)
-    assert named
-    for stage_name, name in named:
-        (field,) = (each for each in dataclasses.fields(PIPELINE.stage(stage_name).config) if each.name == name)
-        assert field.metadata["kind"] == kind, f"{stage_name}.{name}"
+def anchors(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def links(page: Path) -> set[Path]:
+    """The files that a page links to. A link without a file, or to a heading that its page lacks, fails."""
+    found = set()
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target, heading in re.findall(r"\]\((?!http)([^)#\s]*)(?:#([^)]*))?\)", text):
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), f"{page}: {target}"
+        assert not heading or heading in anchors(file), f"{page}: {target}#{heading}"
+        found.add(file / "README.md" if (file / "README.md").exists() else file)
+    return found
+
+
+def test_every_page_is_reached_from_the_index_and_every_link_leads_somewhere():
+    reached, ahead = set(), {INDEX.resolve()}
+    while ahead:
+        page = ahead.pop()
+        reached.add(page)
+        ahead |= {each for each in links(page) if each.suffix == ".md"} - reached
+    assert [page for page in PAGES if page != README and page.resolve() not in reached] == []
+    assert INDEX.resolve() in links(README)
 
 
 def test_the_life_of_one_image_takes_eight_files_at_most():
-    life = README.partition("### The life of one image")[2].partition("\n### ")[0]
+    life = DEVELOPING.partition("## The life of one image")[2].partition("\n## ")[0]
     assert 0 < len(set(re.findall(r"`([\w/]+\.py)`", life))) <= 8
 
 
-def test_every_file_that_the_readme_names_exists():
-    named = re.findall(r"`((?:pipeline|stages|schemas|tests|data)/[\w/.-]*)`", README)
+def test_every_file_that_a_page_names_exists():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (README, DOCS / "developing.md", DOCS / "stages.md"))
+    named = re.findall(r"`((?:pipeline|stages|schemas|tests|data)/[\w/.-]*)`", text)
     assert named and [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_every_stored_query_that_a_page_names_exists_and_is_asked_by_make_panel():
     from stages.retrieval.views import PANELS as OTHERS
 
-    text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "data").rglob("*.md"))))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (README, *sorted((ROOT / "data").rglob("*.md"))))
     assert "make query NAME=" not in text
     named = re.findall(r"(?:make panel NAME=|latentmill panel )(\w+)`", text)
     assert "hurting" in named and set(named) <= {panel.name for panel in (*PIPELINE.panels, *OTHERS)}

@@ -38,9 +38,10 @@ def test_a_run_with_upstream_builds_every_table_that_it_needs(built):
     assert str(Project(built).status()[0]) == "images: 3 rows, up to date"
 
 
-@pytest.mark.proof("a program that asks in SQL, such as the README's example, ends with exit code 0")
+@pytest.mark.proof("a program that asks in SQL, such as the example of the documents, ends with exit code 0")
 def test_a_program_that_asks_in_sql_ends_with_exit_code_0(built, tmp_path, cases):
-    (code,) = re.findall(r"```python\n(from pipeline import Project.*?)```", (projects.ROOT / "README.md").read_text(), re.DOTALL)
+    page = (projects.ROOT / "data" / "docs" / "python.md").read_text()
+    (code,) = re.findall(r"```python\n(from pipeline import Project.*?)```", page, re.DOTALL)
     code = code.replace('"data/projects/example"', repr(str(built))).replace('"train.steps": 200', '"train.steps": 6')
     until_sql = code[: code.index("\n", code.index("p.sql("))]
     environment = os.environ | {"PYTHONPATH": str(projects.ROOT)}

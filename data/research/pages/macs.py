@@ -1,19 +1,23 @@
-"""Write data/docs/macs.md: what fits into a Mac of 16 to 128 GB, computed for pretended Macs: `make pages`."""
+"""Writes data/docs/macs.md, what fits into a Mac, computed for pretended Macs, and its short form in README.md: `make pages`."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
 import mlx.core as mx
 
-from data import DOCS
+from data import DATA, DOCS
+from data.research.pages.recipe import GENERATED, markdown
+from stages.text_to_image.buckets import BucketsConfig
 from stages.text_to_image.families import FAMILIES
-from stages.text_to_image.memory import SIDES, capacity
+from stages.text_to_image.memory import SIDES, Capacity, capacity
 from stages.tuner.blockwise.device import HEADROOM, LEAST, RESERVED
 
-FILE = DOCS / "macs.md"
+FILE, README = DOCS / "macs.md", DATA.parent / "README.md"
+README_SIDE = max(BucketsConfig().resolutions)
 
 MEMORY = (16, 24, 32, 48, 64, 96, 128)  # GB as Apple counts them, 2^30 bytes
 WORKING_SET = 0.84  # share of the memory that Metal recommends as a working set, as seen on a Mac of 128 GB
@@ -58,15 +62,20 @@ def budget(gigabytes: int) -> int:
     return int(max(LEAST, min((1 - HEADROOM) * WORKING_SET * memory, memory - RESERVED)))
 
 
+@functools.cache
+def fits(name: str, side: int, gigabytes: int) -> Capacity:
+    with pretended_mac():
+        return capacity(FAMILIES[name], side, budget(gigabytes))
+
+
 def table() -> str:
     """Return the table in Markdown: a row per model and size of images, a column per Mac."""
     lines = [f"| model | px | {' | '.join(f'{size} GB' for size in MEMORY)} |", "|" + "---|" * (len(MEMORY) + 2)]
-    with pretended_mac():
-        for name in MODELS:
-            for side in SIDES:
-                found = [capacity(FAMILIES[name], side, budget(size)) for size in MEMORY]
-                cells = (str(each) if each.bits else "-" for each in found)
-                lines.append(f"| {FAMILIES[name].title} | {side} | {' | '.join(cells)} |")
+    for name in MODELS:
+        for side in SIDES:
+            found = [fits(name, side, size) for size in MEMORY]
+            cells = (str(each) if each.bits else "-" for each in found)
+            lines.append(f"| {FAMILIES[name].title} | {side} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -77,5 +86,16 @@ def render() -> str:
     return TEXT.format(table=table(), budgets=budgets, reserved=RESERVED / 1e9, **numbers)
 
 
+def render_readme(page: str) -> str:
+    """README.md with its table of the most bits per weight."""
+    rows = []
+    for size in MEMORY:
+        found = [fits(name, README_SIDE, size) for name in MODELS]
+        rows.append([f"{size} GB", *(f"{f.bits} bits{', streamed' * f.streamed}" if f.bits else "-" for f in found)])
+    text = markdown(["Mac", *(FAMILIES[name].title for name in MODELS)], rows)
+    return GENERATED.sub(lambda part: f"{part[1]}{text}\n{part[3]}", page)
+
+
 if __name__ == "__main__":
     FILE.write_text(render(), encoding="utf-8")
+    README.write_text(render_readme(README.read_text(encoding="utf-8")), encoding="utf-8")

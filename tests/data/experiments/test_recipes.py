@@ -61,6 +61,6 @@ def test_stages_in_memory_compute_the_rows_that_the_runner_stores(tmp_path, tiny
 
 
 @pytest.mark.parametrize("column", recipes.COLUMNS)
-def test_the_example_over_three_seeds_keeps_what_the_readme_says(column):
+def test_the_example_over_three_seeds_keeps_what_the_page_says(column):
     found = recipes.interval(recipes.read_rows(MEASUREMENTS / "example.jsonl")["data/projects/example"], column)
-    assert str(found) in (DATA.parent / "README.md").read_text()
+    assert str(found) in (DATA / "docs" / "pictures.md").read_text()

@@ -13,6 +13,12 @@ def test_the_page_is_what_make_macs_writes():
     assert macs.FILE.read_text(encoding="utf-8") == macs.render(), "run make pages"
 
 
+def test_the_table_of_the_readme_is_computed_with_the_page():
+    page = macs.README.read_text(encoding="utf-8")
+    assert macs.render_readme(page) == page, "run make pages"
+    assert f"default size of {macs.README_SIDE} px" in page and "| 16 GB | 16 bits |" in page
+
+
 def test_a_budget_of_the_page_is_the_one_that_the_program_takes_on_such_a_mac(monkeypatch):
     for size in macs.MEMORY:
         monkeypatch.setattr(sys, "platform", "darwin")

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 import stages
+from data.research.pages import trainers
 from data.research.pages.settings import FILE, render
 from pipeline.commands.settings import Entry, chosen, command, in_toml
 
@@ -71,3 +72,7 @@ def test_the_page_names_settings_by_their_true_kind(words: str, kind: str) -> No
     named = re.findall(r"`([\w.]+)`", keys)
     kinds: dict[str, Any] = {each.key: each.kind for name, each in EVERY if name == "text_to_image"}
     assert named and {kinds[name] for name in named} == {kind}
+
+
+def test_the_page_of_other_trainers_names_is_what_make_pages_writes() -> None:
+    assert trainers.render() == trainers.FILE.read_text(encoding="utf-8"), "run: make pages"

@@ -21,7 +21,7 @@ from tests.pipeline.commands.tables import FakeProject, digest
 from tests.toy import project as toy
 
 STAGE_NAMES = tuple(PIPELINE.stages)
-README = Path(__file__).parents[3] / "README.md"
+PAGE = Path(__file__).parents[3] / "data" / "docs" / "sql.md"
 
 
 @pytest.fixture(scope="module")
@@ -33,20 +33,20 @@ def ask(project: FakeProject, sql: str) -> list[tuple[object, ...]]:
     return open_catalog(project).execute(sql).fetchall()
 
 
-def readme_queries() -> list[str]:
-    return re.findall(r"```sql\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL) if README.exists() else []
+def shown_queries() -> list[str]:
+    return re.findall(r"```sql\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL) if PAGE.exists() else []
 
 
-def test_the_readme_shows_at_least_three_queries() -> None:
-    assert len(readme_queries()) >= 3
+def test_the_page_shows_at_least_three_queries() -> None:
+    assert len(shown_queries()) >= 3
 
 
-@pytest.mark.parametrize("sql", readme_queries())
-def test_every_query_of_the_readme_runs_and_answers(project: FakeProject, sql: str) -> None:
+@pytest.mark.parametrize("sql", shown_queries())
+def test_every_query_of_the_page_runs_and_answers(project: FakeProject, sql: str) -> None:
     assert len(run_query(project, sql).splitlines()) > 2
 
 
-@pytest.mark.parametrize("sql", readme_queries())
+@pytest.mark.parametrize("sql", shown_queries())
 def test_a_query_over_a_table_that_is_not_built_names_it_instead_of_answering_no_rows(tmp_path: Path, sql: str) -> None:
     named = "|".join(name for name in STAGE_NAMES if re.search(rf"(from|join) {name}\b", sql))
     named = named or ("images" if "unused" in sql else "")
