@@ -230,12 +230,16 @@ def commit(
 def despite_shortage(
     stage: Stage, run: Run[Any], wanted: pa.Table, writer: Writer, commit: Callable[[Iterator[Item]], None]
 ) -> None:
-    """Computes and commits the pending rows. After an allocation failed, the rows that are left, within the memory of then."""
-    granted, written = None, -1
+    """Computes and commits the pending rows. After an allocation failed, those that are left, within the memory that there was.
+
+    Raises the RuntimeError of a failure before which no further row was committed.
+    """
+    granted, written, begun = None, -1, run.output.pending
     while True:
         try:
             with budget(granted):
-                return commit(stage.run(run))
+                commit(stage.run(run))
+            break
         except RuntimeError as error:
             if not is_shortage(error) or writer.rows_written == written:
                 raise
@@ -245,6 +249,7 @@ def despite_shortage(
         run.output.stored = writer.stored
         run.output.pending = pending_rows(stage, run, wanted)
         run.report.say(f"{stage.name}: not enough memory ({reason}); MLX's cache is freed, and what is left is computed again")
+    run.output.pending = begun  # what `stage.finish` is given
 
 
 def provenance(project: Project, stage_name: str) -> dict[str, str]:

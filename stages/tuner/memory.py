@@ -105,8 +105,8 @@ def after_shortage(estimator: Estimator[Any], memory: MemoryPlan, granted: int, 
 def shortage(estimator: Estimator[Any], memory: MemoryPlan, granted: int) -> str:
     """The line for a user whose training found no memory with the smallest plan, although the estimate did fit."""
     found = replace(estimator.best(memory.limit), plan=memory.plan)
-    limit = min(granted, found.peak - 1)
-    return refusal(f"train: plan {found.plan}", found.peak, limit, find_remedy(estimator, limit), estimator.of)
+    limit = min(granted + found.blocks.memory(found.plan).beside, found.footprint - 1)
+    return refusal(f"train: plan {found.plan}", found.footprint, limit, find_remedy(estimator, limit), estimator.of)
 
 
 @dataclass(frozen=True)
