@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.commands.query import run_query
+from pipeline.project import config
 from pipeline.project.project import Project
 from stages.text_to_image import PIPELINE
 from tests import projects
@@ -95,6 +96,19 @@ def test_every_page_is_reached_from_the_index_and_every_link_leads_somewhere():
         ahead |= {each for each in links(page) if each.suffix == ".md"} - reached
     assert [page for page in PAGES if page != README and page.resolve() not in reached] == []
     assert INDEX.resolve() in links(README)
+
+
+EXAMPLES = [
+    pytest.param(text, id=f"{page.stem}-{n}")
+    for page in PAGES
+    for n, text in enumerate(re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
+]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_example_of_a_page_is_a_project_file(example, tmp_path):
+    (tmp_path / "project.toml").write_text(example)
+    config.load(tmp_path / "project.toml")
 
 
 def test_the_life_of_one_image_takes_eight_files_at_most():
