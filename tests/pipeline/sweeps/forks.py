@@ -11,6 +11,7 @@ as a full disk does, or record the steps.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import mmap
@@ -125,6 +126,7 @@ def _serve() -> None:
     import stages  # noqa: F401  (before mlx.core)
 
     _import_all()
+    gc.freeze()  # else a collection in a fork copies the pages of all that is imported
     threads = [(path / "comm").read_text().strip() for path in Path("/proc/self/task").iterdir()]
     assert set(threads) <= {threads[0], "jemalloc_bg_thd"}, f"a fork would lose threads: {threads}"
     global notes
