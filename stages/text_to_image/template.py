@@ -31,6 +31,11 @@ template = {template}
 
 {sections}
 """
+FOLDER = """\
+[[images.folder]]
+path = {path}  # only read, never written
+# Another subject: one more [[images.folder]] with a path and a trigger of its own. It may lie in this folder.\
+"""
 # Section -> setting -> its first value and a remark. A family's own first values replace them.
 SECTIONS = ("buckets", "latents", "embeddings", "train", "train.data", "samples")
 BEGIN: Settings = {
@@ -87,13 +92,11 @@ def project_toml(options: Mapping[str, str]) -> str:
     return TEXT.format(
         family=toml_string(record.name),
         weights=toml_string(options["weights"]),
-        images=concept_folders(Path(images))
-        if Path(images).is_file()
-        else f"[images]\nfolder = {toml_string(images)}  # only read, never written",
+        images=concept_folders(Path(images)) if Path(images).is_file() else FOLDER.format(path=toml_string(images)),
         trigger=toml_string(trigger),
         template=toml_string("{trigger}, {caption}" if trigger else "{caption}"),
         missing='missing = "trigger"  # what an image without a caption gets\n' if trigger else "",
-        preview=toml_string(f"a photo of {trigger}" if trigger else "a photo"),
+        preview=toml_string("a photo of {trigger}" if trigger else "a photo"),
         source=record.source,
         sections=toml_sections(record, preset_settings(options.get("preset", ""), trigger)),
     )

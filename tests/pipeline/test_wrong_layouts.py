@@ -75,9 +75,9 @@ def placeholder(images: Path) -> dict[str, str]:
     return {}
 
 
-def nested(images: Path) -> dict[str, str]:
+def twice(images: Path) -> dict[str, str]:
     write(picture(images / "a/x.png", 0).with_suffix(".txt"), "a cat")
-    return {"": '[[images.folder]]\npath = "images"\n\n[[images.folder]]\npath = "images/a"\n'}
+    return {"": '[[images.folder]]\npath = "images"\n\n[[images.folder]]\npath = "images/a/.."\n'}
 
 
 def absent(images: Path) -> dict[str, str]:
@@ -108,7 +108,7 @@ WRONG = {
     semicolons: r"captions\.csv, line 1: columns must be separated by commas, got semicolons: image;caption$",
     no_map: r"captions\.json: must be a map such as \{\"a\.png\": \"a cat\"\}, or a list such as .*, got a cat$",
     placeholder: r"a\.txt: \[trigger\] stands for the trigger; set captions\.trigger, or write the word$",
-    nested: r"images\.folder: 'images/a' lies in 'images'; name folders that do not contain each other$",
+    twice: r"images\.folder: 'images' and 'images/a/\.\.' are the same folder; name it once$",
     absent: r"images\.folder path must be a folder of images, got 'images/b': it does not exist$",
     no_captions_folder: r"captions\.folder must be a folder of caption files, got 'words'",
     onetrainer: r"concepts\.json is a file, not a folder|OneTrainer's concepts are read by",

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -117,16 +117,7 @@ class CaptionsConfig(Section):
         check_placeholders("template", self.template, ("caption", "trigger"))
         for prompt in self.preview_prompts:
             check_placeholders("preview_prompts", prompt, ("trigger",))
-        uses = {
-            "captions.template has {trigger}": "{trigger}" in self.template,
-            "captions.preview_prompts has {trigger}": any("{trigger}" in prompt for prompt in self.preview_prompts),
-            'captions.missing is "trigger"': self.missing == "trigger",
-            "captions.class_word takes its place": bool(self.class_word),
-        }
-        for use, needed in uses.items():
-            if needed and not self.trigger:
-                raise ValueError(f'trigger must be set, because {use}, got ""')
-        if self.class_word and trigger_pattern(self.trigger).search(self.class_word):
+        if self.class_word and self.trigger and trigger_pattern(self.trigger).search(self.class_word):
             raise ValueError(f'class_word must not contain the trigger "{self.trigger}", got "{self.class_word}"')
         if not self.template.strip():
             raise ValueError(f'template must not be empty ("{{caption}}" is the caption alone), got "{self.template}"')
@@ -426,6 +417,8 @@ def apply_edits(rows: Iterable[Mapping[str, Any]], edits: Mapping[str, str]) -> 
 def caption_rows(found: Found, config: CaptionsConfig, edits: Mapping[str, str]) -> tuple[list[Row], list[str]]:
     """All rows, and notes for the user. Raises ValueError if no caption has the trigger, or there is none for "[trigger]"."""
     subjects = found.subjects
+    triggers = list(dict.fromkeys(filter(None, [config.trigger, *(each.trigger for each in subjects.values())])))
+    _check_triggers(subjects, triggers, config)
     rows: list[Row] = []
     filled: list[tuple[Filled, Caption]] = []
     for image_id, captions in found.captions.items():
@@ -452,8 +445,11 @@ def caption_rows(found: Found, config: CaptionsConfig, edits: Mapping[str, str])
         rows.append(_row("", "trigger", config.trigger, "config", "captions.trigger", 0))
     if config.class_word:
         rows += _class_rows(rows, subjects, config)
-    prompts = dict.fromkeys(prompt.replace("{trigger}", config.trigger) for prompt in config.preview_prompts)
-    rows += [_row("", "preview", prompt, "config", "", position) for position, prompt in enumerate(prompts)]
+    prompts = {prompt.replace("{trigger}", each): prompt for prompt in config.preview_prompts for each in triggers or [""]}
+    for position, (text, prompt) in enumerate(prompts.items()):
+        # By this, [samples] prompt_references finds the prompts of all triggers.
+        more = {"template": prompt} if len(triggers) > 1 and text != prompt else {}
+        rows.append(_row("", "preview", text, "config", "", position, **more))
     return rows, notes
 
 
@@ -494,6 +490,21 @@ def _row(image_id: str, role: str, text: str, source: str, origin: str, position
         ) from None
     row = {"caption_id": caption_id, "image_id": image_id, "role": role, "text": text, "source": source, "origin": origin}
     return row | {"position": position, "template": None, "reason": None, "weight": None} | more
+
+
+def _check_triggers(subjects: Mapping[str, Subject], triggers: Sequence[str], config: CaptionsConfig) -> None:
+    """Raise ValueError for a use of the trigger that images without any would have."""
+    without = [each.paths[0] for each in subjects.values() if not (each.trigger or each.class_only or each.own_trigger)]
+    uses = {
+        "captions.template has {trigger}": "{trigger}" in config.template and without,
+        "captions.preview_prompts has {trigger}": any("{trigger}" in each for each in config.preview_prompts) and not triggers,
+        'captions.missing is "trigger"': config.missing == "trigger" and without,
+        "captions.class_word takes its place": config.class_word and not triggers,
+    }
+    for use, needed in uses.items():
+        if needed:
+            some = f"; {first_names(without)} are in no [[images.folder]] with a trigger" if without and triggers else ""
+            raise ValueError(f'captions.trigger must be set, because {use}, got ""{some}')
 
 
 def _check_trigger(texts: list[str], subjects: Mapping[str, Subject], config: CaptionsConfig) -> list[str]:

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, permutations
+from itertools import combinations, islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -95,7 +95,7 @@ Roots = Mapping[str, FolderConfig | None]
 
 
 def roots(entries: Sequence[FolderConfig], folder: Path, project: Path) -> Roots:
-    """Raises ValueError if the folder of an entry does not exist, or lies in that of another."""
+    """Raises ValueError if the folder of an entry does not exist, or two name the same one. Inner folders win over outer ones."""
     found: list[tuple[str, FolderConfig]] = []
     for entry in entries:
         home = setting_path(entry.path, project).resolve()
@@ -104,9 +104,9 @@ def roots(entries: Sequence[FolderConfig], folder: Path, project: Path) -> Roots
             raise ValueError(f"images.folder path must be a folder of images, got {entry.path!r}: it {what}")
         below = Path(os.path.relpath(home, folder.resolve())).as_posix()
         found.append(("" if below == "." else below, entry))
-    for (inner, entry), (outer, other) in permutations(found, 2):
-        if PurePosixPath(inner).is_relative_to(outer):
-            raise ValueError(f"images.folder: {entry.path!r} lies in {other.path!r}; name folders that do not contain each other")
+    for (name, entry), (same, other) in combinations(found, 2):
+        if name == same:
+            raise ValueError(f"images.folder: {entry.path!r} and {other.path!r} are the same folder; name it once")
     return dict(found) or {"": None}
 
 
@@ -123,7 +123,8 @@ def scan(folder: Path, below: Iterable[str] = ("",)) -> Listing:
     """The image files, unopened, in and below the folders `below`, links included. Raises ValueError if one cannot be read."""
     if not folder.is_dir():
         raise ValueError(_no_folder(folder))
-    rows = [row for each in below for entry in _files_below(folder / each) for row in _rows_of(folder, entry)]
+    found = [row for each in below for entry in _files_below(folder / each) for row in _rows_of(folder, entry)]
+    rows = list({row["path"]: row for row in found}.values())  # one folder may lie in another
     of_others = masks.which_are_masks(row["path"] for row in rows)
     files = [row for row in rows if row["path"] not in of_others]
     return Listing(sorted(files, key=lambda row: str(row["path"])), len(of_others))
@@ -236,8 +237,8 @@ def reference_rules(paths: Iterable[str], folders: Sequence[str] | None) -> dict
 
 
 def _rule(parent: PurePosixPath, folders: Roots, read_names: bool) -> Row:
-    """Entries [[images.folder]] replace what names say. `parent` lies in one of `folders`."""
-    root = next(path for path in folders if parent.is_relative_to(path))
+    """Entries [[images.folder]] replace what names say. `parent` lies in one of `folders`; the innermost counts."""
+    root = max((path for path in folders if parent.is_relative_to(path)), key=len)
     found = dict(NOTHING)
     if read_names:
         # The name of an entry's own folder counts too. Inner folders win.
@@ -247,7 +248,8 @@ def _rule(parent: PurePosixPath, folders: Roots, read_names: bool) -> Row:
                 found |= {"folder": where, "use": CLASS}
             elif name := REPEATED.fullmatch(part):
                 found |= {"folder": where, "repeats": float(name[1]), "concept": name[2].strip()}
-    if given := folders[root]:
+    given = folders[root]
+    if given and (root or given != FolderConfig(given.path)):  # the image folder itself, without a setting, says nothing
         found["folder"] = root or "."
         found["use"] = CLASS if given.regularisation else found["use"]
         found |= {name: getattr(given, name) for name in ("repeats", "weight", "trigger") if getattr(given, name) is not None}

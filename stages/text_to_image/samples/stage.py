@@ -57,12 +57,14 @@ def references_by_prompt(run: Run[SamplesConfig]) -> dict[str, tuple[Path, ...]]
     """Files by preview prompt. Raises ValueError if [samples] prompt_references names no prompt; its keys may have {trigger}."""
     trigger = trigger_word(run.inputs.rows(CAPTIONS))
     found = dict.fromkeys(preview_prompts(run).values(), run.config.references)
+    rows = [row for row in run.inputs.rows(CAPTIONS).to_pylist() if row["role"] == "preview"]
     for key, paths in (run.config.prompt_references or {}).items():
         prompt = key.replace("{trigger}", trigger)
-        if prompt not in found:
+        named = [row["text"] for row in rows if row["text"] == prompt or row["template"] == key]
+        if not named:
             hint = nearest(prompt, found, '"{}"')
             raise ValueError(f'samples.prompt_references must name prompts of [captions] preview_prompts, got "{key}"{hint}')
-        found[prompt] = tuple(paths)
+        found |= dict.fromkeys(named, tuple(paths))
     return {prompt: tuple(run.root / path for path in paths) for prompt, paths in found.items()}
 
 

@@ -12,8 +12,9 @@ from pipeline.commands.plan import report
 from pipeline.project.project import Project
 from stages.pipelines import Option, Template
 from stages.text_to_image.families import FAMILIES, family
+from stages.text_to_image.samples.stage import references_by_prompt
 from stages.text_to_image.template import PRESETS
-from tests.projects import build, draw
+from tests.projects import build, draw, edit
 from tests.stages.retrieval.project import run, write
 
 TRAINED = [name for name, record in FAMILIES.items() if not record.base]
@@ -73,6 +74,33 @@ def test_a_preset_writes_its_settings_with_their_reasons_into_a_project_that_can
                     assert getattr(holder, name) == value and reason in text
     with pytest.raises(ValueError, match=r'--preset must be one of .*, got "stile"; did you mean "style"'):
         new_project(tmp_path / "other", {"images": str(images), "family": "micro", "preset": "stile"})
+
+
+def test_another_subject_is_added_to_a_new_project_by_one_more_folder_with_its_own_trigger(tmp_path, images):
+    for number, name in enumerate(("cat/a.png", "dog/a.png", "dog/b.png")):
+        (images / name).parent.mkdir(exist_ok=True)
+        draw(images / name, seed=1 + number, size=(64, 64))
+    (images / "dog" / "a.txt").write_text("runs")
+    new_project(tmp_path / "new", {"images": str(images), "family": "tiny", "trigger": "ohwx cat"})
+    file = tmp_path / "new" / "project.toml"
+    file.write_text(file.read_text() + '\n[[images.folder]]\npath = "../images/dog"\ntrigger = "sks dog"\n')
+
+    def texts(role: str) -> list[str]:
+        build(tmp_path / "new", "images", "captions")
+        rows = Project(tmp_path / "new").current("captions").rows().to_pylist()
+        return [row["text"] for row in sorted(rows, key=lambda row: row["position"]) if row["role"] == role]
+
+    assert sorted(texts("caption")) == ["ohwx cat", "ohwx cat", "sks dog", "sks dog, runs"]
+    assert texts("preview") == ["a photo of ohwx cat", "a photo of sks dog"]
+    edit(tmp_path / "new", "[samples]", '[samples]\nprompt_references = {"a photo of {trigger}" = ["a.png"]}')
+    found = references_by_prompt(Project(tmp_path / "new").open("samples"))
+    assert {prompt: len(paths) for prompt, paths in found.items()} == dict.fromkeys(texts("preview"), 1)
+    edit(tmp_path / "new", 'trigger = "ohwx cat"', 'trigger = ""')
+    with pytest.raises(ValueError, match=r'template has \{trigger\}, got ""; a\.png, cat/a\.png are in no .* with a trigger'):
+        texts("caption")
+    edit(tmp_path / "new", 'path = "../images" ', 'trigger = "ohwx cat"\npath = "../images" ')
+    assert sorted(texts("caption")) == ["ohwx cat", "ohwx cat", "sks dog", "sks dog, runs"]
+    assert sorted(texts("preview")) == ["a photo of ohwx cat", "a photo of sks dog"]
 
 
 def test_a_family_trained_on_small_pictures_begins_with_small_pictures():

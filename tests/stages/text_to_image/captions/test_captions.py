@@ -211,11 +211,7 @@ def test_one_edited_caption_makes_one_row_pending(captioned):
         ({"template": "[trigger] {caption}"}, r"template must not have ai-toolkit's \[trigger\]; write \{trigger\} instead"),
         ({"preview_prompts": ["[trigger]"]}, r"preview_prompts must not have ai-toolkit's \[trigger\]"),
         ({"template": " "}, "template must not be empty"),
-        ({"template": "{trigger} {caption}"}, r"trigger must be set, because captions\.template has \{trigger\}"),
-        ({"preview_prompts": ["{trigger}"]}, r"trigger must be set, because captions\.preview_prompts has \{trigger\}"),
         ({"preview_prompts": ["{caption}"]}, r"preview_prompts must have no placeholder but \{trigger\}, got \{caption\}"),
-        ({"missing": "trigger"}, 'trigger must be set, because captions.missing is "trigger"'),
-        ({"class_word": "cat"}, "trigger must be set, because captions.class_word takes its place"),
         ({"class_word": "a cat", "trigger": "cat"}, 'class_word must not contain the trigger "cat", got "a cat"'),
         ({"extension": "txt"}, 'extension must be a dot and a name such as ".txt", got "txt"'),
     ],
@@ -223,6 +219,20 @@ def test_one_edited_caption_makes_one_row_pending(captioned):
 def test_a_wrong_setting_is_an_error_that_names_it_and_the_remedy(wrong, message):
     with pytest.raises(ValueError, match=rf"^captions\..*{message}"):
         Parser({"captions": CaptionsConfig}, lambda key: "project.toml [captions]").section("captions", wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"template": "{trigger} {caption}"}, r"captions\.template has \{trigger\}"),
+        ({"preview_prompts": ("{trigger}",)}, r"captions\.preview_prompts has \{trigger\}"),
+        ({"missing": "trigger"}, 'captions.missing is "trigger"'),
+        ({"class_word": "cat"}, "captions.class_word takes its place"),
+    ],
+)
+def test_a_use_of_the_trigger_that_no_folder_and_no_setting_gives_is_an_error(captioned, wrong, message):
+    with pytest.raises(ValueError, match=rf'^captions\.trigger must be set, because {message}, got ""$'):
+        captioned.rows(**wrong)
 
 
 def test_an_edit_that_a_kill_cut_short_is_dropped_and_the_edits_around_it_stay(tmp_path, monkeypatch):
