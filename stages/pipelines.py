@@ -86,7 +86,7 @@ class Option:
 @dataclass(frozen=True)
 class Template:
     options: tuple[Option, ...]
-    write: Callable[[Mapping[str, str]], str]  # option -> value; returns project.toml, ValueError for a wrong value
+    write: Callable[[Mapping[str, str]], str]  # option -> value, and "project": its folder; returns project.toml
 
 
 # Pages of `latentmill view`: blocks, each answered by SQL over the project's tables

@@ -75,7 +75,7 @@ def new_project(folder: Path, options: Mapping[str, str], pipeline: str = config
             raise ValueError(f"{path}: no such folder (--{option.name})")
         is_folder = option.kind != "text" and value and path.is_dir()
         values[option.name] = relative(path, folder) if is_folder else value
-    text = template.write(values)
+    text = template.write(values | {"project": str(folder)})
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
     try:

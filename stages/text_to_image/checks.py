@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -30,7 +30,7 @@ from stages.stage import Stage
 from stages.text_to_image.caption_files import trigger_pattern
 from stages.text_to_image.imaging import packed
 from stages.text_to_image.imaging.decode import ROOM, ImageError, open_file, open_image, pixel_count
-from stages.text_to_image.imaging.usable import first_names, usable_rows
+from stages.text_to_image.imaging.usable import REFERENCE, first_names, usable_paths, usable_rows
 
 Row = dict[str, Any]
 Finding = tuple[str, str, str]  # image_id, name of the warning, sentence
@@ -62,6 +62,7 @@ SHORT = 6  # words below which two captions of one other word are no mistake
 MOJIBAKE = re.compile(
     r"\ufffd|[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac|\u00ef\u00bf\u00bd|[\u00d0\u00d1][\u0080-\u00bf][\u00d0\u00d1]"
 )
+NO_REFERENCE = "no reference: a picture of its name in control/, as other images have"
 WORDS = {  # warning -> how a line for the user names the images
     "near_duplicate": "near-duplicates of a larger image",
     "blurred": "blurred",
@@ -72,6 +73,7 @@ WORDS = {  # warning -> how a line for the user names the images
     "aspect": "very long or wide",
     "equal_caption": "with the caption of another image",
     "near_caption": "with nearly the caption of another image",
+    "no_reference": "without a reference, which other images have",
     "no_trigger": "without the trigger in the caption",
     "long_caption": "with a very long caption",
     "mojibake": "with a caption in a wrong encoding",
@@ -333,8 +335,8 @@ def lines(rows: Iterable[Row]) -> list[str]:
 # Warnings about captions
 
 
-def text_warnings(rows: Sequence[Row], trigger: str, longest: int) -> Iterator[Finding]:
-    """Warnings about rows of the role "caption", without regularisation images."""
+def text_warnings(rows: Sequence[Row], trigger: str, longest: int, edited: Collection[str] = ()) -> Iterator[Finding]:
+    """Warnings about rows of the role "caption", without regularisation images. `edited`: images with a reference."""
     pattern = trigger_pattern(trigger)
     for row in rows:
         text, count = row["text"], len(row["text"].split())
@@ -344,7 +346,8 @@ def text_warnings(rows: Sequence[Row], trigger: str, longest: int) -> Iterator[F
             yield row["image_id"], "long_caption", f"the caption has {count} words"
         if found := MOJIBAKE.search(text):
             yield row["image_id"], "mojibake", f"the caption has {found[0]!r}, text in another encoding"
-    yield from _equal(rows)
+    # The caption of an edit is an instruction, which many pairs may share.
+    yield from _equal([row for row in rows if row["image_id"] not in edited])
 
 
 def _equal(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -431,7 +434,10 @@ def finish_checks(run: Run[ChecksConfig]) -> Iterator[pa.RecordBatch]:
         return
     captions, trigger = _captions(run, images)
     of_texts: dict[str, dict[str, str]] = defaultdict(dict)
-    for image_id, name, sentence in text_warnings(captions, trigger, run.config.words):
+    edited, unpaired = _pairs(run)
+    for image_id in unpaired:
+        of_texts[image_id]["no_reference"] = NO_REFERENCE
+    for image_id, name, sentence in text_warnings(captions, trigger, run.config.words, edited):
         of_texts[image_id][name] = sentence
     marked = []
     for row in mark_near_duplicates(rows, run.config.similarity):
@@ -451,12 +457,23 @@ def warnings_now(run: Run[ChecksConfig]) -> list[Row]:
     with ThreadPoolExecutor(run.config.workers) as pool:
         measured = pool.map(lambda row: measure(folder / row["path"]), images)
         rows = [row | values for row, values in zip(images, measured, strict=True)]
-    paths, found = {row["image_id"]: row["path"] for row in rows}, []
+    paths, found, (_, unpaired) = {row["image_id"]: row["path"] for row in rows}, [], _pairs(run)
     for row in mark_near_duplicates(rows, run.config.similarity):
-        if said := picture_warnings(row, run.config):
+        if said := picture_warnings(row, run.config) | ({"no_reference": NO_REFERENCE} if row["image_id"] in unpaired else {}):
             of = paths.get(row["duplicate_of"])
             found.append(row | {"duplicate_of": of, "warnings": ", ".join(said), "detail": "; ".join(said.values())})
     return sorted(found, key=lambda row: (row["warnings"], row["path"]))
+
+
+def _pairs(run: Run[ChecksConfig]) -> tuple[set[str], set[str]]:
+    """image_ids with a reference, and those without one where others have one; regularisation images in neither."""
+    table = run.inputs.rows(IMAGES)
+    rows = table.to_pylist()
+    paired = {row["reference_of"] for row in rows if row["use"] == REFERENCE and row["rejected"] in (None, "duplicate")}
+    subject = {row["image_id"] for row in rows if row["use"] is None}
+    paths = {image_id: own for image_id, own in usable_paths(table).items() if image_id in subject}
+    edited = {image_id for image_id, own in paths.items() if paired & set(own)}
+    return edited, paths.keys() - edited if edited else set()
 
 
 def _captions(run: Run[ChecksConfig], images: dict[str, Row]) -> tuple[list[Row], str]:

@@ -9,8 +9,12 @@ from typing import Any
 
 from stages.models.family import Family
 from stages.pipelines import Option, Template
-from stages.settings import nearest, toml_string
+from stages.settings import nearest, setting_path, toml_string
+from stages.text_to_image.caption_files import make_lookups
+from stages.text_to_image.captions.stage import CaptionsConfig
 from stages.text_to_image.families import family as family_record
+from stages.text_to_image.images.folder import CONTROL, pair_references, scan
+from stages.text_to_image.imaging.usable import without_ending
 from stages.untrusted import read_json
 
 Settings = Mapping[str, Mapping[str, tuple[Any, str]]]  # section -> setting -> (value, reason)
@@ -38,6 +42,7 @@ path = {path}  # only read, never written
 """
 # Section -> setting -> its first value and a remark. A family's own first values replace them.
 SECTIONS = ("buckets", "latents", "embeddings", "train", "train.data", "samples")
+PREVIEWS = 3  # pairs of a new project for edit training that previews are drawn of
 BEGIN: Settings = {
     "buckets": {"resolutions": ((512, 768), "add 1024 for the last bit of detail, if it fits")},
     "embeddings": {},
@@ -79,16 +84,23 @@ PRESETS: Mapping[str, Settings] = {
             "caption_dropout": (0.0, "the caption is the instruction: without it the task is unknown"),
         },
         "train.data": {"reference_dropout": (0.0, "the model always sees what it edits")},
-        "samples": {"references": ((), 'the pictures that previews start from: ["images/control/a.png"]')},
     },
 }
 
 
 def project_toml(options: Mapping[str, str]) -> str:
-    """`options`: images, family, weights, trigger, preset. Raises ValueError for an unknown family or preset."""
+    """`options`: images, family, weights, trigger, preset, project. Raises ValueError for an unknown family or preset, and for
+    edit training without a pair.
+    """
     record = family_record(options["family"])
     record.require_trainable()
-    trigger, images = options["trigger"], options["images"]
+    trigger, images, preset = options["trigger"], options["images"], options.get("preset", "")
+    settings = preset_settings(preset, trigger)
+    edits = first_edits(images, Path(options["project"])) if preset == "edit" and not Path(images).is_file() else {}
+    if edits:
+        pairs = {toml_string(prompt): (paths, "") for prompt, paths in edits.items()}
+        settings = {**settings, "samples.prompt_references": pairs}
+    prompts = list(edits) or ["a photo of {trigger}" if trigger else "a photo"]
     return TEXT.format(
         family=toml_string(record.name),
         weights=toml_string(options["weights"]),
@@ -96,10 +108,36 @@ def project_toml(options: Mapping[str, str]) -> str:
         trigger=toml_string(trigger),
         template=toml_string("{trigger}, {caption}" if trigger else "{caption}"),
         missing='missing = "trigger"  # what an image without a caption gets\n' if trigger else "",
-        preview=toml_string("a photo of {trigger}" if trigger else "a photo"),
+        preview=", ".join(map(toml_string, prompts)),
         source=record.source,
-        sections=toml_sections(record, preset_settings(options.get("preset", ""), trigger)),
+        sections=toml_sections(record, settings),
     )
+
+
+def first_edits(images: str, project: Path) -> dict[str, tuple[str, ...]]:
+    """Instruction -> paths of its references, of the first pairs. `images` and the paths start at `project`."""
+    folder = setting_path(images, project).resolve()  # the project does not exist yet
+    paths = [str(row["path"]) for row in scan(folder).files]
+    references: dict[str, dict[int, str]] = {}
+    for path, (image, number) in pair_references(paths, None).items():
+        if image:
+            references.setdefault(image, {})[number] = path
+    if not references:
+        raise ValueError(
+            f"--preset edit: no picture in {folder} has a reference: put the pictures that edits start from into "
+            f"{folder / CONTROL[0]}, under the same names"
+        )
+    lookups, _ = make_lookups(folder, paths, CaptionsConfig().where, project)
+    found: dict[str, tuple[str, ...]] = {}
+    for image, numbered in sorted(references.items()):
+        own = tuple(f"{images}/{numbered[number]}" for number in sorted(numbered))
+        named = (image, *numbered.values(), *without_ending(image))
+        caption = next((captions[0].text for path in named for lookup in lookups if (captions := lookup(path))), "")
+        if caption and not set("{}[]") & set(caption):  # a prompt may have placeholders
+            found.setdefault(caption, own)
+        if len(found) == PREVIEWS:
+            break
+    return found
 
 
 def preset_settings(name: str, trigger: str) -> Settings:

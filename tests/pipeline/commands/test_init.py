@@ -23,7 +23,7 @@ TRAINED = [name for name, record in FAMILIES.items() if not record.base]
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
     folder = tmp_path / "images"
-    folder.mkdir()
+    (folder / "control").mkdir(parents=True)
     draw(folder / "a.png", seed=0, size=(64, 64))
     return folder
 
@@ -61,6 +61,7 @@ def test_a_distilled_family_is_refused_by_init_plan_and_the_first_stage_with_the
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_writes_its_settings_with_their_reasons_into_a_project_that_can_be_opened(tmp_path, images, preset):
+    draw(images / ("control" if preset == "edit" else ".") / "a.png", seed=9, size=(64, 64))
     for trigger in ("", "ohwx"):
         folder = tmp_path / f"{preset}{trigger}"
         new_project(folder, {"images": str(images), "family": "klein-base-4b", "preset": preset, "trigger": trigger})
@@ -74,6 +75,27 @@ def test_a_preset_writes_its_settings_with_their_reasons_into_a_project_that_can
                     assert getattr(holder, name) == value and reason in text
     with pytest.raises(ValueError, match=r'--preset must be one of .*, got "stile"; did you mean "style"'):
         new_project(tmp_path / "other", {"images": str(images), "family": "micro", "preset": "stile"})
+
+
+def test_a_project_for_edits_begins_with_previews_of_its_pairs_and_names_the_picture_without_one(tmp_path, images):
+    options = {"images": str(images), "family": "tiny", "preset": "edit"}
+    with pytest.raises(ValueError, match=r"no picture in .*images has a reference: put .* into .*control, under the same names$"):
+        new_project(tmp_path / "new", options)
+    assert not (tmp_path / "new").exists()
+    for number, name in enumerate(("b.png", "c.png", "control/a.png", "control/b.png")):
+        draw(images / name, seed=1 + number, size=(64, 64))
+    for name in "abc":
+        (images / f"{name}.txt").write_text("make it snow in the quiet street")
+    new_project(tmp_path / "new", options)
+    build(tmp_path / "new", "images", "captions", "checks")
+    project = Project(tmp_path / "new")
+    found = references_by_prompt(project.open("samples"))
+    assert {prompt: [path.resolve() for path in paths] for prompt, paths in found.items()} == {
+        "make it snow in the quiet street": [images / "control" / "a.png"]
+    }
+    warnings = {row["path"]: row["warnings"].split(", ") for row in project.current("checks").rows().to_pylist()}
+    assert [path for path, own in warnings.items() if "no_reference" in own] == ["c.png"]
+    assert not [path for path, own in warnings.items() if "equal_caption" in own]
 
 
 def test_another_subject_is_added_to_a_new_project_by_one_more_folder_with_its_own_trigger(tmp_path, images):
