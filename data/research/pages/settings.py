@@ -17,7 +17,7 @@ TEXT = """\
 # Every setting
 
 `latentmill settings` prints this page, `latentmill settings train.optimizer` one section, and `latentmill settings learning_rate`
-the setting that another trainer calls so. [Which setting to change](recipe.md#which-setting-to-change) says what to do about what
+the setting that another trainer calls so. [Which setting to change](recipe.md) says what to do about what
 you see; most runs need two settings, `steps` and `rank`.
 
 `project.toml` has one section per stage. An unknown key is an error that names the nearest known key. On the command line:
