@@ -137,7 +137,7 @@ def test_a_preview_of_the_base_is_the_picture_that_diffusers_draws(project, refe
     import torch
     from PIL import Image
 
-    from stages.models.flux2 import sampling
+    from stages.models import sampling
 
     pipe, _, name = reference
     row = next(row for row in projects.content(project, "samples").to_pylist() if row["step"] == 0)

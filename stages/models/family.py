@@ -115,8 +115,8 @@ class Family(ModelFamily):
     # Text embeddings.
     text_kind: str = "qwen3"  # architecture and prompt form of the text encoder
     text_layers: tuple[int, ...] = (9, 18, 27)  # hidden states that are concatenated; k is that after k layers
-    text_tokens: int = 512  # rows of an embedding, padding included
-    text_padding: Literal["end", "start"] = "end"  # where a short prompt is padded
+    text_tokens: int = 512  # rows of an embedding, padding included; without padding, the most
+    text_padding: Literal["end", "start", "none"] = "end"  # where a short prompt is padded
     first_row: tuple[float, ...] = ()  # root mean square of each hidden state of the first token; empty if nobody measured it
     start_loss: tuple[float, float] = (0.0, 1.0)  # loss before training, divided by that of a model that knows nothing
 
@@ -153,6 +153,8 @@ class Architecture:
     # Sizes.
     pixels_per_token: int  # pixels along one side of an image token; heights and widths of images are multiples of it
     transformer_class: str  # the transformer's class in diffusers, for config.json
+    tag: str  # of its adapters on the hub
+    readers: tuple[str, ...]  # programs beside diffusers and ComfyUI that read its adapters: mflux, Draw Things
 
     # transformer_config(path or None, family): the sizes, from the config.json at path, else from the family's record.
     transformer_config: Callable[[Path | None, Family], TransformerConfig]
@@ -170,9 +172,13 @@ class Architecture:
 
     # tokens(x_BCHW) -> x_BLC: latents, or noise of their shape, as the sequence that the transformer reads and predicts.
     tokens: Callable[[mx.array], mx.array]
-    # inputs(x_BLC, (h, w), text_BTJ, sigma_B, guidance=None, references=()): the keyword arguments of `enter`. x_BLC are noisy
-    # latents, sigma_B the noise level of each sample, 0 (clean) to 1; guidance a number that only models with embedded guidance
-    # read; references the clean latents (B,C,h,w) of each reference image.
+    # text_rows(tokens): the rows that the transformer reads for an embedding of so many rows. Texts that agree in it can share a
+    # batch; if their embeddings differ in rows, `inputs` gets them levelled, and tokens_B.
+    text_rows: Callable[[int], int]
+    # inputs(x_BLC, (h, w), text_BTJ, sigma_B, guidance=None, references=(), tokens_B=None): the keyword arguments of `enter`.
+    # x_BLC are noisy latents, sigma_B the noise level of each sample, 0 (clean) to 1; guidance a number that only models with
+    # embedded guidance read; references the clean latents (B,C,h,w) of each reference image; tokens_B, given only if they
+    # differ, the rows of each text, the others of text_BTJ being there to level the batch.
     inputs: Callable[..., dict[str, Any]]
     # zero_inputs(config, samples, (h, w), text_rows, references=()): inputs of zeros, to estimate memory with a meta model.
     # references are the (h, w) of each reference image.
@@ -191,11 +197,7 @@ class Architecture:
 
     # sigmas(tokens, steps): the steps + 1 noise levels, from 1 down to 0, to draw an image of so many image tokens.
     sigmas: Callable[[int, int], list[float]]
-    # draw(model, text_1TJ, height, width, *, seed, steps, guidance, negative_1TJ=None, predict=None, references=()): yield the
-    # latent (1,C,h,w), float32, after every denoising step; the last one is the image's. height and width are pixels. With
-    # negative_1TJ, the embedding of the empty prompt, guidance is classifier-free: two passes a step. predict(**inputs)
-    # replaces model(**inputs), to draw with an adapter. references are the clean latents (1,C,h,w) of reference images.
-    draw: Callable[..., Iterator[mx.array]]
+
     guided_together: int  # up to so many image tokens, both passes of guidance run as one batch
 
     # read_adapter(path): an adapter file of any known format, with the names of `Transformer.linears`.
@@ -207,6 +209,17 @@ class Architecture:
     write_random_weights: Callable[[Path, Family, int], None]
     # recognise(shapes, family): the component of the family that weights with these names and shapes are, or "".
     recognise: Callable[[Mapping[str, tuple[int, ...]], Family], str]
+
+    def draw(self, model: Transformer, text_1TJ: mx.array, height: int, width: int, **settings: Any) -> Iterator[mx.array]:
+        """Yield the latent (1, C, h, w), float32, after every denoising step; the last one is the image's.
+
+        Settings: seed, steps, guidance, and as needed: negative_1TJ, the embedding of the empty prompt, makes guidance
+        classifier-free, two passes a step; predict(**inputs) replaces model(**inputs), to draw with an adapter; references
+        are the clean latents (1, C, h, w) of reference images. height and width are pixels.
+        """
+        from stages.models import sampling
+
+        return sampling.draw(self.inputs, self.sigmas, model, text_1TJ, height, width, **settings)
 
     def meta_transformer(self, config: Any, dtype: mx.Dtype) -> Transformer:
         """Of arrays that are never computed and take no memory, for names, shapes and estimates."""
@@ -273,6 +286,14 @@ class TransformerConfig(Protocol):
     def num_attention_heads(self) -> int: ...
     @property
     def attention_head_dim(self) -> int: ...
+    @property
+    def latent_channels(self) -> int:
+        """C, of an image token."""
+
+    @property
+    def text_features(self) -> int:
+        """J, of a text row."""
+
     def shapes(self) -> dict[str, Shape]: ...
 
 

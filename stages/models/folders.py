@@ -61,12 +61,16 @@ def read_config(path: Path) -> dict[str, Any]:
 MOST = 10_000_000  # of a size without bounds of its own: no vocabulary and no width is larger
 ITEMS = 16  # of a list of sizes
 BOUNDS: Mapping[str, tuple[float, float]] = {
-    **dict.fromkeys(("num_layers", "num_single_layers", "num_hidden_layers"), (0, 1000)),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "norm_num_groups"), (1, 1024)),
+    **dict.fromkeys(("num_layers", "num_single_layers", "num_hidden_layers", "n_layers", "n_refiner_layers"), (0, 1000)),
+    **dict.fromkeys(
+        ("num_attention_heads", "num_key_value_heads", "num_heads", "n_heads", "n_kv_heads", "norm_num_groups"), (1, 1024)
+    ),
     **dict.fromkeys(("attention_head_dim", "head_dim", "d_kv"), (1, 4096)),
-    **dict.fromkeys(("eps", "rms_norm_eps", "batch_norm_eps", "layer_norm_epsilon"), (1e-20, 1.0)),
+    **dict.fromkeys(("eps", "rms_norm_eps", "norm_eps", "batch_norm_eps", "layer_norm_epsilon"), (1e-20, 1.0)),
     "layers_per_block": (1, 16),
     "mlp_ratio": (0.01, 100.0),
+    "scaling_factor": (1e-6, 1e6),
+    "shift_factor": (-1e6, 1e6),
     "rope_theta": (1.0, 1e15),
 }
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -148,3 +150,49 @@ def _join(word: list[str], pair: tuple[str, str]) -> list[str]:
         else:
             joined.append(token)
     return joined
+
+
+Gains = Sequence[tuple[str, float]]  # (pattern, gain); that of the first pattern that a weight's name matches counts
+
+BIAS = 0.05  # standard deviation of biases about 0, of norm weights about 1, of latent statistics about their mean
+LATENT_VARIANCE = 0.75  # of the patchified latent before its normalisation, measured on photographs
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "dtype": "float32",
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+}
+
+
+def write_component(
+    folder: Path, stem: str, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], seed: int, gains: Gains
+) -> None:
+    """config.json and `stem`.safetensors in the diffusers layout."""
+    from safetensors.numpy import save_file
+
+    write_json(folder / "config.json", config)
+    arrays = {name: weight(f"{folder.name}.{name}", shape, seed, gains) for name, shape in shapes.items()}
+    if "bn.running_mean" in arrays:
+        arrays["bn.num_batches_tracked"] = np.array(1, np.int64)
+    save_file(arrays, folder / f"{stem}.safetensors", {"format": "pt"})
+
+
+def weight(name: str, shape: tuple[int, ...], seed: int, gains: Gains) -> np.ndarray:
+    """float32 values of "<component>.<name of the weight>", of standard deviation gain / sqrt(inputs). A gain of 1 keeps unit
+    variance.
+    """
+
+    def drawn(std: float) -> np.ndarray:
+        return (uniform(name, shape, seed) * (std * float(np.sqrt(3.0)))).astype(np.float32)
+
+    if name.endswith("running_var"):
+        return LATENT_VARIANCE + drawn(BIAS)
+    if len(shape) == 1 and name.endswith("weight"):  # a norm
+        return 1 + drawn(BIAS)
+    if name.endswith(("running_mean", "bias")):
+        return drawn(BIAS)
+    gain = next(value for pattern, value in gains if re.search(pattern, name))
+    return drawn(gain / float(np.sqrt(np.prod(shape[1:]))))

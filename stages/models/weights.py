@@ -25,6 +25,7 @@ from stages.untrusted import open_regular, parse_json, read_json
 Shapes = Mapping[str, tuple[int, ...]]
 Arrange = Callable[[str, mx.array], Any]  # (name, array) -> what takes its place, such as a packed weight
 
+PREFIXES = ("model.diffusion_model.", "diffusion_model.")  # some single files put one of them before every key
 NAMED = 3  # keys that a message names; it counts the rest
 MAX_HEADER = 100_000_000  # bytes; the limit of the format
 BYTES = ("F8_E4M3", "F8_E5M2", "I8")  # of weights in 8 bits
@@ -51,6 +52,18 @@ MLX_PARTS = ("scales", "biases")
 BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (32, 64, 128)
 GROUP = 64  # MLX's default
+
+
+def strip_prefix(key: str) -> str:
+    return next((key[len(p) :] for p in PREFIXES if key.startswith(p)), key)
+
+
+def swap_halves(rows: mx.array) -> mx.array:
+    """Exchange the halves of axis 0. Raises ValueError if its length is odd."""
+    if rows.shape[0] % 2:
+        raise ValueError(f"{rows.shape[0]} rows have no halves to exchange")
+    first, second = mx.split(rows, 2)
+    return mx.concatenate([second, first])
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The pipeline text_to_image: a folder of images becomes a FLUX.2 LoRA. No stage imports another one."""
+"""The pipeline text_to_image: a folder of images becomes a LoRA of an image model. No stage imports another one."""
 
 from stages.pipelines import FamilyRecord, Folder, Pipeline, Weights
 from stages.text_to_image.pages import DETAIL, PAGES, PANELS, RANKING, VIEWS
@@ -7,7 +7,7 @@ STAGES = ("images", "captions", "checks", "descriptions", "buckets", "latents", 
 
 PIPELINE = Pipeline(
     name="text_to_image",
-    doc="a folder of images becomes a FLUX.2 LoRA",
+    doc="a folder of images becomes a LoRA of FLUX.2 or Z-Image",
     stages={name: f"stages.text_to_image.{name}" for name in STAGES},
     resources={
         "image_folder": Folder("images", "paths"),

@@ -10,10 +10,11 @@ from stages.bundled import MICRO
 from stages.models.family import Family, choose
 
 FLUX2 = "stages.models.flux2.architecture:FLUX2"
+Z_IMAGE = "stages.models.z_image.architecture:Z_IMAGE"
 APACHE = "Apache-2.0"
 NON_COMMERCIAL = "FLUX non-commercial"
 
-# vae/config.json: one autoencoder serves every released model.
+# vae/config.json: one autoencoder serves every released FLUX.2.
 AUTOENCODER: Mapping[str, Any] = {
     "in_channels": 3,
     "out_channels": 3,
@@ -120,6 +121,46 @@ MICRO_BEGIN: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+# Z-Image. Its transformer's config.json, and that of its autoencoder, which is FLUX.1's.
+Z_TRANSFORMER: Mapping[str, Any] = {
+    "all_patch_size": (2,),
+    "all_f_patch_size": (1,),
+    "in_channels": 16,
+    "dim": 3840,
+    "n_layers": 30,
+    "n_refiner_layers": 2,
+    "n_heads": 30,
+    "n_kv_heads": 30,
+    "norm_eps": 1e-5,
+    "qk_norm": True,
+    "cap_feat_dim": 2560,
+    "rope_theta": 256.0,
+    "t_scale": 1000.0,
+    "axes_dims": (32, 48, 48),
+    "axes_lens": (1536, 512, 512),
+}
+Z_AUTOENCODER: Mapping[str, Any] = {
+    "in_channels": 3,
+    "out_channels": 3,
+    "latent_channels": 16,
+    "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
+    "norm_num_groups": 32,
+    "scaling_factor": 0.3611,
+    "shift_factor": 0.1159,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+    "mid_block_add_attention": True,
+}
+# Most trainers leave the refiners and the modulation alone; the static shift is that of the model's scheduler.
+Z_BEGIN: Mapping[str, Mapping[str, Any]] = {
+    "train": {"targets": ("layers.*.attention.*", "layers.*.feed_forward.*")},
+    "train.noise": {"shift": "static", "shift_factor": 3.0},
+}
+Z_TINY: dict[str, Any] = {"in_channels": 16, "dim": 192, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 6, "n_kv_heads": 6}
+Z_TINY |= {"cap_feat_dim": 64, "axes_dims": (8, 12, 12)}
+
+
 def _single_files(tail: str, *text_encoders: str) -> dict[str, tuple[str, ...]]:
     """The usual file names of each component, as alternatives: ("klein-4b", "qwen_3_4b") -> flux-2-klein-4b.safetensors, ..."""
     transformer = (f"flux-2-{tail}.safetensors", f"flux2-{tail}.safetensors")
@@ -156,6 +197,34 @@ _BASE_9B = replace(
     hub="black-forest-labs/FLUX.2-klein-base-9B",
     gated=True,
     single_files=_single_files("klein-base-9b", "qwen_3_8b", "qwen3-8b"),
+)
+
+
+def _single_files_of_z(name: str) -> dict[str, tuple[str, ...]]:
+    """The file names of Comfy-Org's repositories."""
+    return {
+        "transformer": (f"{name}_bf16.safetensors", f"{name}.safetensors"),
+        "autoencoder": ("ae.safetensors",),
+        "text_encoder": ("qwen_3_4b.safetensors",),
+    }
+
+
+_Z_IMAGE = Family(
+    name="z-image",
+    title="Z-Image 6B",
+    licence=APACHE,
+    code=Z_IMAGE,
+    transformer=Z_TRANSFORMER,
+    text_encoder=QWEN3_4B,
+    autoencoder=Z_AUTOENCODER,
+    hub="Tongyi-MAI/Z-Image",
+    single_files=_single_files_of_z("z_image"),
+    text_kind="qwen3_thinking",
+    text_layers=(35,),
+    text_padding="none",
+    guidance=5.0,  # 4 in diffusers, whose factor is less by 1 here
+    begin=Z_BEGIN,
+    meant={r"z[ ._-]?image": ""},
 )
 _DISTILLED: Mapping[str, Any] = {"real_cfg": False, "guidance": 1.0, "sampling_steps": 4}
 _ALL = (
@@ -196,6 +265,19 @@ _ALL = (
         guidance_embedded=True,
         real_cfg=False,
     ),
+    _Z_IMAGE,
+    replace(
+        _Z_IMAGE,
+        name="z-image-turbo",
+        title="Z-Image Turbo, distilled",
+        base="z-image",
+        hub="Tongyi-MAI/Z-Image-Turbo",
+        single_files=_single_files_of_z("z_image_turbo"),
+        real_cfg=False,
+        guidance=1.0,
+        sampling_steps=8,
+        begin={},
+    ),
     Family(
         name="micro",
         title="the true architecture, small, trained on flat emoji: to try and to test with",
@@ -224,6 +306,19 @@ _ALL = (
         text_tokens=64,
         sampling_steps=4,
         seeded=0,
+    ),
+    replace(
+        _Z_IMAGE,
+        name="z-image-tiny",
+        title="Z-Image's architecture with seeded random weights",
+        hub="",
+        seeded=0,
+        transformer={**Z_TRANSFORMER, **Z_TINY},
+        text_encoder=TINY_QWEN3,
+        autoencoder={**Z_AUTOENCODER, "block_out_channels": (8, 16, 16, 16), "layers_per_block": 1, "norm_num_groups": 4},
+        text_layers=(3,),
+        text_tokens=64,
+        sampling_steps=4,
     ),
 )
 FAMILIES: dict[str, Family] = {f.name: f for f in _ALL}

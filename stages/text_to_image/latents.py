@@ -362,7 +362,7 @@ def forecast(outlook: Outlook) -> Forecast:
     step = architecture.pixels_per_token
     changes = ({"buckets": {"resolutions": [side]}} for side in smaller_sides((width * height) ** 0.5, step))
     remedy = cheapest(peak, outlook.budget, changes)
-    channels = architecture.transformer_config(outlook.weights("transformer"), family).in_channels
+    channels = architecture.transformer_config(outlook.weights("transformer"), family).latent_channels
     sizes = image_sizes(outlook)
     row_bytes = LATENT_ITEM * channels * sum(width * height for width, height in sizes) // (step * step * len(sizes))
     how = f"images of at most {width} x {height} px"

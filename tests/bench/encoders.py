@@ -12,9 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from stages.models import autoencoder
 from stages.models.family import Family
-from stages.models.flux2 import autoencoder
-from stages.models.flux2.autoencoder import AutoencoderConfig
+from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig
 from stages.models.text.decoder import Decoder
 from stages.models.text.encoder import text_encoder_sizes
 from stages.text_to_image.embeddings.config import EmbeddingsConfig
@@ -51,7 +51,7 @@ class Images:
         """Draw weights and one image of `size` (width, height) pixels."""
         config = AutoencoderConfig.from_dict(family.autoencoder)
         weights = {key: autoencoder.arrange(key, value) for key, value in random_weights(config.shapes(), dtype).items()}
-        self.model = autoencoder.Autoencoder(config, weights)
+        self.model = Autoencoder(config, weights)
         self.pixels_BHWC = mx.random.uniform(-1, 1, (1, size[1], size[0], 3), dtype)
         mx.eval(weights, self.pixels_BHWC)
 

@@ -97,7 +97,7 @@ def measure_encoder(case: Case) -> dict[str, Any]:
     """
     import mlx.core as mx
 
-    from stages.models.flux2 import autoencoder
+    from stages.models import autoencoder
     from stages.text_to_image.embeddings import EmbeddingsConfig
     from stages.text_to_image.embeddings.memory import encoder_memory
     from stages.text_to_image.families import family

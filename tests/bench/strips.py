@@ -14,7 +14,7 @@ def measure(family: str, px: int, megabytes: int, in_flight: int, steps: int, de
     """Return time and peak of encoding (or decoding) one image in float32 in strips of so many megabytes."""
     import mlx.core as mx
 
-    from stages.models.flux2 import autoencoder
+    from stages.models import autoencoder
     from stages.text_to_image.families import family as record_of
     from tests.bench.encoders import Images, Latents
 

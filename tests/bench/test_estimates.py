@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from stages.memory import Memory
-from stages.models.flux2 import autoencoder
+from stages.models import autoencoder
 from stages.text_to_image.embeddings.config import EmbeddingsConfig
 from stages.text_to_image.embeddings.memory import encoder_memory
 from stages.text_to_image.families import family

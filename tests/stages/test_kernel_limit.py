@@ -13,9 +13,8 @@ import mlx.core as mx
 import pytest
 
 from stages import kernels
-from stages.models import attention
-from stages.models.flux2 import autoencoder
-from stages.models.flux2.autoencoder import AutoencoderConfig
+from stages.models import attention, autoencoder
+from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig
 from stages.models.t5.model import T5, T5Config
 from stages.models.text import decoder
 from stages.retrieval.train.config import TrainConfig as RetrieverTraining
@@ -151,7 +150,7 @@ def test_no_kernel_of_drawing_exceeds_the_limit(name: str, side: int, metal: Non
 def test_no_kernel_of_the_autoencoder_exceeds_the_limit(side: int, encodes: bool, metal: None) -> None:
     config = AutoencoderConfig.from_dict(family("klein-base-4b").autoencoder)
     weights = {name: autoencoder.arrange(name, mx.zeros(shape)) for name, shape in config.shapes().items()}
-    model = autoencoder.Autoencoder(config, weights)
+    model = Autoencoder(config, weights)
     with recorded() as found:
         if encodes:
             model.encode(mx.zeros((1, side, side, 3)))

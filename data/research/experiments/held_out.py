@@ -36,8 +36,9 @@ class HeldOutLoss:
         own = task.held_out
         assert own, "the project has [train.validation]"
         empty = next(row["caption_id"] for row in run.inputs.rows(CAPTIONS).to_pylist() if row["role"] == "empty")
-        crops = [dataclasses.replace(crop, captions=(empty,)) for crop in own.crops]
-        self.images = {"own": own, "empty": HeldOutImages(run, crops, own.config, run.config.batch_size)}
+        held = tuple(dataclasses.replace(crop, captions=(empty,)) for crop in own.crops)
+        data = dataclasses.replace(task.data, held=held)
+        self.images = {"own": own, "empty": HeldOutImages(run, data, own.config, run.config.batch_size)}
         self.training = load_training(task, None)
         self.untrained = self.training.masters
 

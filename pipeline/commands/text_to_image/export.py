@@ -107,8 +107,9 @@ def what_to_do(project: Project, file: Path, style: str) -> Iterator[str]:
         yield "with diffusers, after the base model is loaded as `pipe`:"
         yield f"  pipe.load_lora_weights({str(file.parent)!r}, weight_name={file.name!r}); pipe({prompt!r})"
     yield f"with ComfyUI: copy it into models/loras and put a LoraLoader behind the model; the prompt: {prompt}"
-    if style == "diffusers":
-        yield f"with mflux: --lora-paths {shlex.quote(str(file))} --lora-scales 1.0; with Draw Things: import it as a LoRA"
+    uses = {"mflux": f"--lora-paths {shlex.quote(str(file))} --lora-scales 1.0", "Draw Things": "import it as a LoRA"}
+    if style == "diffusers" and (readers := project.family.architecture.readers):
+        yield "; ".join(f"with {name}: {uses[name]}" for name in readers)
     yield f'or here: latentmill generate "{prompt}" --adapter {shlex.quote(str(file))}'
 
 

@@ -100,7 +100,7 @@ def card(
         base_model_relation="adapter" if family.hub else None,
         library_name="diffusers",
         pipeline_tag="text-to-image",
-        tags=["text-to-image", "lora", "diffusers", "flux.2"],
+        tags=["text-to-image", "lora", "diffusers", family.architecture.tag],
         instance_prompt=trigger,
         widget=[{"text": prompt, "output": {"url": GRID}} for prompt in prompts if grid] or None,
     )
@@ -119,7 +119,8 @@ def card(
     yield f"pipe.load_lora_weights(FOLDER, weight_name={WEIGHTS!r})"
     yield f"image = pipe({(prompts or [trigger or ''])[0]!r}).images[0]"
     yield "```\n"
-    yield f"ComfyUI: copy `{WEIGHTS}` into `models/loras`. mflux: `--lora-paths {WEIGHTS}`.\n"
+    mflux = f" mflux: `--lora-paths {WEIGHTS}`." if "mflux" in family.architecture.readers else ""
+    yield f"ComfyUI: copy `{WEIGHTS}` into `models/loras`.{mflux}\n"
     yield "## Licences\n"
     yield f"- this LoRA: {licence}"
     yield f"- base model: {family.licence}"

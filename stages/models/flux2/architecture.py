@@ -1,30 +1,35 @@
 """FLUX.2's entry in the table of architectures. Code outside this folder imports this file only."""
 
+from stages.models import adapter_files
 from stages.models.family import Architecture
-from stages.models.flux2 import adapters, autoencoder_memory, load, random_weights, sampling, transformer
+from stages.models.flux2 import adapters, autoencoder, load, random_weights, sampling, transformer
+from stages.models.layers import tokens
+from stages.models.sampling import PIXELS, TOGETHER
 from stages.models.text.encoder import TextEncoder, text_encoder_sizes
 
 FLUX2 = Architecture(
-    pixels_per_token=sampling.PIXELS,
+    pixels_per_token=PIXELS,
     transformer_class=transformer.TRANSFORMER_CLASS,
+    tag="flux.2",
+    readers=("mflux", "Draw Things"),
     transformer_config=load.transformer_config,
     load_transformer=load.load_flux2,
     build_transformer=transformer.Flux2,
     in_block=transformer.in_block,
     packs_outside=transformer.packs_outside,
     outside_bits=transformer.OUTSIDE_BITS,
-    tokens=transformer.tokens,
+    tokens=tokens,
+    text_rows=int,  # as many as the embedding has
     inputs=transformer.inputs,
     zero_inputs=transformer.zero_inputs,
-    load_autoencoder=load.load_autoencoder,
+    load_autoencoder=autoencoder.load_autoencoder,
     load_text_encoder=TextEncoder,
     text_encoder_sizes=text_encoder_sizes,
-    autoencoder_memory=autoencoder_memory.autoencoder_memory,
+    autoencoder_memory=autoencoder.memory,
     sigmas=sampling.sigmas,
-    draw=sampling.draw,
-    guided_together=sampling.TOGETHER,
+    guided_together=TOGETHER,
     read_adapter=adapters.read_adapter,
-    adapter_styles={"diffusers": adapters.to_diffusers, "comfyui": adapters.to_comfyui},
+    adapter_styles={"diffusers": adapter_files.to_diffusers, "comfyui": adapters.to_comfyui},
     write_random_weights=random_weights.write_random_weights,
     recognise=load.recognise,
 )

@@ -1,4 +1,4 @@
-"""Load the transformer and the autoencoder, from the diffusers layout or Black Forest Labs' single files.
+"""Load the transformer, from the diffusers layout or Black Forest Labs' single files.
 
 The tables of names say what a weight or an adapter's Linear (adapters.py) of those files is called in diffusers.
 """
@@ -15,11 +15,9 @@ import mlx.core as mx
 from stages.kernels import Arrays
 from stages.models import weights
 from stages.models.family import Family
-from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig, arrange
 from stages.models.flux2.transformer import Flux2, Flux2Config
-from stages.models.folders import component_config, read_config
-
-PREFIXES = ("model.diffusion_model.", "diffusion_model.")  # some single files put one of them before every key
+from stages.models.folders import component_config
+from stages.models.text.encoder import is_text_encoder
 
 # Black Forest Labs' name -> diffusers' name. Outside the blocks; then within a double, and within a single block.
 # Source: model.py and autoencoder.py of the reference repository beside the released diffusers folders. Tests compare them in
@@ -63,35 +61,22 @@ MFLUX = {  # names in models that mflux saves, where they differ
     r"^(transformer_blocks\.\d+\.attn\.to_out)\.(?!\d)": r"\1.0.",
 }
 HALVES_SWAPPED = "final_layer.adaLN_modulation.1"  # its rows are shift, scale; in diffusers' norm_out scale, shift
-ATTENTION = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "to_out.0"}
-
-
-def strip_prefix(key: str) -> str:
-    return next((key[len(p) :] for p in PREFIXES if key.startswith(p)), key)
 
 
 def is_single_file(keys: Iterable[str]) -> bool:
     """Whether some name is of Black Forest Labs' code."""
-    marks = ("double_blocks.", "single_blocks.", "encoder.down.", "decoder.up.", "img_in.")
-    return any(strip_prefix(k).startswith(marks) for k in keys)
-
-
-def swap_halves(rows: mx.array) -> mx.array:
-    """Exchange the halves of axis 0. Raises ValueError if its length is odd."""
-    if rows.shape[0] % 2:
-        raise ValueError(f"{HALVES_SWAPPED}: {rows.shape[0]} rows have no halves to exchange")
-    first, second = mx.split(rows, 2)
-    return mx.concatenate([second, first])
+    marks = ("double_blocks.", "single_blocks.", "img_in.")
+    return any(weights.strip_prefix(k).startswith(marks) for k in keys)
 
 
 def transformer_to_diffusers(arrays: Arrays) -> Arrays:
     """Fused q, k, v become three weights; an unknown name loses its prefix only."""
     converted: Arrays = {}
     for found, value in arrays.items():
-        key = strip_prefix(found)
+        key = weights.strip_prefix(found)
         name, _, ending = key.rpartition(".")
         if key == f"{HALVES_SWAPPED}.weight":
-            converted["norm_out.linear.weight"] = swap_halves(value)
+            converted["norm_out.linear.weight"] = weights.swap_halves(value)
         elif name in TRANSFORMER:
             converted[f"{TRANSFORMER[name]}.{ending}"] = value
         else:
@@ -119,34 +104,6 @@ def _block(key: str, value: mx.array) -> Arrays:
     return {f"{prefix}.{known[name]}.weight": value} if name in known else {key: value}
 
 
-def autoencoder_to_diffusers(arrays: Arrays) -> Arrays:
-    """The 1 x 1 convolutions of the attention become matrices."""
-    levels = 1 + max((int(m[1]) for k in arrays if (m := re.match(r"decoder\.up\.(\d+)\.", k))), default=0)
-    converted: Arrays = {}
-    for found, value in arrays.items():
-        key = _autoencoder_key(found, levels)
-        flat = ".attentions.0.to_" in key and value.ndim == 4
-        converted[key] = value.reshape(value.shape[0], -1) if flat else value
-    return converted
-
-
-def _autoencoder_key(key: str, levels: int) -> str:
-    # The file and diffusers number the decoder's levels in opposite order.
-    if match := re.fullmatch(r"(encoder|decoder)\.(down|up)\.(\d+)\.(?:block\.(\d+)|(?:down|up)sample\.conv)\.(.+)", key):
-        side, way, level, number, rest = match.groups()
-        at = int(level) if way == "down" else levels - 1 - int(level)
-        inside = f"resnets.{number}.{rest.replace('nin_shortcut', 'conv_shortcut')}" if number else f"{way}samplers.0.conv.{rest}"
-        return f"{side}.{way}_blocks.{at}.{inside}"
-    if match := re.fullmatch(r"(encoder|decoder)\.mid\.block_(\d)\.(.+)", key):
-        return f"{match[1]}.mid_block.resnets.{int(match[2]) - 1}.{match[3]}"
-    if (match := re.fullmatch(r"(encoder|decoder)\.mid\.attn_1\.(\w+)\.(weight|bias)", key)) and match[2] in ATTENTION:
-        return f"{match[1]}.mid_block.attentions.0.{ATTENTION[match[2]]}.{match[3]}"
-    for old, new in (("encoder.quant_conv", "quant_conv"), ("decoder.post_quant_conv", "post_quant_conv")):
-        if key.startswith(old):
-            return new + key[len(old) :]
-    return re.sub(r"^(encoder|decoder)\.norm_out\.", r"\1.conv_norm_out.", key)
-
-
 def transformer_config(path: Path | None, family: Family) -> Flux2Config:
     """From the config.json at `path`, else from `family`. Raises ValueError if it is not that of a FLUX.2 transformer."""
     return Flux2Config.from_dict(component_config(path, family.transformer) if path else family.transformer)
@@ -167,42 +124,13 @@ def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[
     return Flux2(config, arrays)
 
 
-def load_autoencoder(path: Path, family: Family, dtype: Any = None) -> Autoencoder:
-    """Weights in `dtype`, or as stored; the statistics of the latents always in float32. Errors as in `load_flux2`."""
-    config = autoencoder_config(path, family)
-    arrays = weights.load_component(
-        path,
-        config.shapes(),
-        convert=autoencoder_to_diffusers if is_single_file(weights.read_shapes(path)) else None,
-        dtype=lambda key: mx.float32 if key.startswith("bn.") else dtype,
-        ignore=lambda key: key == "bn.num_batches_tracked",
-        arrange=arrange,
-    )
-    return Autoencoder(config, arrays)
-
-
-def autoencoder_config(path: Path | None, family: Family) -> AutoencoderConfig:
-    """From config.json. Without one, the decoder's widths come from the weights, if all are there, and the rest from `family`."""
-    if path is None or read_config(path):
-        return AutoencoderConfig.from_dict(component_config(path, family.autoencoder) if path else family.autoencoder)
-    levels = len(family.autoencoder["block_out_channels"])
-    shapes = weights.read_shapes(path)
-    named = [
-        (f"decoder.up.{i}.block.0.conv1.weight", f"decoder.up_blocks.{levels - 1 - i}.resnets.0.conv1.weight")
-        for i in range(levels)
-    ]
-    found = [shapes[name][0] for pair in named for name in pair if name in shapes]
-    widths = {"decoder_block_out_channels": tuple(found)} if len(found) == levels else {}
-    return AutoencoderConfig.from_dict({**family.autoencoder, **widths})
-
-
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def recognise(shapes: Shapes, family: Family) -> str:
     """transformer, autoencoder or text_encoder; "" if the weights fit no component of `family`."""
     # Numbers of columns are not compared: quantised weights have fewer.
-    named = {strip_prefix(name): shape for name, shape in shapes.items()}
+    named = {weights.strip_prefix(name): shape for name, shape in shapes.items()}
     if rows := _rows(named, ("x_embedder.weight", "img_in.weight")):
         sizes = family.transformer
         blocks = {name.split(".")[1] for name in named if name.startswith(("transformer_blocks.", "double_blocks."))}
@@ -212,10 +140,7 @@ def recognise(shapes: Shapes, family: Family) -> str:
         sizes = family.autoencoder
         found = named["encoder.conv_in.weight"][0], named["bn.running_mean"]
         return "autoencoder" if found == (sizes["block_out_channels"][0], (4 * sizes["latent_channels"],)) else ""
-    sizes = family.text_encoder
-    table = _rows(named, ("embed_tokens.weight", "token_embd.weight"))
-    norm = _rows(named, ("layers.0.input_layernorm.weight", "blk.0.attn_norm.weight"))
-    return "text_encoder" if (table, norm) == (sizes["vocab_size"], sizes["hidden_size"]) else ""
+    return "text_encoder" if is_text_encoder(named, family) else ""
 
 
 def _rows(shapes: Shapes, endings: tuple[str, ...]) -> int:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import functools
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
+from stages.models import random_model
 from stages.models.family import Family
 from stages.models.flux2.autoencoder import AutoencoderConfig
 from stages.models.flux2.transformer import TRANSFORMER_CLASS, Flux2Config
-from stages.models.random_model import uniform, write_json, write_tokenizer
+from stages.models.random_model import QWEN3, write_component, write_json, write_tokenizer
 from stages.models.text.decoder import Qwen3Config
 
-Shapes = Mapping[str, tuple[int, ...]]
-
-# The standard deviation of a weight is GAIN / sqrt(inputs), GAIN being that of the first pattern that its name matches.
-# A gain of 1 keeps unit variance. The others keep every stream near unit variance through depth, and outputs in range.
+# See `random_model.weight`. These keep every stream near unit variance through depth, and outputs in range.
 GAINS: tuple[tuple[str, float], ...] = (
     (r"embed_tokens", 8.0),  # a table, not a product: 8 / sqrt(64) gives rows of unit variance
     (r"_embedder\.linear", 2.0),  # a time embedding of unit variance after a sinusoid of variance 1/2 and two SiLUs
@@ -29,8 +23,7 @@ GAINS: tuple[tuple[str, float], ...] = (
     (r"decoder\.conv_out", 0.7),  # pixels mostly within -1 to 1
     (r"", 1.0),
 )
-BIAS = 0.05  # standard deviation of biases about 0, of norm weights about 1, of latent statistics about their mean
-LATENT_VARIANCE = 0.75  # of the patchified latent before its normalisation, measured on photographs
+weight = functools.partial(random_model.weight, gains=GAINS)
 
 SCHEDULER = {
     "_class_name": "FlowMatchEulerDiscreteScheduler",
@@ -42,14 +35,6 @@ SCHEDULER = {
     "base_image_seq_len": 256,
     "max_image_seq_len": 4096,
     "time_shift_type": "exponential",
-}
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "dtype": "float32",
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
 }
 INDEX = {
     "_class_name": "Flux2KleinPipeline",
@@ -70,37 +55,11 @@ def write_random_weights(folder: Path, family: Family, seed: int) -> None:
     text_shapes = {f"model.{name}": shape for name, shape in qwen3.shapes(qwen3.num_hidden_layers).items()}
     stem = "diffusion_pytorch_model"
     transformer_config = {"_class_name": TRANSFORMER_CLASS, **family.transformer}
-    _write_component(folder / "transformer", stem, transformer_config, flux2.shapes(), seed)
+    write_component(folder / "transformer", stem, transformer_config, flux2.shapes(), seed, GAINS)
     autoencoder_config = {"_class_name": "AutoencoderKLFlux2", **family.autoencoder}
-    _write_component(folder / "vae", stem, autoencoder_config, autoencoder.shapes(), seed)
-    _write_component(folder / "text_encoder", "model", {**family.text_encoder, **QWEN3}, text_shapes, seed)
+    write_component(folder / "vae", stem, autoencoder_config, autoencoder.shapes(), seed, GAINS)
+    write_component(folder / "text_encoder", "model", {**family.text_encoder, **QWEN3}, text_shapes, seed, GAINS)
     write_tokenizer(folder / "tokenizer", qwen3.vocab_size)
     write_json(folder / "scheduler" / "scheduler_config.json", SCHEDULER)
     # Last: a folder with this file is complete.
     write_json(folder / "model_index.json", INDEX)
-
-
-def _write_component(folder: Path, stem: str, config: Mapping[str, Any], shapes: Shapes, seed: int) -> None:
-    from safetensors.numpy import save_file
-
-    write_json(folder / "config.json", config)
-    arrays = {name: weight(f"{folder.name}.{name}", shape, seed) for name, shape in shapes.items()}
-    if "bn.running_mean" in arrays:
-        arrays["bn.num_batches_tracked"] = np.array(1, np.int64)
-    save_file(arrays, folder / f"{stem}.safetensors", {"format": "pt"})
-
-
-def weight(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """float32 values of "<component>.<name of the weight>", with the spread that `GAINS` gives it."""
-
-    def drawn(std: float) -> np.ndarray:
-        return (uniform(name, shape, seed) * (std * float(np.sqrt(3.0)))).astype(np.float32)
-
-    if name.endswith("running_var"):
-        return LATENT_VARIANCE + drawn(BIAS)
-    if len(shape) == 1 and name.endswith("weight"):  # a norm
-        return 1 + drawn(BIAS)
-    if name.endswith(("running_mean", "bias")):
-        return drawn(BIAS)
-    gain = next(value for pattern, value in GAINS if re.search(pattern, name))
-    return drawn(gain / float(np.sqrt(np.prod(shape[1:]))))

@@ -1,87 +1,15 @@
-"""Draw an image: starting noise from a seed, FLUX.2's noise levels, Euler steps along them, guidance.
-
-B batch, T text rows, J text features, L image tokens, C latent channels, h and w latent height and width.
-"""
+"""FLUX.2's noise levels."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 
-import mlx.core as mx
 import numpy as np
-
-from stages.models.flux2.transformer import Flux2, inputs, tokens
-
-Predict = Callable[..., mx.array]  # (keyword arguments of Flux2.enter) -> velocity, (batch, image tokens, channels)
-Velocity = Callable[[mx.array, float], mx.array]  # (x, sigma) -> dx/dsigma, of x's shape
 
 # (slope, offset) of mu as a line over the number of image tokens, for 10 and for 200 steps: constants of FLUX.2.
 AT_10_STEPS = (8.73809524e-05, 1.89833333)
 AT_200_STEPS = (0.00016927, 0.45666666)
-PIXELS = 16  # per image token and latent position, along one side
-TOGETHER = 1024  # up to so many image tokens, both passes of guidance run as one batch: faster, and small enough for memory
 LONG = 4300  # above so many image tokens, mu is the value for 200 steps, whatever the number of steps
-
-
-def draw(
-    model: Flux2,
-    text_1TJ: mx.array,
-    height: int,
-    width: int,
-    *,
-    seed: int,
-    steps: int,
-    guidance: float,
-    negative_1TJ: mx.array | None = None,
-    predict: Predict | None = None,
-    references: Sequence[mx.array] = (),
-) -> Iterator[mx.array]:
-    """Yield the latent (1, C, h, w), float32, after every step; the last is the image's. See `Architecture.draw`."""
-    for name, pixels in (("width", width), ("height", height)):
-        if pixels < PIXELS or pixels % PIXELS:
-            raise ValueError(f"{name} must be a multiple of {PIXELS} pixels, got {pixels}")
-    size = (height // PIXELS, width // PIXELS)
-    velocity = velocity_function(model, size, text_1TJ, negative_1TJ, guidance, predict, references)
-    x_1Chw = noise(seed, (1, model.config.in_channels, *size))
-    yield from euler(velocity, x_1Chw, sigmas(size[0] * size[1], steps))
-
-
-def velocity_function(
-    model: Flux2,
-    size: tuple[int, int],
-    text_1TJ: mx.array,
-    negative_1TJ: mx.array | None,
-    guidance: float,
-    predict: Predict | None = None,
-    references: Sequence[mx.array] = (),
-) -> Velocity:
-    """velocity(x_1Chw, sigma) of one prompt. With `negative_1TJ` guidance is classifier-free, else an input of the model."""
-    # References count too: they lengthen the sequence of both passes.
-    tokens_in_all = sum(math.prod(each) for each in (size, *(latent.shape[2:] for latent in references)))
-    run = predict or model
-
-    def one_pass(text_BTJ: mx.array, x_1Chw: mx.array, sigma: float) -> mx.array:
-        B = text_BTJ.shape[0]
-        x_BLC = mx.repeat(tokens(x_1Chw), B, axis=0)
-        beside = [mx.repeat(latent_1Chw, B, axis=0) for latent_1Chw in references]
-        v_BLC = run(**inputs(x_BLC, size, text_BTJ, mx.array([sigma] * B), guidance, beside))
-        v_BChw = v_BLC.swapaxes(1, 2).reshape(B, *x_1Chw.shape[1:]).astype(mx.float32)
-        mx.eval(v_BChw)  # one pass in memory at a time
-        return v_BChw
-
-    def velocity(x_1Chw: mx.array, sigma: float) -> mx.array:
-        if negative_1TJ is None:
-            return one_pass(text_1TJ, x_1Chw, sigma)
-        if tokens_in_all <= TOGETHER:
-            v_BChw = one_pass(mx.concatenate([text_1TJ, negative_1TJ]), x_1Chw, sigma)
-            with_prompt, without = v_BChw[:1], v_BChw[1:]
-        else:
-            with_prompt, without = (one_pass(text, x_1Chw, sigma) for text in (text_1TJ, negative_1TJ))
-        return without + guidance * (with_prompt - without)
-
-    return velocity
 
 
 def sigmas(tokens: int, steps: int) -> list[float]:
@@ -92,18 +20,3 @@ def sigmas(tokens: int, steps: int) -> list[float]:
     at_10, at_200 = (slope * tokens + offset for slope, offset in (AT_10_STEPS, AT_200_STEPS))
     shift = math.exp(at_200 if tokens > LONG else at_200 + (at_200 - at_10) / 190 * (steps - 200))
     return [shift / (shift + 1 / sigma - 1) for sigma in np.linspace(1, 1 / steps, steps).tolist()] + [0.0]
-
-
-def noise(seed: int, shape: Sequence[int]) -> mx.array:
-    """Standard normal, float32; equal for one seed on every machine."""
-    generator = np.random.Generator(np.random.Philox(seed))
-    return mx.array(generator.standard_normal(tuple(shape), np.float32))
-
-
-def euler(velocity: Velocity, x: mx.array, levels: Sequence[float]) -> Iterator[mx.array]:
-    """Yield x, float32 and evaluated, after each Euler step along `levels`. `velocity` is dx / dsigma."""
-    x = x.astype(mx.float32)
-    for sigma, following in pairwise(levels):
-        x = x + (following - sigma) * velocity(x, sigma).astype(mx.float32)
-        mx.eval(x)
-        yield x

@@ -8,7 +8,6 @@ H heads, K head width.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +16,10 @@ import mlx.core as mx
 import numpy as np
 
 from stages import kernels
-from stages.models.attention import attention, plain_linear, rms_norm, sigmoid, silu, slow_exp
+from stages.models.attention import plain_linear, rms_norm, silu
 from stages.models.family import Block, Linear
 from stages.models.folders import checked_sizes
+from stages.models.layers import RotaryTables, attend, rotate, silu_times, sinusoid, split_heads, spread, swiglu, tokens
 from stages.own_gradient import OwnGradient
 
 Shapes = dict[str, tuple[int, ...]]
@@ -62,6 +62,14 @@ class Flux2Config:
         if made.eps != EPS:
             raise ValueError(f"the transformer's eps must be {EPS}, got {made.eps}")
         return made
+
+    @property
+    def latent_channels(self) -> int:
+        return self.in_channels
+
+    @property
+    def text_features(self) -> int:
+        return self.joint_attention_dim
 
     @property
     def hidden(self) -> int:
@@ -115,11 +123,6 @@ def text_ids(count: int) -> np.ndarray:
     return ids_T4
 
 
-def tokens(x_BCHW: mx.array) -> mx.array:
-    """(B, C, H, W) -> (B, H W, C), row by row."""
-    return x_BCHW.reshape(*x_BCHW.shape[:2], -1).swapaxes(1, 2)
-
-
 def inputs(
     x_BLC: mx.array,
     size: tuple[int, int],
@@ -162,12 +165,6 @@ def modulation(y_BN: mx.array, hidden: int, rows: int) -> list[mx.array]:
     return spread([1 + part if at % 3 == 1 else part for at, part in enumerate(parts)], rows)
 
 
-def spread(parts: Sequence[mx.array], rows: int) -> list[mx.array]:
-    # Once for all blocks: within a compiled block it would be one more kind of kernel, and each costs a GPU seconds to
-    # compile.
-    return [mx.broadcast_to(part_BD[:, None], (part_BD.shape[0], rows, part_BD.shape[1])) for part_BD in parts]
-
-
 def modulate(x_BSD: mx.array, mods: list[mx.array]) -> mx.array:
     """LayerNorm without weights, times mods[1] (1 + scale), plus mods[0] (shift). Further arrays are ignored."""
     # On a GPU, the modulation of a single sample serves as weights of the norm: one kernel for both. On a CPU, MLX has no
@@ -189,76 +186,6 @@ def _weighted_layer_norm_vjp(primals: Any, dy_BSD: mx.array, _: mx.array) -> tup
     x_BSD, weight_D, bias_D = primals
     back = mx.vjp(lambda x: mx.fast.layer_norm(x, None, None, EPS), [x_BSD], [dy_BSD * weight_D])[1]
     return back[0], mx.zeros_like(weight_D), mx.zeros_like(bias_D)
-
-
-def swiglu(x_BSF: mx.array) -> mx.array:
-    gate, up = mx.split(x_BSF, 2, axis=-1)
-    return silu_times(gate, up)
-
-
-def silu_times(gate: mx.array, up: mx.array) -> mx.array:
-    """silu(gate) * up. On a GPU the gradient computes the sigmoid again, cheaper than storing it; on a CPU it is stored."""
-    return _silu_times_stored(gate, up)[0] if slow_exp(gate) else _silu_times(gate, up)
-
-
-@OwnGradient
-def _silu_times(gate: mx.array, up: mx.array) -> mx.array:
-    return silu(gate) * up
-
-
-@_silu_times.vjp
-def _silu_times_vjp(primals: Any, dy: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
-    # The dependencies on dy, and of one gradient on the other, keep the compiler from reusing the sigmoid of the forward
-    # pass, which it would have to keep until here.
-    gate, up = mx.depends(list(primals), [dy])
-    share = mx.sigmoid(gate)
-    dgate = dy * up * (share + gate * share * (1 - share))
-    again = mx.depends([gate], [dgate])[0]
-    return dgate, silu(again) * dy
-
-
-@OwnGradient
-def _silu_times_stored(gate: mx.array, up: mx.array) -> tuple[mx.array, mx.array]:
-    share = sigmoid(gate)
-    return gate * share * up, share
-
-
-@_silu_times_stored.vjp
-def _silu_times_stored_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
-    (gate, up), (dy, _), share = primals, cotangents, outputs[1]
-    dup = dy * (gate * share)
-    return dy * share * up + dup * up * (1 - share), dup
-
-
-@OwnGradient
-def rotate(x_BSHK: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-    """Rotary positions, in float32. Cosines and sines are (S, 1, K), with one angle for both features of a pair."""
-    # A positive angle rotates the first feature of a pair towards the second.
-    return _rotate_pairs(x_BSHK, cos, sin, [[0, 1], [-1, 0]])
-
-
-@rotate.vjp
-def _rotate_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    # Both features of a pair have one sine, so that the gradient is the same product with the inverse quarter turn.
-    _, cos, sin = primals
-    return _rotate_pairs(dy_BSHK, cos, sin, [[0, -1], [1, 0]]), mx.zeros_like(cos), mx.zeros_like(sin)
-
-
-def _rotate_pairs(x_BSHK: mx.array, cos: mx.array, sin: mx.array, quarter: list[list[int]]) -> mx.array:
-    # A turn by 90 degrees as a product with zeros and ones: exact, and much faster than splitting and joining the pairs.
-    quarter_KK = mx.array(np.kron(np.eye(x_BSHK.shape[-1] // 2), quarter), x_BSHK.dtype)
-    return (x_BSHK * cos + kernels.product(x_BSHK, quarter_KK) * sin).astype(x_BSHK.dtype)
-
-
-def split_heads(x_BSD: mx.array, width: int) -> mx.array:
-    return x_BSD.reshape(*x_BSD.shape[:2], -1, width)
-
-
-def attend(q_BSHK: mx.array, k_BSHK: mx.array, v_BSHK: mx.array) -> mx.array:
-    """Every row to every row, (B, S, H, K) -> (B, S, H K)."""
-    q_BHSK, k_BHSK, v_BHSK = (x.swapaxes(1, 2) for x in (q_BSHK, k_BSHK, v_BSHK))
-    y_BHSK = attention(q_BHSK, k_BHSK, v_BHSK, q_BSHK.shape[-1] ** -0.5)
-    return y_BHSK.swapaxes(1, 2).flatten(2)
 
 
 Shared = dict[str, Any]  # what all blocks receive: modulations and rotary tables, lists of arrays
@@ -308,9 +235,6 @@ def single_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linea
     return linear(name, weights[f"{name}.weight"], y_BSF) * gate_BSD + h_BSD
 
 
-TABLES_KEPT = 32  # rotary tables in memory: one per image shape, 2.4 MB at 1024 px
-
-
 class Flux2:
     """Predicts the velocity, noise minus clean latent. See `family.Transformer`."""
 
@@ -328,7 +252,7 @@ class Flux2:
                 block.weights[rest] = weights[name]
             else:
                 self.top[name] = weights[name]
-        self._tables: dict[bytes, list[mx.array]] = {}
+        self._rope = RotaryTables(config.axes_dims_rope, config.rope_theta)
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -392,28 +316,9 @@ class Flux2:
         return self.leave(h_BSD, shared)
 
     def _embed(self, kind: str, value_B: mx.array) -> mx.array:
-        # Exponents are rounded to float32 as in Black Forest Labs' code: the last bit of a frequency changes the angle a
-        # thousandfold. The sinusoid is float32, as bfloat16 would round 937 to 936.
-        half = self.config.timestep_guidance_channels // 2
-        exponents = np.float32(-math.log(10000)) * np.arange(half, dtype=np.float32) / np.float32(half)
-        freqs = mx.array(np.exp(exponents.astype(np.float64)), mx.float32)
-        angles = 1000 * value_B.astype(mx.float32)[:, None] * freqs
-        x = mx.concatenate([mx.cos(angles), mx.sin(angles)], axis=-1).astype(self.dtype)
+        x = sinusoid(1000 * value_B.astype(mx.float32), self.config.timestep_guidance_channels).astype(self.dtype)
         first, second = (f"time_guidance_embed.{kind}_embedder.linear_{i}" for i in (1, 2))
         return self._linear(second, silu(self._linear(first, x)))
 
     def _linear(self, name: str, x: mx.array) -> mx.array:
         return kernels.linear(x, self.top[f"{name}.weight"])
-
-    def _rope(self, ids_S4: np.ndarray) -> list[mx.array]:
-        """[cosines, sines], float32 (S, 1, K), equal for features 2n and 2n + 1. Angles are computed in float64."""
-        key = np.asarray(ids_S4, np.int64).tobytes()
-        if key not in self._tables:
-            axes = self.config.axes_dims_rope
-            freqs = [self.config.rope_theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim) for dim in axes]
-            angles_SP = np.concatenate([ids_S4[:, i, None] * f for i, f in enumerate(freqs)], axis=-1)
-            pair = (turn(angles_SP).repeat(2, axis=-1)[:, None] for turn in (np.cos, np.sin))
-            self._tables[key] = [mx.array(each, mx.float32) for each in pair]
-            if len(self._tables) > TABLES_KEPT:
-                self._tables.pop(next(iter(self._tables)))
-        return self._tables[key]

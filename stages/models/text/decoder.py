@@ -54,7 +54,7 @@ class DecoderConfig:
         if kind != "default":
             odd.append(f"rope_type = {kind!r}")
         if odd:
-            raise ValueError(f"the text encoder's config has {', '.join(odd)}, which FLUX.2's {cls.title} does not have")
+            raise ValueError(f"the text encoder's config has {', '.join(odd)}, which this family's {cls.title} does not have")
         if made.num_attention_heads % made.num_key_value_heads or made.head_dim % 2:
             raise ValueError(
                 "the text encoder's config must have an even head_dim, and as num_attention_heads a multiple of "
@@ -241,7 +241,7 @@ def from_gguf(arrays: Mapping[str, mx.array], head_dim: int, interleaved: bool, 
         layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", key)
         inside = INSIDE.get(layer[2]) if layer else OUTSIDE.get(key.removesuffix(".weight"))
         if inside is None:
-            raise ValueError(f"{path} holds {key}, which FLUX.2's text encoder does not have")
+            raise ValueError(f"{path} holds {key}, which the text encoder does not have")
         if interleaved and inside in INTERLEAVED:
             # Transformers has the even rows of each head first, then the odd ones.
             heads = value.shape[0] // head_dim

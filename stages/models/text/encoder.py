@@ -1,6 +1,7 @@
-"""Text embeddings as FLUX.2's transformer reads them: hidden states of a decoder, padding included, as in its training.
+"""Text embeddings as a family's transformer reads them: hidden states of a decoder, with padding if it was trained with padding.
 
-T text rows (the family's text_tokens), J features: the hidden size times the number of hidden states taken.
+T text rows (the family's text_tokens; without padding, those of the text), J features: the hidden size times the number of hidden
+states taken.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ from stages.models.text.tokenisation import PromptTokenizer, TokenizedPrompt
 from stages.models.weights import evaluate_each, open_component, read_shapes
 
 PRECISIONS = {"bfloat16": mx.bfloat16, "float32": mx.float32}
-DECODERS: Mapping[str, type[DecoderConfig]] = {"qwen3": Qwen3Config, "mistral3": Mistral3Config}  # by the family's text_kind
+DECODERS: Mapping[str, type[DecoderConfig]] = {  # by the family's text_kind
+    "qwen3": Qwen3Config,
+    "qwen3_thinking": Qwen3Config,
+    "mistral3": Mistral3Config,
+}
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,18 @@ def text_encoder_sizes(path: Path | None, family: Family) -> DecoderConfig:
     """From the config.json at `path`, else from `family`. Raises ValueError if it is not that of a supported text encoder."""
     config = component_config(path, family.text_encoder) if path else family.text_encoder
     return DECODERS[family.text_kind].from_dict(config)
+
+
+def is_text_encoder(shapes: Mapping[str, tuple[int, ...]], family: Family) -> bool:
+    """Whether weights of these names and shapes are the family's text encoder, in transformers' names or GGUF's."""
+
+    def rows_of(*endings: str) -> int:
+        dotted = tuple(f".{ending}" for ending in endings)
+        return next((s[0] for name, s in shapes.items() if s and "vision" not in name and f".{name}".endswith(dotted)), 0)
+
+    table = rows_of("embed_tokens.weight", "token_embd.weight")
+    norm = rows_of("layers.0.input_layernorm.weight", "blk.0.attn_norm.weight")
+    return (table, norm) == (family.text_encoder["vocab_size"], family.text_encoder["hidden_size"])
 
 
 def as_words(values_TJ: mx.array) -> np.ndarray:

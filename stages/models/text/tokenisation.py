@@ -43,6 +43,8 @@ class Chat:
 
 CHATS: Mapping[str, Chat] = {  # by the family's text_kind
     "qwen3": Chat({"add_generation_prompt": True, "enable_thinking": False}, pad="<|endoftext|>"),
+    # Z-Image: thinking is on, so that no empty thought follows.
+    "qwen3_thinking": Chat({"add_generation_prompt": True, "enable_thinking": True}, pad="<|endoftext|>"),
     "mistral3": Chat({"add_generation_prompt": False}, SYSTEM_MESSAGE, removed="[IMG]", pad="<pad>"),
 }
 
@@ -112,14 +114,14 @@ def within(seconds: float, function: Callable[[], Result], what: str) -> Result:
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    ids: np.ndarray  # int32, of fixed length, padded at the end or at the start
+    ids: np.ndarray  # int32, padded as the family says
     real: int  # ids without padding
     dropped: int  # tokens cut off from a prompt that is too long
     first: int = 0  # index of the first id that is not padding
 
 
 class PromptTokenizer:
-    """Prompts as the user's turn of a chat, each with `family.text_tokens` ids."""
+    """Prompts as the user's turn of a chat, each with `family.text_tokens` ids, or at most so many without padding."""
 
     def __init__(self, folder: Path, family: Family) -> None:
         """Raises ValueError if the family's text encoder is not supported, or the folder lacks a file or a setting."""
@@ -151,8 +153,9 @@ class PromptTokenizer:
         tokenize = functools.partial(self.tokenizer, truncation=False, add_special_tokens=not complete, verbose=False)
         ids = within(TEMPLATE_SECONDS, lambda: tokenize(formed)["input_ids"], "the tokenizer")
         kept = ids[: self.length]
-        first = self.length - len(kept) if self.padding == "start" else 0
-        ids_T = np.full(self.length, self.tokenizer.pad_token_id, np.int32)
+        length = len(kept) if self.padding == "none" else self.length
+        first = length - len(kept) if self.padding == "start" else 0
+        ids_T = np.full(length, self.tokenizer.pad_token_id, np.int32)
         ids_T[first : first + len(kept)] = kept
         return TokenizedPrompt(ids_T, len(kept), len(ids) - len(kept), first)
 

@@ -44,20 +44,30 @@ class TrainingSampler:
     strata: int = 1  # steps in a row that cover the noise levels evenly
     classes_every: int = 0  # class captions are used in every n-th step; 0: never
     reference_dropout: float = 0.0  # share of batches that are trained without their references
+    text_rows: Callable[[int], int] = int  # of `Architecture`
 
     def step(self, step: int) -> list[list[Sample]]:
         """The samples of a step: one list per batch, or one per shape if a batch mixes shapes."""
         batches: list[list[Sample]] = []
         number = 0
         for at, batch in enumerate(self.order.step(step)):
-            batches.append([])
+            drawn: dict[Hashable, list[Sample]] = {}  # by the rows of their texts
             # Drawn for all samples together, since they share one shape, references included.
             alone = draws.uniform(self.seed, "references", step, at) < self.reference_dropout
             for row in batch.rows:
                 crop = self.data.crops[row]
-                batches[-1].append(self._sample(step, number, batch.epoch, replace(crop, references=()) if alone else crop))
+                sample = self._sample(step, number, batch.epoch, replace(crop, references=()) if alone else crop)
+                drawn.setdefault(self._rows(sample), []).append(sample)
                 number += 1
-        return batches
+            batches += drawn.values()
+        # A batch that was divided by its texts has another order.
+        places = iter(range(number))
+        return [[replace(sample, number=next(places)) for sample in samples] for samples in batches]
+
+    def _rows(self, sample: Sample) -> Hashable:
+        # The reader puts the caption where a class caption is missing.
+        read = sample.caption_id, sample.class_id or sample.caption_id
+        return tuple(self.text_rows(self.data.text_rows[each]) for each in read)
 
     def _sample(self, step: int, number: int, epoch: int, crop: Crop) -> Sample:
         dropped = draws.uniform(self.seed, "dropout", step, number) < self.caption_dropout
@@ -75,7 +85,7 @@ class TrainingSampler:
         return draws.normal(shape, self.seed, "noise", step, sample.number)
 
 
-def build_sampler(config: TrainConfig, data: Dataset) -> TrainingSampler:
+def build_sampler(config: TrainConfig, data: Dataset, text_rows: Callable[[int], int] = int) -> TrainingSampler:
     n = config.noise
     scale = {} if n.scale is None else {"scale": n.scale}
     return TrainingSampler(
@@ -87,6 +97,7 @@ def build_sampler(config: TrainConfig, data: Dataset) -> TrainingSampler:
         n.strata,
         config.preservation.every if config.preservation else 0,
         config.data.reference_dropout,
+        text_rows,
     )
 
 
@@ -97,9 +108,11 @@ class MicroBatch:
     samples: list[Sample]
     x0_BCHW: np.ndarray  # noqa: N815  (clean latents, bfloat16 as uint16)
     noise_BCHW: np.ndarray  # noqa: N815  (float32)
-    ctx_BTJ: np.ndarray  # noqa: N815  (text embeddings, bfloat16 as uint16)
+    ctx_BTJ: np.ndarray  # noqa: N815  (text embeddings, bfloat16 as uint16, levelled to the longest)
+    tokens_B: np.ndarray | None = None  # noqa: N815  (rows of each text embedding; None: all are equally long)
     mask_BL: np.ndarray | None = None  # noqa: N815  (float32 weight of each token; None: no sample has a mask)
     class_BTJ: np.ndarray | None = None  # noqa: N815  (embeddings of class captions; None: no sample has one)
+    class_tokens_B: np.ndarray | None = None  # noqa: N815  (as tokens_B)
     class_B: np.ndarray | None = None  # noqa: N815  (1.0: the sample has a class caption; else 0.0)
     references: tuple[np.ndarray, ...] = ()  # clean latents of each reference, as x0_BCHW at a size of its own
 
@@ -131,15 +144,24 @@ class BatchReader:
         latents, embeddings = self.latents, self.embeddings
         x0_BCHW = np.stack([latents.read(s.crop.latent_id) for s in samples])
         noise_BCHW = np.stack([self.noise(step, s, x0_BCHW.shape[1:]) for s in samples])
-        ctx_BTJ = np.stack([embeddings.read(s.caption_id) for s in samples])
-        batch = MicroBatch(samples, x0_BCHW, noise_BCHW, ctx_BTJ, token_weights(samples, self.mask_floor))
+        texts = levelled([embeddings.read(s.caption_id) for s in samples])
+        batch = MicroBatch(samples, x0_BCHW, noise_BCHW, *texts, token_weights(samples, self.mask_floor))
         shown = zip(*(s.crop.references for s in samples), strict=True)  # by place among the references, that of each sample
         batch.references = tuple(np.stack([latents.read(each.latent_id) for each in of_samples]) for of_samples in shown)
         if any(s.class_id for s in samples):
             # A sample without a class caption has its own caption here, and weight 0.
-            batch.class_BTJ = np.stack([embeddings.read(s.class_id or s.caption_id) for s in samples])
+            texts = levelled([embeddings.read(s.class_id or s.caption_id) for s in samples])
+            batch.class_BTJ, batch.class_tokens_B = texts
             batch.class_B = np.array([bool(s.class_id) for s in samples], np.float32)
         return batch
+
+
+def levelled(texts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray | None]:
+    """Embeddings (T, J) as one array, the shorter ones filled up with zeros, and the rows of each; None if all are equal."""
+    rows = [len(text) for text in texts]
+    if len(set(rows)) == 1:
+        return np.stack(texts), None
+    return np.stack([np.pad(text, [(0, max(rows) - len(text)), (0, 0)]) for text in texts]), np.array(rows, np.int32)
 
 
 def token_weights(samples: Sequence[Sample], floor: float) -> np.ndarray | None:
@@ -154,11 +176,11 @@ def token_weights(samples: Sequence[Sample], floor: float) -> np.ndarray | None:
 class HeldOutImages:
     """Every held-out crop at every level of [train.validation] sigmas, with its first caption and the same noise each time."""
 
-    def __init__(
-        self, run: Run[Any], crops: Sequence[Crop], config: ValidationConfig, batch_size: int, mask_floor: float = 0.0
-    ) -> None:
-        self.run, self.crops, self.config, self.mask_floor = run, crops, config, mask_floor
-        self.batches = level_batches([crop.shape for crop in crops], config.sigmas, batch_size)
+    def __init__(self, run: Run[Any], data: Dataset, config: ValidationConfig, batch_size: int, mask_floor: float = 0.0) -> None:
+        self.run, self.crops, self.config, self.mask_floor = run, data.held, config, mask_floor
+        text_rows = run.needs["family"].architecture.text_rows
+        shapes = [(crop.shape, text_rows(data.text_rows[crop.captions[0]])) for crop in data.held]
+        self.batches = level_batches(shapes, config.sigmas, batch_size)
 
     @property
     def count(self) -> int:
@@ -181,7 +203,7 @@ class HeldOutImages:
 
 
 def level_batches(shapes: Sequence[Hashable], sigmas: Sequence[float], batch_size: int) -> list[list[tuple[int, float]]]:
-    """Batches of at most `batch_size` pairs (crop index, sigma); all crops of a batch have one shape."""
+    """Batches of at most `batch_size` pairs (crop index, sigma); all crops of a batch have one of `shapes`."""
     by_shape: dict[Hashable, list[tuple[int, float]]] = {}
     for row, shape in enumerate(shapes):
         by_shape.setdefault(shape, []).extend((row, sigma) for sigma in sigmas)

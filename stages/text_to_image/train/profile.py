@@ -69,8 +69,8 @@ def random_batch(family: Family, batch: BatchShape) -> MicroBatch:
     shown = tuple(Reference("", grid) for grid in batch.references)
     crop = Crop("", "", batch.width, batch.height, batch.grid, ("",), references=shown)
     samples = [Sample(n, 0, crop, "", False, 0.5) for n in range(batch.samples)]
-    latent = (sizes.in_channels, *batch.grid)
+    latent = (sizes.latent_channels, *batch.grid)
     noise_BCHW = draw.standard_normal((batch.samples, *latent), dtype=np.float32)
-    found = MicroBatch(samples, words(*latent), noise_BCHW, words(batch.text_rows, sizes.joint_attention_dim))
-    found.references = tuple(words(sizes.in_channels, *grid) for grid in batch.references)
+    found = MicroBatch(samples, words(*latent), noise_BCHW, words(batch.text_rows, sizes.text_features))
+    found.references = tuple(words(sizes.latent_channels, *grid) for grid in batch.references)
     return found

@@ -24,7 +24,7 @@ BELONG = "autoencoder, text encoder and transformer must be those of one model"
 
 
 def check_latents(latents: Iterable[np.ndarray]) -> Iterator[str]:
-    """A warning if the latents do not have FLUX.2's mean 0 and standard deviation 1. bfloat16 as uint16."""
+    """A warning if the latents do not have about the mean 0 and the standard deviation 1. bfloat16 as uint16."""
     values = np.concatenate([widen(words).ravel() for words in latents])
     mean, deviation = float(values.mean()), float(values.std())
     if abs(mean) > MOST_MEAN or not DEVIATIONS[0] <= deviation <= DEVIATIONS[1]:

@@ -52,10 +52,10 @@ class FlowMatching:
 
     def terms(self, model: Transformer, batch: MicroBatch) -> Iterator[Term]:
         x_BLC, target_BLC = self.mix(batch)
-        yield Term(self.inputs(batch, x_BLC, batch.ctx_BTJ), velocity_loss(batch, target_BLC, self.loss))
+        yield Term(self.inputs(batch, x_BLC, batch.ctx_BTJ, batch.tokens_B), velocity_loss(batch, target_BLC, self.loss))
         if batch.class_BTJ is None or batch.class_B is None or self.preservation is None:
             return
-        inputs = self.inputs(batch, x_BLC, batch.class_BTJ)
+        inputs = self.inputs(batch, x_BLC, batch.class_BTJ, batch.class_tokens_B)
         weight_B = self.preservation.weight * mx.array(batch.class_B)
         # How far the adapter moves the prediction: the target is the prediction of the base without it.
         preserved = functools.partial(diffusion.mse, target_BLC=predict_base(model, inputs), weight_B=weight_B)
@@ -65,7 +65,7 @@ class FlowMatching:
         """Mean squared error, weighted by a mask if there is one."""
         x_BLC, target_BLC = self.mix(batch)
         # Whatever [train.loss] says, so that runs with different settings can be compared.
-        return Term(self.inputs(batch, x_BLC, batch.ctx_BTJ), velocity_loss(batch, target_BLC, LossConfig()))
+        return Term(self.inputs(batch, x_BLC, batch.ctx_BTJ, batch.tokens_B), velocity_loss(batch, target_BLC, LossConfig()))
 
     def mix(self, batch: MicroBatch) -> tuple[mx.array, mx.array]:
         """(noisy latents, velocity noise - clean), float32 (B, L, C)."""
@@ -75,12 +75,15 @@ class FlowMatching:
         sigma_B11 = sigmas(batch)[:, None, None]
         return (1 - sigma_B11) * x0_BLC + sigma_B11 * noise_BLC, noise_BLC - x0_BLC
 
-    def inputs(self, batch: MicroBatch, x_BLC: mx.array, words_BTJ: np.ndarray) -> dict[str, Any]:
+    def inputs(
+        self, batch: MicroBatch, x_BLC: mx.array, words_BTJ: np.ndarray, tokens_B: np.ndarray | None = None
+    ) -> dict[str, Any]:
         """Keyword arguments of the model for one prediction. `words_BTJ`: bfloat16 as uint16."""
         height, width = batch.x0_BCHW.shape[2:]
         text_BTJ = mx.array(words_BTJ).view(mx.bfloat16)
         beside = [mx.array(words_BCHW).view(mx.bfloat16) for words_BCHW in batch.references]
-        return self.architecture.inputs(x_BLC, (height, width), text_BTJ, sigmas(batch), GUIDANCE, beside)
+        unequal = {} if tokens_B is None else {"tokens_B": mx.array(tokens_B)}
+        return self.architecture.inputs(x_BLC, (height, width), text_BTJ, sigmas(batch), GUIDANCE, beside, **unequal)
 
 
 def sigmas(batch: MicroBatch) -> mx.array:
@@ -109,12 +112,12 @@ class ImageTask:
         self.run, self.config = run, config
         self.family = run.needs["family"]
         self.data = run.once(load_dataset)
-        self.sampler = build_sampler(config, self.data)
+        self.sampler = build_sampler(config, self.data, self.family.architecture.text_rows)
         self.mask_floor = config.mask.floor if config.mask else 0.0
         self.held_out: HeldOutImages | None = None
         if config.validation:
             at_once = config.measured_at_once
-            self.held_out = HeldOutImages(run, self.data.held, config.validation, at_once, self.mask_floor)
+            self.held_out = HeldOutImages(run, self.data, config.validation, at_once, self.mask_floor)
 
     @property
     def objective(self) -> FlowMatching:

@@ -15,10 +15,10 @@ from PIL import Image
 
 from pipeline.commands.text_to_image.export import write_adapter
 from schemas.text_to_image import TRAIN
+from stages.models import sampling
 from stages.models.adapters import B
-from stages.models.flux2 import sampling
-from stages.models.flux2.autoencoder import AutoencoderConfig
-from stages.models.flux2.load import load_autoencoder, load_flux2
+from stages.models.flux2.autoencoder import AutoencoderConfig, load_autoencoder
+from stages.models.flux2.load import load_flux2
 from stages.models.flux2.transformer import Flux2Config
 from stages.models.folders import read_config
 from stages.models.text.decoder import Qwen3Config

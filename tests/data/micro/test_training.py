@@ -17,7 +17,8 @@ from data.research.micro import autoencoder, base, draw, optimizer, tokenizer, t
 from data.research.micro import model as parts
 from stages.models import random_model
 from stages.models.flux2 import sampling
-from stages.models.flux2.load import load_autoencoder, load_flux2
+from stages.models.flux2.autoencoder import load_autoencoder
+from stages.models.flux2.load import load_flux2
 from stages.models.flux2.transformer import image_ids, text_ids
 from stages.models.text.encoder import TextEncoder, widen
 from stages.text_to_image.families import family

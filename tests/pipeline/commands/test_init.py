@@ -41,7 +41,9 @@ def test_a_new_project_has_its_familys_own_settings_and_the_usual_ones_for_the_r
     new_project(tmp_path / "new", {"images": str(images), "family": name})
     sections = Project(tmp_path / "new").config.sections
     for section, settings in family(name).begin.items():
-        assert {key: getattr(sections[section], key) for key in settings} == settings
+        first, *inner = section.split(".")
+        holder = getattr(sections[first], inner[0]) if inner else sections[first]
+        assert {key: getattr(holder, key) for key in settings} == settings
     own = family(name).begin.get("train", {})
     assert sections["train"].steps == own.get("steps", 1500)
     assert sections["samples"].checkpoints == "all"

@@ -5,7 +5,7 @@ import pytest
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.models import attention
 from stages.models.attention import exp, sigmoid, silu, softmax
-from stages.models.flux2.transformer import silu_times
+from stages.models.layers import silu_times
 
 X = np.concatenate([np.linspace(-30, 30, 501), [-1e30, -120, -89, -1e-30, 0, 1e-30, 120, 1e30]])
 
@@ -14,7 +14,7 @@ X = np.concatenate([np.linspace(-30, 30, 501), [-1e30, -120, -89, -1e-30, 0, 1e-
 def form(request, monkeypatch):
     """Each test runs with MLX's own functions and with powers."""
     monkeypatch.setattr(attention, "slow_exp", lambda x: request.param)
-    monkeypatch.setattr("stages.models.flux2.transformer.slow_exp", lambda x: request.param)
+    monkeypatch.setattr("stages.models.layers.slow_exp", lambda x: request.param)
 
 
 def reference(x: np.ndarray) -> dict[str, np.ndarray]:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from stages.memory import Outlook
+from stages.models.autoencoder import arrange
 from stages.models.family import Family
-from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig, arrange
+from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig
 from stages.models.flux2.random_weights import weight
 from stages.text_to_image import PIPELINE
 from stages.text_to_image.families import family, transformer_sizes

@@ -13,12 +13,11 @@ from diffusers.loaders.single_file_utils import convert_flux2_transformer_checkp
 from safetensors.numpy import save_file
 
 from stages import kernels
-from stages.models import weights
-from stages.models.flux2 import autoencoder
+from stages.models import autoencoder, weights
+from stages.models.autoencoder import arrange, query_rows
 from stages.models.flux2 import load as convert
-from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig, arrange, query_rows
-from stages.models.flux2.autoencoder_memory import autoencoder_memory
-from stages.models.flux2.load import load_autoencoder, load_flux2
+from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig, load_autoencoder, memory, patchify, unpatchify
+from stages.models.flux2.load import load_flux2
 from stages.models.flux2.random_weights import weight
 from stages.text_to_image.families import AUTOENCODER, FAMILIES, TINY_AUTOENCODER, family
 from tests import checkpoints
@@ -108,9 +107,7 @@ def test_the_small_decoder_is_recognised_by_the_shapes_of_its_single_file(tmp_pa
     assert model.config.decoder_channels == (16, 24, 32, 48)
     latents = np.random.default_rng(0).standard_normal((1, 128, 2, 3)).astype(np.float32)
     np.testing.assert_allclose(np.array(model.decode(mx.array(latents))), decoded(made, latents), atol=1e-4)
-    assert autoencoder_memory(tmp_path / "ae.safetensors", sized, 64, 64, 4, False) != autoencoder_memory(
-        None, sized, 64, 64, 4, False
-    )
+    assert memory(tmp_path / "ae.safetensors", sized, 64, 64, 4, False) != memory(None, sized, 64, 64, 4, False)
 
 
 def test_attention_in_passes_gives_the_same_latents(released, tmp_path, monkeypatch):
@@ -163,7 +160,7 @@ def test_a_config_of_something_else_is_refused():
 
 def test_folding_patches_into_channels_is_reversible():
     z_BHWL = mx.array(images(2, 4, 6, 32))
-    assert mx.array_equal(autoencoder.unpatchify(autoencoder.patchify(z_BHWL)), z_BHWL)
+    assert mx.array_equal(unpatchify(patchify(z_BHWL)), z_BHWL)
 
 
 @pytest.mark.parametrize("guidance", [False, True])
@@ -211,7 +208,7 @@ def makers_transformer(guidance):
 
 
 def test_every_family_names_an_autoencoder_that_divides_by_16():
-    assert {AutoencoderConfig.from_dict(record.autoencoder).scale for record in FAMILIES.values()} == {16}
+    assert {autoencoder.AutoencoderConfig.from_dict(record.autoencoder).scale for record in FAMILIES.values()} == {16}
 
 
 @pytest.fixture(scope="module")

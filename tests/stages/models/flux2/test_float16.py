@@ -13,7 +13,8 @@ import pytest
 from mlx.utils import tree_flatten
 from safetensors.numpy import load_file, save_file
 
-from stages.models.flux2 import load
+from stages.models.flux2.autoencoder import load_autoencoder
+from stages.models.flux2.load import load_flux2
 from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_ids
 from stages.models.folders import read_config
 from stages.models.text.encoder import TextEncoder
@@ -79,7 +80,7 @@ def velocity(model: Flux2) -> np.ndarray:
 
 @pytest.mark.parametrize("precision", DTYPES)
 def test_a_transformer_in_float16_and_in_shards_computes_what_its_numbers_in_float32_do(half, rounded, precision):
-    one, other = (load.load_flux2(folder / "transformer", TINY, DTYPES[precision]) for folder in (half, rounded))
+    one, other = (load_flux2(folder / "transformer", TINY, DTYPES[precision]) for folder in (half, rounded))
     assert {value.dtype for value in held(one).values()} == {DTYPES[precision]}
     found = velocity(one)
     assert found.std() > 0.1
@@ -89,7 +90,7 @@ def test_a_transformer_in_float16_and_in_shards_computes_what_its_numbers_in_flo
 @pytest.mark.parametrize("precision", DTYPES)
 def test_an_autoencoder_in_float16_computes_what_its_numbers_in_float32_do(half, rounded, precision):
     image = mx.random.uniform(-1, 1, (1, 64, 48, 3), key=mx.random.key(0)).astype(DTYPES[precision])
-    one, other = (load.load_autoencoder(folder / "vae", TINY, DTYPES[precision]) for folder in (half, rounded))
+    one, other = (load_autoencoder(folder / "vae", TINY, DTYPES[precision]) for folder in (half, rounded))
     assert one.weights["bn.running_var"].dtype == mx.float32
     latents = [model.encode(image) for model in (one, other)]
     np.testing.assert_array_equal(*(np.array(each.astype(mx.float32)) for each in latents))
@@ -119,7 +120,7 @@ def test_the_plan_counts_the_bytes_that_float16_weights_take_once_they_are_loade
 @pytest.mark.parametrize("bits", [8, 4])
 def test_float16_weights_are_packed_to_the_same_bits_as_their_numbers_in_float32(half, rounded, bits):
     pack = lambda name, weight: pack_if_possible(weight, bits)  # noqa: E731
-    one, other = (load.load_flux2(folder / "transformer", TINY, mx.float32, pack) for folder in (half, rounded))
+    one, other = (load_flux2(folder / "transformer", TINY, mx.float32, pack) for folder in (half, rounded))
     ours, theirs = held(one), held(other)
     packed = [name for name, value in ours.items() if isinstance(value, QuantizedWeight)]
     assert len(packed) > 10

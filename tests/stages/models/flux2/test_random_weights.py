@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from stages.models.flux2 import load, random_weights
-from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig
+from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig, load_autoencoder
 from stages.models.flux2.transformer import image_ids, text_ids
 from stages.models.folders import locate
 from stages.models.text.encoder import TextEncoder, widen
@@ -35,7 +35,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def autoencoder(folder: Path) -> Autoencoder:
-    return load.load_autoencoder(locate(folder, "autoencoder", TINY), TINY, mx.float32)
+    return load_autoencoder(locate(folder, "autoencoder", TINY), TINY, mx.float32)
 
 
 def smooth(count: int) -> mx.array:
@@ -136,7 +136,7 @@ def test_an_autoencoder_as_gguf_without_a_config_is_read_with_the_widths_of_its_
     arrays = {name: random_weights.weight(f"vae.{name}", shape, 0) for name, shape in shapes.items()}
     tensors = [(name, value.shape, 0, value.tobytes()) for name, value in arrays.items()]
     (tmp_path / "ae.gguf").write_bytes(file_of(tensors))
-    read = load.load_autoencoder(tmp_path / "ae.gguf", TINY, mx.float32)
+    read = load_autoencoder(tmp_path / "ae.gguf", TINY, mx.float32)
     assert read.config.decoder_channels == widths["decoder_block_out_channels"]
     assert np.array_equal(
         np.array(read.weights["decoder.conv_in.weight"]).transpose(0, 3, 1, 2), arrays["decoder.conv_in.weight"]

@@ -8,8 +8,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from stages.models.flux2 import sampling
-from stages.models.flux2.transformer import Flux2Config
+from stages.models import sampling
+from stages.models.flux2.sampling import sigmas
+from stages.models.flux2.transformer import Flux2Config, inputs
 from stages.text_to_image.families import family
 
 
@@ -30,17 +31,17 @@ def scheduler(tokens: int, steps: int) -> Any:
 @pytest.mark.parametrize("tokens", [16, 1024, 4096, 4300, 4301, 9216])
 @pytest.mark.parametrize("steps", [1, 4, 28, 50])
 def test_the_noise_levels_are_those_of_diffusers(tokens: int, steps: int) -> None:
-    np.testing.assert_allclose(sampling.sigmas(tokens, steps), scheduler(tokens, steps).sigmas.numpy(), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(sigmas(tokens, steps), scheduler(tokens, steps).sigmas.numpy(), rtol=0, atol=1e-6)
 
 
 def test_the_levels_of_four_steps_are_the_published_ones() -> None:
-    np.testing.assert_allclose(sampling.sigmas(4096, 4), [1, 0.967384, 0.908144, 0.7672, 0], atol=1e-6)
-    np.testing.assert_allclose(sampling.sigmas(1024, 4), [1, 0.958085, 0.883982, 0.717497, 0], atol=1e-6)
+    np.testing.assert_allclose(sigmas(4096, 4), [1, 0.967384, 0.908144, 0.7672, 0], atol=1e-6)
+    np.testing.assert_allclose(sigmas(1024, 4), [1, 0.958085, 0.883982, 0.717497, 0], atol=1e-6)
 
 
 def test_zero_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="steps must be >= 1, got 0"):
-        sampling.sigmas(1024, 0)
+        sigmas(1024, 0)
 
 
 @pytest.mark.parametrize(("height", "width", "message"), [(40, 32, r"height .* got 40"), (32, 0, r"width .* got 0")])
@@ -49,7 +50,7 @@ def test_an_image_is_drawn_in_multiples_of_16_pixels_only(height: int, width: in
     model = tiny.architecture.meta_transformer(Flux2Config.from_dict(tiny.transformer), mx.float32)
     text_1TJ = mx.zeros((1, 3, model.config.joint_attention_dim))
     with pytest.raises(ValueError, match=message):
-        next(sampling.draw(model, text_1TJ, height, width, seed=0, steps=1, guidance=1.0))
+        next(tiny.architecture.draw(model, text_1TJ, height, width, seed=0, steps=1, guidance=1.0))
 
 
 def test_euler_steps_are_those_of_diffusers() -> None:
@@ -60,18 +61,18 @@ def test_euler_steps_are_those_of_diffusers() -> None:
     for t in theirs.timesteps:
         expected = theirs.step(torch.tanh(expected @ torch.tensor(turn)) * t / 1000, t, expected).prev_sample
     velocity = lambda x, sigma: mx.tanh(x @ mx.array(turn)) * sigma  # noqa: E731
-    *_, got = sampling.euler(velocity, sampling.noise(0, (2, 8)), sampling.sigmas(16, 5))
+    *_, got = sampling.euler(velocity, sampling.noise(0, (2, 8)), sigmas(16, 5))
     np.testing.assert_allclose(np.array(got), expected.numpy(), rtol=0, atol=1e-5)
 
 
 def test_the_true_velocity_leads_from_noise_to_the_image() -> None:
     clean, noise = sampling.noise(1, (1, 4, 2, 2)), sampling.noise(2, (1, 4, 2, 2))
-    *_, got = sampling.euler(lambda x, sigma: noise - clean, noise, sampling.sigmas(4, 3))
+    *_, got = sampling.euler(lambda x, sigma: noise - clean, noise, sigmas(4, 3))
     np.testing.assert_allclose(np.array(got), np.array(clean), atol=1e-6)
 
 
 def test_a_bfloat16_velocity_leaves_the_latent_in_float32() -> None:
-    steps = list(sampling.euler(lambda x, sigma: x.astype(mx.bfloat16), sampling.noise(0, (4,)), sampling.sigmas(4, 3)))
+    steps = list(sampling.euler(lambda x, sigma: x.astype(mx.bfloat16), sampling.noise(0, (4,)), sigmas(4, 3)))
     assert [x.dtype for x in steps] == [mx.float32] * 3
 
 
@@ -88,5 +89,5 @@ def test_a_guidance_of_one_is_the_prompt_alone_and_more_extrapolates() -> None:
     for large in (1, 64):  # both passes as one batch, and one after the other
         for guidance, wanted in ((1.0, [1.0, 2.0]), (4.0, [4.0, -1.0])):
             predict = lambda ctx_BTJ, x_BLC, **_: mx.broadcast_to(ctx_BTJ, (len(ctx_BTJ), *x_BLC.shape[1:]))  # noqa: E731
-            velocity = sampling.velocity_function(None, (large, large), *texts, guidance, predict)
+            velocity = sampling.velocity_function(inputs, None, (large, large), *texts, guidance, predict)
             assert velocity(mx.zeros((1, 2, large, large)), 0.5)[0, :, 0, 0].tolist() == wanted

@@ -11,8 +11,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from stages import kernels
+from stages.models import layers
 from stages.models.attention import plain_linear
-from stages.models.flux2 import transformer
 from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_ids
 from stages.text_to_image.families import family
 
@@ -173,7 +173,7 @@ def test_bfloat16_weights_keep_the_whole_stream_in_bfloat16(reference: Any) -> N
         seen.add(h_BSD.dtype)
     assert seen | {model.leave(h_BSD, shared).dtype} == {mx.bfloat16}
     assert {name for name, value in tree_flatten(shared) if value.dtype == mx.float32} == {"rope.0", "rope.1"}
-    assert transformer.rotate(mx.zeros((1, TEXT + 15, 2, 24), mx.bfloat16), *shared["rope"]).dtype == mx.bfloat16
+    assert layers.rotate(mx.zeros((1, TEXT + 15, 2, 24), mx.bfloat16), *shared["rope"]).dtype == mx.bfloat16
     exact, rounded = run(ours(reference), **inputs), run(model, **inputs).astype(mx.float32)
     assert mx.abs(exact - rounded).max() < 0.05 * mx.abs(exact).max()
 
@@ -198,10 +198,10 @@ def test_rotary_tables_are_reused_by_shape_up_to_a_limit(reference: Any) -> None
     model = ours(reference)
     first = model._rope(image_ids(2, 2))
     assert model._rope(image_ids(2, 2)) is first
-    for width in range(3, 3 + transformer.TABLES_KEPT):
+    for width in range(3, 3 + layers.TABLES_KEPT):
         model._rope(image_ids(2, width))
     assert model._rope(image_ids(2, 2)) is not first
-    assert len(model._tables) == transformer.TABLES_KEPT
+    assert len(model._rope.kept) == layers.TABLES_KEPT
 
 
 def test_a_config_without_a_field_is_refused_by_its_name() -> None:

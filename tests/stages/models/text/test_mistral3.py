@@ -122,7 +122,7 @@ def test_a_tensor_in_two_spellings_is_refused(folder: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"sliding_window": 4096}, "sliding_window = 4096, which FLUX.2's Mistral Small 3 does not have"),
+        ({"sliding_window": 4096}, "sliding_window = 4096, which this family's Mistral Small 3 does not have"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"head_dim": 10**9}, "head_dim must be a whole number from 1 to 4096"),
     ],

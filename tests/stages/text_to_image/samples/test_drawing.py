@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from schemas.text_to_image import TRAIN
-from stages.models.flux2 import sampling
+from stages.models import sampling
 from stages.models.flux2.load import load_flux2
 from stages.models.flux2.transformer import Flux2, inputs
 from stages.text_to_image.samples.drawing import Adapters, adapted_forward, read_adapters

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 import mlx.core as mx
 
 from stages import kernels
 from stages.memory import COLUMNS, EXACT, EXTRA, INPUTS, OUTPUTS, WINOGRAD, Memory
-from stages.models.family import Family
-from stages.models.flux2.autoencoder import AutoencoderConfig, query_rows, strip_rows
-from stages.models.flux2.load import autoencoder_config
+from stages.models.autoencoder import AutoencoderConfig, query_rows, strip_rows
 
 
 def autoencoder_memory(
-    path: Path | None, family: Family, height: int, width: int, itemsize: int, encodes: bool, exact: bool | None = None
+    config: AutoencoderConfig, height: int, width: int, itemsize: int, encodes: bool, exact: bool | None = None
 ) -> Memory:
-    config = autoencoder_config(path, family)
+    """See `Architecture.autoencoder_memory`."""
     weights = sum(itemsize * math.prod(shape) for shape in config.shapes().values())
     half = (encoding if encodes else decoding)(config, height, width, kernels.exact() if exact is None else exact)
     image = 4 * height * width * 3  # float32 pixels, as input or output

@@ -1,0 +1,82 @@
+"""Load the transformer, from the diffusers layout or ComfyUI's single file; recognise the components."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from stages.kernels import Arrays
+from stages.models import weights
+from stages.models.family import Family
+from stages.models.folders import component_config
+from stages.models.text.encoder import is_text_encoder
+from stages.models.z_image.transformer import KINDS, LAST, LATENT, ZImage, ZImageConfig
+
+# ComfyUI's name -> diffusers' name, where they differ. Outside the blocks; then within a block.
+# Source: diffusers' single_file_utils.py, which a test compares.
+OUTSIDE = {"x_embedder": LATENT, "final_layer": LAST}
+INSIDE = {"attention.out": "attention.to_out.0", "attention.q_norm": "attention.norm_q", "attention.k_norm": "attention.norm_k"}
+FUSED, PARTS = "attention.qkv", ("attention.to_q", "attention.to_k", "attention.to_v")  # one matrix has the rows of three
+UNUSED = "norm_final.weight"  # in ComfyUI's file; no model reads it
+
+
+def is_single_file(shapes: Mapping[str, Any]) -> bool:
+    return "x_embedder.weight" in map(weights.strip_prefix, shapes)
+
+
+def to_diffusers(arrays: Arrays) -> Arrays:
+    """An unknown name loses its prefix only."""
+    converted: Arrays = {}
+    for found, value in arrays.items():
+        key = weights.strip_prefix(found)
+        head = key.split(".")[0]
+        block = re.fullmatch(rf"((?:{'|'.join(KINDS)})\.\d+)\.(.+)\.weight", key)
+        if key == UNUSED:
+            continue
+        if head in OUTSIDE:
+            converted[OUTSIDE[head] + key.removeprefix(head)] = value
+        elif block and block[2] == FUSED:
+            rows = value.shape[0] // len(PARTS)
+            converted |= {f"{block[1]}.{part}.weight": value[i * rows : (i + 1) * rows] for i, part in enumerate(PARTS)}
+        elif block and block[2] in INSIDE:
+            converted[f"{block[1]}.{INSIDE[block[2]]}.weight"] = value
+        else:
+            converted[key] = value
+    return converted
+
+
+def transformer_config(path: Path | None, family: Family) -> ZImageConfig:
+    """From the config.json at `path`, else from `family`. Raises ValueError if it is not that of a Z-Image transformer."""
+    return ZImageConfig.from_dict(component_config(path, family.transformer) if path else family.transformer)
+
+
+def load_transformer(
+    path: Path, family: Family, dtype: Any = None, arrange: Callable[[str, mx.array], Any] | None = None
+) -> ZImage:
+    """See `Architecture.load_transformer`. Raises ValueError if a weight is missing, unknown, damaged or of another shape."""
+    config = transformer_config(path, family)
+    convert = to_diffusers if is_single_file(weights.read_shapes(path)) else None
+    return ZImage(config, weights.load_component(path, config.shapes(), convert=convert, dtype=dtype, arrange=arrange))
+
+
+def recognise(shapes: Mapping[str, tuple[int, ...]], family: Family) -> str:
+    """transformer, autoencoder or text_encoder; "" if the weights fit no component of `family`."""
+    # Numbers of columns are not compared: quantised weights have fewer.
+    named = {weights.strip_prefix(name): shape for name, shape in shapes.items()}
+    if "cap_embedder.1.weight" in named:
+        sizes = family.transformer
+        blocks = {name.split(".")[1] for name in named if name.startswith("layers.")}
+        found = named["cap_embedder.1.weight"][0], len(blocks)
+        return "transformer" if found == (sizes["dim"], sizes["n_layers"]) else ""
+    if "encoder.conv_in.weight" in named:
+        sizes = family.autoencoder
+        latent = named.get("decoder.conv_in.weight", (0, 0))[1]
+        # FLUX.1's has no statistics, and no convolution beside encoder and decoder.
+        other = any("quant_conv" in name or name.startswith("bn.") for name in named)
+        found = named["encoder.conv_in.weight"][0], latent
+        return "autoencoder" if not other and found == (sizes["block_out_channels"][0], sizes["latent_channels"]) else ""
+    return "text_encoder" if is_text_encoder(named, family) else ""

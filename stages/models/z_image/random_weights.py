@@ -1,0 +1,56 @@
+"""Writes a Z-Image of random weights in the true layout, which diffusers loads too: every stage runs anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stages.models.family import Family
+from stages.models.random_model import QWEN3, write_component, write_json, write_tokenizer
+from stages.models.text.decoder import Qwen3Config
+from stages.models.z_image.autoencoder import AutoencoderConfig
+from stages.models.z_image.sampling import SHIFT
+from stages.models.z_image.transformer import TRANSFORMER_CLASS, ZImageConfig
+
+# See `random_model.weight`.
+GAINS: tuple[tuple[str, float], ...] = (
+    (r"embed_tokens", 8.0),  # a table, not a product: 8 / sqrt(64) gives rows of unit variance
+    (r"t_embedder", 2.0),  # a time embedding of unit variance after a sinusoid of variance 1/2 and a SiLU
+    (r"final_layer.*modulation", 0.2),
+    (r"modulation", 0.6),  # scales and gates
+    (r"final_layer.*linear", 0.7),  # a velocity of about the size of noise
+    (r"encoder\.conv_out", 5.0),  # latents of about unit variance once they are scaled
+    (r"decoder\.conv_out", 0.7),  # pixels mostly within -1 to 1
+    (r"", 1.0),
+)
+SCHEDULER = {
+    "_class_name": "FlowMatchEulerDiscreteScheduler",
+    "num_train_timesteps": 1000,
+    "shift": SHIFT,
+    "use_dynamic_shifting": False,
+}
+INDEX = {
+    "_class_name": "ZImagePipeline",
+    "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+    "text_encoder": ["transformers", "Qwen3ForCausalLM"],
+    "tokenizer": ["transformers", "Qwen2TokenizerFast"],
+    "transformer": ["diffusers", TRANSFORMER_CLASS],
+    "vae": ["diffusers", "AutoencoderKL"],
+}
+
+
+def write_random_weights(folder: Path, family: Family, seed: int) -> None:
+    """A complete model in the diffusers layout. One seed gives the same bytes on every machine."""
+    transformer, stem = ZImageConfig.from_dict(family.transformer), "diffusion_pytorch_model"
+    autoencoder, qwen3 = AutoencoderConfig.from_dict(family.autoencoder), Qwen3Config.from_dict(family.text_encoder)
+    text_shapes = {f"model.{name}": shape for name, shape in qwen3.shapes(qwen3.num_hidden_layers).items()}
+    transformer_config = {"_class_name": TRANSFORMER_CLASS, **family.transformer}
+    write_component(folder / "transformer", stem, transformer_config, transformer.shapes(), seed, GAINS)
+    levels = len(autoencoder.block_out_channels)
+    blocks = {f"{way}_block_types": [f"{way.title()}{side}coderBlock2D"] * levels for way, side in (("down", "En"), ("up", "De"))}
+    autoencoder_config = {"_class_name": "AutoencoderKL", **blocks, **family.autoencoder}
+    write_component(folder / "vae", stem, autoencoder_config, autoencoder.shapes(), seed, GAINS)
+    write_component(folder / "text_encoder", "model", {**family.text_encoder, **QWEN3}, text_shapes, seed, GAINS)
+    write_tokenizer(folder / "tokenizer", qwen3.vocab_size)
+    write_json(folder / "scheduler" / "scheduler_config.json", SCHEDULER)
+    # Last: a folder with this file is complete.
+    write_json(folder / "model_index.json", INDEX)

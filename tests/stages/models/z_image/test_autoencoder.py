@@ -1,0 +1,99 @@
+"""Z-Image's autoencoder, FLUX.1's, against diffusers' AutoencoderKL; noise levels; what a file is recognised as."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from stages.models.z_image.autoencoder import AutoencoderConfig, load_autoencoder
+from stages.models.z_image.sampling import sigmas
+from stages.text_to_image.families import FAMILIES, Z_AUTOENCODER, family
+from tests.checkpoints import autoencoder_as_single_file
+from tests.stages.models.z_image.test_transformer import comfyui_names, folded
+
+
+def reference(seed: int) -> Any:
+    import torch
+    from diffusers import AutoencoderKL
+
+    draw = np.random.default_rng(seed)
+    widths = tuple((8 * draw.integers(1, 5, 4)).tolist())
+    kinds = {f"{way}_block_types": (f"{way.title()}{side}coderBlock2D",) * 4 for way, side in (("down", "En"), ("up", "De"))}
+    torch.manual_seed(seed)
+    made = AutoencoderKL(
+        block_out_channels=widths,
+        layers_per_block=int(draw.integers(1, 3)),
+        latent_channels=int(draw.integers(2, 17)),
+        norm_num_groups=8,
+        scaling_factor=0.3611,
+        shift_factor=0.1159,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        **kinds,
+    ).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    return made
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("single", [False, True], ids=["folder", "single file"])
+def test_encode_and_decode_are_those_of_diffusers(seed: int, single: bool, tmp_path: Path) -> None:
+    import torch
+
+    made = reference(seed)
+    made.save_pretrained(tmp_path / "vae")
+    record, path = family("z-image"), tmp_path / "vae"
+    if single:
+        path = tmp_path / "ae.safetensors"
+        save_file({k: v.contiguous().numpy() for k, v in autoencoder_as_single_file(made.state_dict()).items()}, path)
+        names = [field.name for field in dataclasses.fields(AutoencoderConfig) if field.name in made.config]
+        record = dataclasses.replace(record, autoencoder={name: made.config[name] for name in names})
+    model = load_autoencoder(path, record)
+    x_BHWC = np.random.default_rng(seed).uniform(-1, 1, (2, 32, 48, 3)).astype(np.float32)
+    with torch.no_grad():
+        z = (made.encode(torch.tensor(x_BHWC).permute(0, 3, 1, 2)).latent_dist.mode() - 0.1159) * 0.3611
+        picture = made.decode(z / 0.3611 + 0.1159).sample.permute(0, 2, 3, 1).numpy()
+    latents = folded(z.numpy()).transpose(0, 2, 1).reshape(2, -1, 2, 3)
+    got, drawn = np.array(model.encode(mx.array(x_BHWC))), np.array(model.decode(mx.array(latents)))
+    assert np.abs(got - latents).max() <= 1e-5 * np.abs(latents).max()
+    assert np.abs(drawn - picture).max() <= 1e-5 * np.abs(picture).max()
+
+
+def test_the_released_sizes_give_the_released_number_of_parameters() -> None:
+    shapes = AutoencoderConfig.from_dict(Z_AUTOENCODER).shapes()
+    assert (len(shapes), sum(int(np.prod(s)) for s in shapes.values())) == (244, 83_819_683)
+
+
+@pytest.mark.parametrize("steps", [1, 8, 28, 50])
+def test_the_noise_levels_are_those_of_diffusers(steps: int) -> None:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    made = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    made.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps))
+    np.testing.assert_allclose(sigmas(4096, steps), made.sigmas.numpy(), rtol=0, atol=1e-6)
+
+
+def test_components_are_recognised_and_not_taken_for_those_of_flux2() -> None:
+    record = family("z-image")
+    architecture = record.architecture
+    transformer = architecture.transformer_config(None, record).shapes()
+    single = {name: value.shape for name, value in comfyui_names({n: np.empty(s, bool) for n, s in _narrow(transformer)}).items()}
+    autoencoder = AutoencoderConfig.from_dict(Z_AUTOENCODER).shapes()
+    encoder = architecture.text_encoder_sizes(None, record).shapes(35)
+    wide = {name: (3840, *shape[1:]) if "cap_embedder.1" in name else shape for name, shape in single.items()}
+    for shapes, component in ((transformer, "transformer"), (wide, "transformer"), (autoencoder, "autoencoder")):
+        fit = {name for name, each in FAMILIES.items() if each.architecture.recognise(shapes, each) == component}
+        assert fit == {"z-image", "z-image-turbo"}, component
+    assert {"klein-base-4b", "z-image"} <= {n for n, f in FAMILIES.items() if f.architecture.recognise(encoder, f)}
+
+
+def _narrow(shapes: dict[str, tuple[int, ...]]) -> Any:
+    return ((name, (2, *shape[1:2])) for name, shape in shapes.items())

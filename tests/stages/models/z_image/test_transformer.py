@@ -1,0 +1,213 @@
+"""The Z-Image transformer against diffusers' own, at tiny sizes in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from stages.models.z_image.load import is_single_file, to_diffusers
+from stages.models.z_image.transformer import ZImage, ZImageConfig
+from stages.text_to_image.families import family
+from stages.tuner.adapters import lora
+from stages.tuner.blockwise.backprop import loss_and_grads
+from stages.tuner.diffusion import mse
+
+SIZES = {
+    "in_channels": 4,
+    "dim": 64,
+    "n_layers": 2,
+    "n_refiner_layers": 1,
+    "n_heads": 2,
+    "n_kv_heads": 2,
+    "cap_feat_dim": 24,
+    "axes_dims": [8, 12, 12],
+    "axes_lens": [256, 64, 64],
+}
+CLOSE = 1e-5  # relative to the largest value
+SIGMAS = np.array([0.9373, 0.1, 0.5], np.float32)
+
+
+def random_reference(**sizes: Any) -> Any:
+    import torch
+    from diffusers import ZImageTransformer2DModel
+
+    torch.manual_seed(0)
+    model = ZImageTransformer2DModel(**{**SIZES, **sizes}).eval()
+    for name, tensor in model.named_parameters():
+        about = 1.0 if "norm" in name and tensor.ndim == 1 else 0.0  # pad tokens begin at 0, norms at 1
+        tensor.data = about + (0.3 if about else 0.05) * torch.randn_like(tensor)
+    return model
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return random_reference()
+
+
+def ours(reference: Any) -> ZImage:
+    arrays = {name: mx.array(tensor.numpy()) for name, tensor in reference.state_dict().items()}
+    return ZImage(ZImageConfig.from_dict(reference.config), arrays)
+
+
+def theirs(reference: Any, x_BCHW: Any, texts: list[np.ndarray], sigmas: np.ndarray) -> Any:
+    """diffusers' velocity, noise minus clean, (B, C, H, W)."""
+    import torch
+
+    frames = [torch.as_tensor(x)[:, None] for x in x_BCHW]
+    found = reference(frames, torch.tensor(1 - sigmas), [torch.tensor(t) for t in texts], return_dict=False)[0]
+    return -torch.stack(found)[:, :, 0]
+
+
+def folded(x_BCHW: np.ndarray) -> np.ndarray:
+    """(B, L, 4 C), as the transformer reads it: the channel is the fastest index of a patch."""
+    B, C, H, W = x_BCHW.shape
+    return x_BCHW.reshape(B, C, H // 2, 2, W // 2, 2).transpose(0, 2, 4, 3, 5, 1).reshape(B, H * W // 4, 4 * C)
+
+
+def levelled(texts: list[np.ndarray]) -> tuple[mx.array, mx.array]:
+    """Texts of unequal rows as one array, filled up with ones, which must not be read; and the rows of each."""
+    most = max(len(each) for each in texts)
+    return mx.array(np.stack([np.pad(each, [(0, most - len(each)), (0, 0)], constant_values=1) for each in texts])), mx.array(
+        [len(each) for each in texts]
+    )
+
+
+def given(size: tuple[int, int], rows: tuple[int, ...], channels: int = 4, features: int = 24) -> tuple[Any, Any]:
+    draw = np.random.default_rng(sum(rows) + size[0])
+    x_BCHW = draw.standard_normal((len(rows), channels, 2 * size[0], 2 * size[1]), np.float32)
+    return x_BCHW, [draw.standard_normal((n, features), np.float32) for n in rows]
+
+
+def check(got: Any, expected: np.ndarray, limit: float = CLOSE) -> None:
+    assert np.abs(expected).max() > 0.1
+    assert np.abs(np.array(got) - expected).max() <= limit * np.abs(expected).max()
+
+
+def test_names_and_shapes_are_those_of_diffusers(reference: Any) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
+    assert ZImageConfig.from_dict(reference.config).shapes() == expected
+
+
+def test_the_released_sizes_give_the_released_number_of_parameters() -> None:
+    shapes = ZImageConfig.from_dict(family("z-image").transformer).shapes()
+    assert len(shapes) == 521
+    assert sum(int(np.prod(shape)) for shape in shapes.values()) == 6_154_908_736
+
+
+@pytest.mark.parametrize(
+    ("size", "rows"),
+    [((3, 5), (7,)), ((4, 8), (32,)), ((2, 3), (3, 17, 32)), ((5, 7), (40, 33, 64))],
+    ids=["both padded", "neither padded", "unequal texts", "longer unequal texts"],
+)
+def test_the_velocity_is_that_of_diffusers_and_that_of_each_sample_alone(reference: Any, size: Any, rows: Any) -> None:
+    import torch
+
+    x_BCHW, texts = given(size, rows)
+    sigmas = SIGMAS[: len(rows)]
+    with torch.no_grad():
+        expected = theirs(reference, x_BCHW, texts, sigmas).numpy()
+    model = ours(reference)
+    text_BTJ, tokens_B = levelled(texts)
+    got = model(mx.array(folded(x_BCHW)), size, text_BTJ, mx.array(sigmas), tokens_B)
+    check(got, folded(expected))
+    for n, text in enumerate(texts):
+        alone = model(mx.array(folded(x_BCHW[n : n + 1])), size, mx.array(text[None]), mx.array(sigmas[n : n + 1]))
+        check(alone[0], folded(expected)[n])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_velocity_is_that_of_diffusers_at_random_sizes(seed: int) -> None:
+    import torch
+
+    draw = np.random.default_rng(seed)
+    heads, axes = int(draw.integers(1, 4)), (2 * draw.integers(1, 6, 3)).tolist()
+    sizes = {"in_channels": int(draw.integers(1, 6)), "dim": heads * sum(axes), "n_heads": heads, "n_kv_heads": heads}
+    sizes |= {"n_layers": int(draw.integers(0, 3)), "n_refiner_layers": int(draw.integers(1, 3)), "axes_dims": axes}
+    sizes["cap_feat_dim"] = int(draw.integers(4, 40))
+    reference = random_reference(**sizes)
+    size = tuple(draw.integers(1, 8, 2).tolist())
+    x_BCHW, texts = given(size, tuple(draw.integers(1, 33, 2).tolist()), sizes["in_channels"], sizes["cap_feat_dim"])
+    with torch.no_grad():
+        expected = theirs(reference, x_BCHW, texts, SIGMAS[:2]).numpy()
+    text_BTJ, tokens_B = levelled(texts)
+    check(ours(reference)(mx.array(folded(x_BCHW)), size, text_BTJ, mx.array(SIGMAS[:2]), tokens_B), folded(expected))
+
+
+@pytest.mark.parametrize("plan", ["blocks", "whole"])
+def test_the_loss_and_the_gradients_of_a_lora_are_those_of_pytorch(reference: Any, plan: str) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    size, rows = (3, 5), (7, 20)
+    x_BCHW, texts = given(size, rows)
+    target_BCHW = given(size, (1, 2))[0]
+    model = ours(reference)
+    names = [name for name in model.linears() if name.endswith(("to_q", "to_out.0", "w1", "w2", "adaLN_modulation.0"))]
+    adapted = get_peft_model(random_reference(), LoraConfig(r=2, lora_alpha=4, target_modules=names, init_lora_weights=False))
+    loss = (theirs(adapted, x_BCHW, texts, SIGMAS[:2]) - torch.tensor(target_BCHW)).square().mean()
+    loss.backward()
+    expected = {
+        name.removeprefix("base_model.model.").replace(".default", ""): tensor
+        for name, tensor in adapted.named_parameters()
+        if "lora_" in name
+    }
+    arrays = {name: mx.array(tensor.detach().numpy()) for name, tensor in expected.items()}
+    text_BTJ, tokens_B = levelled(texts)
+    inputs = {"x_BLC": mx.array(folded(x_BCHW)), "size": size, "ctx_BTJ": text_BTJ, "sigma_B": mx.array(SIGMAS[:2])}
+    target_BLC = mx.array(folded(target_BCHW))
+    losses_B, grads = loss_and_grads(
+        model, arrays, dict.fromkeys(names, 2.0), inputs | {"tokens_B": tokens_B}, lambda v: mse(v, target_BLC), plan
+    )
+    assert abs(losses_B.mean().item() - loss.item()) <= 1e-5 * loss.item()
+    assert set(grads) == set(expected) and lora.A in "".join(grads)
+    for name, tensor in expected.items():
+        check(grads[name] * 1e3, tensor.grad.numpy() * 1e3, 1e-4) if tensor.grad.abs().max() > 1e-3 else None
+
+
+def test_comfyuis_single_file_is_renamed_as_diffusers_does(reference: Any) -> None:
+    import torch
+    from diffusers.loaders.single_file_utils import convert_z_image_transformer_checkpoint_to_diffusers
+
+    single = comfyui_names({name: tensor.numpy() for name, tensor in reference.state_dict().items()})
+    expected = convert_z_image_transformer_checkpoint_to_diffusers({k: torch.tensor(v) for k, v in single.items()})
+    assert is_single_file(single)
+    converted = to_diffusers({k: mx.array(v) for k, v in single.items()})
+    assert set(converted) == set(expected) == set(reference.state_dict())
+    for name, value in expected.items():
+        assert np.array_equal(np.array(converted[name]), value.numpy()), name
+
+
+def comfyui_names(arrays: dict[str, np.ndarray], prefix: str = "model.diffusion_model.") -> dict[str, np.ndarray]:
+    found = {"norm_final.weight": np.ones(64, np.float32)}
+    for name, value in arrays.items():
+        if name.endswith("to_q.weight"):
+            parts = [arrays[name.replace("to_q", part)] for part in ("to_q", "to_k", "to_v")]
+            found[name.replace("to_q", "qkv")] = np.concatenate(parts)
+        elif not name.endswith(("to_k.weight", "to_v.weight")):
+            plain = name.replace("all_x_embedder.2-1", "x_embedder").replace("all_final_layer.2-1", "final_layer")
+            plain = plain.replace("attention.to_out.0", "attention.out")
+            found[plain.replace("attention.norm_q", "attention.q_norm").replace("attention.norm_k", "attention.k_norm")] = value
+    return {prefix + name: value for name, value in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"norm_eps": 1e-6}, r"norm_eps must be 1e-05, got 1e-06"),
+        ({"n_kv_heads": 1}, r"n_kv_heads = n_heads, .* got 1 and 2"),
+        ({"axes_dims": [8, 8, 8]}, r"must be even and add up to dim / n_heads, got \(8, 8, 8\), 64 and 2"),
+    ],
+)
+def test_a_config_that_would_change_the_computation_is_refused(reference: Any, change: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ZImageConfig.from_dict({**reference.config, **change})
+
+
+def test_reference_images_are_refused_in_one_line() -> None:
+    architecture = family("z-image").architecture
+    x_BLC, latent = mx.zeros((1, 4, 64)), mx.zeros((1, 64, 2, 2))
+    with pytest.raises(ValueError, match="Z-Image does not read reference images"):
+        architecture.inputs(x_BLC, (2, 2), mx.zeros((1, 3, 24)), mx.zeros(1), None, [latent])
