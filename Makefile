@@ -194,7 +194,7 @@ format: .venv/check
 	.venv/bin/ruff format .
 ## pages        Write the generated pages and figures again
 pages: .venv/plots
-	for page in dictionary settings trainers recipe figures machines macs; do .venv/bin/python -m data.research.pages.$$page || exit 1; done
+	for page in dictionary settings trainers recipe figures machines macs footprint; do .venv/bin/python -m data.research.pages.$$page || exit 1; done
 ## bench        Measure this machine
 bench: .venv/ready
 	.venv/bin/python -m tests.bench.measure

@@ -41,7 +41,8 @@ them twice. "-" means that nothing fits.
 
 Memory that a stage may take, in GB of 10^9 bytes: {budgets}.
 It is the smaller of {share:.0f} % of the memory ({left:.0f} % of a working set of {working:.0f} %) and
-the memory less {reserved:.0f} GB. A Mac on which other programs use memory has less.
+the memory less {reserved:.0f} GB. A Mac on which other programs use memory has less. Peaks are those of arrays:
+what macOS counts beside them was not measured ([memory.md](memory.md)).
 """
 
 
