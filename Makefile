@@ -10,7 +10,7 @@ SEEDS ?=
 REPAIR ?=
 QUERY = parse a date from text
 LATENTMILL = .venv/bin/python -m pipeline
-GIVEN = SET SQL WHAT NAME RUN RUNS IMAGES FAMILY TRIGGER PRESET
+GIVEN = SET SQL WHAT NAME RUN RUNS IMAGES FAMILY TRIGGER PRESET PORT SEED
 # A misspelt variable, such as PROJET=x, would otherwise run the example.
 VARIABLES = PROJECT PYTHON EVERY WORKERS FAST SEEDS REPAIR QUERY LATENTMILL $(GIVEN)
 UNKNOWN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(filter-out $(VARIABLES) -%,$(name))))
@@ -143,11 +143,12 @@ query: WORDS = $(if $(SQL),-- "$$SQL")
 ## search       Find code by meaning: make search QUERY="parse a date"
 search: .venv/ready
 search: WORDS = -- "$$QUERY"
-## generate     Draw with the adapter: make generate WHAT='a cat'
+## generate     Draw with the adapter: make generate WHAT='a cat' SEED=1
 generate: .venv/ready
 ## follow       Show what became of an input: make follow WHAT=fox
 follow: .venv/ready
-generate follow: WORDS = $(if $(WHAT),-- "$$WHAT")
+follow: WORDS = $(if $(WHAT),-- "$$WHAT")
+generate: WORDS = $(if $(SEED),--seed "$$SEED") $(if $(WHAT),-- "$$WHAT")
 ## panel        Answer a stored question: make panel NAME=loss; or list them
 panel: .venv/ready
 panel: WORDS = $(if $(NAME),-- "$$NAME")
@@ -159,8 +160,9 @@ runs best: RUNNING = $(if $(filter runs,$@),$(if $(NAME),--name "$$NAME")) $(if 
 ## compare      Compare training runs: make compare RUNS='slow fast'
 compare: .venv/ready
 compare: RUNNING = -- $$RUNS
-## view         Show the project as a web page on this machine
+## view         Show the project as a web page on this machine; PORT=8766
 view: .venv/view
+view: WORDS = $(if $(PORT),--port "$$PORT")
 ## report       Write the web page as one HTML file
 report: .venv/view
 
@@ -171,7 +173,7 @@ memory: .venv/ready
 	@$(LATENTMILL) memory -p "$$PROJECT"
 ## doctor       Show this machine, its problems, and what it can train
 doctor: .venv/ready
-	@$(LATENTMILL) doctor
+	@$(LATENTMILL) doctor -p "$$PROJECT"
 
 # Development
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import os
 import sys
@@ -13,10 +12,10 @@ from typing import Any
 
 import click
 
+from pipeline.errors import Stopped, one_line
 from pipeline.options import FOLDER, NAMES
 from pipeline.process import explain
 
-LONGEST = 1600  # characters of an error's line
 SHOWN = 20  # lines of one error
 STOPPED = 130  # the shell's code for Ctrl-C
 GENERIC = {
@@ -159,7 +158,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 def exit_code(command: Callable[[], Any]) -> int:
     """The integer that `command` returns, or else 0. An error that the user can correct becomes one line and 2."""
-    from pipeline.errors import Stopped
     from stages.run import Problems
 
     try:
@@ -186,13 +184,3 @@ def exit_code(command: Callable[[], Any]) -> int:
         click.echo(f"error: {line}", err=True)
         return 2
     return code if isinstance(code, int) else 0
-
-
-def one_line(error: BaseException) -> str:
-    """The message on one line, "file: reason" for an OSError. Beyond `LONGEST` characters, its middle is cut out."""
-    if isinstance(error, OSError) and error.strerror:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        reason = "disk full; free some space and run again" if full else error.strerror.lower()
-        return reason if error.filename is None else f"{error.filename}: {reason}"
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"

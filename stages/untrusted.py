@@ -16,6 +16,7 @@ from typing import Any
 
 JSON_BYTES = 100_000_000  # the largest tokenizer.json in use has 33 MB
 TOML_BYTES = 1_000_000
+SHOWN = 80  # characters of a wrong line
 DOTS = 200  # in a line of TOML, outside texts; tomllib's time grows with the square of a dotted key's parts
 TEXTS = re.compile(r"""\"[^"\n]*"|'[^'\n]*'""")
 
@@ -77,7 +78,10 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"{where}: not valid TOML: it is nested too deeply") from None
     except ValueError as error:  # also a whole number of thousands of digits
-        raise ValueError(f"{where}: not valid TOML: {error}") from None
+        at = re.search(r"at line (\d+)", str(error))
+        lines = text.splitlines()
+        line = lines[int(at[1]) - 1].strip()[:SHOWN] if at and int(at[1]) <= len(lines) else ""
+        raise ValueError(f"{where}: not valid TOML: {error}{line and f': {line}'}") from None
 
 
 def _without_waiting(path: str, flags: int) -> int:

@@ -20,6 +20,7 @@ import click
 import stages
 from pipeline import process
 from pipeline.commands import own
+from pipeline.options import FOLDER, NAMES
 from pipeline.store.disk import format_bytes
 from pipeline.terminal import fold, format_table
 from stages.pipelines import load
@@ -37,6 +38,7 @@ PLANS = (
 
 
 @click.command("doctor")
+@click.option(*NAMES, "folder", type=click.Path(path_type=Path, exists=True), default=FOLDER, help="The project.")
 @click.option("--measure", "measured", is_flag=True, help="Also run probes of speed and memory, about ten minutes.")
 @click.option("--family", "name", default="klein-base-4b", show_default=True, help="The family whose shapes the probes have.")
 @click.option(
@@ -46,12 +48,12 @@ PLANS = (
     show_default=True,
     help="The file that --measure writes.",
 )
-def command(measured: bool, name: str, out: Path) -> None:
+def command(folder: Path, measured: bool, name: str, out: Path) -> None:
     """Show what this machine is, what it can train, and what is wrong with it. With --measure, also run probes for about
     ten minutes. A probe is a short measurement of speed or memory. Some probes train a model with random weights of
     the family's shapes (--family), so no files of weights are needed. The results are written to the JSON file --out.
     """
-    machine = examine()
+    machine = examine(folder)
     for line in report(machine):
         click.echo(fold(line))
     if measured:
@@ -68,7 +70,7 @@ def report(machine: Machine) -> Iterator[str]:
         "MLX": f"{machine.mlx} on {machine.backend}{f' ({machine.device})' if machine.device else ''}",
         "BLAS": machine.blas or "MLX's own",
         "disk": f"{format_bytes(machine.free_disk)} free here",
-        "memory": f"a stage may take {format_bytes(machine.budget)}",
+        "memory": f"{format_bytes(machine.budget)} for training and drawing",
     }
     for name, text in rows.items():
         yield f"{name:8} {text}"

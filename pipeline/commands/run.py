@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipeline.commands import own
 from pipeline.options import with_project
 from pipeline.process import allow_open_files, kept_awake, replace_process, restarting, run_apart
+from pipeline.project.stage_run import shell_path
 from pipeline.store.disk import format_bytes
 from pipeline.terminal import Terminal, format_seconds, say_aside
 from stages.tuner.launched import launched_rank
@@ -98,6 +100,13 @@ def results(project: Project, stage_name: str) -> list[str]:
         result = project.stage(name).result
         path = project.current(name).folder / "artifacts" / result
         lines += [f"{result.split('.')[0]}: {path}"] if result and path.exists() else []
+    # The last stage that a user came for.
+    if lines and stage_name == project.pipeline.results[-1]:
+        where = f"PROJECT={shell_path(project.path)}"
+        more = {"export": "", "generate": " WHAT='...'"}
+        known = own(project.config.project.pipeline).commands
+        lines.append(f"next: make view {where}")
+        lines += [f"next: make {name} {where}{given}" for name, given in more.items() if name in known]
     return lines
 
 

@@ -57,7 +57,7 @@ def states(project: Project) -> list[TableState]:
 
 def state(project: Project, stage_name: str) -> TableState:
     """The state of one table; loads no weights. Leaves `stale_inputs` empty, which `states` fills."""
-    from pipeline.errors import NotBuilt
+    from pipeline.errors import NotBuilt, one_line
     from pipeline.project.recipe import recipe_id
     from pipeline.project.weights import NotFetched
     from pipeline.store.lock import lock_holder
@@ -87,7 +87,7 @@ def state(project: Project, stage_name: str) -> TableState:
     except NotFetched:
         found.note = f"not built, weights are missing: make {stage_name}"
     except (ValueError, OSError) as error:  # OSError: an input file was deleted during the call
-        found.note = str(error)
+        found.note = one_line(error)
     return found
 
 

@@ -59,7 +59,9 @@ SYNONYMS = {
     "family": "model base_model name_or_path pretrained_model_name_or_path",
     "guidance": "cfg guidance_scale cfg_scale",
     "caption_dropout": "caption_dropout_rate caption_dropout_prob",
+    "memory": "gradient_checkpointing use_gradient_checkpointing",
 }
+WRITTEN = {"memory": 'memory = "blocks"'}  # what settings of other programs mean, where the name alone does not say it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,6 +255,7 @@ class Parser:
         names, here = _names(self.sections[name]), name_here(key)
         called = [other for other in dict.fromkeys([name, *self.holders(here)]) if here in _names(self.sections[other])]
         if called:
+            here = WRITTEN.get(here, here)
             return f"; did you mean {here if called[0] == name else f'{called[0]}.{here}'}?"
         return nearest(key, names) or f"; [{name}] has {', '.join(names)}"
 

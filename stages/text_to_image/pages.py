@@ -135,11 +135,11 @@ PANELS = (
         "Loss of held-out images at each noise level, and its mean change since the first measurement, with its standard error "
         "over the images. It says how well noise is told from images like these, and where the run begins to learn its images by "
         "heart. It does not say how much of the style the previews show: a style can still grow while this loss rises",
-        "with held as (select step, round(sigma, 4) as level, latent_id, loss from train "
+        "with held as (select step, round(sigma, 4) as level, image_id, latent_id, loss from train "
         "where split = 'validation' and isfinite(loss)), "
         "first as (select level, latent_id, loss as start from held where step = (select min(step) from held) and loss > 0) "
         "select level, step, avg(loss) as loss, avg(loss / start) - 1 as change, "
-        "stddev_samp(loss / start) / sqrt(count(*)) as error, count(*) as images "
+        "stddev_samp(loss / start) / sqrt(count(*)) as error, count(distinct image_id) as images "
         "from held join first using (level, latent_id) group by level, step order by level, step",
     ),
     Panel(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+from stages.bundled import CHECKOUT
 from stages.text_to_image.imaging.decode import BACKGROUND, ImageError, open_image
 
 COLUMNS, LINES = 8, 5  # pictures on a sheet
@@ -16,6 +18,7 @@ CELL = 208  # pixels: the longer side of a picture on a sheet
 GAP = 12  # pixels between pictures
 LABEL = 52  # pixels below a picture, for its label
 FONT = 13  # pixels
+LETTERING = CHECKOUT / "data" / "assets" / "fonts" / "DejaVuSans.ttf"  # Pillow's own font has only the letters of ASCII
 LETTERS = 30  # letters on a line of a label
 KEPT = 0.25  # share of its colour that a faded part keeps
 PAPER, INK, BLANK, FRAME = (255, 255, 255), (30, 30, 30), (225, 225, 225), (214, 39, 40)
@@ -65,13 +68,14 @@ def draw_crop(path: Path, row: Row, background: str = BACKGROUND) -> Image.Image
 def label(row: Row) -> str:
     path = row["path"] if len(row["path"]) <= LETTERS else f"...{row['path'][-LETTERS + 3 :]}"
     facts = f"{row['width']} x {row['height']}, {row['crop_loss']:.0%} cut away"
-    return f"{path}\n{facts}" + (f"\nenlarged {row['scale']:.1f} times" if row["scale"] > 1 else "")
+    # macOS may write "é" as two characters.
+    return f"{unicodedata.normalize('NFC', path)}\n{facts}" + (f"\nenlarged {row['scale']:.1f} times" if row["scale"] > 1 else "")
 
 
 def draw_sheet(pictures: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
     lines = -(-len(pictures) // COLUMNS)
     page = Image.new("RGB", (GAP + COLUMNS * (CELL + GAP), GAP + lines * (CELL + LABEL + GAP)), PAPER)
-    draw, font = ImageDraw.Draw(page), ImageFont.load_default(FONT)
+    draw, font = ImageDraw.Draw(page), ImageFont.truetype(LETTERING, FONT)
     for place, (picture, text) in enumerate(zip(pictures, labels, strict=True)):
         left, top = GAP + place % COLUMNS * (CELL + GAP), GAP + place // COLUMNS * (CELL + LABEL + GAP)
         page.paste(picture, (left + (CELL - picture.width) // 2, top + CELL - picture.height))

@@ -26,7 +26,7 @@ WORDS = "import json, sys; print(json.dumps(sys.argv[1:]))"
 
 def through_make(target: str, *given: str) -> list[str]:
     """The words of the one command that make runs for a target, with `given` variables. Nothing is installed."""
-    words = ["make", "-s", "-o", ".venv/ready", target, f"LATENTMILL={sys.executable} -c '{WORDS}'", *given]
+    words = ["make", "-s", "-o", ".venv/ready", "-o", ".venv/view", target, f"LATENTMILL={sys.executable} -c '{WORDS}'", *given]
     done = run(words)
     assert done.returncode == 0, done.stderr
     found: list[str] = json.loads(done.stdout.splitlines()[-1])
@@ -40,6 +40,9 @@ def through_make(target: str, *given: str) -> list[str]:
         ("query", "SQL", "--json"),
         ("follow", "WHAT", 'it\'s a $5 "cat" & a dog.jpg'),
         ("generate", "WHAT", "ohwx's $cat, (red)"),
+        ("generate", "SEED", "7"),
+        ("view", "PORT", "8766"),
+        ("doctor", "PROJECT", "data/my cats"),
         ("search", "QUERY", "parse a $date; 'or' \"not\""),
         ("panel", "NAME", "loss"),
         ("export", "RUN", "fast"),

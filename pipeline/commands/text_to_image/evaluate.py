@@ -42,9 +42,21 @@ def evaluate(project: Project) -> Iterator[str]:
     yield from format_table(HEAD, cells, right=HEAD[1:]).splitlines()
     yield ""
     yield "style: 0 is the base, 1 the training images; real: 0 is the base, 1 the references"
+    yield from missing_scores(groups)
     for name, rows in groups.items():
         if name not in ("base", "real") and "base" in groups:
             yield from comparisons(name, groups["base"], rows)
+
+
+def missing_scores(groups: Groups) -> Iterator[str]:
+    """Why the table shows dashes."""
+    base = groups.get("base", [])
+    if not base:
+        yield "a dash: there are no previews of the base; set base = true in [samples]"
+    elif len({row["prompt"] for row in base}) == 1:
+        yield "a dash: a picture is compared with those of other prompts, and there are none; add to [captions] preview_prompts"
+    elif "real" not in groups:
+        yield "a dash: there are no real pictures; [scores] references names their folder"
 
 
 def group_rows(rows: list[Row]) -> Groups:

@@ -54,7 +54,7 @@ def check_embeddings(embeddings: Iterable[tuple[np.ndarray, int]], family: Famil
         if family.first_row and np.abs(sizes / np.array(family.first_row) - 1).max() > NEAR:
             found, right = (", ".join(f"{size:.3g}" for size in each) for each in (sizes, family.first_row))
             yield (
-                f"the embeddings are not those of {family.title}: the hidden states of the first token have the sizes {found}, "
+                f"the embeddings are not those of {family.name}: the hidden states of the first token have the sizes {found}, "
                 f"expected {right}; {BELONG}, and the hidden states {', '.join(map(str, family.text_layers))} are read"
             )
             return
@@ -76,7 +76,7 @@ def expected_loss(config: LossConfig, family: Family) -> ExpectedLoss | None:
         nobody="a model that knows nothing about pictures",
         start=family.start_loss,
         source="by arithmetic: whoever knows something is below 1" if family.start_loss[0] == 0 else "measured",
-        remedy=f"the pictures are of a kind that {family.title} does not know, or a part of the model is wrong: {BELONG}",
+        remedy=f"{family.name} does not know pictures like these, or a part of the model is wrong: {BELONG}",
     )
 
 

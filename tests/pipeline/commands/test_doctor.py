@@ -85,11 +85,11 @@ def test_this_machine_can_be_examined_and_reported():
 
 
 def test_measure_writes_one_json_file_and_a_probe_that_fails_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "examine", lambda: replace(MAC, budget=int(20e9)))
+    monkeypatch.setattr(doctor, "examine", lambda folder: replace(MAC, budget=int(20e9)))
     short = memory.probe
     monkeypatch.setattr(memory, "probe", lambda name, side, budget: short(name, side // 8, budget, 1))
     out = tmp_path / "mac.json"
-    done = CliRunner().invoke(command, ["--measure", "--family", "tiny", "--out", str(out)])
+    done = CliRunner().invoke(command, ["-p", str(tmp_path), "--measure", "--family", "tiny", "--out", str(out)])
     assert done.exit_code == 0, done.output
     written = json.loads(out.read_text())
     assert [probe["probe"] for probe in written["probes"]][-2:] == ["training 512 px", "training 1024 px"]

@@ -110,6 +110,14 @@ def test_a_table_stays_up_to_date_after_its_weights_are_deleted(project, tiny_we
     assert states_of(project)["latents"] == "up to date"
 
 
+def test_a_file_that_is_missing_is_named_without_numbers_of_the_system(project, monkeypatch):
+    def recipe(self, name: str):
+        raise FileNotFoundError(2, "No such file or directory", "/photos/a.png")
+
+    monkeypatch.setattr(Project, "recipe", recipe)
+    assert state(Project(project), "images").note == "/photos/a.png: no such file or directory"
+
+
 def test_status_fits_80_columns(project, monkeypatch):
     monkeypatch.chdir(project.parent)
     projects.edit(project, "[64, 96]", "[64, 96, 128]")

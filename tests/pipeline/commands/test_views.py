@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.commands.catalog import open_catalog
+from stages.text_to_image.pages import PANELS
 from tests.pipeline.commands import tables
 from tests.pipeline.commands.tables import FakeProject, digest
 
@@ -66,6 +67,26 @@ def test_losses_that_are_not_finite_or_zero_do_not_count(tmp_path):
     tables.write(project, "train", rows)
     found = open_catalog(project).execute("select sum(draws), bool_and(isfinite(excess)) from hurting").fetchall()
     assert found == [(3, True)]
+
+
+def test_the_panel_levels_counts_images_not_rows(tmp_path):
+    project = FakeProject(tmp_path)
+    rows = [
+        {
+            "step": step,
+            "split": "validation",
+            "sample": n,
+            "image_id": "ab"[n % 2],
+            "latent_id": f"l{n}",
+            "sigma": 0.5,
+            "loss": 1.0,
+        }
+        for step in (0, 10)
+        for n in range(6)
+    ]
+    tables.write(project, "train", rows)
+    (sql,) = [panel.sql for panel in PANELS if panel.name == "levels"]
+    assert [row[-1] for row in open_catalog(project).execute(sql).fetchall()] == [2, 2]
 
 
 def test_train_is_joined_with_path_resolution_and_text(tmp_path):

@@ -33,6 +33,8 @@ def load(tmp_path, text: str, *overrides: str) -> config.Config:
         ("[train]\nsteps = true", "train.steps must be a whole number, got True (project.toml line 2)"),
         ("train = 3", "train must be a section: write its settings below a line [train], got 3"),
         ("[train", "not valid TOML"),
+        ("[train]\nsteps = = 3", "not valid TOML: Invalid value (at line 2, column 9): steps = = 3"),
+        ("[train]\ngradient_checkpointing = true", 'is not a setting; did you mean memory = "blocks"? (project.toml line 2)'),
         ("[train]\nsteps = " + "[" * 100_000 + "]" * 100_000, "project.toml: not valid TOML: it is nested too deeply"),
         (".".join("a" * 20_000) + " = 1", "project.toml: not valid TOML: a line has more than 200 dots"),
         ("[train]\nsteps = " + "9" * 5000, "project.toml: not valid TOML: Exceeds the limit"),

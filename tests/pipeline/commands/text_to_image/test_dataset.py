@@ -7,12 +7,13 @@ import csv
 import io
 import json
 import shutil
+import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pillow_heif
 import pytest
-from PIL import Image
+from PIL import Image, ImageFont
 from starlette.testclient import TestClient
 
 from pipeline.commands.query import answer
@@ -24,7 +25,7 @@ from pipeline.project.project import Project
 from stages.run import Problems
 from stages.text_to_image.captions.edits import write_edits
 from stages.text_to_image.latents import ImageJob, decode_crops
-from stages.text_to_image.sheets import BLANK, CELL, GAP, LABEL, QUESTION, draw_crop
+from stages.text_to_image.sheets import BLANK, CELL, GAP, LABEL, LETTERING, QUESTION, draw_crop, label
 from tests import projects
 from tests.projects import draw, latentmill, make
 
@@ -263,6 +264,14 @@ def test_nothing_is_written_if_one_file_cannot_be(mixed):
     assert list((mixed / "images").glob(".tmp-*")) == []
     projects.build(mixed, "captions")
     assert texts(mixed)["ohwx, one, film"] == "edit"
+
+
+def test_a_label_shows_letters_with_accents_also_those_that_a_mac_writes_as_two_characters():
+    row = {"path": unicodedata.normalize("NFD", "Café größe.png"), "width": 64, "height": 64, "crop_loss": 0.0, "scale": 1.0}
+    assert label(row).startswith("Café größe.png\n")
+    font = ImageFont.truetype(LETTERING, 13)
+    drawn = [bytes(font.getmask(letter)) for letter in ("\uffff", *"éößŁčЖω")]
+    assert len(set(drawn)) == len(drawn)  # none is the box of a letter that is missing
 
 
 def test_a_sheet_shows_every_crop_the_most_cropped_first_and_fades_what_is_cut_away(tmp_path: Path, tiny_weights: Path) -> None:

@@ -64,6 +64,20 @@ def test_a_score_that_is_not_measured_has_no_value_and_no_line():
     assert not list(evaluate.comparisons("step 40", *groups.values()))
 
 
+@pytest.mark.parametrize(
+    ("kinds", "told"),
+    [
+        ([("adapter", "a")], "no previews of the base"),
+        ([("base", "a"), ("adapter", "a")], "compared with those of other prompts, and there are none"),
+        ([("base", "a"), ("base", "b"), ("adapter", "a")], "no real pictures"),
+    ],
+)
+def test_a_dash_is_explained(kinds, told):
+    groups = evaluate.group_rows([row(kind, prompt, None, None) for kind, prompt in kinds])
+    (line,) = evaluate.missing_scores(groups)
+    assert told in line
+
+
 def test_without_scores_the_command_that_makes_them_is_named(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "project", tiny_weights, images=2)
     with pytest.raises(NotBuilt, match="make"):

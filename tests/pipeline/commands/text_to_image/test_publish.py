@@ -6,13 +6,16 @@ import json
 import re
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pipeline.api import Project
-from pipeline.commands.text_to_image.publish import CARD, GRID, SETTINGS, WEIGHTS, publish
+from pipeline.commands.run import results
+from pipeline.commands.text_to_image.publish import CARD, GRID, SETTINGS, WEIGHTS, card, publish
 from stages.models.weights import read_file
+from stages.text_to_image.families import family
 from tests import projects
 
 pytestmark = pytest.mark.slow
@@ -42,6 +45,16 @@ def test_the_folder_has_weights_card_settings_and_previews_and_names_no_path_of_
     for file in (CARD, SETTINGS):
         assert str(built) not in (folder / file).read_text() and "/tmp" not in (folder / file).read_text()
     assert str(built) not in json.dumps(about)
+    assert "from_pretrained('FOLDER OF THE BASE'," in text  # tiny has no weights that can be had
+
+
+def test_the_card_of_an_adapter_for_a_bundled_base_names_its_folder_and_the_run_names_what_is_next(built):
+    project = Project(built)
+    micro = SimpleNamespace(**{name: getattr(project, name) for name in ("name", "folder", "config")}, family=family("micro"))
+    lines = list(card(micro, {}, {}, "x", "", False))  # type: ignore[arg-type]
+    assert "pipe = DiffusionPipeline.from_pretrained('data/assets/micro', torch_dtype=torch.bfloat16)" in lines
+    last = [line.split("PROJECT")[0] for line in results(project, "samples")[-3:]]
+    assert last == ["next: make view ", "next: make export ", "next: make generate "]
 
 
 def test_the_cards_header_is_yaml_that_the_hub_reads(built, tmp_path):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from stages.text_to_image.train.config import MaskConfig, ValidationConfig
+from stages.text_to_image.families import family
+from stages.text_to_image.train.config import LossConfig, MaskConfig, ValidationConfig
+from stages.text_to_image.train.sound_start import expected_loss
 from tests.stages.text_to_image.train.runs import BASE, Run, rich_tables, tables
 
 # What is said
@@ -36,3 +38,8 @@ def test_a_run_prints_its_mean_batch_and_which_crops_repeat_or_share_batches(tra
         run = Run(tmp_path / str(number), transformer, replace(BASE, steps=1, batch_size=4), tables(shapes)).go()
         assert any(said.endswith(line) for said in run.said), run.said
         assert len(run.rows) == 4
+
+
+def test_a_loss_that_is_wrong_from_the_start_is_explained_with_the_familys_name_not_its_description():
+    expected = expected_loss(LossConfig(), family("micro"))
+    assert expected and expected.remedy.startswith("micro does not know pictures like these, or a part of the model is wrong: ")
