@@ -41,7 +41,7 @@ path = {path}  # only read, never written
 # Another subject: one more [[images.folder]] with a path and a trigger of its own. It may lie in this folder.\
 """
 # Section -> setting -> its first value and a remark. A family's own first values replace them.
-SECTIONS = ("buckets", "latents", "embeddings", "train", "train.data", "train.noise", "samples")
+SECTIONS = ("buckets", "latents", "embeddings", "train", "train.data", "samples")
 PREVIEWS = 3  # pairs of a new project for edit training that previews are drawn of
 BEGIN: Settings = {
     "buckets": {"resolutions": ((512, 768), "add 1024 for the last bit of detail, if it fits")},
@@ -157,7 +157,7 @@ def preset_settings(name: str, trigger: str) -> Settings:
 def toml_sections(record: Family, settings: Settings = BEGIN) -> str:
     """The sections as TOML text. The family's own first values replace those of `settings`."""
     parts = []
-    for section in sorted({*settings, *record.begin}, key=SECTIONS.index):
+    for section in dict.fromkeys([*settings, *record.begin]):
         usual = settings.get(section, {})
         own = {name: (value, "") for name, value in record.begin.get(section, {}).items()}
         lines = [f"[{section}]"]
