@@ -210,7 +210,7 @@ class ShardReader:
         self._shard = shards.indices.to_numpy()
         self._tensors = {
             tensor.name: _Locators(
-                np.dtype(tensor.kind.to_pandas_dtype()),
+                pa.nulls(0, tensor.kind).to_numpy(zero_copy_only=False).dtype,
                 rows[tensor.offset].to_numpy(),
                 rows[tensor.nbytes].to_numpy(),
                 rows[tensor.shape].combine_chunks(),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from unittest.mock import patch
 
 import mlx.core as mx
 
-from data import DATA, DOCS
+from data import DATA, DOCS, MEASUREMENTS
 from data.research.pages.recipe import GENERATED, markdown
 from stages.text_to_image.buckets import BucketsConfig
 from stages.text_to_image.families import FAMILIES
@@ -18,6 +21,7 @@ from stages.tuner.blockwise.device import HEADROOM, LEAST, RESERVED
 
 FILE, README = DOCS / "macs.md", DATA.parent / "README.md"
 README_SIDE = max(BucketsConfig().resolutions)
+MEASURED = MEASUREMENTS / "macs"  # files of `latentmill doctor --measure`, as attached to issues
 
 MEMORY = (16, 24, 32, 48, 64, 96, 128)  # GB as Apple counts them, 2^30 bytes
 WORKING_SET = 0.84  # share of the memory that Metal recommends as a working set, as seen on a Mac of 128 GB
@@ -28,14 +32,18 @@ TEXT = """\
 
 # What fits into which Mac
 
-Computed from the shapes of the models by the code behind `latentmill plan` and `latentmill doctor`, for pretended Macs. Nothing
-here was measured on a Mac. `latentmill plan` gives the figures for one project on the machine that it runs on.
+Computed from the shapes of the models by the code behind `latentmill plan` and `latentmill doctor`, for pretended Macs, except
+for the last column. `latentmill plan` gives the figures for one project on the machine that it runs on.
 
 Each cell has three parts: the most bits per weight with which every stage fits (latents, embeddings, train at batch 1 and rank
 32, samples of the same size), the memory plan of training, and the peak of the largest stage. With the plan `whole`, no block is
 computed twice; with `blocks`, all are. 8 and 4 bits assume 8-bit AdamW. A text encoder that does not fit is read layer by layer.
 "streamed" means that the blocks of the base stay on disk, with `stream_blocks = true` in [train] and [samples]: every step reads
 them twice. "-" means that nothing fits.
+
+"measured" is empty until somebody attaches the file that `latentmill doctor --measure` writes to an issue. It goes into
+data/measurements/macs/, and `make pages` fills the column: seconds of a training step at 4 bits, the plan, and the most memory
+that MLX's arrays took. A virtual machine, or a run on the CPU, is refused.
 
 {table}
 
@@ -69,14 +77,37 @@ def fits(name: str, side: int, gigabytes: int) -> Capacity:
         return capacity(FAMILIES[name], side, budget(gigabytes))
 
 
+def measured(files: Sequence[Path]) -> dict[tuple[str, str], str]:
+    """The cell of each family and probe. Raises ValueError for a file that was not written on a Mac's own GPU."""
+    cells = defaultdict[tuple[str, str], list[str]](list)
+    for file in files:
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            machine, name, probes = found["machine"], found["family"], found["probes"]
+            chip, backend, memory = machine["chip"], machine["backend"], round(machine["memory"] / 2**30)
+            if not machine["macos"] or backend != "Metal" or "Virtual" in chip or "Paravirtual" in machine["device"]:
+                raise ValueError(f"must be measured with Metal on a Mac, not a virtual one, got {chip} on {backend}")
+            for probe in probes:
+                if "s" in probe:
+                    cell = f"{chip} {memory} GB: {probe['s']:.3g} s, {probe['plan']}, {probe['peak_bytes'] / 1e9:.3g} GB"
+                    cells[name, probe["probe"]].append(cell)
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{file}: not a file of latentmill doctor --measure ({error!r})") from None
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
+    return {key: "; ".join(each) for key, each in cells.items()}
+
+
 def table() -> str:
-    """Return the table in Markdown: a row per model and size of images, a column per Mac."""
-    lines = [f"| model | px | {' | '.join(f'{size} GB' for size in MEMORY)} |", "|" + "---|" * (len(MEMORY) + 2)]
+    """Return the table in Markdown: a row per model and size of images, a column per Mac, and what was measured."""
+    lines = [f"| model | px | {' | '.join(f'{size} GB' for size in MEMORY)} | measured |", "|" + "---|" * (len(MEMORY) + 3)]
+    seen = measured(sorted(MEASURED.glob("*.json")))
     for name in MODELS:
         for side in SIDES:
             found = [fits(name, side, size) for size in MEMORY]
             cells = (str(each) if each.bits else "-" for each in found)
-            lines.append(f"| {FAMILIES[name].title} | {side} | {' | '.join(cells)} |")
+            last = seen.get((name, f"training {side} px"), "")
+            lines.append(f"| {FAMILIES[name].title} | {side} | {' | '.join(cells)} | {last} |")
     return "\n".join(lines)
 
 

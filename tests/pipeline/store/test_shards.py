@@ -187,7 +187,7 @@ def row_of(schema: TableSchema, number: int, shapes: list[list[int]]) -> dict[st
     row: dict[str, Any] = {"name": f"row {number}"}
     generator = np.random.default_rng(number)
     for each, shape in zip(schema.tensors, shapes, strict=True):
-        kind = np.dtype(each.kind.to_pandas_dtype())
+        kind = pa.nulls(0, each.kind).to_numpy(zero_copy_only=False).dtype
         values = generator.integers(0, 256, math.prod(shape) * kind.itemsize, dtype=np.uint8).view(kind)
         row |= {each.shape: shape, each.name: np.nan_to_num(values) if kind.kind == "f" else values}
     return row
@@ -209,7 +209,7 @@ def check(found: dict[str, dict[str, Any]], rows: list[dict[str, Any]], schema: 
             values = found[row["name"]][each.name]
             assert (values is None) == (len(row[each.name]) == 0)
             if values is not None:
-                assert values.dtype == each.kind.to_pandas_dtype() and list(values.shape) == row[each.shape]
+                assert values.dtype == row[each.name].dtype and list(values.shape) == row[each.shape]
                 assert values.tobytes() == row[each.name].tobytes()
 
 
