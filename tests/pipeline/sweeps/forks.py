@@ -17,6 +17,7 @@ import json
 import mmap
 import os
 import pkgutil
+import shutil
 import signal
 import struct
 import subprocess
@@ -27,6 +28,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[3]
 SOURCE = Path(__file__).with_name("disk.c")
@@ -82,6 +85,8 @@ class Forks:
 
     def __enter__(self) -> Forks:
         compiler = os.environ.get("CC", "cc").split()
+        if not shutil.which(compiler[0]):
+            pytest.skip(f"needs the C compiler {compiler[0]}: apt install gcc")
         subprocess.run([*compiler, "-shared", "-fPIC", "-O1", "-o", self.library, SOURCE, "-ldl", "-lpthread"], check=True)
         words = [sys.executable, "-m", "tests.pipeline.sweeps.forks"]
         environment = {**os.environ, "LD_PRELOAD": str(self.library)}
