@@ -55,6 +55,7 @@ async function show(update) {
   } else {
     blocks.forEach((block, n) => replace(old[n], block));
   }
+  if (update) said(told); else told = "";
   undoable();
   performance.mark("shown");
   document.body.dataset.shown = String(Number(document.body.dataset.shown || 0) + 1);
@@ -96,7 +97,9 @@ function choose(name, value) {
   show(false);
 }
 
-function said(text) { const place = main.querySelector("[data-said]"); if (place) place.textContent = text; }
+let told = "";  // stays when the page is refreshed because something has changed
+
+function said(text) { const place = main.querySelector("[data-said]"); if (place) place.textContent = told = text; }
 
 async function send(what, body) {
   const headers = {"X-Token": token, "Content-Type": "application/json"};
