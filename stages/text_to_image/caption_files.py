@@ -102,6 +102,12 @@ def trigger_pattern(trigger: str) -> re.Pattern[str]:
     return re.compile(rf"(?<!{LETTER}){re.escape(trigger)}(?!{LETTER})")
 
 
+def check_trigger(trigger: str) -> None:
+    """Raises ValueError if it has braces, which a template would read as a placeholder."""
+    if set("{}") & set(trigger):
+        raise ValueError(f'trigger must be a word, not a placeholder in braces, got "{trigger}"')
+
+
 # Sidecars
 
 

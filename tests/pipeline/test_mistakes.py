@@ -154,7 +154,7 @@ main(sys.argv[2:])
 def test_a_full_disk_is_one_line_and_the_next_run_continues(project):
     """A limit on the size of files makes a write fail as a full disk does."""
     projects.build(project, "images", "captions", "buckets")
-    words = [sys.executable, "-c", LIMITED, "6000", "run", "latents", "--only", "--project", str(project)]
+    words = [sys.executable, "-B", "-c", LIMITED, "6000", "run", "latents", "--only", "--project", str(project)]
     done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, timeout=projects.HANG)
     assert done.returncode == USER, done.stderr
     assert "Traceback" not in done.stderr and "latents" in done.stderr

@@ -210,9 +210,10 @@ def wanted_rows(project: Project, wish: Wish) -> tuple[list[dict[str, Any]], lis
         "guidance": float(project.family.guidance if config.guidance is None else config.guidance),
     }
     if wish.references:
+        from stages.text_to_image.imaging.decode import BACKGROUND
         from stages.text_to_image.samples.drawing import reference_id
 
-        same["reference_id"] = reference_id(wish.references)
+        same["reference_id"] = reference_id(wish.references, config.background or BACKGROUND)
     rows = [same | {"prompt": prompt, "seed": seed} for prompt in wish.prompts for seed in config.seeds]
     for row in rows:
         content = json.dumps([row, _weights(project)], sort_keys=True)

@@ -28,6 +28,7 @@ from stages.text_to_image.caption_files import (
     Caption,
     CaptionSources,
     Lookup,
+    check_trigger,
     from_file_name,
     make_lookups,
     trigger_pattern,
@@ -114,6 +115,7 @@ class CaptionsConfig(Section):
     def check(self) -> None:
         if "" in (self.replace or {}):
             raise ValueError('replace must name the words to replace, such as {"cat" = "ohwx cat"}, got ""')
+        check_trigger(self.trigger)
         check_placeholders("template", self.template, ("caption", "trigger"))
         for prompt in self.preview_prompts:
             check_placeholders("preview_prompts", prompt, ("trigger",))

@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from stages.settings import Section, nearest, selects, setting_path
+from stages.text_to_image.caption_files import check_trigger
 from stages.text_to_image.imaging import masks, packed
 from stages.text_to_image.imaging.decode import IMAGE_SUFFIXES
 from stages.text_to_image.imaging.masks import composed
@@ -86,6 +87,7 @@ class FolderConfig(Section):
     def check(self) -> None:
         if not self.path.strip():
             raise ValueError(f'path must name a folder of images, such as "portraits", got "{self.path}"')
+        check_trigger(self.trigger or "")
         if self.repeats is not None and self.weight is not None:
             raise ValueError(f"weight must be unset if repeats is set: it replaces repeats, got {self.weight:g}")
 

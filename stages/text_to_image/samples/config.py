@@ -46,11 +46,8 @@ class SamplesConfig(Section):
     prompt_references: Mapping[str, tuple[str, ...]] | None = selects(
         None, 'other references for some preview prompts: {"{trigger}, at night" = ["images/control/b.png"]}; []: none'
     )
-    background: str | None = setting(
-        None,
-        "colour behind transparent pixels of references; by default that of [latents]",
-        unrecorded=(None, BACKGROUND),
-        follows="latents.background",
+    background: str | None = selects(
+        None, "colour behind transparent pixels of references; by default that of [latents]", follows="latents.background"
     )
     steps: int | None = setting(None, "denoising steps; by default the family's number", unit="steps", bounds=(1, 1000))
     guidance: float | None = setting(

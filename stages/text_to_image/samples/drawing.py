@@ -293,10 +293,13 @@ def cut_reference(image: Image.Image) -> Image.Image:
     return image.crop((left, top, left + width, top + height))
 
 
-def reference_id(files: Iterable[Path]) -> str | None:
-    """sha256 of each file, joined by "+"; None without files. Raises ValueError if a file cannot be read."""
+def reference_id(files: Iterable[Path], background: str = BACKGROUND) -> str | None:
+    """sha256 of each file, and of a background that is not white, joined by "+"; None without files. ValueError for an unreadable
+    file.
+    """
+    laid_on = b"" if background == BACKGROUND else background.encode()
     try:
-        return "+".join(hashlib.sha256(read_bytes(file, CEILING_BYTES)).hexdigest() for file in files) or None
+        return "+".join(hashlib.sha256(read_bytes(file, CEILING_BYTES) + laid_on).hexdigest() for file in files) or None
     except ValueError as error:
         raise ValueError(f"the reference {error}") from None
 

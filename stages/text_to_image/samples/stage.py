@@ -19,6 +19,7 @@ from stages.run import Run
 from stages.settings import nearest
 from stages.stage import Stage
 from stages.text_to_image.caption_files import trigger_word
+from stages.text_to_image.imaging.decode import BACKGROUND
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.drawing import LATENTS, Adapters, Picture, draw_pictures, reference_id, save_png
 from stages.text_to_image.samples.grid import write_grid
@@ -37,7 +38,7 @@ def wanted_samples(run: Run[SamplesConfig]) -> pa.Table:
     """One row per preview that should exist. Raises ValueError if a checkpoint or file of the settings is missing or damaged."""
     config = run.config
     prompts, references = preview_prompts(run), references_by_prompt(run)
-    shown = {files: reference_id(files) for files in set(references.values())}
+    shown = {files: reference_id(files, config.background or BACKGROUND) for files in set(references.values())}
     rows = [
         (source.adapter_id, source.step, caption_id, prompt, seed, config.width, config.height, shown[references[prompt]])
         for source in sample_sources(run)
