@@ -186,6 +186,12 @@ def _texts(run: Run[Any], data: DataConfig, dropout: bool, with_classes: bool) -
                 else "train: caption_dropout needs the empty caption, of which captions has no row; run the stage captions"
             )
         empty = by_role[data.dropped][0]["caption_id"]
+        word = by_role["trigger"][0]["text"] if data.dropped == "trigger" else ""
+        if others := sorted({own for own in run.inputs.rows(IMAGES)["trigger"].to_pylist() if word and own and own != word}):
+            raise ValueError(
+                f'[train.data] dropped must be "empty" with several triggers ({word}, {", ".join(others)}): it knows that of '
+                "[captions] alone"
+            )
         # The class caption of the trigger word alone has no image and position 0: it is the class word.
         empty_class = class_of.get(("", 0), "") if data.dropped == "trigger" else ""
     return Texts(

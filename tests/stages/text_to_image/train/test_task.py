@@ -146,6 +146,12 @@ def test_a_dropped_caption_becomes_the_empty_one_or_the_trigger():
         assert {s.dropped for s in samples} == {True, False}
     with pytest.raises(ValueError, match=r'dropped = "trigger": captions has no such row; set trigger in \[captions\]'):
         dataset(Project(0.5).without("captions", "trigger"), data=DataConfig(dropped="trigger"))
+    several = Project(0.5)
+    images = several.tables["images"]
+    own = pa.array(["dog", "word"] + [None] * (images.num_rows - 2), pa.string())
+    several.tables["images"] = images.set_column(images.column_names.index("trigger"), "trigger", own)
+    with pytest.raises(ValueError, match=r'dropped must be "empty" with several triggers \(word, dog\)'):
+        dataset(several, data=DataConfig(dropped="trigger"))
 
 
 def test_class_captions_are_read_in_every_so_many_steps_and_weigh_nothing_for_samples_without_one():
