@@ -103,9 +103,9 @@ def trigger_pattern(trigger: str) -> re.Pattern[str]:
 
 
 def check_trigger(trigger: str) -> None:
-    """Raises ValueError if it has braces, which a template would read as a placeholder."""
-    if set("{}") & set(trigger):
-        raise ValueError(f'trigger must be a word, not a placeholder in braces, got "{trigger}"')
+    """Raises ValueError if it is what the template replaces."""
+    if re.search(r"\{(caption|trigger)\}", trigger):
+        raise ValueError(f'trigger must be a word, not a placeholder of the template, got "{trigger}"')
 
 
 # Sidecars
