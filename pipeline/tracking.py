@@ -199,7 +199,8 @@ class Wandb(Tracker):
     """Written to the project alone, unless WANDB_MODE=online asks for more."""
 
     def __init__(self, run: TrackedRun) -> None:
-        self.run, self.mode = run, os.environ.get("WANDB_MODE", "offline")
+        self.run = run
+        self.mode: Any = os.environ.get("WANDB_MODE", "offline")  # wandb refuses what it does not know
         online = self.mode == "online"
         self.name, self.files = "wandb online" if online else "wandb", None if online else run.folder / "wandb"
         self.where = "online" if online else f"wandb sync {run.folder / 'wandb'}/*{run.id} uploads it"
