@@ -22,6 +22,7 @@ GENERIC = {
     name: f"pipeline.commands.{name}:command"
     for name in ("init", "doctor", "plan", "run", "status", "query", "runs", "follow", "verify", "clean", "families", "settings")
 } | {
+    "queue": "pipeline.commands.queue:command",
     "launch": "pipeline.commands.run:launch_command",
     "panel": "pipeline.commands.query:panel_command",
     "compare": "pipeline.commands.runs:compare_command",
@@ -148,10 +149,15 @@ def cli() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command and end the process; exit code 2 for a user's mistake, 130 for an interrupt."""
+    job = os.environ.pop("LATENTMILL_JOB", None)  # not for the processes that this one starts
     code = exit_code(functools.partial(cli.main, arguments, prog_name="latentmill", standalone_mode=False))
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a pipe whose reader has ended
             stream.flush()
+    if job:
+        from pipeline.queue import job_ended
+
+        job_ended(job, code)
     # The interpreter is not finalised: all files are written, and native threads of MLX, Lance and DuckDB can block it.
     os._exit(code)
 

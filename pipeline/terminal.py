@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
+import os
 import shutil
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from decimal import Decimal
+from pathlib import Path
 from typing import Any, Self
 
 import click
@@ -24,6 +27,8 @@ from stages.hashing import hashing_shown
 
 WAIT_SECONDS = 1.0  # the bar appears after this time, since a stage that has nothing to do is over by then
 QUIET_SECONDS = 15.0  # without a terminal, seconds from one progress line to the next
+PROGRESS = "LATENTMILL_PROGRESS"  # environment variable: a file in which a command tells how far it is, for the page
+TELL_SECONDS = 0.5
 NARROWEST = 12  # characters; text columns are not folded below this width
 
 ProgressCallback = Callable[[str, int, int, str], None]  # (stage, done, total, unit)
@@ -90,6 +95,8 @@ class Terminal(Quiet):
         self.last_line = time.monotonic()
         self.first: tuple[float, int] | None = None  # time and count of the first report: a resumed run does not begin at 0
         self.closing = ExitStack()
+        self.begun: tuple[float, int] | None = None
+        self.told, self.told_at = os.environ.get(PROGRESS), -TELL_SECONDS
 
     def __enter__(self) -> Self:
         self.closing.enter_context(hashing_shown(self.note))
@@ -117,6 +124,8 @@ class Terminal(Quiet):
             self.say(text)
 
     def progress(self, done: int, total: int, unit: str) -> None:
+        if self.told and (done == total or time.monotonic() - self.told_at >= TELL_SECONDS):
+            self._tell({"stage": self.stage_name, "done": done, "total": total, "unit": unit})
         unit = unit.removesuffix("s")
         if self.bar and self.task is not None:
             self.bar.update(self.task, completed=done, total=total, visible=True, unit=unit)
@@ -130,6 +139,14 @@ class Terminal(Quiet):
             speed = (done - before) / (now - since)
             left = f"{done} of {total} {unit}s, {format_rate(speed, unit)}, {format_seconds((total - done) / speed)} left"
             self.say(f"{left}; {self.facts}" if self.facts else left)
+
+    def _tell(self, facts: dict[str, str | int]) -> None:
+        self.told_at = time.monotonic()
+        began, before = self.begun = self.begun or (time.time(), int(facts["done"]))
+        path = Path(str(self.told))
+        with suppress(OSError):  # the stage goes on without
+            path.with_suffix(".new").write_text(json.dumps(facts | {"began": began, "before": before, "at": time.time()}))
+            path.with_suffix(".new").replace(path)
 
 
 @contextmanager

@@ -19,19 +19,26 @@ PATIENCE = 10.0  # seconds that one writer of texts waits for another, which usu
 LOOK_SECONDS = 0.02  # between two attempts
 
 
+class Busy(ValueError):  # noqa: N818  (another process, not a mistake)
+    """Another process has the lock. The message names it."""
+
+
 @contextmanager
-def locked(path: Path, patience: float = 0.0) -> Iterator[None]:
-    """Exclusive, freed with its process. Raises ValueError, with the holder, if not released in `patience` seconds."""
+def locked(path: Path, patience: float = 0.0) -> Iterator[int]:
+    """Exclusive, freed with its process. Raises Busy if not released in `patience` seconds.
+
+    Yields the open file: a child process that inherits it holds the lock too.
+    """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
             _take(handle, 1 + math.ceil(patience / LOOK_SECONDS))
         except BlockingIOError:
             holder = _written_holder(path)
-            raise ValueError(f"{path.parent} is being written by {holder}; wait for it or stop it") from None
+            raise Busy(f"{path.parent} is being written by {holder}; wait for it or stop it") from None
         os.ftruncate(handle, 0)
         os.write(handle, json.dumps(_this_process()).encode())
-        yield
+        yield handle
     finally:
         # The file is never deleted: after a deletion, two processes could each lock a file of that name.
         os.close(handle)
@@ -55,7 +62,7 @@ def _take(handle: int, left: int) -> None:
             time.sleep(LOOK_SECONDS)
 
 
-def texts_lock(project: Path) -> AbstractContextManager[None]:
+def texts_lock(project: Path) -> AbstractContextManager[int]:
     """For changes of the user's texts: held from reading them until new ones are written."""
     tables = project / "tables"
     tables.mkdir(exist_ok=True)
@@ -68,19 +75,27 @@ def lock_holder(path: Path) -> str:
         written = json.loads(path.read_text())
         if written["host"] == platform.node():
             os.kill(written["pid"], 0)  # raises if that process has ended
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return _written_holder(path) if is_locked(path) else ""
     except PermissionError:
         return _written_holder(path)  # a process of another user
     except (OSError, ValueError, KeyError, TypeError):
         return ""
+
+
+def is_locked(path: Path) -> bool:
+    """By this process, another one, or a child that inherited the lock."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
     try:
         # Shared, and only for a moment: a writer that starts just then sees that it is no writer's, and tries again.
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _written_holder(path)
+        return True
     finally:
         os.close(handle)
-    return ""
+    return False
 
 
 def _written_holder(path: Path) -> str:

@@ -17,4 +17,4 @@ PIPELINE = Pipeline(
     follow="tests.toy.follow:CHAIN",
     panels=(Panel("words", "Words per line", "select words, count(*) as lines from lines group by words order by words"),),
 )
-OWN = Own(commands={"longest": "tests.toy.commands:longest"})
+OWN = Own(commands={name: f"tests.toy.commands:{name}" for name in ("longest", "mark")})

@@ -1,0 +1,201 @@
+"""Jobs of a queue run one after another, outlive whoever added them, and are neither lost nor run twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from pipeline.queue import FILE, Job, Queue
+from tests import projects
+from tests.toy.project import make
+
+
+@pytest.fixture
+def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(projects.ROOT))
+    return Queue(make(tmp_path / "project"))
+
+
+def wait(condition, what: str) -> None:
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < projects.HANG, what
+        time.sleep(0.02)
+
+
+def marks(queue: Queue) -> list[str]:
+    file = queue.project / "marks"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def states(queue: Queue) -> dict[int, str]:
+    return {job.number: job.state for job in queue.jobs()}
+
+
+def is_idle(queue: Queue) -> bool:
+    return not queue.works() and all(job.over for job in queue.jobs())
+
+
+def held(queue: Queue, name: str) -> tuple[Job, Path]:
+    """A job that waits for a file, once it runs."""
+    file = queue.project / f"{name}.go"
+    job = queue.add(["mark", name, "--until", str(file)])
+    wait(lambda: f"{name} begins" in marks(queue), "it begins")
+    wait(lambda: running(queue).pid > 0, "its process is known")
+    return job, file
+
+
+def running(queue: Queue) -> Job:
+    return next((job for job in queue.jobs() if job.state == "running"), Job(0, ()))
+
+
+def workers(queue: Queue) -> int:
+    """The worker's process, which wrote its id into the lock."""
+    return int(json.loads((queue.folder / "worker").read_text())["pid"])
+
+
+def test_jobs_run_one_after_another_in_their_order_and_a_stopped_one_makes_room(queue):
+    first, _ = held(queue, "a")
+    others = [queue.add(["mark", name]).number for name in "bcd"]
+    queue.move(others[2], 0)
+    queue.cancel(others[1])
+    assert states(queue) == {first.number: "running", others[2]: "waiting", others[0]: "waiting", others[1]: "cancelled"}
+    queue.cancel(first.number)
+    wait(lambda: is_idle(queue), "the rest runs")
+    assert marks(queue) == ["a begins", "a stops", "d begins", "d ends", "b begins", "b ends"]
+    assert states(queue) == {first.number: "stopped", others[2]: "finished", others[0]: "finished", others[1]: "cancelled"}
+    assert [job.said for job in queue.jobs() if job.state == "finished"] == ["d is marked", "b is marked"]
+    with pytest.raises(ValueError, match=f"job {others[0]} is finished"):
+        queue.cancel(others[0])
+
+
+def test_a_job_of_a_killed_worker_runs_on_alone_and_ends_by_itself(queue):
+    job, file = held(queue, "a")
+    queue.add(["mark", "b"])
+    os.kill(workers(queue), signal.SIGKILL)
+    queue.start()  # starts nobody: the job still holds the lock
+    assert queue.works() and running(queue).number == job.number
+    file.touch()
+    wait(lambda: states(queue)[job.number] == "finished" and not queue.works(), "it ends")
+    assert marks(queue) == ["a begins", "a ends"]
+    queue.start()
+    wait(lambda: is_idle(queue), "the next one runs")
+    assert marks(queue)[2:] == ["b begins", "b ends"]
+
+
+def test_after_the_machine_was_off_the_interrupted_job_goes_on_first_and_only_if_the_user_says_so(queue):
+    _, file = held(queue, "a")
+    queue.add(["mark", "b"])
+    os.kill(workers(queue), signal.SIGKILL)
+    os.kill(running(queue).pid, signal.SIGKILL)
+    wait(lambda: not queue.works(), "both are gone")
+    assert "interrupted" in projects.said("queue", "-p", str(queue.project))[1]
+    file.touch()
+    assert projects.said("queue", "-p", str(queue.project), "start")[0] == 0
+    wait(lambda: is_idle(queue), "the rest runs")
+    assert marks(queue) == ["a begins", "a begins", "a ends", "b begins", "b ends"]
+    assert [job.starts for job in queue.jobs()] == [2, 1]
+
+
+def test_a_killed_job_is_failed_and_the_next_one_begins(queue):
+    held(queue, "a")
+    queue.add(["mark", "b"])
+    os.kill(running(queue).pid, signal.SIGKILL)
+    wait(lambda: is_idle(queue), "the next one runs")
+    assert [(job.state, job.said) for job in queue.jobs()] == [("failed", "killed by signal 9"), ("finished", "b is marked")]
+
+
+def test_the_queues_of_two_projects_use_the_device_in_turns(queue, tmp_path):
+    _, file = held(queue, "a")
+    other = Queue(make(tmp_path / "other"))
+    job = other.add(["mark", "b"])
+    wait(other.works, "its worker waits")
+    assert states(other)[job.number] == "waiting" and not marks(other)
+    file.touch()
+    wait(lambda: is_idle(queue) and is_idle(other), "both end")
+    assert marks(other) == ["b begins", "b ends"]
+
+
+def test_a_paused_queue_begins_no_job(queue):
+    queue.pause()
+    queue.add(["mark", "a"])
+    assert not queue.works() and list(states(queue).values()) == ["waiting"]
+    queue.pause(False)
+    wait(lambda: is_idle(queue), "it runs")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[" * 100_000,
+        '{"jobs": 3}',
+        '{"jobs": [{"number": "1", "words": ["train"]}], "paused": false, "last": 1}',
+        '{"jobs": [{"number": 1, "words": ["train"], "state": "lost"}], "paused": false, "last": 1}',
+    ],
+)
+def test_a_file_that_was_damaged_or_edited_wrongly_is_one_line_and_stays(queue, text):
+    queue.folder.mkdir()
+    (queue.folder / FILE).write_text(text)
+    for words in ([], ["add", "longest"], ["start"]):
+        code, _, error = projects.said("queue", "-p", str(queue.project), *words)
+        assert code == 2 and error.count("\n") == 1 and FILE in error and "delete it" in error, error
+    assert (queue.folder / FILE).read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["nonsense"], "no command"),
+        (["view"], "cannot be queued"),
+        (["train", "-p", "x"], "leave --project out"),
+        (["mark", "a" * 3000], "2000 characters"),
+    ],
+)
+def test_what_cannot_be_a_job_is_refused_before_it_is_one(queue, words, reason):
+    code, _, error = projects.said("queue", "-p", str(queue.project), "add", *words)
+    assert code == 2 and reason in error
+    assert not queue.jobs()
+
+
+@pytest.mark.proof("killed at random, alone or all at once, worker and jobs lose no job and run none twice")
+def test_no_job_is_lost_or_run_twice_whatever_is_killed(queue, cases):
+    chance = random.Random(0)
+    added = 0
+    for _ in range(cases(6, 200)):
+        while sum(not job.over for job in queue.jobs()) < 2:
+            queue.add(["mark", str(added)])
+            added += 1
+        queue.start()
+        wait(queue.works, "a worker begins")
+        time.sleep(chance.random() * 0.8)  # at any moment of a start, a job or an end
+        which = chance.choice(["worker", "job", "both"])
+        pids = [workers(queue)] if which != "job" else []
+        job = running(queue)
+        pids += [job.pid] if which != "worker" and job.pid else []
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:  # it has just ended
+                continue
+    while not is_idle(queue):
+        queue.start()
+        time.sleep(0.05)
+    jobs, lines = queue.jobs(), marks(queue)
+    assert len(jobs) == min(added, 100) and {job.state for job in jobs} <= {"finished", "failed"}
+    for number in range(added):
+        begins, ends = lines.count(f"{number} begins"), lines.count(f"{number} ends")
+        job = next((job for job in jobs if job.words[1] == str(number)), None)
+        assert ends <= 1 or begins == ends <= (job.starts if job else ends), "run again only if its end could not be told"
+        assert job is None or job.state == "failed" or ends >= 1
+    for one, two in pairwise(lines):
+        if one.endswith("begins") and one.split()[0] != two.split()[0]:
+            assert two.endswith("begins"), "two jobs never run at once"
