@@ -30,7 +30,7 @@ SOURCES = TableSchema(
 
 UNITS = TableSchema(
     name="units",
-    doc="One row per function, method, class or window of lines: what a search finds.",
+    doc="One row per function, method, class, group of statements, section of a text or window of lines: what a search finds.",
     key=("unit_id",),
     columns=(
         column("unit_id", pa.string(), "sha256 of path, qualified name, first and last line and text_id, hex"),
@@ -41,7 +41,7 @@ UNITS = TableSchema(
         column("module", pa.string(), "dotted name of the file's module"),
         column("name", pa.string(), "name of the function or class; empty for a window of lines"),
         column("qualified_name", pa.string(), "name with the names of the classes and functions around it, joined by dots"),
-        column("kind", pa.string(), "function, method, class, or lines (a window of lines)"),
+        column("kind", pa.string(), "function, method, class, code (statements outside), section, cell, or lines (a window)"),
         column("first_line", pa.int32(), "first line of the unit in its file, decorators included, from 1"),
         column("last_line", pa.int32(), "last line of the unit in its file"),
         column("code_lines", pa.int32(), "lines of the body that hold code: without signature, docstring, comments, empty lines"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import inspect
 import re
+from contextlib import suppress
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -25,6 +27,32 @@ SECTION = re.compile(
     r"warnings?|todo)\b\s*:?\s*$|^\s*[:@]\w+|^\s*>>>|^\s*\.\. |^\s*[-=~*+#]{3,}\s*$",
     re.IGNORECASE | re.MULTILINE,
 )
+
+
+# An encoding that one of the first two lines declares, as Python and editors read it: # -*- coding: latin-1 -*-
+DECLARED = re.compile(rb"\A(?:[^\n]*\n)?[ \t\f]*(?:#|//|/\*|--|%|\").*?coding[:=][ \t]*([-\w.]+)")
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def decode(content: bytes) -> str:
+    """A source file's text: UTF-8, or what a byte order mark or one of its first two lines says. Raises UnicodeDecodeError."""
+    if content.startswith(UTF_16):
+        return content.decode("utf-16")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        if declared := DECLARED.match(content):
+            with suppress(LookupError):  # no such encoding
+                return content.decode(declared[1].decode())
+        raise
+
+
+LINE_END = re.compile(r"\r\n|\r|\n")  # as `ast` and editors count lines; str.splitlines knows more
+
+
+def split_lines(text: str) -> list[str]:
+    lines = LINE_END.split(text)
+    return lines[:-1] if lines[-1] == "" else lines
 
 
 def text_id(role: Role, text: str) -> str:

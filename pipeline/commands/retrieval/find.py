@@ -30,7 +30,7 @@ SNIPPET = 5  # lines of a unit that are shown
 
 @click.command("find")
 @click.argument("query")
-@click.argument("folder", default=".", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("folder", default=".", type=click.Path(path_type=Path, exists=True))
 @click.option("--semantic", "mode", flag_value="semantic", help="By meaning: the vectors of the encoder.")
 @click.option("--lexical", "mode", flag_value="lexical", help="By words: full-text search; loads no model.")
 @click.option("--hybrid", "mode", flag_value="hybrid", default=True, help="By both (the default).")
@@ -38,8 +38,8 @@ SNIPPET = 5  # lines of a unit that are shown
 @click.option("--path", "pattern", default="", help='Only files whose path in FOLDER matches, such as "tests/*".')
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def command(query: str, folder: Path, mode: str, limit: int, pattern: str, as_json: bool) -> None:
-    """Find code by meaning in FOLDER, by default the current one. No project is needed: what was read is kept in the
-    cache folder, and changed files are read again first. Files that git ignores are left out.
+    """Find code by meaning in FOLDER, by default the current one; it may be a single file. No project is needed: what was
+    read is kept in the cache folder, and changed files are read again first. Files that git ignores are left out.
     """
     if not query.strip():
         raise ValueError('find needs a query, such as: latentmill find "read a file line by line"')
@@ -143,7 +143,9 @@ def place(answer: Answer) -> str:
 
 
 def snippet(answer: Answer) -> list[str]:
-    lines = Path(answer.row["file"]).read_text(encoding="utf-8-sig").split("\n")
+    from stages.retrieval.texts import decode, split_lines
+
+    lines = split_lines(decode(Path(answer.row["file"]).read_bytes()))
     first, last = answer.row["first_line"], answer.row["last_line"]
     return lines[first - 1 : min(last, first - 1 + SNIPPET)]
 

@@ -40,6 +40,8 @@ def make_server(folders: Sequence[Path]) -> MCPServer:
     from mcp.server.mcpserver import MCPServer
     from mcp.server.mcpserver.exceptions import ToolError
 
+    from stages.retrieval.texts import decode, split_lines
+
     served = {str(root): CodeFolder(root, resident=True) for root in dict.fromkeys(each.resolve() for each in folders)}
     server = MCPServer("latentmill", instructions=INSTRUCTIONS.format(folders=", ".join(served)), log_level="CRITICAL")
     worker = ThreadPoolExecutor(1)  # one answer after another: all use one index and one encoder
@@ -95,7 +97,7 @@ def make_server(folders: Sequence[Path]) -> MCPServer:
                 raise ValueError(f"first_line and last_line must be at least 1, in order, and at most {MOST_LINES} lines")
             if file.stat().st_size > MOST_BYTES:
                 raise ValueError(f"{path} has more than {MOST_BYTES // 1_000_000} MB")
-            lines = file.read_text(encoding="utf-8", errors="replace").split("\n")[first_line - 1 : last_line]
+            lines = split_lines(decode(file.read_bytes()))[first_line - 1 : last_line]
             return "\n".join(f"{number}\t{text}" for number, text in enumerate(lines, first_line))
 
         return await answer(work)

@@ -7,22 +7,72 @@ import re
 import textwrap
 import warnings
 from collections.abc import Iterator
+from itertools import pairwise
 
-from stages.retrieval.units.unit import Unit
+from stages.retrieval.texts import split_lines
+from stages.retrieval.units.unit import Unit, code_units, windows
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+DEFINES = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 BLOCKS = (ast.If, ast.Try, ast.With)  # statements whose definitions belong to the module or class around them
 
 
-def python_units(source: str, *, classes: bool) -> list[Unit] | None:
-    """An inner function belongs to the outer; a class is its statements and methods' signatures. None if it does not parse."""
+START = re.compile(r"@|(?:async\s+)?def\s|class\s")  # of a definition that stands in no other
+
+
+def python_units(source: str, *, classes: bool, window: int = 40) -> list[Unit] | None:
+    """An inner function belongs to the outer; a class is its statements and methods' signatures. Of a file that does not parse,
+    each definition for itself, and windows of the others; None if none parses.
+    """
+    lines = split_lines(source)
+    if tree := _parsed(source):
+        return [*_inside(tree, "", lines, classes), *_code(tree, lines, window)]
+    starts = [n for n, line in enumerate(lines) if n and START.match(line) and not lines[n - 1].startswith("@")]
+    found: list[Unit] = []
+    parsed = False
+    for first, end in pairwise([0, *starts, len(lines)]):
+        part = "\n".join(lines[first:end])
+        tree = _parsed(part)
+        if tree is None:
+            found += windows(part, window, first)
+            continue
+        parsed = parsed or bool(tree.body)
+        ast.increment_lineno(tree, first)
+        found += [*_inside(tree, "", lines, classes), *_code(tree, lines, window)]
+    return found if parsed else None
+
+
+def _parsed(source: str) -> ast.Module | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in the user's code are not ours to report
-            tree = ast.parse(source)
+            return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    return list(_inside(tree, "", re.split(r"\r\n|\r|\n", source), classes))  # the line ends that `ast` knows
+
+
+def _code(tree: ast.Module, lines: list[str], window: int) -> Iterator[Unit]:
+    """The statements of a module that define no function or class: its docstring, constants, type aliases, calls."""
+    spans = [
+        (node.lineno, node.end_lineno or node.lineno, _given(node))
+        for node in tree.body
+        if not isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef | Function)
+        and not (isinstance(node, BLOCKS) and (_is_main(node) or any(isinstance(each, DEFINES) for each in ast.walk(node))))
+        and "__all__" not in _given(node)  # names of the module's functions, which are units
+    ]
+    return code_units(lines, spans, window, ("#",))
+
+
+def _is_main(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and "__name__" in {each.id for each in ast.walk(node.test) if isinstance(each, ast.Name)}
+
+
+def _given(node: ast.stmt) -> list[str]:
+    """The names that a statement gives values: A and B of A, B = 1, 2."""
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None) or getattr(node, "name", None)]
+    if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and type(node).__name__ != "TypeAlias":  # of Python 3.12
+        return []
+    return [each.id for target in targets if target for each in ast.walk(target) if isinstance(each, ast.Name)]
 
 
 def _inside(node: ast.AST, owner: str, lines: list[str], classes: bool) -> Iterator[Unit]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from schemas.retrieval import SOURCES, UNITS
 from stages.hashing import text_sha256
 from stages.retrieval import texts
 from stages.retrieval.texts import Row
+from stages.retrieval.units.prose import markdown_units, notebook_units, shell_units
 from stages.retrieval.units.python import python_units
 from stages.retrieval.units.syntax import can_parse, syntax_units
 from stages.retrieval.units.unit import Unit, package_of, windows
@@ -33,10 +34,10 @@ class UnitsConfig(Section):
         bounds=(0, WHOLE[1]),
     )
     classes: bool = setting(True, "a class is a unit too: its first lines and the signatures of its methods")
-    undocumented: bool = setting(True, "functions and classes without a docstring are units too")
+    undocumented: bool = setting(True, "functions and classes without a docstring are units too, and statements outside of them")
     window: int = setting(
         40,
-        "lines of a window, in a file of a language that cannot be parsed; each overlaps the next by half",
+        "lines of a window, where a file cannot be parsed or a section is longer; each overlaps the next by half",
         unit="lines",
         bounds=(2, 10_000),
     )
@@ -64,6 +65,15 @@ def wanted_units(run: Run[UnitsConfig]) -> pa.Table:
     return UNITS.select(rows, KEPT)
 
 
+READERS: dict[str, Callable[[str, int], list[Unit] | None]] = {
+    "markdown": markdown_units,
+    "bash": shell_units,
+    "notebook": lambda text, window: notebook_units(text),
+}
+SHORT = ("code", "section")  # units that may have one line
+CODE = ("function", "method", "class", "code")  # units that [units] `undocumented` is about
+
+
 def _used(run: Run[UnitsConfig]) -> list[Row]:
     rows = [row for row in run.inputs.rows(SOURCES).to_pylist() if row["skipped"] is None]
     return sorted(rows, key=lambda row: str(row["path"]))
@@ -86,17 +96,23 @@ def unit_rows(run: Run[UnitsConfig], source: Row) -> list[Row]:
         raise ValueError(f"{file} cannot be read any more ({error.strerror}): run make sources") from None
     if hashlib.sha256(content).hexdigest() != source["source_id"]:
         raise ValueError(f"{file} has changed since its row in sources was written: run make sources")
-    units = find_units(content.decode("utf-8-sig"), source["language"], run.config)
-    kept = (unit for unit in units if run.config.undocumented or unit.docstring or unit.kind == "lines")
+    units = find_units(texts.decode(content), source["language"], run.config)
+    kept = (unit for unit in units if run.config.undocumented or unit.docstring or unit.kind not in CODE)
     found = [_row(unit, source, run.config.max_characters) for unit in kept]
     return list({row["unit_id"]: row for row in found}.values())
 
 
 def find_units(text: str, language: str, config: UnitsConfig) -> list[Unit]:
-    """Units of at least `min_lines` lines of code; windows of lines where the text cannot be parsed."""
-    python = language == "python"
-    found = python_units(text, classes=config.classes) if python else syntax_units(text, language, classes=config.classes)
-    return [unit for unit in (windows(text, config.window) if found is None else found) if unit.code_lines >= config.min_lines]
+    """Units of at least `min_lines` lines of code, and SHORT ones; windows of lines where the text cannot be parsed."""
+    read = READERS.get(language)
+    if read is not None:
+        found = read(text, config.window)
+    elif language == "python":
+        found = python_units(text, classes=config.classes, window=config.window)
+    else:
+        found = syntax_units(text, language, classes=config.classes, window=config.window)
+    units = windows(text, config.window) if found is None else found
+    return [unit for unit in units if unit.code_lines >= config.min_lines or unit.kind in SHORT]
 
 
 def _row(unit: Unit, source: Row, max_characters: int) -> Row:
@@ -123,5 +139,7 @@ STAGE = Stage(
     wants=wanted_units,
     run=parse_units,
     ships=False,
-    version=2,  # 2: five more languages, functions that JavaScript assigns to a name; the syntax tree says where a name ends
+    # 2: five more languages, functions that JavaScript assigns to a name; the syntax tree says where a name ends. 3: statements
+    # outside of functions, Markdown, notebooks, functions of the shell; a file that does not parse keeps its other functions.
+    version=3,
 )

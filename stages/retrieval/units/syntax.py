@@ -10,7 +10,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from stages.retrieval.units.unit import Unit
+import numpy as np
+
+from stages.retrieval.texts import split_lines
+from stages.retrieval.units.unit import Span, Unit, code_units
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,9 @@ def first_type(node: Any) -> str:
 
 
 # Declarations of one or more names, such as `const f = ..., g = ...`; a unit is one of them.
+LISTS = frozenset(
+    {"const_declaration", "var_declaration", "expression_statement", "property_declaration"}
+)  # of names, without one
 DECLARATIONS = frozenset({"lexical_declaration", "variable_declaration", "type_declaration"})
 # What may stand around a unit, after its comment.
 AROUND = DECLARATIONS | {"export_statement", "expression_statement", "template_declaration", "body_statement"}
@@ -155,7 +161,7 @@ def can_parse(language: str) -> bool:
     return grammar is not None and all(map(find_spec, ("tree_sitter", grammar.module)))
 
 
-def syntax_units(text: str, language: str, *, classes: bool) -> list[Unit] | None:
+def syntax_units(text: str, language: str, *, classes: bool, window: int = 40) -> list[Unit] | None:
     """Units with the comment before them as docstring; None if it cannot be parsed, or is nested too deeply."""
     if not can_parse(language):
         return None
@@ -166,9 +172,53 @@ def syntax_units(text: str, language: str, *, classes: bool) -> list[Unit] | Non
     clear = EXPORTS.sub(lambda found: found[1] + b" " * len(found[2]), source) if language == "cpp" else source
     tree = sitter.Parser(sitter.Language(getattr(module, grammar.function)())).parse(clear)
     try:
-        return list(_units(tree.root_node, "", False, source, grammar, classes))
+        found = list(_units(tree.root_node, "", False, source, grammar, classes))
+        lines = split_lines(text)
+        covered = np.zeros(len(lines) + 2, bool)
+        for unit in found:
+            covered[unit.first_line : unit.last_line + 1] = True
+        spans = list(_code(tree.root_node, covered, grammar))
+        return found + list(code_units(lines, spans, window, grammar.signs))
     except RecursionError:  # expressions that are nested a thousand deep are written by programs
         return None
+
+
+# Nodes outside of functions and classes that are no code of their own, and those that only hold others.
+NO_CODE = re.compile(
+    r"import|include|package|using|use_declaration|extern_crate|comment|php_tag|hash_bang|^ERROR$|^;$|identifier"
+)
+DECLARES = re.compile(r"declaration|alias")
+HOLDS = re.compile(r"^preproc_(if|else|elif)|linkage_specification|namespace|declaration_list|mod_item|^module$|export_statement")
+
+
+def _code(node: Any, covered: np.ndarray, grammar: Grammar) -> Iterator[Span]:
+    """The statements in `node` on lines that no unit covers."""
+    for child in node.named_children:
+        first, last = child.start_point[0] + 1, child.end_point[0] + (child.end_point[1] > 0)
+        last = max(first, last)
+        own = covered[first : last + 1]
+        if NO_CODE.search(child.type) or child.type in grammar.classes or own.all():
+            continue
+        if own.any() or (HOLDS.search(child.type) and child.named_children):
+            yield from _code(child, covered, grammar)
+        else:
+            yield first, last, _given(child)
+
+
+def _given(node: Any) -> list[str]:
+    """The names that a declaration gives."""
+    inner = node.named_children if node.type in DECLARATIONS or node.type in LISTS else [node]
+    found = [named for each in inner if (named := name_node(each)) is not None]
+    if not found and DECLARES.search(node.type):
+        found = list(filter(None, [_first_identifier(node)]))
+    return [".".join(name_parts(named)) for named in found]
+
+
+def _first_identifier(node: Any) -> Any:
+    """Of the declarations of Kotlin and Swift, which have no field for their names."""
+    if node.type.endswith("identifier"):
+        return node
+    return next(filter(None, (_first_identifier(each) for each in node.named_children if each.type != "modifiers")), None)
 
 
 def _units(node: Any, owner: str, methods: bool, source: bytes, grammar: Grammar, classes: bool) -> Iterator[Unit]:
@@ -241,6 +291,12 @@ def _body(node: Any, grammar: Grammar) -> tuple[int, int] | None:
     return next(filter(None, (_body(each, grammar) for each in node.named_children)), None)
 
 
+def _is_jsdoc(node: Any, grammar: Grammar) -> bool:
+    """Whether a blank line may stand between a comment and its function; a licence above a file is none of a function."""
+    found = "arrow_function" in grammar.values and node.type in grammar.comments and node.text.startswith(b"/**")
+    return found and not re.search(rb"copyright|licen[cs]e|@file", node.text, re.IGNORECASE)
+
+
 def _comment_before(node: Any, grammar: Grammar) -> str:
     """Without its signs. Attributes and decorators may stand between it and the unit."""
     top = node
@@ -250,7 +306,7 @@ def _comment_before(node: Any, grammar: Grammar) -> str:
         top = top.parent
     lines: list[str] = []
     first, place = top.start_point[0], top.prev_named_sibling
-    while place is not None and place.end_point[0] - (place.end_point[1] == 0) >= first - 1:
+    while place is not None and place.end_point[0] - (place.end_point[1] == 0) >= first - 1 - _is_jsdoc(place, grammar):
         if place.type in grammar.comments:
             lines = [*place.text.decode(errors="replace").splitlines(), *lines]
         elif place.type not in ("attribute_item", "decorator"):

@@ -93,4 +93,4 @@ def names(source: str, language: str, classes: bool = False) -> dict[str, tuple[
     pytest.importorskip("tree_sitter")
     pytest.importorskip(GRAMMARS[language].module)
     found = syntax_units(source, language, classes=classes) or []
-    return {unit.qualified_name: (unit.kind, unit.rest.splitlines()[0]) for unit in found}
+    return {unit.qualified_name: (unit.kind, unit.rest.splitlines()[0]) for unit in found if unit.kind != "code"}

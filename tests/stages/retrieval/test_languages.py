@@ -144,3 +144,32 @@ def test_each_language_has_its_functions_methods_classes_and_comments(language, 
     read = next(unit for unit in found.values() if unit.name.lower() == "read")
     assert "1" in read.body and read.code_lines == 1
     assert "comment" not in read.signature and read.signature.count("\n") == 0
+
+
+CONSTANTS = {
+    "c": "#include <a.h>\n#ifndef A_H\n#define LIMIT 3\ntypedef int nest;\n#endif\nint count(void) {\n  return 1;\n}\n",
+    "cpp": "namespace a {\nconst int LIMIT = 3;\nusing nest = int;\nint count() {\n  return 1;\n}\n}\n",
+    "go": 'package a\nimport "os"\nconst LIMIT = 3\ntype nest = int\nfunc count() int {\n\treturn 1\n}\n',
+    "kotlin": "package a\nimport b.c\nconst val LIMIT = 3\ntypealias nest = Int\nfun count(): Int {\n  return 1\n}\n",
+    "rust": "use a::b;\nconst LIMIT: u32 = 3;\ntype nest = u32;\nfn count() -> u32 {\n    1\n}\n",
+    "swift": "import A\nlet LIMIT = 3\ntypealias nest = Int\nfunc count() -> Int {\n  return 1\n}\n",
+    "typescript": "import a from 'a';\nconst LIMIT = 3;\ntype nest = number;\nfunction count() {\n  return 1;\n}\n",
+}
+
+
+@pytest.mark.parametrize("language", CONSTANTS)
+def test_constants_and_type_aliases_are_a_unit_that_no_function_and_no_import_belongs_to(language):
+    pytest.importorskip("tree_sitter")
+    found = syntax_units(CONSTANTS[language], language, classes=True) or []
+    (unit,) = (each for each in found if each.kind == "code")
+    assert unit.qualified_name.startswith("LIMIT, nest")
+    lines = CONSTANTS[language].splitlines()[unit.first_line - 1 : unit.last_line]
+    assert any("nest" in line for line in lines) and not any("import" in line or "return" in line for line in lines)
+
+
+def test_a_jsdoc_comment_belongs_to_the_function_below_a_blank_line_and_a_licence_does_not():
+    pytest.importorskip("tree_sitter_javascript")
+    found = syntax_units(
+        "/** Copyright 2026. */\n\nfunction a() {}\n\n/**\n * Add one.\n */\n\nfunction b() {}\n", "javascript", classes=True
+    )
+    assert {unit.name: unit.docstring for unit in found or []} == {"a": "", "b": "Add one."}

@@ -53,7 +53,8 @@ if True:
 
 
 def units(source: str, **settings: object) -> dict[str, Unit]:
-    return {unit.qualified_name: unit for unit in find_units(source, "python", UnitsConfig(min_lines=0, **settings))}
+    found = find_units(source, "python", UnitsConfig(min_lines=0, **settings))
+    return {unit.qualified_name: unit for unit in found if unit.kind != "code"}
 
 
 def test_functions_methods_and_classes_have_their_names_and_lines():
@@ -113,6 +114,49 @@ def test_python_that_does_not_parse_is_cut_into_windows_of_lines():
     found = find_units("print 'old'\n" * 10, "python", UnitsConfig(window=4))
     assert [(unit.first_line, unit.last_line) for unit in found] == [(1, 4), (3, 6), (5, 8), (7, 10)]
     assert {unit.kind for unit in found} == {"lines"}
+
+
+MODULE = """\"\"\"Counts birds by the nests that they leave.\"\"\"
+import os
+
+__all__ = ["count"]
+# How often a nest is visited.
+VISITS = 3
+Nest = dict[str, int]
+
+
+def count(nests):
+    total = 0
+    return total + len(nests)
+
+
+LIMITS: Nest = {
+    "owl": 1,
+}
+if __name__ == "__main__":
+    count([])
+"""
+
+
+def test_the_statements_of_a_module_that_define_no_function_are_units_with_the_names_that_they_give():
+    found = {unit.qualified_name: unit for unit in find_units(MODULE, "python", UnitsConfig()) if unit.kind == "code"}
+    lines = {name: (unit.first_line, unit.last_line) for name, unit in found.items()}
+    assert lines == {"lines 1 to 1": (1, 1), "VISITS, Nest": (5, 7), "LIMITS": (15, 17)}
+    assert "How often a nest is visited" in found["VISITS, Nest"].rest and found["LIMITS"].name == "LIMITS"
+
+
+def test_a_file_in_the_middle_of_an_edit_keeps_the_functions_that_parse():
+    source = SOURCE.replace("class Stack(list):", "def half(\n    a,\n\nclass Stack(list):").replace(
+        "limit = 3", "limit = 3\n    n = 1"
+    )
+    found = find_units(source, "python", UnitsConfig())
+    assert [(unit.qualified_name, unit.first_line) for unit in found if unit.kind != "code"] == [
+        ("add", 4),
+        ("lines 16 to 17", 16),
+        ("Stack", 19),
+        ("Stack.pop_all", 27),
+        ("Stack.Frame.top", 34),
+    ]
 
 
 @pytest.mark.parametrize("lines", [1, 2, 3, 4, 5, 7, 40])
