@@ -20,7 +20,7 @@ from pipeline import ranks
 from pipeline.errors import Stopped
 from pipeline.process import interruptible, peak_mlx, version
 from pipeline.project import runs
-from pipeline.project.outlook import amount, announcement, counted, require_download_room, require_trainable
+from pipeline.project.outlook import amount, announcement, counted, licence_note, require_download_room, require_trainable
 from pipeline.project.project import Project
 from pipeline.project.recipe import recipe_id
 from pipeline.store.rows import matches, missing
@@ -77,6 +77,8 @@ def run(
         return Outcome(name)
     require_trainable(project, name)
     require_download_room(project, name)
+    if note := licence_note(project, name):
+        console.say(note)
     project.fetch = True  # a run downloads the weights that it lacks
     runs.check_resumable(project, name)
     folder = project.current(name)

@@ -213,7 +213,7 @@ LATENTS = TableSchema(
 
 EMBEDDINGS = TableSchema(
     name="embeddings",
-    doc="One row per distinct text: three hidden states of the text encoder, concatenated, padded to the family's length.",
+    doc="One row per distinct text: hidden states of the text encoder, concatenated, and padding if the model reads it.",
     key=("caption_id",),
     tensors=(tensor(),),
     columns=(
@@ -227,9 +227,14 @@ EMBEDDINGS = TableSchema(
         column(
             "shape",
             pa.list_(pa.int32()),
-            "shape of the tensor: tokens (512 in released families), 3 x hidden size; for int8, words of 16 bits",
+            "shape of the tensor: rows, hidden states x hidden size (for int8, words of 16 bits); FLUX.2 has 512 rows, Z-Image "
+            "one per token, FLUX 3 one per token and one for all padding",
         ),
-        column("dtype", pa.string(), "form of the tensor: bfloat16, or int8: for each row 3 float32 scales, then the values"),
+        column(
+            "dtype",
+            pa.string(),
+            "bfloat16, or int8: for each row a float32 scale per hidden state, then the values",
+        ),
         column("mean", pa.float32(), "mean of the values, padding excluded"),
         column("std", pa.float32(), "standard deviation of the values, padding excluded"),
         column("absmax", pa.float32(), "largest absolute value, padding excluded"),

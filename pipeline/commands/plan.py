@@ -37,7 +37,7 @@ def command(project: Project, gigabytes: float | None, verbose: bool) -> int:
 
 def report(project: Project, budget: int | None = None, verbose: bool = False) -> tuple[list[str], bool]:
     """The lines, and whether every stage fits into `budget` bytes (None: what this machine has) and on the disk."""
-    from pipeline.project.outlook import download_writes, downloads, need, outlook, require_trainable
+    from pipeline.project.outlook import download_writes, downloads, licence_note, need, outlook, require_trainable
     from stages.memory import PROGRAM_BYTES, refusal
 
     require_trainable(project)
@@ -56,6 +56,7 @@ def report(project: Project, budget: int | None = None, verbose: bool = False) -
         known = all(absent.values())
         total = f"{format_bytes(sum(absent.values()))} in all" if known else f"from {project.family.source}"
         lines.append(f"to download{', about' if known else ''}: {parts}; {total}")
+        lines += filter(None, [licence_note(project)])
     # With the nearest settings that fit.
     refused = [
         refusal(each.stage_name, each.forecast.peak, seen.budget, each.forecast.remedy)

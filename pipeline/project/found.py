@@ -81,10 +81,10 @@ def _component(paths: Sequence[Path], families: Mapping[str, Family]) -> Found |
         except ValueError as error:
             problem = str(error).removeprefix(f"{path} ").removeprefix("is ").partition(":")[0]
     by_component: dict[str, list[str]] = {}
-    for family in families.values():
-        if component := family.architecture.recognise(shapes, family):
-            by_component.setdefault(component, []).append(family.name)
     path = paths[0] if len(paths) == 1 else paths[0].parent
+    for family in families.values():
+        if (component := family.architecture.recognise(shapes, family)) and _fits(component, path, family):
+            by_component.setdefault(component, []).append(family.name)
     if not by_component:
         # A damaged file has no shapes to recognise: one that has the name of a family's file is shown with its problem.
         named = {f.name: part for f in families.values() for part, names in f.single_files.items() if paths[0].name in names}
@@ -95,6 +95,16 @@ def _component(paths: Sequence[Path], families: Mapping[str, Family]) -> Found |
     shards = [int(shard[2]) for each in paths if (shard := SHARD.fullmatch(each.name))]  # each names their number
     lacking = f"{shards[0] - len(shards)} of {shards[0]} shards" if shards and len(shards) < shards[0] else ""
     return Found(tuple(names), component, path, size, values.most_common(1)[0][0], problem or lacking)
+
+
+def _fits(component: str, path: Path, family: Family) -> bool:
+    """Whether config.json, too, is that of the component: two text encoders may have the same names and shapes."""
+    try:
+        if component == "text_encoder":
+            family.architecture.text_encoder_sizes(path, family)
+    except ValueError:
+        return False
+    return True
 
 
 def complete_roots(found: Iterable[Found], families: Mapping[str, Family]) -> Iterator[tuple[str, Path]]:

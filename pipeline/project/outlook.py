@@ -195,6 +195,15 @@ def download_writes(project: Project, sizes: Mapping[str, int]) -> list[tuple[Pa
     return found
 
 
+def licence_note(project: Project, name: str = "") -> str:
+    """A line about the licence of what the stage `name` ("": some stage) will download, "" if that is nothing or free."""
+    if not project.pipeline.families or not project.family.terms:
+        return ""
+    needs = project.stage(name).needs if name else list(project.pipeline.resources)
+    own = [part for part in downloads(project) if part in needs and part not in (project.config.project.components or {})]
+    return project.family.terms if own and not project.config.project.weights else ""
+
+
 def require_trainable(project: Project, name: str = "") -> None:
     """Raise ValueError if the stage `name` leads to training, "" for all, and the family is not to be trained on."""
     for each in project.stage_names if project.pipeline.families else ():

@@ -181,6 +181,8 @@ def _downloaded_component(hub: str, family: ModelFamily, component: str, setting
     def choose() -> list[str]:
         files = HfApi().list_repo_files(hub)
         nested = [name for name in files if name.startswith(f"{below}/")]
+        if component == TOKENIZER:  # weights may lie beside it
+            nested = [name for name in nested if name.endswith(suffixes)]
         return nested or [name for name in files if "/" not in name and name.endswith(suffixes)]
 
     manual = f"on a machine with a network, run `hf download {hub} --local-dir FOLDER`, then set {setting} to FOLDER"

@@ -45,6 +45,8 @@ class Names:
 def parse_key(key: str, names: Names) -> tuple[str, str]:
     """(Linear, ending): transformer.proj_out.lora_down.weight -> (proj_out, .lora_A.weight). Names may be the makers'."""
     match = _SPLIT.fullmatch(key)
+    if not match and key.endswith((".diff", ".diff_b")):
+        raise ValueError(f"{key} adds to a whole weight or bias of {names.model}, as no LoRA, DoRA or LoKr does: it is not read")
     if not match:
         raise ValueError(f"{key} is no part of a LoRA, DoRA or LoKr that can be read")
     name, ending = match[1], _READ[match[2]]

@@ -22,17 +22,35 @@ Adapter = tuple[dict[str, "mx.array"], dict[str, float]]  # arrays by "<linear><
 F = TypeVar("F", bound="ModelFamily")
 
 TOKENIZER = "tokenizer"  # the component without weights
-# Component -> its folder in the diffusers layout.
+# Component -> its folder in the diffusers layout, and the patterns of its files there.
 FOLDERS = {"transformer": "transformer", "autoencoder": "vae", "text_encoder": "text_encoder", TOKENIZER: "tokenizer"}
+FILES: Mapping[str, tuple[str, ...]] = dict.fromkeys(FOLDERS, ("*",))
+# Where the tokenizer lies in the folder of the text encoder, whose gigabytes are no part of it.
+TOKENIZER_FILES = ("tokenizer*.json", "vocab.json", "merges.txt", "chat_template*", "*_tokens*.json")
+BESIDE: Mapping[str, Mapping[str, Any]] = {
+    "folders": {**FOLDERS, TOKENIZER: FOLDERS["text_encoder"]},
+    "files": {**FILES, TOKENIZER: TOKENIZER_FILES},
+}
+
+
+# Licence that is not free -> what it asks of users, in one line. None was read here: the second is as mflux sums it up.
+TERMS: Mapping[str, str] = {
+    "FLUX non-commercial": "not for commercial use",
+    "FLUX Kommunity v1.0": (
+        "not for commercial use, but pictures may be used commercially by those who earn less than 5 million US$ a year; "
+        "with duties to filter what is drawn and to say that it is made by AI"
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily:
-    # Component, such as "tokenizer" -> its folder below that of the weights; "" is that folder itself.
-    folders: ClassVar[Mapping[str, str]] = {}
-    files: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # component -> patterns of its files
     # Component -> names of files that must exist, for weights that are part of the checkout.
     required: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    # Component, such as "tokenizer" -> its folder below that of the weights; "" is that folder itself.
+    folders: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # component -> patterns of its files
 
     name: str  # in project.toml
     title: str  # shown to the user
@@ -80,6 +98,12 @@ class ModelFamily:
         return {}
 
     @property
+    def terms(self) -> str:
+        """A line about a licence that is not free, else ""."""
+        asked = TERMS.get(self.licence, "")
+        return asked and f"{self.title} has the licence {self.licence}: {asked}. Read it at https://huggingface.co/{self.hub}"
+
+    @property
     def source(self) -> str:
         """Where the weights come from if a project names none, for messages."""
         return self.hub or (f"{self.bundled}, part of the checkout" if self.bundled else "made by the project")
@@ -100,12 +124,13 @@ def choose(families: Mapping[str, F], name: str) -> F:
 class Family(ModelFamily):
     """A family of image models, as plain data that can be pickled."""
 
-    folders: ClassVar[Mapping[str, str]] = FOLDERS
-    files: ClassVar[Mapping[str, tuple[str, ...]]] = dict.fromkeys(FOLDERS, ("*",))
     required: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **dict.fromkeys(FOLDERS, ("config.json",)),
         TOKENIZER: ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
     }
+
+    folders: Mapping[str, str] = field(default_factory=lambda: FOLDERS)
+    files: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: FILES)
 
     # Sizes, with the keys of the released config.json; one beside the weights takes precedence.
     transformer: Mapping[str, Any]
@@ -115,10 +140,15 @@ class Family(ModelFamily):
     # Text embeddings.
     text_kind: str = "qwen3"  # architecture and prompt form of the text encoder
     text_layers: tuple[int, ...] = (9, 18, 27)  # hidden states that are concatenated; k is that after k layers
-    text_tokens: int = 512  # rows of an embedding, padding included; without padding, the most
-    text_padding: Literal["end", "start", "none"] = "end"  # where a short prompt is padded
+    text_tokens: int = 512  # rows of an embedding, padding included; if texts differ in rows, the most that are read
+    # Where a short prompt is padded. "repeated": one row at the end, if `Architecture.text_rows` asks for more rows than the text
+    # has; the transformer repeats it.
+    text_padding: Literal["end", "start", "none", "repeated"] = "end"
     first_row: tuple[float, ...] = ()  # root mean square of each hidden state of the first token; empty if nobody measured it
     start_loss: tuple[float, float] = (0.0, 1.0)  # loss before training, divided by that of a model that knows nothing
+
+    # How the transformer reads reference images: not at all, as further tokens of the image, or with blocks of their own.
+    references: Literal["none", "shared", "own"] = "shared"
 
     # Guidance and drawing.
     guidance_embedded: bool = False  # the transformer reads the guidance value as an input
@@ -226,19 +256,24 @@ class Architecture:
         return self.build_transformer(config, _meta_weights(config, dtype))
 
 
+RETRIEVER_FILES: Mapping[str, tuple[str, ...]] = {
+    "encoder": ("config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model.bin", "[12]_Dense/*"),
+    TOKENIZER: ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "spiece.model"),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RetrieverFamily(ModelFamily):
     """Weights lie in one folder, in the layout of transformers, with the projection head in 1_Dense or 2_Dense."""
 
-    folders: ClassVar[Mapping[str, str]] = {"encoder": "", TOKENIZER: ""}  # all files beside each other, as transformers writes
-    files: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "encoder": ("config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model.bin", "[12]_Dense/*"),
-        TOKENIZER: ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "spiece.model"),
-    }
     required: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "encoder": ("config.json", "1_Dense/config.json", "1_Dense/model.safetensors"),
         TOKENIZER: ("tokenizer.json", "tokenizer_config.json"),
     }
+
+    # All files beside each other, as transformers writes them.
+    folders: Mapping[str, str] = field(default_factory=lambda: {"encoder": "", TOKENIZER: ""})
+    files: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: RETRIEVER_FILES)
 
     sizes: Mapping[str, Any] = field(default_factory=dict)  # content of config.json, for random weights and forecasts of memory
     lower_case: bool = False  # texts, before they are tokenised

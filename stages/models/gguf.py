@@ -58,10 +58,19 @@ def read_gguf(path: Path) -> dict[str, mx.array]:
 
 def read_entries(path: Path) -> dict[str, Entry]:
     """Where each tensor lies. Raises ValueError if the header is damaged, tensors overlap, or the file has another size."""
+    return _read_header(path)[0]
+
+
+def read_architecture(path: Path) -> str:
+    """What the model is, such as "qwen3", in llama.cpp's words; "" if the file does not say it. ValueError as `read_entries`."""
+    return _read_header(path)[1]
+
+
+def _read_header(path: Path) -> tuple[dict[str, Entry], str]:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         try:
-            entries, start = _header(file, size)
+            entries, start, architecture = _header(file, size)
         except (struct.error, UnicodeDecodeError, OverflowError, KeyError, IndexError):
             raise ValueError(f"{path} is not a whole GGUF file: its header cannot be read; fetch it again") from None
         except ValueError as error:
@@ -75,7 +84,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
     if not end <= size < end + 4096:
         word = "cut short" if size < end else "too long"
         raise ValueError(f"{path} is {word}: {size:,} bytes, its header says {end:,}; fetch it again")
-    return entries
+    return entries, architecture
 
 
 class _Header:
@@ -116,18 +125,20 @@ class _Header:
         else:
             self.take(SIZES[kind])
 
-    def alignment(self, settings: int) -> int:
-        """Pass over all settings, and return the alignment of the data, which one of them may state."""
-        found = ALIGNMENT
-        for _ in range(settings):
+    def settings(self, count: int) -> tuple[int, str]:
+        """Pass over all settings: the alignment of the data and the name of the architecture, which two of them may state."""
+        found, architecture = ALIGNMENT, ""
+        for _ in range(count):
             key, kind = self.text(), self.number("I")
             if key == "general.alignment" and kind == UINT32:
                 found = self.number("I")
+            elif key == "general.architecture" and kind == STRING:
+                architecture = self.text()
             else:
                 self.skip(kind)
         if not 1 <= found <= 1 << 20:
             raise ValueError(f"general.alignment must be from 1 to 1,048,576, got {found:,}")
-        return found
+        return found, architecture
 
     def tensor(self) -> tuple[str, int, tuple[int, ...], int]:
         """(name, number of the kind, shape, offset in bytes from the start of the data)."""
@@ -139,19 +150,19 @@ class _Header:
         return name, self.number("I"), shape, self.number("Q")
 
 
-def _header(file: BufferedReader, size: int) -> tuple[dict[str, Entry], int]:
-    """(entries by name, first byte of the data). A damaged header raises errors of several types."""
+def _header(file: BufferedReader, size: int) -> tuple[dict[str, Entry], int, str]:
+    """(entries by name, first byte of the data, architecture). A damaged header raises errors of several types."""
     header = _Header(file, min(size, HEADER_BYTES))
     if header.take(4) != b"GGUF" or header.number("I") not in (2, 3):
         raise ValueError("it must be a GGUF file of version 2 or 3")
     tensors, settings = header.count(COUNT), header.count(COUNT)
-    alignment = header.alignment(settings)
+    alignment, architecture = header.settings(settings)
     found = [header.tensor() for _ in range(tensors)]
     start = -(-file.tell() // alignment) * alignment
     entries = {name: _entry(name, kind, shape, start + offset, size) for name, kind, shape, offset in found}
     if len(entries) < len(found):
         raise IndexError  # two tensors of one name
-    return entries, start
+    return entries, start, architecture
 
 
 def _entry(name: str, kind: int, shape: tuple[int, ...], start: int, size: int) -> Entry:

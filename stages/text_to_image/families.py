@@ -222,6 +222,7 @@ _Z_IMAGE = Family(
     text_kind="qwen3_thinking",
     text_layers=(35,),
     text_padding="none",
+    references="none",
     guidance=5.0,  # 4 in diffusers, whose factor is less by 1 here
     begin=Z_BEGIN,
     meant={r"z[ ._-]?image": ""},

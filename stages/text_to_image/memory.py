@@ -6,13 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from schemas.text_to_image import BUCKETS
+import pyarrow.compute as pc
+
+from schemas.text_to_image import BUCKETS, CAPTIONS, EMBEDDINGS
 from stages.memory import Forecast, Outlook
 from stages.models.family import Family
 from stages.text_to_image import PIPELINE
 from stages.text_to_image.families import FAMILIES
 
 LOWEST = 256  # pixels: no smaller image is advised
+LONG = 160  # tokens of a long caption, where none is known yet
+TOKEN_BYTES, CHAT_TOKENS = 3, 10  # at least, of UTF-8 text a token (about 4.5 in English); at most, of an empty prompt
 SIDES = (512, 768, 1024)  # pixels
 
 
@@ -27,6 +31,26 @@ def image_sizes(outlook: Outlook) -> list[tuple[int, int]]:
 
 def largest_image(outlook: Outlook) -> tuple[int, int]:
     return max(image_sizes(outlook), key=lambda size: (size[0] * size[1], size))
+
+
+def caption_rows(outlook: Outlook) -> list[int]:
+    """Rows of the embedding of every distinct caption, guessed from its length until it is encoded. [LONG] without captions."""
+    family: Family = outlook.family
+    if family.text_padding in ("start", "end"):
+        return [family.text_tokens]
+    encoded = outlook.rows(EMBEDDINGS)
+    if encoded is not None and encoded.num_rows:
+        return [row["shape"][0] for row in encoded.to_pylist()]
+    captions = outlook.rows(CAPTIONS)
+    texts = [] if captions is None else pc.unique(captions["text"]).to_pylist()
+    guessed = [len(text.encode()) // TOKEN_BYTES + CHAT_TOKENS for text in texts] or [LONG]
+    return [min(rows, family.text_tokens) for rows in guessed]
+
+
+def text_rows(outlook: Outlook) -> int:
+    """The most rows that the transformer reads for a caption."""
+    rows: int = outlook.family.architecture.text_rows(max(caption_rows(outlook)))
+    return rows
 
 
 def smaller_sides(side: float, step: int) -> range:

@@ -96,6 +96,8 @@ def project_toml(options: Mapping[str, str]) -> str:
     record.require_trainable()
     trigger, images, preset = options["trigger"], options["images"], options.get("preset", "")
     settings = preset_settings(preset, trigger)
+    if preset == "edit" and record.references == "none":
+        raise ValueError(f"--preset edit: {record.name} reads no reference images; take another preset, or another family")
     edits = first_edits(images, Path(options["project"])) if preset == "edit" and not Path(images).is_file() else {}
     if edits:
         pairs = {toml_string(prompt): (paths, "") for prompt, paths in edits.items()}

@@ -7,6 +7,7 @@ and value heads (H is a multiple of G), K head width.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,11 @@ class DecoderConfig:
     """Fields have the names of config.json."""
 
     title: ClassVar[str]  # of the architecture, in messages
+    kinds: ClassVar[tuple[str, ...]] = ()  # supported values of model_type; (): it is not read
+    # Whether weights have the names of a model with a vision part, which then say what they are; None: both occur.
+    vision: ClassVar[bool | None] = None
     head_norms: ClassVar[bool]  # queries and keys are normalised per head
+    padding_at: ClassVar[int | None] = None  # position of all padding at the end; None: positions count on
     supported: ClassVar[Mapping[str, Any]]  # further field of config.json -> its only supported value
 
     vocab_size: int
@@ -43,16 +48,24 @@ class DecoderConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
-        """Reads `rope_theta` and the newer `rope_parameters`. Raises ValueError if a field is missing or not supported."""
-        odd = [f"{name} = {config[name]!r}" for name, value in cls.supported.items() if config.get(name, value) != value]
+        """`config` is that of the whole model or of its text part. Reads `rope_theta` and the newer `rope_parameters`. Raises
+        ValueError if a field is missing or not supported.
+        """
+        text = config.get("text_config", config)
+        if not isinstance(text, Mapping):
+            raise ValueError(f"the text encoder's config must have an object as text_config, got {text!r:.80}")
+        kind = config.get("model_type")
+        odd = [f"model_type = {kind!r:.80}"] if cls.kinds and kind is not None and kind not in cls.kinds else []
+        config = text
+        odd += [f"{name} = {config[name]!r}" for name, value in cls.supported.items() if config.get(name, value) != value]
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(rope, Mapping):
             raise ValueError(f"the text encoder's config must have an object as rope_parameters, got {rope!r:.80}")
         theta = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
         made = cls(**checked_sizes(cls, {**config, **theta}, "the text encoder's config", cls.title))
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            odd.append(f"rope_type = {kind!r}")
+        scaling = rope.get("rope_type", rope.get("type", "default"))
+        if scaling != "default":
+            odd.append(f"rope_type = {scaling!r}")
         if odd:
             raise ValueError(f"the text encoder's config has {', '.join(odd)}, which this family's {cls.title} does not have")
         if made.num_attention_heads % made.num_key_value_heads or made.head_dim % 2:
@@ -87,10 +100,16 @@ class DecoderConfig:
         final = {"norm.weight": (D,)} if layers == self.num_hidden_layers else {}
         return {"embed_tokens.weight": (self.vocab_size, D), **named, **final}
 
-    @staticmethod
-    def weight_name(key: str) -> str | None:
-        """`layers.0.mlp.up_proj.weight` for "model.layers.0.mlp.up_proj.weight"; None for a vision tower's weight."""
-        raise NotImplementedError
+    @classmethod
+    def weight_name(cls, key: str) -> str | None:
+        """`layers.0.mlp.up_proj.weight` for "model.layers.0.mlp.up_proj.weight"; None for a weight of the vision part. The
+        output head keeps "lm_head.", and a name without known prefix stays.
+        """
+        if key.startswith(VISION):
+            return None
+        if head := next((prefix for prefix in HEADS if key.startswith(prefix)), ""):
+            return "lm_head." + key[len(head) :]
+        return next((key[len(prefix) :] for prefix in DECODER if key.startswith(prefix)), key)
 
 
 def unneeded_beyond(layers: int, total: int) -> Callable[[str], bool]:
@@ -148,18 +167,25 @@ class Decoder:
 
     def _attend(self, name: str, x_BTD: mx.array, seen_B1TT: mx.array) -> mx.array:
         c = self.config
-        q_BHTK = self._heads(f"{name}.q", x_BTD, c.num_attention_heads)
-        k_BGTK = self._heads(f"{name}.k", x_BTD, c.num_key_value_heads)
+        real_B1T1 = mx.diagonal(seen_B1TT, axis1=-2, axis2=-1)[..., None]
+        q_BHTK = self._heads(f"{name}.q", x_BTD, c.num_attention_heads, real_B1T1)
+        k_BGTK = self._heads(f"{name}.k", x_BTD, c.num_key_value_heads, real_B1T1)
         v_BTGK = self._linear(f"{name}.v_proj", x_BTD).reshape(*x_BTD.shape[:2], c.num_key_value_heads, c.head_dim)
         out_BHTK = attention(q_BHTK, k_BGTK, v_BTGK.transpose(0, 2, 1, 3), c.head_dim**-0.5, seen_B1TT)
         out_BHTK = mx.where(seen_B1TT.any(-1, keepdims=True), out_BHTK, 0)  # padding at the start attends to nothing
         return self._linear(f"{name}.o_proj", out_BHTK.transpose(0, 2, 1, 3).reshape(*x_BTD.shape[:2], -1))
 
-    def _heads(self, name: str, x_BTD: mx.array, heads: int) -> mx.array:
+    def _heads(self, name: str, x_BTD: mx.array, heads: int, real_B1T1: mx.array) -> mx.array:
         c = self.config
         x_BTHK = self._linear(f"{name}_proj", x_BTD).reshape(*x_BTD.shape[:2], heads, c.head_dim)
         x_BHTK = (self._norm(f"{name}_norm", x_BTHK) if c.head_norms else x_BTHK).transpose(0, 2, 1, 3)
-        return mx.fast.rope(x_BHTK, c.head_dim, traditional=False, base=c.rope_theta, scale=1.0, offset=0)
+        rope = functools.partial(mx.fast.rope, dims=c.head_dim, traditional=False, base=c.rope_theta, scale=1.0)
+        turned_BHTK = rope(x_BHTK, offset=0)
+        if c.padding_at is None:
+            return turned_BHTK
+        B, _, T, K = x_BHTK.shape
+        alone = rope(x_BHTK.reshape(B, heads * T, 1, K), offset=c.padding_at)  # as sequences of one row
+        return mx.where(real_B1T1, turned_BHTK, alone.reshape(B, heads, T, K))
 
     def _feed_forward(self, name: str, x_BTD: mx.array) -> mx.array:
         gate = self._linear(f"{name}.gate_proj", x_BTD)
@@ -175,18 +201,33 @@ class Decoder:
 @dataclass(frozen=True)
 class Qwen3Config(DecoderConfig):
     title = "Qwen3"
+    kinds = ("qwen3",)
+    vision = False
     head_norms = True
     supported = {"attention_bias": False, "hidden_act": "silu", "use_sliding_window": False}  # noqa: RUF012  (never changed)
 
-    @staticmethod
-    def weight_name(key: str) -> str:
+    @classmethod
+    def weight_name(cls, key: str) -> str:
         return key.removeprefix("model.")
+
+
+@dataclass(frozen=True)
+class Qwen3VLConfig(DecoderConfig):
+    """The text part: Qwen3 in all but the padding, as a text alone has one position for time, height and width."""
+
+    title = "Qwen3-VL"
+    kinds = ("qwen3_vl", "qwen3_vl_text")
+    vision = True
+    head_norms = True
+    # Position of padding in transformers 4.57, with which FLUX 3, which reads padding, was trained. Later versions count on.
+    padding_at = 1
+    supported = {"attention_bias": False, "hidden_act": "silu"}  # noqa: RUF012  (never changed)
 
 
 # What the names of the decoder's weights begin with: in released files, as transformers names them, and in files of the text
 # part alone. The first that fits counts.
 DECODER = ("language_model.model.", "model.language_model.", "model.")
-VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+VISION = tuple(f"{model}{part}." for model in ("", "model.") for part in ("vision_tower", "multi_modal_projector", "visual"))
 HEADS = ("language_model.lm_head.", "model.lm_head.")
 
 
@@ -195,23 +236,6 @@ class Mistral3Config(DecoderConfig):
     title = "Mistral Small 3"
     head_norms = False
     supported = {"attention_bias": False, "hidden_act": "silu", "sliding_window": None}  # noqa: RUF012  (never changed)
-
-    @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> Self:
-        """`config` is that of the whole model or of its text part."""
-        text = config.get("text_config", config)
-        if not isinstance(text, Mapping):
-            raise ValueError(f"the text encoder's config must have an object as text_config, got {text!r:.80}")
-        return super().from_dict(text)
-
-    @staticmethod
-    def weight_name(key: str) -> str | None:
-        """As in `DecoderConfig`; the output head keeps "lm_head.", and a name without known prefix stays."""
-        if key.startswith(VISION):
-            return None
-        if head := next((prefix for prefix in HEADS if key.startswith(prefix)), ""):
-            return "lm_head." + key[len(head) :]
-        return next((key[len(prefix) :] for prefix in DECODER if key.startswith(prefix)), key)
 
 
 OUTSIDE = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}

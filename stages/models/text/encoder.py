@@ -1,12 +1,13 @@
 """Text embeddings as a family's transformer reads them: hidden states of a decoder, with padding if it was trained with padding.
 
-T text rows (the family's text_tokens; without padding, those of the text), J features: the hidden size times the number of hidden
-states taken.
+T text rows (the family's text_tokens; of a text of its own length, its tokens, and a row of padding if that is repeated), J
+features: the hidden size times the number of hidden states taken.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,23 +17,26 @@ import mlx.core as mx
 import numpy as np
 
 from stages.models.family import Family
-from stages.models.folders import component_config
+from stages.models.folders import read_config
+from stages.models.gguf import SUFFIX, read_architecture
 from stages.models.text.decoder import (
     Decoder,
     DecoderConfig,
     Mistral3Config,
     Qwen3Config,
+    Qwen3VLConfig,
     from_gguf,
     mask,
     unneeded_beyond,
 )
 from stages.models.text.tokenisation import PromptTokenizer, TokenizedPrompt
-from stages.models.weights import evaluate_each, open_component, read_shapes
+from stages.models.weights import evaluate_each, open_component, read_shapes, weight_files
 
 PRECISIONS = {"bfloat16": mx.bfloat16, "float32": mx.float32}
 DECODERS: Mapping[str, type[DecoderConfig]] = {  # by the family's text_kind
     "qwen3": Qwen3Config,
     "qwen3_thinking": Qwen3Config,
+    "qwen3_vl": Qwen3VLConfig,
     "mistral3": Mistral3Config,
 }
 
@@ -142,13 +146,43 @@ def _embedding(prompt: TokenizedPrompt, words: np.ndarray) -> Embedding:
 
 
 def text_encoder_sizes(path: Path | None, family: Family) -> DecoderConfig:
-    """From the config.json at `path`, else from `family`. Raises ValueError if it is not that of a supported text encoder."""
-    config = component_config(path, family.text_encoder) if path else family.text_encoder
-    return DECODERS[family.text_kind].from_dict(config)
+    """From the config.json at `path`, else from `family`. Raises ValueError if that or the names of the weights are those of
+    another text encoder.
+    """
+    kind = DECODERS[family.text_kind]
+    config = read_config(path) if path else {}
+    made = kind.from_dict(config or family.text_encoder)
+    if path and kind.vision is not None:
+        _check_kind(kind, path, "model_type" in config)
+    return made
+
+
+VISUAL = re.compile(r"(^|\.)(visual|language_model)\.")  # in names of a model with a vision part
+
+
+def _check_kind(kind: type[DecoderConfig], path: Path, stated: bool) -> None:
+    """Qwen3 and the text part of Qwen3-VL have the same names and shapes, and Qwen3 4B and Qwen3-VL 4B the same sizes."""
+    try:
+        names = list(read_shapes(path))
+        packed = [read_architecture(file) for file in weight_files(path) if file.suffix == SUFFIX]
+    except ValueError:  # loading them says what is wrong
+        return
+    found = next((name for name in [*names, *packed] if VISUAL.search(name) or name == "qwen3vl"), "")
+    if found and not kind.vision:
+        raise ValueError(f"{path} holds Qwen3-VL ({found}), where this family has {kind.title}: use its own text encoder")
+    if kind.vision and not found and not stated:
+        raise ValueError(
+            f"{path} may be Qwen3 or the text part of {kind.title}, which this family has: they differ in their config.json, and "
+            "there is none; put it beside the weights, or use a file of the whole model"
+        )
 
 
 def is_text_encoder(shapes: Mapping[str, tuple[int, ...]], family: Family) -> bool:
-    """Whether weights of these names and shapes are the family's text encoder, in transformers' names or GGUF's."""
+    """Whether weights of these names and shapes are the family's text encoder, in transformers' names or GGUF's. Qwen3 and the
+    text part of Qwen3-VL look alike: `text_encoder_sizes` tells them apart.
+    """
+    if DECODERS[family.text_kind].vision is False and any(VISUAL.search(name) for name in shapes):
+        return False
 
     def rows_of(*endings: str) -> int:
         dotted = tuple(f".{ending}" for ending in endings)

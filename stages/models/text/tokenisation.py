@@ -45,6 +45,7 @@ CHATS: Mapping[str, Chat] = {  # by the family's text_kind
     "qwen3": Chat({"add_generation_prompt": True, "enable_thinking": False}, pad="<|endoftext|>"),
     # Z-Image: thinking is on, so that no empty thought follows.
     "qwen3_thinking": Chat({"add_generation_prompt": True, "enable_thinking": True}, pad="<|endoftext|>"),
+    "qwen3_vl": Chat({"add_generation_prompt": True}, pad="<|endoftext|>"),
     "mistral3": Chat({"add_generation_prompt": False}, SYSTEM_MESSAGE, removed="[IMG]", pad="<pad>"),
 }
 
@@ -121,12 +122,12 @@ class TokenizedPrompt:
 
 
 class PromptTokenizer:
-    """Prompts as the user's turn of a chat, each with `family.text_tokens` ids, or at most so many without padding."""
+    """Prompts as the user's turn of a chat, each with `family.text_tokens` ids, or at most so many if texts differ in rows."""
 
     def __init__(self, folder: Path, family: Family) -> None:
         """Raises ValueError if the family's text encoder is not supported, or the folder lacks a file or a setting."""
         family.require("text_encoder")
-        self.length, self.padding = family.text_tokens, family.text_padding
+        self.family, self.length, self.padding = family, family.text_tokens, family.text_padding
         self.chat = CHATS[family.text_kind]
         self.tokenizer = _load(folder)
         if self.tokenizer.pad_token_id is None:
@@ -153,7 +154,10 @@ class PromptTokenizer:
         tokenize = functools.partial(self.tokenizer, truncation=False, add_special_tokens=not complete, verbose=False)
         ids = within(TEMPLATE_SECONDS, lambda: tokenize(formed)["input_ids"], "the tokenizer")
         kept = ids[: self.length]
-        length = len(kept) if self.padding == "none" else self.length
+        length = self.length
+        if self.padding in ("none", "repeated"):
+            more = self.padding == "repeated" and self.family.architecture.text_rows(len(kept)) > len(kept)
+            length = len(kept) + more
         first = length - len(kept) if self.padding == "start" else 0
         ids_T = np.full(length, self.tokenizer.pad_token_id, np.int32)
         ids_T[first : first + len(kept)] = kept

@@ -22,22 +22,28 @@ OUTSIDE = {"x_embedder": LATENT, "final_layer": LAST}
 INSIDE = {"attention.out": "attention.to_out.0", "attention.q_norm": "attention.norm_q", "attention.k_norm": "attention.norm_k"}
 FUSED, PARTS = "attention.qkv", ("attention.to_q", "attention.to_k", "attention.to_v")  # one matrix has the rows of three
 UNUSED = "norm_final.weight"  # in ComfyUI's file; no model reads it
-
-
-def is_single_file(shapes: Mapping[str, Any]) -> bool:
-    return "x_embedder.weight" in map(weights.strip_prefix, shapes)
+# Names in models that mflux saves, where they differ. Source: z_image_lora_mapping.py and transformer.py of mflux.
+MFLUX = {
+    "t_embedder.linear1": "t_embedder.mlp.0",
+    "t_embedder.linear2": "t_embedder.mlp.2",
+    f"{LAST}.adaLN_modulation.0": f"{LAST}.adaLN_modulation.1",
+}
 
 
 def to_diffusers(arrays: Arrays) -> Arrays:
-    """An unknown name loses its prefix only."""
+    """From the names of diffusers, ComfyUI or mflux. An unknown name loses its prefix only."""
     converted: Arrays = {}
     for found, value in arrays.items():
         key = weights.strip_prefix(found)
-        head = key.split(".")[0]
+        head, stem = key.split(".")[0], key.rpartition(".")[0]
         block = re.fullmatch(rf"((?:{'|'.join(KINDS)})\.\d+)\.(.+)\.weight", key)
         if key == UNUSED:
             continue
-        if head in OUTSIDE:
+        if stem in MFLUX:
+            converted[MFLUX[stem] + key.removeprefix(stem)] = value
+        elif key.endswith("pad_token"):
+            converted[key] = value.reshape(1, -1)  # GGUF has no axes of length 1
+        elif head in OUTSIDE:
             converted[OUTSIDE[head] + key.removeprefix(head)] = value
         elif block and block[2] == FUSED:
             rows = value.shape[0] // len(PARTS)
@@ -59,8 +65,7 @@ def load_transformer(
 ) -> ZImage:
     """See `Architecture.load_transformer`. Raises ValueError if a weight is missing, unknown, damaged or of another shape."""
     config = transformer_config(path, family)
-    convert = to_diffusers if is_single_file(weights.read_shapes(path)) else None
-    return ZImage(config, weights.load_component(path, config.shapes(), convert=convert, dtype=dtype, arrange=arrange))
+    return ZImage(config, weights.load_component(path, config.shapes(), convert=to_diffusers, dtype=dtype, arrange=arrange))
 
 
 def recognise(shapes: Mapping[str, tuple[int, ...]], family: Family) -> str:

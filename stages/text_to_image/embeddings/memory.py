@@ -10,6 +10,7 @@ import mlx.core as mx
 from stages.memory import UNFREED, Forecast, Memory, Outlook, Remedy, Settings, changed, cheapest, refusal
 from stages.models.family import Family
 from stages.text_to_image.embeddings.config import EmbeddingsConfig
+from stages.text_to_image.memory import caption_rows
 from stages.text_to_image.stored_embeddings import stored_words
 from stages.tuner.blockwise.device import blocks_in_flight
 from stages.tuner.memory import weight_bytes
@@ -84,10 +85,10 @@ def forecast(outlook: Outlook) -> Forecast:
     config, family, weights = outlook.sections["embeddings"], outlook.family, outlook.weights("text_encoder")
     by_layer, memory = best_plan(config, family, weights, outlook.budget)
     sizes, states = family.architecture.text_encoder_sizes(weights, family), len(family.text_layers)
-    bits = f", {config.bits} bits" if config.bits < 16 else ""
+    bits, rows = f", {config.bits} bits" if config.bits < 16 else "", caption_rows(outlook)
     return Forecast(
         memory.footprint,
-        row_bytes=2 * family.text_tokens * stored_words(sizes.hidden_size * states, states, config.stored),
+        row_bytes=2 * sum(rows) * stored_words(sizes.hidden_size * states, states, config.stored) // len(rows),
         how=f"text encoder {'layer by layer' if by_layer else 'whole'}{bits}",
         remedy=find_remedy(config, family, weights, outlook.budget) if memory.footprint > outlook.budget else None,
         arrays=memory.peak,

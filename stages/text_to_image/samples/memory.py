@@ -12,7 +12,7 @@ import mlx.core as mx
 from stages.memory import DRAWN_AHEAD, READ, Forecast, Memory, Outlook, Settings, cheapest
 from stages.models import attention
 from stages.models.family import Family
-from stages.text_to_image.memory import smaller_sides
+from stages.text_to_image.memory import smaller_sides, text_rows
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.weights import Packed, weight_bits
 from stages.tuner.blockwise.device import blocks_in_flight
@@ -32,9 +32,11 @@ def drawing_memory(
     passes: int,
     adapter: int = 0,
     references: Sequence[tuple[int, int]] = (),
+    rows: int | None = None,
 ) -> Memory:
     """Of one denoising step. `weights`: None takes the sizes of `family`. `size`: (width, height) in pixels. `passes`: prompts
-    per step, 1 or 2. `adapter`: bytes. `references`: (height, width) of their latents, in tokens.
+    per step, 1 or 2. `adapter`: bytes. `references`: (height, width) of their latents, in tokens. `rows`: of the longest text;
+    None: the most that the family reads.
     """
     architecture, dtype = family.architecture, getattr(mx, precision)
     sizes: Any = architecture.transformer_config(weights, family)
@@ -43,10 +45,11 @@ def drawing_memory(
     frozen = frozen_weights(model, shapes, filter(architecture.in_block, shapes), dtype.size, packed.stream_blocks)
     grid = size[1] // architecture.pixels_per_token, size[0] // architecture.pixels_per_token
     tokens = sum(each[0] * each[1] for each in (grid, *references))
+    text = architecture.text_rows(family.text_tokens) if rows is None else rows
     # With more tokens, the passes of guidance are computed one after the other.
     together = passes if tokens <= architecture.guided_together else 1
-    q_BHSK = mx.zeros((together, sizes.num_attention_heads, tokens + family.text_tokens, sizes.attention_head_dim), dtype)
-    inputs = architecture.zero_inputs(sizes, together, grid, family.text_tokens, references)
+    q_BHSK = mx.zeros((together, sizes.num_attention_heads, tokens + text, sizes.attention_head_dim), dtype)
+    inputs = architecture.zero_inputs(sizes, together, grid, text, references)
     blocks = trace(model, inputs, **frozen, scores=attention.forward_score_bytes(q_BHSK))
     # Streamed weights in memory at once: those of a block, and all (CPU) or most (GPU) of the next.
     share = READ if blocks_in_flight() > 1 else 1
@@ -74,7 +77,8 @@ def stage_memory(outlook: Outlook) -> tuple[Memory, Memory]:
     targets = choose_targets(linears, outlook.sections["train"])
     values = sum(shape[0] * shape[-1] for target in targets for shape in target.shapes.values())
     adapter = values * getattr(mx, config.precision).size
-    drawing = drawing_memory(family, weights, config, config.precision, size, passes(config, family), adapter)
+    both, rows = passes(config, family), text_rows(outlook)
+    drawing = drawing_memory(family, weights, config, config.precision, size, both, adapter, rows=rows)
     decoder = outlook.weights("autoencoder")
     return drawing, architecture.autoencoder_memory(decoder, family, config.height, config.width, 4, False)
 

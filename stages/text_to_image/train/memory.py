@@ -14,7 +14,7 @@ from stages import kernels
 from stages.memory import FLUX2_ON_CPU, Forecast, Outlook, Settings, changed
 from stages.models import attention
 from stages.models.family import Architecture, TransformerConfig
-from stages.text_to_image.memory import largest_image, smaller_sides
+from stages.text_to_image.memory import largest_image, smaller_sides, text_rows
 from stages.text_to_image.train.batches import TrainingSampler
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.weights import weight_bits
@@ -155,7 +155,7 @@ def forecast(outlook: Outlook) -> Forecast:
     config: TrainConfig = outlook.sections["train"]
     family, architecture = outlook.family, outlook.family.architecture
     width, height = largest_image(outlook)
-    batch = BatchShape(config.batch_size, width, height, family.text_tokens, architecture.pixels_per_token)
+    batch = BatchShape(config.batch_size, width, height, text_rows(outlook), architecture.pixels_per_token)
     images = outlook.rows(IMAGES)
     shown = max((row["reference"] or 0 for row in images.to_pylist()), default=0) if images is not None else 0
     batch = replace(batch, references=(batch.grid,) * shown)  # none is larger than the largest image

@@ -100,6 +100,13 @@ def test_a_project_for_edits_begins_with_previews_of_its_pairs_and_names_the_pic
     assert not [path for path, own in warnings.items() if "equal_caption" in own]
 
 
+def test_edit_training_of_a_family_that_reads_no_references_is_refused_before_anything_is_written(tmp_path, images):
+    draw(images / "control" / "a.png", seed=9, size=(64, 64))
+    with pytest.raises(ValueError, match=r"^--preset edit: z-image reads no reference images; take another preset, or another f"):
+        new_project(tmp_path / "new", {"images": str(images), "family": "z-image", "preset": "edit"})
+    assert not (tmp_path / "new").exists()
+
+
 def test_another_subject_is_added_to_a_new_project_by_one_more_folder_with_its_own_trigger(tmp_path, images):
     for number, name in enumerate(("cat/a.png", "dog/a.png", "dog/b.png")):
         (images / name).parent.mkdir(exist_ok=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.commands.plan import report
-from pipeline.project.outlook import announcement, need, outlook
+from pipeline.project.outlook import announcement, licence_note, need, outlook
 from pipeline.project.project import Project
 from pipeline.store import disk
 from stages.memory import PROGRAM_BYTES
@@ -60,6 +60,15 @@ def test_the_plan_counts_steps_and_pictures_and_the_words_of_the_program_are_in_
     assert plain[-2:] == verbose[-4:-2] and all(line.endswith(".") for line in plain[-2:])
     told = "\n".join(verbose)
     assert "16 bits" not in "\n".join(plain) and "16 bits, 1024 x 1024 px" in told and "6000" in told and "no block twice" in told
+
+
+def test_a_licence_that_is_not_free_is_said_with_what_will_be_downloaded_and_only_then(tmp_path):
+    project = klein(tmp_path, family="klein-base-9b")
+    said = (
+        r"FLUX\.2 klein base 9B has the licence FLUX non-commercial: not for commercial use\. Read it at https://\S+klein-base-9B"
+    )
+    assert re.fullmatch(said, licence_note(project)) and licence_note(project, "train") in report(project, int(60e9))[0]
+    assert licence_note(project, "images") == "" and licence_note(klein(tmp_path / "free")) == ""
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("klein-base-4b", 3_875_544_576), ("klein-base-9b", 9_078_581_248)])

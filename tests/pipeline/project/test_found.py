@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from click.testing import CliRunner
 
 from pipeline.commands.families import command
 from pipeline.project.found import Found, complete_roots, search
-from stages.models.family import FOLDERS, Family
+from stages.models.family import FOLDERS
 from stages.models.flux2.autoencoder import AutoencoderConfig
 from stages.text_to_image.families import FAMILIES, family
 from tests import checkpoints
@@ -76,13 +74,8 @@ def test_components_of_a_cached_model_are_recognised_by_content_and_a_whole_mode
     assert roots == [("klein-base-4b", snapshot), ("klein-4b", snapshot)]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenizerFirst(Family):
-    folders: ClassVar[Mapping[str, str]] = {"tokenizer": "tokenizer", **FOLDERS}
-
-
 def test_a_whole_model_is_found_in_whatever_order_a_family_lists_its_components(snapshot: Path) -> None:
-    record = TokenizerFirst(**{each.name: getattr(KLEIN, each.name) for each in dataclasses.fields(KLEIN)})
+    record = dataclasses.replace(KLEIN, folders={"tokenizer": "tokenizer", **FOLDERS})
     families = {KLEIN.name: record}
     assert list(complete_roots(list(search(snapshot.parents[2], families)), families)) == [(KLEIN.name, snapshot)]
     (snapshot / "text_encoder" / "model.safetensors").unlink()

@@ -18,7 +18,7 @@ NUMBERS = {kind.name: number for number, kind in gguf.KINDS.items()}
 Tensor = tuple[str, tuple[int, ...], int, bytes]
 
 
-def file_of(tensors: list[Tensor], alignment: int = 32) -> bytes:
+def file_of(tensors: list[Tensor], alignment: int = 32, architecture: str = "flux") -> bytes:
     """Return the bytes of a GGUF file of (name, shape, number of the kind, bytes)."""
 
     def text(value: str) -> bytes:
@@ -26,7 +26,7 @@ def file_of(tensors: list[Tensor], alignment: int = 32) -> bytes:
 
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 3)
     head += text("general.alignment") + struct.pack("<II", 4, alignment)
-    head += text("general.architecture") + struct.pack("<I", 8) + text("flux")
+    head += text("general.architecture") + struct.pack("<I", 8) + text(architecture)
     head += text("some.list") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("b")
     data = b""
     for name, shape, kind, raw in tensors:

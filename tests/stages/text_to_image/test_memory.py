@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from stages.memory import Outlook
@@ -17,6 +18,7 @@ from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig
 from stages.models.flux2.random_weights import weight
 from stages.text_to_image import PIPELINE
 from stages.text_to_image.families import family, transformer_sizes
+from stages.text_to_image.memory import caption_rows, text_rows
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.memory import drawing_memory
 from stages.text_to_image.train.memory import BatchShape, ImageEstimator
@@ -110,6 +112,20 @@ def test_a_forecast_follows_from_settings_and_shapes_and_grows_with_the_size_of_
 
     assert peak(512) == peak(512)
     assert peak(1024) >= peak(512)
+
+
+def test_the_rows_of_texts_are_those_encoded_else_guessed_from_the_captions_else_those_of_a_long_one() -> None:
+    tables: dict[str, pa.Table] = {}
+    sections = {one: PIPELINE.stage(one).config() for one in PIPELINE.stages}
+    seen = Outlook(sections, family("z-image"), BUDGET, rows=lambda schema: tables.get(schema.name))
+    assert (caption_rows(seen), text_rows(seen)) == ([160], 160)
+    tables["captions"] = pa.table({"text": ["a cat", "a cat", "a cat " * 50, "a cat " * 500]})
+    assert (caption_rows(seen), text_rows(seen)) == ([11, 110, 512], 512)
+    found = PIPELINE.stage("embeddings").forecast
+    assert found is not None and found(seen).row_bytes == 2 * 2560 * (11 + 110 + 512) // 3
+    tables["embeddings"] = pa.table({"shape": [[9, 2560], [40, 2560]]})
+    assert (caption_rows(seen), text_rows(seen)) == ([9, 40], 64)
+    assert caption_rows(replace(seen, family=family("klein-base-4b"))) == [512]
 
 
 def test_the_forecast_of_samples_counts_the_blocks_on_disk_and_not_in_memory() -> None:

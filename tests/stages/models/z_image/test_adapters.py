@@ -71,6 +71,16 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         read_adapter(tmp_path / "lora.safetensors")
 
 
+@pytest.mark.parametrize("key", ["layers.0.attention.q_norm.diff", "final_layer.linear.diff_b"])
+def test_an_adapter_that_changes_norms_or_biases_is_refused_in_one_line(key: str, tmp_path: Path) -> None:
+    (a, b), stem = pair(), f"diffusion_model.{LINEAR}"
+    whole = {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b, f"diffusion_model.{key}": np.ones(6, np.float32)}
+    save_file(whole, tmp_path / "lora.safetensors")
+    said = f"diffusion_model.{key} adds to a whole weight or bias of Z-Image, as no LoRA, DoRA or LoKr does"
+    with pytest.raises(ValueError, match=said):
+        read_adapter(tmp_path / "lora.safetensors")
+
+
 def test_an_adapter_that_diffusers_saved_is_read(tmp_path: Path) -> None:
     import torch
     from diffusers import ZImagePipeline

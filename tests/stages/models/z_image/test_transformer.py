@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from stages.models.z_image.load import is_single_file, to_diffusers
+from stages.models.z_image.load import load_transformer, to_diffusers
 from stages.models.z_image.transformer import ZImage, ZImageConfig
 from stages.text_to_image.families import family
 from stages.tuner.adapters import lora
 from stages.tuner.blockwise.backprop import loss_and_grads
 from stages.tuner.diffusion import mse
+from tests.stages.models.test_gguf import file_of
 
 SIZES = {
     "in_channels": 4,
@@ -173,7 +175,6 @@ def test_comfyuis_single_file_is_renamed_as_diffusers_does(reference: Any) -> No
 
     single = comfyui_names({name: tensor.numpy() for name, tensor in reference.state_dict().items()})
     expected = convert_z_image_transformer_checkpoint_to_diffusers({k: torch.tensor(v) for k, v in single.items()})
-    assert is_single_file(single)
     converted = to_diffusers({k: mx.array(v) for k, v in single.items()})
     assert set(converted) == set(expected) == set(reference.state_dict())
     for name, value in expected.items():
@@ -191,6 +192,37 @@ def comfyui_names(arrays: dict[str, np.ndarray], prefix: str = "model.diffusion_
             plain = plain.replace("attention.to_out.0", "attention.out")
             found[plain.replace("attention.norm_q", "attention.q_norm").replace("attention.norm_k", "attention.k_norm")] = value
     return {prefix + name: value for name, value in found.items()}
+
+
+def test_a_transformer_that_mflux_saved_is_read(tmp_path: Path) -> None:
+    record, stored, values = family("z-image-tiny"), {}, {}
+    arrays = random_reference(**record.transformer).state_dict()
+    for key, tensor in arrays.items():
+        name = key.replace("t_embedder.mlp.0", "t_embedder.linear1").replace("t_embedder.mlp.2", "t_embedder.linear2")
+        name = name.replace("2-1.adaLN_modulation.1", "2-1.adaLN_modulation.0")
+        value = stored[name] = values[key] = mx.array(tensor.numpy())
+        if value.ndim == 2 and value.shape[-1] % 64 == 0 and "token" not in key:
+            parts = mx.quantize(value, group_size=64, bits=8)
+            stored |= dict(zip((name, name.replace("weight", "scales"), name.replace("weight", "biases")), parts, strict=True))
+            values[key] = mx.dequantize(*parts, group_size=64, bits=8)
+    mx.save_safetensors(str(tmp_path / "0.safetensors"), stored)
+    check_loaded(load_transformer(tmp_path, record), values)
+
+
+def test_a_gguf_file_with_comfyuis_names_and_without_axes_of_one_row_is_read(tmp_path: Path) -> None:
+    record = family("z-image-tiny")
+    arrays = {name: tensor.numpy() for name, tensor in random_reference(**record.transformer).state_dict().items()}
+    flat = {name: value.ravel() if name.endswith("token") else value for name, value in comfyui_names(arrays, "").items()}
+    file = tmp_path / "z_image-Q8_0.gguf"
+    file.write_bytes(file_of([(name, value.shape, 0, value.tobytes()) for name, value in flat.items()], architecture="lumina2"))
+    check_loaded(load_transformer(file, record), {name: mx.array(value) for name, value in arrays.items()})
+
+
+def check_loaded(model: ZImage, values: dict[str, mx.array]) -> None:
+    found = model.top | {f"{block.name}.{name}": value for block in model.blocks for name, value in block.weights.items()}
+    assert set(found) == set(values)
+    for name, value in values.items():
+        np.testing.assert_array_equal(np.array(found[name]), np.array(value), name)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,67 @@
+"""A killed run and damaged files, once for each architecture: what is stored of latents, texts and adapters differs in shape."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.api import Project
+from pipeline.commands.text_to_image.export import export_run
+from stages.text_to_image.families import FAMILIES
+from tests import projects
+from tests.pipeline.kill_loop import CLI
+from tests.pipeline.killing import KILLED, count_syncs, run_and_kill
+from tests.pipeline.test_damage import GROUPS, flip
+from tests.pipeline.test_kill import artifacts
+
+# The other tests of kills and damage use FLUX.2's.
+OTHERS = [name for name, record in FAMILIES.items() if record.seeded is not None and record.code != FAMILIES["tiny"].code]
+RESULTS = ("train", "samples")
+SMALL = (("[64, 96]", "[64]"), ("steps = 6", "steps = 4"), ("height = 64\nsteps = 2", "height = 64\nsteps = 1\nbase = false"))
+
+
+@pytest.fixture(scope="module", params=OTHERS)
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
+    """A project before training, the same one finished, and how often training called fsync."""
+    before = projects.make(tmp_path_factory.mktemp(request.param) / "project", Path(), images=3)
+    projects.edit(before, 'family = "tiny"\nweights = "."', f'family = "{request.param}"')
+    for old, new in SMALL:
+        projects.edit(before, old, new)
+    projects.build(before, "images", "captions", "buckets", "latents", "embeddings")
+    after = shutil.copytree(before, tmp_path_factory.mktemp(f"{request.param}-finished") / "project", symlinks=True)
+    syncs = count_syncs(lambda: projects.latentmill(after, "run", "train", "--only"))
+    projects.latentmill(after, "run", "samples")
+    return before, after, syncs
+
+
+def test_training_that_is_killed_ends_where_an_unbroken_run_ends(finished: tuple[Path, Path, int], tmp_path: Path) -> None:
+    before, unbroken, syncs = finished
+    killed = shutil.copytree(before, tmp_path / "project", symlinks=True)
+    code, said = run_and_kill(2 * syncs // 3, CLI, "run", "train", "--only", "--project", str(killed))
+    assert code == KILLED, said
+    projects.latentmill(killed, "run", "samples")
+    for name in RESULTS:
+        assert projects.content(killed, name) == projects.content(unbroken, name)
+        assert artifacts(killed, name) == artifacts(unbroken, name)
+
+
+def test_a_flipped_bit_in_a_tensor_or_an_adapter_is_named_and_made_good(finished: tuple[Path, Path, int], tmp_path: Path) -> None:
+    _, sound, _ = finished
+    folder, draw = shutil.copytree(sound, tmp_path / "project", copy_function=shutil.copy2, symlinks=True), random.Random(0)
+    groups = ("latents", "embeddings", "adapter", "checkpoint", "preview")
+    damaged = {group: draw.choice(sorted((folder / "tables").glob(GROUPS[group]))) for group in groups}
+    for path in damaged.values():
+        flip(path, draw)
+    named = " ".join(str(each) for each in Project(folder).verify())
+    assert all(path.name in named for path in damaged.values()), named
+    assert not Project(folder).verify(repair=True)
+    projects.build(folder)
+    exported = [
+        export_run(Project(each), each / "exports", "diffusers", dtype="float32").read_bytes() for each in (sound, folder)
+    ]
+    assert exported[0] == exported[1]
+    for name in RESULTS:
+        assert artifacts(folder, name) == artifacts(sound, name)
