@@ -24,7 +24,7 @@ QWEN3 = family("tiny")
 RECORD = replace(
     QWEN3, code=f"{__name__}:WINDOWS", text_kind="qwen3_vl", text_padding="repeated", text_layers=(1, 2, 4), text_tokens=160
 )
-FRAME = 7  # tokens of an empty prompt with the small tokenizer, in whose chat "<|im_start|>user\n" has three
+FRAME = 8  # tokens of an empty prompt
 CLOSE = 1e-5
 
 
@@ -60,7 +60,7 @@ def saved(folder: Path, seed: int) -> Any:
     return model
 
 
-@pytest.fixture(scope="module", params=range(3))
+@pytest.fixture(scope="module", params=range(2))
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     folder = tmp_path_factory.mktemp("qwen3_vl")
     return saved(folder, request.param), folder
