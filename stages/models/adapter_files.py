@@ -15,6 +15,7 @@ import numpy as np
 from stages.kernels import Arrays
 from stages.models import adapters, weights
 from stages.models.adapters import ALPHA, DORA_SCALE, MAGNITUDE, W1, W1_A, W1_B, W2, W2_A, W2_B, A, B, Scales
+from stages.models.names import Reference, parts, split_number
 from stages.untrusted import parse_json
 
 PREFIXES = ("base_model.model.", "diffusion_model.", "transformer.")
@@ -29,17 +30,11 @@ class Names:
     """What an architecture's Linears are called in adapter files. {} in a name is the block's number."""
 
     model: str  # in messages
-    # The makers' name -> diffusers' names, three in the order of its rows where q, k and v are one Linear.
-    reference: Mapping[str, tuple[str, ...]]
+    reference: Reference
     # Prefix of names with underscores for dots -> name with underscores -> with dots; diffusers' or the makers' name.
     underscored: Mapping[str, Mapping[str, str]]
     respelled: Callable[[str], str] = str  # further spellings of diffusers' names -> diffusers' names
     swapped: str = ""  # the makers' Linear whose rows are in two halves, in the other order than diffusers'
-
-    def parts(self, name: str) -> list[str]:
-        """diffusers' names of a Linear of the makers' code: three if it stacks q, k and v; [name] if it is unknown."""
-        pattern, block = split_number(name)
-        return [part.replace("{}", block) for part in self.reference.get(pattern, (name,))]
 
 
 def parse_key(key: str, names: Names) -> tuple[str, str]:
@@ -60,12 +55,6 @@ def parse_key(key: str, names: Names) -> tuple[str, str]:
                 raise ValueError(f"{key} names no linear of {names.model}; is the adapter one of another model?")
             name = known[pattern].replace("{}", block)
     return names.respelled(name), ending
-
-
-def split_number(name: str) -> tuple[str, str]:
-    # "a.3.b" -> ("a.{}.b", "3"), "a_3_b" -> ("a_{}_b", "3")
-    found = re.search(r"([._])(\d+)\1", name)
-    return (f"{name[: found.start(2)]}{{}}{name[found.end(2) :]}", found[2]) if found else (name, "")
 
 
 def read(path: Path, names: Names) -> tuple[Arrays, Scales]:
@@ -161,11 +150,11 @@ def _unfuse(arrays: Arrays, scales: Scales, names: Names) -> tuple[Arrays, Scale
     split: Arrays = {}
     own_scales: Scales = {}
     for name in adapters.linears(arrays):
-        parts, own = names.parts(name), adapters.of_linear(arrays, name)
+        ours, own = parts(name, names.reference), adapters.of_linear(arrays, name)
         if name == names.swapped:
             # Rows of a Kronecker product follow its first factor, so that exchanging the halves of w1 is exact.
             own = {ending: weights.swap_halves(value) if ending in (B, MAGNITUDE, W1) else value for ending, value in own.items()}
-        for part, part_arrays in zip(parts, _split_linear(name, own, len(parts)), strict=True):
+        for part, part_arrays in zip(ours, _split_linear(name, own, len(ours)), strict=True):
             split |= {part + ending: value for ending, value in part_arrays.items()}
             own_scales[part] = scales[name]
     return split, own_scales
@@ -195,6 +184,21 @@ def to_diffusers(arrays: Arrays, scales: Scales) -> Arrays:
     out: Arrays = {}
     for name in adapters.linears(arrays):
         out |= {f"transformer.{name}{ending}": value for ending, value in scaled(arrays, scales, name).items()}
+    return out
+
+
+def to_comfyui(arrays: Arrays, scales: Scales, theirs: Mapping[str, str]) -> Arrays:
+    """ComfyUI's prefix, then the name that `theirs` has for diffusers', {} being the block's number, or diffusers' own; scales
+    multiplied in.
+    """
+    out: Arrays = {}
+    for name in adapters.linears(arrays):
+        own = scaled(arrays, scales, name)
+        if MAGNITUDE in own:
+            own[DORA_SCALE] = own.pop(MAGNITUDE)[:, None]  # ComfyUI would lay a plain vector along the inputs
+        pattern, block = split_number(name)
+        named = theirs.get(pattern, pattern).replace("{}", block)
+        out |= {f"diffusion_model.{named}{ending}": value for ending, value in own.items()}
     return out
 
 

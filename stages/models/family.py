@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
@@ -27,7 +27,7 @@ FOLDERS = {"transformer": "transformer", "autoencoder": "vae", "text_encoder": "
 FILES: Mapping[str, tuple[str, ...]] = dict.fromkeys(FOLDERS, ("*",))
 # Where the tokenizer lies in the folder of the text encoder, whose gigabytes are no part of it.
 TOKENIZER_FILES = ("tokenizer*.json", "vocab.json", "merges.txt", "chat_template*", "*_tokens*.json")
-BESIDE: Mapping[str, Mapping[str, Any]] = {
+BESIDE: Mapping[str, Any] = {
     "folders": {**FOLDERS, TOKENIZER: FOLDERS["text_encoder"]},
     "files": {**FILES, TOKENIZER: TOKENIZER_FILES},
 }
@@ -156,6 +156,10 @@ class Family(ModelFamily):
     guidance: float = 4.0  # default when drawing
     sampling_steps: int = 50  # default number of denoising steps
 
+    def without_references(self) -> Family:
+        """The record for work that has no reference images: blocks that only these need are left out."""
+        return replace(self, references="none") if self.references == "own" else self
+
     def component_bytes(self) -> dict[str, int]:
         """Bytes by component: 4 per value of the autoencoder, else 2. A text encoder that cannot be used is left out."""
         architecture = self.architecture
@@ -205,10 +209,12 @@ class Architecture:
     # text_rows(tokens): the rows that the transformer reads for an embedding of so many rows. Texts that agree in it can share a
     # batch; if their embeddings differ in rows, `inputs` gets them levelled, and tokens_B.
     text_rows: Callable[[int], int]
-    # inputs(x_BLC, (h, w), text_BTJ, sigma_B, guidance=None, references=(), tokens_B=None): the keyword arguments of `enter`.
+    # inputs(x_BLC, (h, w), text_BTJ, sigma_B, guidance=None, references=(), tokens_B=None, target_B=None): the keyword arguments
+    # of `enter`.
     # x_BLC are noisy latents, sigma_B the noise level of each sample, 0 (clean) to 1; guidance a number that only models with
     # embedded guidance read; references the clean latents (B,C,h,w) of each reference image; tokens_B, given only if they
-    # differ, the rows of each text, the others of text_BTJ being there to level the batch.
+    # differ, the rows of each text, whose last one is repeated in text_BTJ to level the batch; target_B the noise level that a
+    # step of drawing goes to, which a flow map reads.
     inputs: Callable[..., dict[str, Any]]
     # zero_inputs(config, samples, (h, w), text_rows, references=()): inputs of zeros, to estimate memory with a meta model.
     # references are the (h, w) of each reference image.

@@ -29,6 +29,39 @@ def spread(parts: Sequence[mx.array], rows: int) -> list[mx.array]:
     return [mx.broadcast_to(part_BD[:, None], (part_BD.shape[0], rows, part_BD.shape[1])) for part_BD in parts]
 
 
+EPS = 1e-6  # of LayerNorms, in every released model
+
+
+def modulation(y_BN: mx.array, hidden: int, rows: int) -> list[mx.array]:
+    """[shift, 1 + scale, gate] from (B, 3 D), twice (attention, feed-forward) from (B, 6 D); views (B, rows, D)."""
+    parts = mx.split(y_BN, y_BN.shape[-1] // hidden, axis=-1)
+    # 1 is added here, once for all blocks.
+    return spread([1 + part if at % 3 == 1 else part for at, part in enumerate(parts)], rows)
+
+
+def modulate(x_BSD: mx.array, mods: list[mx.array]) -> mx.array:
+    """LayerNorm without weights, times mods[1] (1 + scale), plus mods[0] (shift). Further arrays are ignored."""
+    # On a GPU, the modulation of a single sample serves as weights of the norm: one kernel for both. On a CPU, MLX has no
+    # kernel of the norm.
+    if x_BSD.shape[0] == 1 and kernels.compiles():
+        return _weighted_layer_norm(x_BSD, mods[1][0, 0], mods[0][0, 0])
+    # The order of factors and terms is that in which blocks add their gated outputs, so that one compiled kernel serves both.
+    return mx.fast.layer_norm(x_BSD, None, None, EPS) * mods[1] + mods[0]
+
+
+@OwnGradient
+def _weighted_layer_norm(x_BSD: mx.array, weight_D: mx.array, bias_D: mx.array) -> mx.array:
+    return mx.fast.layer_norm(x_BSD, weight_D, bias_D, EPS)
+
+
+@_weighted_layer_norm.vjp
+def _weighted_layer_norm_vjp(primals: Any, dy_BSD: mx.array, _: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    # MLX's own gradient would sum over all rows for the weight and the bias, which are frozen.
+    x_BSD, weight_D, bias_D = primals
+    back = mx.vjp(lambda x: mx.fast.layer_norm(x, None, None, EPS), [x_BSD], [dy_BSD * weight_D])[1]
+    return back[0], mx.zeros_like(weight_D), mx.zeros_like(bias_D)
+
+
 def swiglu(x_BSF: mx.array) -> mx.array:
     gate, up = mx.split(x_BSF, 2, axis=-1)
     return silu_times(gate, up)

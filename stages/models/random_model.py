@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from stages.models.family import TOKENIZER, Family
+
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 THINKING = ("<think>", "</think>")  # never split, but not special tokens in Qwen3's tokenizer
 # How Qwen2 and Qwen3 split a text before they merge bytes: the pattern of their tokenizer.json.
@@ -165,6 +167,21 @@ QWEN3 = {
     "max_position_embeddings": 32768,
     "use_sliding_window": False,
 }
+
+
+Component = tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]  # config.json, shapes by name
+
+
+def write_model(
+    folder: Path, family: Family, components: Mapping[str, Component], seed: int, gains: Gains, others: Mapping[str, Any]
+) -> None:
+    """Components with weights, a tokenizer, and `others`, the content of further JSON files."""
+    for component, (config, shapes) in components.items():
+        stem = "model" if component == "text_encoder" else "diffusion_pytorch_model"
+        write_component(folder / family.folders[component], stem, config, shapes, seed, gains)
+    write_tokenizer(folder / family.folders[TOKENIZER], family.text_encoder["vocab_size"])
+    for name, content in others.items():
+        write_json(folder / name, content)  # the index is last: a folder with it is complete
 
 
 def write_component(

@@ -7,14 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from stages.bundled import MICRO
-from stages.models.family import Family, choose
+from stages.models.family import BESIDE, Family, choose
 
 FLUX2 = "stages.models.flux2.architecture:FLUX2"
+FLUX3 = "stages.models.flux3.architecture:FLUX3"
 Z_IMAGE = "stages.models.z_image.architecture:Z_IMAGE"
 APACHE = "Apache-2.0"
 NON_COMMERCIAL = "FLUX non-commercial"
+KOMMUNITY = "FLUX Kommunity v1.0"
 
-# vae/config.json: one autoencoder serves every released FLUX.2.
+# vae/config.json: one autoencoder serves every released FLUX.2, and FLUX 3 Image.
 AUTOENCODER: Mapping[str, Any] = {
     "in_channels": 3,
     "out_channels": 3,
@@ -121,6 +123,31 @@ MICRO_BEGIN: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+# FLUX 3 Image Klein: the config.json of its transformer, and the text part of its text encoder.
+F3_TRANSFORMER: Mapping[str, Any] = {
+    "in_channels": 128,
+    "cond_in_channels": 128,
+    "num_layers": 5,
+    "num_single_layers": 28,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 20480,
+    "timestep_channels": 256,
+    "mlp_ratio": 3.0,
+    "axes_dims_rope": (32, 32, 32, 32),
+    "rope_theta": 10000,
+    "eps": 1e-6,
+    "flow_map": False,
+}
+QWEN3_VL: Mapping[str, Any] = {"model_type": "qwen3_vl_text", "rope_theta": 5e6}
+# All blocks but those of reference images, which get no gradient where there are none. The static shift is the scheduler's.
+F3_BEGIN: Mapping[str, Mapping[str, Any]] = {
+    "train": {"targets": ("single_transformer_blocks.*", "mode_blocks.image.*", "txt_mode_blocks.*")},
+    "train.noise": {"shift": "static", "shift_factor": 6.93},
+}
+F3_TINY: dict[str, Any] = {"num_layers": 2, "num_single_layers": 2, "attention_head_dim": 32, "num_attention_heads": 2}
+F3_TINY |= {"joint_attention_dim": 192, "axes_dims_rope": (8, 8, 8, 8)}
+
 # Z-Image. Its transformer's config.json, and that of its autoencoder, which is FLUX.1's.
 Z_TRANSFORMER: Mapping[str, Any] = {
     "all_patch_size": (2,),
@@ -184,7 +211,7 @@ _BASE_4B = Family(
     # The smallest family with a free licence.
     meant={
         r"flux[ ._-]?1|flux[ ._-]?(dev|pro)|schnell|kontext": "FLUX.1 is an older model of another architecture, not known here",
-        r"klein(?!.*9)|flux[ ._-]?2?$": "",
+        r"^(?!.*flux[ ._-]?3).*klein(?!.*9)|flux[ ._-]?2?$": "",
     },
 )
 _BASE_9B = replace(
@@ -227,6 +254,39 @@ _Z_IMAGE = Family(
     begin=Z_BEGIN,
     meant={r"z[ ._-]?image": ""},
 )
+
+
+def _single_files_of_f3(name: str) -> dict[str, tuple[str, ...]]:
+    """Black Forest Labs' own file has the common name model.safetensors."""
+    return {
+        "transformer": (f"{name}.safetensors", "model.safetensors"),
+        "autoencoder": ("ae.safetensors", "flux2-vae.safetensors"),
+        "text_encoder": ("qwen3_vl_4b.safetensors", "qwen_3_vl_4b.safetensors"),
+        "tokenizer": ("tokenizer",),
+    }
+
+
+_F3_BASE = Family(
+    name="flux3-klein-base",
+    title="FLUX 3 Image Klein base 5.5B",
+    licence=KOMMUNITY,
+    code=FLUX3,
+    transformer=F3_TRANSFORMER,
+    text_encoder={**QWEN3_4B, **QWEN3_VL},
+    autoencoder=AUTOENCODER,
+    hub="black-forest-labs/flux-3-image-klein-base",
+    gated=True,
+    **BESIDE,
+    single_files=_single_files_of_f3("flux-3-image-klein-base"),
+    text_kind="qwen3_vl",
+    text_layers=(4, 8, 12, 16, 20, 24, 28, 32),
+    text_tokens=560,
+    text_padding="repeated",
+    guidance=3.5,
+    references="own",
+    begin=F3_BEGIN,
+    meant={r"flux[ ._-]?3": ""},
+)
 _DISTILLED: Mapping[str, Any] = {"real_cfg": False, "guidance": 1.0, "sampling_steps": 4}
 _ALL = (
     _BASE_4B,
@@ -265,6 +325,19 @@ _ALL = (
         text_padding="start",
         guidance_embedded=True,
         real_cfg=False,
+        meant={r"flux[ ._-]?2.*dev": ""},
+    ),
+    _F3_BASE,
+    replace(
+        _F3_BASE,
+        name="flux3-klein",
+        title="FLUX 3 Image Klein 5.5B, distilled",
+        base="flux3-klein-base",
+        hub="black-forest-labs/flux-3-image-klein",
+        single_files=_single_files_of_f3("flux-3-image-klein"),
+        transformer={**F3_TRANSFORMER, "flow_map": True},
+        begin={},
+        **{**_DISTILLED, "sampling_steps": 16},
     ),
     _Z_IMAGE,
     replace(
@@ -319,6 +392,20 @@ _ALL = (
         autoencoder={**Z_AUTOENCODER, "block_out_channels": (8, 16, 16, 16), "layers_per_block": 1, "norm_num_groups": 4},
         text_layers=(3,),
         text_tokens=64,
+        sampling_steps=4,
+    ),
+    replace(
+        _F3_BASE,
+        name="flux3-tiny",
+        title="FLUX 3 Image's architecture with seeded random weights",
+        hub="",
+        gated=False,
+        seeded=0,
+        transformer={**F3_TRANSFORMER, **F3_TINY},
+        text_encoder={**TINY_QWEN3, **QWEN3_VL},
+        autoencoder=TINY_AUTOENCODER,
+        text_layers=(1, 2, 3),
+        text_tokens=160,
         sampling_steps=4,
     ),
 )

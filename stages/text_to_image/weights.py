@@ -112,13 +112,16 @@ def _key(path: Path, family: Family, dtype: mx.Dtype, packed: Packed) -> str:
     # Not by content: the point of a copy is that the original weights need not be read.
     files = [(str(each.resolve()), each.stat().st_size, each.stat().st_mtime_ns) for each in weight_files(path)]
     bits = [packed.base_bits or 16, dict(packed.base_bits_for or {})]
-    facts = [FORM, files, read_config(path), family.name, str(dtype), bits]
+    facts: list[Any] = [FORM, files, read_config(path), family.name, str(dtype), bits]
+    if family.references != "shared":
+        facts.append(family.references)  # which weights are loaded depends on it
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def unused_copies(folder: Path, path: Path, family: Family, readers: Iterable[tuple[mx.Dtype, Packed]]) -> list[Path]:
     """Copies in `folder`, and their digests, that none of the (dtype, settings) in `readers` loads."""
-    used = {_key(path, family, dtype, packed) for dtype, packed in readers}
+    loaded = family, family.without_references()
+    used = {_key(path, each, dtype, packed) for dtype, packed in readers for each in loaded}
     return sorted(file for file in folder.glob("[!.]*") if file.stem not in used)
 
 

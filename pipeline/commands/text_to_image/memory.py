@@ -59,7 +59,8 @@ class Profile:
 
     def estimator(self, side: int) -> ImageEstimator:
         architecture = self.family.architecture
-        return ImageEstimator(self.train, architecture, architecture.transformer_config(None, self.family), self.batch(side))
+        sizes = architecture.transformer_config(None, self.family.without_references())
+        return ImageEstimator(self.train, architecture, sizes, self.batch(side))
 
     def batch(self, side: int) -> BatchShape:
         pixels_per_token = self.family.architecture.pixels_per_token

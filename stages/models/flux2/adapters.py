@@ -7,21 +7,11 @@ from pathlib import Path
 import mlx.core as mx
 
 from stages.kernels import Arrays
-from stages.models import adapter_files, adapters, weights
+from stages.models import adapter_files, adapters, names, weights
 from stages.models.adapters import ALPHA, DORA_SCALE, MAGNITUDE, W1, W2_B, A, B, Scales
 from stages.models.flux2 import load
 
-# Black Forest Labs' name -> diffusers' names, three in the order of its rows where q, k and v are one Linear. {} is the
-# block's number.
-REFERENCE: dict[str, tuple[str, ...]] = {
-    **{name: (ours,) for name, ours in load.TRANSFORMER.items()},
-    load.HALVES_SWAPPED: ("norm_out.linear",),
-    **{f"double_blocks.{{}}.{n}": tuple("transformer_blocks.{}." + p for p in parts) for n, parts in load.FUSED.items()},
-    **{f"double_blocks.{{}}.{n}": ("transformer_blocks.{}." + p,) for n, p in load.DOUBLE.items() if "norm" not in n},
-    **{f"single_blocks.{{}}.{n}": ("single_transformer_blocks.{}." + p,) for n, p in load.SINGLE.items() if "norm" not in n},
-}
-REFERENCE_OF = {part: name for name, parts in REFERENCE.items() for part in parts}
-REFERENCE_OF = {part: name for name, parts in REFERENCE.items() for part in parts}
+REFERENCE_OF = {part: name for name, parts in load.REFERENCE.items() for part in parts}
 
 
 def _respelled(name: str) -> str:
@@ -30,9 +20,9 @@ def _respelled(name: str) -> str:
 
 NAMES = adapter_files.Names(
     model="FLUX.2",
-    reference=REFERENCE,
+    reference=load.REFERENCE,
     underscored={  # kohya writes Black Forest Labs' names so, LyCORIS diffusers' names
-        "lora_unet_": {name.replace(".", "_"): name for name in REFERENCE},
+        "lora_unet_": {name.replace(".", "_"): name for name in load.REFERENCE},
         "lycoris_": {name.replace(".", "_"): name for name in REFERENCE_OF},
     },
     respelled=_respelled,
@@ -49,7 +39,7 @@ def to_comfyui(arrays: Arrays, scales: Scales) -> Arrays:
     # Before the LoKr, so that a Linear without counterpart is an error there too.
     groups: dict[str, None] = {}
     for name in adapters.linears(arrays):
-        pattern, block = adapter_files.split_number(name)
+        pattern, block = names.split_number(name)
         if pattern not in REFERENCE_OF:
             raise ValueError(f"{name} has no counterpart in the FLUX.2 reference layout; export it as diffusers")
         groups[REFERENCE_OF[pattern].replace("{}", block)] = None
@@ -63,7 +53,7 @@ def to_comfyui(arrays: Arrays, scales: Scales) -> Arrays:
 
 
 def _fuse(fused: str, arrays: Arrays, scales: Scales) -> Arrays:
-    parts = NAMES.parts(fused)
+    parts = names.parts(fused, load.REFERENCE)
     scaled = {part: adapter_files.scaled(arrays, scales, part) for part in parts if part + B in arrays}
     swap = weights.swap_halves if fused == NAMES.swapped else lambda rows: rows
     # Three LoRAs become one exact LoRA of the fused Linear: rows of A are stacked, B is block-diagonal.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from stages.memory import Memory
 from stages.models import autoencoder, autoencoder_memory
 from stages.models.autoencoder_files import autoencoder_config, load_arrays
 from stages.models.family import Family
+from stages.models.random_model import Component
 
 
 @dataclass(frozen=True)
@@ -68,3 +70,16 @@ def load_autoencoder(path: Path, family: Family, dtype: Any = None) -> Autoencod
 def memory(path: Path | None, family: Family, *size: Any, **settings: Any) -> Memory:
     """See `Architecture.autoencoder_memory`."""
     return autoencoder_memory.autoencoder_memory(autoencoder_config(AutoencoderConfig, path, family), *size, **settings)
+
+
+def is_autoencoder(shapes: Mapping[str, tuple[int, ...]], family: Family) -> bool:
+    """Whether weights of these names and shapes are the family's autoencoder."""
+    if "bn.running_mean" not in shapes or "encoder.conv_in.weight" not in shapes:
+        return False
+    sizes = family.autoencoder
+    found = shapes["encoder.conv_in.weight"][0], shapes["bn.running_mean"]
+    return found == (sizes["block_out_channels"][0], (4 * sizes["latent_channels"],))
+
+
+def random_autoencoder(family: Family) -> Component:
+    return {"_class_name": "AutoencoderKLFlux2", **family.autoencoder}, AutoencoderConfig.from_dict(family.autoencoder).shapes()

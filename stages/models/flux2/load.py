@@ -13,8 +13,9 @@ from typing import Any
 import mlx.core as mx
 
 from stages.kernels import Arrays
-from stages.models import weights
+from stages.models import names, weights
 from stages.models.family import Family
+from stages.models.flux2.autoencoder import is_autoencoder
 from stages.models.flux2.transformer import Flux2, Flux2Config
 from stages.models.folders import component_config
 from stages.models.text.encoder import is_text_encoder
@@ -61,6 +62,13 @@ MFLUX = {  # names in models that mflux saves, where they differ
     r"^(transformer_blocks\.\d+\.attn\.to_out)\.(?!\d)": r"\1.0.",
 }
 HALVES_SWAPPED = "final_layer.adaLN_modulation.1"  # its rows are shift, scale; in diffusers' norm_out scale, shift
+REFERENCE: names.Reference = {
+    **{name: (ours,) for name, ours in TRANSFORMER.items()},
+    HALVES_SWAPPED: ("norm_out.linear",),
+    **{f"double_blocks.{{}}.{n}": tuple("transformer_blocks.{}." + p for p in parts) for n, parts in FUSED.items()},
+    **{f"double_blocks.{{}}.{n}": ("transformer_blocks.{}." + p,) for n, p in DOUBLE.items()},
+    **{f"single_blocks.{{}}.{n}": ("single_transformer_blocks.{}." + p,) for n, p in SINGLE.items()},
+}
 
 
 def is_single_file(keys: Iterable[str]) -> bool:
@@ -71,17 +79,7 @@ def is_single_file(keys: Iterable[str]) -> bool:
 
 def transformer_to_diffusers(arrays: Arrays) -> Arrays:
     """Fused q, k, v become three weights; an unknown name loses its prefix only."""
-    converted: Arrays = {}
-    for found, value in arrays.items():
-        key = weights.strip_prefix(found)
-        name, _, ending = key.rpartition(".")
-        if key == f"{HALVES_SWAPPED}.weight":
-            converted["norm_out.linear.weight"] = weights.swap_halves(value)
-        elif name in TRANSFORMER:
-            converted[f"{TRANSFORMER[name]}.{ending}"] = value
-        else:
-            converted |= _block(key, value)
-    return converted
+    return names.to_diffusers(arrays, REFERENCE, HALVES_SWAPPED)
 
 
 def from_mflux(key: str) -> str:
@@ -89,19 +87,6 @@ def from_mflux(key: str) -> str:
     for pattern, name in MFLUX.items():
         key = re.sub(pattern, name, key)
     return key
-
-
-def _block(key: str, value: mx.array) -> Arrays:
-    match = re.fullmatch(r"(double|single)_blocks\.(\d+)\.(.+)\.(weight|scale)", key)
-    if not match:
-        return {key: value}
-    kind, number, name, _ = match.groups()
-    prefix = f"transformer_blocks.{number}" if kind == "double" else f"single_transformer_blocks.{number}"
-    if kind == "double" and name in FUSED:
-        rows = value.shape[0] // 3
-        return {f"{prefix}.{part}.weight": value[i * rows : (i + 1) * rows] for i, part in enumerate(FUSED[name])}
-    known = DOUBLE if kind == "double" else SINGLE
-    return {f"{prefix}.{known[name]}.weight": value} if name in known else {key: value}
 
 
 def transformer_config(path: Path | None, family: Family) -> Flux2Config:
@@ -136,10 +121,8 @@ def recognise(shapes: Shapes, family: Family) -> str:
         blocks = {name.split(".")[1] for name in named if name.startswith(("transformer_blocks.", "double_blocks."))}
         hidden = sizes["num_attention_heads"] * sizes["attention_head_dim"]
         return "transformer" if (rows, len(blocks)) == (hidden, sizes["num_layers"]) else ""
-    if "bn.running_mean" in named and "encoder.conv_in.weight" in named:
-        sizes = family.autoencoder
-        found = named["encoder.conv_in.weight"][0], named["bn.running_mean"]
-        return "autoencoder" if found == (sizes["block_out_channels"][0], (4 * sizes["latent_channels"],)) else ""
+    if is_autoencoder(named, family):
+        return "autoencoder"
     return "text_encoder" if is_text_encoder(named, family) else ""
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from stages.models import random_model
 from stages.models.family import Family
-from stages.models.flux2.autoencoder import AutoencoderConfig
+from stages.models.flux2.autoencoder import random_autoencoder
 from stages.models.flux2.transformer import TRANSFORMER_CLASS, Flux2Config
-from stages.models.random_model import QWEN3, write_component, write_json, write_tokenizer
+from stages.models.random_model import QWEN3, write_model
 from stages.models.text.decoder import Qwen3Config
 
 # See `random_model.weight`. These keep every stream near unit variance through depth, and outputs in range.
@@ -49,17 +49,12 @@ INDEX = {
 
 def write_random_weights(folder: Path, family: Family, seed: int) -> None:
     """A complete model in the diffusers layout. One seed gives the same bytes on every machine."""
-    flux2 = Flux2Config.from_dict(family.transformer)
-    autoencoder = AutoencoderConfig.from_dict(family.autoencoder)
-    qwen3 = Qwen3Config.from_dict(family.text_encoder)
+    transformer, qwen3 = Flux2Config.from_dict(family.transformer), Qwen3Config.from_dict(family.text_encoder)
     text_shapes = {f"model.{name}": shape for name, shape in qwen3.shapes(qwen3.num_hidden_layers).items()}
-    stem = "diffusion_pytorch_model"
-    transformer_config = {"_class_name": TRANSFORMER_CLASS, **family.transformer}
-    write_component(folder / "transformer", stem, transformer_config, flux2.shapes(), seed, GAINS)
-    autoencoder_config = {"_class_name": "AutoencoderKLFlux2", **family.autoencoder}
-    write_component(folder / "vae", stem, autoencoder_config, autoencoder.shapes(), seed, GAINS)
-    write_component(folder / "text_encoder", "model", {**family.text_encoder, **QWEN3}, text_shapes, seed, GAINS)
-    write_tokenizer(folder / "tokenizer", qwen3.vocab_size)
-    write_json(folder / "scheduler" / "scheduler_config.json", SCHEDULER)
-    # Last: a folder with this file is complete.
-    write_json(folder / "model_index.json", INDEX)
+    components = {
+        "transformer": ({"_class_name": TRANSFORMER_CLASS, **family.transformer}, transformer.shapes()),
+        "autoencoder": random_autoencoder(family),
+        "text_encoder": ({**family.text_encoder, **QWEN3}, text_shapes),
+    }
+    others = {"scheduler/scheduler_config.json": SCHEDULER, "model_index.json": INDEX}
+    write_model(folder, family, components, seed, GAINS, others)

@@ -8,23 +8,31 @@ H heads, K head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from stages import kernels
 from stages.models.attention import plain_linear, rms_norm, silu
-from stages.models.family import Block, Linear
+from stages.models.family import Linear
 from stages.models.folders import checked_sizes
-from stages.models.layers import RotaryTables, attend, rotate, silu_times, sinusoid, split_heads, spread, swiglu, tokens
-from stages.own_gradient import OwnGradient
+from stages.models.layers import (
+    EPS,
+    attend,
+    modulate,
+    modulation,
+    rotate,
+    silu_times,
+    sinusoid,
+    split_heads,
+    spread,
+    swiglu,
+    tokens,
+)
+from stages.models.transformer import PictureTransformer, Shapes, Shared, require_rotary_axes
 
-Shapes = dict[str, tuple[int, ...]]
-
-EPS = 1e-6  # of every norm, in every released FLUX.2
 MODULATIONS = {  # stream of rows -> the Linear that gives its shifts, scales and gates
     "text": "double_stream_modulation_txt",
     "image": "double_stream_modulation_img",
@@ -55,10 +63,7 @@ class Flux2Config:
     def from_dict(cls, config: Mapping[str, Any]) -> Flux2Config:
         """Raises ValueError if a key is missing or a value is not supported. Unknown keys are ignored."""
         made = cls(**checked_sizes(cls, config, "the transformer's config", "FLUX.2"))
-        if sum(made.axes_dims_rope) != made.attention_head_dim:
-            raise ValueError(f"axes_dims_rope {made.axes_dims_rope} must add up to attention_head_dim {made.attention_head_dim}")
-        if any(each % 2 for each in made.axes_dims_rope):
-            raise ValueError(f"axes_dims_rope must be even numbers, got {made.axes_dims_rope}")
+        require_rotary_axes(made.axes_dims_rope, made.attention_head_dim)
         if made.eps != EPS:
             raise ValueError(f"the transformer's eps must be {EPS}, got {made.eps}")
         return made
@@ -130,8 +135,9 @@ def inputs(
     sigma_B: mx.array,
     guidance: float | None = None,
     references: Sequence[mx.array] = (),
+    target_B: mx.array | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments of `Flux2.enter` for a batch of noisy latents; see `Architecture.inputs`."""
+    """Keyword arguments of `Flux2.enter`; see `Architecture.inputs`. `target_B` is not read."""
     found = {
         "x_BLC": x_BLC,
         "x_ids_L4": image_ids(*size),
@@ -156,39 +162,6 @@ def zero_inputs(
     x_BLC = mx.zeros((samples, height * width, config.in_channels))
     text_BTJ = mx.zeros((samples, text_rows, config.joint_attention_dim))
     return inputs(x_BLC, size, text_BTJ, mx.zeros((samples,)), references=beside) | {"guidance_B": mx.zeros((samples,))}
-
-
-def modulation(y_BN: mx.array, hidden: int, rows: int) -> list[mx.array]:
-    """[shift, 1 + scale, gate] from (B, 3 D), twice (attention, feed-forward) from (B, 6 D); views (B, rows, D)."""
-    parts = mx.split(y_BN, y_BN.shape[-1] // hidden, axis=-1)
-    # 1 is added here, once for all blocks.
-    return spread([1 + part if at % 3 == 1 else part for at, part in enumerate(parts)], rows)
-
-
-def modulate(x_BSD: mx.array, mods: list[mx.array]) -> mx.array:
-    """LayerNorm without weights, times mods[1] (1 + scale), plus mods[0] (shift). Further arrays are ignored."""
-    # On a GPU, the modulation of a single sample serves as weights of the norm: one kernel for both. On a CPU, MLX has no
-    # kernel of the norm.
-    if x_BSD.shape[0] == 1 and kernels.compiles():
-        return _weighted_layer_norm(x_BSD, mods[1][0, 0], mods[0][0, 0])
-    # The order of factors and terms is that in which blocks add their gated outputs, so that one compiled kernel serves both.
-    return mx.fast.layer_norm(x_BSD, None, None, EPS) * mods[1] + mods[0]
-
-
-@OwnGradient
-def _weighted_layer_norm(x_BSD: mx.array, weight_D: mx.array, bias_D: mx.array) -> mx.array:
-    return mx.fast.layer_norm(x_BSD, weight_D, bias_D, EPS)
-
-
-@_weighted_layer_norm.vjp
-def _weighted_layer_norm_vjp(primals: Any, dy_BSD: mx.array, _: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    # MLX's own gradient would sum over all rows for the weight and the bias, which are frozen.
-    x_BSD, weight_D, bias_D = primals
-    back = mx.vjp(lambda x: mx.fast.layer_norm(x, None, None, EPS), [x_BSD], [dy_BSD * weight_D])[1]
-    return back[0], mx.zeros_like(weight_D), mx.zeros_like(bias_D)
-
-
-Shared = dict[str, Any]  # what all blocks receive: modulations and rotary tables, lists of arrays
 
 
 def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
@@ -235,37 +208,17 @@ def single_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linea
     return linear(name, weights[f"{name}.weight"], y_BSF) * gate_BSD + h_BSD
 
 
-class Flux2:
+class Flux2(PictureTransformer):
     """Predicts the velocity, noise minus clean latent. See `family.Transformer`."""
 
+    kinds = {"double": double_block, "single": single_block}  # noqa: RUF012  (never changed)
+    latent = "x_embedder"
+
     def __init__(self, config: Flux2Config, weights: Mapping[str, Any]) -> None:
-        """`weights`: arrays or packed ones; outside the blocks these have `dense()`, and x_embedder must be an array."""
-        self.config = config
-        self.top: dict[str, Any] = {}
-        doubles = [Block("double", f"transformer_blocks.{i}", {}) for i in range(config.num_layers)]
-        singles = [Block("single", f"single_transformer_blocks.{i}", {}) for i in range(config.num_single_layers)]
-        self.blocks = doubles + singles
-        by_name = {block.name: block for block in self.blocks}
-        for name in config.shapes():
-            head, number, rest = [*name.split(".", 2), "", ""][:3]
-            if block := by_name.get(f"{head}.{number}"):
-                block.weights[rest] = weights[name]
-            else:
-                self.top[name] = weights[name]
-        self._rope = RotaryTables(config.axes_dims_rope, config.rope_theta)
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        found: mx.Dtype = self.top["x_embedder.weight"].dtype
-        return found
-
-    def linears(self) -> dict[str, tuple[int, int]]:
-        inside = {n.removesuffix(".weight"): s for n, s in self.config.shapes().items() if in_block(n)}
-        return {name: (shape[0], shape[1]) for name, shape in inside.items() if len(shape) == 2}
-
-    @staticmethod
-    def block(kind: str) -> Callable[..., mx.array]:
-        return {"double": double_block, "single": single_block}[kind]
+        """`weights`: arrays or packed ones; x_embedder must be an array."""
+        doubles = [("double", f"transformer_blocks.{i}") for i in range(config.num_layers)]
+        singles = [("single", f"single_transformer_blocks.{i}") for i in range(config.num_single_layers)]
+        super().__init__(config, doubles + singles, weights, config.axes_dims_rope, config.rope_theta)
 
     def enter(
         self,
@@ -307,18 +260,7 @@ class Flux2:
         h_BLD = modulate(h_BSD[:, T : T + L], shared["out"])
         return self._linear("proj_out", h_BLD)
 
-    def __call__(self, *given: Any, linear_for: Callable[[str], Linear] | None = None, **inputs: Any) -> mx.array:
-        """Velocity in the shape of `x_BLC`. Inputs as in `enter`; `linear_for(block name)` gives an adapter's `linear`."""
-        h_BSD, shared = self.enter(*given, **inputs)
-        for block in self.blocks:
-            linear = linear_for(block.name) if linear_for else plain_linear
-            h_BSD = self.block(block.kind)(block.weights, h_BSD, shared, linear)
-        return self.leave(h_BSD, shared)
-
     def _embed(self, kind: str, value_B: mx.array) -> mx.array:
         x = sinusoid(1000 * value_B.astype(mx.float32), self.config.timestep_guidance_channels).astype(self.dtype)
         first, second = (f"time_guidance_embed.{kind}_embedder.linear_{i}" for i in (1, 2))
         return self._linear(second, silu(self._linear(first, x)))
-
-    def _linear(self, name: str, x: mx.array) -> mx.array:
-        return kernels.linear(x, self.top[f"{name}.weight"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,49 +9,41 @@ from typing import Any
 import mlx.core as mx
 
 from stages.kernels import Arrays
-from stages.models import weights
+from stages.models import names, weights
 from stages.models.family import Family
 from stages.models.folders import component_config
 from stages.models.text.encoder import is_text_encoder
 from stages.models.z_image.transformer import KINDS, LAST, LATENT, ZImage, ZImageConfig
 
-# ComfyUI's name -> diffusers' name, where they differ. Outside the blocks; then within a block.
-# Source: diffusers' single_file_utils.py, which a test compares.
-OUTSIDE = {"x_embedder": LATENT, "final_layer": LAST}
-INSIDE = {"attention.out": "attention.to_out.0", "attention.q_norm": "attention.norm_q", "attention.k_norm": "attention.norm_k"}
-FUSED, PARTS = "attention.qkv", ("attention.to_q", "attention.to_k", "attention.to_v")  # one matrix has the rows of three
-UNUSED = "norm_final.weight"  # in ComfyUI's file; no model reads it
-# Names in models that mflux saves, where they differ. Source: z_image_lora_mapping.py and transformer.py of mflux.
-MFLUX = {
-    "t_embedder.linear1": "t_embedder.mlp.0",
-    "t_embedder.linear2": "t_embedder.mlp.2",
-    f"{LAST}.adaLN_modulation.0": f"{LAST}.adaLN_modulation.1",
+# ComfyUI's name -> diffusers' name, where they differ. Source: diffusers' single_file_utils.py, which a test compares.
+BLOCKS = tuple(f"{kind}.{{}}." for kind in KINDS)
+PARTS = ("attention.to_q", "attention.to_k", "attention.to_v")
+INSIDE = {
+    "attention.qkv": PARTS,
+    "attention.out": ("attention.to_out.0",),
+    "attention.q_norm": ("attention.norm_q",),
+    "attention.k_norm": ("attention.norm_k",),
 }
+# Names in models that mflux saves. Source: z_image_lora_mapping.py and transformer.py of mflux.
+MFLUX: names.Reference = {
+    "t_embedder.linear1": ("t_embedder.mlp.0",),
+    "t_embedder.linear2": ("t_embedder.mlp.2",),
+    f"{LAST}.adaLN_modulation.0": (f"{LAST}.adaLN_modulation.1",),
+}
+REFERENCE: names.Reference = {
+    "x_embedder": (LATENT,),
+    **{f"final_layer.{name}": (f"{LAST}.{name}",) for name in ("linear", "adaLN_modulation.1")},
+    **{block + name: tuple(block + part for part in parts) for block in BLOCKS for name, parts in INSIDE.items()},
+}
+UNUSED = "norm_final.weight"  # in ComfyUI's file; no model reads it
 
 
 def to_diffusers(arrays: Arrays) -> Arrays:
     """From the names of diffusers, ComfyUI or mflux. An unknown name loses its prefix only."""
-    converted: Arrays = {}
-    for found, value in arrays.items():
-        key = weights.strip_prefix(found)
-        head, stem = key.split(".")[0], key.rpartition(".")[0]
-        block = re.fullmatch(rf"((?:{'|'.join(KINDS)})\.\d+)\.(.+)\.weight", key)
-        if key == UNUSED:
-            continue
-        if stem in MFLUX:
-            converted[MFLUX[stem] + key.removeprefix(stem)] = value
-        elif key.endswith("pad_token"):
-            converted[key] = value.reshape(1, -1)  # GGUF has no axes of length 1
-        elif head in OUTSIDE:
-            converted[OUTSIDE[head] + key.removeprefix(head)] = value
-        elif block and block[2] == FUSED:
-            rows = value.shape[0] // len(PARTS)
-            converted |= {f"{block[1]}.{part}.weight": value[i * rows : (i + 1) * rows] for i, part in enumerate(PARTS)}
-        elif block and block[2] in INSIDE:
-            converted[f"{block[1]}.{INSIDE[block[2]]}.weight"] = value
-        else:
-            converted[key] = value
-    return converted
+    kept = {key: value for key, value in arrays.items() if weights.strip_prefix(key) != UNUSED}
+    # GGUF has no axes of length 1.
+    kept = {key: value.reshape(1, -1) if key.endswith("pad_token") else value for key, value in kept.items()}
+    return names.to_diffusers(kept, {**REFERENCE, **MFLUX})
 
 
 def transformer_config(path: Path | None, family: Family) -> ZImageConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stages.models.family import Family
-from stages.models.random_model import QWEN3, write_component, write_json, write_tokenizer
+from stages.models.random_model import QWEN3, write_model
 from stages.models.text.decoder import Qwen3Config
 from stages.models.z_image.autoencoder import AutoencoderConfig
 from stages.models.z_image.sampling import SHIFT
@@ -40,17 +40,15 @@ INDEX = {
 
 def write_random_weights(folder: Path, family: Family, seed: int) -> None:
     """A complete model in the diffusers layout. One seed gives the same bytes on every machine."""
-    transformer, stem = ZImageConfig.from_dict(family.transformer), "diffusion_pytorch_model"
-    autoencoder, qwen3 = AutoencoderConfig.from_dict(family.autoencoder), Qwen3Config.from_dict(family.text_encoder)
-    text_shapes = {f"model.{name}": shape for name, shape in qwen3.shapes(qwen3.num_hidden_layers).items()}
-    transformer_config = {"_class_name": TRANSFORMER_CLASS, **family.transformer}
-    write_component(folder / "transformer", stem, transformer_config, transformer.shapes(), seed, GAINS)
+    transformer, qwen3 = ZImageConfig.from_dict(family.transformer), Qwen3Config.from_dict(family.text_encoder)
+    autoencoder = AutoencoderConfig.from_dict(family.autoencoder)
     levels = len(autoencoder.block_out_channels)
     blocks = {f"{way}_block_types": [f"{way.title()}{side}coderBlock2D"] * levels for way, side in (("down", "En"), ("up", "De"))}
-    autoencoder_config = {"_class_name": "AutoencoderKL", **blocks, **family.autoencoder}
-    write_component(folder / "vae", stem, autoencoder_config, autoencoder.shapes(), seed, GAINS)
-    write_component(folder / "text_encoder", "model", {**family.text_encoder, **QWEN3}, text_shapes, seed, GAINS)
-    write_tokenizer(folder / "tokenizer", qwen3.vocab_size)
-    write_json(folder / "scheduler" / "scheduler_config.json", SCHEDULER)
-    # Last: a folder with this file is complete.
-    write_json(folder / "model_index.json", INDEX)
+    text_shapes = {f"model.{name}": shape for name, shape in qwen3.shapes(qwen3.num_hidden_layers).items()}
+    components = {
+        "transformer": ({"_class_name": TRANSFORMER_CLASS, **family.transformer}, transformer.shapes()),
+        "autoencoder": ({"_class_name": "AutoencoderKL", **blocks, **family.autoencoder}, autoencoder.shapes()),
+        "text_encoder": ({**family.text_encoder, **QWEN3}, text_shapes),
+    }
+    others = {"scheduler/scheduler_config.json": SCHEDULER, "model_index.json": INDEX}
+    write_model(folder, family, components, seed, GAINS, others)

@@ -9,24 +9,23 @@ H heads, K head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from stages import kernels
+from stages.models import layers
 from stages.models.attention import plain_linear, rms_norm, silu
-from stages.models.family import Block, Linear
+from stages.models.family import Linear
 from stages.models.folders import checked_sizes
-from stages.models.layers import RotaryTables, attend, rotate, silu_times, sinusoid, split_heads, spread
-
-Shapes = dict[str, tuple[int, ...]]
+from stages.models.layers import attend, rotate, silu_times, sinusoid, split_heads, spread
+from stages.models.transformer import PictureTransformer, Shapes, Shared
 
 MULTIPLE = 32  # of the rows of each stream
 PATCH = 2  # positions of the latent along one side of a token
-EPS, LAST_EPS = 1e-5, 1e-6  # of every norm, and of the one after the last block, in every released Z-Image
+EPS = 1e-5  # of every norm but the one after the last block, in every released Z-Image
 TIME = 256  # features of the sinusoid, and the most of the time embedding
 TIME_HIDDEN = 1024
 TRANSFORMER_CLASS = "ZImageTransformer2DModel"  # the class in diffusers
@@ -139,8 +138,9 @@ def inputs(
     guidance: float | None = None,
     references: Sequence[mx.array] = (),
     tokens_B: mx.array | None = None,
+    target_B: mx.array | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments of `ZImage.enter`; see `Architecture.inputs`. `guidance` is not read."""
+    """Keyword arguments of `ZImage.enter`; see `Architecture.inputs`. `guidance` and `target_B` are not read."""
     if references:
         raise ValueError("Z-Image does not read reference images: take them away, or choose another family")
     return {"x_BLC": x_BLC, "size": size, "ctx_BTJ": text_BTJ, "sigma_B": sigma_B, "tokens_B": tokens_B}
@@ -153,9 +153,6 @@ def zero_inputs(
     x_BLC = mx.zeros((samples, size[0] * size[1], config.latent_channels))
     text_BTJ = mx.zeros((samples, text_rows, config.cap_feat_dim))
     return inputs(x_BLC, size, text_BTJ, mx.zeros((samples,)), references=[mx.zeros(each) for each in references])
-
-
-Shared = dict[str, Any]  # what all blocks receive: the time embedding and rotary tables, lists of arrays
 
 
 def joint_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
@@ -206,35 +203,15 @@ def _block(
     return x_BSD + gate_f * norm("ffn_norm2", y_BSD)
 
 
-class ZImage:
+class ZImage(PictureTransformer):
     """Predicts the velocity, noise minus clean latent. See `family.Transformer`."""
+
+    kinds = dict(zip(KINDS, (image_block, text_block, joint_block), strict=True))  # noqa: RUF012  (never changed)
+    latent = LATENT
 
     def __init__(self, config: ZImageConfig, weights: Mapping[str, Any]) -> None:
         """`weights`: arrays; within the blocks also packed ones."""
-        self.config = config
-        self.blocks = [Block(kind, name, {}) for kind, name in config.blocks()]
-        self.top: dict[str, Any] = {}
-        by_name = {block.name: block for block in self.blocks}
-        for name in config.shapes():
-            head, number, rest = [*name.split(".", 2), "", ""][:3]
-            if block := by_name.get(f"{head}.{number}"):
-                block.weights[rest] = weights[name]
-            else:
-                self.top[name] = weights[name]
-        self._rope = RotaryTables(config.axes_dims, config.rope_theta)
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        found: mx.Dtype = self.top[f"{LATENT}.weight"].dtype
-        return found
-
-    def linears(self) -> dict[str, tuple[int, int]]:
-        inside = {n.removesuffix(".weight"): s for n, s in self.config.shapes().items() if in_block(n)}
-        return {name: (shape[0], shape[1]) for name, shape in inside.items() if len(shape) == 2}
-
-    @staticmethod
-    def block(kind: str) -> Callable[..., mx.array]:
-        return dict(zip(KINDS, (image_block, text_block, joint_block), strict=True))[kind]
+        super().__init__(config, config.blocks(), weights, config.axes_dims, config.rope_theta)
 
     def enter(
         self, x_BLC: mx.array, size: tuple[int, int], ctx_BTJ: mx.array, sigma_B: mx.array, tokens_B: mx.array | None = None
@@ -261,16 +238,8 @@ class ZImage:
         """Velocity (B, L, C) of the image tokens."""
         scale_BLD: mx.array = shared["out"][0]
         T, L = shared["text_rope"][0].shape[0], scale_BLD.shape[1]
-        h_BLD = mx.fast.layer_norm(h_BSD[:, T : T + L], None, None, LAST_EPS) * scale_BLD
+        h_BLD = mx.fast.layer_norm(h_BSD[:, T : T + L], None, None, layers.EPS) * scale_BLD
         return -self._linear(f"{LAST}.linear", h_BLD)  # the model itself predicts clean minus noise
-
-    def __call__(self, *given: Any, linear_for: Callable[[str], Linear] | None = None, **inputs: Any) -> mx.array:
-        """Velocity in the shape of `x_BLC`. Inputs as in `enter`; `linear_for(block name)` gives an adapter's `linear`."""
-        h_BSD, shared = self.enter(*given, **inputs)
-        for block in self.blocks:
-            linear = linear_for(block.name) if linear_for else plain_linear
-            h_BSD = self.block(block.kind)(block.weights, h_BSD, shared, linear)
-        return self.leave(h_BSD, shared)
 
     def _time(self, clean_B: mx.array) -> mx.array:
         x = sinusoid(self.config.t_scale * clean_B, TIME).astype(self.dtype)
@@ -280,10 +249,6 @@ class ZImage:
         B, S, D = h_BSD.shape
         more = text_rows(S) - S
         return mx.concatenate([h_BSD, mx.broadcast_to(self.top[token], (B, more, D))], axis=1) if more else h_BSD
-
-    def _linear(self, name: str, x: mx.array) -> mx.array:
-        y: mx.array = kernels.linear(x, self.top[f"{name}.weight"]) + self.top[f"{name}.bias"]
-        return y
 
 
 def _ids(text: int, size: tuple[int, int], image: int) -> tuple[np.ndarray, np.ndarray]:

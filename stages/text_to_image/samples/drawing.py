@@ -6,7 +6,7 @@ import hashlib
 import io
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from schemas.text_to_image import SAMPLES
+from stages.models.adapters import linear_name
 from stages.models.family import Autoencoder, Family, Transformer
 from stages.models.weights import reading
 from stages.run import Run
@@ -103,6 +104,7 @@ def draw_pictures(
             continue
         if coming := [each for each in pictures if each.name not in latents]:
             largest = max(references.values(), key=lambda latents: sum(each.size for each in latents), default=[])
+            loaded = (family if largest else family.without_references()).references
 
             def load(adapters: Adapters = adapters, largest: Sequence[mx.array] = largest) -> LatentSampler:
                 places = run.output.artifacts.parent / STREAMED, run.root / CONVERTED
@@ -111,7 +113,7 @@ def draw_pictures(
                 return load_sampler(adapters, path, family, config, negative, largest, *places, run.report.say)
 
             with reading("the transformer", run.report.note):
-                sampler = run.reuse(f"sampler {adapters.adapter_id}", load)
+                sampler = run.reuse(f"sampler {adapters.adapter_id} {loaded}", load)
             for each in coming:
                 text_1TJ, beside, started = embedding(each.prompt), references.get(each.references, ()), time.perf_counter()
                 latent_1Chw = sampler.draw(text_1TJ, each.seed, config.width, config.height, stop_after, beside)
@@ -232,6 +234,10 @@ def load_sampler(
     `read_negative`: called only if a step takes two passes. `references`: the largest to be drawn with, for the memory limit.
     """
     parts = read_adapters(adapters, family, meta_transformer(transformer, family))  # before the transformer is loaded
+    if not references:
+        family = family.without_references()
+        present = meta_transformer(transformer, family).linears()
+        parts = [part_of(part, present) for part in parts]
     dtype: mx.Dtype = getattr(mx, config.precision)
     held = dtype.size * sum(array.size for arrays, _, _ in parts for array in arrays.values())
     shown, both = [(each.shape[2], each.shape[3]) for each in references], passes(config, family)
@@ -256,6 +262,13 @@ def read_adapters(adapters: Adapters, family: Family, model: Transformer) -> lis
             raise ValueError(f"{adapters.label}: {file} does not fit {family.name}: {error}") from None
         parts.append((arrays, scales, strength))
     return parts
+
+
+def part_of(part: Part, linears: Container[str]) -> Part:
+    """What an adapter changes of `linears`."""
+    arrays, scales, strength = part
+    own = {key: value for key, value in arrays.items() if linear_name(key) in linears}
+    return own, {name: scale for name, scale in scales.items() if name in linears}, strength
 
 
 def adapted_forward(model: Transformer, parts: Sequence[Part]) -> BlockwiseForward:

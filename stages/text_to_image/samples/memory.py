@@ -71,6 +71,8 @@ def stage_memory(outlook: Outlook) -> tuple[Memory, Memory]:
     """Of drawing and of decoding."""
     config: SamplesConfig = outlook.sections["samples"]
     family, weights, size = outlook.family, outlook.weights("transformer"), (config.width, config.height)
+    if not config.references and not config.prompt_references:
+        family = family.without_references()
     architecture = family.architecture
     linears = architecture.meta_transformer(architecture.transformer_config(weights, family), mx.float32).linears()
     # The adapter is as large as [train] makes it.

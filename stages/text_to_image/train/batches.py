@@ -157,11 +157,11 @@ class BatchReader:
 
 
 def levelled(texts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Embeddings (T, J) as one array, the shorter ones filled up with zeros, and the rows of each; None if all are equal."""
+    """Embeddings (T, J) as one array, the last row of the shorter ones repeated, and the rows of each; None if all are equal."""
     rows = [len(text) for text in texts]
     if len(set(rows)) == 1:
         return np.stack(texts), None
-    return np.stack([np.pad(text, [(0, max(rows) - len(text)), (0, 0)]) for text in texts]), np.array(rows, np.int32)
+    return np.stack([np.pad(text, [(0, max(rows) - len(text)), (0, 0)], "edge") for text in texts]), np.array(rows, np.int32)
 
 
 def token_weights(samples: Sequence[Sample], floor: float) -> np.ndarray | None:

@@ -159,7 +159,8 @@ def forecast(outlook: Outlook) -> Forecast:
     images = outlook.rows(IMAGES)
     shown = max((row["reference"] or 0 for row in images.to_pylist()), default=0) if images is not None else 0
     batch = replace(batch, references=(batch.grid,) * shown)  # none is larger than the largest image
-    sizes = architecture.transformer_config(outlook.weights("transformer"), family)
+    read = family if shown else family.without_references()
+    sizes = architecture.transformer_config(outlook.weights("transformer"), read)
     estimator = ImageEstimator(config, architecture, sizes, batch)
     how = f", {config.base_bits} bits, {width} x {height} px"
     return memory.forecast(estimator, outlook.budget, how, files=sum(estimator.frozen["stored"]))

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.text_to_image import CAPTIONS, EMBEDDINGS, LATENTS, TRAIN
-from stages.models.family import Architecture, Transformer
+from stages.models.family import Architecture, Family, Transformer
 from stages.models.weights import reading
 from stages.run import Run
 from stages.text_to_image.caption_files import trigger_word
@@ -25,7 +25,7 @@ from stages.text_to_image.stored_embeddings import embedding_reader
 from stages.text_to_image.train import sound_start
 from stages.text_to_image.train.batches import BatchReader, HeldOutImages, MicroBatch, Sample, build_sampler
 from stages.text_to_image.train.config import LossConfig, PreservationConfig, TrainConfig
-from stages.text_to_image.train.data import load_dataset
+from stages.text_to_image.train.data import Dataset, load_dataset
 from stages.text_to_image.train.memory import ImageEstimator, largest_batch
 from stages.text_to_image.weights import CONVERTED, STREAMED, load_transformer, meta_transformer
 from stages.tuner import diffusion
@@ -104,14 +104,26 @@ def velocity_loss(batch: MicroBatch, target_BLC: mx.array, config: LossConfig) -
     return functools.partial(diffusion.mse, **arrays)
 
 
+def family_of(family: Family, data: Dataset) -> Family:
+    """The record, without what only reference images need if there are none. Raises ValueError if it reads none."""
+    if not any(crop.references for crop in (*data.crops, *data.held)):
+        return family.without_references()
+    if family.references == "none":
+        raise ValueError(
+            f"{family.name} does not read reference images: take them out of the image folder, set [images] references = [], or "
+            "choose another family"
+        )
+    return family
+
+
 class ImageTask:
     """A LoRA on images by flow matching, from latents and embeddings on disk; a `stages.tuner.task.Task`."""
 
     def __init__(self, run: Run[Any]) -> None:
         config: TrainConfig = run.config
         self.run, self.config = run, config
-        self.family = run.needs["family"]
         self.data = run.once(load_dataset)
+        self.family = family_of(run.needs["family"], self.data)
         self.sampler = build_sampler(config, self.data, self.family.architecture.text_rows)
         self.mask_floor = config.mask.floor if config.mask else 0.0
         self.held_out: HeldOutImages | None = None

@@ -68,7 +68,9 @@ def test_components_of_a_cached_model_are_recognised_by_content_and_a_whole_mode
     assert kinds(found) == [("autoencoder", "BF16", ""), ("text_encoder", "BF16", ""), ("transformer", "BF16", "")]
     by_component = {each.component: each for each in found}
     assert by_component["transformer"].families == ("klein-base-4b", "klein-4b")
-    assert by_component["autoencoder"].families == tuple(name for name, f in PUBLISHED.items() if f.code == KLEIN.code)
+    assert by_component["autoencoder"].families == tuple(
+        name for name, f in PUBLISHED.items() if f.autoencoder == KLEIN.autoencoder
+    )
     assert 7.75e9 < by_component["transformer"].size < 7.76e9 and by_component["transformer"].path.name == "transformer"
     roots = list(complete_roots(found, PUBLISHED))
     assert roots == [("klein-base-4b", snapshot), ("klein-4b", snapshot)]

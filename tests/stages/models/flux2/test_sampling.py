@@ -60,19 +60,19 @@ def test_euler_steps_are_those_of_diffusers() -> None:
     expected = torch.tensor(np.array(sampling.noise(0, (2, 8))))
     for t in theirs.timesteps:
         expected = theirs.step(torch.tanh(expected @ torch.tensor(turn)) * t / 1000, t, expected).prev_sample
-    velocity = lambda x, sigma: mx.tanh(x @ mx.array(turn)) * sigma  # noqa: E731
+    velocity = lambda x, sigma, following: mx.tanh(x @ mx.array(turn)) * sigma  # noqa: E731
     *_, got = sampling.euler(velocity, sampling.noise(0, (2, 8)), sigmas(16, 5))
     np.testing.assert_allclose(np.array(got), expected.numpy(), rtol=0, atol=1e-5)
 
 
 def test_the_true_velocity_leads_from_noise_to_the_image() -> None:
     clean, noise = sampling.noise(1, (1, 4, 2, 2)), sampling.noise(2, (1, 4, 2, 2))
-    *_, got = sampling.euler(lambda x, sigma: noise - clean, noise, sigmas(4, 3))
+    *_, got = sampling.euler(lambda x, *levels: noise - clean, noise, sigmas(4, 3))
     np.testing.assert_allclose(np.array(got), np.array(clean), atol=1e-6)
 
 
 def test_a_bfloat16_velocity_leaves_the_latent_in_float32() -> None:
-    steps = list(sampling.euler(lambda x, sigma: x.astype(mx.bfloat16), sampling.noise(0, (4,)), sigmas(4, 3)))
+    steps = list(sampling.euler(lambda x, *levels: x.astype(mx.bfloat16), sampling.noise(0, (4,)), sigmas(4, 3)))
     assert [x.dtype for x in steps] == [mx.float32] * 3
 
 
@@ -90,4 +90,4 @@ def test_a_guidance_of_one_is_the_prompt_alone_and_more_extrapolates() -> None:
         for guidance, wanted in ((1.0, [1.0, 2.0]), (4.0, [4.0, -1.0])):
             predict = lambda ctx_BTJ, x_BLC, **_: mx.broadcast_to(ctx_BTJ, (len(ctx_BTJ), *x_BLC.shape[1:]))  # noqa: E731
             velocity = sampling.velocity_function(inputs, None, (large, large), *texts, guidance, predict)
-            assert velocity(mx.zeros((1, 2, large, large)), 0.5)[0, :, 0, 0].tolist() == wanted
+            assert velocity(mx.zeros((1, 2, large, large)), 0.5, 0.4)[0, :, 0, 0].tolist() == wanted

@@ -16,7 +16,8 @@ import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages import blas
-from stages.models.flux2.transformer import Block, Flux2, Flux2Config, image_ids, text_ids
+from stages.models.family import Block
+from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_ids
 from stages.models.t5.model import T5, T5Config
 from stages.own_gradient import OwnGradient
 from stages.tuner.adapters import lora

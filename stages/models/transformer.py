@@ -1,0 +1,85 @@
+"""What the transformers of pictures share: their weights by block, and the forward pass block after block.
+
+B batch, S rows of the stream, D hidden width.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from stages import kernels
+from stages.models.attention import plain_linear
+from stages.models.family import Block, Linear
+from stages.models.layers import RotaryTables
+
+Shapes = dict[str, tuple[int, ...]]
+Shared = dict[str, Any]  # what all blocks receive: modulations and rotary tables, lists of arrays
+BlockFunction = Callable[..., mx.array]  # (weights, h_BSD, shared, linear) -> h_BSD
+
+
+class PictureTransformer:
+    """A `family.Transformer`; a subclass adds `enter` and `leave`."""
+
+    kinds: ClassVar[Mapping[str, BlockFunction]]  # by `Block.kind`
+    latent: ClassVar[str]  # the Linear that reads the latents; its dtype is the model's
+
+    def __init__(
+        self, config: Any, blocks: Iterable[tuple[str, str]], weights: Mapping[str, Any], axes: Sequence[int], theta: float
+    ) -> None:
+        """`blocks`: (kind, name). `weights`: arrays or packed ones; outside the blocks these have `dense()`."""
+        self.config = config
+        self.blocks = [Block(kind, name, {}) for kind, name in blocks]
+        self.top: dict[str, Any] = {}  # outside the blocks
+        by_name = {block.name: block for block in self.blocks}
+        for name in config.shapes():
+            match = re.match(r"(.+?\.\d+)\.(.+)", name)
+            if match and (block := by_name.get(match[1])):
+                block.weights[match[2]] = weights[name]
+            else:
+                self.top[name] = weights[name]
+        self._rope = RotaryTables(axes, theta)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        found: mx.Dtype = self.top[f"{self.latent}.weight"].dtype
+        return found
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        shapes = {name.removesuffix(".weight"): shape for name, shape in self.config.shapes().items() if name not in self.top}
+        return {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
+
+    @classmethod
+    def block(cls, kind: str) -> BlockFunction:
+        return cls.kinds[kind]
+
+    def enter(self, *given: Any, **inputs: Any) -> tuple[mx.array, Shared]:
+        raise NotImplementedError
+
+    def leave(self, h_BSD: mx.array, shared: Shared) -> mx.array:
+        raise NotImplementedError
+
+    def __call__(self, *given: Any, linear_for: Callable[[str], Linear] | None = None, **inputs: Any) -> mx.array:
+        """Velocity (B, L, C). Inputs as in `enter`; `linear_for(block name)` gives an adapter's `linear`."""
+        h_BSD, shared = self.enter(*given, **inputs)
+        for block in self.blocks:
+            linear = linear_for(block.name) if linear_for else plain_linear
+            h_BSD = self.block(block.kind)(block.weights, h_BSD, shared, linear)
+        return self.leave(h_BSD, shared)
+
+    def _linear(self, name: str, x: mx.array) -> mx.array:
+        """Outside the blocks."""
+        y: mx.array = kernels.linear(x, self.top[f"{name}.weight"])
+        bias = self.top.get(f"{name}.bias")
+        return y if bias is None else y + bias
+
+
+def require_rotary_axes(axes: Sequence[int], width: int) -> None:
+    """Raise ValueError if the features that the axes of positions rotate are not all of a head."""
+    if sum(axes) != width:
+        raise ValueError(f"axes_dims_rope {tuple(axes)} must add up to attention_head_dim {width}")
+    if any(each % 2 for each in axes):
+        raise ValueError(f"axes_dims_rope must be even numbers, got {tuple(axes)}")

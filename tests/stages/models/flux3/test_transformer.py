@@ -1,0 +1,284 @@
+"""The transformer of FLUX 3 Image against diffusers' own, at tiny sizes in float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from stages.models.flux3.load import is_single_file, load_transformer, recognise, to_diffusers
+from stages.models.flux3.sampling import sigmas as levels
+from stages.models.flux3.transformer import WINDOW, Flux3, Flux3Config, image_ids, inputs, text_rows
+from stages.text_to_image.families import family
+from stages.tuner.blockwise.backprop import loss_and_grads
+from stages.tuner.diffusion import mse
+
+SIZES: dict[str, Any] = {
+    "in_channels": 16,
+    "cond_in_channels": 16,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 32,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 24,
+    "axes_dims_rope": [8, 8, 8, 8],
+}
+CLOSE = 1e-5  # relative to the largest value
+SIGMAS = np.array([0.9373, 0.1, 0.5], np.float32)
+TARGETS = np.array([0.8, 0.0, 0.45], np.float32)
+NO_REFERENCES = "mode_blocks.image_cond."
+
+
+def random_reference(**sizes: Any) -> Any:
+    import torch
+    from diffusers import Flux3Transformer2DModel
+
+    torch.manual_seed(0)
+    model = Flux3Transformer2DModel(**{**SIZES, **sizes}).eval()
+    for name, tensor in model.named_parameters():
+        about = 1.0 if "norm_" in name and tensor.ndim == 1 else 0.0
+        tensor.data = about + (0.3 if about else 0.05) * torch.randn_like(tensor)
+    return model
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["base", "distilled"])
+def reference(request: pytest.FixtureRequest) -> Any:
+    return random_reference(flow_map=request.param)
+
+
+def ours(reference: Any, references: bool = True) -> Flux3:
+    arrays = {name: mx.array(tensor.numpy()) for name, tensor in reference.state_dict().items()}
+    return Flux3(replace(Flux3Config.from_dict(reference.config), references=references), arrays)
+
+
+def windows(texts: list[np.ndarray]) -> np.ndarray:
+    """The rows that the text encoder gives diffusers: those of padding are all there, and equal."""
+    return np.stack([np.pad(each, [(0, text_rows(len(each)) - len(each)), (0, 0)], "edge") for each in texts])
+
+
+def theirs(
+    reference: Any, x_BChw: Any, texts: list[np.ndarray], sigmas: Any, targets: Any, beside: list[np.ndarray] | None = None
+) -> Any:
+    """diffusers' velocity, (B, L, C), its arguments made as its pipeline makes them."""
+    import torch
+    from diffusers.modular_pipelines.flux3.before_denoise import _prepare_image_ids
+
+    rows = lambda x: torch.as_tensor(x).flatten(2).transpose(1, 2)  # noqa: E731
+    text = windows(texts)
+    given = {
+        "hidden_states": rows(x_BChw),
+        "encoder_hidden_states": torch.tensor(text),
+        "timestep": torch.tensor(sigmas),
+        "img_ids": _prepare_image_ids(*x_BChw.shape[2:], 0.5),
+        "txt_ids": torch.cartesian_prod(*[torch.arange(n) for n in (1, 1, 1, text.shape[1])]).float(),
+    }
+    if beside:
+        given["image_cond_hidden_states"] = torch.cat([rows(each) for each in beside], dim=1)
+        ids = [_prepare_image_ids(*each.shape[2:], 0.5, -(1 + n)) for n, each in enumerate(beside)]
+        given["image_cond_ids"] = torch.cat(ids)
+    if reference.config.flow_map:
+        given["target_timestep"] = torch.tensor(targets)
+    return reference(**given, return_dict=False)[0]
+
+
+def levelled(texts: list[np.ndarray]) -> tuple[mx.array, mx.array]:
+    from stages.text_to_image.train.batches import levelled
+
+    arrays, rows = levelled(texts)
+    return mx.array(arrays), mx.array(rows if rows is not None else [len(each) for each in texts])
+
+
+def prepared(x_BChw: Any, texts: list[np.ndarray], sigmas: Any, targets: Any, beside: Any = None) -> dict[str, Any]:
+    text_BTJ, tokens_B = levelled(texts)
+    x_BLC, size = mx.array(rows(x_BChw)), x_BChw.shape[2:]
+    shown = [mx.array(each) for each in beside or ()]
+    return inputs(x_BLC, size, text_BTJ, mx.array(sigmas), None, shown, tokens_B, mx.array(targets))
+
+
+def rows(x_BChw: np.ndarray) -> np.ndarray:
+    return x_BChw.reshape(*x_BChw.shape[:2], -1).swapaxes(1, 2)
+
+
+def given(size: Any, texts: Any, beside: Any = (), channels: int = 16, features: int = 24) -> tuple[Any, Any, Any]:
+    draw = np.random.default_rng(sum(texts) + size[0])
+    normal = lambda *shape: draw.standard_normal(shape, np.float32)  # noqa: E731
+    return (
+        normal(len(texts), channels, *size),
+        [normal(n, features) for n in texts],
+        [normal(len(texts), channels, *each) for each in beside],
+    )
+
+
+def check(got: Any, expected: Any, limit: float = CLOSE) -> None:
+    wanted = expected.detach().numpy()
+    assert np.abs(wanted).max() > 0.1
+    assert np.abs(np.array(got) - wanted).max() <= limit * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("references", [True, False])
+def test_names_and_shapes_are_those_of_diffusers(reference: Any, references: bool) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
+    if not references:
+        expected = {name: shape for name, shape in expected.items() if "image_cond" not in name}
+    assert replace(Flux3Config.from_dict(reference.config), references=references).shapes() == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "parameters"), [("flux3-klein-base", 357, 5_538_458_368), ("flux3-klein", 359, 5_548_681_984)]
+)
+def test_the_released_sizes_give_the_released_number_of_parameters(name: str, tensors: int, parameters: int) -> None:
+    record = family(name)
+    config = record.architecture.transformer_config(None, record)
+    assert len(config.shapes()) == tensors
+    assert sum(int(np.prod(shape)) for shape in config.shapes().values()) == parameters
+    without = record.architecture.transformer_config(None, record.without_references())
+    assert parameters - sum(int(np.prod(shape)) for shape in without.shapes().values()) == 670_434_560
+
+
+@pytest.mark.parametrize(
+    ("size", "texts", "beside"),
+    [((3, 5), (7,), ()), ((4, 2), (3, 80, 41), ()), ((3, 3), (81, 160), ((2, 4), (5, 3))), ((2, 3), (9,), ((4, 4),))],
+    ids=["one", "unequal captions", "two windows and two references", "one reference"],
+)
+def test_the_velocity_is_that_of_diffusers_and_that_of_each_sample_alone(
+    reference: Any, size: Any, texts: Any, beside: Any
+) -> None:
+    import torch
+
+    x_BChw, words, shown = given(size, texts, beside)
+    at, to = SIGMAS[: len(texts)], TARGETS[: len(texts)]
+    with torch.no_grad():
+        expected = theirs(reference, x_BChw, words, at, to, shown)
+    model = ours(reference, bool(beside))
+    check(model(**prepared(x_BChw, words, at, to, shown)), expected)
+    for n, text in enumerate(words):
+        one = slice(n, n + 1)
+        alone = model(**prepared(x_BChw[one], [text], at[one], to[one], [each[one] for each in shown]))
+        check(alone[0], expected[n])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_velocity_is_that_of_diffusers_at_random_sizes(seed: int) -> None:
+    import torch
+
+    draw = np.random.default_rng(seed)
+    axes, channels = (2 * draw.integers(1, 6, 4)).tolist(), int(draw.integers(1, 9))
+    sizes = {"in_channels": channels, "cond_in_channels": channels, "axes_dims_rope": axes, "attention_head_dim": sum(axes)}
+    sizes |= {"num_attention_heads": int(draw.integers(1, 4)), "joint_attention_dim": int(draw.integers(4, 40))}
+    sizes |= {"num_layers": int(draw.integers(0, 3)), "num_single_layers": int(draw.integers(1, 3)), "flow_map": bool(seed % 2)}
+    reference = random_reference(**sizes)
+    size, beside = draw.integers(1, 8, 2).tolist(), draw.integers(1, 6, (seed, 2)).tolist()
+    x_BChw, words, shown = given(size, draw.integers(1, 81, 2).tolist(), beside, channels, sizes["joint_attention_dim"])
+    with torch.no_grad():
+        expected = theirs(reference, x_BChw, words, SIGMAS[:2], TARGETS[:2], shown)
+    check(ours(reference)(**prepared(x_BChw, words, SIGMAS[:2], TARGETS[:2], shown)), expected)
+
+
+def test_positions_of_tokens_are_half_steps_and_references_lie_before_the_image() -> None:
+    assert image_ids((4, 6))[3 * 6 + 5].tolist() == [0, 1.5, 2.5, 0]
+    assert image_ids((2, 3), -1)[3 + 2].tolist() == [0, 0.5, 1, -1]
+    assert [text_rows(n) for n in (1, 79, 80, 81, 160)] == [80, 80, 80, 160, 160] and WINDOW == 80
+
+
+@pytest.mark.parametrize("plan", ["blocks", "whole"])
+@pytest.mark.parametrize("beside", [(), ((2, 4),)], ids=["without references", "with a reference"])
+def test_the_loss_and_the_gradients_of_a_lora_are_those_of_pytorch(reference: Any, plan: str, beside: Any) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    size, texts = (3, 5), (7, 20)
+    x_BChw, words, shown = given(size, texts, beside)
+    target_BLC = rows(given(size, (1, 2))[0])
+    model = ours(reference, bool(beside))
+    names = [name for name in model.linears() if name.endswith(("to_q", "to_out.0", "linear_in", "linear_out"))]
+    again = random_reference(flow_map=reference.config.flow_map)
+    adapted = get_peft_model(again, LoraConfig(r=2, lora_alpha=4, target_modules=names, init_lora_weights=False))
+    loss = (theirs(adapted, x_BChw, words, SIGMAS[:2], TARGETS[:2], shown) - torch.tensor(target_BLC)).square().mean()
+    loss.backward()
+    expected = {
+        name.removeprefix("base_model.model.").replace(".default", ""): tensor
+        for name, tensor in adapted.named_parameters()
+        if "lora_" in name
+    }
+    arrays = {name: mx.array(tensor.detach().numpy()) for name, tensor in expected.items()}
+    made = prepared(x_BChw, words, SIGMAS[:2], TARGETS[:2], shown)
+    scales, target = dict.fromkeys(names, 2.0), mx.array(target_BLC)
+    losses_B, grads = loss_and_grads(model, arrays, scales, made, lambda v: mse(v, target), plan)
+    assert abs(losses_B.mean().item() - loss.item()) <= 1e-5 * loss.item()
+    assert set(grads) == set(expected) and any(NO_REFERENCES in name for name in grads) == bool(beside)
+    for name, tensor in expected.items():
+        wanted = tensor.grad.numpy()
+        assert np.linalg.norm(np.array(grads[name]) - wanted) <= 1e-4 * np.linalg.norm(wanted), name
+
+
+def test_black_forest_labs_single_file_is_renamed_as_diffusers_does(reference: Any, tmp_path: Path) -> None:
+    import torch
+    from diffusers.loaders.single_file_utils import convert_flux3_transformer_checkpoint_to_diffusers
+    from safetensors.numpy import save_file
+
+    state = {name: tensor.numpy() for name, tensor in reference.state_dict().items()}
+    single = makers_names(state)
+    expected = convert_flux3_transformer_checkpoint_to_diffusers({k: torch.tensor(v) for k, v in single.items()})
+    assert is_single_file(single) and not is_single_file(state)
+    for prefix in ("", "model.diffusion_model."):
+        converted = to_diffusers({prefix + k: mx.array(v) for k, v in single.items()})
+        assert set(converted) == set(expected) == set(state)
+        for name, value in expected.items():
+            assert np.array_equal(np.array(converted[name]), value.numpy()), name
+    # Without references, weights of theirs are in the file, and not in the model.
+    save_file({k: np.ascontiguousarray(v) for k, v in single.items()}, tmp_path / "model.safetensors")
+    sizes = dict(reference.config)
+    record = replace(family("flux3-klein-base"), transformer=sizes)
+    kept = load_transformer(tmp_path / "model.safetensors", record.without_references())
+    assert {b.kind for b in kept.blocks} == {"text", "image", "joint"} and not any("image_cond" in n for n in kept.top)
+    shapes = {name: value.shape for name, value in single.items()}
+    assert recognise(shapes, record) == "transformer"
+    assert recognise(shapes, replace(record, transformer=sizes | {"flow_map": not sizes["flow_map"]})) == ""
+    assert recognise(shapes | {"early_stream_modulations.video.lin.weight": (192, 64)}, record) == ""
+
+
+def makers_names(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The inverse of diffusers' own conversion."""
+    inside = {"attn.to_q": "q_proj", "attn.to_k": "k_proj", "attn.to_v": "v_proj", "attn.to_out.0": "attn_out"}
+    inside |= {"ff.linear_in": "mlp_in", "ff.linear_out": "mlp_out", "target_timestep_embedder.linear_": "ref_time_in."}
+    inside |= {"timestep_embedder.linear_": "time_in.", "time_in.1": "time_in.in_layer", "time_in.2": "time_in.out_layer"}
+    inside |= {"attn.norm_q.weight": "norm.query_norm.scale", "attn.norm_k.weight": "norm.key_norm.scale"}
+    inside |= {"x_embedders.": "emb_in.", "context_embedder.": "txt_in.", "proj_out.": "final_layer.image.linear."}
+    inside |= {"single_transformer_blocks.": "single_blocks.", "norm_out.linear": "final_layer.image.adaLN_modulation.1"}
+    found = {"repa_projectors.0.weight": np.ones((2, 2), np.float32)}
+    for name, value in arrays.items():
+        key = f"content_{name}" if name.startswith("mode_blocks.") else name
+        for ours_, makers in inside.items():
+            key = key.replace(ours_, makers)
+        key = key.replace(".linear.weight", ".lin.weight") if "stream_modulations" in key else key
+        found[key] = np.concatenate(np.split(value, 2)[::-1]) if "adaLN" in key else value
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"eps": 1e-5}, r"eps must be 1e-06, got 1e-05"),
+        ({"cond_in_channels": 8}, r"cond_in_channels must be in_channels, 16, got 8"),
+        ({"axes_dims_rope": [16, 16]}, r"must have 4 numbers, got \(16, 16\)"),
+        ({"axes_dims_rope": [8, 8, 8, 10]}, r"\(8, 8, 8, 10\) must add up to attention_head_dim 32"),
+    ],
+)
+def test_a_config_that_would_change_the_computation_is_refused(change: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Flux3Config.from_dict({**random_reference().config, **change})
+
+
+@pytest.mark.parametrize("steps", [1, 4, 16, 50])
+def test_the_noise_levels_are_those_of_diffusers_scheduler(steps: int) -> None:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    made = FlowMatchEulerDiscreteScheduler(shift=6.93)
+    made.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps))
+    np.testing.assert_allclose(levels(4096, steps), made.sigmas.numpy(), rtol=0, atol=1e-6)
+    if steps == 4:
+        np.testing.assert_allclose(levels(1, 4), [1, 0.954107, 0.873897, 0.697885, 0], atol=1e-6)
