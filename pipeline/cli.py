@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,8 @@ import click
 
 from pipeline.errors import Stopped, one_line
 from pipeline.options import FOLDER, NAMES
-from pipeline.process import explain
+from pipeline.process import explain, open_streams, use_utf8
+from pipeline.terminal import say_aside
 
 SHOWN = 20  # lines of one error
 STOPPED = 130  # the shell's code for Ctrl-C
@@ -149,6 +151,8 @@ def cli() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command and end the process; exit code 2 for a user's mistake, 130 for an interrupt."""
+    open_streams()
+    use_utf8()
     job = os.environ.pop("LATENTMILL_JOB", None)  # not for the processes that this one starts
     code = exit_code(functools.partial(cli.main, arguments, prog_name="latentmill", standalone_mode=False))
     for stream in (sys.stdout, sys.stderr):
@@ -169,24 +173,26 @@ def exit_code(command: Callable[[], Any]) -> int:
     try:
         code = command()
     except click.ClickException as error:
-        error.show()
+        text = io.StringIO()
+        error.show(text)
+        say_aside(text.getvalue().rstrip())
         return error.exit_code
     except Stopped as stop:
-        click.echo(str(stop), err=True)
+        say_aside(str(stop))
         return STOPPED
     except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted; what was saved is kept. Run the same command to go on.", err=True)
+        say_aside("interrupted; what was saved is kept. Run the same command to go on.")
         return STOPPED
     except Problems as error:
         left = len(error.lines) - SHOWN
         for problem in [*error.lines[:SHOWN], *([f"and {left} more"] if left > 0 else [])]:
-            click.echo(f"error: {one_line(ValueError(problem))}", err=True)
+            say_aside(f"error: {one_line(ValueError(problem))}")
         return 2
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         # MLX raises a RuntimeError for errors of the device; any other one is a bug.
         line = explain(str(error)) if isinstance(error, RuntimeError) else one_line(error)
         if os.environ.get("LATENTMILL_TRACEBACK") or line is None:
             raise
-        click.echo(f"error: {line}", err=True)
+        say_aside(f"error: {line}")
         return 2
     return code if isinstance(code, int) else 0

@@ -1,10 +1,12 @@
-"""What a process needs of its machine: signals, no idle sleep, open files, peak memory, and what errors of the device mean."""
+"""What a process needs of its machine: streams, signals, no idle sleep, open files, peak memory; what the device's errors say."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import importlib.metadata
+import io
 import os
 import re
 import resource
@@ -19,9 +21,63 @@ from typing import Any, NoReturn
 
 from stages.shortage import TEXTS
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
+GONE = frozenset({errno.EPIPE, errno.EIO})  # the reader of a pipe has ended, the terminal was closed
 FILES = 4096  # open files: shards, indices and weights of a large project
 RESTARTED = "LATENTMILL_RESTARTED"  # set in a process that was started again, so that it happens once
+
+
+# Standard streams
+
+
+class Stream(io.TextIOWrapper):
+    """Standard output or error. A reader that has gone ends no command: what it does matters more than who listens."""
+
+    def __init__(self, number: int, encoding: str, *, may_fail: bool) -> None:
+        buffer = io.BufferedWriter(io.FileIO(number, "w", closefd=False))
+        # With backslashreplace, a character that the encoding lacks is written as an escape.
+        super().__init__(buffer, encoding, "backslashreplace", line_buffering=True)
+        self._may_fail = may_fail
+
+    def write(self, text: str, /) -> int:
+        with self._heard():
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._heard():
+            super().flush()
+
+    @contextlib.contextmanager
+    def _heard(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            # What could not be written stays in the buffer: the next attempt would fail again.
+            with Path(os.devnull).open("wb") as null:
+                os.dup2(null.fileno(), self.fileno())
+            if not self._may_fail and error.errno not in GONE:
+                raise
+
+
+def open_streams() -> None:
+    """Standard streams that can be used, whatever the process was given, and escape what their encoding lacks."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # It takes the lowest free number, this one: else the next file that is opened would take it.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115  (of this process until it ends)
+    encodings = [getattr(stream, "encoding", None) or "utf-8" for stream in (sys.stdout, sys.stderr)]
+    sys.stdout, sys.stderr = Stream(1, encodings[0], may_fail=False), Stream(2, encodings[1], may_fail=True)
+
+
+def use_utf8() -> None:
+    """Start again if names of files cannot be UTF-8, as with LC_ALL=C where Python's UTF-8 mode is off."""
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        replace_process()
 
 
 # Signals
@@ -29,7 +85,7 @@ RESTARTED = "LATENTMILL_RESTARTED"  # set in a process that was started again, s
 
 @contextlib.contextmanager
 def interruptible(say: Callable[[str], None] = lambda line: None) -> Iterator[threading.Event]:
-    """Yield an event that the first signal sets (only in the main thread); a second raises KeyboardInterrupt.
+    """Yield an event that the first signal sets (only in the main thread); a second raises KeyboardInterrupt, except SIGHUP.
 
     The way of Ctrl-C: this event is `run.report.stop()` of the stage, which ends after its batch; runner.commit stores what was
     yielded; runner.run raises Stopped with "NAME: stopped; N crops done and saved, M to do", and cli.exit_code prints
@@ -38,14 +94,17 @@ def interruptible(say: Callable[[str], None] = lambda line: None) -> Iterator[th
     stop = threading.Event()
 
     def handle(number: int, frame: Any) -> None:
-        if stop.is_set():
+        # A terminal that is closed may send SIGHUP twice: from the shell and from the system.
+        if stop.is_set() and number != signal.SIGHUP:
             raise KeyboardInterrupt
         stop.set()
 
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    # `nohup` starts a command with SIGHUP ignored.
+    numbers = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         with _acknowledged(say):
             yield stop

@@ -21,9 +21,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, BinaryIO, Literal, get_args
 
-from pipeline.store.disk import atomic_write
+from pipeline.store.disk import atomic_write, open_own
 from pipeline.store.lock import PATIENCE, Busy, is_locked, locked
 from pipeline.terminal import PROGRESS
 
@@ -81,6 +81,9 @@ class Queue:
     def paused(self) -> bool:
         return bool(_read(self.folder / FILE)["paused"])
 
+    def _log(self, name: str) -> BinaryIO:
+        return os.fdopen(open_own(self.folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
+
     def add(self, words: Sequence[str]) -> Job:
         """Append a command and start a worker, unless the queue is paused."""
         _check_words(words)
@@ -128,7 +131,7 @@ class Queue:
             return
         self.folder.mkdir(exist_ok=True)
         words = [sys.executable, "-m", "pipeline.queue", str(self.project.resolve())]
-        with (self.folder / "worker.log").open("ab") as log:
+        with self._log("worker") as log:
             # Of its own session: it outlives the terminal, the page and Ctrl-C.
             subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
@@ -188,7 +191,7 @@ class Queue:
         self._put(job)
         words = [sys.executable, "-m", "pipeline", *job.words, "--project", str(self.project)]
         told = {PROGRESS: str(self.folder / f"{job.number}.progress"), JOB: f"{job.number} {self.project}"}
-        with (self.folder / f"{job.number}.log").open("ab") as log:
+        with self._log(str(job.number)) as log:
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             folder = job.folder if Path(job.folder).is_dir() else self.project
             process = subprocess.Popen(words, cwd=folder, env=os.environ | told, pass_fds=handles, **streams)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from pipeline.project import runs
 from pipeline.project.project import Project
 from pipeline.project.recipe import recipe_id
 from stages.stage import Stage
-from stages.tuner.launched import HOSTS, RANK, SIZE
+from stages.tuner.launched import HOSTS, RANK, SECRET, SIZE
 
 LOCALHOST = "127.0.0.1"
 GRACE_SECONDS = 20.0  # after a rank failed, until the others are killed: over NCCL they wait for it forever
@@ -41,10 +42,11 @@ def visible_gpus(count: int) -> Sequence[str] | None:
 
 def rank_environments(count: int, hosts_file: Path, cuda: Sequence[str] | None) -> list[dict[str, str]]:
     """Variables of each rank. NCCL on the devices `cuda`; if None, local sockets, whose addresses `hosts_file` gets as JSON."""
+    secret = {SECRET: secrets.token_hex(32)}
     if cuda is None:
         hosts_file.write_text(json.dumps([[f"{LOCALHOST}:{port}"] for port in free_ports(count)]))
-        return [{RANK: str(rank), HOSTS: str(hosts_file)} for rank in range(count)]
-    shared = {SIZE: str(count), "NCCL_HOST_IP": LOCALHOST, "NCCL_PORT": str(free_ports(1)[0]), "NCCL_NVLS_ENABLE": "0"}
+        return [{RANK: str(rank), HOSTS: str(hosts_file), **secret} for rank in range(count)]
+    shared = {**secret, SIZE: str(count), "NCCL_HOST_IP": LOCALHOST, "NCCL_PORT": str(free_ports(1)[0]), "NCCL_NVLS_ENABLE": "0"}
     return [{RANK: str(rank), "CUDA_VISIBLE_DEVICES": cuda[rank], **shared} for rank in range(count)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -31,6 +32,9 @@ PROGRESS = "LATENTMILL_PROGRESS"  # environment variable: a file in which a comm
 TELL_SECONDS = 0.5
 NARROWEST = 12  # characters; text columns are not folded below this width
 
+# What moves a terminal's cursor, changes its colours or the order of letters, or breaks a line; halves of surrogate pairs.
+UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
 ProgressCallback = Callable[[str, int, int, str], None]  # (stage, done, total, unit)
 Say = Callable[[str], None]
 
@@ -39,8 +43,29 @@ def silent(line: str) -> None:
     """The default of `say`."""
 
 
+def shown(text: str) -> str:
+    r"""Text from anywhere (names of files, captions, errors of libraries) for a terminal: the escape character becomes \x1b."""
+    return UNSAFE.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def tell(text: str, aside: bool = False) -> None:
+    """Everything that a command says goes through here, or through `Terminal` or `give`."""
+    click.echo(shown(text), err=aside)
+
+
 def say_aside(line: str) -> None:
-    click.echo(line, err=True)
+    tell(line, aside=True)
+
+
+def give(data: str) -> None:
+    """CSV or JSON for another program: UTF-8, whatever the locale, and unchanged unless a terminal shows it."""
+    if sys.stdout.isatty() or not hasattr(sys.stdout, "buffer"):
+        tell(data)
+        return
+    sys.stdout.flush()
+    with suppress(BrokenPipeError):
+        sys.stdout.buffer.write(f"{data}\n".encode(errors="backslashreplace"))
+    sys.stdout.flush()
 
 
 class Rate(ProgressColumn):
@@ -112,11 +137,11 @@ class Terminal(Quiet):
         self.closing.close()
 
     def say(self, line: str) -> None:
-        self.console.print(f"{self.stage_name}: {line}", markup=False)
+        self.console.print(shown(f"{self.stage_name}: {line}"), markup=False)
 
     def note(self, text: str) -> None:
         """Replaces the previous text. Without a terminal it ends the lines of progress, or is a line itself before the first."""
-        self.facts = text
+        self.facts = text = shown(text)
         if self.bar:
             self.bar.facts = text
         elif text and self.first is None and (now := time.monotonic()) - self.last_line >= QUIET_SECONDS:

@@ -14,6 +14,7 @@ from pipeline.options import with_project
 from pipeline.project.project import Project
 from pipeline.store.disk import TEMPORARY, abandoned, delete, delete_abandoned, format_bytes, size_of
 from pipeline.store.lock import lock_holder, locked
+from pipeline.terminal import tell
 from stages.pipelines import load
 
 
@@ -31,7 +32,7 @@ def command(runs: bool, dry_run: bool, project: Project) -> None:
     has finished. Results such as trained adapters are kept, unless --runs is given.
     """
     for line in clean(project, runs=runs, dry_run=dry_run):
-        click.echo(line)
+        tell(line)
 
 
 def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
@@ -51,7 +52,8 @@ def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
 def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int]]:
     """(line, bytes) for files of killed commands, files that no setting uses, and damaged files that were replaced."""
     tables = project.path / "tables"
-    folders = [*(project.path / name for name in ("", "exports", "weights", "weights/converted")), tables, *tables.glob("[!.]*/")]
+    places = [*(project.path / name for name in ("", "exports", "weights", "weights/converted")), tables, *tables.glob("[!.]*/")]
+    folders = [place for place in places if not place.is_symlink()]
     # Temporary files that a running command has locked are not abandoned.
     left = ((path, "left by a killed command") for folder in folders for path in abandoned(folder))
     find_unused = own(project.config.project.pipeline).unused
@@ -61,7 +63,8 @@ def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int
         yield f"{path.relative_to(project.path)}, {why}, {format_bytes(size)}", size
         if not dry_run:
             delete(path)
-    for folder in sorted(path for path in tables.glob("*/[!.]*") if path.is_dir() and not path.is_symlink()):
+    tables_of = [path for stage in folders if stage.parent == tables for path in stage.glob("[!.]*")]
+    for folder in sorted(path for path in tables_of if path.is_dir() and not path.is_symlink()):
         leftovers = [*abandoned(folder, below=True), *folder.glob("damaged")]
         size = sum(map(size_of, leftovers))
         if not leftovers:
@@ -82,6 +85,9 @@ def _clean_table(project: Project, name: str, allowed: bool, dry_run: bool) -> I
     except ValueError as error:
         if (project.path / "tables" / name).is_dir():
             yield f"{name}: kept, because its recipe is unknown: {error}", 0
+        return
+    if current.folder.parent.is_symlink():
+        yield f"{name}: kept, because {current.folder.parent} is a link", 0
         return
     others = sorted(
         path for path in current.folder.parent.glob("*/") if path != current.folder and not path.name.startswith(TEMPORARY)
@@ -113,6 +119,9 @@ def _clean_table(project: Project, name: str, allowed: bool, dry_run: bool) -> I
 
 
 def _delete_table(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink()
+        return
     with locked(folder / "lock"):
         hidden = folder.with_name(f"{TEMPORARY}{folder.name}")
         # Without a manifest it is no table, then it is out of sight: readers never find a part of one, even if this process

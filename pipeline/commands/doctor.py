@@ -22,7 +22,7 @@ from pipeline import process
 from pipeline.commands import own
 from pipeline.options import FOLDER, NAMES
 from pipeline.store.disk import format_bytes
-from pipeline.terminal import fold, format_table
+from pipeline.terminal import fold, format_table, say_aside, tell
 from stages.pipelines import load
 
 FILES = 1024  # open files that a run may need: shards, Lance, weights
@@ -55,11 +55,11 @@ def command(folder: Path, measured: bool, name: str, out: Path) -> None:
     """
     machine = examine(folder)
     for line in report(machine):
-        click.echo(fold(line))
+        tell(fold(line))
     if measured:
         result = {"machine": asdict(machine), "family": name, "probes": list(measure(name, machine.budget))}
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        click.echo(f"written: {out}. Please attach it to an issue: it holds facts about the machine, and no names or files.")
+        tell(f"written: {out}. Please attach it to an issue: it holds facts about the machine, and no names or files.")
 
 
 def report(machine: Machine) -> Iterator[str]:
@@ -92,7 +92,7 @@ def measure(name: str, budget: int) -> Iterator[dict[str, Any]]:
         probes |= load(each.probes)(name, budget) if each.probes else {}
     for title, probe in probes.items():
         began = time.perf_counter()
-        click.echo(f"probe: {title}", err=True)
+        say_aside(f"probe: {title}")
         try:
             figures = probe()
         except (ValueError, RuntimeError) as error:

@@ -10,7 +10,7 @@ import click
 
 import stages
 from pipeline.store.disk import format_bytes
-from pipeline.terminal import format_table
+from pipeline.terminal import format_table, tell
 from stages.pipelines import load
 
 if TYPE_CHECKING:
@@ -35,10 +35,10 @@ def command(found: bool, folders: tuple[Path, ...]) -> None:
         raise click.UsageError("--in needs --found")
     if found:
         for line in found_lines(folders):
-            click.echo(line)
+            tell(line)
     else:
         rows = [(family.name, family.title, family.licence, family.source) for family in all_families()]
-        click.echo(format_table(("family", "model", "licence", "weights"), rows))
+        tell(format_table(("family", "model", "licence", "weights"), rows))
 
 
 def found_lines(folders: Sequence[Path]) -> Iterator[str]:

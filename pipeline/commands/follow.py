@@ -11,6 +11,7 @@ import click
 
 from pipeline.options import with_project
 from pipeline.project.project import Project
+from pipeline.terminal import tell
 from stages.pipelines import Chain, Query, load
 
 NAMED = 5  # rows that are named if a text matches several
@@ -24,7 +25,7 @@ def command(text: str | None, project: Project) -> None:
     pipeline decides what else TEXT may be.
     """
     for line in follow(project, text or ""):
-        click.echo(line)
+        tell(line)
 
 
 def follow(project: Project, text: str) -> Iterator[str]:
@@ -39,8 +40,8 @@ def follow(project: Project, text: str) -> Iterator[str]:
     query = functools.partial(dicts, open_catalog(project))
     row = find_row(project, chain, query, text)
     built = {each["stage"] for each in query("select stage from tables where built")}
-    for table, tell in chain.describe.items():
-        lines = list(tell(query, row)) or ["none"] if table in built else [f"not built yet; run: make {table}"]
+    for table, described in chain.describe.items():
+        lines = list(described(query, row)) or ["none"] if table in built else [f"not built yet; run: make {table}"]
         for number, line in enumerate(lines):
             yield f"{table if number == 0 else '':9} {line}"
 

@@ -14,6 +14,7 @@ import stages
 from pipeline.commands import own as own_of
 from pipeline.project import config
 from pipeline.project.stage_run import shell_path
+from pipeline.terminal import tell
 from stages.pipelines import Template, load
 from stages.settings import from_home
 
@@ -43,7 +44,7 @@ def command(folder: Path, pipeline: str, **options: str) -> None:
     the kind of project. It decides which other options there are.
     """
     for line in new_project(folder, options, pipeline):
-        click.echo(line)
+        tell(line)
 
 
 def template_of(pipeline: str) -> Template:

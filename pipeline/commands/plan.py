@@ -9,7 +9,7 @@ import click
 from pipeline.options import with_project
 from pipeline.store import disk
 from pipeline.store.disk import DiskError, format_bytes, require_room
-from pipeline.terminal import fold, format_seconds, format_table
+from pipeline.terminal import fold, format_seconds, format_table, tell
 
 if TYPE_CHECKING:
     from pipeline.project.outlook import Need
@@ -31,7 +31,7 @@ def command(project: Project, gigabytes: float | None, verbose: bool) -> int:
         raise ValueError(f"--memory must be > 0 GB, got {gigabytes:g}")
     lines, fits = report(project, None if gigabytes is None else int(gigabytes * 1e9), verbose)
     for line in lines:
-        click.echo(fold(line))
+        tell(fold(line))
     return 0 if fits else 2
 
 

@@ -20,7 +20,7 @@ import click
 from pipeline.commands.catalog import open_catalog
 from pipeline.options import with_project
 from pipeline.store.disk import atomic_write
-from pipeline.terminal import format_cell, format_table
+from pipeline.terminal import format_cell, format_table, give, tell
 from stages.settings import nearest
 
 if TYPE_CHECKING:
@@ -99,12 +99,12 @@ def command(
         raise ValueError('no SQL given; for instance: latentmill query "select * from tables"')
     if not sql:
         *_, database = export_parquet(project, files["parquet"])
-        click.echo(f"wrote {database} and a Parquet file per table")
+        tell(f"wrote {database} and a Parquet file per table")
     elif not files:
-        click.echo(run_query(project, sql, style, limits))
+        say_answer(run_query(project, sql, style, limits), style)
     else:
         for kind, path in files.items():
-            click.echo(f"wrote {write_answer(project, sql, path, kind, limits)} rows to {path}")
+            tell(f"wrote {write_answer(project, sql, path, kind, limits)} rows to {path}")
 
 
 @click.command("panel")
@@ -116,9 +116,9 @@ def panel_command(name: str | None, style: str, project: Project) -> None:
     such as `loss`. Without NAME, all panels of the project's pipeline are listed.
     """
     if name:
-        click.echo(format_rows(answer_panel(project, name), style))
+        say_answer(format_rows(answer_panel(project, name), style), style)
     else:
-        click.echo(format_table(("panel", "shows"), [(panel.name, panel.title) for panel in project.pipeline.panels]))
+        tell(format_table(("panel", "shows"), [(panel.name, panel.title) for panel in project.pipeline.panels]))
 
 
 def answer_panel(project: Project, name: str) -> pa.Table:
@@ -289,6 +289,10 @@ def limited(catalog: duckdb.DuckDBPyConnection, limits: Limits) -> Iterator[None
 
 
 # Answers as text
+
+
+def say_answer(text: str, style: str) -> None:
+    (tell if style == "table" else give)(text)
 
 
 def format_answer(names: Sequence[str], rows: Sequence[tuple[Any, ...]], style: str) -> str:

@@ -7,7 +7,7 @@ import click
 from pipeline.options import with_project
 from pipeline.project.project import Project
 from pipeline.queue import Queue
-from pipeline.terminal import format_table
+from pipeline.terminal import format_table, tell
 
 
 @click.group("queue", invoke_without_command=True)
@@ -19,7 +19,7 @@ def command(context: click.Context, project: Project) -> None:
     """
     context.obj = Queue(project.path)
     if context.invoked_subcommand is None:
-        click.echo(listing(context.obj))
+        tell(listing(context.obj))
 
 
 def listing(queue: Queue) -> str:
@@ -47,7 +47,7 @@ def add(queue: Queue, words: tuple[str, ...]) -> None:
     if isinstance(root.command, click.Group) and root.command.get_command(root, words[0]) is None:
         raise ValueError(f"there is no command {words[0]!r}")
     job = queue.add(words)
-    click.echo(f"job {job.number}: {' '.join(job.words)}")
+    tell(f"job {job.number}: {' '.join(job.words)}")
 
 
 @command.command("cancel")
@@ -86,4 +86,4 @@ def start(queue: Queue) -> None:
 @click.pass_obj
 def log(queue: Queue, job: int) -> None:
     """Print what a job has said."""
-    click.echo(queue.log(job), nl=False)
+    tell(queue.log(job).removesuffix("\n"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -16,9 +17,9 @@ from pipeline.commands import own
 from pipeline.options import with_project
 from pipeline.process import allow_open_files, kept_awake, replace_process, restarting, run_apart
 from pipeline.project.stage_run import shell_path
-from pipeline.store.disk import format_bytes
-from pipeline.terminal import Terminal, format_seconds, say_aside
-from stages.tuner.launched import launched_rank
+from pipeline.store.disk import atomic_write, format_bytes
+from pipeline.terminal import Terminal, format_seconds, say_aside, tell
+from stages.tuner.launched import SECRET, launched_rank
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
@@ -63,11 +64,11 @@ def command(stage: str, only: bool, measured: bool, run_name: str, project: Proj
     # Of several ranks, one reports.
     if launched_rank():
         return
-    click.echo(summary(outcome))
+    tell(summary(outcome))
     for line in stage_report(meter, project, stage) if meter else ():
-        click.echo(line)
+        tell(line)
     for line in results(project, stage):
-        click.echo(line)
+        tell(line)
 
 
 def bring_up_to_date(project: Project, names: Iterable[str], *, quiet: bool = False) -> None:
@@ -126,8 +127,8 @@ def stage_report(meter: Meter, project: Project, stage_name: str) -> Iterator[st
     yield f"memory: peak {format_bytes(meter.peak)} of arrays in {len(batches)} batches, {last} after the last; {counted}"
     yield from leak_lines(meter)
     file = project.path / "tables" / "memory" / f"{stage_name}.parquet"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist([{"family": project.family.name} | row for row in meter.rows]), file)
+    with atomic_write(file) as temporary:
+        pq.write_table(pa.Table.from_pylist([{"family": project.family.name} | row for row in meter.rows]), temporary)
     yield f"rows: {file}"
 
 
@@ -168,7 +169,8 @@ def launch_command(stage: str, ranks: int | None, hosts: str, hostfile: str, run
         raise ValueError("launch takes one of --ranks, --hosts and --hostfile")
     words = [*run_words(project, stage, "--only"), *(["--name", run_name] if run_name else [])]
     if hosts or hostfile:
-        os.execv(mlx_launch(), [mlx_launch(), *(["--hosts", hosts] if hosts else ["--hostfile", hostfile]), "--", *words])
+        where = ["--hosts", hosts] if hosts else ["--hostfile", hostfile]
+        os.execv(mlx_launch(), [mlx_launch(), *where, "--env", f"{SECRET}={secrets.token_hex(32)}", "--", *words])
     count = ranks or project.config.sections[stage].data_parallel
     if not count:
         raise ValueError("launch needs --ranks, --hosts, --hostfile or the setting [train] data_parallel")

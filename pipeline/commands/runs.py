@@ -12,7 +12,7 @@ from pipeline.commands.catalog import plain, rows_of_results, run_facts
 from pipeline.options import with_project
 from pipeline.project.project import Project
 from pipeline.project.runs import TrainingRun, find_run, find_runs, rename
-from pipeline.terminal import format_cell, format_seconds, format_table
+from pipeline.terminal import format_cell, format_seconds, format_table, tell
 from stages.pipelines import load
 
 SHOWN = 3  # settings that a line of the list names
@@ -42,18 +42,18 @@ def command(run: str | None, name: str | None, project: Project) -> None:
     if name and not run:
         raise ValueError("which run? latentmill runs RUN --name NAME; `latentmill runs` lists them")
     if not run:
-        click.echo(list_runs(project) or f"{project.name} has no run yet; run: latentmill train")
+        tell(list_runs(project) or f"{project.name} has no run yet; run: latentmill train")
     else:
         found = find_run(project, run)
         if name:
             rename(project, found, name)
-            click.echo(f"the run {found.recipe} is called {name}")
+            tell(f"the run {found.recipe} is called {name}")
         else:
             facts = run_facts(project, found)
             facts["seconds"] = format_seconds(facts["seconds"])
             lines = [(key, value) for key, value in facts.items() if key not in ("settings", "differs", "different", "versions")]
             lines += [(key, f"{plain(mine)}, now {plain(now)}") for key, (mine, now) in facts["different"].items()]
-            click.echo(format_table(("fact", "value"), lines))
+            tell(format_table(("fact", "value"), lines))
 
 
 def list_runs(project: Project) -> str:
@@ -90,7 +90,7 @@ def compare_command(runs: tuple[str, ...], out: Path | None, project: Project) -
     if len({run.recipe for run in found}) < 2:
         raise ValueError(f"compare needs at least two different runs, got {', '.join(runs)}")
     for line in compare(project, found, out):
-        click.echo(line)
+        tell(line)
 
 
 @click.command("best")
@@ -110,7 +110,7 @@ def best_command(run: str | None, by: str | None, project: Project) -> None:
     if found is None:
         raise ValueError(f"{project.name} has no run yet; run: latentmill train")
     for line in best(project, found, by):
-        click.echo(line)
+        tell(line)
 
 
 def compare(project: Project, runs: Sequence[TrainingRun], out: Path | None = None) -> Iterator[str]:

@@ -11,6 +11,7 @@ import click
 
 import stages
 from pipeline.project.config import Parser, ProjectConfig, describe, hints_of, name_here, nested_sections
+from pipeline.terminal import tell
 from stages.settings import nearest
 
 WIDTH = 100  # columns of the reasons
@@ -49,7 +50,7 @@ def command(section: str, pipeline: str) -> None:
     """List the settings of project.toml: default, unit, bounds and reason. SECTION is a section, such as train or
     train.optimizer, or the name of a setting, also as another trainer calls it. Without it, all sections are listed.
     """
-    click.echo(text(chosen(pipeline, section)))
+    tell(text(chosen(pipeline, section)))
 
 
 def chosen(pipeline: str, word: str) -> list[Entry]:

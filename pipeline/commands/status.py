@@ -11,7 +11,7 @@ import click
 from pipeline.options import with_project
 from pipeline.project.project import Project
 from pipeline.store.disk import format_bytes
-from pipeline.terminal import format_table
+from pipeline.terminal import format_table, tell
 
 
 @click.command("status")
@@ -19,7 +19,7 @@ from pipeline.terminal import format_table
 @with_project
 def command(more: bool, project: Project) -> None:
     """Show the state of every table, what the next run would do, and every training run. Nothing is written."""
-    click.echo(render(project, more))
+    tell(render(project, more))
 
 
 @dataclass

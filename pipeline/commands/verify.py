@@ -12,7 +12,7 @@ import click
 from pipeline.commands.catalog import table_schemas
 from pipeline.options import with_project
 from pipeline.store.disk import stamp
-from pipeline.terminal import Say, silent
+from pipeline.terminal import Say, silent, tell
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
@@ -31,10 +31,10 @@ def command(repair: bool, project: Project) -> int:
     tables made from them. With --repair, damaged rows and files are removed and made again. The exit code is 1 if a
     file is damaged at the end, else 0.
     """
-    if found := verify(project, repair, click.echo, progress=True):
-        click.echo(f"{len(found)} damaged" + ("" if repair else f"; run: latentmill verify --repair --project {project.path}"))
+    if found := verify(project, repair, tell, progress=True):
+        tell(f"{len(found)} damaged" + ("" if repair else f"; run: latentmill verify --repair --project {project.path}"))
         return DAMAGED
-    click.echo("everything that has a checksum agrees with it")
+    tell("everything that has a checksum agrees with it")
     return 0
 
 

@@ -21,8 +21,10 @@ from starlette.middleware import Middleware
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from pipeline.errors import one_line
 from pipeline.page.site import LONGEST, Site
 from stages.pipelines import Folder
+from stages.untrusted import parse_json
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -165,12 +167,12 @@ class Answers:
                 if len(body) > MOST_BYTES:
                     return PlainTextResponse(f"at most {MOST_BYTES} bytes", 413)
             try:
-                asked = json.loads(body)
+                asked = parse_json(body, "the body")
                 if not isinstance(asked, dict):
                     raise ValueError("the body must be a JSON object")
                 return await run_in_threadpool(change, self, request.path_params["page"], asked)
             except (ValueError, OSError) as error:
-                return PlainTextResponse(" ".join(str(error).split())[:300], 400)
+                return PlainTextResponse(one_line(error)[:300], 400)
 
         return answer
 

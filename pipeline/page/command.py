@@ -13,6 +13,7 @@ from pipeline.options import with_project
 from pipeline.page.site import Site
 from pipeline.project.project import Project
 from pipeline.store.disk import atomic_write
+from pipeline.terminal import tell
 
 PICTURE = 256  # pixels: the longer side of a picture in the file
 MOST = 400  # pictures; further ones are left out
@@ -40,7 +41,7 @@ def command(port: int, opened: bool, project: Project) -> None:
         if probe.connect_ex(("127.0.0.1", port)) == 0:
             raise ValueError(f"port {port} is in use, perhaps by another page; choose one: --port {port + 1}")
     address = f"http://127.0.0.1:{port}"
-    click.echo(f"{project.name}: {address} (Ctrl-C ends it)")
+    tell(f"{project.name}: {address} (Ctrl-C ends it)")
     if opened:
         webbrowser.open(address)
     uvicorn.run(make_app(site), host="127.0.0.1", port=port, log_level="warning", server_header=False)
@@ -55,7 +56,7 @@ def report_command(out: Path | None, project: Project) -> None:
         written = write_report(Site(project.path, project.overrides), out or project.path / "exports" / f"{project.name}.html")
     except ModuleNotFoundError:
         raise ValueError(NEEDED) from None
-    click.echo(f"wrote {written}")
+    tell(f"wrote {written}")
 
 
 def write_report(site: Site, out: Path) -> Path:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.store.disk import atomic_write, make_folder, stamp, sync
+from pipeline.store.disk import atomic_write, make_folder, open_own, stamp, sync
 
 FILE = "checksums.jsonl"
 CHUNK = 8 << 20  # bytes that are read at once
@@ -84,9 +84,16 @@ class Checksums:
             self._known, self._lines, self._stamp = {}, 0, None
             return self._known
         if now != self._stamp:
-            lines = self.file.read_bytes().decode(errors="replace").split("\n")
+            with os.fdopen(open_own(self.file, os.O_RDONLY), "rb") as file:
+                lines = file.read().decode(errors="replace").split("\n")
             self._known, self._lines, self._stamp = _parse(lines), len(lines), now
         return self._known
+
+    def below(self, folder: str) -> list[str]:
+        """The recorded files of a folder that is written whole. If it was written twice, without those that are gone."""
+        found = {name: records for name, records in self.known().items() if name.startswith(f"{folder}/")}
+        again = any(len(records) > 1 for records in found.values())
+        return sorted(name for name in found if not again or (self.folder / name).exists())
 
     def record(self, files: Mapping[str, Path]) -> None:
         """`files`: name -> where its content lies now. The records are on the disk when the call ends."""
@@ -95,8 +102,8 @@ class Checksums:
             return
         make_folder(self.folder)
         new = not self.file.exists()
-        with self.file.open("ab+") as file:
-            if file.tell():
+        with os.fdopen(open_own(self.file, os.O_RDWR | os.O_CREAT | os.O_APPEND), "ab+") as file:
+            if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
                 # A process that was killed while it wrote leaves a line without an end.
                 lines[0] = lines[0] if file.read() == b"\n" else f"\n{lines[0]}"

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -40,6 +41,30 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def open_own(path: Path, flags: int) -> int:
+    """A file that this program wrote or will write. Raises ValueError for a link, a named pipe or a device.
+
+    A project may come from elsewhere: a link in its tables could lead a writer to any file of the user.
+    """
+    try:
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise ValueError(f"{path} is no regular file: delete it") from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise ValueError(f"{path} is no regular file: delete it")
+    return handle
+
+
+def refuse_links(folder: Path) -> None:
+    """Raises ValueError if the folder of a table, the folder above it, or anything in it is a link: see `open_own`."""
+    found = [folder.parent, folder, *(Path(place, name) for place, *names in os.walk(folder) for name in (*names[0], *names[1]))]
+    if link := next((path for path in found if path.is_symlink()), None):
+        raise ValueError(f"{link} is a link, and nothing is written through links in tables/: delete it")
 
 
 def make_folder(path: Path) -> None:

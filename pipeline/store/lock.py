@@ -14,9 +14,13 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
+
+from pipeline.store.disk import open_own
 
 PATIENCE = 10.0  # seconds that one writer of texts waits for another, which usually takes milliseconds
 LOOK_SECONDS = 0.02  # between two attempts
+MOST_BYTES = 100_000  # of a lock file: a command line may be long
 
 
 class Busy(ValueError):  # noqa: N818  (another process, not a mistake)
@@ -29,7 +33,7 @@ def locked(path: Path, patience: float = 0.0) -> Iterator[int]:
 
     Yields the open file: a child process that inherits it holds the lock too.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    handle = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
         try:
             _take(handle, 1 + math.ceil(patience / LOOK_SECONDS))
@@ -72,20 +76,20 @@ def texts_lock(project: Path) -> AbstractContextManager[int]:
 def lock_holder(path: Path) -> str:
     """Such as "process 12 on HOST (`COMMAND`, since TIME)"; "" if no process holds the lock."""
     try:
-        written = json.loads(path.read_text())
+        written = _written(path)
         if written["host"] == platform.node():
-            os.kill(written["pid"], 0)  # raises if that process has ended
+            os.kill(int(written["pid"]), 0)  # raises if that process has ended
         return _written_holder(path) if is_locked(path) else ""
     except PermissionError:
         return _written_holder(path)  # a process of another user
-    except (OSError, ValueError, KeyError, TypeError):
+    except UNREADABLE:
         return ""
 
 
 def is_locked(path: Path) -> bool:
     """By this process, another one, or a child that inherited the lock."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        handle = open_own(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
@@ -100,10 +104,20 @@ def is_locked(path: Path) -> bool:
 
 def _written_holder(path: Path) -> str:
     try:
-        written = json.loads(path.read_text())
+        written = _written(path)
         return f"process {written['pid']} on {written['host']} (`{written['command']}`, since {written['start']})"
-    except (OSError, ValueError, KeyError, TypeError):
+    except UNREADABLE:
         return "another process"  # it has the lock but has not written its name yet
+
+
+# What a file that no process of ours wrote may raise. OverflowError: its pid is too large.
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError)
+
+
+def _written(path: Path) -> dict[str, Any]:
+    with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
+        found: dict[str, Any] = json.loads(file.read(MOST_BYTES))
+    return found
 
 
 def _this_process() -> dict[str, str | int]:

@@ -31,10 +31,12 @@ from pipeline.store.disk import (
     TEMPORARY,
     DiskError,
     atomic_write,
+    delete,
     delete_abandoned,
     explain_disk_errors,
     format_bytes,
     make_folder,
+    refuse_links,
     size_of,
     stamp,
     sync,
@@ -48,6 +50,7 @@ from schemas.table import TableSchema
 
 FLUSH_SECONDS = 30.0  # as long as rows arrive, they are committed at least this often; a kill loses no more work
 # 1,000 commits of 32 rows: 44 MB for 0.7 MB of rows, and a commit takes 4 to 7 ms instead of 1.5.
+LANCE = ".lance"  # suffix of a folder with a data set of Lance
 COMMITS = 64  # after this many commits the index is rewritten in one: Lance's manifests grow with every commit
 
 
@@ -143,6 +146,18 @@ class TableFolder:
         assert self.schema.tensors, f"{self.schema.name} has no tensors"
         return ShardReader(self.folder, self.rows(version), self.schema)
 
+    def whole_folders(self) -> list[str]:
+        """The artifacts that are folders and were written whole: data sets of Lance."""
+        found = (self.folder / "artifacts").glob(f"*{LANCE}")
+        return sorted(path.relative_to(self.folder).as_posix() for path in found if path.is_dir() and not path.is_symlink())
+
+    def require_intact(self, artifact: str) -> None:
+        """Raises ValueError if a file of this artifact, a folder, is missing or differs from its checksum."""
+        name = f"artifacts/{artifact}"
+        for each in self.checksums.below(name) if (self.folder / name).is_dir() else ():
+            if problem := self.checksums.damage(each):
+                raise ValueError(f"{self.folder / each} {problem}: run latentmill verify --repair")
+
     def usage(self) -> dict[str, int]:
         manifest = self.manifest() if self.exists else {}
         shards = [path.stat().st_size for path in shard_files(self.shards)]
@@ -179,8 +194,9 @@ class TableFolder:
                 key = " ".join(str(row[name])[:16] for name in self.schema.key)
                 named.setdefault(f"artifacts/{row[self.schema.artifact]}", []).append(key)
         there = {path.relative_to(self.folder).as_posix() for path in (self.folder / "artifacts").rglob("*") if path.is_file()}
-        # A file that only a row names is missing.
-        for name in sorted(there | named.keys()):
+        recorded = {name for folder in self.whole_folders() for name in self.checksums.below(folder)}
+        # A file that only a row or a checksum names is missing.
+        for name in sorted(there | named.keys() | recorded):
             if problem := self.checksums.damage(name, fresh=True):
                 yield Damage(name, problem, tuple(named.get(name, ())))
 
@@ -215,6 +231,7 @@ class Writer:
 
     def __enter__(self) -> Writer:
         with ExitStack() as lock, self._disk_errors():
+            refuse_links(self.table.folder)
             make_folder(self.table.folder)
             lock.enter_context(locked(self.table.folder / "lock"))
             delete_abandoned(self.table.folder, below=True)
@@ -272,6 +289,8 @@ class Writer:
             write(temporary)
             files = [each for each in (temporary, *temporary.rglob("*")) if each.is_file()]
             own = path.relative_to(self.table.folder)
+            if temporary.is_dir():  # those of an earlier folder of this name
+                self.table.checksums.forget(self.table.checksums.below(own.as_posix()))
             # Before the rename: if a kill comes between, the old file still agrees with its older record.
             self.table.checksums.record({(own / each.relative_to(temporary)).as_posix(): each for each in files})
         return path
@@ -366,6 +385,9 @@ class Writer:
         for path in (table.folder / "artifacts").glob("*"):
             if path.is_file() and table.checksums.damage(name := f"artifacts/{path.name}"):
                 self._set_aside(name)
+        for folder in table.whole_folders():
+            if any(map(table.checksums.damage, table.checksums.below(folder))):
+                self._set_aside(folder)
         self.version, rows = table.index.recover()
         if table.manifest_file.exists() and not self._has_published_version():
             table.manifest_file.unlink()  # before another version of the index gets the number that it names
@@ -386,15 +408,19 @@ class Writer:
     def _set_aside(self, name: str) -> None:
         target = self.table.folder / "damaged" / name
         make_folder(target.parent)
+        delete(target)
         (self.table.folder / name).replace(target)
-        self.table.checksums.forget([name])
+        self.table.checksums.forget([name, *(each for each in self.table.checksums.known() if each.startswith(f"{name}/"))])
 
     def remove(self, files: Iterable[str], keys: Collection[str]) -> None:
         """Set `files` aside and remove their rows and those of `keys` (first key column; empty for a table without tensors)."""
         self.flush()
+        whole = self.table.whole_folders()
         with self._disk_errors():
-            for name in files:
-                if (self.table.folder / name).is_file():
+            for file in files:
+                # One damaged file spoils a folder that was written whole.
+                name = next((folder for folder in whole if file.startswith(f"{folder}/")), file)
+                if (name in whole and (self.table.folder / name).is_dir()) or (self.table.folder / name).is_file():
                     self._set_aside(name)
             rows = self.table.with_files(self._rows)
             if keys:

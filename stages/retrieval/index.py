@@ -93,6 +93,11 @@ def digest(rows: list[Row]) -> str:
     return text_sha256(*lines)[:16]
 
 
+def folder_artifacts(rows: list[Row]) -> list[str]:
+    """The names of the artifacts of these rows that are folders; not every index has all."""
+    return [name.format(digest(rows)) for name in (WORDS, PARTITIONS)]
+
+
 def write_index(run: Run[IndexConfig]) -> Iterator[pa.RecordBatch]:
     """Write the artifacts that are missing, and delete those of an earlier index."""
     rows, kept = run.once(_rows), itemgetter(*KEPT)

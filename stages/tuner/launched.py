@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 RANK, SIZE = "MLX_RANK", "MLX_WORLD_SIZE"
+SECRET = "LATENTMILL_RANKS_SECRET"  # text that only the ranks of a run know
 HOSTS, DEVICES = "MLX_HOSTFILE", "MLX_IBV_DEVICES"  # files that list the ranks, for the backends ring and jaccl
 
 

@@ -30,6 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
@@ -67,7 +68,9 @@ def train(run: Run[Any], task: Task[Any, Any], control: Control) -> Iterator[pa.
     configure_scheduler()
     check_ranks(run, task.config, ranks)
     # The checkpoints lie with rank 0; the others get its decision.
-    start = ranks.first(next_start(run, task) if ranks.leads else None)
+    start = next_start(run, task) if ranks.leads else None
+    if ranks.size > 1:
+        start = Start.of(ranks.first(start.plain() if start else None))
     return TrainingRun(run, task, control, start, ranks).go() if start else iter(())
 
 
@@ -100,6 +103,17 @@ class Start:
     @property
     def step(self) -> int:
         return self.checkpoint.step if self.checkpoint else 0
+
+    def plain(self) -> dict[str, Any]:
+        saved = self.checkpoint
+        return {"recovered": self.recovered, "checkpoint": saved and [saved.step, str(saved.folder), saved.state]}
+
+    @classmethod
+    def of(cls, plain: dict[str, Any] | None) -> Start | None:
+        if plain is None:
+            return None
+        saved = plain["checkpoint"]
+        return cls(saved and Checkpoint(saved[0], Path(saved[1]), saved[2]), plain["recovered"])
 
 
 def next_start(run: Run[Any], task: Task[Any, Any]) -> Start | None:

@@ -2,25 +2,34 @@
 
 Rank 0 leads: it alone reads checkpoints, decides, writes and talks. All ranks call the same functions in the same order. If a
 rank dies, the calls of the others raise RuntimeError (ring) or never return (NCCL); `latentmill launch` then ends them.
+
+MLX takes whoever connects first for a rank. So messages are plain data, never pickles, and each is signed with a key of this
+run, made from the secret that `latentmill launch` gives to its ranks. Sums of gradients are not signed.
 """
 
 from __future__ import annotations
 
 import functools
-import pickle
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hmac
+import itertools
+import json
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
 from stages.kernels import dispatch
-from stages.tuner.launched import launched_rank
+from stages.tuner.launched import SECRET, launched_rank
 
 T = TypeVar("T")
 
 LENGTH, SHORT = 8, 4096  # bytes of a message's length, and of a message that one exchange carries
+SIGNATURE = 32  # bytes before each message
+LEAST = 16  # characters of the secret
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,8 @@ class Ranks:
     rank: int = 0
     size: int = 1
     group: Any = None  # mx.distributed.Group; None: this process trains alone
+    key: bytes = field(default=b"", repr=False)  # signs the messages of this run
+    numbers: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)  # of the exchanges
 
     @property
     def leads(self) -> bool:
@@ -69,16 +80,36 @@ class Ranks:
         return bool(mx.distributed.all_sum(mx.array(int(flag and self.leads)), group=self.group).item())
 
     def first(self, value: T) -> T:
-        """The value of rank 0, pickled."""
+        """The value of rank 0: plain data and NumPy arrays; tuples arrive as lists."""
         if self.size == 1:
             return value
-        found: T = pickle.loads(self._sent(pickle.dumps(value) if self.leads else b"", 0, 1)[0])
+        found: T = self._exchanged(value, 0, 1)[0]
         return found
 
     def each(self, value: T) -> list[T]:
         if self.size == 1:
             return [value]
-        return [pickle.loads(content) for content in self._sent(pickle.dumps(value), self.rank, self.size)]
+        return self._exchanged(value, self.rank, self.size)
+
+    def _exchanged(self, value: Any, place: int, places: int) -> list[Any]:
+        """Raises ValueError for a message that was not signed with the key, for this exchange and place."""
+        number = next(self.numbers)
+        content = b""
+        if place == self.rank:
+            content = encode(value)
+            content = self._signature(content, number, place) + content
+        found = []
+        for at, each in enumerate(self._sent(content, place, places)):
+            signature, message = each[:SIGNATURE], each[SIGNATURE:]
+            if not hmac.compare_digest(signature, self._signature(message, number, at)):
+                raise ValueError(
+                    f"a message of rank {at} is not signed by this run: another program is in its place, or {SECRET} differs"
+                )
+            found.append(decode(message))
+        return found
+
+    def _signature(self, content: bytes, number: int, place: int) -> bytes:
+        return hmac.digest(self.key, f"{number} {place} ".encode() + content, "sha256")
 
     def _sent(self, content: bytes, place: int, places: int) -> list[bytes]:
         """`places` byte strings, equal on every rank. Of the ranks that pass one `place`, all but one must pass b""."""
@@ -116,13 +147,52 @@ def merged(values: Sequence[Sequence[T]], owners: Sequence[int]) -> list[T]:
     return [next(each[owner]) for owner in owners]
 
 
+def encode(value: Any) -> bytes:
+    """JSON, its length before it, and the arrays after it."""
+    arrays: list[bytes] = []
+
+    def plain(each: Any) -> Any:
+        if isinstance(each, np.generic):
+            return each.item()
+        if not isinstance(each, np.ndarray):
+            raise TypeError(f"ranks exchange plain data, got {type(each).__name__}")
+        arrays.append(each.tobytes())
+        return {"array": each.dtype.str, "shape": each.shape, "start": sum(map(len, arrays[:-1]))}
+
+    text = json.dumps(value, default=plain).encode()
+    return b"".join([len(text).to_bytes(LENGTH, "little"), text, *arrays])
+
+
+def decode(content: bytes) -> Any:
+    start = LENGTH + int.from_bytes(content[:LENGTH], "little")
+
+    def array(each: dict[str, Any]) -> Any:
+        if each.keys() != {"array", "shape", "start"}:
+            return each
+        dtype, count = np.dtype(each["array"]), int(np.prod(each["shape"]))
+        return np.frombuffer(content, dtype, count, start + each["start"]).reshape(each["shape"])
+
+    return json.loads(content[LENGTH:start], object_hook=array)
+
+
 @functools.cache
 def connect() -> Ranks:
-    """Raises ValueError if the other ranks cannot be reached. The first call must come before the first MLX array."""
+    """Raises ValueError if the other ranks cannot be reached or have another secret. Must come before the first MLX array."""
     if launched_rank() is None:
         return Ranks()
+    secret = os.environ.get(SECRET, "")
+    if len(secret) < LEAST:
+        raise ValueError(
+            f"ranks need the variable {SECRET}, {LEAST} characters or more, the same for each: "
+            f"`latentmill launch` sets it; with mlx.launch: --env {SECRET}=$(openssl rand -hex 32)"
+        )
     try:
         group = mx.distributed.init(strict=True, backend="nccl" if mx.cuda.is_available() else "any")
     except RuntimeError as error:
         raise ValueError(f"rank {launched_rank()} cannot reach the other ranks: {' '.join(str(error).split())}") from None
-    return Ranks(group.rank(), group.size(), group)
+    unsigned = Ranks(group.rank(), group.size(), group)
+    # A number of each rank, used once, is in the key: messages of an earlier run are refused too.
+    once = unsigned._sent(secrets.token_bytes(SIGNATURE), group.rank(), group.size())
+    ranks = replace(unsigned, key=hmac.digest(secret.encode(), b"".join(once), "sha256"))
+    ranks.each(None)
+    return ranks

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -18,7 +20,7 @@ from pipeline.project.project import Project
 from pipeline.ranks import _wait, run_ranks
 from stages.tuner import checkpoint
 from stages.tuner.launched import launched_rank
-from stages.tuner.ranks import Ranks, merged
+from stages.tuner.ranks import Ranks, connect, decode, encode, merged
 from tests import projects
 from tests.pipeline.test_kill_training import FEATURES, prepared
 
@@ -207,3 +209,51 @@ def test_the_shares_of_all_ranks_are_the_samples_of_the_step_each_once_and_equal
     assert sorted(itertools.chain(*flat)) == list(range(12))
     assert merged(flat, Ranks(0, size).owners(sizes)) == list(range(12))
     assert all(set(part) <= set(parts[n]) for share in shares for part in share for n in range(4) if part[0] in parts[n])
+
+
+VALUES = {
+    "a": [1, 0.1, None, float("inf"), "ü"],
+    "array": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "number": np.float32(0.1),
+}
+
+
+def test_ranks_exchange_plain_data_as_it_is():
+    found = decode(encode(VALUES))
+    assert found["a"] == VALUES["a"] and found["number"] == float(np.float32(0.1))
+    np.testing.assert_array_equal(found["array"], VALUES["array"])
+    assert found["array"].dtype == np.float32
+    with pytest.raises(TypeError, match="plain data"):
+        encode(object())
+
+
+@pytest.mark.parametrize("forged", ["pickle", "unsigned", "other key", "earlier", "other place", "short"])
+def test_a_message_that_this_run_did_not_sign_is_refused_unread(forged, monkeypatch):
+    mine, other = Ranks(0, 2, key=b"k" * 32), Ranks(1, 2, key=b"k" * 32)
+    sent: list[bytes] = []
+    monkeypatch.setattr(Ranks, "_sent", lambda self, content, place, places: sent.append(content) or [content] * places)
+    with contextlib.suppress(ValueError):
+        other.each("good")
+    (good,) = sent
+    monkeypatch.setattr(Ranks, "_sent", lambda self, content, place, places: [content, message])
+    message = good
+    assert mine.each("mine") == ["mine", "good"]
+    messages = {
+        "pickle": pickle.dumps(VALUES),
+        "unsigned": bytes(32) + good[32:],
+        "other key": Ranks(1, 2, key=b"x" * 32)._signature(good[32:], 1, 1) + good[32:],
+        "earlier": good,
+        "other place": mine._signature(good[32:], 1, 0) + good[32:],
+        "short": b"",
+    }
+    message = messages[forged]
+    monkeypatch.setattr("stages.tuner.ranks.decode", lambda content: pytest.fail("read") if content == message[32:] else None)
+    with pytest.raises(ValueError, match="a message of rank 1 is not signed by this run"):
+        mine.each("mine")
+
+
+def test_ranks_without_a_secret_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("MLX_RANK", "0")
+    monkeypatch.setenv("MLX_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="ranks need the variable LATENTMILL_RANKS_SECRET"):
+        connect.__wrapped__()

@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.commands.intervals import bootstrap_mean
 from pipeline.options import with_project
 from pipeline.project.project import Project
-from pipeline.terminal import format_table
+from pipeline.terminal import format_table, tell
 from schemas.retrieval import RANKS
 
 SEARCHES = ("semantic", "lexical", "hybrid")
@@ -29,7 +29,7 @@ def command(project: Project) -> None:
     `ranks`, which `make ranks` builds.
     """
     for line in evaluate(project):
-        click.echo(line)
+        tell(line)
 
 
 def evaluate(project: Project) -> Iterator[str]:

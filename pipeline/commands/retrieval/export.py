@@ -13,7 +13,7 @@ from pipeline.commands.adapters import STEP, adapter_of, dtype_option, file_name
 from pipeline.options import with_project
 from pipeline.project.project import Project
 from pipeline.store.disk import atomic_folder
-from pipeline.terminal import Say, say_aside, silent
+from pipeline.terminal import Say, say_aside, silent, tell
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "spiece.model")
 
@@ -29,7 +29,7 @@ def command(out: Path | None, dtype: str, step: int | None, which: str, project:
     made in exports/ of the project. The folder can be loaded with transformers (T5EncoderModel) and
     sentence-transformers (MultiVectorEncoder).
     """
-    click.echo(f"wrote {export_retriever(project, out, dtype=dtype, step=step, which=which, say=say_aside)}")
+    tell(f"wrote {export_retriever(project, out, dtype=dtype, step=step, which=which, say=say_aside)}")
 
 
 def export_retriever(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Self, cast
 
 import click
 
-from pipeline.terminal import hashing_of
+from pipeline.terminal import give, hashing_of, say_aside, tell
 
 if TYPE_CHECKING:
     from pipeline.commands.retrieval.search import Session
@@ -45,12 +45,12 @@ def command(query: str, folder: Path, mode: str, limit: int, pattern: str, as_js
         raise ValueError('find needs a query, such as: latentmill find "read a file line by line"')
     with hashing_of("find"), CodeFolder(folder, cast("Mode", mode)).current() as code:
         for line in code.said:
-            click.echo(line, err=True)
+            say_aside(line)
         answers = code.search(query, limit, pattern)
     if as_json:
-        click.echo(json.dumps({"query": query, "mode": mode, "results": [as_dict(each) for each in answers]}, ensure_ascii=False))
+        give(json.dumps({"query": query, "mode": mode, "results": [as_dict(each) for each in answers]}, ensure_ascii=False))
         return
-    click.echo("\n".join(line for each in answers for line in as_text(each)) or "nothing found")
+    tell("\n".join(line for each in answers for line in as_text(each)) or "nothing found")
 
 
 class CodeFolder:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from pipeline.options import with_project
+from pipeline.terminal import give, say_aside, tell
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
@@ -45,19 +46,20 @@ def command(
         raise ValueError("--explain shows vectors, which --lexical does not use: leave one of them out")
     project.fetch = True
     session = Session(project, cast("Mode", mode), explain=explain, resident=stay)
+    say = give if as_json else tell
     if line := staleness(project):
-        click.echo(line, err=True)
+        say_aside(line)
     for text in (line.strip() for line in sys.stdin) if stay else [query or ""]:
         try:
             answers = session.searcher.search(text, session.mode, limit, pattern)
         except ValueError as error:
             if not stay:
                 raise
-            click.echo(json.dumps({"query": text, "error": str(error)}) if as_json else f"error: {error}")
+            say(json.dumps({"query": text, "error": str(error)}) if as_json else f"error: {error}")
             continue
         explained = [session.explain(text, answer) if explain else None for answer in answers]
         lines = [as_line(text, mode, answers, explained)] if as_json else as_text(answers, explained)
-        click.echo("\n".join(lines) or "nothing found")
+        say("\n".join(lines) or "nothing found")
         # With --stdin, a program reads the answer before it sends the next query.
         sys.stdout.flush()
 
@@ -80,7 +82,7 @@ class Session:
     def __init__(self, project: Project, mode: Mode, *, explain: bool = False, resident: bool = False) -> None:
         from schemas.retrieval import INDEX
         from stages.retrieval.encoder import TextTokenizer
-        from stages.retrieval.index import Searcher
+        from stages.retrieval.index import Searcher, folder_artifacts
         from stages.retrieval.search.lexical import DEFAULT_WEIGHT
 
         self.mode = mode
@@ -95,6 +97,8 @@ class Session:
         # Of the semantic scores, 0 to 1, as it was measured.
         weights = [row["weight"] for row in ranked if (row["encoder"], row["mode"]) == (name, "plain")]
         weight = float(next((each for each in weights if each is not None), DEFAULT_WEIGHT))
+        for artifact in folder_artifacts(rows):
+            table.require_intact(artifact)
         self.searcher: Searcher = Searcher(rows, table.folder / "artifacts", encoder, weight, resident=resident)
         self.texts: dict[str, str] = {}
         if explain:

@@ -14,6 +14,7 @@ import click
 from pipeline.commands.adapters import dtype_option, file_stem, find_adapter, pair_strengths
 from pipeline.commands.text_to_image.export import STYLES, read, use_of, write_arrays
 from pipeline.options import with_project
+from pipeline.terminal import tell
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -180,13 +181,13 @@ def write(
             found = read_file(target)[1].get(MADE, "")
         if found != made:
             raise ValueError(f"{target} exists and was made from something else; move it away or choose another name")
-        click.echo(f"{target} is up to date")
+        tell(f"{target} is up to date")
         return
     adapter, line = make()
     about = {"project": project.name, "family": project.family.name, MADE: made, **use_of(project)}
-    write_arrays(adapter, project.family, target, style, dtype=dtype, about=about, say=click.echo)
-    click.echo(line)
-    click.echo(f"wrote {target}")
+    write_arrays(adapter, project.family, target, style, dtype=dtype, about=about, say=tell)
+    tell(line)
+    tell(f"wrote {target}")
 
 
 def _largest_rank(adapter: Adapter) -> int:

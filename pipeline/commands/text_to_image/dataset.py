@@ -9,12 +9,12 @@ from pathlib import Path
 
 import click
 
-from pipeline.commands.query import FORMAT, answer, answer_panel, format_answer, write_answer
+from pipeline.commands.query import FORMAT, answer, answer_panel, format_answer, say_answer, write_answer
 from pipeline.commands.run import bring_up_to_date, summary
 from pipeline.options import with_project
 from pipeline.project.project import Project
 from pipeline.store.lock import texts_lock
-from pipeline.terminal import Terminal
+from pipeline.terminal import Terminal, tell
 
 CAPTIONS = """
 select path, captions.image_id, position, text from captions
@@ -49,12 +49,12 @@ def lint(style: str, project: Project) -> int:
     rows += [row | {"warnings": row["rejected"], "detail": f"not used: {row['detail'] or row['rejected']}"} for row in left_out]
     rows += warned
     if style != "table":
-        click.echo(format_answer(LINT, [tuple(row.get(name) for name in LINT) for row in rows], style))
+        say_answer(format_answer(LINT, [tuple(row.get(name) for name in LINT) for row in rows], style), style)
         return 2 if problems else 0
     for row in rows:
         said = [row["path"], *([row["warnings"]] if row in warned else []), row["detail"]]
-        click.echo(": ".join(filter(None, said)) + (f" ({row['duplicate_of']})" if row.get("duplicate_of") else ""))
-    click.echo(f"{len(problems)} errors, {len(left_out)} files not used, {len(warned)} images with warnings")
+        tell(": ".join(filter(None, said)) + (f" ({row['duplicate_of']})" if row.get("duplicate_of") else ""))
+    tell(f"{len(problems)} errors, {len(left_out)} files not used, {len(warned)} images with warnings")
     return 2 if problems else 0
 
 
@@ -72,7 +72,7 @@ def crops(out: Path | None, project: Project) -> None:
     bring_up_to_date(project, [*(project.chain("buckets") if where else ["images"]), "buckets"], quiet=True)
     written = write_crops(project, out)
     more = f" and {len(written) - 1} more" if len(written) > 1 else ""
-    click.echo(f"wrote {written[0]}{more}")
+    tell(f"wrote {written[0]}{more}")
 
 
 def write_crops(project: Project, out: Path | None = None) -> list[Path]:
@@ -117,19 +117,19 @@ def captions(edit: Path | None, apply: Path | None, sidecars: bool, undo_sidecar
     if sidecars or undo_sidecars:
         change, run = edits.undo_sidecars if undo_sidecars else edits.write_sidecars, project.open("captions")
         with texts_lock(project.path):
-            click.echo(change(run))
+            tell(change(run))
     if apply:
-        click.echo(f"{read_captions(project, apply)} captions changed")
+        tell(f"{read_captions(project, apply)} captions changed")
     bring_up_to_date(project, project.chain("captions"))
     with Terminal("captions") as terminal:
         outcome = runner.run(project, "captions", terminal)
-    click.echo(summary(outcome))
+    tell(summary(outcome))
     project.refresh()
     if edit:
         if edit.exists():
             raise ValueError(f"{edit} exists already; choose another name, or read it back with --apply")
         count = write_answer(project, CAPTIONS, edit, "csv")
-        click.echo(f"wrote {count} captions to {edit}; edit the column text, then run: latentmill captions --apply {edit}")
+        tell(f"wrote {count} captions to {edit}; edit the column text, then run: latentmill captions --apply {edit}")
 
 
 def read_captions(project: Project, file: Path) -> int:

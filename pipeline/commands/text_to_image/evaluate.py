@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.commands.intervals import bootstrap
 from pipeline.options import with_project
 from pipeline.project.project import Project
-from pipeline.terminal import format_table
+from pipeline.terminal import format_table, tell
 from schemas.text_to_image import SCORES
 
 HEAD = ("", "pictures", "style", "real")
@@ -29,7 +29,7 @@ def command(project: Project) -> None:
     first, because it computes the scores.
     """
     for line in evaluate(project):
-        click.echo(line)
+        tell(line)
 
 
 def evaluate(project: Project) -> Iterator[str]:

@@ -17,7 +17,7 @@ import click
 from pipeline.commands.adapters import STEP, adapter_of, dtype_option, file_name, run_label, which_option
 from pipeline.options import with_project
 from pipeline.store.disk import atomic_folder, atomic_write, delete_abandoned, require_room
-from pipeline.terminal import Say, say_aside, silent
+from pipeline.terminal import Say, say_aside, silent, tell
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -67,12 +67,12 @@ def command(out: Path | None, style: str, dtype: str, step: int | None, which: s
     if merged and style != "diffusers":
         raise ValueError(f"--merged writes the diffusers layout; leave out --style {style}")
     if merged:
-        click.echo(f"wrote {merge_run(project, out, dtype=dtype, step=step, which=which, say=say_aside)}")
+        tell(f"wrote {merge_run(project, out, dtype=dtype, step=step, which=which, say=say_aside)}")
     else:
         written = export_run(project, out, style, dtype=dtype, step=step, which=which, say=say_aside)
-        click.echo(f"wrote {written}")
+        tell(f"wrote {written}")
         for line in what_to_do(project, written, style):
-            click.echo(line)
+            tell(line)
 
 
 def export_run(

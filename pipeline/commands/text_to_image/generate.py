@@ -17,7 +17,7 @@ import click
 
 from pipeline.commands.adapters import adapter_of, find_adapter, pair_strengths
 from pipeline.options import with_project
-from pipeline.terminal import Terminal
+from pipeline.terminal import Terminal, tell
 from stages.run import Report
 from stages.untrusted import read_utf8
 
@@ -93,7 +93,7 @@ def command(
     with Terminal("generate") as terminal:
         paths = list(generate(project, wish, terminal))
     for path in paths:
-        click.echo(path)
+        tell(str(path))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from pipeline.commands.run import leak_lines
 from pipeline.plots import Curve, Panel
 from pipeline.project.project import Project
 from pipeline.store.disk import format_bytes
-from pipeline.terminal import format_table
+from pipeline.terminal import format_table, tell
 from stages import footprint
 from stages.models.family import Family
 from stages.text_to_image.families import FAMILIES, family
@@ -104,7 +104,7 @@ def command(path: str | None, **options: Any) -> None:
     project = Project(path) if path else None
     folder = project.path / "tables" / "memory" if project else Path("memory")
     for line in report(parse_options(project, options), folder):
-        click.echo(line)
+        tell(line)
 
 
 def prepare(profile: Profile, limit: int) -> tuple[Candidate, TrainingStep, MicroBatch]:

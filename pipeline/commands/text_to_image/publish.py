@@ -15,7 +15,7 @@ from pipeline.commands.text_to_image.export import export_run, use_of
 from pipeline.options import with_project
 from pipeline.project.project import Project
 from pipeline.store.disk import atomic_folder, delete_abandoned
-from pipeline.terminal import Say, say_aside, silent
+from pipeline.terminal import Say, say_aside, silent, tell
 
 CARD, GRID, SETTINGS, WEIGHTS = "README.md", "previews.png", "settings.json", "pytorch_lora_weights.safetensors"
 PRIVATE = ("train.initial",)  # settings that name files of this machine
@@ -39,8 +39,8 @@ def command(
     settings. OUT is a new folder; without OUT, it is made in exports/ of the project. Nothing is uploaded.
     """
     folder = publish(project, out, which=which, step=step, dtype=dtype, licence=licence, data_licence=data_licence, say=say_aside)
-    click.echo(f"wrote {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
-    click.echo(f"read {folder / CARD}; nothing was uploaded. To do it: hf upload NAME/{project.name} {folder}")
+    tell(f"wrote {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    tell(f"read {folder / CARD}; nothing was uploaded. To do it: hf upload NAME/{project.name} {folder}")
 
 
 def publish(

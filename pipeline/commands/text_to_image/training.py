@@ -14,7 +14,7 @@ from pipeline.process import run_apart
 from pipeline.project.project import Project
 from pipeline.project.runs import find_runs
 from pipeline.runner import run_words
-from pipeline.terminal import Terminal
+from pipeline.terminal import Terminal, tell
 from stages.run import Report
 
 
@@ -48,7 +48,7 @@ def segments(project: Project, every: int, patience: int | None) -> int:
             scores |= next((checkpoint_scores(project, found) for found in find_runs(project) if found.current), {})
             if since_best(scores) >= patience:
                 best = best_of(scores)
-                click.echo(f"ended: {patience} segments had no better score than step {best}; export it with --step {best}")
+                tell(f"ended: {patience} segments had no better score than step {best}; export it with --step {best}")
                 return 0
 
 
@@ -75,7 +75,7 @@ def replay_command(step: int, project: Project) -> None:
     for one in replayed:
         logged = "not logged" if one.logged is None else f"logged {one.logged:.9g}"
         image, sigma = one.sample.crop.image_id[:12], one.sample.sigma
-        click.echo(f"sample {one.number}: image {image}, sigma {sigma:.4f}, loss {one.loss:.9g}, {logged}")
+        tell(f"sample {one.number}: image {image}, sigma {sigma:.4f}, loss {one.loss:.9g}, {logged}")
     same = all(one.loss == one.logged for one in replayed)
     verdict = "the same to the bit" if same else "not the same: another machine, memory plan or version was used"
-    click.echo(f"step {step}: {verdict}")
+    tell(f"step {step}: {verdict}")

@@ -32,7 +32,7 @@ class LexicalIndex:
     def __init__(self, folder: Path, count: int) -> None:
         import lance
 
-        self.count = count
+        self.count, self.folder = count, folder
         try:
             self.table: Any = lance.dataset(folder / TABLE)
             rows = self.table.count_rows()
@@ -51,7 +51,11 @@ class LexicalIndex:
         if asked := " ".join(texts.words(query)):
             # Without `_score` among the columns, Lance prints a warning for every query.
             search = {"full_text_query": MatchQuery(asked, "words"), "columns": ["number", "_score"], "limit": FOUND}
-            rows = self.table.to_table(**search)
+            try:
+                rows = self.table.to_table(**search)
+            except (OSError, ValueError, RuntimeError) as error:
+                reason = " ".join(str(error).split())[:200]
+                raise ValueError(f"{self.folder} cannot be searched ({reason}): run latentmill verify --repair") from None
             found[rows["number"].to_numpy()] = rows["_score"].to_numpy()
         return found
 

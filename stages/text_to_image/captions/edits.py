@@ -13,12 +13,13 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from schemas.text_to_image import IMAGES
 from stages.run import Run
-from stages.text_to_image.caption_files import SIDECAR_BYTES, Caption, caption_file, leads_out, read_text
+from stages.settings import setting_path
+from stages.text_to_image.caption_files import CAPTIONS, PICTURES, SIDECAR_BYTES, Caption, caption_file, leads_out, read_text
 from stages.text_to_image.captions.stage import (
     EDITS,
     CaptionsConfig,
@@ -43,6 +44,8 @@ def write_edits(project: Path, edits: Mapping[str, str | None]) -> None:
     for key, text in edits.items():
         if text is not None and (not text.strip() or len(text) > LONGEST):
             raise ValueError(f"a caption must have 1 to {LONGEST} letters, got {len(text.strip())}")
+        if text is not None and "\0" in text:
+            raise ValueError("a caption must be text, got a character of value zero")
         lines.append((key, text if text is None else text.strip()))
     try:
         # `json.dumps` lets half of a surrogate pair through, `encode` does not.
@@ -114,6 +117,8 @@ def undo_sidecars(run: Run[CaptionsConfig]) -> str:
     entries = [line for line in lines if line.get("batch") == batches[-1]]
     restored, changed, edits = dict[str, bytes | None](), [], dict[str, str | None]()
     for entry in entries:
+        if not _may_be_caption(entry["file"], folder, run):
+            raise ValueError(f"{run.root / FILE} names {entry['file']}, which is no caption file of this project")
         now, before = _content(folder / entry["file"]), entry["before"]
         old = None if before is None else base64.b64decode(before)
         if now == old:  # it was not written after all
@@ -130,6 +135,17 @@ def undo_sidecars(run: Run[CaptionsConfig]) -> str:
     _add(run.root, [{"undone": batches[-1]}])
     rest = f"; {len(changed)} were changed since and stay: {first_names(changed)}" if changed else ""
     return f"{len(restored)} files have their old content again; their captions are edits of the project{rest}"
+
+
+def _may_be_caption(name: str, folder: Path, run: Run[CaptionsConfig]) -> bool:
+    """A project from elsewhere must not have other files overwritten."""
+    path, where = PurePosixPath(name), run.config.where
+    outside = [f"../{CAPTIONS}/"] if folder.name.lower() in PICTURES else []
+    if where.folder:
+        outside.append(f"{Path(os.path.relpath(setting_path(where.folder, run.root).resolve(), folder.resolve())).as_posix()}/")
+    start = next((each for each in outside if name.startswith(each)), "")
+    below = PurePosixPath(name.removeprefix(start))
+    return path.suffix in where.extensions and not below.is_absolute() and ".." not in below.parts
 
 
 def _texts(run: Run[CaptionsConfig], read: Found, edits: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -152,7 +168,7 @@ def _changes(run: Run[CaptionsConfig], found: Found, edits: Mapping[str, str]) -
         image_id, _, position = key.rpartition(":")
         subject = found.subjects.get(image_id)
         plain = _without_template(run.config, subject, text) if subject else None
-        if subject is None or plain is None:
+        if subject is None or plain is None or "\0" in plain:  # an earlier version took a zero, which no file can hold
             continue
         distinct: dict[str, Caption] = {}
         for caption in found.captions[image_id]:
@@ -214,7 +230,11 @@ def _content(path: Path) -> bytes | None:
 
 
 def _put(path: Path, content: bytes | None) -> None:
-    """Write or remove (None) a file in one step. A link stays a link, and the file keeps its permissions."""
+    """Write or remove (None) a file in one step. A link stays a link, and the file keeps its permissions. Raises ValueError
+    for a link to another folder.
+    """
+    if leads_out(path):
+        raise ValueError(f"{path} is a link to {path.resolve()}, in another folder: nothing is written there")
     path = path.resolve()
     if content is None:
         path.unlink(missing_ok=True)
@@ -228,5 +248,10 @@ def _put(path: Path, content: bytes | None) -> None:
         if path.exists():
             shutil.copymode(path, temporary)
         temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # or a power cut may lose the new name
+        finally:
+            os.close(folder)
     finally:
         temporary.unlink(missing_ok=True)

@@ -385,9 +385,10 @@ def edit_lines(project: Path) -> list[tuple[str, str | None]]:
         raise ValueError(f"{file} cannot be read: {error}") from None
     for number, line in enumerate([*lines, last], 1):
         try:
-            entry = json.loads(line)
+            # A full disk could cut a line of an earlier version short, and the next edit then stands on the same line.
+            entry = json.loads(line[max(0, line.rfind('{"key": ')) :])
             found.append((str(entry["key"]), None if entry["text"] is None else str(entry["text"])))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             # An earlier version wrote in place: a kill could cut its last line short.
             if number > len(lines):
                 break

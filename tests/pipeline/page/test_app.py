@@ -273,9 +273,28 @@ def test_a_replacement_that_cannot_be_used_changes_no_caption(page, folder, aske
 
 def test_bodies_that_are_too_large_or_no_edits_are_refused(page):
     assert page.post("/edit/captions", content=b"x" * (MOST_BYTES + 1), headers=TOKEN).status_code == 413
-    for body in (b"[]", b"{", b'{"nothing": {"before": "", "text": "x"}}', b"\xff", b'{"a": 1}', b'{"\\ud800": {"before": ""}}'):
+    for body in (
+        b"[]",
+        b"{",
+        b'{"nothing": {"before": "", "text": "x"}}',
+        b"\xff",
+        b'{"a": 1}',
+        b'{"\\ud800": {"before": ""}}',
+        b"[" * 99_999,
+    ):
         assert page.post("/edit/captions", content=body, headers=TOKEN).status_code == 400
     assert page.post("/edit/training", content=b"{}", headers=TOKEN).status_code == 400
+
+
+def test_an_edit_that_the_disk_does_not_take_is_one_line(page, folder, monkeypatch):
+    monkeypatch.setattr("os.fsync", lambda number: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    key = next(row["key"] for row in Site(folder).texts("captions").rows("select key from shown"))
+    before = Site(folder).texts("captions").of_keys([key])[key]
+    body = json.dumps({key: {"before": before, "text": "another"}})
+    answered = page.post("/edit/captions", content=body, headers=TOKEN)
+    assert (answered.status_code, answered.text) == (400, "disk full; free some space and run again")
+    monkeypatch.undo()
+    assert page.post("/edit/captions", content=body, headers=TOKEN).status_code == 200
 
 
 @pytest.mark.parametrize(

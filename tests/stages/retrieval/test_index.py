@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.project.project import Project
+from pipeline.api import Project
 from stages.retrieval.index import Searcher, choose_encoder
+from tests import projects
 from tests.stages.retrieval.project import rows, run
 
 
@@ -98,6 +99,28 @@ def test_an_incomplete_index_is_one_line_and_is_repaired_by_the_next_run(indexed
         searcher(folder)
     run(folder, "index")
     assert searcher(folder).search("count words", "semantic")
+
+
+@pytest.mark.parametrize("damage", ["deleted", "cut", "flipped"])
+def test_a_damaged_word_index_is_named_by_search_and_verify_and_made_again_by_repair(damage, indexed, tmp_path, capfd):
+    folder = tmp_path / "project"
+    shutil.copytree(indexed, folder, symlinks=True)
+    (words,) = artifacts(folder).glob("words-*.lance")
+    files = [path for path in words.rglob("*") if path.is_file()]
+    before = projects.latentmill(folder, "search", "sort the colours", "--lexical")
+    file = max((path for path in files if "_indices" in path.parts), key=lambda path: path.stat().st_size)
+    content = file.read_bytes()
+    if damage == "deleted":
+        file.unlink()
+    else:
+        file.write_bytes(content[: len(content) // 2] if damage == "cut" else b"\xff" + content[1:])
+    said = projects.latentmill(folder, "search", "sort the colours", "--lexical", code=2)
+    assert said.count("\n") == 1 and said.endswith(": run latentmill verify --repair\n") and file.name in said
+    (found,) = Project(folder).verify()
+    assert found.file == file.relative_to(words.parents[1]).as_posix()
+    assert Project(folder).verify(repair=True) == []
+    assert projects.latentmill(folder, "search", "sort the colours", "--lexical") == before
+    assert "panicked" not in capfd.readouterr().err
 
 
 def test_a_deleted_file_leaves_the_index_and_its_artifacts(indexed, tmp_path):

@@ -22,6 +22,7 @@ from pipeline.page.app import make_app
 from pipeline.page.command import write_report
 from pipeline.page.site import Site
 from pipeline.project.project import Project
+from stages.hashing import text_sha256
 from stages.run import Problems
 from stages.text_to_image.captions.edits import write_edits
 from stages.text_to_image.latents import ImageJob, decode_crops
@@ -252,6 +253,17 @@ def test_undo_keeps_a_newer_edit_and_writing_follows_no_link_out_of_the_folder(m
     edit(mixed, {"picture0.png": "ohwx, newer, film"})
     latentmill(mixed, "captions", "--undo-sidecars")
     assert texts(mixed)["ohwx, newer, film"] == "edit" and "ohwx, one, film" not in texts(mixed)
+
+
+def test_undo_writes_no_file_that_is_no_caption_of_the_project(mixed):
+    for name in ("../../notes.txt", "notes.md", "../letters/a.txt"):
+        target = mixed / "images" / name
+        target.parent.mkdir(exist_ok=True)
+        target.write_text("mine")
+        line = {"batch": 0, "file": name, "before": "eA==", "after": text_sha256("mine"), "edits": {}}
+        (mixed / "captions.written.jsonl").write_text(json.dumps(line) + "\n")
+        assert f"names {name}, which is no caption file" in latentmill(mixed, "captions", "--undo-sidecars", code=2)
+        assert target.read_text() == "mine"
 
 
 def test_nothing_is_written_if_one_file_cannot_be(mixed):

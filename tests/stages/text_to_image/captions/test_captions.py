@@ -235,6 +235,20 @@ def test_a_use_of_the_trigger_that_no_folder_and_no_setting_gives_is_an_error(ca
         captioned.rows(**wrong)
 
 
+@pytest.mark.parametrize(
+    "text", ["one\u2028two", "one\u2029two", "one\x85two", "one\x0btwo\x0c", "one\x1btwo", "one\0two", "\ud800"]
+)
+def test_an_edited_caption_with_any_character_is_kept_as_it_is_or_refused_in_one_line(text, tmp_path):
+    if text in ("one\0two", "\ud800"):
+        with pytest.raises(ValueError, match="a caption must be"):
+            write_edits(tmp_path, {"a:0": text})
+        text = None
+    else:
+        write_edits(tmp_path, {"a:0": text})
+    write_edits(tmp_path, {"b:0": "more"})
+    assert read_edits(tmp_path) == {"b:0": "more"} | ({"a:0": text.strip()} if text else {})
+
+
 def test_an_edit_that_a_kill_cut_short_is_dropped_and_the_edits_around_it_stay(tmp_path, monkeypatch):
     write_edits(tmp_path, {"a:0": "one\u2028line", "b:0": "two"})
     with (tmp_path / "captions.edits.jsonl").open("a") as file:
@@ -242,6 +256,9 @@ def test_an_edit_that_a_kill_cut_short_is_dropped_and_the_edits_around_it_stay(t
     assert read_edits(tmp_path) == {"a:0": "one\u2028line", "b:0": "two"}
     write_edits(tmp_path, {"b:0": None, "d:0": "three"})
     assert read_edits(tmp_path) == {"a:0": "one\u2028line", "d:0": "three"}
+    with (tmp_path / "captions.edits.jsonl").open("a") as file:
+        file.write('{"key": "c:0", "te{"key": "c:0", "text": "after"}\n')
+    assert read_edits(tmp_path) == {"a:0": "one\u2028line", "c:0": "after", "d:0": "three"}
     before = (tmp_path / "captions.edits.jsonl").read_bytes()
     monkeypatch.setattr("os.fsync", lambda number: 1 / 0)  # killed before the new content is on disk
     with pytest.raises(ZeroDivisionError):
