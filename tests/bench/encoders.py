@@ -6,6 +6,7 @@ Weights are random and have the shapes of the family.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ import mlx.core as mx
 
 from stages.models import autoencoder
 from stages.models.family import Family
-from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig
 from stages.models.text.decoder import Decoder
 from stages.models.text.encoder import text_encoder_sizes
 from stages.text_to_image.embeddings.config import EmbeddingsConfig
@@ -44,14 +44,20 @@ def random_weights(
     return weights
 
 
+def autoencoder_module(record: Family) -> Any:
+    """The module of the family's architecture that has its `Autoencoder` and `AutoencoderConfig`."""
+    return sys.modules[record.architecture.load_autoencoder.__module__]
+
+
 class Images:
     """The autoencoder with one random image of `size` (width, height)."""
 
     def __init__(self, family: Family, size: tuple[int, int], dtype: Any) -> None:
         """Draw weights and one image of `size` (width, height) pixels."""
-        config = AutoencoderConfig.from_dict(family.autoencoder)
+        module = autoencoder_module(family)
+        config = module.AutoencoderConfig.from_dict(family.autoencoder)
         weights = {key: autoencoder.arrange(key, value) for key, value in random_weights(config.shapes(), dtype).items()}
-        self.model = Autoencoder(config, weights)
+        self.model = module.Autoencoder(config, weights)
         self.pixels_BHWC = mx.random.uniform(-1, 1, (1, size[1], size[0], 3), dtype)
         mx.eval(weights, self.pixels_BHWC)
 
@@ -64,7 +70,9 @@ class Latents(Images):
 
     def __init__(self, family: Family, size: tuple[int, int], dtype: Any) -> None:
         super().__init__(family, size, dtype)
-        self.latent_BChw = mx.random.normal((1, 128, size[1] // 16, size[0] // 16))
+        step = family.architecture.pixels_per_token
+        channels = family.architecture.transformer_config(None, family).latent_channels
+        self.latent_BChw = mx.random.normal((1, channels, size[1] // step, size[0] // step))
         del self.pixels_BHWC
         mx.eval(self.latent_BChw)
 

@@ -48,6 +48,7 @@ def name(row: Row) -> str:
         return configuration(row) if kind == "train" else kind
     words = [kind, row["dtype"], *([f"{row['bits']}-bit"] if row["bits"] < 16 else [])]
     words += [word for word, key in (("exact", "exact"), ("streamed", "stream")) if row.get(key)]
+    words += [f"{rows} text rows"] if (rows := row.get("text_rows")) else []
     return ", ".join([*words, *([f"PyTorch {row['plan']}"] if row["backend"] == "torch" else [])])
 
 
@@ -64,6 +65,7 @@ def configuration(row: Row) -> str:
     words += ["memory-limited"] if row["memory_limited"] else []
     words += ["unfused"] if row["unfused"] else []
     words += ["streamed"] if row.get("stream") else []
+    words += [f"{rows} text rows"] if (rows := row.get("text_rows")) else []
     words += [f"{ranks} ranks"] if (ranks := row.get("ranks", 1)) > 1 else []
     return ", ".join([*words, *_command_buffers(row)])
 

@@ -32,6 +32,7 @@ KERNELS = "MLX_PTX_CACHE_DIR"  # CUDA: the folder in which MLX keeps compiled ke
 @click.option("--gpu", is_flag=True, help="--comparison and --large.")
 @click.option("--ranks", "several", is_flag=True, help="klein 4B on one and two GPUs, a batch of one image on each.")
 @click.option("--bars", "bars", is_flag=True, help="klein 4B, every stage at 1024 px, and dev, each at 4 bits; PyTorch beside.")
+@click.option("--shapes", default="", help="Every stage of that family at 1024 and 512 px and every bits; PyTorch beside.")
 @click.option("--within", default=0.0, help="Seconds that all cases may take together; later cases are left out.  [default: any]")
 @click.option("--limit", default=LIMIT_S, show_default=True, help="Seconds that one case may take.")
 @click.option("--commit", envvar="LATENTMILL_COMMIT", help="Commit of the code, where git cannot say it.")
@@ -56,6 +57,7 @@ def main(
     gpu: bool,
     several: bool,
     bars: bool,
+    shapes: str,
     within: float,
     limit: float,
     commit: str | None,
@@ -72,6 +74,7 @@ def main(
     chosen += suites.stages_beside_training() if beside else []
     chosen += suites.ranks() if several else []
     chosen += suites.bars() if bars else []
+    chosen += suites.shapes(shapes) if shapes else []
     chosen += suites.training(family) if family else []
     measure(chosen or list(suites.quick()), limit, environment.commit() if commit is None else commit, out, within)
 

@@ -7,10 +7,12 @@ reading, and the sections of `tests.bench.costs`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from stages.tuner.blockwise.device import BUFFER_MB, BUFFER_VARIABLE
 from tests.bench.costs import KINDS, cost_sections, of_strips
 from tests.bench.labels import Row, configuration, identity, name, number, origin, size
+from tests.bench.suites import COMPARED
 
 PYTORCH = {1024: "PyTorch compiled+checkpoint", 512: "PyTorch compiled"}  # by width: the configuration to compare with
 PLAIN = {"plan": "plain", "bits": 16, "memory_limited": False, "unfused": False, "buffer_mb": "", "optimizer": "adamw"}
@@ -29,6 +31,12 @@ compiled at 512 px. To plain: MLX's ordinary gradient of the whole graph, not co
 base. Per token: seconds per token, relative to the nearest size whose tokens are a multiple of 128. First: seconds of the first
 step, compilation included.
 """
+STAGES = """\
+Every stage alone on the GPU, with one image or one caption of the longest length that the family reads, medians. Arrays: the peak
+in GB as MLX counts. Driver: the peak of the memory that the driver counts for the process. Announced: what `latentmill plan`
+says of it, from shapes alone. PyTorch: diffusers' module with random weights, its blocks compiled, for training by blocks with
+gradient checkpointing; for captions transformers' model, not compiled. Ratio: of the seconds, ours to PyTorch's.
+"""
 TRAINING = f"""\
 One image per step; AdamW in float32 unless another optimizer is named; medians. memory-limited: live memory is held to the
 plan's estimate, and on CUDA {BUFFER_VARIABLE}={BUFFER_MB} limits the work in flight, unless another size is named.
@@ -45,6 +53,8 @@ def page(rows: list[Row]) -> Iterator[str]:
         yield from comparison_table(run)
     for family in dict.fromkeys(row["family"] for row in training):
         yield from training_table(family, [row for row in training if row["family"] == family])
+    for family, run in stage_runs(good).items():
+        yield from stages_table(family, run)
     yield from encoding_table([row for row in good if row["kind"] not in ("train", *KINDS) and not of_strips(row)])
     yield from cost_sections(good)
     yield from failures([row for row in rows if row["kind"] not in KINDS])
@@ -54,8 +64,9 @@ def page(rows: list[Row]) -> Iterator[str]:
 
 
 def comparison_runs(training: list[Row]) -> list[list[Row]]:
-    """Return, for each family that was compared with PyTorch, the training rows of the last run with PyTorch in it."""
-    runs = {row["family"]: row["run"] for row in training if row["backend"] == "torch" and row.get("run")}
+    """Return the training rows of the last run in which PyTorch trained the family that is compared with it."""
+    compared = [row for row in training if row["family"] == COMPARED and row["backend"] == "torch"]
+    runs = {row["family"]: row["run"] for row in compared if row.get("run")}
     return [[row for row in training if (row["family"], row.get("run")) == pair] for pair in runs.items()]
 
 
@@ -77,6 +88,43 @@ def comparison_table(run: list[Row]) -> Iterator[str]:
         cells = [*numbers, *(ratio(row, found.get(peer)) for peer in peers), per_token(row, run)]
         yield f"| {size(row)} | {configuration(row)} | " + " | ".join(cells) + " |"
     yield ""
+
+
+def stage_runs(rows: list[Row]) -> dict[str, list[Row]]:
+    """Return, by family, the rows of its last run that say what was announced and what the driver counted, with PyTorch's."""
+    last = {row["family"]: row["run"] for row in rows if row.get("run") and {"announced_gb", "footprint_gb"} <= row.keys()}
+    return {family: [row for row in rows if (row["family"], row.get("run")) == (family, run)] for family, run in last.items()}
+
+
+def stages_table(family: str, run: list[Row]) -> Iterator[str]:
+    """Yield the section of one family's stages in one run, with the driver's peaks, and PyTorch beside."""
+    found = {(row["backend"], row["kind"], row["plan"], *stage_shape(row)): row for row in run}
+    ours = {(stage_size(row), name(row), row["kind"]): row for row in run if row["backend"] == "mlx"}
+    yield f"## Every stage of {family}, one run"
+    yield ""
+    yield f"{origin(run[0])}."
+    yield from STAGES.splitlines()
+    yield ""
+    yield "| | | s | arrays | driver | announced | to driver | PyTorch, s | ratio | PyTorch, driver |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for row in ours.values():
+        kind, plan = row["kind"], "compiled+checkpoint" if row["plan"] == "blocks" and row["kind"] == "train" else "compiled"
+        keys = (("torch", kind, each, *stage_shape(row)) for each in (plan, "eager"))
+        peer = next((found[key] for key in keys if key in found), None)
+        sizes = [row["peak_gb"], row["footprint_gb"], row["announced_gb"], row["announced_gb"] / row["footprint_gb"]]
+        cells = [f"{row['s']:.3f}", *(f"{each:.2f}" for each in sizes)]
+        cells += [f"{peer['s']:.3f}", f"{row['s'] / peer['s']:.2f}", f"{peer['footprint_gb']:.2f}"] if peer else [""] * 3
+        what = f"train, {name(row)}" if kind == "train" else name(row)
+        yield f"| {stage_size(row)} | {what.replace(', memory-limited', '')} | {' | '.join(cells)} |"
+    yield ""
+
+
+def stage_shape(row: Row) -> tuple[Any, ...]:
+    return stage_size(row), row.get("exact"), row.get("text_rows")
+
+
+def stage_size(row: Row) -> str:
+    return "" if row["kind"] == "text_encoder" else size(row)
 
 
 def ratio(row: Row, peer: Row | None) -> str:

@@ -22,7 +22,9 @@ from tests.bench.cases import KINDS, TORCH_PLANS, Case
 from tests.bench.environment import describe
 
 if TYPE_CHECKING:
+    from stages.models.family import Family
     from stages.text_to_image.train.batches import MicroBatch
+    from stages.text_to_image.train.config import TrainConfig
     from stages.tuner.blockwise.meter import Meter
     from stages.tuner.step import TrainingStep
 
@@ -50,13 +52,22 @@ def take_step(training: TrainingStep, batch: MicroBatch, meter: Meter | None = N
         raise ValueError("the gradient is not finite")
 
 
+def training_settings(case: Case, record: Family) -> TrainConfig:
+    """As a new project of the family begins."""
+    from stages.text_to_image.train.profile import profile_settings
+
+    begun = record.begin.get("train", {})
+    targets = {"targets": begun["targets"]} if "targets" in begun else {}
+    return profile_settings(case.optimizer, base_bits=case.bits, rank=case.rank, stream_blocks=case.stream, **targets)
+
+
 def measure_training(case: Case) -> dict[str, Any]:
     """Time the trainer's steps for a case, and measure their memory; one more step, phase by phase, says where it peaks."""
     import mlx.core as mx
 
     from stages.text_to_image.families import family
     from stages.text_to_image.train.memory import BatchShape, ImageEstimator
-    from stages.text_to_image.train.profile import profile_settings, random_batch, random_training
+    from stages.text_to_image.train.profile import random_batch, random_training
     from stages.tuner.blockwise.device import configure_scheduler, memory_budget
     from stages.tuner.blockwise.meter import Meter
     from stages.tuner.memory import MemoryPlan
@@ -67,9 +78,9 @@ def measure_training(case: Case) -> dict[str, Any]:
         configure_scheduler()  # before MLX's first operation
     ranks = connect()
     record = family(case.family)
-    config = profile_settings(case.optimizer, base_bits=case.bits, rank=case.rank, stream_blocks=case.stream)
+    config = training_settings(case, record)
     architecture = record.architecture
-    shape = BatchShape(1, case.width, case.height, record.text_tokens, architecture.pixels_per_token)
+    shape = BatchShape(1, case.width, case.height, case.text_rows or record.text_tokens, architecture.pixels_per_token)
     blocks = ImageEstimator(config, architecture, architecture.transformer_config(None, record), shape).blocks(1)
     training = (random_plain_training if case.plan == "plain" else random_training)(record, config)
     training.ranks = ranks
@@ -161,7 +172,7 @@ def measure_drawing(case: Case) -> dict[str, Any]:
     predict = model_forward(model, None)
     predict.live_bytes = memory.live if case.memory_limited else None
     grid = case.height // 16, case.width // 16
-    inputs = record.architecture.zero_inputs(model.config, 1, grid, record.text_tokens)
+    inputs = record.architecture.zero_inputs(model.config, 1, grid, case.text_rows or record.text_tokens)
     inputs |= {name: mx.random.normal(inputs[name].shape) for name in ("x_BLC", "ctx_BTJ")}
     mx.eval(inputs["x_BLC"], inputs["ctx_BTJ"])
     mx.clear_cache()
@@ -185,7 +196,8 @@ def measure_loader(case: Case) -> dict[str, Any]:
     from tests.bench.reading import read_epoch
 
     record = family(case.family)
-    return read_epoch(24 * case.steps, case.width, record.text_tokens, record.transformer["joint_attention_dim"])
+    features = record.architecture.transformer_config(None, record).text_features
+    return read_epoch(24 * case.steps, case.width, record.text_tokens, features)
 
 
 def measure_checksums(case: Case) -> dict[str, Any]:
@@ -194,7 +206,8 @@ def measure_checksums(case: Case) -> dict[str, Any]:
     from tests.bench.reading import check_samples
 
     record = family(case.family)
-    return check_samples(4 * case.steps, case.width, record.text_tokens, record.transformer["joint_attention_dim"])
+    features = record.architecture.transformer_config(None, record).text_features
+    return check_samples(4 * case.steps, case.width, record.text_tokens, features)
 
 
 def measure_commit(case: Case) -> dict[str, Any]:

@@ -6,8 +6,10 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
+from stages.text_to_image.families import FAMILIES
 from tests.bench.cases import TORCH_PLANS, Case
 
+SHORT_ROWS = 64  # of a usual caption, where the transformer reads as many as the caption has
 COMPARED = "klein-base-4b"  # the family that is compared with PyTorch
 
 
@@ -124,6 +126,36 @@ def bars(family: str = COMPARED, large: str = "dev", px: int = 1024) -> Iterator
         yield Case(family, half, half, "compiled", backend="torch")
     yield Case(family, px, px, kind="decode", dtype="float32", memory_limited=True)
     yield Case(family, px, px, kind="text_encoder", memory_limited=True)
+
+
+def shapes(family: str) -> Iterator[Case]:
+    """Every stage of a family at 1024 and 512 px and every width of weights, and PyTorch compiled beside. What the goals are
+    about comes first.
+    """
+    torch = importlib.util.find_spec("torch") is not None
+    encode: dict[str, Any] = {"kind": "autoencoder", "dtype": "float32"}
+    for px in (1024, 512):
+        yield from (Case(family, px, px, bits=bits, memory_limited=True) for bits in (16, 8, 4))
+        if torch:
+            yield Case(family, px, px, "compiled+checkpoint", backend="torch")
+        yield from (Case(family, px, px, kind="draw", bits=bits, memory_limited=True) for bits in (16, 8, 4))
+        if torch:
+            yield Case(family, px, px, "compiled", backend="torch", kind="draw")
+    for px in (1024, 512):
+        yield Case(family, px, px, "whole", memory_limited=True)
+        yield from (Case(family, px, px, **encode, exact=exact, memory_limited=True) for exact in (True, False))
+        yield Case(family, px, px, kind="decode", dtype="float32", memory_limited=True)
+        if torch:
+            yield Case(family, px, px, "compiled", backend="torch")
+            yield Case(family, px, px, "compiled", backend="torch", **encode)
+    yield from (Case(family, bits=bits, kind="text_encoder", memory_limited=True) for bits in (16, 8, 4))
+    if torch:
+        yield Case(family, plan="eager", backend="torch", kind="text_encoder")
+    if FAMILIES[family].text_padding == "none":
+        for px in (1024, 512):
+            yield Case(family, px, px, text_rows=SHORT_ROWS, memory_limited=True)
+            if torch:
+                yield Case(family, px, px, "compiled+checkpoint", text_rows=SHORT_ROWS, backend="torch")
 
 
 def pytorch(family: str, px: int) -> Iterator[Case]:

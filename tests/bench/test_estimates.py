@@ -17,8 +17,9 @@ from stages.text_to_image.families import family
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.memory import drawing_memory
 from stages.text_to_image.train.memory import BatchShape, ImageEstimator
-from stages.text_to_image.train.profile import profile_settings
+from tests.bench.cases import Case
 from tests.bench.labels import configuration, name, size
+from tests.bench.run import training_settings
 
 MEASUREMENTS = Path(__file__).parents[2] / "data" / "measurements"
 ROWS, BALLAST = (
@@ -55,8 +56,9 @@ def estimate(row: dict) -> Memory:
     if row["kind"] != "train":
         given = (None, record, *pixels[::-1], 4, row["kind"] == "autoencoder", row.get("exact", False))
         return record.architecture.autoencoder_memory(*given)
-    config = profile_settings(row["optimizer"], base_bits=row["bits"], rank=row["rank"], stream_blocks=row.get("stream", False))
-    shape = BatchShape(1, *pixels, record.text_tokens, record.architecture.pixels_per_token)
+    case = Case(optimizer=row["optimizer"], bits=row["bits"], rank=row["rank"], stream=row.get("stream", False))
+    config = training_settings(case, record)
+    shape = BatchShape(1, *pixels, row.get("text_rows") or record.text_tokens, record.architecture.pixels_per_token)
     sizes = record.architecture.transformer_config(None, record)
     plan = int(row["plan"]) if row["plan"].isdigit() else row["plan"]
     return ImageEstimator(config, record.architecture, sizes, shape).blocks(1).memory(plan)

@@ -46,9 +46,10 @@ class Sizes:
 class LoraLinear(nn.Module):
     """x W^T + (x A^T) B^T with W frozen in bfloat16, and A and B in float32, cast to x's dtype."""
 
-    def __init__(self, inputs: int, outputs: int, rank: int) -> None:
+    def __init__(self, inputs: int, outputs: int, rank: int, weight: Any = None) -> None:
         super().__init__()
-        weight = torch.randn(outputs, inputs, device=DEVICE, dtype=torch.bfloat16) * inputs**-0.5
+        if weight is None:
+            weight = torch.randn(outputs, inputs, device=DEVICE, dtype=torch.bfloat16) * inputs**-0.5
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.down = nn.Parameter(torch.randn(rank, inputs, device=DEVICE) * inputs**-0.5)
         self.up = nn.Parameter(torch.zeros(outputs, rank, device=DEVICE))

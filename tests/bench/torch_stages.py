@@ -14,6 +14,7 @@ import torch
 from stages.models.family import Family
 from stages.text_to_image.families import FAMILIES
 from tests.bench.cases import Case
+from tests.bench.torch_diffusers import MODULES, autoencoder, on_device, transformer
 from tests.bench.torch_model import DEVICE
 
 TimeSteps = Callable[[Callable[[], Any], int], dict[str, float]]
@@ -43,15 +44,6 @@ def measure_torch_stage(case: Case, time_steps: TimeSteps) -> dict[str, Any]:
     return times | {"peak_gb": peak, "reserved_gb": reserved, "version": torch.__version__}
 
 
-def on_device(make: Callable[[], Any], dtype: Any) -> Any:
-    """Build a model on the GPU in `dtype`, ready to compute."""
-    torch.set_default_dtype(dtype)
-    with torch.device(DEVICE):
-        model = make()
-    torch.set_default_dtype(torch.float32)
-    return model.to(dtype).eval()
-
-
 def maybe_compiled(case: Case, function: Any) -> Any:
     """Compile a module or function if the case asks for it."""
     return torch.compile(function) if "compiled" in case.plan else function
@@ -59,26 +51,8 @@ def maybe_compiled(case: Case, function: Any) -> Any:
 
 def drawing(case: Case, family: Family, dtype: Any) -> Callable[[], Any]:
     """One denoising forward pass of diffusers' transformer."""
-    from diffusers import Flux2Transformer2DModel
-
-    model = on_device(lambda: Flux2Transformer2DModel(**family.transformer), dtype)
-    run = maybe_compiled(case, model)
-    h, w, T = case.height // 16, case.width // 16, family.text_tokens
-    x = torch.randn(1, h * w, family.transformer["in_channels"], device=DEVICE, dtype=dtype)
-    text = torch.randn(1, T, family.transformer["joint_attention_dim"], device=DEVICE, dtype=dtype)
-    ids = torch.stack(torch.meshgrid(torch.arange(1), torch.arange(h), torch.arange(w), torch.arange(1), indexing="ij"), -1)
-    image_ids = ids.reshape(1, -1, 4).to(DEVICE)
-    text_ids = torch.zeros(1, T, 4, dtype=torch.long, device=DEVICE)
-    text_ids[0, :, 3] = torch.arange(T)
-    given = {"hidden_states": x, "encoder_hidden_states": text, "timestep": torch.full((1,), 0.5, device=DEVICE, dtype=dtype)}
-    given |= {"img_ids": image_ids, "txt_ids": text_ids, "guidance": None, "return_dict": False}
+    run, given = maybe_compiled(case, transformer(family, dtype)), MODULES[family.code].inputs(case, family, dtype)
     return lambda: run(**given)
-
-
-def autoencoder(family: Family, dtype: Any) -> Any:
-    from diffusers import AutoencoderKLFlux2
-
-    return on_device(lambda: AutoencoderKLFlux2(**family.autoencoder), dtype)
 
 
 def encoding(case: Case, family: Family, dtype: Any) -> Callable[[], Any]:
@@ -89,7 +63,7 @@ def encoding(case: Case, family: Family, dtype: Any) -> Callable[[], Any]:
 
 def decoding(case: Case, family: Family, dtype: Any) -> Callable[[], Any]:
     run = maybe_compiled(case, autoencoder(family, dtype).decode)
-    latent = torch.randn(1, 32, case.height // 8, case.width // 8, device=DEVICE, dtype=dtype)
+    latent = torch.randn(1, family.autoencoder["latent_channels"], case.height // 8, case.width // 8, device=DEVICE, dtype=dtype)
     return lambda: run(latent).sample
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from stages.models.family import Family
 from tests import checkpoints
+from tests.bench.encoders import autoencoder_module
 
 SHARD = 5_000_000_000  # bytes of a file
 BLOCK = 16_777_213  # values that repeat; a prime, so that the rows of a matrix differ
@@ -114,12 +115,10 @@ def write_component(folder: Path, stem: str, shapes: Shapes, config: dict[str, A
 
 def component_shapes(record: Family, component: str) -> Shapes:
     """Return the shapes of a component's tensors by name. Layers of the text encoder that are never read are left out."""
-    from stages.models.flux2.autoencoder import AutoencoderConfig
-
     if component == "transformer":
         return dict(record.architecture.transformer_config(None, record).shapes())
     if component == "autoencoder":
-        return dict(AutoencoderConfig.from_dict(record.autoencoder).shapes())
+        return dict(autoencoder_module(record).AutoencoderConfig.from_dict(record.autoencoder).shapes())
     needed = record.architecture.text_encoder_sizes(None, record).shapes(max(record.text_layers))
     prefix = "language_model.model." if record.text_kind == "mistral3" else "model."
     return {prefix + name: shape for name, shape in needed.items()}

@@ -16,12 +16,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from stages import kernels
 from stages.models import layers
 from stages.models.attention import plain_linear, rms_norm, silu
 from stages.models.family import Linear
 from stages.models.folders import checked_sizes
 from stages.models.layers import attend, rotate, silu_times, sinusoid, split_heads, spread
 from stages.models.transformer import PictureTransformer, Shapes, Shared
+from stages.own_gradient import OwnGradient
 
 MULTIPLE = 32  # of the rows of each stream
 PATCH = 2  # positions of the latent along one side of a token
@@ -183,24 +185,47 @@ def _block(
     def apply(name: str, x: mx.array) -> mx.array:
         return linear(name, weights[f"{name}.weight"], x)
 
-    def norm(name: str, x: mx.array) -> mx.array:
-        return rms_norm(x, weights[f"{name}.weight"], EPS)
+    def norm(name: str, x: mx.array, factor: mx.array | None = None) -> mx.array:
+        weight = weights[f"{name}.weight"]
+        return rms_norm(x, weight, EPS) if factor is None else modulated_norm(x, weight, factor)
 
     def heads(name: str) -> mx.array:
         return split_heads(apply(f"attention.{name}", y_BSD), weights["attention.norm_q.weight"].shape[0])
 
-    scale_a = gate_a = scale_f = gate_f = mx.array(1, x_BSD.dtype)
+    scale_a = gate_a = scale_f = gate_f = None
     if time_BE is not None:
         m_B1M = (apply("adaLN_modulation.0", time_BE) + weights["adaLN_modulation.0.bias"])[:, None]
         parts = mx.split(m_B1M, 4, axis=-1)
         scale_a, gate_a, scale_f, gate_f = 1 + parts[0], mx.tanh(parts[1]), 1 + parts[2], mx.tanh(parts[3])
-    y_BSD = norm("attention_norm1", x_BSD) * scale_a
+    y_BSD = norm("attention_norm1", x_BSD, scale_a)
     q_BSHK, k_BSHK = (rotate(norm(f"attention.norm_{n}", heads(f"to_{n}")), *rope) for n in ("q", "k"))
     y_BSD = apply("attention.to_out.0", attend(q_BSHK, k_BSHK, heads("to_v")))
-    x_BSD = x_BSD + gate_a * norm("attention_norm2", y_BSD)
-    y_BSD = norm("ffn_norm1", x_BSD) * scale_f
+    x_BSD = x_BSD + norm("attention_norm2", y_BSD, gate_a)
+    y_BSD = norm("ffn_norm1", x_BSD, scale_f)
     y_BSD = apply("feed_forward.w2", silu_times(apply("feed_forward.w1", y_BSD), apply("feed_forward.w3", y_BSD)))
-    return x_BSD + gate_f * norm("ffn_norm2", y_BSD)
+    return x_BSD + norm("ffn_norm2", y_BSD, gate_f)
+
+
+def modulated_norm(x_BSD: mx.array, weight_D: mx.array, factor_B1D: mx.array) -> mx.array:
+    """RMSNorm with a frozen weight, times `factor_B1D`."""
+    # On a GPU, the factors of a single sample are part of the weight: one kernel. On a CPU, MLX has no kernel of the norm.
+    if x_BSD.shape[0] == 1 and kernels.compiles():
+        return _weighted_norm(x_BSD, weight_D, factor_B1D)
+    return rms_norm(x_BSD, weight_D, EPS) * factor_B1D
+
+
+@OwnGradient
+def _weighted_norm(x_1SD: mx.array, weight_D: mx.array, factor_11D: mx.array) -> mx.array:
+    return mx.fast.rms_norm(x_1SD, weight_D * factor_11D[0, 0], EPS)
+
+
+@_weighted_norm.vjp
+def _weighted_norm_vjp(primals: Any, dy_1SD: mx.array, _: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    x_1SD, weight_D, factor_11D = primals
+    dx = mx.vjp(lambda x: mx.fast.rms_norm(x, None, EPS), [x_1SD], [dy_1SD * (weight_D * factor_11D)])[1][0]
+    # Never computed unless the modulation is trained.
+    dfactor = (dy_1SD.astype(mx.float32) * mx.fast.rms_norm(x_1SD, weight_D, EPS)).sum(axis=1, keepdims=True)
+    return dx, mx.zeros_like(weight_D), dfactor.astype(factor_11D.dtype)
 
 
 class ZImage(PictureTransformer):

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from stages import kernels
 from stages.models.z_image.load import load_transformer, to_diffusers
 from stages.models.z_image.transformer import ZImage, ZImageConfig
 from stages.text_to_image.families import family
@@ -138,18 +139,26 @@ def test_the_velocity_is_that_of_diffusers_at_random_sizes(seed: int) -> None:
     check(ours(reference)(mx.array(folded(x_BCHW)), size, text_BTJ, mx.array(SIGMAS[:2]), tokens_B), folded(expected))
 
 
-@pytest.mark.parametrize("plan", ["blocks", "whole"])
-def test_the_loss_and_the_gradients_of_a_lora_are_those_of_pytorch(reference: Any, plan: str) -> None:
+@pytest.mark.parametrize(
+    ("plan", "rows", "as_on_a_gpu"),
+    [("blocks", (7, 20), False), ("whole", (7, 20), False), ("blocks", (7,), True)],
+    ids=["blocks", "whole", "one sample as on a GPU"],
+)
+def test_the_loss_and_the_gradients_of_a_lora_are_those_of_pytorch(
+    reference: Any, plan: str, rows: tuple[int, ...], as_on_a_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
     from peft import LoraConfig, get_peft_model
 
-    size, rows = (3, 5), (7, 20)
+    if as_on_a_gpu:
+        monkeypatch.setattr(kernels, "compiles", lambda: True)  # chooses the fused norm; nothing is compiled
+    size, sigmas = (3, 5), SIGMAS[: len(rows)]
     x_BCHW, texts = given(size, rows)
-    target_BCHW = given(size, (1, 2))[0]
+    target_BCHW = given(size, (1, 2))[0][: len(rows)]
     model = ours(reference)
     names = [name for name in model.linears() if name.endswith(("to_q", "to_out.0", "w1", "w2", "adaLN_modulation.0"))]
     adapted = get_peft_model(random_reference(), LoraConfig(r=2, lora_alpha=4, target_modules=names, init_lora_weights=False))
-    loss = (theirs(adapted, x_BCHW, texts, SIGMAS[:2]) - torch.tensor(target_BCHW)).square().mean()
+    loss = (theirs(adapted, x_BCHW, texts, sigmas) - torch.tensor(target_BCHW)).square().mean()
     loss.backward()
     expected = {
         name.removeprefix("base_model.model.").replace(".default", ""): tensor
@@ -158,7 +167,7 @@ def test_the_loss_and_the_gradients_of_a_lora_are_those_of_pytorch(reference: An
     }
     arrays = {name: mx.array(tensor.detach().numpy()) for name, tensor in expected.items()}
     text_BTJ, tokens_B = levelled(texts)
-    inputs = {"x_BLC": mx.array(folded(x_BCHW)), "size": size, "ctx_BTJ": text_BTJ, "sigma_B": mx.array(SIGMAS[:2])}
+    inputs = {"x_BLC": mx.array(folded(x_BCHW)), "size": size, "ctx_BTJ": text_BTJ, "sigma_B": mx.array(sigmas)}
     target_BLC = mx.array(folded(target_BCHW))
     losses_B, grads = loss_and_grads(
         model, arrays, dict.fromkeys(names, 2.0), inputs | {"tokens_B": tokens_B}, lambda v: mse(v, target_BLC), plan
