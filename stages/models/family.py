@@ -246,6 +246,8 @@ class Architecture:
     # recognise(shapes, family): the component of the family that weights with these names and shapes are, or "".
     recognise: Callable[[Mapping[str, tuple[int, ...]], Family], str]
 
+    modular: bool = False  # diffusers draws with a ModularPipeline, whose components are loaded in a step of their own
+
     def draw(self, model: Transformer, text_1TJ: mx.array, height: int, width: int, **settings: Any) -> Iterator[mx.array]:
         """Yield the latent (1, C, h, w), float32, after every denoising step; the last one is the image's.
 

@@ -114,11 +114,17 @@ def card(
     yield "## Use\n"
     yield "```python"
     yield "import torch"
-    yield "from diffusers import DiffusionPipeline\n"
+    modular = family.architecture.modular
+    yield f"from diffusers import {'ModularPipeline' if modular else 'DiffusionPipeline'}\n"
     base = family.hub or family.bundled or "FOLDER OF THE BASE"
-    yield f"pipe = DiffusionPipeline.from_pretrained({base!r}, torch_dtype=torch.bfloat16)"
+    if modular:
+        yield f"pipe = ModularPipeline.from_pretrained({base!r})"
+        yield "pipe.load_components(torch_dtype=torch.bfloat16)"
+    else:
+        yield f"pipe = DiffusionPipeline.from_pretrained({base!r}, torch_dtype=torch.bfloat16)"
     yield f"pipe.load_lora_weights(FOLDER, weight_name={WEIGHTS!r})"
-    yield f"image = pipe({(prompts or [trigger or ''])[0]!r}).images[0]"
+    prompt = (prompts or [trigger or ""])[0]
+    yield f"image = pipe(prompt={prompt!r}, output='images')[0]" if modular else f"image = pipe({prompt!r}).images[0]"
     yield "```\n"
     mflux = f" mflux: `--lora-paths {WEIGHTS}`." if "mflux" in family.architecture.readers else ""
     yield f"ComfyUI: copy `{WEIGHTS}` into `models/loras`.{mflux}\n"

@@ -84,6 +84,23 @@ def test_a_whole_model_is_found_in_whatever_order_a_family_lists_its_components(
     assert not list(complete_roots(list(search(snapshot.parents[2], families)), families))
 
 
+def test_qwen3_and_the_text_part_of_qwen3_vl_are_offered_to_those_that_read_them(tmp_path: Path) -> None:
+    sizes = dict(family("flux3-klein-base").text_encoder)
+    for folder, prefix, config in (
+        ("whole", "model.language_model.", {"model_type": "qwen3_vl", "text_config": sizes}),
+        ("part", "model.", sizes),
+        ("qwen3", "model.", dict(KLEIN.text_encoder)),
+        ("unsaid", "model.", {}),
+        ("told", "language_model.model.", {}),
+    ):
+        sparse(tmp_path / folder / "model.safetensors", text_encoder(prefix))
+        if config:
+            (tmp_path / folder / "config.json").write_text(json.dumps(config))
+    found = {each.path.parent.name: set(each.families) for each in search(tmp_path, PUBLISHED)}
+    vl, qwen3 = {"flux3-klein-base", "flux3-klein"}, {"klein-base-4b", "klein-4b", "z-image", "z-image-turbo"}
+    assert found == {"whole": vl, "part": vl, "told": vl, "qwen3": qwen3, "unsaid": qwen3}
+
+
 def test_what_is_missing_is_said_and_nothing_incomplete_is_offered(snapshot: Path) -> None:
     next((snapshot / "transformer").glob("*-00002-*")).unlink()
     file = snapshot / "text_encoder" / "model.safetensors"
