@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 STYLES = {
     "diffusers": "transformer.<diffusers name>: diffusers, and ComfyUI by its name map",
-    "comfyui": "diffusion_model.<name in ComfyUI>, for FLUX.2 with q, k and v fused: ComfyUI, and what reads its layout; diffusers too",
+    "comfyui": "diffusion_model.<name in ComfyUI>, q, k and v fused for FLUX.2: ComfyUI and what reads its names; diffusers too",
 }
 READERS = {  # style -> variant -> which programs load the file; every program loads a plain LoRA
     "diffusers": {

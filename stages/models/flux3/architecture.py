@@ -33,4 +33,5 @@ FLUX3 = Architecture(
     adapter_styles={"diffusers": adapter_files.to_diffusers, "comfyui": adapters.to_comfyui},
     write_random_weights=random_weights.write_random_weights,
     recognise=load.recognise,
+    modular=True,
 )

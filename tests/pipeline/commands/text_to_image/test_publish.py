@@ -53,6 +53,9 @@ def test_the_card_of_an_adapter_for_a_bundled_base_names_its_folder_and_the_run_
     micro = SimpleNamespace(**{name: getattr(project, name) for name in ("name", "folder", "config")}, family=family("micro"))
     lines = list(card(micro, {}, {}, "x", "", False))  # type: ignore[arg-type]
     assert "pipe = DiffusionPipeline.from_pretrained('data/assets/micro', torch_dtype=torch.bfloat16)" in lines
+    micro.family = family("flux3-klein-base")
+    lines = list(card(micro, {}, {}, "x", "", False))  # type: ignore[arg-type]
+    assert "pipe = ModularPipeline.from_pretrained('black-forest-labs/flux-3-image-klein-base')" in lines
     last = [line.split("PROJECT")[0] for line in results(project, "samples")[-3:]]
     assert last == ["next: make view ", "next: make export ", "next: make generate "]
 

@@ -19,11 +19,7 @@ from stages.models.text.encoder import TextEncoder, rows, text_encoder_sizes
 from stages.text_to_image.families import family
 from tests.stages.models.test_gguf import file_of
 
-WINDOWS = SimpleNamespace(text_rows=lambda tokens: -(-tokens // 80) * 80)
-QWEN3 = family("tiny")
-RECORD = replace(
-    QWEN3, code=f"{__name__}:WINDOWS", text_kind="qwen3_vl", text_padding="repeated", text_layers=(1, 2, 4), text_tokens=160
-)
+QWEN3, RECORD = family("tiny"), family("flux3-tiny")
 FRAME = 8  # tokens of an empty prompt
 CLOSE = 1e-5
 
@@ -97,7 +93,7 @@ def test_all_rows_of_a_window_are_those_of_diffusers_and_padding_is_stored_once(
     real = min(letters + FRAME, 160)
     assert (prompt.real, len(prompt.ids), prompt.dropped) == (real, real + (real % 80 > 0), max(letters + FRAME - 160, 0))
     mine = np.array(made.model.encode(*rows(prompt), made.layers))[0]
-    assert len(theirs) == WINDOWS.text_rows(real)
+    assert len(theirs) == RECORD.architecture.text_rows(real) == -(-real // 80) * 80
     mine = np.concatenate([mine, np.repeat(mine[-1:], len(theirs) - len(mine), axis=0)])
     assert np.abs(theirs).max() > 0.5
     assert np.abs(mine - theirs).max() <= CLOSE * np.abs(theirs).max()
