@@ -1,8 +1,8 @@
-"""Load the transformer, from the diffusers layout or Black Forest Labs' single file; recognise the components."""
+"""Load the transformer, from all layouts that diffusers, Black Forest Labs, flux3-mlx and mflux write; recognise components."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,25 +44,23 @@ REFERENCE: names.Reference = {
     SWAPPED: ("norm_out.linear",),
     "final_layer.image.linear": ("proj_out",),
 }
+MFLUX: names.Reference = {f"{head}.{{}}.attn.to_out": (f"{head}.{{}}.attn.to_out.0",) for head in BLOCKS}  # models that it saves
 UNUSED = "repa_projectors."  # in some single files, for training alone
-MARKS = ("emb_in.", "content_mode_blocks.", "single_blocks.")  # of Black Forest Labs' names
 DISTILLED = ("ref_time_in.", "target_timestep_embedder.")
 
 
-def is_single_file(keys: Iterable[str]) -> bool:
-    return any(weights.strip_prefix(key).startswith(MARKS) for key in keys)
-
-
 def to_diffusers(arrays: Arrays) -> Arrays:
-    """An unknown name loses its prefix only."""
+    """From the names of diffusers, Black Forest Labs, flux3-mlx or mflux. An unknown name loses its prefix only."""
     kept = {key: value for key, value in arrays.items() if not weights.strip_prefix(key).startswith(UNUSED)}
-    return names.to_diffusers(kept, REFERENCE, SWAPPED)
+    return names.to_diffusers(kept, {**REFERENCE, **MFLUX}, SWAPPED)
 
 
 def transformer_config(path: Path | None, family: Family) -> Flux3Config:
     """From the config.json at `path`, else from `family`. Raises ValueError if it is not that of a FLUX 3 transformer."""
-    found = Flux3Config.from_dict(component_config(path, family.transformer) if path else family.transformer)
-    return replace(found, references=family.references != "none")
+    stated = component_config(path, family.transformer) if path else family.transformer
+    # flux3-mlx's says only how the weights are quantised.
+    sizes = stated if stated.keys() & family.transformer.keys() else family.transformer
+    return replace(Flux3Config.from_dict(sizes), references=family.references != "none")
 
 
 def load_transformer(
@@ -74,7 +72,7 @@ def load_transformer(
     arrays = weights.load_component(
         path,
         config.shapes(),
-        convert=to_diffusers if is_single_file(weights.read_shapes(path)) else None,
+        convert=to_diffusers,
         ignore=lambda name: name in unneeded,
         dtype=dtype,
         arrange=arrange,

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from stages.models.flux3.load import is_single_file, load_transformer, recognise, to_diffusers
+from stages.models.flux3.load import load_transformer, recognise, to_diffusers
 from stages.models.flux3.sampling import sigmas as levels
 from stages.models.flux3.transformer import WINDOW, Flux3, Flux3Config, image_ids, inputs, text_rows
 from stages.text_to_image.families import family
@@ -223,9 +223,8 @@ def test_black_forest_labs_single_file_is_renamed_as_diffusers_does(reference: A
     state = {name: tensor.numpy() for name, tensor in reference.state_dict().items()}
     single = makers_names(state)
     expected = convert_flux3_transformer_checkpoint_to_diffusers({k: torch.tensor(v) for k, v in single.items()})
-    assert is_single_file(single) and not is_single_file(state)
-    for prefix in ("", "model.diffusion_model."):
-        converted = to_diffusers({prefix + k: mx.array(v) for k, v in single.items()})
+    for prefix, named in (("", state), ("", single), ("model.diffusion_model.", single)):
+        converted = to_diffusers({prefix + k: mx.array(v) for k, v in named.items()})
         assert set(converted) == set(expected) == set(state)
         for name, value in expected.items():
             assert np.array_equal(np.array(converted[name]), value.numpy()), name
@@ -239,6 +238,24 @@ def test_black_forest_labs_single_file_is_renamed_as_diffusers_does(reference: A
     assert recognise(shapes, record) == "transformer"
     assert recognise(shapes, replace(record, transformer=sizes | {"flow_map": not sizes["flow_map"]})) == ""
     assert recognise(shapes | {"early_stream_modulations.video.lin.weight": (192, 64)}, record) == ""
+
+
+@pytest.mark.parametrize("program", ["mflux", "flux3-mlx"])
+def test_the_quantised_models_that_programs_for_macs_save_are_read(reference: Any, program: str, tmp_path: Path) -> None:
+    state = {name: tensor.numpy() for name, tensor in reference.state_dict().items()}
+    saved: dict[str, mx.array] = {}
+    for key, value in (makers_names(state) if program == "flux3-mlx" else state).items():
+        name = key.replace("to_out.0", "to_out") if program == "mflux" else key
+        packs = "blocks" in name and value.ndim == 2  # both quantise more or less beside the blocks
+        parts = zip(("weight", "scales", "biases"), mx.quantize(mx.array(value), 32, 8), strict=True) if packs else ()
+        saved |= {name.replace("weight", part): array for part, array in parts} or {name: mx.array(value)}
+    saved = {name: value for name, value in saved.items() if "repa" not in name}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), saved)
+    (tmp_path / "config.json").write_text('{"quantization": {"group_size": 32, "bits": 8}}')
+    found = load_transformer(tmp_path, replace(family("flux3-klein-base"), transformer=dict(reference.config)))
+    case = prepared(*given((3, 5), (7,), ())[:2], SIGMAS[:1], TARGETS[:1])
+    exact = np.array(ours(reference)(**case))
+    assert 0 < np.abs(np.array(found(**case)) - exact).max() < 0.02 * np.abs(exact).max()
 
 
 def makers_names(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
