@@ -18,6 +18,7 @@ JSON_BYTES = 100_000_000  # the largest tokenizer.json in use has 33 MB
 TOML_BYTES = 1_000_000
 SHOWN = 80  # characters of a wrong line
 DOTS = 200  # in a line of TOML, outside texts; tomllib's time grows with the square of a dotted key's parts
+SYSTEM = ("/proc", "/sys")  # files there have no size and no end
 TEXTS = re.compile(r"""\"[^"\n]*"|'[^'\n]*'""")
 
 
@@ -82,6 +83,29 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
         lines = text.splitlines()
         line = lines[int(at[1]) - 1].strip()[:SHOWN] if at and int(at[1]) <= len(lines) else ""
         raise ValueError(f"{where}: not valid TOML: {error}{line and f': {line}'}") from None
+
+
+class Folders:
+    """Lists the folders below `root`, each once: loops of links end."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.seen = root.resolve(), set[tuple[int, int]]()
+
+    def entries(self, folder: Path) -> list[os.DirEntry[str]]:
+        """By name. Raises ValueError, with the reason alone, if it cannot be read, is of the system, or above the root."""
+        try:
+            status = folder.stat()
+            real = folder.resolve() if folder.is_symlink() or not self.seen else folder
+            if (status.st_dev, status.st_ino) in self.seen:
+                return []
+            if any(real.is_relative_to(each) for each in SYSTEM):
+                raise ValueError(f"leads to {real}, a folder of the system")
+            if self.seen and self.root.is_relative_to(real):
+                raise ValueError(f"leads to {real}, above the folder that is searched")
+            self.seen.add((status.st_dev, status.st_ino))
+            return sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except OSError as error:
+            raise ValueError(f"cannot be read ({error.strerror})") from error
 
 
 def _without_waiting(path: str, flags: int) -> int:

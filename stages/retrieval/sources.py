@@ -22,6 +22,7 @@ from stages.retrieval.texts import Row
 from stages.run import Run
 from stages.settings import COUNT, Section, nearest, runtime, selects, setting
 from stages.stage import Stage
+from stages.untrusted import Folders, open_regular, read_bytes
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
@@ -106,13 +107,15 @@ CACHES = ("__pycache__/", "*.pyc", "*.pyo", "*.egg-info/", "*.dist-info/")  # ne
 
 def scan(root: Root, exclude: Iterable[str] = ()) -> list[Row]:
     """FILE_COLUMNS of every file, by path; only .gitignore files are opened. Hidden files are left out, links to folders are
-    followed. Raises ValueError if a folder cannot be read, or a pattern is wrong.
+    followed. Raises ValueError if the root cannot be read, or a pattern of sources.exclude is wrong.
     """
     if root.path.is_file():
         return [_row(root, root.path.name, root.path.stat())]
-    fixed = _spec([*CACHES, *root.exclude, *exclude], "sources.exclude")
+    fixed, wrong = _spec([*CACHES, *root.exclude, *exclude])
+    if wrong:
+        raise ValueError(f"sources.exclude must hold patterns of .gitignore: {wrong}")
     layers = _layers_above(root.path) if root.own_rules else []
-    rows = [_row(root, name, status) for name, status in _walk(root, "", fixed, layers, set())]
+    rows = [_row(root, name, status) for name, status in _walk(root, fixed, layers)]
     return sorted(rows, key=lambda row: str(row["path"]))
 
 
@@ -121,33 +124,50 @@ def scan(root: Root, exclude: Iterable[str] = ()) -> list[Row]:
 Layer = tuple[str, str, "GitIgnoreSpec"]
 
 
-def _walk(
-    root: Root, folder: str, fixed: GitIgnoreSpec, layers: list[Layer], seen: set[tuple[int, int]]
-) -> Iterator[tuple[str, os.stat_result]]:
-    """(path relative to the root, status). `folder` is relative to the root, "" or with a final slash."""
-    place = root.path / folder
+def _walk(root: Root, fixed: GitIgnoreSpec, layers: list[Layer]) -> Iterator[tuple[str, os.stat_result]]:
+    """(path relative to the root, status). Of a folder that cannot be read, and of rules that cannot be used, there is a row
+    too. Raises ValueError if the root cannot be read.
+    """
+    folders = Folders(root.path)
+
+    def opened(folder: str, layers: list[Layer]) -> tuple[Iterator[os.DirEntry[str]], str, list[Layer]]:
+        """`folder` is relative to the root, "" or with a final slash."""
+        place = root.path / folder
+        entries = folders.entries(place)
+        if root.own_rules and (place / RULES).is_file():
+            layers = [*layers, ("", folder, _read_rules(place / RULES)[0])]
+        return iter(entries), folder, layers
+
     try:
-        status = place.stat()
-        entries = sorted(os.scandir(place), key=lambda entry: entry.name)
-    except OSError as error:
-        raise ValueError(
-            f"source folder {place} cannot be read ({error.strerror}): change its permissions, or exclude it"
-        ) from None
-    # Loops of links end.
-    if (status.st_dev, status.st_ino) in seen:
-        return
-    seen.add((status.st_dev, status.st_ino))
-    if root.own_rules and (place / RULES).is_file():
-        layers = [*layers, ("", folder, _read_rules(place / RULES))]
-    for entry in entries:
-        is_folder = entry.is_dir()
+        waiting = [opened("", layers)]
+    except ValueError as error:
+        raise ValueError(f"source folder {root.path} {error}: change its permissions, or exclude it") from None
+    while waiting:  # without recursion: folders may be nested a thousand deep
+        entries, folder, layers = waiting[-1]
+        entry = next(entries, None)
+        if entry is None:
+            waiting.pop()
+            continue
+        is_folder, is_file = _kind(entry)
         name = f"{folder}{entry.name}{'/' if is_folder else ''}"
+        if entry.name == RULES and is_file and root.own_rules and _read_rules(Path(entry.path))[1]:
+            yield name, entry.stat()
         if entry.name.startswith(".") or fixed.match_file(name) or _ignored(name, layers):
             continue
         if is_folder:
-            yield from _walk(root, name, fixed, layers, seen)
-        elif entry.is_file() or entry.is_symlink():
-            yield name, entry.stat(follow_symlinks=entry.is_file())
+            try:
+                waiting.append(opened(name, layers))
+            except ValueError:
+                yield name, entry.stat(follow_symlinks=False)
+        elif is_file or entry.is_symlink():
+            yield name, entry.stat(follow_symlinks=is_file)
+
+
+def _kind(entry: os.DirEntry[str]) -> tuple[bool, bool]:
+    try:
+        return entry.is_dir(), entry.is_file()
+    except OSError:  # a link to itself
+        return False, False
 
 
 def _ignored(name: str, layers: list[Layer]) -> bool:
@@ -168,7 +188,7 @@ def _layers_above(folder: Path) -> list[Layer]:
         return []
     places = above[1 : above.index(top) + 1][::-1]
     layers = [
-        (f"{PurePosixPath(folder.relative_to(place))}/", "", _read_rules(place / RULES))
+        (f"{PurePosixPath(folder.relative_to(place))}/", "", _read_rules(place / RULES)[0])
         for place in places
         if (place / RULES).is_file()
     ]
@@ -176,17 +196,48 @@ def _layers_above(folder: Path) -> list[Layer]:
     return [] if _ignored("", layers) else layers
 
 
-def _read_rules(file: Path) -> GitIgnoreSpec:
-    return _spec(file.read_text(encoding="utf-8", errors="replace").splitlines(), str(file))
+def _read_rules(file: Path) -> tuple[GitIgnoreSpec, str]:
+    """The rules, and what is wrong with those that are not used, or ""."""
+    try:
+        return _spec(read_bytes(file, RULES_BYTES).decode(errors="replace").splitlines())
+    except ValueError as error:
+        return _spec([])[0], str(error)
 
 
-def _spec(lines: Iterable[str], where: str) -> GitIgnoreSpec:
+def _spec(lines: Iterable[str]) -> tuple[GitIgnoreSpec, str]:
     from pathspec import GitIgnoreSpec
 
-    try:
-        return GitIgnoreSpec.from_lines(lines)
-    except ValueError as error:
-        raise ValueError(f"{where} must hold patterns of .gitignore: {error}") from None
+    patterns, wrong = [], ""
+    for number, line in enumerate(lines, 1):
+        if number > RULES_LINES or line.split("/").count("**") > STARS:
+            wrong = wrong or f"line {number}: at most {RULES_LINES} lines are read, and {STARS} ** in a line"
+            continue
+        try:
+            for found in GitIgnoreSpec.from_lines([line]).patterns:
+                pattern = found.regex and re.compile(_linear(found.regex.pattern))
+                patterns.append(type(found)(pattern, found.include) if pattern else found)
+        except (ValueError, re.error, RecursionError, OverflowError) as error:
+            wrong = wrong or f"line {number}, {line[:80]!r}: {' '.join(str(error).split())[:100]}"
+    return GitIgnoreSpec(patterns), wrong
+
+
+RULES_BYTES, RULES_LINES, STARS = 1_000_000, 5_000, 3
+STAR = "[^/]*"  # in pathspec's regular expressions
+BETWEEN = re.compile(r"(?:\[\^/\]|\[[^\]/]*\]|\\.|[^/()\[\]\\])+")  # two stars of one name
+
+
+def _linear(pattern: str) -> str:
+    """The same without going back from one star of a name to the one before: 16 of them took 80 s for a name.
+
+    The first place of what stands between two stars is enough, since the second star takes what follows.
+    """
+    made, *parts = pattern.split(STAR)
+    for number, part in enumerate(parts, 1):
+        if number == len(parts) or (part and not BETWEEN.fullmatch(part)):
+            made += STAR + part
+        elif part:  # else there are two stars, which say what one says
+            made += f"(?>{STAR}?{part})"
+    return made
 
 
 def _row(root: Root, name: str, status: os.stat_result) -> Row:
@@ -230,8 +281,9 @@ PROGRAMS = {
 SHEBANG = re.compile(rb"#!\s*(?:\S*/)?(?:env\s+(?:-\S+\s+)*)?(?:\S*/)?([A-Za-z][A-Za-z-]*)")
 HEADER = ".h"  # the suffix of headers of C, of which many are C++
 # What only a header of C++ holds.
+# [^\S\n] and not \s: blank lines must not be read again from each of them.
 CPP = re.compile(
-    r"^\s*(?:namespace\b|template\s*<|class\s+\w|using\s+\w|(?:public|private|protected)\s*:)|\bstd::|^\s*#\s*include\s*<\w+>",
+    r"^[^\S\n]*(?:namespace\b|template\s*<|class\s+\w|using\s+\w|(?:public|private|protected)\s*:|#[^\S\n]*include\s*<\w+>)|\bstd::",
     re.MULTILINE,
 )
 VENDORED = frozenset(
@@ -257,11 +309,9 @@ def examine(file: Path, row: Row, config: SourcesConfig) -> Row:
 def _of_script(file: Path) -> str:
     """The language that the first line of a script names, or ""."""
     try:
-        if not file.is_file():  # a link may lead to a pipe, which never ends
-            return ""
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             named = SHEBANG.match(opened.readline(200))
-    except OSError:
+    except (OSError, ValueError):
         return ""
     return PROGRAMS.get(named[1].decode(), "") if named else ""
 
@@ -269,6 +319,10 @@ def _of_script(file: Path) -> str:
 def _read(file: Path, row: Row, config: SourcesConfig) -> tuple[str, str] | None:
     """Fill in what the file's bytes say: (value of `skipped`, sentence for the user), or None if the file is used."""
     place, wanted = PurePosixPath(row["path"]), set(config.languages or LANGUAGES.values())
+    if row["path"].endswith("/"):
+        return "unreadable", "the folder cannot be read, or leads above the folder that is searched or to one of the system"
+    if place.name == RULES:
+        return "unreadable", f"not all rules are used: {_read_rules(file)[1]}"
     unwanted = "language", f"sources.languages has {', '.join(config.languages)}"
     header = place.suffix.lower() == HEADER  # may turn out to be C++ once it is read
     if not row["language"]:
@@ -282,11 +336,11 @@ def _read(file: Path, row: Row, config: SourcesConfig) -> tuple[str, str] | None
     if not row["bytes"]:
         return "empty", "it has no bytes"
     try:
-        content = file.read_bytes()
-    except FileNotFoundError:
-        return "unreadable", "the file is gone, is a broken link, or has a name that is not UTF-8"
-    except OSError as error:
-        return "unreadable", f"the file cannot be read: {error.strerror or type(error).__name__}"
+        content = read_bytes(file, config.max_bytes)
+    except ValueError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return "unreadable", "the file is gone, is a broken link, or has a name that is not UTF-8"
+        return "unreadable", str(error).removeprefix(f"{file} ")
     row["source_id"] = hashlib.sha256(content).hexdigest()
     if b"\0" in content[:BINARY_BYTES] and not content.startswith(texts.UTF_16):
         return "binary", "it holds bytes of value zero"

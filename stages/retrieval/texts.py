@@ -23,14 +23,16 @@ HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|(?<=[^\W\d_]
 SENTENCE_END = re.compile(r"(?<=[.!?])(?<!\be\.g\.)(?<!\bi\.e\.)\s+(?=[A-Z`\"'(\[])")
 # Where the prose of a docstring ends: a heading, a field, a doctest, a directive or an underline.
 SECTION = re.compile(
-    r"^\s*(parameters?|args|arguments|keyword args|returns?|yields?|raises|examples?|notes?|references|see also|attributes|usage|"
-    r"warnings?|todo)\b\s*:?\s*$|^\s*[:@]\w+|^\s*>>>|^\s*\.\. |^\s*[-=~*+#]{3,}\s*$",
+    # [^\S\n] and not \s: blank lines must not be read again from each of them.
+    r"^[^\S\n]*(?:(?:parameters?|args|arguments|keyword args|returns?|yields?|raises|examples?|notes?|references|see also|"
+    r"attributes|usage|warnings?|todo)\b[^\S\n]*:?[^\S\n]*$|[:@]\w+|>>>|\.\. |[-=~*+#]{3,}[^\S\n]*$)",
     re.IGNORECASE | re.MULTILINE,
 )
 
 
 # An encoding that one of the first two lines declares, as Python and editors read it: # -*- coding: latin-1 -*-
 DECLARED = re.compile(rb"\A(?:[^\n]*\n)?[ \t\f]*(?:#|//|/\*|--|%|\").*?coding[:=][ \t]*([-\w.]+)")
+NO_CHARACTERS = {"idna", "punycode", "undefined", "unicode_escape", "raw_unicode_escape", "unicode-escape", "raw-unicode-escape"}
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -43,7 +45,8 @@ def decode(content: bytes) -> str:
     except UnicodeDecodeError:
         if declared := DECLARED.match(content):
             with suppress(LookupError):  # no such encoding
-                return content.decode(declared[1].decode())
+                if codecs.lookup(declared[1].decode()).name not in NO_CHARACTERS:
+                    return content.decode(declared[1].decode())
         raise
 
 

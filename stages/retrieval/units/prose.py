@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
+from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,7 @@ from stages.retrieval.texts import split_lines
 from stages.retrieval.units.unit import Unit, code_units, windows
 
 FENCE = re.compile(r"\s{0,3}(```+|~~~+)")
-HEADING = re.compile(r"(#{1,6})\s+(.*?)\s*#*\s*$")
+HEADING = re.compile(r"(#{1,6})\s+(.*)")
 UNDERLINE = re.compile(r"=+\s*$")  # below a heading of the first level
 
 
@@ -42,7 +43,7 @@ def _sections(lines: list[str]) -> Iterator[tuple[Heading, Heading, list[Heading
         if mark := FENCE.match(line):
             fence = "" if fence and mark[1].startswith(fence) else fence or mark[1]
         elif not fence and (found := HEADING.match(line)):
-            headings.append((number, len(found[1]), found[2]))
+            headings.append((number, len(found[1]), found[2].rstrip().rstrip("#").rstrip()))
         elif not fence and number and UNDERLINE.match(line) and lines[number - 1].strip():
             headings.append((number - 1, 1, lines[number - 1].strip()))
     above: list[Heading] = []
@@ -64,13 +65,14 @@ def notebook_units(text: str) -> list[Unit] | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     place, found = 0, []
+    ends = [end.start() for end in re.finditer("\n", text)]
     for number, (kind, source) in enumerate(sources, 1):
         lines = [line for line in source.splitlines() if line.strip()]
         if kind not in ("code", "markdown") or not lines:
             continue
         first, last = (_find(text, line, place) for line in (lines[0], lines[-1]))
         place = max(place, first, last)
-        at = [1 + text.count("\n", 0, each) for each in sorted((first, max(first, last)))]
+        at = [1 + bisect_left(ends, each) for each in sorted((first, max(first, last)))]
         body = textwrap.dedent(source).strip("\n")
         found.append(Unit("", f"cell {number}", "cell", at[0], at[1], "", "", body, f"\n{body}", len(lines)))
     return found
@@ -100,10 +102,14 @@ def shell_units(text: str, window: int) -> list[Unit]:
     lines = split_lines(text)
     found: list[Unit] = []
     loose: list[int] = []  # lines outside of functions, from 1
+    endless: set[tuple[str, bool]] = set()  # indents for which no further line ends a function
     number = 0
     while number < len(lines):
         named = FUNCTION.match(lines[number])
-        end = _end(lines, number, named[1] or named[3] or "") if named else 0
+        ending = (named[1] or named[3] or "", lines[number].rstrip().endswith("(")) if named else ("", False)
+        end = _end(lines, number, ending[0]) if named and ending not in endless else 0
+        if end < 0 and not _of_one_line(lines[number]):
+            endless.add(ending)
         if not named or end <= number:
             loose += [number + 1] if lines[number].strip() and not lines[number].startswith("#!") else []
             number += 1
@@ -117,17 +123,22 @@ def shell_units(text: str, window: int) -> list[Unit]:
         code = [line for line in inside if line.strip() and not line.strip().startswith("#")]
         body = textwrap.dedent("\n".join(inside)).strip("\n")
         after = rest[rest.index(name) + len(name) :]
-        loose = [line for line in loose if line <= above]
+        while loose and loose[-1] > above:
+            loose.pop()
         found.append(Unit(name, name, "function", number + 1, end + 1, f"{name}()", docstring, body, after, len(code)))
         number = end + 1
     return found + list(code_units(lines, [(line, line, []) for line in loose], window, SIGNS))
 
 
+def _of_one_line(line: str) -> bool:
+    return line.rstrip().endswith("}") and "{" in line
+
+
 def _end(lines: list[str], start: int, indent: str) -> int:
     """Index of the last line of the function that begins at `start`, or -1."""
     opened = lines[start].rstrip()
-    if opened.endswith("}") and "{" in opened:
-        return -1  # of one line
+    if _of_one_line(opened):
+        return -1
     for number in range(start + 1, len(lines)):
         if lines[number].startswith(f"{indent}}}") or (lines[number].rstrip() == f"{indent})" and opened.endswith("(")):
             return number

@@ -24,6 +24,13 @@ def python_units(source: str, *, classes: bool, window: int = 40) -> list[Unit] 
     """An inner function belongs to the outer; a class is its statements and methods' signatures. Of a file that does not parse,
     each definition for itself, and windows of the others; None if none parses.
     """
+    try:
+        return _python_units(source, classes, window)
+    except RecursionError:  # expressions that are nested a thousand deep are written by programs
+        return None
+
+
+def _python_units(source: str, classes: bool, window: int) -> list[Unit] | None:
     lines = split_lines(source)
     if tree := _parsed(source):
         return [*_inside(tree, "", lines, classes), *_code(tree, lines, window)]
@@ -76,7 +83,9 @@ def _given(node: ast.stmt) -> list[str]:
 
 
 def _inside(node: ast.AST, owner: str, lines: list[str], classes: bool) -> Iterator[Unit]:
-    for child in ast.iter_child_nodes(node):
+    waiting = [*ast.iter_child_nodes(node)][::-1]
+    while waiting:  # without recursion: each elif stands in the one before
+        child = waiting.pop()
         if isinstance(child, ast.ClassDef):
             if classes:
                 yield _unit(child, owner, lines)
@@ -84,7 +93,7 @@ def _inside(node: ast.AST, owner: str, lines: list[str], classes: bool) -> Itera
         elif isinstance(child, Function):
             yield _unit(child, owner, lines)
         elif isinstance(child, (*BLOCKS, ast.ExceptHandler)):
-            yield from _inside(child, owner, lines, classes)
+            waiting += [*ast.iter_child_nodes(child)][::-1]
 
 
 def _unit(node: Function | ast.ClassDef, owner: str, lines: list[str]) -> Unit:
@@ -110,7 +119,8 @@ def _unit(node: Function | ast.ClassDef, owner: str, lines: list[str]) -> Unit:
         first_line=_first_line(node),
         last_line=node.end_lineno or node.lineno,
         signature=signature,
-        docstring=ast.get_docstring(node) or "",
+        # "\\ud800" is half of a surrogate pair, which no text can hold.
+        docstring=(ast.get_docstring(node) or "").encode(errors="backslashreplace").decode(),
         body=body,
         rest=rest,
         code_lines=sum(1 for line in code if line.strip() and not (comment and line.strip().startswith(comment))),

@@ -21,6 +21,7 @@ from stages.retrieval.units.unit import Unit, package_of, windows
 from stages.run import Run
 from stages.settings import COUNT, WHOLE, Section, runtime, setting
 from stages.stage import Stage
+from stages.untrusted import read_bytes
 
 KEPT = ("unit_id", "path", "source_id", "language", "module")  # the columns on which the freshness of a row depends
 
@@ -70,6 +71,7 @@ READERS: dict[str, Callable[[str, int], list[Unit] | None]] = {
     "bash": shell_units,
     "notebook": lambda text, window: notebook_units(text),
 }
+CEILING = 64 * 2**20  # bytes: as sources.max_bytes
 SHORT = ("code", "section")  # units that may have one line
 CODE = ("function", "method", "class", "code")  # units that [units] `undocumented` is about
 
@@ -91,9 +93,9 @@ def unit_rows(run: Run[UnitsConfig], source: Row) -> list[Row]:
     """Raises ValueError if the file cannot be read, or has changed since `sources` read it."""
     file = run.root / Path(source["file"]).expanduser()
     try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read any more ({error.strerror}): run make sources") from None
+        content = read_bytes(file, CEILING)
+    except ValueError as error:
+        raise ValueError(f"{error}: run make sources") from None
     if hashlib.sha256(content).hexdigest() != source["source_id"]:
         raise ValueError(f"{file} has changed since its row in sources was written: run make sources")
     units = find_units(texts.decode(content), source["language"], run.config)

@@ -152,8 +152,11 @@ BODIES = frozenset({"function_body", "class_body", "enum_class_body", "computed_
 CASTS = frozenset({"as_expression", "satisfies_expression", "parenthesized_expression"})  # of TypeScript: (x => x) as F
 FIELDS = ("value", "right", "computed_value")  # the fields of a declaration that may hold a function
 EXPORTS = re.compile(rb"\b((?:class|struct)\s+)([A-Z][A-Z0-9_]+)(?=\s+[\w:]+(?:<[^<>{};]*>)?\s*(?:final\s*)?(?::(?!:)|\{))")
-TAGS = re.compile(r"<(?:see|seealso|paramref|typeparamref)\s+\w+=\"([^\"]*)\"\s*/>|</?\w+[^<>]*>")  # the XML in comments of C#
+TAGS = re.compile(r"<(?:see|seealso|paramref|typeparamref)\s+\w+=\"([^\"]*)\"\s*/>|</?\w[^<>]*>")  # the XML in comments of C#
 MARKS = re.compile(r"^\s*(/\*\*?|\*/|\*(?!/)|///?!?|//!|#+)|\*/\s*$")  # what begins and ends the lines of a comment
+
+
+COMMENTS = 500  # comments before a unit, the nearest, that are its docstring
 
 
 def can_parse(language: str) -> bool:
@@ -304,14 +307,20 @@ def _comment_before(node: Any, grammar: Grammar) -> str:
         if top.prev_named_sibling is not None and top.parent.type != "template_declaration":
             break
         top = top.parent
-    lines: list[str] = []
+    parts: list[list[str]] = []  # of the comments, the nearest first
     first, place = top.start_point[0], top.prev_named_sibling
-    while place is not None and place.end_point[0] - (place.end_point[1] == 0) >= first - 1 - _is_jsdoc(place, grammar):
+    # tree-sitter looks for the sibling before a node from the first on: 100,000 lines of comments took minutes.
+    while (
+        len(parts) < COMMENTS
+        and place is not None
+        and place.end_point[0] - (place.end_point[1] == 0) >= first - 1 - _is_jsdoc(place, grammar)
+    ):
         if place.type in grammar.comments:
-            lines = [*place.text.decode(errors="replace").splitlines(), *lines]
+            parts.append(place.text.decode(errors="replace").splitlines())
         elif place.type not in ("attribute_item", "decorator"):
             break
         first, place = place.start_point[0], place.prev_named_sibling
+    lines = [line for part in reversed(parts) for line in part]
     if grammar is GRAMMARS["csharp"]:
         lines = [TAGS.sub(lambda found: found[1] or "", line) for line in lines]
     return "\n".join(MARKS.sub("", MARKS.sub("", line)).strip() for line in lines).strip()

@@ -25,6 +25,7 @@ from stages.text_to_image.imaging import masks, packed
 from stages.text_to_image.imaging.decode import IMAGE_SUFFIXES
 from stages.text_to_image.imaging.masks import composed
 from stages.text_to_image.imaging.usable import ENDINGS, REFERENCE, first_names
+from stages.untrusted import Folders
 
 Row = dict[str, Any]
 
@@ -40,7 +41,6 @@ SIDE_SUFFIXES = frozenset({
 })
 SIDE_NAMES = frozenset({"authors", "copying", "credits", "license", "licence", "makefile", "notice", "readme", "thumbs.db"})
 # fmt: on
-SYSTEM = ("/proc", "/sys")  # files there have no size and no end
 PROJECT_FILE = "project.toml"  # a folder that holds this file is a project, and these folders in it are its output
 PROJECT_FOLDERS = frozenset({"tables", "weights", "exports"})
 
@@ -172,8 +172,8 @@ def _no_folder(folder: Path) -> str:
 
 def _files_below(folder: Path) -> Iterator[os.DirEntry[str]]:
     """Raises ValueError if a folder cannot be read, or is one of the system's."""
-    seen: set[tuple[int, int]] = set()
-    waiting: list[Iterator[os.DirEntry[str]]] = [iter(_entries(folder, seen))]
+    folders = Folders(folder)
+    waiting: list[Iterator[os.DirEntry[str]]] = [iter(_entries(folder, folders))]
     while waiting:  # without recursion: folders may be nested a thousand deep
         entry = next(waiting[-1], None)
         if entry is None:
@@ -181,25 +181,17 @@ def _files_below(folder: Path) -> Iterator[os.DirEntry[str]]:
         elif entry.is_symlink() and not Path(entry.path).exists():
             yield entry  # a broken link becomes a row too, so that the user hears of it
         elif entry.is_dir():
-            waiting.append(iter(_entries(Path(entry.path), seen)))
+            waiting.append(iter(_entries(Path(entry.path), folders)))
         elif entry.is_file():
             yield entry
 
 
-def _entries(folder: Path, seen: set[tuple[int, int]]) -> list[os.DirEntry[str]]:
+def _entries(folder: Path, folders: Folders) -> list[os.DirEntry[str]]:
     try:
-        status = folder.stat()
-        # Loops of links end.
-        if (status.st_dev, status.st_ino) in seen:
-            return []
-        # Only the start or a link can lead there.
-        if (folder.is_symlink() or not seen) and any(folder.resolve().is_relative_to(each) for each in SYSTEM):
-            raise ValueError(f"folder {folder} leads to {folder.resolve()}, a folder of the system, which holds no images")
-        seen.add((status.st_dev, status.st_ino))
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError as error:
+        entries = folders.entries(folder)
+    except ValueError as error:
         remedy = "change its permissions, or move it out of the image folder"
-        raise ValueError(f"folder {folder} cannot be read ({error.strerror}): {remedy}") from error
+        raise ValueError(f"folder {folder} {error}: {remedy}") from error
     # Without hidden entries, and in a project's folder without what the project writes.
     written = PROJECT_FOLDERS if any(entry.name == PROJECT_FILE for entry in entries) else frozenset()
     return [entry for entry in entries if not entry.name.startswith((".", "__MACOSX")) and entry.name not in written]

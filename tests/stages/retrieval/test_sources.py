@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from stages.retrieval import sources
 from stages.retrieval.sources import find_roots, scan
+from stages.retrieval.texts import first_sentence
 from tests.stages.retrieval.project import make, rows, run, write
 
 
@@ -98,8 +100,8 @@ def test_hidden_files_and_caches_have_no_row(folder):
 
 def test_an_unchanged_file_is_not_read_again(folder, monkeypatch):
     run(folder, "sources")
-    real, read = Path.read_bytes, []
-    monkeypatch.setattr(Path, "read_bytes", lambda self: read.append(self.name) or real(self))
+    real, read = sources.read_bytes, []
+    monkeypatch.setattr(sources, "read_bytes", lambda path, most: read.append(path.name) or real(path, most))
     (folder / "code" / "flat" / "words.py").write_text("x = 1\n")
     run(folder, "sources")
     assert [name for name in read if name.endswith(".py")] == ["words.py"]
@@ -164,14 +166,66 @@ def test_a_wrong_root_is_one_line(overrides, message, folder):
     assert "\n" not in str(error.value)
 
 
+def test_what_cannot_be_opened_is_a_row_and_the_other_files_are_read(folder):
+    code = folder / "code"
+    os.mkfifo(folder / "pipe")
+    for name, target in {"pipe.py": folder / "pipe", "zero.py": "/dev/zero", "self.py": code / "self.py"}.items():
+        (code / name).symlink_to(target)
+    for name, target in {"root": "/", "above": folder, "processes": "/proc", "loop.py": code / "loop.py"}.items():
+        (code / name).symlink_to(target)
+    os.mkfifo(code / "real.py")
+    deep = [code / "/".join(["d"] * depth) for depth in range(1, 1001)]
+    for each in deep:
+        each.mkdir()
+    (deep[-1] / "deep.py").write_text("x = 1\n")
+    found = skipped(folder)
+    (deep[-1] / "deep.py").unlink()
+    for each in reversed(deep):  # pytest cannot delete them
+        each.rmdir()
+    bad = {"pipe.py", "zero.py", "self.py", "root/", "above/", "processes/", "loop.py"}
+    assert {path for path, reason in found.items() if reason == "unreadable"} == {f"code/{name}" for name in bad}
+    assert [path for path, reason in found.items() if reason is None and path.endswith("deep.py")]
+    assert found["code/flat/words.py"] is None
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
-def test_a_folder_that_cannot_be_read_is_one_line(folder):
+def test_a_folder_that_cannot_be_read_is_a_row(folder):
     (folder / "code" / "flat").chmod(0)
     try:
-        with pytest.raises(ValueError, match="cannot be read"):
-            run(folder, "sources")
+        assert skipped(folder)["code/flat/"] == "unreadable"
     finally:
         (folder / "code" / "flat").chmod(0o755)
+
+
+@pytest.mark.parametrize("rule", ["[z-a]", "a/**/b/**/c/**/d/**", "\\", "x" * 1_000_001])
+def test_a_rule_that_cannot_be_used_is_a_row_and_the_others_are_used(rule, folder):
+    (folder / "code" / "local.py").write_text("x = 1\n")
+    (folder / "code" / ".gitignore").write_text(f"{rule}\nlocal.py\n")
+    found = skipped(folder)
+    assert found["code/.gitignore"] == "unreadable" and found["code/flat/words.py"] is None
+    assert ("code/local.py" in found) is (len(rule) > 1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("rule", "ignored", "kept"),
+    [
+        ("*a" * 16 + "b", "a" * 60 + "b", "a" * 60),
+        ("*" * 16 + ".x", "a.x", "a.y"),
+        ("*.[ch]*x?z*", "a.c1xyz2.h", "a.o1xyz"),
+        ("[!a]*\\**b", "x*1*b", "a*1*b"),
+        ("a***b*c", "a12b3c", "a12c"),
+    ],
+)
+def test_rules_with_many_stars_mean_what_they_say_and_take_no_time(rule, ignored, kept):
+    rules, wrong = sources._spec([rule])
+    assert not wrong and rules.match_file(ignored) and not rules.match_file(kept)
+
+
+def test_text_that_explodes_in_regular_expressions_is_read_in_one_pass():
+    for text in ("\n" * 300_000, " " * 300_000 + "x", "class A\n" * 40_000, "\n" + "#  \n" * 100_000):
+        assert bool(sources.CPP.search(f"int x;{text};")) is ("class" in text)
+    assert first_sentence("One." + "\n" * 300_000 + "x") == "One."
+    assert first_sentence("One\n\n   Args:\n   x") == "One"
 
 
 def test_two_roots_give_paths_that_begin_with_their_names(folder):

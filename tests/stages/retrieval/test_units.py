@@ -116,6 +116,30 @@ def test_python_that_does_not_parse_is_cut_into_windows_of_lines():
     assert {unit.kind for unit in found} == {"lines"}
 
 
+ELIFS = "if x == 0:\n    def first(): pass\n" + "".join(f"elif x == {n}:\n    y = {n}\n" for n in range(1200))
+
+
+@pytest.mark.parametrize(
+    ("text", "language", "expected"),
+    [
+        (f"{ELIFS}else:\n    def last():\n        return 1\n", "python", {"first", "last"}),
+        ('def f():\n    """Half \\ud800 of a pair."""\n    return 1\n', "python", {"f"}),
+        ("def f():\n    return " + "-" * 3000 + "x\n", "python", None),
+        ("f() {\n" * 60_000, "bash", None),
+        ("x\nf() {\n}\n" * 30_000, "bash", {"f"}),
+        ("//x\n" * 40_000 + "int f() {\n  return 1;\n}\n", "c", {"f"}),
+        ("# " + " #" * 60_000 + "x\n", "markdown", {"# " * 59_999 + "#x"}),
+        ('{"cells": [' + '{"cell_type": "code", "source": "x\\ny"},\n' * 9000 + "{}]}", "notebook", None),
+    ],
+    ids=["elifs", "surrogate", "nested", "endless functions", "many functions", "comments", "heading", "cells"],
+)
+def test_a_hostile_file_gives_units_or_windows_of_lines_in_one_pass(text, language, expected):
+    found = find_units(text, language, UnitsConfig(min_lines=0))
+    assert found and all(unit.docstring.encode() is not None for unit in found)
+    if expected:
+        assert expected <= {unit.qualified_name for unit in found}
+
+
 MODULE = """\"\"\"Counts birds by the nests that they leave.\"\"\"
 import os
 

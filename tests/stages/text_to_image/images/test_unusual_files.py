@@ -31,7 +31,7 @@ def test_a_file_above_the_limit_is_refused_unread_and_a_link_into_proc_too(proje
 def test_a_folder_of_the_system_is_refused_and_not_searched(project):
     draw(project.source / "good.png")
     (project.source / "linked").symlink_to("/proc")
-    with pytest.raises(ValueError, match="linked leads to /proc, a folder of the system, which holds no images"):
+    with pytest.raises(ValueError, match="linked leads to /proc, a folder of the system: change its permissions, or move it out"):
         project.run()
 
 
