@@ -31,6 +31,7 @@ from stages.models.text.decoder import (
 )
 from stages.models.text.tokenisation import PromptTokenizer, TokenizedPrompt
 from stages.models.weights import evaluate_each, open_component, read_shapes, weight_files
+from stages.untrusted import JSON_BYTES, read_utf8
 
 PRECISIONS = {"bfloat16": mx.bfloat16, "float32": mx.float32}
 DECODERS: Mapping[str, type[DecoderConfig]] = {  # by the family's text_kind
@@ -153,11 +154,16 @@ def text_encoder_sizes(path: Path | None, family: Family) -> DecoderConfig:
     config = read_config(path) if path else {}
     made = kind.from_dict(config or family.text_encoder)
     if path and kind.vision is not None:
-        _check_kind(kind, path, "model_type" in config)
+        _check_kind(kind, path, "model_type" in config or _reads_pictures(path))
     return made
 
 
 VISUAL = re.compile(r"(^|\.)(visual|language_model)\.")  # in names of a model with a vision part
+
+
+def _reads_pictures(path: Path) -> bool:
+    """Whether a chat template lies beside the weights that has a place for pictures: mflux saves no config.json."""
+    return any("<|vision_start|>" in read_utf8(file, JSON_BYTES) for file in sorted(path.glob("chat_template.*")))
 
 
 def _check_kind(kind: type[DecoderConfig], path: Path, stated: bool) -> None:

@@ -112,6 +112,33 @@ def test_every_spelling_of_the_names_is_read(spelling: str, reference: Any, tmp_
     np.testing.assert_array_equal(*words)
 
 
+def test_a_text_encoder_that_mflux_saved_without_its_sizes_is_read(reference: Any, tmp_path: Path) -> None:
+    copied(reference[1], tmp_path, "")
+    sizes = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    record = replace(RECORD, text_encoder=sizes)
+    stored, dense = {}, mx.load(str(tmp_path / "model.safetensors"))
+    for name, value in dense.items():
+        stored[name] = value
+        if value.ndim == 2 and value.shape[-1] % 64 == 0:
+            parts = mx.quantize(value, 64, 8)
+            stored |= {
+                name.replace("weight", part): each for part, each in zip(("weight", "scales", "biases"), parts, strict=True)
+            }
+            dense[name] = mx.dequantize(*parts, group_size=64, bits=8)
+    (tmp_path / "config.json").unlink()
+    template = tmp_path / "chat_template.jinja"
+    plain = template.read_text()
+    words = []
+    for arrays in (stored, dense):
+        mx.save_safetensors(str(tmp_path / "model.safetensors"), arrays)
+        template.write_text("{% if pictures %}<|vision_start|>{% endif %}" + plain)
+        words.append(next(encoder(tmp_path, record).encode(["a cat"])).words)
+    np.testing.assert_array_equal(*words)
+    template.write_text(plain)
+    with pytest.raises(ValueError, match="may be Qwen3 or the text part of Qwen3-VL, which this family has"):
+        encoder(tmp_path, record)
+
+
 def copied(folder: Path, to: Path, spelling: str) -> None:
     """The text part alone, by other names."""
     shutil.copytree(folder, to, dirs_exist_ok=True)
