@@ -398,6 +398,7 @@ _ALL = (
         _F3_BASE,
         name="flux3-tiny",
         title="FLUX 3 Image's architecture with seeded random weights",
+        licence=APACHE,
         hub="",
         gated=False,
         seeded=0,

@@ -69,6 +69,11 @@ def test_a_licence_that_is_not_free_is_said_with_what_will_be_downloaded_and_onl
     )
     assert re.fullmatch(said, licence_note(project)) and licence_note(project, "train") in report(project, int(60e9))[0]
     assert licence_note(project, "images") == "" and licence_note(klein(tmp_path / "free")) == ""
+    projects.add_image(tmp_path, "a.png", 1)
+    console = projects.Silent()
+    with pytest.raises(ValueError, match="FLUX.2-klein-base-9B"):
+        projects.build(tmp_path, "images", "captions", "checks", "buckets", "latents", console=console)
+    assert console.lines[-1] == licence_note(project)
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("klein-base-4b", 3_875_544_576), ("klein-base-9b", 9_078_581_248)])
