@@ -33,7 +33,7 @@ BESIDE: Mapping[str, Any] = {
 }
 
 
-# Licence that is not free -> what it asks of users, in one line. None was read here: the second is as mflux sums it up.
+# Licence that is not free -> what it asks, in one line. None was read here: the second is as mflux and flux3-mlx sum it up.
 TERMS: Mapping[str, str] = {
     "FLUX non-commercial": "not for commercial use",
     "FLUX Kommunity v1.0": (

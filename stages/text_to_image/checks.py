@@ -102,7 +102,9 @@ class ChecksConfig(Section):
         unit="share",
         bounds=(0.5, 1.0),
     )
-    words: int = selects(300, "words above which a caption is too long; 512 tokens or more are read", unit="words", bounds=(1, 100_000))
+    words: int = selects(
+        300, "words above which a caption is too long; at least 512 tokens are read", unit="words", bounds=(1, 100_000)
+    )
     repeated: float = selects(
         0.5, "share of captions with one phrase of five words from which it is named", unit="share", bounds=(0.01, 1.0)
     )

@@ -71,7 +71,7 @@ def test_a_licence_that_is_not_free_is_said_with_what_will_be_downloaded_and_onl
     assert licence_note(project, "images") == "" and licence_note(klein(tmp_path / "free")) == ""
     projects.add_image(tmp_path, "a.png", 1)
     console = projects.Silent()
-    with pytest.raises(ValueError, match="FLUX.2-klein-base-9B"):
+    with pytest.raises(ValueError, match=r"FLUX\.2-klein-base-9B"):
         projects.build(tmp_path, "images", "captions", "checks", "buckets", "latents", console=console)
     assert console.lines[-1] == licence_note(project)
 
