@@ -156,22 +156,29 @@ TRAIN = TableSchema(
 
 VECTORS = TableSchema(
     name="vectors",
-    doc="One row per encoder and text: a vector of length 1 for every token, from the base or from a tuned encoder.",
+    doc="One row per encoder and text: the direction of a vector for every token, from the base or from a tuned encoder.",
     key=("vector_id",),
-    tensors=(tensor("vectors", "float16", "one vector per token, each of length 1"),),
+    tensors=(
+        tensor(
+            "vectors",
+            "uint8",
+            "one vector per token in 6 bits a value: 0 to 63 for -31.5 to 31.5, in a unit that makes the length 1. First the "
+            "upper 4 bits, of the first half of the values in the low bits of the bytes, then the lower 2, of a quarter each",
+        ),
+    ),
     columns=(
         column("vector_id", pa.string(), "sha256 of encoder, a line feed and text_id, hex"),
         column("encoder", pa.string(), "base, or the sha256 of the adapter file that the encoder was tuned with"),
         column("text_id", pa.string(), "the text, a key of the table tokens"),
         column("role", pa.string(), "query or document"),
         column("count", pa.int32(), "number of tokens"),
-        column("vectors_shape", pa.list_(pa.int32()), "shape of vectors: tokens, width of a vector"),
+        column("vectors_shape", pa.list_(pa.int32()), "shape of vectors: tokens, 3/4 of the width of a vector"),
     ),
 )
 
 INDEX = TableSchema(
     name="index",
-    doc="One row per unit that a search can find; the artifacts hold the vectors of all units and their words.",
+    doc="One row per unit that a search can find; the artifacts hold one vector of each unit and a full-text index.",
     key=("unit_id",),
     columns=(
         column("unit_id", pa.string(), "the unit, a key of the table units"),
@@ -184,7 +191,6 @@ INDEX = TableSchema(
         column("signature", pa.string(), "the lines from the first word to the colon that opens the body, on one line"),
         column("file", pa.string(), "where the file lies: relative to the project's folder, or absolute"),
         column("text_id", pa.string(), "the document of the unit, a key of the table tokens"),
-        column("words", pa.string(), "words for lexical search"),
         column("count", pa.int32(), "number of vectors, one per token"),
     ),
 )

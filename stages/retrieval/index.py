@@ -1,8 +1,8 @@
-"""The stage `index`: the vectors of all units in one memory-mapped matrix, and their words in a full-text index; and the
-search over both, semantic, lexical or hybrid.
+"""The stage `index`: one vector of each unit, which leads to the units that are compared in full, and the words of all in a
+full-text index; and the search over both, semantic, lexical or hybrid. The vectors of all tokens stay in the table `vectors`.
 
-The matrix and the full-text index are artifacts. Their names hold a digest of the rows, so that rows and artifacts of two
-states of the project are never used together.
+Both are artifacts. Their names hold a digest of the rows, so that rows and artifacts of two states of the project are never
+used together. What an earlier index has of units that are still there is copied from it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from operator import itemgetter
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -23,16 +22,17 @@ from schemas.retrieval import INDEX, SOURCES, TOKENS, UNITS, VECTORS
 from stages.hashing import text_sha256
 from stages.memory import Forecast, Outlook
 from stages.retrieval import texts
-from stages.retrieval.memory import VALUE_BYTES, encoder_sizes
-from stages.retrieval.search import lexical, maxsim
+from stages.retrieval.memory import encoder_sizes
+from stages.retrieval.search import codes, lexical, maxsim
 from stages.retrieval.texts import BASE, Row
-from stages.run import Run
-from stages.settings import COUNT, WHOLE, Section, runtime, selects
+from stages.run import Run, TensorReader
+from stages.settings import COUNT, Section, runtime, selects
 from stages.stage import Stage
 
 KEPT = ("unit_id", "encoder", "vector_id", "file")  # the columns on which the freshness of a row depends
+POOLED_BYTES, ID_BYTES = 2, 68  # of a value of a pooled vector, and of a vector_id
 LEXICAL_BYTES, LEXICAL_SHARE = 20_000, 0.85  # of the full-text index: bytes in all, and per byte of the words; about
-MATRIX, WORDS, PARTITIONS = "vectors-{}.npy", "words-{}.lance", "partitions-{}.lance"  # artifacts, by the digest of the rows
+POOLED, WORDS = "pooled-{}.arrow", "words-{}.lance"  # artifacts, by the digest of the rows
 
 
 @dataclass(frozen=True)
@@ -40,31 +40,29 @@ class IndexConfig(Section):
     encoder: Literal["tuned", "base"] = selects(
         "tuned", "the encoder whose vectors are searched: tuned, or the base if nothing was tuned; or base"
     )
-    exact_tokens: int = selects(
-        4_000_000,
-        "vectors up to which every one is compared; beyond, candidates come from a partitioned index: 0 always uses it",
-        unit="vectors",
-        bounds=(0, WHOLE[1]),
-    )
     batch_size: int = runtime(2048, "units per record batch", unit="units", bounds=COUNT)
 
 
 def wanted_index(run: Run[IndexConfig]) -> pa.Table:
-    return INDEX.select(run.once(_rows), KEPT)
+    return run.once(_rows).select(list(KEPT))
 
 
-def _rows(run: Run[IndexConfig]) -> list[Row]:
+def _rows(run: Run[IndexConfig]) -> pa.Table:
     """One row per unit in document order. Raises ValueError if a unit has no vectors of the chosen encoder."""
-    columns = ["unit_id", "path", "qualified_name", "first_line", "last_line", "signature", "text_id", "words"]
-    units = run.inputs.rows(UNITS).select(columns).to_pylist()
-    files = dict(zip(*(run.inputs.rows(SOURCES)[name].to_pylist() for name in ("path", "file")), strict=True))
-    vectors = run.inputs.rows(VECTORS)
-    chosen = choose_encoder(set(vectors["encoder"].to_pylist()), run.config.encoder)
+    units, sources, vectors = (run.inputs.rows(each) for each in (UNITS, SOURCES, VECTORS))
+    chosen = choose_encoder(set(vectors["encoder"].unique().to_pylist()), run.config.encoder)
     documents = vectors.filter((pc.field("encoder") == chosen) & (pc.field("role") == "document"))
-    of_text = {row["text_id"]: row for row in documents.select(["text_id", "vector_id", "encoder", "count"]).to_pylist()}
-    if missing := [unit for unit in units if unit["text_id"] not in of_text]:
-        raise ValueError(f"{len(missing)} units have no vectors, such as {missing[0]['path']}: run make vectors")
-    return [{**unit, **of_text[unit["text_id"]], "file": files[unit["path"]]} for unit in sorted(units, key=texts.document_order)]
+    place = pc.index_in(units["text_id"], documents["text_id"].combine_chunks())
+    if missing := units.filter(pc.is_null(place))["path"].to_pylist():
+        raise ValueError(f"{len(missing)} units have no vectors, such as {missing[0]}: run make vectors")
+    found = {name: units[name] for name in INDEX.batch.names if name in units.column_names}
+    found |= {name: documents[name].take(place) for name in ("encoder", "vector_id", "count")}
+    found["file"] = sources["file"].take(pc.index_in(units["path"], sources["path"].combine_chunks()))
+    return in_order(pa.table([found[name] for name in INDEX.batch.names], names=INDEX.batch.names).cast(INDEX.batch))
+
+
+def in_order(rows: pa.Table) -> pa.Table:
+    return rows.sort_by([(name, "ascending") for name in ("path", "first_line", "unit_id")]).combine_chunks()
 
 
 def choose_encoder(encoders: set[str], wanted: str) -> str:
@@ -81,72 +79,91 @@ def choose_encoder(encoders: set[str], wanted: str) -> str:
 
 
 def list_units(run: Run[IndexConfig]) -> Iterator[pa.RecordBatch]:
-    pending = set(run.output.pending["unit_id"].to_pylist())
-    rows = [row for row in run.once(_rows) if row["unit_id"] in pending] if pending else []
-    for some in run.report.batches(rows, run.config.batch_size, "units"):
-        yield INDEX.record_batch(some)
+    rows = run.once(_rows)
+    rows = rows.filter(pc.is_in(rows["unit_id"], run.output.pending["unit_id"].combine_chunks()))
+    for some in run.report.batches(range(rows.num_rows), run.config.batch_size, "units"):
+        yield from rows.slice(some[0], len(some)).combine_chunks().to_batches()
 
 
-def digest(rows: list[Row]) -> str:
-    """16 hex digits over the unit_ids and vector_ids in document order."""
-    lines = (f"{row['unit_id']} {row['vector_id']}" for row in sorted(rows, key=texts.document_order))
-    return text_sha256(*lines)[:16]
+def digest(rows: pa.Table) -> str:
+    """16 hex digits over the unit_ids and vector_ids, in document order."""
+    return text_sha256(*rows["unit_id"].to_pylist(), *rows["vector_id"].to_pylist())[:16]
 
 
-def folder_artifacts(rows: list[Row]) -> list[str]:
-    """The names of the artifacts of these rows that are folders; not every index has all."""
-    return [name.format(digest(rows)) for name in (WORDS, PARTITIONS)]
+def folder_artifacts(rows: pa.Table) -> list[str]:
+    """The names of the artifacts of these rows, in document order, that are folders."""
+    return [WORDS.format(digest(rows))]
 
 
 def write_index(run: Run[IndexConfig]) -> Iterator[pa.RecordBatch]:
     """Write the artifacts that are missing, and delete those of an earlier index."""
-    rows, kept = run.once(_rows), itemgetter(*KEPT)
+    rows, stored = run.once(_rows), run.output.stored
+    there = pa.table({name: stored[name].take(pc.index_in(rows["unit_id"], stored["unit_id"].combine_chunks())) for name in KEPT})
     # The run was stopped before all rows were stored.
-    if not set(map(kept, rows)) <= set(map(kept, run.output.stored.select(list(KEPT)).to_pylist())):
+    if not there.equals(rows.select(list(KEPT)).cast(there.schema)):
         return
-    name, reader = digest(rows), run.inputs.tensors(VECTORS)
-    tokens = sum(row["count"] for row in rows)
-    width = reader.read(rows[0]["vector_id"]).shape[1]
-
-    def vectors() -> Iterator[np.ndarray]:
-        for number, row in enumerate(rows, 1):
-            yield reader.read(row["vector_id"]).view(np.float16)
-            if number % 256 == 0:
-                reader.ahead(())  # release what was read
-                run.report.progress(number, len(rows), "units")
-
+    name = digest(rows)
     wanted = {
-        WORDS.format(name): lambda path: lexical.build(path, [row["words"] for row in rows]),
-        MATRIX.format(name): lambda path: maxsim.write_matrix(path, vectors(), tokens, width),
+        WORDS.format(name): lambda path: lexical.build(path, _words(run, rows)),
+        POOLED.format(name): lambda path: _write_pooled(run, rows, path),
     }
-    if tokens > run.config.exact_tokens:
-        wanted[PARTITIONS.format(name)] = lambda path: maxsim.build_partitions(path, vectors(), width, tokens)
     for artifact, write in wanted.items():
         if not (run.output.artifacts / artifact).exists():
             run.output.write(artifact, write)
-            run.report.say(f"{artifact}: {len(rows)} units, {tokens} vectors")
+            run.report.say(f"{artifact}: {rows.num_rows} units")
     for path in run.output.artifacts.iterdir():
-        if path.name not in wanted and path.suffix in (".npy", ".lance"):
+        if path.name not in wanted and path.suffix in (".arrow", ".lance"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     yield from ()
+
+
+def _words(run: Run[IndexConfig], rows: pa.Table) -> pa.ChunkedArray:
+    units = run.inputs.rows(UNITS)
+    return units["words"].take(pc.index_in(rows["unit_id"], units["unit_id"].combine_chunks()))
+
+
+def _write_pooled(run: Run[IndexConfig], rows: pa.Table, path: Path) -> None:
+    """One vector per row of `rows`; those of an earlier index are copied."""
+    reader, ids = run.inputs.tensors(VECTORS), rows["vector_id"].combine_chunks()
+    width = codes.unpack(reader.read(ids[0].as_py())).shape[1]
+    pooled_ND, missing = np.empty((len(ids), width), np.float16), np.ones(len(ids), bool)
+    for file in run.output.artifacts.glob(POOLED.format("*")):
+        known, values_ND = read_pooled(file)
+        place = pc.index_in(ids, known).to_numpy(zero_copy_only=False)
+        there = ~np.isnan(place) if values_ND.shape[1] == width else np.zeros(len(ids), bool)
+        pooled_ND[there], missing[there] = values_ND[place[there].astype(np.int64)], False
+    for number, place in enumerate(np.flatnonzero(missing).tolist(), 1):
+        pooled_ND[place] = maxsim.pool(codes.unpack(reader.read(ids[place].as_py())))
+        if number % 256 == 0:
+            reader.ahead(())  # release what was read
+            run.report.progress(number, int(missing.sum()), "units")
+    values = pa.FixedSizeListArray.from_arrays(pa.array(pooled_ND.ravel()), width)
+    table = pa.table({"vector_id": ids, "pooled": values})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as out:
+        out.write_table(table)
+
+
+def read_pooled(file: Path) -> tuple[pa.Array, np.ndarray]:
+    """(vector_ids, float16 (N, D)). Raises ValueError if the file is damaged."""
+    try:
+        with pa.memory_map(str(file)) as mapped:
+            table = pa.ipc.open_file(mapped).read_all().combine_chunks()
+        values = table["pooled"].chunk(0)
+        return table["vector_id"].chunk(0), values.values.to_numpy().reshape(len(values), -1)
+    except (OSError, pa.ArrowException, KeyError, IndexError) as error:
+        raise ValueError(f"{file} cannot be read: {error}; delete it and run make index") from None
 
 
 def forecast(outlook: Outlook) -> Forecast | None:
     units, rows = outlook.rows(UNITS), outlook.rows(TOKENS)
     if units is None or rows is None:
         return None
-    lengths = dict(zip(rows["text_id"].to_pylist(), rows["count"].to_pylist(), strict=True))
-    tokens = sum(lengths.get(text_id, 0) for text_id in units["text_id"].to_pylist())
-    partitioned = tokens > outlook.sections["index"].exact_tokens
-    vectors = VALUE_BYTES * encoder_sizes(outlook).dimensions * tokens
     words = sum(len(text.encode()) for text in units["words"].to_pylist())
-    files = vectors * (1 + partitioned) + LEXICAL_BYTES + int(LEXICAL_SHARE * words)
-    return Forecast(0, file_bytes=files, how=f"{tokens} vectors" + (", partitioned" if partitioned else ""))
+    pooled = units.num_rows * (POOLED_BYTES * encoder_sizes(outlook).dimensions + ID_BYTES)
+    return Forecast(0, file_bytes=pooled + LEXICAL_BYTES + int(LEXICAL_SHARE * words), how=f"{units.num_rows} units")
 
 
 Mode = Literal["semantic", "lexical", "hybrid"]
-
-RESIDENT_BYTES = 2**30  # a matrix of at most this size, as float32, is held in memory if many queries are to be answered
 
 
 class QueryEncoder(Protocol):
@@ -164,68 +181,77 @@ class Answer:
 
 
 class Searcher:
-    """`rows`: the whole table `index`. `encoder` None: lexical only. `weight`: share of the semantic scores in hybrid search.
-    `resident` reads vectors of up to 1 GiB into memory, which answers many queries faster.
+    """`rows`: the whole table `index`, in document order. `vectors`: the tensors of the table `vectors`. `encoder` None: lexical
+    only. `weight`: share of the semantic scores in hybrid search.
     """
 
     def __init__(
         self,
-        rows: list[Row],
+        rows: pa.Table,
         artifacts: Path,
+        vectors: TensorReader,
         encoder: QueryEncoder | None,
         weight: float = lexical.DEFAULT_WEIGHT,
-        *,
-        resident: bool = False,
     ) -> None:
-        self.rows = sorted(rows, key=texts.document_order)
-        self.encoder, self.weight = encoder, weight
+        self.rows, self.vectors, self.encoder, self.weight = rows, vectors, encoder, weight
         name = digest(self.rows)
-        if not (artifacts / MATRIX.format(name)).is_file() or not (artifacts / WORDS.format(name)).is_dir():
+        if not (artifacts / POOLED.format(name)).is_file() or not (artifacts / WORDS.format(name)).is_dir():
             raise ValueError(f"the index in {artifacts} is incomplete or of another state of the project: run make index")
         self.words = lexical.LexicalIndex(artifacts / WORDS.format(name), len(rows))
-        self.vectors: maxsim.TokenMatrix | maxsim.PartitionedIndex | None = None
-        if encoder is not None:
-            counts = [row["count"] for row in self.rows]
-            file = artifacts / MATRIX.format(name)
-            resident = resident and 2 * file.stat().st_size <= RESIDENT_BYTES
-            self.matrix = maxsim.TokenMatrix.open(file, counts, resident=resident)
-            parts = artifacts / PARTITIONS.format(name)
-            self.vectors = maxsim.PartitionedIndex(parts, len(rows)) if parts.is_dir() else self.matrix
+        self.ids = self.rows["vector_id"].to_pylist()
+        self.matrix = maxsim.PooledMatrix(read_pooled(artifacts / POOLED.format(name))[1], self.document)
+
+    def document(self, place: int) -> np.ndarray:
+        """Float32 (tokens, width), each vector of length 1."""
+        return codes.unpack(self.vectors.read(self.ids[place]))
 
     def search(self, query: str, mode: Mode = "hybrid", limit: int = 10, path: str = "") -> list[Answer]:
         """The best answers, at most `limit`. `path` is a wildcard pattern of files. ValueError for a query without words."""
         if not texts.words(query):
             raise ValueError(f"the query must have a word, got {query!r}")
-        found: dict[str, np.ndarray] = {}
-        if mode != "semantic":
-            found["lexical"] = self.words.scores(query)
+        places, words = self.places(path), self.words.scores(query)
+        found = {} if mode == "semantic" else {"lexical": words}
         if mode != "lexical":
-            assert self.encoder is not None and self.vectors is not None, "semantic search needs an encoder"
+            assert self.encoder is not None, "semantic search needs an encoder"
             [self.query_vectors] = self.encoder.encode_queries([query])
-            found["semantic"] = self.vectors.scores([self.query_vectors])[0]
+            found["semantic"] = self.matrix.scores(self.query_vectors, places, words, limit)
         scores = lexical.hybrid(found["semantic"], found["lexical"], self.weight) if mode == "hybrid" else found[mode]
-        places = np.arange(len(self.rows))
-        if path:
-            places = places[[fnmatchcase(row["path"], path) for row in self.rows]]
         if mode == "lexical":
             places = places[scores[places] > 0]
-        best = places[np.lexsort((places, -scores[places]))][:limit].tolist()
+        return self.answers(places[np.lexsort((places, -scores[places]))][:limit], scores, found)
+
+    def answers(self, places: np.ndarray, scores: np.ndarray, found: dict[str, np.ndarray]) -> list[Answer]:
+        rows = self.rows.take(places).to_pylist()
         return [
-            Answer(self.rows[place], place, float(scores[place]), **{name: float(each[place]) for name, each in found.items()})
-            for place in best
+            Answer(row, place, float(scores[place]), **{name: float(each[place]) for name, each in found.items()})
+            for row, place in zip(rows, places.tolist(), strict=True)
         ]
+
+    def places(self, path: str) -> np.ndarray:
+        """Of the units in the files that match a wildcard pattern; all for ""."""
+        if not path:
+            return np.arange(len(self.ids))
+        files = self.rows["path"].combine_chunks().dictionary_encode()
+        matching = np.array([fnmatchcase(name, path) for name in files.dictionary.to_pylist()])
+        return np.flatnonzero(matching[files.indices.to_numpy()])
+
+    def place_at(self, file: Path, line: int) -> int | None:
+        """Of the smallest unit that holds this line, from 1; None if there is none."""
+        first, last = (self.rows[name].to_numpy() for name in ("first_line", "last_line"))
+        there = pc.equal(self.rows["file"], str(file)).to_numpy() & (first <= line) & (line <= last)
+        around = np.flatnonzero(there)
+        return int(around[np.argmin((last - first)[around])]) if len(around) else None
 
     def related(self, place: int, limit: int) -> list[Answer]:
         """The units most like that at `place`, by its stored vectors; itself left out."""
-        scores = self.matrix.scores([self.matrix.document(place)])[0]
-        order = np.argsort(-scores, kind="stable")
-        best = [other for other in order.tolist() if other != place][:limit]
-        return [Answer(self.rows[other], other, float(scores[other]), semantic=float(scores[other])) for other in best]
+        others = np.delete(np.arange(len(self.ids)), place)
+        scores = self.matrix.scores(self.document(place), others, np.zeros(len(self.ids)), limit)
+        best = others[np.argsort(-scores[others], kind="stable")][:limit]
+        return self.answers(best, scores, {"semantic": scores})
 
     def explain(self, answer: Answer, query_tokens: list[str], document_tokens: list[str]) -> list[tuple[str, str, float]]:
         """(query token, best document token, product) of the last search with the encoder; texts in the order of the vectors."""
-        document = self.matrix.document(answer.place)
-        best, products = maxsim.matches(self.query_vectors, document)
+        best, products = maxsim.matches(self.query_vectors, self.document(answer.place))
         return [
             (query_tokens[number], document_tokens[place], float(product))
             for number, (place, product) in enumerate(zip(best.tolist(), products.tolist(), strict=True))
@@ -241,4 +267,5 @@ STAGE = Stage(
     finish=write_index,
     forecast=forecast,
     divisible=False,
+    version=2,  # 2: one vector of a unit instead of those of all its tokens
 )

@@ -13,7 +13,7 @@ from stages.retrieval.texts import HELD_OUT, used_pairs
 if TYPE_CHECKING:
     from stages.models.t5.model import T5Config
 
-VALUE_BYTES = 2  # bytes of a stored value of a token vector
+VALUE_BYTES = 2  # bytes of a value of a token vector in memory
 
 
 def counts(outlook: Outlook) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ from stages.hashing import text_sha256
 from stages.retrieval import texts
 from stages.retrieval.texts import Row
 from stages.run import Run
-from stages.settings import COUNT, WHOLE, Section, runtime, setting
+from stages.settings import COUNT, WHOLE, Section, runtime, selects, setting
 from stages.stage import Stage
 
 # Docstrings that say nothing about what their function does.
@@ -123,6 +123,9 @@ class PairsConfig(Section):
         unit="share",
         bounds=(0.0, 1.0),
     )
+    queries: bool = selects(
+        True, "docstrings become queries; false where nothing is tuned or evaluated, as under `latentmill find`"
+    )
     batch_size: int = runtime(512, "pairs per record batch, which a kill can lose", unit="pairs", bounds=COUNT)
 
     def check(self) -> None:
@@ -140,7 +143,9 @@ def wanted_pairs(run: Run[PairsConfig]) -> pa.Table:
 def _units(run: Run[PairsConfig]) -> dict[str, Row]:
     """The units with a docstring, in document order, with `pair_id` and `query_id`."""
     columns = ["unit_id", "path", "qualified_name", "package", "first_line", "code_lines", "query", "body", "text", "text_id"]
-    found = {}
+    found: dict[str, Row] = {}
+    if not run.config.queries:
+        return found
     for row in sorted(run.inputs.rows(UNITS).select(columns).to_pylist(), key=texts.document_order):
         if query := row["query"]:
             ids = {"pair_id": text_sha256(row["unit_id"], query), "query_id": texts.text_id("query", query)}
@@ -184,6 +189,8 @@ def reason_against(query: str, document: str, body_lines: int, config: PairsConf
 
 def finish_pairs(run: Run[PairsConfig]) -> Iterator[pa.RecordBatch]:
     units = run.once(_units)
+    if not run.config.queries:
+        return
     stored = {row["unit_id"]: row for row in run.output.stored.select(PAIRS.batch.names).to_pylist()}
     # The run was stopped before all pairs were judged.
     if not units.keys() <= stored.keys():

@@ -21,7 +21,7 @@ from schemas.retrieval import PAIRS, RANKS, UNITS, VECTORS
 from stages.memory import Forecast, Outlook
 from stages.retrieval import texts
 from stages.retrieval.memory import held_out_pairs
-from stages.retrieval.search import lexical, measures
+from stages.retrieval.search import codes, lexical, measures
 from stages.retrieval.search.maxsim import TokenMatrix
 from stages.retrieval.texts import HELD_OUT, Row, document_order, used_pairs
 from stages.run import Run
@@ -130,11 +130,11 @@ class Corpus:
         asked = [row for pair in pairs if (row := self.vectors.get((encoder, pair["query_id"])))]
         if len(asked) < len(pairs):
             raise ValueError("some queries have no vectors: run make vectors")
-        queries = [np.array(self.tensors.read(row["vector_id"]).view(np.float16), np.float32) for row in asked]
+        queries = [codes.unpack(self.tensors.read(row["vector_id"])) for row in asked]
         found = np.empty((len(pairs), len(rows)), np.float32)
         for start in range(0, len(rows), DOCUMENTS):
             some = rows[start : start + DOCUMENTS]
-            matrix = np.concatenate([self.tensors.read(row["vector_id"]).view(np.float16) for row in some])
+            matrix = codes.unpack(np.concatenate([self.tensors.read(row["vector_id"]) for row in some]))
             found[:, start : start + len(some)] = TokenMatrix(matrix, [row["count"] for row in some]).scores(queries)
             self.tensors.ahead(())  # release what was read
         return found

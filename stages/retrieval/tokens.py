@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from schemas.retrieval import PAIRS, TOKENS, UNITS
 from stages.memory import Forecast, Outlook
@@ -36,33 +37,48 @@ class TokensConfig(Section):
 
 def wanted_tokens(run: Run[TokensConfig]) -> pa.Table:
     """`text_id` and `role` of every distinct text, by role and text_id."""
-    rows = [{"text_id": text_id, **row} for text_id, row in run.once(_texts).items()]
-    return TOKENS.select(sorted(rows, key=lambda row: (row["role"], row["text_id"])), ("text_id", "role"))
+    documents = run.inputs.rows(UNITS)["text_id"].unique()
+    others = run.once(_others)
+    made = [(row["role"], text_id) for text_id, row in others.items()]
+    ids = pa.concat_arrays([documents.cast(pa.string()), pa.array([text_id for _, text_id in made], pa.string())])
+    roles = pa.array(["document"] * len(documents) + [role for role, _ in made], pa.string())
+    rows = pa.table([ids, roles], schema=TOKENS.select([], ("text_id", "role")).schema)
+    # A document without its name may be another function's own text.
+    unique = rows.group_by(["text_id", "role"], use_threads=False).aggregate([])
+    return unique.sort_by([("role", "ascending"), ("text_id", "ascending")]).cast(rows.schema)
 
 
-def _texts(run: Run[TokensConfig]) -> dict[str, Row]:
-    """text_id -> role and text. With `hard`, documents of pairs come a second time, without their names."""
-    units = run.inputs.rows(UNITS).select(["unit_id", "name", "text", "text_id"]).to_pylist()
+def _others(run: Run[TokensConfig]) -> dict[str, Row]:
+    """text_id -> role and text, of queries and, with `hard`, of the documents of pairs without their names."""
     pairs = texts.used_pairs(run.inputs.rows(PAIRS))
-    found = {row["text_id"]: {"role": "document", "text": row["text"]} for row in units}
-    found |= {row["query_id"]: {"role": "query", "text": row["query"]} for row in pairs}
+    found = {row["query_id"]: {"role": "query", "text": row["query"]} for row in pairs}
     if run.config.hard:
-        paired = {row["unit_id"] for row in pairs}
-        for text in (texts.without_name(row["text"], row["name"]) for row in units if row["unit_id"] in paired):
+        paired = pa.array([row["unit_id"] for row in pairs], pa.string())
+        units = run.inputs.rows(UNITS).select(["unit_id", "name", "text"])
+        for row in units.filter(pc.is_in(units["unit_id"], paired)).to_pylist():
+            text = texts.without_name(row["text"], row["name"])
             found[texts.text_id("document", text)] = {"role": "document", "text": text}
     return found
+
+
+def _texts(run: Run[TokensConfig], wanted: pa.ChunkedArray) -> dict[str, str]:
+    """text_id -> text, of the `wanted` ids."""
+    units = run.inputs.rows(UNITS).select(["text_id", "text"])
+    units = units.filter(pc.is_in(units["text_id"], wanted.combine_chunks()))
+    found = dict(zip(units["text_id"].to_pylist(), units["text"].to_pylist(), strict=True))
+    return found | {text_id: row["text"] for text_id, row in run.once(_others).items()}
 
 
 def encode_tokens(run: Run[TokensConfig]) -> Iterator[pa.RecordBatch]:
     pending = run.output.pending.to_pylist()
     if not pending:
         return
-    known = run.once(_texts)
+    known = _texts(run, run.output.pending["text_id"])
     tokenizer = TextTokenizer(run.needs["tokenizer"], lower_case=run.needs["family"].lower_case)
     longest = {"query": run.config.query_tokens, "document": run.config.document_tokens}
     for some in run.report.batches(pending, run.config.batch_size, "texts"):
         rows = []
-        for row, ids in zip(some, tokenizer.encode([known[row["text_id"]]["text"] for row in some]), strict=True):
+        for row, ids in zip(some, tokenizer.encode([known[row["text_id"]] for row in some]), strict=True):
             kept = tokenizer.cut(ids, longest[row["role"]])
             unknown = sum(each == tokenizer.unknown for each in kept)
             numbers = {"count": len(kept), "truncated": len(ids) - len(kept), "unknown": unknown}

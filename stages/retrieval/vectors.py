@@ -1,4 +1,4 @@
-"""The stage `vectors`: a float16 vector per token of documents, and of valid and test queries, by base and newest adapter."""
+"""The stage `vectors`: a vector per token of documents, and of valid and test queries, by base and newest adapter."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from schemas.retrieval import PAIRS, TOKENS, TRAIN, VECTORS
 from stages.hashing import file_sha256
 from stages.memory import Forecast, Memory, Outlook, Settings, cheapest
-from stages.retrieval.memory import VALUE_BYTES, counts, encoder_sizes, encoding_memory, held_out_pairs
+from stages.retrieval.memory import counts, encoder_sizes, encoding_memory, held_out_pairs
+from stages.retrieval.search import codes
 from stages.retrieval.texts import BASE, HELD_OUT, Row, used_pairs, vector_id
 from stages.run import Run
 from stages.settings import COUNT, Section, runtime, selects, setting
@@ -40,11 +42,15 @@ class VectorsConfig(Section):
 
 
 def wanted_vectors(run: Run[VectorsConfig]) -> pa.Table:
-    held_out = {row["query_id"] for row in used_pairs(run.inputs.rows(PAIRS), *HELD_OUT)}
-    tokens = run.inputs.rows(TOKENS).select(["text_id", "role"]).sort_by("text_id").to_pylist()
-    texts = [row for row in tokens if row["role"] == "document" or row["text_id"] in held_out]
-    rows = [{"vector_id": vector_id(name, row["text_id"]), "encoder": name, **row} for name in encoders(run) for row in texts]
-    return VECTORS.select(rows, ("vector_id", "encoder", "text_id", "role"))
+    held_out = pa.array(sorted({row["query_id"] for row in used_pairs(run.inputs.rows(PAIRS), *HELD_OUT)}), pa.string())
+    tokens = run.inputs.rows(TOKENS).select(["text_id", "role"]).sort_by("text_id")
+    texts = tokens.filter(pc.or_(pc.equal(tokens["role"], "document"), pc.is_in(tokens["text_id"], held_out)))
+    schema = VECTORS.select([], ("vector_id", "encoder", "text_id", "role")).schema
+    found = [schema.empty_table()]
+    for name in encoders(run):
+        ids = [vector_id(name, text_id) for text_id in texts["text_id"].to_pylist()]
+        found.append(pa.table([ids, [name] * len(ids), texts["text_id"], texts["role"]], schema=schema))
+    return pa.concat_tables(found)
 
 
 def encoders(run: Run[VectorsConfig]) -> dict[str, Path | None]:
@@ -78,15 +84,13 @@ def encode_vectors(run: Run[VectorsConfig]) -> Iterator[pa.RecordBatch]:
 
 
 def _row(row: Row, vectors: np.ndarray) -> Row:
-    """Raises ValueError if a value is not finite in float16."""
-    with np.errstate(over="ignore"):  # a value beyond 65504 becomes infinite and is refused
-        stored = np.ascontiguousarray(vectors, np.float16)
-    if not np.isfinite(stored).all():
+    """Raises ValueError if a value is not finite."""
+    if not np.isfinite(vectors).all():
         raise ValueError(
-            f"the encoder gave values that are not finite in float16 for text {row['text_id'][:12]}: "
-            "set vectors.precision to float32"
+            f"the encoder gave values that are not finite for text {row['text_id'][:12]}: set vectors.precision to float32"
         )
-    return {**row, "count": len(vectors), "vectors_shape": list(vectors.shape), "vectors": stored.view(np.uint16).ravel()}
+    stored = codes.pack(vectors)
+    return {**row, "count": len(vectors), "vectors_shape": list(stored.shape), "vectors": stored.ravel()}
 
 
 def forecast(outlook: Outlook) -> Forecast:
@@ -103,7 +107,7 @@ def forecast(outlook: Outlook) -> Forecast:
     held = held_out_pairs(outlook)
     share = min(1.0, held / len(queries)) if held is not None else 1.0  # queries of training pairs get no vectors
     mean = (documents.sum() + share * queries.sum()) / (len(documents) + share * len(queries))
-    row_bytes = int(VALUE_BYTES * encoder_sizes(outlook).dimensions * mean)
+    row_bytes = int(encoder_sizes(outlook).dimensions * mean * codes.BYTES / codes.VALUES)
     changes = [{"vectors": {"precision": "bfloat16"}}] if config.precision == "float32" else []
     needed, remedy = memory({}), cheapest(peak, outlook.budget, changes)
     how = f"{config.precision}, at most {longest} tokens"
@@ -121,4 +125,5 @@ STAGE = Stage(
     wants=wanted_vectors,
     run=encode_vectors,
     forecast=forecast,
+    version=2,  # 2: 4 bits a value instead of 16
 )

@@ -30,7 +30,7 @@ def measure(folder: Path, mode: str, rounds: int) -> tuple[float, float]:
     """Return the median milliseconds of CPU time and of elapsed time of a query. Every query of `QUERIES` is
     asked `rounds` times, after one round that is not counted. `mode` is "semantic", "lexical" or "hybrid".
     """
-    session = Session(Project(folder), mode, resident=True)  # type: ignore[arg-type]
+    session = Session(Project(folder), mode)  # type: ignore[arg-type]
     used, elapsed = [], []
     for number in range((rounds + 1) * len(QUERIES)):
         began, cpu = time.perf_counter(), time.process_time()

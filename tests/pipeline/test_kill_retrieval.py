@@ -61,7 +61,7 @@ def artifacts(folder: Path, stage_name: str) -> dict[str, object]:
     table = Project(folder).current(stage_name)
     found: dict[str, object] = {}
     for path in sorted((table.folder / "artifacts").glob("*")):
-        if path.suffix in (".safetensors", ".npy"):
+        if path.suffix in (".safetensors", ".arrow"):
             found[path.name] = path.read_bytes()
         elif path.suffix == ".lance":
             index = LexicalIndex(path, table.rows().num_rows)

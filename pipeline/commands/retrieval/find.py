@@ -56,8 +56,8 @@ def command(query: str, folder: Path, mode: str, limit: int, pattern: str, as_js
 class CodeFolder:
     """A folder of source code that is asked once or, by a program that stays up, many times."""
 
-    def __init__(self, root: Path, mode: Mode = "hybrid", *, resident: bool = False) -> None:
-        self.root, self.mode, self.resident = root.resolve(), mode, resident
+    def __init__(self, root: Path, mode: Mode = "hybrid") -> None:
+        self.root, self.mode = root.resolve(), mode
         self.project = open_project(self.root)
         self.said: list[str] = []  # by the last refresh
         self.session: Session | None = None
@@ -76,7 +76,7 @@ class CodeFolder:
             found = stamp(self.project.current(INDEX.name).folder / "manifest.json")
             if self.session is None or found != self._opened:
                 self.session = None  # before the next, so that two are never in memory
-                self.session, self._opened = Session(self.project, self.mode, resident=self.resident), found
+                self.session, self._opened = Session(self.project, self.mode), found
             yield self
 
     @property
@@ -85,7 +85,7 @@ class CodeFolder:
         return self.session.searcher
 
     def search(self, query: str, limit: int, pattern: str = "") -> list[Answer]:
-        name = self.searcher.rows[0]["path"].partition("/")[0]
+        name = self.searcher.rows["path"][0].as_py().partition("/")[0]
         return self.searcher.search(query, self.mode, limit, f"{name}/{pattern}" if pattern else "")
 
 
@@ -98,7 +98,7 @@ def open_project(root: Path) -> Project:
 
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "latentmill" / "find" / f"{root.name}-{text_sha256(str(root))[:12]}"
-    text = project_toml({"code": str(root), "family": "retriever-micro"})
+    text = project_toml({"code": str(root), "family": "retriever-micro"}) + "\n[pairs]\nqueries = false\n"
     if not (folder / FILE).is_file() or (folder / FILE).read_text(encoding="utf-8") != text:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FILE).write_text(text, encoding="utf-8")

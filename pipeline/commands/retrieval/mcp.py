@@ -42,7 +42,7 @@ def make_server(folders: Sequence[Path]) -> MCPServer:
 
     from stages.retrieval.texts import decode, split_lines
 
-    served = {str(root): CodeFolder(root, resident=True) for root in dict.fromkeys(each.resolve() for each in folders)}
+    served = {str(root): CodeFolder(root) for root in dict.fromkeys(each.resolve() for each in folders)}
     server = MCPServer("latentmill", instructions=INSTRUCTIONS.format(folders=", ".join(served)), log_level="CRITICAL")
     worker = ThreadPoolExecutor(1)  # one answer after another: all use one index and one encoder
 
@@ -77,14 +77,10 @@ def make_server(folders: Sequence[Path]) -> MCPServer:
         def work() -> list[dict[str, Any]]:
             file, code = locate(path, served.values())
             with code.current():
-                around = [
-                    (row["last_line"] - row["first_line"], place)
-                    for place, row in enumerate(code.searcher.rows)
-                    if Path(row["file"]) == file and row["first_line"] <= line <= row["last_line"]
-                ]
-                if not around:
+                place = code.searcher.place_at(file, line)
+                if place is None:
                     raise ValueError(f"{path} has no function at line {line}")
-                return [as_dict(each) for each in code.searcher.related(min(around)[1], checked(limit))]
+                return [as_dict(each) for each in code.searcher.related(place, checked(limit))]
 
         return await answer(work)
 
@@ -109,8 +105,8 @@ def make_server(folders: Sequence[Path]) -> MCPServer:
             rows = []
             for name, code in served.items():
                 with code.current():
-                    files = {row["path"] for row in code.searcher.rows}
-                    rows.append({"folder": name, "files": len(files), "functions": len(code.searcher.rows)})
+                    found = code.searcher.rows
+                    rows.append({"folder": name, "files": len(found["path"].unique()), "functions": len(found)})
             return rows
 
         return await answer(work)

@@ -45,7 +45,7 @@ def command(
     if explain and mode == "lexical":
         raise ValueError("--explain shows vectors, which --lexical does not use: leave one of them out")
     project.fetch = True
-    session = Session(project, cast("Mode", mode), explain=explain, resident=stay)
+    session = Session(project, cast("Mode", mode), explain=explain)
     say = give if as_json else tell
     if line := staleness(project):
         say_aside(line)
@@ -77,20 +77,20 @@ def staleness(project: Project) -> str:
 
 
 class Session:
-    """The index of a project, opened for queries in one mode. `resident`: the vectors are held in memory."""
+    """The index of a project, opened for queries in one mode."""
 
-    def __init__(self, project: Project, mode: Mode, *, explain: bool = False, resident: bool = False) -> None:
-        from schemas.retrieval import INDEX
+    def __init__(self, project: Project, mode: Mode, *, explain: bool = False) -> None:
+        from schemas.retrieval import INDEX, VECTORS
         from stages.retrieval.encoder import TextTokenizer
-        from stages.retrieval.index import Searcher, folder_artifacts
+        from stages.retrieval.index import Searcher, folder_artifacts, in_order
         from stages.retrieval.search.lexical import DEFAULT_WEIGHT
 
         self.mode = mode
         table = project.built(INDEX, "search")
-        rows = table.rows().to_pylist()
-        if not rows:
+        rows = in_order(table.rows())
+        if not rows.num_rows:
             raise ValueError("the index has no units: set sources.roots, then run make index")
-        name = rows[0]["encoder"]
+        name = rows["encoder"][0].as_py()
         encoder = None if mode == "lexical" else open_encoder(project, name)
         ranks = project.folder("ranks")
         ranked = ranks.rows().select(["encoder", "mode", "weight"]).to_pylist() if ranks.exists else []
@@ -99,7 +99,8 @@ class Session:
         weight = float(next((each for each in weights if each is not None), DEFAULT_WEIGHT))
         for artifact in folder_artifacts(rows):
             table.require_intact(artifact)
-        self.searcher: Searcher = Searcher(rows, table.folder / "artifacts", encoder, weight, resident=resident)
+        vectors = project.built(VECTORS, "search").tensors()
+        self.searcher: Searcher = Searcher(rows, table.folder / "artifacts", vectors, encoder, weight)
         self.texts: dict[str, str] = {}
         if explain:
             family = cast("RetrieverFamily", project.family)

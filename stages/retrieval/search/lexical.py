@@ -15,7 +15,7 @@ FOUND = 1000  # documents per query that get a score; the others have 0
 TABLE = "units.lance"
 
 
-def build(folder: Path, words: Sequence[str]) -> None:
+def build(folder: Path, words: Sequence[str] | pa.ChunkedArray) -> None:
     """`words`: the words of each document, joined by spaces."""
     import lance
 

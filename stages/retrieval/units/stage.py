@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from schemas.retrieval import SOURCES, UNITS
 from stages.hashing import text_sha256
@@ -53,17 +53,21 @@ def wanted_units(run: Run[UnitsConfig]) -> pa.Table:
     sources = _used(run)
     if not sources:
         raise ValueError("no source file is used: see `select path, skipped, detail from sources`, or set sources.roots")
-    stored = defaultdict(list)
-    for row in run.output.stored.select([*KEPT, "kind"]).to_pylist() if run.output.stored.num_rows else ():
-        # The packages of its language have been installed since: the file is parsed again.
-        if row.pop("kind") == "lines" and can_parse(row["language"]):
-            continue
-        stored[tuple(row[name] for name in KEPT[1:])].append(row)
-    rows: list[Row] = []
-    for source in sources:
-        known = stored.get(tuple(source[name] for name in KEPT[1:]))
-        rows += known or unit_rows(run, source)
-    return UNITS.select(rows, KEPT)
+    stored = run.output.stored
+    # The packages of a language have been installed since: its files are parsed again.
+    parsed = pa.array([name for name in stored["language"].unique().to_pylist() if can_parse(name)], pa.string())
+    stored = stored.filter(pc.invert(pc.and_(pc.equal(stored["kind"], "lines"), pc.is_in(stored["language"], parsed))))
+    files, known = _files(UNITS.select(sources, KEPT[1:])), _files(stored)
+    new = pc.invert(pc.is_in(files, known)).to_pylist()
+    parsing = (source for source, parse in zip(sources, new, strict=True) if parse)
+    # Only these columns: the texts of a large folder take a gigabyte.
+    made = UNITS.select([{name: row[name] for name in KEPT} for source in parsing for row in unit_rows(run, source)], KEPT)
+    return pa.concat_tables([stored.filter(pc.is_in(known, files)).select(list(KEPT)).cast(made.schema), made])
+
+
+def _files(rows: pa.Table) -> pa.Array:
+    """What the units of a file depend on, as one string per row."""
+    return pc.binary_join_element_wise(*(rows[name].combine_chunks() for name in KEPT[1:]), "\0")
 
 
 READERS: dict[str, Callable[[str, int], list[Unit] | None]] = {

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from pipeline.api import Project
-from stages.retrieval.index import Searcher, choose_encoder
+from pipeline.project.tables import Table
+from stages.retrieval.index import Searcher, choose_encoder, in_order, read_pooled
+from stages.retrieval.search import codes
+from stages.retrieval.search.maxsim import pool
 from tests import projects
 from tests.stages.retrieval.project import rows, run
 
@@ -28,34 +31,38 @@ def artifacts(folder: Path, **overrides: object) -> Path:
 
 
 def searcher(folder: Path, **options: object) -> Searcher:
-    return Searcher(rows(folder, "index"), artifacts(folder), RandomEncoder(), **options)
+    project = Project(folder)
+    tables = (in_order(project.folder("index").rows()), artifacts(folder), project.folder("vectors").tensors())
+    return Searcher(*tables, RandomEncoder(), **options)
 
 
-def test_an_index_holds_every_unit_once_and_one_matrix(indexed):
+def test_an_index_holds_every_unit_once_and_one_vector_of_each(indexed):
     assert {row["unit_id"] for row in rows(indexed, "index")} == {row["unit_id"] for row in rows(indexed, "units")}
-    assert sorted(path.suffix for path in artifacts(indexed).iterdir()) == [".lance", ".npy"]
+    assert sorted(path.suffix for path in artifacts(indexed).iterdir()) == [".arrow", ".lance"]
+    [file] = artifacts(indexed).glob("*.arrow")
+    ids, vectors = read_pooled(file)
+    tensors = Project(indexed).folder("vectors").tensors()
+    for vector_id, vector in zip(ids.to_pylist(), vectors, strict=True):
+        np.testing.assert_allclose(pool(codes.unpack(tensors.read(vector_id))), vector, atol=1e-3)
 
 
 def test_semantic_search_equals_brute_force(indexed):
     query = "count the words"
     (vectors,) = RandomEncoder().encode_queries([query])
-    table = Project(indexed)
-    from pipeline.project.tables import Table
-
-    stored = Table(table.folder("vectors"))
+    stored = Table(Project(indexed).folder("vectors"))
     expected = {
-        row["unit_id"]: float((vectors @ np.asarray(stored[row["vector_id"]], np.float32).T).max(axis=1).mean())
+        row["unit_id"]: float((vectors @ codes.unpack(stored[row["vector_id"]]).T).max(axis=1).mean())
         for row in rows(indexed, "index")
     }
-    for resident in (False, True):
-        found = searcher(indexed, resident=resident).search(query, "semantic", limit=100)
-        assert [answer.row["unit_id"] for answer in found[:5]] == sorted(expected, key=lambda key: -expected[key])[:5]
-        assert all(answer.score == pytest.approx(expected[answer.row["unit_id"]], abs=1e-5) for answer in found)
+    found = searcher(indexed).search(query, "semantic", limit=100)
+    assert [answer.row["unit_id"] for answer in found[:5]] == sorted(expected, key=lambda key: -expected[key])[:5]
+    assert all(answer.score == pytest.approx(expected[answer.row["unit_id"]], abs=1e-5) for answer in found)
 
 
 def test_lexical_search_finds_the_words_and_nothing_else(indexed):
     found = searcher(indexed).search("invoices, colours", "lexical", limit=100)
-    assert found and all("colours" in answer.row["words"].split() for answer in found)
+    words = {row["unit_id"]: row["words"].split() for row in rows(indexed, "units")}
+    assert found and all("colours" in words[answer.row["unit_id"]] for answer in found)
     assert searcher(indexed).search("sortColours", "lexical")[0].row["qualified_name"] == "sort_colours"
     assert searcher(indexed).search("zebra", "lexical") == []
 
@@ -93,7 +100,7 @@ def test_a_query_without_words_is_one_line(query, indexed):
 def test_an_incomplete_index_is_one_line_and_is_repaired_by_the_next_run(indexed, tmp_path):
     folder = tmp_path / "project"
     shutil.copytree(indexed, folder, symlinks=True)
-    for path in artifacts(folder).glob("vectors-*"):
+    for path in artifacts(folder).glob("pooled-*"):
         path.unlink()
     with pytest.raises(ValueError, match=r"incomplete or of another state of the project: run make index"):
         searcher(folder)
@@ -131,17 +138,6 @@ def test_a_deleted_file_leaves_the_index_and_its_artifacts(indexed, tmp_path):
     assert not [row for row in rows(folder, "index") if row["path"].endswith("words.py")]
     assert len(list(artifacts(folder).iterdir())) == 2
     assert not [answer for answer in searcher(folder).search("words", "lexical") if answer.row["path"].endswith("words.py")]
-
-
-def test_many_vectors_get_a_partitioned_index_with_the_same_first_answer(indexed, tmp_path):
-    folder = tmp_path / "project"
-    shutil.copytree(indexed, folder, symlinks=True)
-    run(folder, "index", overrides={"index.exact_tokens": 0})
-    assert len(list(artifacts(folder).glob("partitions-*.lance"))) == 1
-    query = "count the words of a list"
-    first = searcher(indexed).search(query, "semantic", limit=1)[0]
-    found = searcher(folder).search(query, "semantic", limit=1)[0]
-    assert found.row["unit_id"] == first.row["unit_id"] and found.score == pytest.approx(first.score, abs=2e-3)
 
 
 def test_the_tuned_encoder_is_chosen_if_there_is_one():

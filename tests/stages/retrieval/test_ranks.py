@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 
-import numpy as np
-
 from pipeline import Project
 from pipeline.commands.retrieval.evaluate import evaluate
 from stages.retrieval.ranks import without_name
+from stages.retrieval.search import codes
 from tests.stages.retrieval.project import make, rows, run
 
 
@@ -27,7 +26,7 @@ def test_every_held_out_pair_is_ranked_in_both_modes(indexed):
 
 def test_semantic_ranks_equal_brute_force(indexed):
     table, units = Project(indexed)["vectors"], rows(indexed, "units")
-    vector = {row["text_id"]: np.asarray(table[row["vector_id"]], np.float32) for row in rows(indexed, "vectors")}
+    vector = {row["text_id"]: codes.unpack(table[row["vector_id"]]) for row in rows(indexed, "vectors")}
     pairs = {row["pair_id"]: row for row in rows(indexed, "pairs")}
     for row in [row for row in rows(indexed, "ranks") if row["mode"] == "plain"][:10]:
         query = vector[pairs[row["pair_id"]]["query_id"]]

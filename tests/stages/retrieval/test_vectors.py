@@ -12,6 +12,7 @@ from pipeline.commands.retrieval.export import export_retriever
 from pipeline.commands.retrieval.search import Session
 from stages.hashing import file_sha256
 from stages.retrieval.encoder import load_encoder
+from stages.retrieval.search import codes
 from stages.retrieval.texts import BASE, vector_id
 from stages.retrieval.vectors import _row
 from stages.tuner.checkpoint import ADAPTER
@@ -27,7 +28,7 @@ def test_every_document_and_every_held_out_query_has_vectors_of_length_one(index
     assert held_out and held_out == {row["text_id"] for row in found if row["role"] == "query"}
     table = Project(indexed)["vectors"]
     for row in found:
-        vectors = np.asarray(table[row["vector_id"]], np.float32)
+        vectors = codes.unpack(table[row["vector_id"]])
         assert vectors.shape == (row["count"], 32) and row["vector_id"] == vector_id(BASE, row["text_id"])
         np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=2e-3)
 
@@ -58,7 +59,7 @@ def test_only_the_texts_of_a_changed_file_are_encoded_again_and_the_index_equals
     shutil.copy(folder / "project.toml", fresh)
     run(fresh, *INDEXED)
     assert rows(fresh, "index") == rows(folder, "index") and rows(fresh, "ranks") == rows(folder, "ranks")
-    one, other = (next((place / "tables" / "index").glob("*/artifacts/vectors-*.npy")) for place in (folder, fresh))
+    one, other = (next((place / "tables" / "index").glob("*/artifacts/pooled-*.arrow")) for place in (folder, fresh))
     assert one.name == other.name and one.read_bytes() == other.read_bytes()
 
 
@@ -80,7 +81,7 @@ def test_a_trained_adapter_adds_its_own_vectors_and_leaves_those_of_the_base(ind
     }
     table = Project(folder)["vectors"]
     text = next(row["text_id"] for row in found if row["role"] == "document")
-    one, other = (np.asarray(table[vector_id(name, text)], np.float32) for name in (BASE, *tuned))
+    one, other = (codes.unpack(table[vector_id(name, text)]) for name in (BASE, *tuned))
     assert one.shape == other.shape and np.abs(one - other).max() > 1e-3
     assert {row["encoder"] for row in rows(folder, "index")} == tuned
     assert {row["encoder"] for row in rows(folder, "ranks")} == {BASE, *tuned}
@@ -110,11 +111,11 @@ def test_at_half_the_strength_index_search_evaluation_and_export_use_the_base_pl
     document = next(row for row in rows(folder, "units"))
     merged = load_encoder(exported, exported, project.family)
     [stored] = merged.encode_ids([project["tokens"][document["text_id"]]])
-    assert np.abs(np.asarray(project["vectors"][vector_id(tuned, document["text_id"])], np.float32) - stored).max() < 1e-3
+    assert np.abs(codes.unpack(project["vectors"][vector_id(tuned, document["text_id"])]) - stored).max() < 0.02
     [first, *_] = session.searcher.search(text, "semantic", 3, "")
     best = {row["unit_id"]: row for row in rows(folder, "units")}[first.row["unit_id"]]
     [vectors] = merged.encode_ids([project["tokens"][best["text_id"]]])
-    assert abs(first.semantic - (expected @ vectors.T).max(axis=1).mean()) < 1e-3
+    assert abs(first.semantic - (expected @ vectors.T).max(axis=1).mean()) < 0.01
 
 
 def test_an_index_of_another_strength_is_not_searched(indexed):
@@ -129,8 +130,8 @@ def test_without_an_adapter_the_base_cannot_be_left_out(indexed):
         run(indexed, "vectors", overrides={"vectors.base": False})
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, 7e4])
-def test_vectors_that_float16_cannot_hold_are_refused(value):
-    with pytest.raises(ValueError, match="not finite in float16 for text abc"):
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_vectors_that_are_not_finite_are_refused(value):
+    with pytest.raises(ValueError, match="not finite for text abc"):
         _row({"text_id": "abc"}, np.full((2, 4), value, np.float32))
     assert _row({"text_id": "abc"}, np.ones((2, 4), np.float32))["count"] == 2

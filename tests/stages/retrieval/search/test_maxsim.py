@@ -1,12 +1,12 @@
-"""Exact MaxSim over a flat matrix of token vectors."""
+"""MaxSim: exact over a matrix of token vectors, and over candidates."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from stages.retrieval.search import maxsim
-from stages.retrieval.search.maxsim import TokenMatrix, matches, write_matrix
+from stages.retrieval.search import codes, maxsim
+from stages.retrieval.search.maxsim import TokenMatrix, matches
 
 
 def corpus(documents: int = 50, width: int = 16, seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -24,36 +24,29 @@ def brute_force(documents: list[np.ndarray], query: np.ndarray) -> list[float]:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 100, 65_536])
-@pytest.mark.parametrize("resident", [False, True])
-def test_scores_equal_brute_force_whatever_the_chunk(chunk, resident, tmp_path, monkeypatch):
+def test_scores_equal_brute_force_whatever_the_chunk(chunk, monkeypatch):
     monkeypatch.setattr(maxsim, "CHUNK", chunk)
     documents, queries = corpus()
-    counts = [len(each) for each in documents]
-    write_matrix(tmp_path / "vectors.npy", iter(documents), sum(counts), 16)
-    matrix = TokenMatrix.open(tmp_path / "vectors.npy", counts, resident=resident)
+    matrix = TokenMatrix(np.concatenate(documents), [len(each) for each in documents])
     expected = np.array([brute_force(documents, query) for query in queries])
     np.testing.assert_allclose(matrix.scores(queries), expected, atol=1e-6)
 
 
-def test_a_matrix_on_disk_is_memory_mapped(tmp_path):
+def test_a_matrix_of_other_documents_is_refused():
     documents, _ = corpus()
-    counts = [len(each) for each in documents]
-    write_matrix(tmp_path / "vectors.npy", iter(documents), sum(counts), 16)
-    matrix = TokenMatrix.open(tmp_path / "vectors.npy", counts)
-    assert isinstance(matrix.vectors_TD, np.memmap) and matrix.vectors_TD.dtype == np.float16
-    np.testing.assert_array_equal(matrix.document(7), documents[7])
-
-
-def test_a_matrix_of_other_documents_is_refused(tmp_path):
-    documents, _ = corpus()
-    counts = [len(each) for each in documents]
-    file = tmp_path / "vectors.npy"
-    write_matrix(file, iter(documents), sum(counts), 16)
     with pytest.raises(ValueError, match="vectors, its documents"):
-        TokenMatrix.open(file, counts[:-1])
-    file.write_bytes(file.read_bytes()[:-40])
-    with pytest.raises(ValueError, match=r"cannot be read: .*run make index"):
-        TokenMatrix.open(file, counts)
+        TokenMatrix(np.concatenate(documents), [len(each) for each in documents[:-1]])
+
+
+def test_six_bits_a_value_keep_the_direction_of_a_vector_and_pack_again_to_the_same_bytes():
+    documents, _ = corpus()
+    for document in documents:
+        packed = codes.pack(document)
+        found = codes.unpack(packed)
+        assert packed.shape == (len(document), 12) and found.dtype == np.float32
+        np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
+        assert (found * document).sum(axis=1).min() > 0.998
+        np.testing.assert_array_equal(codes.pack(found), packed)
 
 
 def test_a_query_of_another_width_is_refused():
@@ -71,16 +64,31 @@ def test_each_query_token_is_matched_with_its_best_document_token():
     np.testing.assert_allclose(products, table.max(axis=1))
 
 
-def test_the_partitioned_index_finds_nearly_what_exact_search_finds(tmp_path):
+@pytest.mark.parametrize("limit", [1, 40])
+def test_candidates_are_scored_exactly_and_the_others_below_them_with_the_mean_and_spread_of_all(limit, monkeypatch):
+    for name, value in {"CANDIDATES": 50, "WORDED": 5, "SAMPLE": 100}.items():
+        monkeypatch.setattr(maxsim, name, value)
     documents, _ = corpus(documents=600)
     draws = np.random.default_rng(1)
-    queries = [documents[place][:8].astype(np.float32) for place in draws.integers(0, 600, 20)]
-    counts = [len(each) for each in documents]
-    maxsim.build_partitions(tmp_path / "index", iter(documents), 16, sum(counts))
-    exact = TokenMatrix(np.concatenate(documents), counts).scores(queries)
-    found = maxsim.PartitionedIndex(tmp_path / "index", 600).scores(queries)
-    assert (found.argmax(axis=1) == exact.argmax(axis=1)).mean() >= 0.95
-    top = [len(set(np.argsort(-one)[:10]) & set(np.argsort(-other)[:10])) / 10 for one, other in zip(exact, found, strict=True)]
-    assert np.mean(top) >= 0.9
-    place = int(exact[0].argmax())
-    assert found[0, place] == pytest.approx(exact[0, place], abs=2e-3)
+    topics = draws.normal(size=(600, 16)) / 4  # what a document is about, in each of its tokens
+    documents = [maxsim.unit(each + topic).astype(np.float16) for each, topic in zip(documents, topics, strict=True)]
+    matrix = maxsim.PooledMatrix(np.stack([maxsim.pool(each) for each in documents]), lambda place: documents[place])
+    words = np.zeros(600)
+    words[[5, 77, 400]] = 1.0
+    for place in draws.integers(0, 600, 20).tolist():
+        query = documents[place][:8].astype(np.float32)
+        exact = np.array(brute_force(documents, query))
+        found = matrix.scores(query, np.arange(600), words, limit)
+        same = np.isclose(found, exact, atol=1e-5)
+        assert found.argmax() == place and same[[5, 77, 400]].all() and same.sum() < 160
+        assert same[np.argsort(-found)[:limit]].all()
+        assert found.mean() == pytest.approx(exact.mean(), abs=0.05) and found.std() == pytest.approx(exact.std(), rel=0.35)
+        few = matrix.scores(query, np.array([2, 9]), words, limit)
+        np.testing.assert_allclose(few[[2, 9]], exact[[2, 9]], atol=1e-5)
+
+
+def test_few_documents_are_all_scored_exactly():
+    documents, queries = corpus()
+    matrix = maxsim.PooledMatrix(np.stack([maxsim.pool(each) for each in documents]), lambda place: documents[place])
+    for query in queries:
+        np.testing.assert_allclose(matrix.scores(query, np.arange(50), np.zeros(50), 1), brute_force(documents, query), atol=1e-5)
