@@ -156,6 +156,11 @@ class Family(ModelFamily):
     guidance: float = 4.0  # default when drawing
     sampling_steps: int = 50  # default number of denoising steps
 
+    def require_references(self) -> None:
+        """Raise ValueError if the transformer reads no reference images."""
+        if self.references == "none":
+            raise ValueError(f"{self.name} does not read reference images: take them away, or choose another family")
+
     def without_references(self) -> Family:
         """The record for work that has no reference images: blocks that only these need are left out."""
         return replace(self, references="none") if self.references == "own" else self

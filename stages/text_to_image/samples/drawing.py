@@ -323,6 +323,7 @@ def _encode_references(run: Run[SamplesConfig], wanted: Iterable[Paths]) -> dict
     images = {files: [read_reference(file, background) for file in files] for files in wanted}
     if not images:
         return {}
+    run.needs["family"].require_references()
     autoencoder = load_autoencoder(run)
     found = {files: [encode_image(autoencoder, image) for image in own] for files, own in images.items()}
     # The transformer is loaded next.

@@ -108,11 +108,7 @@ def family_of(family: Family, data: Dataset) -> Family:
     """The record, without what only reference images need if there are none. Raises ValueError if it reads none."""
     if not any(crop.references for crop in (*data.crops, *data.held)):
         return family.without_references()
-    if family.references == "none":
-        raise ValueError(
-            f"{family.name} does not read reference images: take them out of the image folder, set [images] references = [], or "
-            "choose another family"
-        )
+    family.require_references()
     return family
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 
 from schemas.text_to_image import IMAGES
+from stages.text_to_image.families import family
 from stages.text_to_image.train.config import DataConfig, ValidationConfig
 from stages.text_to_image.train.memory import ImageEstimator, largest_batch
 from stages.text_to_image.train.profile import random_batch
+from stages.text_to_image.train.task import family_of
 from stages.tuner.optimizers.step import Stacks
 from tests.stages.text_to_image.train.runs import BASE, TEXT_ROWS, TINY, Run, rows_of, tables, weights
 from tests.stages.text_to_image.train.test_step import plain
@@ -122,3 +125,13 @@ def test_a_batch_to_measure_with_has_the_references_of_the_batch_that_it_stands_
     batch = largest_batch(Run(tmp_path, wide, BASE, paired()).task().sampler, 16)
     drawn = random_batch(TINY, batch)
     assert [each.shape[2:] for each in drawn.references] == [*batch.references] and drawn.tokens == batch.tokens
+
+
+def test_a_family_that_reads_no_references_is_refused_and_blocks_of_their_own_are_left_out_where_there_are_none() -> None:
+    made: Any = (SimpleNamespace(crops=(SimpleNamespace(references=each),), held=()) for each in (("a.png",), ()))
+    shown, alone = made
+    with pytest.raises(ValueError, match="z-image does not read reference images: take them away, or choose another family"):
+        family_of(family("z-image"), shown)
+    flux3 = family("flux3-klein-base")
+    assert family_of(flux3, shown) == flux3 and family_of(flux3, alone) == replace(flux3, references="none")
+    assert family_of(TINY, shown) == family_of(TINY, alone) == TINY
