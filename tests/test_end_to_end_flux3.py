@@ -13,6 +13,8 @@ from pipeline.project.project import Project
 from stages.models import sampling
 from stages.models.text.encoder import widen
 from stages.text_to_image.families import family
+from stages.text_to_image.samples.config import SamplesConfig
+from stages.text_to_image.samples.drawing import Adapters, encode_image, load_sampler, read_reference
 from tests import projects
 from tests.stages.models.flux3.test_transformer import given, ours, prepared, random_reference, theirs, windows
 from tests.test_end_to_end import floats
@@ -20,6 +22,7 @@ from tests.test_end_to_end import floats
 TINY = family("flux3-tiny")
 GUIDANCE = 2.5  # of previews
 LONG = " ".join(["a long caption whose tokens take more rows than one window of the transformer has"] * 6)
+EDIT = "the same at night"
 STEPS, SIDE = 2, 64
 
 
@@ -55,6 +58,8 @@ def pipeline(weights: Path, distilled: bool = False) -> Any:
 def project(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path, weights: Path) -> Path:
     folder = projects.make(tmp_path_factory.mktemp("flux3") / "project", tiny_weights, images=0)
     projects.edit(folder, "steps = 2\n", f"steps = {STEPS}\nguidance = {GUIDANCE}\n")
+    projects.edit(folder, 'preview_prompts = ["a red thing"]', f'preview_prompts = ["a red thing", "{EDIT}"]')
+    projects.edit(folder, "[samples]\n", f'[samples]\nprompt_references = {{ "{EDIT}" = ["images/control/picture1.png"] }}\n')
     projects.edit(folder, "resolutions = [64, 96]", f"resolutions = [{SIDE}]")
     projects.edit(folder, "steps = 6\n", "steps = 4\nlr = 1e-2\nbatch_size = 4\n")
     for number, caption in enumerate(("a cat", "a red thing on a table", LONG, LONG + ", twice")):
@@ -119,11 +124,13 @@ def test_the_losses_and_gradients_of_a_batch_of_unequal_captions_and_a_reference
         assert np.linalg.norm(got - expected) <= 1e-4 * np.linalg.norm(expected), name
 
 
-def test_a_preview_of_the_base_is_the_picture_that_diffusers_draws(built: Path, weights: Path) -> None:
+@pytest.mark.parametrize("prompt", ["a red thing", EDIT])
+def test_a_preview_of_the_base_is_the_picture_that_diffusers_draws(built: Path, weights: Path, prompt: str) -> None:
     import torch
     from PIL import Image
 
-    row = next(row for row in projects.content(built, "samples").to_pylist() if row["step"] == 0)
+    rows = projects.content(built, "samples").to_pylist()
+    row = next(row for row in rows if row["step"] == 0 and row["prompt"] == prompt)
     with Image.open(Project(built).current("samples").folder / "artifacts" / row["path"]) as image:
         preview = np.asarray(image).astype(np.float32)
     texts = {each["text"]: each["caption_id"] for each in projects.content(built, "captions").to_pylist()}
@@ -131,7 +138,11 @@ def test_a_preview_of_the_base_is_the_picture_that_diffusers_draws(built: Path, 
     stored = dict(zip(table["caption_id"].to_pylist(), floats(table), strict=True))
     with_prompt, without = (torch.tensor(windows([stored[texts[each]]])) for each in (row["prompt"], ""))
     noise = torch.tensor(np.array(sampling.noise(row["seed"], (1, 128, SIDE // 16, SIDE // 16))))
-    drawn = pipeline(weights)(
+    pipe, beside = pipeline(weights), {}
+    if prompt == EDIT:
+        latent = encode_image(TINY.architecture.load_autoencoder(weights / "vae", TINY), shown(built))
+        beside["image_cond_latents"] = [torch.tensor(np.array(latent))]
+    drawn = pipe(
         prompt_embeds=with_prompt,
         negative_prompt_embeds=without,
         latents=noise,
@@ -139,9 +150,25 @@ def test_a_preview_of_the_base_is_the_picture_that_diffusers_draws(built: Path, 
         width=SIDE,
         num_inference_steps=STEPS,
         output_type="np",
+        **beside,
     ).get("images")[0]
     assert np.abs(preview - 255 * drawn).max() <= 1.05
     assert preview.std() > 5
+
+
+def shown(project: Path) -> Any:
+    return read_reference(project / "images" / "control" / "picture1.png")
+
+
+def test_an_adapter_of_blocks_for_references_draws_where_these_are_not_loaded(built: Path, weights: Path) -> None:
+    trained = Project(built).current("train").folder / "artifacts" / "adapter.safetensors"
+    config, text, drawn = SamplesConfig(precision="float32", steps=1), mx.ones((1, 80, 192)), []
+    for beside in ((), (mx.zeros((1, 128, 2, 2)),)):
+        adapters = Adapters("the adapter", files=lambda: [(trained, 1.0)])
+        sampler = load_sampler(adapters, weights / "transformer", TINY, config, lambda: 0 * text, beside)
+        assert any(block.kind == "reference" for block in sampler.model.blocks) == bool(beside)
+        drawn.append(np.array(sampler.draw(text, 0, 64, 64)))
+    np.testing.assert_array_equal(*drawn)
 
 
 @pytest.mark.parametrize("distilled", [False, True], ids=["base", "distilled"])
