@@ -201,7 +201,7 @@ def licence_note(project: Project, name: str = "") -> str:
         return ""
     needs = project.stage(name).needs if name else list(project.pipeline.resources)
     own = [part for part in downloads(project) if part in needs and part not in (project.config.project.components or {})]
-    return project.family.terms if own and not project.config.project.weights else ""
+    return project.family.terms if own and project.config.project.weights in ("", project.family.hub) else ""
 
 
 def require_trainable(project: Project, name: str = "") -> None:

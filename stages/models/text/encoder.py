@@ -154,26 +154,24 @@ def text_encoder_sizes(path: Path | None, family: Family) -> DecoderConfig:
     config = read_config(path) if path else {}
     made = kind.from_dict(config or family.text_encoder)
     if path and kind.vision is not None:
-        _check_kind(kind, path, "model_type" in config or _reads_pictures(path))
+        _check_kind(kind, path, "model_type" in config)
     return made
 
 
 VISUAL = re.compile(r"(^|\.)(visual|language_model)\.")  # in names of a model with a vision part
 
 
-def _reads_pictures(path: Path) -> bool:
-    """Whether a chat template lies beside the weights that has a place for pictures: mflux saves no config.json."""
-    return any("<|vision_start|>" in read_utf8(file, JSON_BYTES) for file in sorted(path.glob("chat_template.*")))
-
-
 def _check_kind(kind: type[DecoderConfig], path: Path, stated: bool) -> None:
-    """Qwen3 and the text part of Qwen3-VL have the same names and shapes, and Qwen3 4B and Qwen3-VL 4B the same sizes."""
+    """Qwen3 and the text part of Qwen3-VL have the same names and shapes, and Qwen3 4B and Qwen3-VL 4B the same sizes. What tells
+    them apart: the names of the whole model, GGUF's header, and a chat template with a place for pictures, as mflux saves.
+    """
     try:
         names = list(read_shapes(path))
         packed = [read_architecture(file) for file in weight_files(path) if file.suffix == SUFFIX]
+        templates = [file.name for file in path.glob("chat_template.*") if "<|vision_start|>" in read_utf8(file, JSON_BYTES)]
     except ValueError:  # loading them says what is wrong
         return
-    found = next((name for name in [*names, *packed] if VISUAL.search(name) or name == "qwen3vl"), "")
+    found = next((name for name in [*names, *packed] if VISUAL.search(name) or name == "qwen3vl"), "") or " ".join(templates)
     if found and not kind.vision:
         raise ValueError(f"{path} holds Qwen3-VL ({found}), where this family has {kind.title}: use its own text encoder")
     if kind.vision and not found and not stated:

@@ -134,6 +134,8 @@ def test_a_text_encoder_that_mflux_saved_without_its_sizes_is_read(reference: An
         template.write_text("{% if pictures %}<|vision_start|>{% endif %}" + plain)
         words.append(next(encoder(tmp_path, record).encode(["a cat"])).words)
     np.testing.assert_array_equal(*words)
+    with pytest.raises(ValueError, match=r"holds Qwen3-VL \(chat_template\.jinja\), where this family has Qwen3"):
+        encoder(tmp_path, replace(QWEN3, text_encoder=sizes | {"model_type": "qwen3"}))
     template.write_text(plain)
     with pytest.raises(ValueError, match="may be Qwen3 or the text part of Qwen3-VL, which this family has"):
         encoder(tmp_path, record)
