@@ -159,7 +159,7 @@ class Family(ModelFamily):
     def require_references(self) -> None:
         """Raise ValueError if the transformer reads no reference images."""
         if self.references == "none":
-            raise ValueError(f"{self.name} does not read reference images: take them away, or choose another family")
+            raise ValueError(f"{self.name} reads no reference images: take them away, or choose another family")
 
     def without_references(self) -> Family:
         """The record for work that has no reference images: blocks that only these need are left out."""

@@ -17,11 +17,8 @@ from stages.models.flux3.transformer import HEADS, JOINT, MODULATIONS, STREAMS, 
 from stages.models.folders import component_config
 from stages.models.text.encoder import is_text_encoder
 
-# Black Forest Labs' name -> diffusers' name. Source: diffusers' single_file_utils.py, which a test compares.
-BLOCKS = {
-    **{head: f"content_{head}" if head.startswith("mode") else head for head in HEADS.values()},
-    JOINT: "single_blocks",
-}  # the other way round
+# diffusers' name -> Black Forest Labs' name; then the other way round. Source: diffusers' single_file_utils.py: a test compares.
+BLOCKS = {head: f"content_{head}" if head.startswith("mode") else head for head in HEADS.values()} | {JOINT: "single_blocks"}
 INSIDE = {
     "q_proj": "attn.to_q",
     "k_proj": "attn.to_k",
@@ -60,7 +57,11 @@ def transformer_config(path: Path | None, family: Family) -> Flux3Config:
     stated = component_config(path, family.transformer) if path else family.transformer
     # flux3-mlx's says only how the weights are quantised.
     sizes = stated if stated.keys() & family.transformer.keys() else family.transformer
-    return replace(Flux3Config.from_dict(sizes), references=family.references != "none")
+    found = Flux3Config.from_dict(sizes)
+    if found.flow_map != family.transformer["flow_map"]:
+        kinds = ("a base", "distilled")[:: -1 if found.flow_map else 1]
+        raise ValueError(f"{path} is {kinds[0]} (flow_map), and {family.name} is {kinds[1]}: choose the other family")
+    return replace(found, references=family.references != "none")
 
 
 def load_transformer(

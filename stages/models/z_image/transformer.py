@@ -144,7 +144,7 @@ def inputs(
 ) -> dict[str, Any]:
     """Keyword arguments of `ZImage.enter`; see `Architecture.inputs`. `guidance` and `target_B` are not read."""
     if references:
-        raise ValueError("Z-Image does not read reference images: take them away, or choose another family")
+        raise ValueError("Z-Image reads no reference images: take them away, or choose another family")
     return {"x_BLC": x_BLC, "size": size, "ctx_BTJ": text_BTJ, "sigma_B": sigma_B, "tokens_B": tokens_B}
 
 

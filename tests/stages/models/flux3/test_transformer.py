@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from stages.models.flux3.load import load_transformer, recognise, to_diffusers
+from stages.models.flux3.load import load_transformer, recognise, to_diffusers, transformer_config
 from stages.models.flux3.sampling import sigmas as levels
 from stages.models.flux3.transformer import WINDOW, Flux3, Flux3Config, image_ids, inputs, text_rows
 from stages.text_to_image.families import family
@@ -288,6 +289,12 @@ def makers_names(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def test_a_config_that_would_change_the_computation_is_refused(change: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Flux3Config.from_dict({**random_reference().config, **change})
+
+
+def test_a_distilled_model_in_the_folder_of_a_base_is_refused_so_that_nobody_trains_on_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**random_reference(flow_map=True).config}))
+    with pytest.raises(ValueError, match=r"is distilled \(flow_map\), and flux3-klein-base is a base: choose the other family"):
+        transformer_config(tmp_path, family("flux3-klein-base"))
 
 
 @pytest.mark.parametrize("steps", [1, 4, 16, 50])

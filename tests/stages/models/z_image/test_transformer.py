@@ -250,5 +250,5 @@ def test_a_config_that_would_change_the_computation_is_refused(reference: Any, c
 def test_reference_images_are_refused_in_one_line() -> None:
     architecture = family("z-image").architecture
     x_BLC, latent = mx.zeros((1, 4, 64)), mx.zeros((1, 64, 2, 2))
-    with pytest.raises(ValueError, match="Z-Image does not read reference images"):
+    with pytest.raises(ValueError, match="Z-Image reads no reference images"):
         architecture.inputs(x_BLC, (2, 2), mx.zeros((1, 3, 24)), mx.zeros(1), None, [latent])

@@ -130,7 +130,7 @@ def test_a_batch_to_measure_with_has_the_references_of_the_batch_that_it_stands_
 def test_a_family_that_reads_no_references_is_refused_and_blocks_of_their_own_are_left_out_where_there_are_none() -> None:
     made: Any = (SimpleNamespace(crops=(SimpleNamespace(references=each),), held=()) for each in (("a.png",), ()))
     shown, alone = made
-    with pytest.raises(ValueError, match="z-image does not read reference images: take them away, or choose another family"):
+    with pytest.raises(ValueError, match="z-image reads no reference images: take them away, or choose another family"):
         family_of(family("z-image"), shown)
     flux3 = family("flux3-klein-base")
     assert family_of(flux3, shown) == flux3 and family_of(flux3, alone) == replace(flux3, references="none")
