@@ -149,11 +149,16 @@ def _rows_of(folder: Path, entry: os.DirEntry[str]) -> list[Row]:
     row: Row = {"path": path, "bytes": status.st_size, "mtime_ns": mtime_ns, "inode": inode, "offset": None}
     if suffix not in packed.SUFFIXES:
         return [row]  # whatever is in it
-    return [
+    try:
+        found, damaged = packed.members(Path(entry.path)), packed.damage(Path(entry.path))
+    except OSError:  # a broken link
+        return [row]
+    inside = [
         row | {"path": f"{path}/{inner}", "bytes": member.size, "offset": member.offset}
-        for inner, member in packed.members(Path(entry.path)).items()
+        for inner, member in found.items()
         if PurePosixPath(inner).suffix.lower() in IMAGE_SUFFIXES and not PurePosixPath(inner).name.startswith(".")
     ]
+    return [row, *inside] if damaged else inside
 
 
 def _no_folder(folder: Path) -> str:
@@ -205,6 +210,9 @@ def no_images(folder: Path) -> str:
     suffix = next((each for each in KINDS if counts[each]), "")
     if not suffix:
         return f"{plain}: put some there, or set images.folder"
+    problems = (packed.damage(path) for path in files if path.suffix.lower() in packed.SUFFIXES)
+    if problem := next(filter(None, problems), ""):
+        return f"{plain}: {problem}"
     example = min(path.relative_to(folder).as_posix() for path in files if path.suffix.lower() == suffix)
     one = counts[suffix] == 1
     remedy = KINDS[suffix].format(they="it" if one else "they", them="it" if one else "them")

@@ -118,6 +118,8 @@ def examine(folder: Path, file: Row, *, min_side: int, max_pixels: int, max_byte
     row: Row = {**dict.fromkeys(IMAGES.batch.names), **file, **UNKNOWN}
     suffix = Path(row["path"]).suffix.lower()
     try:
+        if suffix in packed.SUFFIXES and row["offset"] is None and (problem := packed.damage(folder / row["path"])):
+            raise ImageError("unreadable", problem)
         if not may_be_image(row["path"]):
             raise ImageError("unsupported", f"{suffix} files are not read: convert it to JPEG or PNG")
         _read(folder / row["path"], max_pixels, max_bytes, row)
@@ -156,7 +158,7 @@ def _read(path: Path, max_pixels: int, max_bytes: int, row: Row) -> None:
 def _opened(path: Path, max_bytes: int) -> BinaryIO:
     inside = packed.split(path) is not None
     try:
-        data = packed.read_member(path) if inside else b""
+        data = packed.read_member(path, max_bytes) if inside else b""
     except ValueError as error:
         raise ImageError("unreadable", str(error)) from None
     size = len(data) if inside else path.stat().st_size

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import struct
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -15,9 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from stages.run import Run
+import pyarrow as pa
 
+from stages.run import Run
+from stages.untrusted import open_regular
+
+CEILING_BYTES = 4_000_000_000  # of an image: a whole file is in memory while its crops are cut
 SUFFIXES = frozenset({".tar", ".parquet", ".arrow"})
+GROUP_BYTES, GROUP_SHARE = 100_000_000, 20  # a row group larger than both, decoded, than its file by the share, holds no pictures
 INDEXES = 64  # files whose names are kept in memory
 TEXT_COLUMNS = ("text", "caption", "prompt")  # columns, and keys of a JSON file in a tar, that may hold captions
 TAR_TEXTS = (".txt", ".caption", ".json")  # suffixes of files with captions in a tar
@@ -51,19 +57,37 @@ def pending_files(run: Run[Any]) -> Iterator[Path]:
 
 
 def members(file: Path) -> dict[str, Member]:
-    """Name -> place of everything in a tar, or of every row's image in a table. Raises ValueError if the file is damaged."""
+    """Name -> place of everything in a tar, or of every row's image in a table; of a damaged file, what is before the damage."""
+    return _listed(file)[0]
+
+
+def damage(file: Path) -> str:
+    """Why not everything in the file can be listed, or ""."""
+    return _listed(file)[1]
+
+
+def _listed(file: Path) -> tuple[dict[str, Member], str]:
     status = file.stat()
     return _members(file, status.st_size, status.st_mtime_ns)
 
 
-def read_member(path: Path) -> bytes:
-    """Raises ValueError if there is no such image, or the file is damaged."""
+def read_member(path: Path, most: int = CEILING_BYTES) -> bytes:
+    """Raises ValueError if there is no such image, it has more than `most` bytes, or the file is damaged."""
+    try:
+        return _read_member(path, most)
+    except DAMAGE as error:
+        raise ValueError(_reason(path, error)) from None
+
+
+def _read_member(path: Path, most: int) -> bytes:
     found = split(path)
     member = members(found[0]).get(found[1]) if found else None
     if found is None or member is None:
         raise ValueError(f"{path} does not exist")
+    if member.size > most:
+        raise ValueError(f"{member.size:,} bytes, more than {most:,}")
     if not member.column:
-        with found[0].open("rb") as file:
+        with open_regular(found[0]) as file:
             file.seek(member.offset)
             return file.read(member.size)
     value = _cell(found[0], member)
@@ -73,27 +97,45 @@ def read_member(path: Path) -> bytes:
 def texts(file: Path, column: str = "") -> dict[str, tuple[str, str]]:
     """Image's name -> (caption, place: "row 7", or a file of the tar). Raises ValueError if a table lacks `column`."""
     status = file.stat()
-    return _texts(file, column, status.st_size, status.st_mtime_ns)
+    try:
+        return _texts(file, column, status.st_size, status.st_mtime_ns)
+    except DAMAGE as error:
+        raise ValueError(_reason(file, error)) from None
 
 
 @functools.lru_cache(maxsize=INDEXES)
-def _members(file: Path, size: int, mtime_ns: int) -> dict[str, Member]:
+def _members(file: Path, size: int, mtime_ns: int) -> tuple[dict[str, Member], str]:
     # Size and time are in the key of the cache, so that a file that was replaced is read again.
-    import pyarrow as pa
-
+    found: dict[str, Member] = {}
     try:
-        return dict(_tar_members(file) if file.suffix.lower() == ".tar" else _table_members(file))
-    except (tarfile.TarError, pa.ArrowException, OSError, EOFError) as error:
-        reason = " ".join(str(error).split())[:150] or "it is damaged"
-        raise ValueError(f"{file} cannot be read: {reason}; copy it again, or move it out of the image folder") from None
+        for name, member in _tar_members(file) if file.suffix.lower() == ".tar" else _table_members(file):
+            found[name] = member
+    except DAMAGE as error:
+        return found, _reason(file, error)
+    return found, ""
+
+
+# ArrowException is a KeyError, a MemoryError or another, by its kind; tarfile lets errors of numbers and codecs through.
+DAMAGE = (tarfile.TarError, pa.ArrowException, OSError, EOFError, ValueError, OverflowError, struct.error)
+
+
+def _reason(file: Path, error: Exception) -> str:
+    if isinstance(error, ValueError) and not isinstance(error, pa.ArrowException | UnicodeError):
+        return str(error)
+    reason = " ".join(str(error).split())[:150] or "it is damaged"
+    return f"{file.name} cannot be read: {reason}; copy it again, or move it out of the image folder"
 
 
 def _tar_members(file: Path) -> Iterator[tuple[str, Member]]:
-    with tarfile.open(file, "r:") as opened:  # without compression: a member of a compressed tar has no offset
+    with open_regular(file) as content, tarfile.open(fileobj=content, mode="r:") as opened:  # a compressed tar has no offsets
         for each in opened:
             name = PurePosixPath(each.name)
             if each.isreg() and not each.issparse() and not name.is_absolute() and ".." not in name.parts:
                 yield str(name), Member(each.offset_data, each.size)
+        # tarfile ends without a word at a damaged member, except the first.
+        content.seek(opened.offset)
+        if content.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError(f"it is cut or damaged at byte {opened.offset}")
 
 
 def _table_members(file: Path) -> Iterator[tuple[str, Member]]:
@@ -162,7 +204,6 @@ def _table_texts(file: Path, column: str) -> Iterator[tuple[str, tuple[str, str]
 
 def image_column(schema: Any) -> str:
     """The column that holds images: binary, or a struct with bytes as Hugging Face's datasets write it; "" if there is none."""
-    import pyarrow as pa
 
     def holds_images(kind: pa.DataType) -> bool:
         if pa.types.is_struct(kind):
@@ -175,7 +216,6 @@ def image_column(schema: Any) -> str:
 
 def _names(file: Path) -> tuple[Any, list[str | None]]:
     """(schema, stored file name per row or None), without reading an image. No names if the table has no images."""
-    import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
@@ -207,6 +247,7 @@ def _cell(file: Path, member: Member) -> Any:
                 key = (file, file.stat().st_mtime_ns, group, member.column)
                 if getattr(READ, "key", None) != key:
                     READ.key, READ.column = None, None  # the memory of the row group before is freed first
+                    _check_size(opened.metadata.row_group(group), member.column)
                     READ.column = opened.read_row_group(group, columns=[member.column])[member.column]
                     READ.key = key
                 return READ.column[member.offset - first].as_py()
@@ -214,10 +255,16 @@ def _cell(file: Path, member: Member) -> Any:
     return None
 
 
+def _check_size(group: Any, column: str) -> None:
+    """4 kB of compressed zeros can be 6 GB of them."""
+    chunks = [each for n in range(group.num_columns) if (each := group.column(n)).path_in_schema.split(".")[0] == column]
+    stored, decoded = (sum(getattr(each, f"total_{kind}_size") for each in chunks) for kind in ("compressed", "uncompressed"))
+    if decoded > max(GROUP_BYTES, GROUP_SHARE * stored):
+        raise ValueError(f"a row group of {stored:,} bytes has {decoded:,} when it is decoded: it holds no pictures")
+
+
 def _arrow(file: Path) -> Any:
     """Memory-mapped, in the stream format that `save_to_disk` writes, or the file format."""
-    import pyarrow as pa
-
     mapped = pa.memory_map(str(file))
     try:
         return pa.ipc.open_stream(mapped).read_all()

@@ -1,9 +1,16 @@
 """Files and folders that a user rarely has: too large, of the system, deep, linked, unreadable, or no files at all."""
 
+import gzip
+import io
 import os
+import struct
+import tarfile
+import zlib
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -142,3 +149,75 @@ def test_a_named_pipe_in_the_folder_becomes_no_row_and_is_never_opened(project):
     draw(project.source / "a.png")
     os.mkfifo(project.source / "pipe.png")
     assert [row["path"] for row in scan(project.source).files] == ["a.png"]
+
+
+def tar(*members: tuple[str, bytes]) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as opened:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            opened.addfile(info, io.BytesIO(data))
+    return file.getvalue()
+
+
+def table(write, values: list[bytes], **options) -> bytes:
+    file = io.BytesIO()
+    write(pa.table({"image": pa.array(values, pa.binary())}), file, **options)
+    return file.getvalue()
+
+
+def arrow(found: pa.Table, file: io.BytesIO) -> None:
+    with pa.ipc.new_stream(file, found.schema) as writer:
+        writer.write_table(found)
+
+
+def png() -> bytes:
+    file = io.BytesIO()
+    Image.linear_gradient("L").save(file, "PNG")
+    return file.getvalue()
+
+
+def animated(frames: int) -> bytes:
+    """A PNG whose header says that it has so many frames."""
+    body = struct.pack(">II", frames, 0)
+    chunk = struct.pack(">I", len(body)) + b"acTL" + body + struct.pack(">I", zlib.crc32(b"acTL" + body))
+    return png()[:33] + chunk + png()[33:]
+
+
+def scans(count: int) -> bytes:
+    """A progressive JPEG that repeats its last scan: small, and long to decode."""
+    file = io.BytesIO()
+    Image.radial_gradient("L").resize((3000, 3000)).save(file, "JPEG", progressive=True, quality=5)
+    whole = file.getvalue()
+    at = whole.rindex(b"\xff\xda")
+    return whole[:at] + whole[at:-2] * count + b"\xff\xd9"
+
+
+ZEROS = [bytes(101_000_000)]
+HOSTILE = {
+    "cut.tar": (lambda: tar(("a.png", png()), ("b.png", png()))[:2000], ["unreadable", None]),
+    "zipped.tar": (lambda: gzip.compress(tar(("a.png", png())))[:-9], ["unreadable"]),
+    "empty.tar": (lambda: b"", ["unreadable"]),
+    "cut.parquet": (lambda: table(pq.write_table, [png()])[:-20], ["unreadable"]),
+    "bits.parquet": (lambda: table(pq.write_table, [png()]).replace(b"image", b"\xff\xff\xff\xff\xff"), ["unreadable"]),
+    "zeros.parquet": (lambda: table(pq.write_table, ZEROS, compression="zstd", use_dictionary=False), ["unreadable"]),
+    "cut.arrow": (lambda: table(arrow, [png()])[:-500], ["unreadable"]),
+    "junk.arrow": (lambda: b"ARROW1\0\0" + b"\xff" * 500, ["unreadable"]),
+    "frames.png": (lambda: animated(2**31), [None]),
+    "scans.jpg": (lambda: scans(300), ["bomb"]),
+    "comment.ppm": (lambda: b"P6\n#" + b"x" * 2_000_000 + b"\n64 64 255\n" + bytes(3 * 64 * 64), ["unreadable"]),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_damaged_container_or_a_hostile_picture_is_a_row_with_its_reason_and_the_other_pictures_are_read(name, project):
+    draw(project.source / "good.png")
+    write, expected = HOSTILE[name]
+    (project.source / name).write_bytes(write())
+    rows = project.run()
+    assert rows["good.png"]["rejected"] is None
+    found = [row for path, row in sorted(rows.items()) if path.startswith(name)]
+    assert [row["rejected"] for row in found] == expected
+    assert name != "zeros.parquet" or "when it is decoded: it holds no pictures" in found[0]["detail"]
+    assert all(row["detail"] and "\n" not in row["detail"] for row in found if row["rejected"])

@@ -136,7 +136,7 @@ def test_a_changed_tar_is_read_again_and_an_unchanged_one_is_not(tmp_path: Path,
     ],
 )
 def test_a_damaged_file_is_one_line(tmp_path: Path, tiny_weights: Path, name: str, data: bytes, said: str) -> None:
-    folder = projects.make(tmp_path / "project", tiny_weights, images=1)
+    folder = projects.make(tmp_path / "project", tiny_weights, images=0)
     (folder / "images" / name).write_bytes(data)
     with pytest.raises(ValueError, match=said) as error:
         build(folder, "images")
