@@ -8,6 +8,7 @@ import json
 import math
 import re
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -30,9 +31,11 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
 
 MOST_ROWS = 1_000_000  # rows of an answer that are printed
+MOST_VALUES = 20_000_000  # values in lists and texts of such rows: about 1 GB
 CHUNK = 10_000  # rows in memory at once while an answer is written to a file
 ROWS_SHOWN = 1000  # rows of an answer printed as a table; csv and json have all rows
 CELL_WIDTH = 80  # characters; longer text is cut in a table, a sha256 (64) is not
+POLL_SECONDS = 0.1  # between two interrupts of a query that is over
 STYLES = ("table", "csv", "json")
 # What keeps a query from files, from extensions, and from undoing that. An answer too large for the memory is an error.
 LOCKED = (
@@ -143,10 +146,52 @@ def run_query(project: Project, sql: str, style: str = "table", limits: Limits =
     """The rows of a query as text, at most `MOST_ROWS`; raises as `answer` does. `style` is one of `STYLES`."""
     with _catalog_for(project, sql, limits) as catalog:
         names = _begin(catalog, sql)
-        rows = catalog.fetchmany(MOST_ROWS + 1)
+        rows = _fetched(catalog, MOST_ROWS + 1)
         if len(rows) > MOST_ROWS:
             raise ValueError(f"the answer has more than {MOST_ROWS:,} rows: add a limit, or write it to a file with --csv FILE")
         return format_answer(names, rows, style)
+
+
+def first_rows(
+    project: Project, sql: str, most: int, limits: Limits, cancelled: threading.Event | None = None
+) -> tuple[list[str], list[tuple[Any, ...]], int]:
+    """Column names, the first rows, and the number of all, of one query that only reads. Raises as `answer` does; once
+    `cancelled` is set, the query ends.
+    """
+    with _catalog_for(project, sql, limits, cancelled) as catalog:
+        ((text,),) = catalog.execute("select json_serialize_sql($1)", [sql]).fetchall()
+        tree = json.loads(text)
+        # json_serialize_sql knows only SELECT statements. A syntax error is left to the query itself.
+        if tree.get("error") and tree.get("error_type") == "not implemented":
+            raise ValueError("only queries that read are answered here: select ..., with ... select, from ...")
+        if len(tree.get("statements", [])) > 1:
+            raise ValueError("one query at a time")
+        names, rows = _begin(catalog, sql), _fetched(catalog, most + 1)
+        if len(rows) <= most:
+            return names, rows, len(rows)
+        ((count,),) = catalog.execute(f"select count(*) from ({sql.rstrip().rstrip(';')}\n)").fetchall()
+        return names, rows[:most], count
+
+
+def _fetched(catalog: duckdb.DuckDBPyConnection, most: int) -> list[tuple[Any, ...]]:
+    """At most so many rows. DuckDB's limit of memory does not cover values of Python: raises ValueError for too many of them."""
+    found: list[tuple[Any, ...]] = []
+    count, values = 4, 0
+    while len(found) < most and (rows := catalog.fetchmany(min(count, most - len(found)))):
+        values += sum(_size(value) for row in rows for value in row if isinstance(value, list | dict | str | bytes))
+        if values > MOST_VALUES:
+            raise ValueError(f"the answer has lists and texts of more than {MOST_VALUES:,} values: choose fewer columns or rows")
+        found += rows
+        count = min(2 * count, CHUNK)
+    return found
+
+
+def _size(value: Any) -> int:
+    """Items of a list, 100 characters of a text for one."""
+    if isinstance(value, list | dict):
+        inner = value.values() if isinstance(value, dict) else value[:1]
+        return len(value) * max(1, *map(_size, inner), 1)
+    return len(value) // 100 if isinstance(value, str | bytes) else 1
 
 
 def write_answer(project: Project, sql: str, path: Path, kind: str, limits: Limits = USUAL) -> int:
@@ -190,7 +235,9 @@ def _begin(catalog: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
 
 
 @contextmanager
-def _catalog_for(project: Project, sql: str, limits: Limits) -> Iterator[duckdb.DuckDBPyConnection]:
+def _catalog_for(
+    project: Project, sql: str, limits: Limits, cancelled: threading.Event | None = None
+) -> Iterator[duckdb.DuckDBPyConnection]:
     """The catalog within the limits; DuckDB's errors become a ValueError of one line. Raises NotBuilt if `sql` needs a table."""
     import duckdb
 
@@ -204,7 +251,7 @@ def _catalog_for(project: Project, sql: str, limits: Limits) -> Iterator[duckdb.
     for name in _not_built(project, sql, catalog):
         raise NotBuilt(f"the table {name} is not built; run: make {name}", name)
     try:
-        with limited(catalog, limits):
+        with limited(catalog, limits, cancelled):
             yield catalog
     except duckdb.Error as error:
         raise ValueError(_explain(error, sql, catalog)) from None
@@ -260,8 +307,8 @@ def _quoted(path: Path) -> str:
 
 
 @contextmanager
-def limited(catalog: duckdb.DuckDBPyConnection, limits: Limits) -> Iterator[None]:
-    """Limit the queries within; raises ValueError of one line for one that breaks a limit."""
+def limited(catalog: duckdb.DuckDBPyConnection, limits: Limits, cancelled: threading.Event | None = None) -> Iterator[None]:
+    """Limit the queries within; raises ValueError of one line for one that breaks a limit, or once `cancelled` is set."""
     import duckdb
 
     catalog.execute("set python_enable_replacements = false")  # a misspelt table must not find a Python variable
@@ -269,10 +316,17 @@ def limited(catalog: duckdb.DuckDBPyConnection, limits: Limits) -> Iterator[None
     # Stays in force after the `with` statement: the last setting locks the others.
     for name, value in () if limits.unsafe else LOCKED:
         catalog.execute(f"set {name} = {value}")
+    over, ended = cancelled or threading.Event(), False
+
+    def watch() -> None:
+        over.wait(limits.seconds)
+        while not ended:  # again: an interrupt before a query begins is lost
+            catalog.interrupt()
+            time.sleep(POLL_SECONDS)
+
     # DuckDB has no setting for a time limit.
-    timer = threading.Timer(limits.seconds, catalog.interrupt)
-    timer.daemon = True
-    timer.start()
+    watching = threading.Thread(target=watch, name="query", daemon=True)
+    watching.start()
     try:
         yield
     except duckdb.InterruptException:
@@ -283,9 +337,10 @@ def limited(catalog: duckdb.DuckDBPyConnection, limits: Limits) -> Iterator[None
         line = " ".join(str(error).split("LINE 1:")[0].split())
         raise ValueError(f"{line}: a query reads only the tables; --unsafe allows more") from None
     finally:
-        timer.cancel()
-        # Its thread holds the connection: left to end with the interpreter, it would destroy it there, which aborts the process.
-        timer.join()
+        ended = True
+        over.set()
+        # It holds the connection: left to end with the interpreter, it would destroy it there, which aborts the process.
+        watching.join()
 
 
 # Answers as text

@@ -6,6 +6,7 @@ edit needs the token that the page itself holds.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import threading
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
+LOOK_SECONDS = 0.3  # between two looks whether the reader of a query is still there
 MOST_BYTES = 4_000_000  # of a request's body
 DAMAGED = (  # shown for a file that is no picture
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 90 90"><path d="M20 20 L70 70 M70 20 L20 70" stroke="#999" '
@@ -139,9 +141,19 @@ class Answers:
             return PlainTextResponse("there is no such page", 404)
         return self.render("shell.html", project=project, titles=titles, page=name, token=self.token, single=False)
 
-    def fragment(self, request: Request) -> Response:
+    async def fragment(self, request: Request) -> Response:
         """The content of a page, for the user's choices in the address. The page "one" is that of the input "key"."""
-        name, chosen = request.path_params["page"], dict(request.query_params)
+        name, chosen, cancelled = request.path_params["page"], dict(request.query_params), threading.Event()
+        work = asyncio.ensure_future(run_in_threadpool(self._fragment, name, chosen, cancelled))
+        while name == "sql" and not work.done():
+            await asyncio.wait({work}, timeout=LOOK_SECONDS)
+            if not work.done() and await request.is_disconnected():  # the tab was closed: its query ends too
+                cancelled.set()
+        return await work
+
+    def _fragment(self, name: str, chosen: dict[str, str], cancelled: threading.Event) -> Response:
+        # Without the lock: a query may take long, and the other pages are answered meanwhile.
+        answered = self.site.answer(chosen.get("sql", ""), cancelled) if name == "sql" else {}
         with self.refreshed() as site:
             if name == "one":
                 found = site.detail(chosen.get("key", ""))
@@ -151,6 +163,8 @@ class Answers:
             if name not in site.titles():
                 return PlainTextResponse("there is no such page", 404)
             data, seen = site.data(name, chosen), site.seen
+        if answered:
+            data["sql"] |= answered
         shown = self.render("fragment.html", page=name, single=False, picture=picture_address, **data)
         shown.headers["X-Seen"] = seen  # the page asks for changes since then
         return shown

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,8 @@ def block_data(query: Query, block: Block, chosen: Mapping[str, str], folder: Pa
             data["chart"] = json.dumps(chart_data(query(block.sql), block)).replace("<", "\\u003c")
         elif isinstance(block, Listing):
             (total,) = query(f"select count(*) as rows from ({block.sql})")
-            data |= listing_data(query(block.sql, most=ROWS_SHOWN), total["rows"])
+            rows = query(block.sql, most=ROWS_SHOWN)
+            data |= listing_data(list(rows[0]) if rows else [], [list(row.values()) for row in rows], total["rows"])
         elif isinstance(block, Cards):
             data |= cards_data(query, block, chosen)
         elif isinstance(block, Sheet):
@@ -140,13 +141,9 @@ def chart_data(rows: list[Row], block: Chart) -> Row:
     return {"traces": curves, "x": block.x_title, "y": block.y_title, "log": block.log}
 
 
-def listing_data(rows: list[Row], count: int) -> Row:
+def listing_data(names: Sequence[str], rows: Sequence[Sequence[Any]], count: int) -> Row:
     """`count`: the rows of the whole table, of which `rows` are shown."""
-    return {
-        "names": list(rows[0]) if rows else [],
-        "rows": [[_cell(value) for value in row.values()] for row in rows],
-        "count": count,
-    }
+    return {"names": names, "rows": [[_cell(value) for value in row] for row in rows], "count": count}
 
 
 def _cell(value: Any) -> Any:

@@ -6,12 +6,13 @@ import base64
 import contextlib
 import functools
 import hashlib
-import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.commands.catalog import dicts, open_catalog
+from pipeline.commands.query import Limits, first_rows
 from pipeline.page.blocks import ROWS_SHOWN, Texts, block_data, errors_as_text, listing_data, overview, pages_of
 from pipeline.project.config import Overrides
 from pipeline.project.project import Project
@@ -21,6 +22,7 @@ from stages.pipelines import Editor, Folder, load
 if TYPE_CHECKING:
     import duckdb
 
+LIMITS = Limits(60.0, 2.0)  # of a query on the page
 LONGEST = (160, 384, 2048)  # pixels: sizes in which a picture is shown
 
 
@@ -63,26 +65,23 @@ class Site:
         if name == "overview":
             return {"overview": overview(self.project)}
         if name == "sql":
-            return {"sql": self.answer(chosen.get("sql", "")), "panels": self.project.pipeline.panels}
+            return {"sql": self.described(), "panels": self.project.pipeline.panels}
         blocks = pages_of(self.project)[name].blocks
         return {"blocks": [block_data(self.query, block, chosen, self.path) for block in blocks]}
 
-    def answer(self, sql: str) -> dict[str, Any]:
-        """The SQL page: the rows or the "error" of a query, and what can be queried."""
-        from pipeline.commands.query import answer
-
+    def answer(self, sql: str, cancelled: threading.Event | None = None) -> dict[str, Any]:
+        """The rows or the "error" of a query, which ends once `cancelled` is set. Uses a project of its own, so that pages are
+        answered meanwhile.
+        """
         found: dict[str, Any] = {"text": sql}
         if sql.strip():
             with errors_as_text(found):
-                text = self.catalog.execute("select json_serialize_sql($1)", [sql]).fetchall()[0][0]
-                tree = json.loads(text)
-                # json_serialize_sql knows only SELECT statements. A syntax error is left to the query itself.
-                if tree.get("error") and tree.get("error_type") == "not implemented":
-                    raise ValueError("only queries that read are answered here: select ..., with ... select, from ...")
-                if len(tree.get("statements", [])) > 1:
-                    raise ValueError("one query at a time")
-                rows = answer(self.project, sql)
-                found |= listing_data(rows.slice(0, ROWS_SHOWN).to_pylist(), rows.num_rows)
+                found |= listing_data(*first_rows(Project(self.path, self.overrides), sql, ROWS_SHOWN, LIMITS, cancelled))
+        return found
+
+    def described(self) -> dict[str, Any]:
+        """What can be queried."""
+        found: dict[str, Any] = {}
         found["tables"] = self.query("select stage, doc from tables")
         found["columns"] = self.query("select stage, name, type, doc from columns")
         found["views"] = [{"name": name, "doc": view.doc} for name, view in self.project.pipeline.views.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import html
 import io
@@ -19,7 +20,7 @@ pytest.importorskip("httpx2")
 from PIL import Image
 from starlette.testclient import TestClient
 
-from pipeline.commands.query import answer
+from pipeline.commands.query import Limits, answer
 from pipeline.page.app import MOST_BYTES, make_app
 from pipeline.page.command import write_report
 from pipeline.page.site import Site
@@ -284,6 +285,35 @@ def test_bodies_that_are_too_large_or_no_edits_are_refused(page):
     ):
         assert page.post("/edit/captions", content=body, headers=TOKEN).status_code == 400
     assert page.post("/edit/training", content=b"{}", headers=TOKEN).status_code == 400
+
+
+ENDLESS = "select count(*) from range(1000000) a, range(1000000) b, range(1000000) c"
+
+
+def test_a_query_of_a_closed_tab_ends_and_other_pages_are_answered_meanwhile(page, folder, monkeypatch):
+    answered: list[int] = []
+
+    async def is_disconnected(request):
+        # `page` answers in a loop of its own.
+        answered.append(await asyncio.to_thread(lambda: page.get("/fragment/overview").status_code))
+        return True
+
+    monkeypatch.setattr("starlette.requests.Request.is_disconnected", is_disconnected)
+    monkeypatch.setattr("pipeline.page.site.LIMITS", Limits(3000.0))
+    text = page.get("/fragment/sql", params={"sql": ENDLESS}).text
+    assert answered and set(answered) == {200} and "the query took longer than" in text
+
+
+def test_the_sql_page_keeps_columns_of_equal_names_and_refuses_values_without_number(page, monkeypatch):
+    text = page.get("/fragment/sql", params={"sql": "select 11 as a, 22 as a from range(2000); "}).text
+    assert text.count(">a</th>") == 2 and "11" in text and "22" in text and "2000 rows" in text
+    monkeypatch.setattr("pipeline.commands.query.MOST_VALUES", 5000)
+    for sql in (
+        "select range(1000) from range(20)",
+        "select repeat('x', 200000) from range(9)",
+        "select [range(99)] from range(99)",
+    ):
+        assert "more than 5,000 values" in page.get("/fragment/sql", params={"sql": sql}).text
 
 
 def test_an_edit_that_the_disk_does_not_take_is_one_line(page, folder, monkeypatch):
