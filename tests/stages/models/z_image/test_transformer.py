@@ -16,7 +16,6 @@ from stages.text_to_image.families import family
 from stages.tuner.adapters import lora
 from stages.tuner.blockwise.backprop import loss_and_grads
 from stages.tuner.diffusion import mse
-from tests.stages.models.test_gguf import file_of
 
 SIZES = {
     "in_channels": 4,
@@ -216,15 +215,6 @@ def test_a_transformer_that_mflux_saved_is_read(tmp_path: Path) -> None:
             values[key] = mx.dequantize(*parts, group_size=64, bits=8)
     mx.save_safetensors(str(tmp_path / "0.safetensors"), stored)
     check_loaded(load_transformer(tmp_path, record), values)
-
-
-def test_a_gguf_file_with_comfyuis_names_and_without_axes_of_one_row_is_read(tmp_path: Path) -> None:
-    record = family("z-image-tiny")
-    arrays = {name: tensor.numpy() for name, tensor in random_reference(**record.transformer).state_dict().items()}
-    flat = {name: value.ravel() if name.endswith("token") else value for name, value in comfyui_names(arrays, "").items()}
-    file = tmp_path / "z_image-Q8_0.gguf"
-    file.write_bytes(file_of([(name, value.shape, 0, value.tobytes()) for name, value in flat.items()], architecture="lumina2"))
-    check_loaded(load_transformer(file, record), {name: mx.array(value) for name, value in arrays.items()})
 
 
 def check_loaded(model: ZImage, values: dict[str, mx.array]) -> None:

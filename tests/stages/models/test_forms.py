@@ -1,0 +1,67 @@
+"""Transformers in the forms that people have, by the names of single files: GGUF, and fp8 with scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from stages.text_to_image.families import family
+from tests.stages.models.flux3.test_transformer import makers_names
+from tests.stages.models.test_gguf import file_of
+from tests.stages.models.z_image.test_transformer import comfyui_names
+
+Arrays = dict[str, np.ndarray]
+SCALE = np.float32(1 / 64)
+
+
+def gguf(arrays: Arrays, folder: Path) -> tuple[Path, Arrays]:
+    """llama.cpp's tools drop axes of length 1."""
+    file = folder / "model-F32.gguf"
+    flat = {name: value.ravel() if value.ndim == 2 and value.shape[0] == 1 else value for name, value in arrays.items()}
+    file.write_bytes(file_of([(name, value.shape, 0, np.ascontiguousarray(value).tobytes()) for name, value in flat.items()]))
+    return file, arrays
+
+
+def fp8(arrays: Arrays, folder: Path) -> tuple[Path, Arrays]:
+    """Matrices in e4m3 with one scale each; and the values that they stand for."""
+    stored, values = {}, dict(arrays)
+    for name, value in arrays.items():
+        if value.ndim < 2 or value.shape[0] == 1:
+            stored[name] = mx.array(value)
+            continue
+        stored[name] = mx.to_fp8(mx.array(value) / SCALE)
+        stored[name.replace(".weight", ".weight_scale")] = mx.array(SCALE)
+        values[name] = np.array(mx.from_fp8(stored[name], mx.float32) * SCALE)
+    file = folder / "model-fp8.safetensors"
+    mx.save_safetensors(str(file), stored)
+    data = bytearray(file.read_bytes())  # MLX has no type for it: what it calls U8 is F8_E4M3 in files
+    length = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + length].decode().replace('"U8"', '"F8_E4M3"').encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+    return file, values
+
+
+@pytest.mark.parametrize("form", [gguf, fp8])
+@pytest.mark.parametrize(("name", "single"), [("flux3-tiny", makers_names), ("z-image-tiny", comfyui_names)])
+def test_a_transformer_in_the_names_of_a_single_file_is_read(
+    name: str, single: Callable[[Arrays], Arrays], form: Callable[[Arrays, Path], tuple[Path, Arrays]], tmp_path: Path
+) -> None:
+    record, draw = family(name), np.random.default_rng(0)
+    shapes: dict[str, Any] = record.architecture.transformer_config(None, record).shapes()
+    arrays = {each: draw.standard_normal(shape, np.float32) for each, shape in shapes.items()}
+    file, values = form(single(arrays), tmp_path)
+    plain = tmp_path / "plain.safetensors"
+    mx.save_safetensors(str(plain), {each: mx.array(np.ascontiguousarray(value)) for each, value in values.items()})
+    found, expected = (weights_of(record.architecture.load_transformer(each, record)) for each in (file, plain))
+    assert set(found) == set(expected) == set(shapes)
+    for each, value in expected.items():
+        np.testing.assert_array_equal(np.array(found[each]), np.array(value), each)
+
+
+def weights_of(model: Any) -> dict[str, mx.array]:
+    return model.top | {f"{block.name}.{name}": value for block in model.blocks for name, value in block.weights.items()}
