@@ -1,4 +1,4 @@
-"""A killed run and damaged files, once for each architecture: what is stored of latents, texts and adapters differs in shape."""
+"""Kills, damage and single files, once for each architecture: what is stored of latents, texts and adapters differs in shape."""
 
 from __future__ import annotations
 
@@ -6,20 +6,27 @@ import random
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load, load_file, save_file
 
 from pipeline.api import Project
 from pipeline.commands.text_to_image.export import export_run
+from stages.models.family import TOKENIZER
 from stages.text_to_image.families import FAMILIES
 from tests import projects
+from tests.checkpoints import autoencoder_as_single_file
 from tests.pipeline.kill_loop import CLI
 from tests.pipeline.killing import KILLED, count_syncs, run_and_kill
 from tests.pipeline.test_damage import GROUPS, flip
 from tests.pipeline.test_kill import artifacts
+from tests.stages.models.flux3.test_transformer import makers_names
+from tests.stages.models.z_image.test_transformer import comfyui_names
 
 # The other tests of kills and damage use FLUX.2's.
 OTHERS = [name for name, record in FAMILIES.items() if record.seeded is not None and record.code != FAMILIES["tiny"].code]
-RESULTS = ("train", "samples")
+RESULTS, TABLES = ("train", "samples"), ("latents", "embeddings", "train")
+SINGLE = {"flux3-tiny": makers_names, "z-image-tiny": comfyui_names}
 SMALL = (("[64, 96]", "[64]"), ("steps = 6", "steps = 4"), ("height = 64\nsteps = 2", "height = 64\nsteps = 1\nbase = false"))
 
 
@@ -65,3 +72,24 @@ def test_a_flipped_bit_in_a_tensor_or_an_adapter_is_named_and_made_good(finished
     assert exported[0] == exported[1]
     for name in RESULTS:
         assert artifacts(folder, name) == artifacts(sound, name)
+
+
+def test_single_files_beside_each_other_give_the_tables_of_the_folders(finished: tuple[Path, Path, int], tmp_path: Path) -> None:
+    before, sound, _ = finished
+    record, files = Project(sound).family, tmp_path / "files"
+    folder = shutil.copytree(sound / "weights" / record.name / record.folders[TOKENIZER], files / TOKENIZER)
+    for needless in (*folder.glob("*.safetensors"), folder / "config.json"):
+        needless.unlink(missing_ok=True)
+    renamed = {"transformer": SINGLE[record.name], "autoencoder": autoencoder_as_single_file}
+    for component in ("transformer", "autoencoder", "text_encoder"):
+        (file,) = (sound / "weights" / record.name / record.folders[component]).glob("*.safetensors")
+        arrays = renamed.get(component, dict)(load_file(file))
+        save_file({key: np.ascontiguousarray(value) for key, value in arrays.items()}, files / record.single_files[component][0])
+    copy = projects.copied(before, tmp_path / "project")
+    projects.edit(copy, "[project]", f'[project]\nweights = "{files}"')
+    projects.build(copy, "images", "captions", "buckets", *TABLES)
+    for name in TABLES:
+        assert projects.content(copy, name) == projects.content(sound, name)
+    adapters = [load(artifacts(each, "train")["adapter.safetensors"]) for each in (copy, sound)]  # headers name the weights
+    assert adapters[0].keys() == adapters[1].keys()
+    assert all(np.array_equal(value, adapters[1][key]) for key, value in adapters[0].items())
