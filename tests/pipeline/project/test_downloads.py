@@ -297,6 +297,15 @@ def test_a_second_download_of_a_repository_at_the_same_time_is_refused_in_one_li
     assert fetch(server, tmp_path).startswith("found ")
 
 
+def test_a_tokenizer_that_lies_with_the_text_encoder_is_fetched_without_its_weights(server: Hub, tmp_path: Path) -> None:
+    words = {name.partition("/")[2] for name in server.files if name.startswith("tokenizer/")}
+    server.files = {name.replace("tokenizer/", "text_encoder/"): data for name, data in server.files.items()}
+    server.files["model.safetensors"] = server.files[WEIGHTS]
+    copy = Path(fetch(server, tmp_path, family="flux3-klein-base").removeprefix("found "))
+    assert [path.relative_to(copy).as_posix() for path in copy.rglob("*.safetensors")] == [WEIGHTS]
+    assert words <= {path.name for path in (copy / "text_encoder").iterdir()}
+
+
 def test_a_component_is_fetched_alone_from_a_repository_of_its_own_and_from_one_of_a_whole_model(
     server: Hub, tmp_path: Path
 ) -> None:
