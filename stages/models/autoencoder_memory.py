@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from stages import kernels
-from stages.memory import COLUMNS, EXACT, EXTRA, INPUTS, OUTPUTS, WINOGRAD, Memory
+from stages.memory import COLUMNS, EXACT, EXTRA, INPUTS, OUTPUTS, POOL_INEXACT, WINOGRAD, Memory
 from stages.models.autoencoder import AutoencoderConfig, query_rows, strip_rows
 
 
@@ -21,10 +21,11 @@ def autoencoder_memory(
 ) -> Memory:
     """See `Architecture.autoencoder_memory`."""
     weights = sum(itemsize * math.prod(shape) for shape in config.shapes().values())
-    half = (encoding if encodes else decoding)(config, height, width, kernels.exact() if exact is None else exact)
+    exactly = kernels.exact() if exact is None else exact
+    half = (encoding if encodes else decoding)(config, height, width, exactly)
     image = 4 * height * width * 3  # float32 pixels, as input or output
     work = int(max(held + work for held, work in half) * itemsize) + image
-    return Memory(weights, work, weights + work)
+    return Memory(weights, work, weights + work, pool=round(POOL_INEXACT * work) if encodes and not exactly else None)
 
 
 def encoding(config: AutoencoderConfig, height: int, width: int, exact: bool) -> Iterator[tuple[float, float]]:

@@ -270,6 +270,7 @@ class Blocks:
     optimizer_state: int
     block_input: int  # one block's input
     traffic: tuple[int, ...]  # per block: inputs and outputs of its Linears
+    kept: tuple[int, ...]  # per block: of its traffic, each array once, if its gradient needs them
     adapter_saved: tuple[int, ...]  # per block: kept by its adapters for their gradient, besides the Linears' inputs and outputs
     itemsize: int = 4  # bytes of one value of an activation
     optimizer_work: int = 0  # in use during the optimizer's step, besides weights, adapter and state
@@ -277,7 +278,7 @@ class Blocks:
     saved_scores: int = 0  # scores kept per block until the backward pass; 0 if they are built in chunks
     unpacked: int = 0  # the largest packed weight of a block in unpacked form, or the largest chunk of it
     validation: int = 0  # in use while held-out images are measured, besides weights, adapter and state
-    saved_rate: float | None = None  # kept for the gradient per byte of Linear inputs and outputs; None: `SAVED`
+    saved_rate: float | None = None  # kept for the gradient per byte of `kept`; None: `SAVED`
     work_rates: tuple[tuple[float, float], ...] = BLOCK_WORK  # in use while a block is differentiated, see `BLOCK_WORK`
     stored: tuple[int, ...] = ()  # per block: weights that are read from disk when they are needed, besides `weights`
 
@@ -314,7 +315,7 @@ class Blocks:
         tail = kept_blocks(plan, blocks)
         head = blocks - tail
         rate = SAVED[self.itemsize] if self.saved_rate is None else self.saved_rate
-        saved = [rate * traffic + own for traffic, own in zip(self.traffic, self.adapter_saved, strict=True)]
+        saved = [rate * kept + own for kept, own in zip(self.kept, self.adapter_saved, strict=True)]
         kept = sum(saved[head + 1 :]) + self.saved_scores * (tail - 1)  # block_work includes the block that is computed
         at_tail = head * self.block_input + self.adapter * tail // blocks + kept
         at_first_block = self.block_input + self.adapter  # by then the inputs are freed and all gradients exist
@@ -344,9 +345,15 @@ def trace(chain: Chain, inputs: Mapping[str, Any], targets: Sequence[Target] = (
     saved = {target.name: lora.kind_of(target.shapes).saved(target.shapes) for target in targets}
     adapter = sum(4 * math.prod(shape) for target in targets for shape in target.shapes.values())
     traffic, adapter_saved = [], []
+    kept: list[int] = []
+    trained = {target.name for target in targets}
     for block in chain.blocks:
         linears = traced[block.kind]
         traffic.append(sum(x.nbytes + y.nbytes for x, y in linears.values()))
+        # Several Linears may share an input. Before the first trained block there is no gradient.
+        each = {id(array): array.nbytes for pair in linears.values() for array in pair}
+        reached = any(kept) or any(f"{block.name}.{name}" in trained for name in linears)
+        kept.append(sum(each.values()) if reached else 0)
         own = (y.nbytes // y.shape[-1] * saved.get(f"{block.name}.{name}", 0) for name, (_, y) in linears.items())
         adapter_saved.append(sum(own))
     given = {"weights": 0, "optimizer_state": 0} | parts
@@ -354,6 +361,7 @@ def trace(chain: Chain, inputs: Mapping[str, Any], targets: Sequence[Target] = (
         adapter=adapter,
         block_input=h.nbytes,
         traffic=tuple(traffic),
+        kept=tuple(kept),
         adapter_saved=tuple(adapter_saved),
         itemsize=h.dtype.size,
         **given,

@@ -20,10 +20,10 @@ from stages.models.text.encoder import text_encoder_sizes
 from stages.text_to_image.embeddings.config import EmbeddingsConfig
 from stages.text_to_image.embeddings.stage import load_encoder
 from stages.tuner.weights import pack_if_possible
+from tests.bench.suites import CAPTION_TOKENS
 
 BATCH = 8  # captions at a time, as by default in [embeddings]
 LARGE, COPIES = 100_000_000, 8  # values from which an array repeats a part of itself, so many times
-CAPTION_TOKENS = 60  # a caption of usual length; the other rows are padding, which is computed too
 
 
 def random_weights(
@@ -94,6 +94,7 @@ class Captions:
         self.model = Decoder(config, random_weights(config.shapes(max(self.layers)), dtype, arrange))
         T = family.text_tokens
         self.tokens_BT = mx.random.randint(0, config.vocab_size, (1, T))
+        # The other rows are padding, which is computed too.
         self.real_BT = mx.arange(T)[None] < min(CAPTION_TOKENS, T)
 
     def step(self) -> None:

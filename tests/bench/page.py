@@ -17,6 +17,7 @@ from tests.bench.suites import COMPARED
 PYTORCH = {1024: "PyTorch compiled+checkpoint", 512: "PyTorch compiled"}  # by width: the configuration to compare with
 PLAIN = {"plan": "plain", "bits": 16, "memory_limited": False, "unfused": False, "buffer_mb": "", "optimizer": "adamw"}
 FUSED = 128  # cuDNN's fused attention needs a multiple of so many tokens
+ORDER = ("train", "draw", "text_encoder", "autoencoder", "decode")  # of kinds in the table of a family's stages
 INTRODUCTION = """\
 # Benchmark
 
@@ -53,8 +54,8 @@ def page(rows: list[Row]) -> Iterator[str]:
         yield from comparison_table(run)
     for family in dict.fromkeys(row["family"] for row in training):
         yield from training_table(family, [row for row in training if row["family"] == family])
-    for family, run in stage_runs(good).items():
-        yield from stages_table(family, run)
+    for family, ours in counted(good).items():
+        yield from stages_table(family, ours, good)
     yield from encoding_table([row for row in good if row["kind"] not in ("train", *KINDS) and not of_strips(row)])
     yield from cost_sections(good)
     yield from failures([row for row in rows if row["kind"] not in KINDS])
@@ -90,27 +91,27 @@ def comparison_table(run: list[Row]) -> Iterator[str]:
     yield ""
 
 
-def stage_runs(rows: list[Row]) -> dict[str, list[Row]]:
-    """Return, by family, the rows of its last run that say what was announced and what the driver counted, with PyTorch's."""
-    last = {row["family"]: row["run"] for row in rows if row.get("run") and {"announced_gb", "footprint_gb"} <= row.keys()}
-    return {family: [row for row in rows if (row["family"], row.get("run")) == (family, run)] for family, run in last.items()}
+def counted(rows: list[Row]) -> dict[str, list[Row]]:
+    """Return our rows that say what was announced and what the driver counted, by family; of equal configurations the last."""
+    ours = {identity(row): row for row in rows if {"announced_gb", "footprint_gb"} <= row.keys()}
+    return {family: [row for row in ours.values() if row["family"] == family] for family, *_ in ours}
 
 
-def stages_table(family: str, run: list[Row]) -> Iterator[str]:
-    """Yield the section of one family's stages in one run, with the driver's peaks, and PyTorch beside."""
-    found = {(row["backend"], row["kind"], row["plan"], *stage_shape(row)): row for row in run}
-    ours = {(stage_size(row), name(row), row["kind"]): row for row in run if row["backend"] == "mlx"}
-    yield f"## Every stage of {family}, one run"
+def stages_table(family: str, ours: list[Row], rows: list[Row]) -> Iterator[str]:
+    """Yield the section of one family's stages, with the driver's peaks, and PyTorch of the same run beside."""
+    theirs = [row for row in rows if row.get("backend") == "torch" and row.get("run")]
+    torch = {(row["run"], row["kind"], row["plan"], *stage_shape(row)): row for row in theirs}
+    yield f"## Every stage of {family}"
     yield ""
-    yield f"{origin(run[0])}."
+    yield f"{', '.join(sorted({origin(row) for row in ours}))}."
     yield from STAGES.splitlines()
     yield ""
     yield "| | | s | arrays | driver | announced | to driver | PyTorch, s | ratio | PyTorch, driver |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
-    for row in ours.values():
+    for row in sorted(ours, key=lambda row: (ORDER.index(row["kind"]), -row["width"])):
         kind, plan = row["kind"], "compiled+checkpoint" if row["plan"] == "blocks" and row["kind"] == "train" else "compiled"
-        keys = (("torch", kind, each, *stage_shape(row)) for each in (plan, "eager"))
-        peer = next((found[key] for key in keys if key in found), None)
+        keys = ((row["run"], kind, each, *stage_shape(row)) for each in (plan, "eager"))
+        peer = next((torch[key] for key in keys if key in torch), None)
         sizes = [row["peak_gb"], row["footprint_gb"], row["announced_gb"], row["announced_gb"] / row["footprint_gb"]]
         cells = [f"{row['s']:.3f}", *(f"{each:.2f}" for each in sizes)]
         cells += [f"{peer['s']:.3f}", f"{row['s'] / peer['s']:.2f}", f"{peer['footprint_gb']:.2f}"] if peer else [""] * 3
@@ -120,7 +121,7 @@ def stages_table(family: str, run: list[Row]) -> Iterator[str]:
 
 
 def stage_shape(row: Row) -> tuple[Any, ...]:
-    return stage_size(row), row.get("exact"), row.get("text_rows")
+    return row["family"], stage_size(row), row.get("exact"), row.get("text_rows")
 
 
 def stage_size(row: Row) -> str:

@@ -77,7 +77,7 @@ def measure_training(case: Case) -> dict[str, Any]:
     if case.memory_limited:
         configure_scheduler()  # before MLX's first operation
     ranks = connect()
-    record = family(case.family)
+    record = family(case.family).without_references()
     config = training_settings(case, record)
     architecture = record.architecture
     shape = BatchShape(1, case.width, case.height, case.text_rows or record.text_tokens, architecture.pixels_per_token)
@@ -165,7 +165,8 @@ def measure_drawing(case: Case) -> dict[str, Any]:
 
     if case.memory_limited:
         configure_scheduler()  # before MLX's first operation
-    record, config = family(case.family), profile_settings(base_bits=case.bits, stream_blocks=case.stream)
+    record = family(case.family).without_references()
+    config = profile_settings(base_bits=case.bits, stream_blocks=case.stream)
     packed = SamplesConfig(base_bits=case.bits, stream_blocks=case.stream)  # type: ignore[arg-type]
     memory = drawing_memory(record, None, packed, config.precision, (case.width, case.height), 1)
     model = random_transformer(record, config)

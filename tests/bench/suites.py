@@ -9,7 +9,7 @@ from typing import Any
 from stages.text_to_image.families import FAMILIES
 from tests.bench.cases import TORCH_PLANS, Case
 
-SHORT_ROWS = 64  # of a usual caption, where the transformer reads as many as the caption has
+CAPTION_TOKENS = 60  # of a caption of usual length
 COMPARED = "klein-base-4b"  # the family that is compared with PyTorch
 
 
@@ -151,11 +151,12 @@ def shapes(family: str) -> Iterator[Case]:
     yield from (Case(family, bits=bits, kind="text_encoder", memory_limited=True) for bits in (16, 8, 4))
     if torch:
         yield Case(family, plan="eager", backend="torch", kind="text_encoder")
-    if FAMILIES[family].text_padding == "none":
-        for px in (1024, 512):
-            yield Case(family, px, px, text_rows=SHORT_ROWS, memory_limited=True)
-            if torch:
-                yield Case(family, px, px, "compiled+checkpoint", text_rows=SHORT_ROWS, backend="torch")
+    record = FAMILIES[family]
+    rows = record.architecture.text_rows(CAPTION_TOKENS)
+    for px in () if record.text_padding in ("start", "end") else (1024, 512):
+        yield Case(family, px, px, text_rows=rows, memory_limited=True)
+        if torch:
+            yield Case(family, px, px, "compiled+checkpoint", text_rows=rows, backend="torch")
 
 
 def pytorch(family: str, px: int) -> Iterator[Case]:

@@ -78,6 +78,25 @@ def test_a_ratio_never_spans_two_runs():
     assert not any(line.startswith("## Comparison") for line in page(without_run))
 
 
+def test_every_stage_of_a_family_stands_beside_what_the_driver_counted_and_pytorch_in_the_same_run():
+    ours = GPU | {
+        "run": "1",
+        "memory_limited": True,
+        "buffer_mb": "200",
+        "peak_gb": 7.0,
+        "footprint_gb": 8.0,
+        "announced_gb": 8.4,
+    }
+    torch = asdict(Case("z-image", plan="compiled+checkpoint", backend="torch")) | GPU | {"run": "1", "s": 0.4, "peak_gb": 9.0}
+    rows = [asdict(Case("z-image", bits=8)) | ours | {"s": 0.44}, torch | {"footprint_gb": 10.0}]
+    rows.append(asdict(Case("z-image", kind="text_encoder")) | ours | {"s": 0.1})
+    rows.append(torch | {"run": "0", "s": 9.0, "footprint_gb": 10.0})
+    lines = list(page(rows))
+    assert "| 1024 px | train, blocks, 8-bit | 0.440 | 7.00 | 8.00 | 8.40 | 1.05 | 0.400 | 1.10 | 10.00 |" in lines
+    assert "|  | text encoder, bfloat16 | 0.100 | 7.00 | 8.00 | 8.40 | 1.05 |  |  |  |" in lines
+    assert not any(line.startswith("## Comparison: z-image") for line in lines)
+
+
 def test_a_streamed_step_is_compared_with_the_step_in_memory_of_its_own_run_only():
     row = asdict(Case(bits=4, memory_limited=True)) | GPU | {"buffer_mb": "200"}
     kept = [row | {"run": run, "s": 0.1 * number, "peak_gb": 5.0} for number, run in enumerate("12", 1)]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from stages.models.family import Family
-from stages.text_to_image.families import FLUX2, Z_IMAGE
+from stages.text_to_image.families import FLUX2, FLUX3, Z_IMAGE
 from tests.bench.cases import Case
 from tests.bench.torch_model import DEVICE, LoraLinear
 
@@ -42,6 +42,14 @@ def flux2_inputs(case: Case, family: Family, dtype: Any) -> dict[str, Any]:
     return given | {"img_ids": image_ids, "txt_ids": text_ids, "guidance": None, "return_dict": False}
 
 
+def flux3_inputs(case: Case, family: Family, dtype: Any) -> dict[str, Any]:
+    given = flux2_inputs(case, family, dtype)
+    given.pop("guidance")
+    # All samples share the positions; those of neighbouring image tokens are half a step apart.
+    halves = torch.tensor([1.0, 0.5, 0.5, 1.0], device=DEVICE)
+    return given | {"img_ids": given["img_ids"][0] * halves, "txt_ids": given["txt_ids"][0].float()}
+
+
 def z_image_inputs(case: Case, family: Family, dtype: Any) -> dict[str, Any]:
     sizes, rows = family.transformer, case.text_rows or family.text_tokens
     latent = torch.randn(sizes["in_channels"], 1, case.height // 8, case.width // 8, device=DEVICE, dtype=dtype)
@@ -57,6 +65,7 @@ def z_image_autoencoder(family: Family) -> dict[str, Any]:
 
 MODULES = {
     FLUX2: Modules("Flux2Transformer2DModel", flux2_inputs, lambda out: out[0], "AutoencoderKLFlux2"),
+    FLUX3: Modules("Flux3Transformer2DModel", flux3_inputs, lambda out: out[0], "AutoencoderKLFlux2"),
     Z_IMAGE: Modules("ZImageTransformer2DModel", z_image_inputs, lambda out: out[0][0], "AutoencoderKL", z_image_autoencoder),
 }  # by `Family.code`
 

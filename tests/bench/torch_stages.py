@@ -71,7 +71,7 @@ def caption(case: Case, family: Family, dtype: Any) -> Callable[[], Any]:
     from transformers import Qwen3Config, Qwen3Model
 
     sizes = dict(family.text_encoder) | {"num_hidden_layers": max(family.text_layers)}
-    sizes.pop("model_type")
+    sizes.pop("model_type")  # the text part of a vision model is computed like Qwen3 of its size
     model = on_device(lambda: Qwen3Model(Qwen3Config(**sizes)), dtype)
     run = maybe_compiled(case, model)
     tokens = torch.randint(0, 1000, (1, family.text_tokens), device=DEVICE)

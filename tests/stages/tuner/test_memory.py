@@ -29,6 +29,7 @@ from stages.tuner.memory import Blocks, adjust_max_tokens, choose_plan, frozen_w
 from stages.tuner.optimizers import step
 from stages.tuner.optimizers.adamw import AdamW
 from stages.tuner.optimizers.step import OptimizerStep, Stacks
+from stages.tuner.step import choose_targets
 from stages.tuner.weights import UNPACKED_CHUNK, pack_if_possible
 from tests.stages.tuner.toy import CONFIG, ToyEstimator
 
@@ -142,8 +143,18 @@ def test_an_estimate_computes_nothing():
     assert mx.get_peak_memory() - before < 5e6
 
 
+def test_an_input_of_several_linears_is_kept_once_and_blocks_before_the_first_trained_one_keep_nothing():
+    record = family("z-image-tiny")
+    sizes = record.architecture.transformer_config(None, record)
+    model = record.architecture.meta_transformer(sizes, mx.float32)
+    targets = choose_targets(model.linears(), TrainConfig(targets=("layers.*.attention.*",), rank=4))
+    found = trace(model, record.architecture.zero_inputs(sizes, 1, (4, 8), 32), targets)
+    shared = 4 * 64 * sizes.dim * 3  # q, k and v have one input; w1 and w3 have one
+    assert found.kept == (0, 0, *(traffic - shared for traffic in found.traffic[2:]))
+
+
 def test_more_kept_blocks_never_need_less():
-    found = Blocks(100, 10, 20, 5, (50, 50, 40, 40), (3, 3, 4, 4), scores=7, saved_scores=7)
+    found = Blocks(100, 10, 20, 5, (50, 50, 40, 40), (50, 50, 40, 40), (3, 3, 4, 4), scores=7, saved_scores=7)
     needs = [found.memory(plan).peak for plan in ("blocks", 1, 2, 3, "whole")]
     assert needs[0] == needs[1]
     assert needs == sorted(needs)
@@ -196,7 +207,7 @@ def test_the_micro_batch_doubles_only_if_the_peak_then_stays_below_nine_tenths_o
 
 
 def test_unpacked_weights_are_no_allowance_for_working_ahead():
-    packed = Blocks(100, 10, 20, 5, (50, 50, 40, 40), (3, 3, 4, 4), unpacked=30)
+    packed = Blocks(100, 10, 20, 5, (50, 50, 40, 40), (50, 50, 40, 40), (3, 3, 4, 4), unpacked=30)
     bare, limit = replace(packed, unpacked=0), 10**6
     assert packed.memory("blocks").peak > bare.memory("blocks").peak
     assert packed.memory("blocks", limit).live == bare.memory("blocks", limit).live > bare.memory("blocks").peak

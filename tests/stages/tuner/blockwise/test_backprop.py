@@ -370,7 +370,7 @@ def peak_in_weights(compute: Any) -> float:
 def test_the_peak_is_that_of_two_blocks_or_of_those_that_keep_their_activations(plan, most, tmp_path):
     chain = streamed(Heavy(), tmp_path)
     scales = {f"{block.name}.fc": 0.1 for block in chain.blocks}
-    needs = Blocks(0, 0, 0, 0, (0,) * BLOCKS, (0,) * BLOCKS, stored=(BYTES,) * BLOCKS)
+    needs = Blocks(0, 0, 0, 0, (0,) * BLOCKS, (0,) * BLOCKS, (0,) * BLOCKS, stored=(BYTES,) * BLOCKS)
     found = peak_in_weights(lambda: loss_and_grads(chain, chain.adapters, scales, {}, lambda h: mx.square(h).mean(-1), plan))
     assert found < most
     assert needs.stored_work(plan) == (2 if plan == "blocks" else 5) * BYTES
