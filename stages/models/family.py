@@ -63,6 +63,7 @@ class ModelFamily:
     bundled: str = ""  # folder of the weights, relative to the checkout
     seeded: int | None = None  # seed of random weights that the project generates
     single_files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # component -> file names in use for one file
+    hub_bytes: Mapping[str, int] = field(default_factory=dict)  # component -> bytes on the hub, about, if more than is read
     unsupported: Mapping[str, str] = field(default_factory=dict)  # component -> in one line, why it cannot be used yet
 
     begin: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # section -> settings of a new project.toml
@@ -166,14 +167,16 @@ class Family(ModelFamily):
         return replace(self, references="none") if self.references == "own" else self
 
     def component_bytes(self) -> dict[str, int]:
-        """Bytes by component: 4 per value of the autoencoder, else 2. A text encoder that cannot be used is left out."""
+        """Bytes by component: 4 per value of the autoencoder, else 2, or `hub_bytes`. A text encoder that cannot be used is left
+        out.
+        """
         architecture = self.architecture
         sizes = {"transformer": 2 * sum(map(math.prod, architecture.transformer_config(None, self).shapes().values()))}
         sizes["autoencoder"] = architecture.autoencoder_memory(None, self, 256, 256, 4, True).held
         if "text_encoder" not in self.unsupported:
             encoder: Any = architecture.text_encoder_sizes(None, self)
             sizes["text_encoder"] = 2 * sum(map(math.prod, encoder.shapes(encoder.num_hidden_layers).values()))
-        return sizes
+        return sizes | dict(self.hub_bytes)
 
     @property
     def architecture(self) -> Architecture:

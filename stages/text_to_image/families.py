@@ -269,6 +269,7 @@ def _single_files_of_f3(name: str) -> dict[str, tuple[str, ...]]:
 _F3_BASE = Family(
     name="flux3-klein-base",
     title="FLUX 3 Image Klein base 5.5B",
+    hub_bytes={"text_encoder": 8_900_000_000},  # with the part that reads pictures
     licence=KOMMUNITY,
     code=FLUX3,
     transformer=F3_TRANSFORMER,
@@ -346,6 +347,7 @@ _ALL = (
         title="Z-Image Turbo, distilled",
         base="z-image",
         hub="Tongyi-MAI/Z-Image-Turbo",
+        hub_bytes={"transformer": 24_620_000_000},  # float32
         single_files=_single_files_of_z("z_image_turbo"),
         real_cfg=False,
         guidance=1.0,
