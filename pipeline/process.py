@@ -183,7 +183,13 @@ def newest_checkpoint(artifacts: Path | None) -> int:
 def replace_process() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "pipeline", *sys.argv[1:]])
+    os.execv(sys.executable, [*own_command(), *sys.argv[1:]])
+
+
+def own_command(module: str = "pipeline") -> list[str]:
+    """Starts this program again, with -P: else Python takes modules from the current folder first, which may be a stranger's."""
+    by_module = Path(sys.argv[0]).name == "__main__.py"  # `python -m pipeline`, as make does: the folder is trusted already
+    return [sys.executable, "-m" if by_module else "-Pm", module]
 
 
 def allow_open_files(wanted: int = FILES) -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
+from pipeline.process import own_command
 from pipeline.store.disk import atomic_write, open_own
 from pipeline.store.lock import PATIENCE, Busy, is_locked, locked
 from pipeline.terminal import PROGRESS
@@ -130,7 +131,7 @@ class Queue:
         if self.paused or not any(job.state in ("waiting", "interrupted") for job in self.jobs()) or self.works():
             return
         self.folder.mkdir(exist_ok=True)
-        words = [sys.executable, "-m", "pipeline.queue", str(self.project.resolve())]
+        words = [*own_command("pipeline.queue"), str(self.project.resolve())]
         with self._log("worker") as log:
             # Of its own session: it outlives the terminal, the page and Ctrl-C.
             subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
@@ -189,7 +190,7 @@ class Queue:
     def _run(self, job: Job, handles: tuple[int, ...]) -> None:
         job = dataclasses.replace(job, state="running", began=job.began or _now(), starts=job.starts + 1)
         self._put(job)
-        words = [sys.executable, "-m", "pipeline", *job.words, "--project", str(self.project)]
+        words = [*own_command(), *job.words, "--project", str(self.project)]
         told = {PROGRESS: str(self.folder / f"{job.number}.progress"), JOB: f"{job.number} {self.project}"}
         with self._log(str(job.number)) as log:
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from pipeline import ranks
 from pipeline.errors import Stopped
-from pipeline.process import interruptible, peak_mlx, version
+from pipeline.process import interruptible, own_command, peak_mlx, version
 from pipeline.project import runs
 from pipeline.project.outlook import amount, announcement, counted, licence_note, require_download_room, require_trainable
 from pipeline.project.project import Project
@@ -151,7 +151,7 @@ def run_chain(project: Project, names: Sequence[str], progress: ProgressCallback
 
 
 def run_words(project: Project, name: str, *more: str) -> list[str]:
-    words = [sys.executable, "-m", "pipeline", "run", name, *more, "--project", str(project.path.resolve())]
+    words = [*own_command(), "run", name, *more, "--project", str(project.path.resolve())]
     words += [word for override in project.overrides for word in ("--set", str(override))]
     return [*words, "--run", project.fixed.table.folder.name] if project.fixed else words
 

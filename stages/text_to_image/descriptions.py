@@ -114,9 +114,13 @@ class LocalModel:
             raise ValueError(
                 f"[descriptions] needs the Python package {error.name}: pip install 'latentmill[describe]'"
             ) from None
+        safe = {
+            "local_files_only": True,
+            "trust_remote_code": False,
+        }  # without it, transformers asks whether to run a model's code
         try:
-            self.processor: Any = transformers.AutoProcessor.from_pretrained(folder, local_files_only=True)
-            model: Any = transformers.AutoModelForImageTextToText.from_pretrained(folder, local_files_only=True)
+            self.processor: Any = transformers.AutoProcessor.from_pretrained(folder, **safe)
+            model: Any = transformers.AutoModelForImageTextToText.from_pretrained(folder, **safe)
         except (OSError, ValueError, KeyError, ImportError) as error:
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f'descriptions.model "{config.model}" holds no vision-language model: {reason}') from None

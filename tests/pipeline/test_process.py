@@ -16,7 +16,7 @@ import pytest
 
 from pipeline import process
 from pipeline.cli import exit_code
-from pipeline.process import RESTARTED, allow_open_files, explain, interruptible, kept_awake, may_restart, restarting
+from pipeline.process import RESTARTED, allow_open_files, explain, interruptible, kept_awake, may_restart, own_command, restarting
 
 MEMORY = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)."
 TIMEOUT = "[METAL] Command buffer execution failed: Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)"
@@ -106,6 +106,15 @@ def test_on_a_mac_a_stage_keeps_the_machine_awake_until_it_ends(tmp_path, monkey
         assert started[0].poll() is None
         assert started[0].args == [str(program), "-i", "-w", str(os.getpid())]
     assert started[0].poll() is not None
+
+
+def test_a_command_that_starts_itself_again_takes_no_code_from_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "pipeline").mkdir()
+    for name in ("pipeline/__main__.py", "pipeline/__init__.py", "click.py"):
+        (tmp_path / name).write_text("print('foreign code')")
+    monkeypatch.setattr(sys, "argv", ["latentmill"])
+    done = subprocess.run([*own_command(), "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "foreign" not in done.stdout and "Commands" in done.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
