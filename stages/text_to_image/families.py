@@ -399,6 +399,7 @@ _ALL = (
     replace(
         _F3_BASE,
         name="flux3-tiny",
+        hub_bytes={},
         title="FLUX 3 Image's architecture with seeded random weights",
         licence=APACHE,
         hub="",
