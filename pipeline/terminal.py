@@ -57,6 +57,19 @@ def say_aside(line: str) -> None:
     tell(line, aside=True)
 
 
+def tell_code(head: str, code: str, file: str) -> None:
+    """A line, and lines of `file` below it; on a terminal in bold, and in the colours of the language."""
+    if not sys.stdout.isatty():
+        tell(head)
+        tell(code)
+        return
+    from rich.syntax import Syntax
+
+    console = Console(highlight=False)
+    console.print(Text(shown(head), style="bold"), soft_wrap=True)
+    console.print(Syntax(shown(code), Syntax.guess_lexer(file), theme="ansi_dark", background_color="default"))
+
+
 def give(data: str) -> None:
     """CSV or JSON for another program: UTF-8, whatever the locale, and unchanged unless a terminal shows it."""
     if sys.stdout.isatty() or not hasattr(sys.stdout, "buffer"):

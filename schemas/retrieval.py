@@ -58,6 +58,9 @@ UNITS = TableSchema(
         ),
         column("text_id", pa.string(), "sha256 of the word document, a line feed and the text, hex; a key of the table tokens"),
         column("words", pa.string(), "words for lexical search: identifiers split and lower-cased, with name and path, spaced"),
+        column("docstring_words", pa.string(), "words of the docstring, split likewise; an evaluation leaves them out"),
+        column("title", pa.string(), "a second text: first sentence of the docstring, or the words of the name; may be empty"),
+        column("title_id", pa.string(), "as text_id, of the title; empty if there is none"),
     ),
 )
 
@@ -191,6 +194,8 @@ INDEX = TableSchema(
         column("signature", pa.string(), "the lines from the first word to the colon that opens the body, on one line"),
         column("file", pa.string(), "where the file lies: relative to the project's folder, or absolute"),
         column("text_id", pa.string(), "the document of the unit, a key of the table tokens"),
+        column("title_vector", pa.string(), "the vectors of the unit's title, a key of the table vectors; empty if it has none"),
+        column("words_id", pa.string(), "first 16 hex digits of the sha256 of the docstring's words; the others are in text_id"),
         column("count", pa.int32(), "number of vectors, one per token"),
     ),
 )

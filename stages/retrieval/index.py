@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, Protocol
@@ -23,13 +23,20 @@ from stages.hashing import text_sha256
 from stages.memory import Forecast, Outlook
 from stages.retrieval import texts
 from stages.retrieval.memory import encoder_sizes
-from stages.retrieval.search import codes, lexical, maxsim
+from stages.retrieval.search import codes, lexical, maxsim, ranking
 from stages.retrieval.texts import BASE, Row
 from stages.run import Run, TensorReader
 from stages.settings import COUNT, Section, runtime, selects
 from stages.stage import Stage
 
-KEPT = ("unit_id", "encoder", "vector_id", "file")  # the columns on which the freshness of a row depends
+KEPT = (
+    "unit_id",
+    "encoder",
+    "vector_id",
+    "file",
+    "title_vector",
+    "words_id",
+)  # the columns on which the freshness of a row depends
 POOLED_BYTES, ID_BYTES = 2, 68  # of a value of a pooled vector, and of a vector_id
 LEXICAL_BYTES, LEXICAL_SHARE = 20_000, 0.85  # of the full-text index: bytes in all, and per byte of the words; about
 POOLED, WORDS = "pooled-{}.arrow", "words-{}.lance"  # artifacts, by the digest of the rows
@@ -57,6 +64,11 @@ def _rows(run: Run[IndexConfig]) -> pa.Table:
         raise ValueError(f"{len(missing)} units have no vectors, such as {missing[0]}: run make vectors")
     found = {name: units[name] for name in INDEX.batch.names if name in units.column_names}
     found |= {name: documents[name].take(place) for name in ("encoder", "vector_id", "count")}
+    title = pc.index_in(units["title_id"], documents["text_id"].combine_chunks())
+    found["title_vector"] = pc.fill_null(documents["vector_id"].take(title), "")
+    if missing := units.filter(pc.and_(pc.is_null(title), pc.not_equal(units["title_id"], "")))["path"].to_pylist():
+        raise ValueError(f"{len(missing)} titles have no vectors, such as one in {missing[0]}: run make vectors")
+    found["words_id"] = pa.array([text_sha256(words)[:16] for words in units["docstring_words"].to_pylist()], pa.string())
     found["file"] = sources["file"].take(pc.index_in(units["path"], sources["path"].combine_chunks()))
     return in_order(pa.table([found[name] for name in INDEX.batch.names], names=INDEX.batch.names).cast(INDEX.batch))
 
@@ -86,8 +98,8 @@ def list_units(run: Run[IndexConfig]) -> Iterator[pa.RecordBatch]:
 
 
 def digest(rows: pa.Table) -> str:
-    """16 hex digits over the unit_ids and vector_ids, in document order."""
-    return text_sha256(*rows["unit_id"].to_pylist(), *rows["vector_id"].to_pylist())[:16]
+    """16 hex digits over the unit_ids, vector_ids and words_ids, in document order."""
+    return text_sha256(*(each for name in ("unit_id", "vector_id", "words_id") for each in rows[name].to_pylist()))[:16]
 
 
 def folder_artifacts(rows: pa.Table) -> list[str]:
@@ -118,8 +130,10 @@ def write_index(run: Run[IndexConfig]) -> Iterator[pa.RecordBatch]:
 
 
 def _words(run: Run[IndexConfig], rows: pa.Table) -> pa.ChunkedArray:
+    """Those of the code and of the docstring, which the vectors of the code do not show."""
     units = run.inputs.rows(UNITS)
-    return units["words"].take(pc.index_in(rows["unit_id"], units["unit_id"].combine_chunks()))
+    both = pc.binary_join_element_wise(units["words"], units["docstring_words"], " ")
+    return both.take(pc.index_in(rows["unit_id"], units["unit_id"].combine_chunks()))
 
 
 def _write_pooled(run: Run[IndexConfig], rows: pa.Table, path: Path) -> None:
@@ -158,11 +172,12 @@ def forecast(outlook: Outlook) -> Forecast | None:
     units, rows = outlook.rows(UNITS), outlook.rows(TOKENS)
     if units is None or rows is None:
         return None
-    words = sum(len(text.encode()) for text in units["words"].to_pylist())
+    words = sum(len(text.encode()) for name in ("words", "docstring_words") for text in units[name].to_pylist())
     pooled = units.num_rows * (POOLED_BYTES * encoder_sizes(outlook).dimensions + ID_BYTES)
     return Forecast(0, file_bytes=pooled + LEXICAL_BYTES + int(LEXICAL_SHARE * words), how=f"{units.num_rows} units")
 
 
+RANKED = 300  # units whose titles are compared, at least
 Mode = Literal["semantic", "lexical", "hybrid"]
 
 
@@ -178,11 +193,13 @@ class Answer:
     score: float  # by which answers are sorted
     semantic: float | None = None  # None: that search did not run
     lexical: float | None = None
+    # 0 to 1: the mean of what its code and its title mean (MaxSim) and of the share of the query's words that it holds.
+    match: float = 0.0
 
 
 class Searcher:
     """`rows`: the whole table `index`, in document order. `vectors`: the tensors of the table `vectors`. `encoder` None: lexical
-    only. `weight`: share of the semantic scores in hybrid search.
+    only. `weight`: share of the semantic scores in hybrid search for a query of several words.
     """
 
     def __init__(
@@ -191,48 +208,105 @@ class Searcher:
         artifacts: Path,
         vectors: TensorReader,
         encoder: QueryEncoder | None,
-        weight: float = lexical.DEFAULT_WEIGHT,
+        weight: float = ranking.SENTENCE,
     ) -> None:
         self.rows, self.vectors, self.encoder, self.weight = rows, vectors, encoder, weight
         name = digest(self.rows)
         if not (artifacts / POOLED.format(name)).is_file() or not (artifacts / WORDS.format(name)).is_dir():
             raise ValueError(f"the index in {artifacts} is incomplete or of another state of the project: run make index")
         self.words = lexical.LexicalIndex(artifacts / WORDS.format(name), len(rows))
-        self.ids = self.rows["vector_id"].to_pylist()
+        self.ids, self.titles = (self.rows[name].to_pylist() for name in ("vector_id", "title_vector"))
+        self.units = ranking.Units(self.rows["path"], self.rows["qualified_name"])
         self.matrix = maxsim.PooledMatrix(read_pooled(artifacts / POOLED.format(name))[1], self.document)
 
     def document(self, place: int) -> np.ndarray:
         """Float32 (tokens, width), each vector of length 1."""
         return codes.unpack(self.vectors.read(self.ids[place]))
 
-    def search(self, query: str, mode: Mode = "hybrid", limit: int = 10, path: str = "") -> list[Answer]:
-        """The best answers, at most `limit`. `path` is a wildcard pattern of files. ValueError for a query without words."""
+    def search(
+        self,
+        query: str,
+        mode: Mode = "hybrid",
+        limit: int = 10,
+        paths: Sequence[str] = (),
+        *,
+        within: np.ndarray | None = None,
+        least: float = 0.0,
+    ) -> list[Answer]:
+        """The best answers, at most `limit`. `paths`: wildcard patterns of files. `within`: the places of all that may be found.
+        `least`: an answer's `match` at least. ValueError for a query without words.
+        """
         if not texts.words(query):
             raise ValueError(f"the query must have a word, got {query!r}")
-        places, words = self.places(path), self.words.scores(query)
+        places, words = self.places(paths), self.words.scores(query)
+        places = places if within is None else np.intersect1d(places, within)
+        if not len(places):
+            return []
         found = {} if mode == "semantic" else {"lexical": words}
         if mode != "lexical":
             assert self.encoder is not None, "semantic search needs an encoder"
             [self.query_vectors] = self.encoder.encode_queries([query])
             found["semantic"] = self.matrix.scores(self.query_vectors, places, words, limit)
-        scores = lexical.hybrid(found["semantic"], found["lexical"], self.weight) if mode == "hybrid" else found[mode]
-        if mode == "lexical":
-            places = places[scores[places] > 0]
-        return self.answers(places[np.lexsort((places, -scores[places]))][:limit], scores, found)
+        if mode == "hybrid":
+            best, scores = self.ranked(query, places, found, max(RANKED, 2 * limit))
+        else:
+            scores = found[mode]
+            best = places[scores[places] > 0] if mode == "lexical" else places
+            scores = scores[best]
+        order = np.lexsort((best, -scores))[:limit]
+        answers = self.answers(best[order], scores[order], found)
+        return [each for each in self.matched(query, answers) if each.match >= least]
+
+    def ranked(self, query: str, places: np.ndarray, found: dict[str, np.ndarray], count: int) -> tuple[np.ndarray, np.ndarray]:
+        """(places, scores): the `count` best by the sum of both searches and those that the query names, ordered by titles and
+        the rules, too.
+        """
+        weight, meaning, words = ranking.share(query, self.weight), *map(lexical.zscores, (found["semantic"], found["lexical"]))
+        sums = weight * meaning + (1 - weight) * words
+        best = places[np.argsort(-sums[places], kind="stable")[:count]]
+        for symbol in ranking.symbols(query):
+            best = np.union1d(best, np.intersect1d(places, np.flatnonzero(self.units.called(symbol))))
+        titles = self.title_scores(best)
+        spread = np.nanstd(titles) if np.isfinite(titles).any() else 0.0
+        # A unit without a title counts as one with the mean.
+        title = np.nan_to_num((titles - np.nanmean(titles)) / spread) if spread > 0 else np.zeros(len(best))
+        scores = weight * (meaning[best] + title) / 2 / ranking.TITLES + (1 - weight) * words[best]
+        return best, ranking.reorder(scores, best, self.units, query)
+
+    def title_scores(self, places: np.ndarray) -> np.ndarray:
+        """MaxSim of the last query with the titles of units; nan for one without."""
+        scores = np.full(len(places), np.nan, np.float32)
+        titled = [number for number, place in enumerate(places.tolist()) if self.titles[place]]
+        if titled:
+            documents = [codes.unpack(self.vectors.read(self.titles[places[number]])) for number in titled]
+            matrix = maxsim.TokenMatrix(np.concatenate(documents), [len(each) for each in documents])
+            scores[titled] = matrix.scores([self.query_vectors])[0]
+        return scores
+
+    def matched(self, query: str, answers: list[Answer]) -> list[Answer]:
+        places = np.array([each.place for each in answers], np.int64)
+        shared = [ranking.coverage(query, words) for words in self.words.words(places)]
+        if not answers or answers[0].semantic is None:
+            return [replace(each, match=share) for each, share in zip(answers, shared, strict=True)]
+        titles = self.title_scores(places)
+        return [
+            replace(each, match=float((code := each.semantic or 0.0) + (code if np.isnan(title) else title) + share) / 3)
+            for each, title, share in zip(answers, titles.tolist(), shared, strict=True)
+        ]
 
     def answers(self, places: np.ndarray, scores: np.ndarray, found: dict[str, np.ndarray]) -> list[Answer]:
         rows = self.rows.take(places).to_pylist()
         return [
-            Answer(row, place, float(scores[place]), **{name: float(each[place]) for name, each in found.items()})
-            for row, place in zip(rows, places.tolist(), strict=True)
+            Answer(row, place, score, **{name: float(each[place]) for name, each in found.items()})
+            for row, place, score in zip(rows, places.tolist(), scores.tolist(), strict=True)
         ]
 
-    def places(self, path: str) -> np.ndarray:
-        """Of the units in the files that match a wildcard pattern; all for ""."""
-        if not path:
+    def places(self, paths: Sequence[str]) -> np.ndarray:
+        """Of the units in the files that match one of these wildcard patterns; all for none."""
+        if not paths:
             return np.arange(len(self.ids))
         files = self.rows["path"].combine_chunks().dictionary_encode()
-        matching = np.array([fnmatchcase(name, path) for name in files.dictionary.to_pylist()])
+        matching = np.array([any(fnmatchcase(name, each) for each in paths) for name in files.dictionary.to_pylist()])
         return np.flatnonzero(matching[files.indices.to_numpy()])
 
     def place_at(self, file: Path, line: int) -> int | None:
@@ -247,7 +321,7 @@ class Searcher:
         others = np.delete(np.arange(len(self.ids)), place)
         scores = self.matrix.scores(self.document(place), others, np.zeros(len(self.ids)), limit)
         best = others[np.argsort(-scores[others], kind="stable")][:limit]
-        return self.answers(best, scores, {"semantic": scores})
+        return self.answers(best, scores[best], {"semantic": scores})
 
     def explain(self, answer: Answer, query_tokens: list[str], document_tokens: list[str]) -> list[tuple[str, str, float]]:
         """(query token, best document token, product) of the last search with the encoder; texts in the order of the vectors."""

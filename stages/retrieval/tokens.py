@@ -37,7 +37,9 @@ class TokensConfig(Section):
 
 def wanted_tokens(run: Run[TokensConfig]) -> pa.Table:
     """`text_id` and `role` of every distinct text, by role and text_id."""
-    documents = run.inputs.rows(UNITS)["text_id"].unique()
+    units = run.inputs.rows(UNITS)
+    titles = units["title_id"].filter(pc.not_equal(units["title_id"], ""))
+    documents = pa.chunked_array([*units["text_id"].chunks, *titles.chunks], pa.string()).unique()
     others = run.once(_others)
     made = [(row["role"], text_id) for text_id, row in others.items()]
     ids = pa.concat_arrays([documents.cast(pa.string()), pa.array([text_id for _, text_id in made], pa.string())])
@@ -63,9 +65,10 @@ def _others(run: Run[TokensConfig]) -> dict[str, Row]:
 
 def _texts(run: Run[TokensConfig], wanted: pa.ChunkedArray) -> dict[str, str]:
     """text_id -> text, of the `wanted` ids."""
-    units = run.inputs.rows(UNITS).select(["text_id", "text"])
-    units = units.filter(pc.is_in(units["text_id"], wanted.combine_chunks()))
-    found = dict(zip(units["text_id"].to_pylist(), units["text"].to_pylist(), strict=True))
+    units, found = run.inputs.rows(UNITS), dict[str, str]()
+    for key, text in (("title_id", "title"), ("text_id", "text")):
+        some = units.select([key, text]).filter(pc.is_in(units[key], wanted.combine_chunks()))
+        found |= dict(zip(some[key].to_pylist(), some[text].to_pylist(), strict=True))
     return found | {text_id: row["text"] for text_id, row in run.once(_others).items()}
 
 

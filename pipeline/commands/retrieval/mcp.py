@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from pipeline.commands.retrieval.find import CodeFolder, as_dict
+from pipeline.commands.retrieval.find import LEAST, CodeFolder, as_dict
 
 if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer
@@ -52,11 +52,14 @@ def make_server(folders: Sequence[Path]) -> MCPServer:
         except (ValueError, OSError) as error:
             raise ToolError(str(error)) from None
 
-    async def search(query: str, folder: str = "", path: str = "", limit: int = 5) -> list[dict[str, Any]]:
+    async def search(
+        query: str, folder: str = "", path: str = "", limit: int = 5, threshold: float = LEAST
+    ) -> list[dict[str, Any]]:
         """Find functions, classes and passages of code by what they do.
 
         query: a sentence or some words, such as "where are retries counted". folder: one of the served folders; may be left
         out if there is one. path: only files whose path in the folder matches, such as "src/*.py". limit: answers at most.
+        threshold: least match of an answer, 0 to 1; an empty answer says that nothing resembles the query.
         """
 
         def work() -> list[dict[str, Any]]:
@@ -67,7 +70,7 @@ def make_server(folders: Sequence[Path]) -> MCPServer:
             if code is None:
                 raise ValueError(f"folder must be one of {', '.join(served)}, got {folder!r}")
             with code.current():
-                return [as_dict(each) for each in code.search(query, checked(limit), path)]
+                return [as_dict(each) for each in code.search(query, checked(limit), [path] if path else (), threshold=threshold)]
 
         return await answer(work)
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
+THRESHOLD = "Least match of an answer, 0 to 1: how much of the query its code and its words hold."
 SPACES = "\u0120\u2581"  # what tokenizers write for the space before a word
 
 
@@ -29,13 +30,22 @@ SPACES = "\u0120\u2581"  # what tokenizers write for the space before a word
 @click.option("--lexical", "mode", flag_value="lexical", help="By words: full-text search; loads no model.")
 @click.option("--hybrid", "mode", flag_value="hybrid", default=True, help="By both (the default).")
 @click.option("--limit", "-n", default=10, show_default=True, type=click.IntRange(1, 1000), help="Units to show at most.")
-@click.option("--path", "pattern", default="", help='Only files whose path matches, such as "*/email/*".')
+@click.option("--path", "patterns", multiple=True, help='Only files whose path matches, such as "*/email/*"; may be repeated.')
+@click.option("--threshold", default=0.0, show_default=True, type=click.FloatRange(0, 1), help=THRESHOLD)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per query.")
 @click.option("--explain", is_flag=True, help="Which token of the query matched which token of the code.")
 @click.option("--stdin", "stay", is_flag=True, help="Stay up: read queries from standard input, one per line.")
 @with_project
 def command(
-    query: str | None, mode: str, limit: int, pattern: str, as_json: bool, explain: bool, stay: bool, project: Project
+    query: str | None,
+    mode: str,
+    limit: int,
+    patterns: tuple[str, ...],
+    threshold: float,
+    as_json: bool,
+    explain: bool,
+    stay: bool,
+    project: Project,
 ) -> None:
     """Find functions by what they do. QUERY is a sentence or some words; with --stdin it is ignored. Run `make index`
     first: it builds the project's index.
@@ -51,7 +61,7 @@ def command(
         say_aside(line)
     for text in (line.strip() for line in sys.stdin) if stay else [query or ""]:
         try:
-            answers = session.searcher.search(text, session.mode, limit, pattern)
+            answers = session.searcher.search(text, session.mode, limit, patterns, least=threshold)
         except ValueError as error:
             if not stay:
                 raise
@@ -83,7 +93,6 @@ class Session:
         from schemas.retrieval import INDEX, VECTORS
         from stages.retrieval.encoder import TextTokenizer
         from stages.retrieval.index import Searcher, folder_artifacts, in_order
-        from stages.retrieval.search.lexical import DEFAULT_WEIGHT
 
         self.mode = mode
         table = project.built(INDEX, "search")
@@ -92,15 +101,10 @@ class Session:
             raise ValueError("the index has no units: set sources.roots, then run make index")
         name = rows["encoder"][0].as_py()
         encoder = None if mode == "lexical" else open_encoder(project, name)
-        ranks = project.folder("ranks")
-        ranked = ranks.rows().select(["encoder", "mode", "weight"]).to_pylist() if ranks.exists else []
-        # Of the semantic scores, 0 to 1, as it was measured.
-        weights = [row["weight"] for row in ranked if (row["encoder"], row["mode"]) == (name, "plain")]
-        weight = float(next((each for each in weights if each is not None), DEFAULT_WEIGHT))
         for artifact in folder_artifacts(rows):
             table.require_intact(artifact)
         vectors = project.built(VECTORS, "search").tensors()
-        self.searcher: Searcher = Searcher(rows, table.folder / "artifacts", vectors, encoder, weight)
+        self.searcher: Searcher = Searcher(rows, table.folder / "artifacts", vectors, encoder)
         self.texts: dict[str, str] = {}
         if explain:
             family = cast("RetrieverFamily", project.family)
@@ -142,7 +146,7 @@ def as_line(query: str, mode: str, answers: list[Answer], explained: Iterable[An
     for answer, matches in zip(answers, explained, strict=True):
         columns = ("path", "file", "qualified_name", "first_line", "last_line", "signature")
         row = {name: answer.row[name] for name in columns}
-        row |= {"score": answer.score, "semantic": answer.semantic, "lexical": answer.lexical}
+        row |= {"match": round(answer.match, 4), "score": answer.score, "semantic": answer.semantic, "lexical": answer.lexical}
         if matches is not None:
             row["matches"] = [{"query": one, "code": other, "product": round(value, 4)} for one, other, value in matches]
         found.append(row)

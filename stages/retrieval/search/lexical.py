@@ -59,6 +59,11 @@ class LexicalIndex:
             found[rows["number"].to_numpy()] = rows["_score"].to_numpy()
         return found
 
+    def words(self, numbers: np.ndarray) -> list[str]:
+        """The words of these documents, joined by spaces."""
+        rows = self.table.take(numbers.tolist(), columns=["words"]) if len(numbers) else None
+        return list(rows["words"].to_pylist()) if rows is not None else []
+
 
 WEIGHTS = tuple(round(0.05 * n, 2) for n in range(21))  # of the semantic scores, from which the best on valid queries is taken
 DEFAULT_WEIGHT = 0.5  # where nothing was measured yet

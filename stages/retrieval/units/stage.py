@@ -125,15 +125,21 @@ def _row(unit: Unit, source: Row, max_characters: int) -> Row:
     # What the encoder reads, such as "json.decoder JSONDecoder.decode(self, s): ...".
     text = f"{source['module']} {unit.qualified_name}{unit.rest}".strip()[:max_characters].rstrip()
     text_id = texts.text_id("document", text)
+    query = texts.first_sentence(unit.docstring) if unit.docstring else None
+    named = unit.kind not in ("cell", "lines") and unit.qualified_name != unit.place
+    title = query or (" ".join(texts.words(unit.qualified_name)) if named else "")
     return {
         "unit_id": text_sha256(source["path"], unit.qualified_name, f"{unit.first_line} {unit.last_line}", text_id),
         **{name: source[name] for name in KEPT[1:]},
         "package": package_of(source["path"]),
         **{name: value for name, value in vars(unit).items() if name != "rest"},
-        "query": texts.first_sentence(unit.docstring) if unit.docstring else None,
+        "query": query,
         "text": text,
         "text_id": text_id,
         "words": " ".join(texts.words(f"{unit.name} {text}")),
+        "docstring_words": " ".join(texts.words(unit.docstring)),
+        "title": title,
+        "title_id": texts.text_id("document", title) if title else "",
     }
 
 

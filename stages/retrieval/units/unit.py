@@ -24,6 +24,11 @@ class Unit:
     rest: str  # all code after the name, without the docstring: (x): return x
     code_lines: int  # lines of `body` that hold code
 
+    @property
+    def place(self) -> str:
+        """What a unit is called that has no name."""
+        return f"lines {self.first_line} to {self.last_line}"
+
 
 def package_of(path: str) -> str:
     """Root and first folder or module below it: "stdlib/email" of "stdlib/email/parser.py"."""

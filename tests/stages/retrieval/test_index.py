@@ -67,20 +67,39 @@ def test_lexical_search_finds_the_words_and_nothing_else(indexed):
     assert searcher(indexed).search("zebra", "lexical") == []
 
 
-def test_hybrid_search_with_weight_zero_is_lexical_and_with_one_semantic(indexed):
+def test_hybrid_search_with_weight_zero_begins_as_lexical_and_with_one_needs_no_words(indexed):
     query = "sort the colours"
-    names = {
-        mode: [answer.row["unit_id"] for answer in searcher(indexed, weight=weight).search(query, mode, limit=3)]
-        for mode, weight in (("lexical", 0.5), ("semantic", 0.5))
-    }
-    for mode, weight in (("lexical", 0.0), ("semantic", 1.0)):
-        assert [a.row["unit_id"] for a in searcher(indexed, weight=weight).search(query, "hybrid", limit=3)] == names[mode]
+    first = searcher(indexed).search(query, "lexical", limit=1)
+    assert searcher(indexed, weight=0.0).search(query, "hybrid", limit=1)[0].row == first[0].row
+    words = {answer.lexical for answer in searcher(indexed, weight=1.0).search("zebra", "hybrid", limit=3)}
+    assert words == {0.0}
+
+
+def test_words_of_a_docstring_are_found_and_an_edited_docstring_is_taken_up(indexed, tmp_path):
+    folder = tmp_path / "project"
+    shutil.copytree(indexed, folder, symlinks=True)
+    file = folder / "code" / "flat" / "words.py"
+    text = file.read_text()
+    assert searcher(folder).search("zebra", "lexical") == []
+    # Neither its first sentence nor a line of code is another one.
+    file.write_text(text.replace("values: the words.", "values: zebras", 1))
+    run(folder, "sources", "units", "pairs", "tokens", "vectors", "index")
+    assert [answer.row["qualified_name"] for answer in searcher(folder).search("zebra", "lexical")] == ["count_words"]
+
+
+def test_a_unit_is_found_by_its_title_and_has_a_match_between_nothing_and_one(indexed):
+    titles = {row["title"]: row["qualified_name"] for row in rows(indexed, "units")}
+    assert titles["Count the words of a list and keep the largest 0."] == "count_words"
+    found = searcher(indexed).search("sort the colours", limit=100)
+    assert all(0 <= answer.match <= 1 for answer in found) and found[0].match > 1 / 3
+    least = found[3].match
+    assert all(answer.match >= least for answer in searcher(indexed).search("sort the colours", limit=100, least=least))
 
 
 def test_a_path_limits_the_answers_to_files_that_match(indexed):
-    found = searcher(indexed).search("count things", "hybrid", path="*/deep/*")
+    found = searcher(indexed).search("count things", "hybrid", paths=["*/deep/*"])
     assert found and {answer.row["path"].split("/")[1] for answer in found} == {"deep"}
-    assert searcher(indexed).search("count things", "hybrid", path="'; drop table units") == []
+    assert searcher(indexed).search("count things", "hybrid", paths=["'; drop table units"]) == []
 
 
 @pytest.mark.parametrize("mode", ["semantic", "lexical", "hybrid"])

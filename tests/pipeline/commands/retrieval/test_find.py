@@ -60,7 +60,8 @@ def test_every_answer_is_of_the_files_as_they_are_now(folder):
     (folder / "web.py").write_text("def download_page(url):\n    answer = get(url)\n    return answer.text\n")
     paths, said = find("send an email", "code", "--limit", "99")
     assert paths[0] == "code/Post.kt" and not {"code/Mail.kt", "code/draw.swift"} & set(paths) and "2 files read" in said
-    assert find("download a page", "code", "--path", "*.py") == (["code/web.py", "code/broken.py"], "")
+    paths, said = find("download a page", "code", "--path", "*.py", "--threshold", "0")
+    assert (paths[0], set(paths), said) == ("code/web.py", {"code/web.py", "code/broken.py"}, "")
 
 
 def test_what_a_killed_search_had_begun_to_take_up_is_in_the_next_answer(folder, monkeypatch):
@@ -80,8 +81,30 @@ def test_what_a_killed_search_had_begun_to_take_up_is_in_the_next_answer(folder,
     assert find("download a page", "code")[0][0] == "code/web.py"
 
 
+def test_a_regular_expression_and_several_paths_limit_the_answers(folder):
+    assert find("send an email", "code", "--regex", r"^def \w+_time", "--threshold", "0")[0] == ["code/broken.py"]
+    paths = find("send an email", "code", "--path", "*.kt", "--path", "*.go", "--threshold", "0")[0]
+    assert set(paths) == {"code/Mail.kt", "code/read.go"}
+
+
+def test_nonsense_finds_nothing(folder):
+    for query in ("purple elephants dance over the moon", "qwzx vbnmt plork"):
+        done = CliRunner().invoke(command, [query, "code"], catch_exceptions=False)
+        assert done.stdout == "nothing found\n"
+
+
+def test_a_docstring_is_found_that_shares_no_word_with_its_code(folder):
+    (folder / "note.py").write_text('def f(a):\n    """Water the flowers in the garden."""\n    b = a.x\n    return b + 1\n')
+    assert find("watering flowers", "code")[0][0] == "code/note.py"
+
+
 @pytest.mark.parametrize(
-    ("words", "message"), [((" ", "code"), "find needs a query, such as"), (("x", "cache"), "holds no source file that")]
+    ("words", "message"),
+    [
+        ((" ", "code"), "find needs a query, such as"),
+        (("x", "cache"), "holds no source file that"),
+        (("x", "code", "--regex", "("), "--regex must be a regular expression"),
+    ],
 )
 def test_a_mistake_is_one_line(folder, words, message):
     (folder.parent / "cache").mkdir()
