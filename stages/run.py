@@ -38,8 +38,8 @@ class TensorReader(Protocol):
 class Inputs(Protocol):
     """The tables that a stage reads."""
 
-    def rows(self, schema: TableSchema) -> pa.Table:
-        """ValueError: the table is not built."""
+    def rows(self, schema: TableSchema, columns: Sequence[str] = ()) -> pa.Table:
+        """With these columns or all. ValueError: the table is not built."""
 
     def tensors(self, schema: TableSchema) -> TensorReader: ...
 

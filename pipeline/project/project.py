@@ -214,7 +214,7 @@ class Project:
     def rows(self, schema: TableSchema, reader: str) -> pa.Table:
         """The rows of a built table. Raises NotBuilt."""
         found = self.built(schema, reader)
-        key = found.folder, None
+        key = found.folder, None, ()
         if key not in self.kept.rows:
             self.kept.rows[key] = found.rows()
         return self.kept.rows[key]

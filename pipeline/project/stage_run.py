@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -44,7 +44,7 @@ class Kept:
 
     def __init__(self) -> None:
         self.tables: dict[Path, TableFolder] = {}
-        self.rows: dict[tuple[Path, int | None], pa.Table] = {}
+        self.rows: dict[tuple[Path, int | None, tuple[str, ...]], pa.Table] = {}
         self.known: dict[str, dict[Any, Any]] = {}  # by the stage's module
         self.name, self.value = "", None
 
@@ -77,13 +77,14 @@ class UnitInputs:
     def __init__(self, unit: WorkUnit, stage: Stage, kept: Kept) -> None:
         self.unit, self.stage, self.kept = unit, stage, kept
 
-    def rows(self, schema: TableSchema) -> pa.Table:
+    def rows(self, schema: TableSchema, columns: Sequence[str] = ()) -> pa.Table:
         found = self._input(schema)
         if found.rows is not None:
-            return found.rows.drop_columns([tensor.name for tensor in schema.tensors])
-        key = found.folder, found.version
+            rows = found.rows.drop_columns([tensor.name for tensor in schema.tensors])
+            return rows.select(list(columns)) if columns else rows
+        key = found.folder, found.version, tuple(columns)
         if key not in self.kept.rows:
-            self.kept.rows[key] = self.kept.table(found.folder, schema).rows(found.version)
+            self.kept.rows[key] = self.kept.table(found.folder, schema).rows(found.version, columns)
         return self.kept.rows[key]
 
     def tensors(self, schema: TableSchema) -> TensorReader:

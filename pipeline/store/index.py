@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -49,15 +49,16 @@ class Index:
         self._hint = path / "_versions" / "latest_version_hint.json"  # of Lance
         self._synced: set[tuple[str, tuple[int, int, int]]] = set()
 
-    def read(self, version: int) -> pa.Table:
-        """Rows of one version. Raises DamageError, and ValueError if they have other columns than the schema."""
+    def read(self, version: int, columns: Sequence[str] = ()) -> pa.Table:
+        """Rows of one version, with these columns or all. Raises DamageError; ValueError for other columns than the schema."""
         with self._damage_errors(f"read at version {version}"):
             dataset, problems = self._open(version)
             for path, problem in problems.items():
                 raise DamageError(f"{path.name} {problem}")
-            rows = dataset.to_table()
+            rows = dataset.to_table(columns=[*columns] if columns and {*columns} <= {*dataset.schema.names} else None)
+        wanted = pa.schema([self.schema.field(name) for name in columns or self.schema.names])
         try:
-            return rows.select(self.schema.names).cast(self.schema)
+            return rows.select(wanted.names).cast(wanted)
         except (KeyError, ValueError, pa.ArrowException):
             now, then = ({f"{each.name} {each.type}" for each in fields} for fields in (self.schema, rows.schema))
             raise ValueError(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -90,24 +90,33 @@ class TableFolder:
             raise ValueError(f"{path} is damaged ({error}); run the stage again") from None
         return self._manifest[1]
 
-    def rows(self, version: int | None = None) -> pa.Table:
-        """Rows that readers see, without those whose shard or artifact is missing or has another size.
+    def rows(self, version: int | None = None, columns: Sequence[str] = ()) -> pa.Table:
+        """Rows that readers see, without those whose shard or artifact is missing or has another size; with these columns or all.
 
         Raises ValueError if no run has finished or its rows are damaged, DamageError if a given Lance `version` cannot be read.
         """
+        # Whether a file is there is known from other columns.
+        read = [*columns, LIVE.name] if columns and not self.schema.tensors and not self.schema.artifact else []
+        found = self._rows(version, read)
+        return found.select(list(columns)) if columns else found
+
+    def _rows(self, version: int | None, columns: Sequence[str]) -> pa.Table:
         if version is not None:
-            return self._live_rows(self.index.read(version))
+            return self._live_rows(self.index.read(version, columns))
         manifest = self.manifest()
         try:
-            rows = self.index.read(manifest["lance_version"])
+            rows = self.index.read(manifest["lance_version"], columns)
         except DamageError as error:
             if self.manifest() != manifest:  # a run has just finished and deleted this version
-                return self.rows()
+                return self._rows(None, columns)
             raise ValueError(f"{error}; run the stage again") from error
         return self._live_rows(rows)
 
     def _live_rows(self, rows: pa.Table) -> pa.Table:
-        return self.with_files(rows.filter(rows["live"]).select(self.schema.stored.names).cast(self.schema.stored))
+        live = pc.fill_null(rows["live"], False)
+        rows = rows if pc.all(live).as_py() else rows.filter(live)  # a filter copies all
+        kept = pa.schema([field for field in self.schema.stored if field.name in rows.column_names])
+        return self.with_files(rows.select(kept.names).cast(kept))
 
     def with_files(self, rows: pa.Table, *, read: bool = False) -> pa.Table:
         """Those of `rows` whose shard and artifact have the right size. `read`: artifacts must also fit their checksums."""
@@ -222,6 +231,7 @@ class Writer:
         self._buffered_bytes = 0
         self._buffered_since = 0.0
         self._rows = table.index.schema.empty_table()  # all rows of the index, older before newer
+        self._stored: tuple[pa.Table, pa.Table] | None = None  # `stored` of which `_rows`
         self.version = 0  # of the index; 0 if there is none
         self._commits = 0  # since the index was last rewritten
         self._written_keys = [self._rows.select(self.schema.key)]  # of every row committed by this writer
@@ -255,7 +265,10 @@ class Writer:
     @property
     def stored(self) -> pa.Table:
         """The newest committed row of each key, without tensors; of killed runs too, and rows that are no longer wanted."""
-        return newest_per_key(self._rows, self.schema.key).select(self.schema.stored.names).cast(self.schema.stored)
+        if self._stored is None or self._stored[0] is not self._rows:
+            newest = newest_per_key(self._rows, self.schema.key).select(self.schema.stored.names).cast(self.schema.stored)
+            self._stored = self._rows, newest
+        return self._stored[1]
 
     @property
     def rows_written(self) -> int:
@@ -301,7 +314,8 @@ class Writer:
         rows = newest_per_key(self._rows, self.schema.key)
         live = pa.array([True] * rows.num_rows, pa.bool_()) if wanted is None else matches(rows, wanted, wanted.column_names)
         rows = rows.set_column(rows.schema.get_field_index(LIVE.name), LIVE, live)
-        rows = rows if self.schema.tensors or self.schema.retains_dead_rows else rows.filter(live)
+        if not self.schema.tensors and not self.schema.retains_dead_rows and not pc.all(live).as_py():
+            rows = rows.filter(live)
         old = self.table.manifest() if self.table.exists else None
         unchanged = self.version == self.table.published_version() and rows["live"].equals(self._rows["live"])
         facts = {**(old or {}).get("facts", {}), **json.loads(json.dumps(facts))}

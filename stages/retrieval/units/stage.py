@@ -53,7 +53,7 @@ def wanted_units(run: Run[UnitsConfig]) -> pa.Table:
     sources = _used(run)
     if not sources:
         raise ValueError("no source file is used: see `select path, skipped, detail from sources`, or set sources.roots")
-    stored = run.output.stored
+    stored = run.output.stored.select([*KEPT, "kind"])
     # The packages of a language have been installed since: its files are parsed again.
     parsed = pa.array([name for name in stored["language"].unique().to_pylist() if can_parse(name)], pa.string())
     stored = stored.filter(pc.invert(pc.and_(pc.equal(stored["kind"], "lines"), pc.is_in(stored["language"], parsed))))

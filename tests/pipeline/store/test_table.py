@@ -4,7 +4,7 @@ import errno
 import resource
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -130,14 +130,26 @@ def test_a_reader_beside_a_writer_that_finishes_many_times_always_sees_one_finis
     assert all(len({text.rpartition(" ")[0] for text in rows}) == 1 for rows in seen)
 
 
+@pytest.mark.parametrize("kind", ["notes", "vectors"])
+def test_some_columns_of_a_table_are_those_of_all_its_rows(kind: str, tmp_path: Path):
+    schema, batch = BATCHES[kind]
+    table = TableFolder(tmp_path / "t", schema)
+    with Writer(table, RECIPE) as writer:
+        writer.append(batch(*range(6)))
+        writer.finish(None, {})
+        writer.finish(table.rows().slice(1).select(list(schema.key)), {})
+    assert table.rows().num_rows == 5
+    assert table.rows(columns=schema.key).equals(table.rows().select(list(schema.key)))
+
+
 def test_a_reader_whose_version_was_just_deleted_reads_the_newer_one(tmp_path: Path):
     table = written(tmp_path / "t", 1, 2)
 
     class Slow(Index):
-        def read(self, version: int) -> pa.Table:
+        def read(self, version: int, columns: Sequence[str] = ()) -> pa.Table:
             late.index = table.index
             written(table.folder, 3)
-            return super().read(version)
+            return super().read(version, columns)
 
     late = TableFolder(table.folder, VECTORS)
     late.index = Slow(table.index.path, table.index.schema)
