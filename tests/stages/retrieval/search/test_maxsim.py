@@ -9,6 +9,10 @@ from stages.retrieval.search import codes, maxsim
 from stages.retrieval.search.maxsim import TokenMatrix, matches
 
 
+def matrix_of(documents: list[np.ndarray], places: list[int]) -> maxsim.TokenMatrix:
+    return maxsim.TokenMatrix(np.concatenate([documents[place] for place in places]), [len(documents[place]) for place in places])
+
+
 def corpus(documents: int = 50, width: int = 16, seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray]]:
     draws = np.random.default_rng(seed)
 
@@ -72,7 +76,7 @@ def test_candidates_are_scored_exactly_and_the_others_below_them_with_the_mean_a
     draws = np.random.default_rng(1)
     topics = draws.normal(size=(600, 16)) / 4  # what a document is about, in each of its tokens
     documents = [maxsim.unit(each + topic).astype(np.float16) for each, topic in zip(documents, topics, strict=True)]
-    matrix = maxsim.PooledMatrix(np.stack([maxsim.pool(each) for each in documents]), lambda place: documents[place])
+    matrix = maxsim.PooledMatrix(np.stack([maxsim.pool(each) for each in documents]), lambda places: matrix_of(documents, places))
     words = np.zeros(600)
     words[[5, 77, 400]] = 1.0
     for place in draws.integers(0, 600, 20).tolist():
@@ -89,6 +93,6 @@ def test_candidates_are_scored_exactly_and_the_others_below_them_with_the_mean_a
 
 def test_few_documents_are_all_scored_exactly():
     documents, queries = corpus()
-    matrix = maxsim.PooledMatrix(np.stack([maxsim.pool(each) for each in documents]), lambda place: documents[place])
+    matrix = maxsim.PooledMatrix(np.stack([maxsim.pool(each) for each in documents]), lambda places: matrix_of(documents, places))
     for query in queries:
         np.testing.assert_allclose(matrix.scores(query, np.arange(50), np.zeros(50), 1), brute_force(documents, query), atol=1e-5)
