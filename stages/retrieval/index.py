@@ -246,7 +246,7 @@ class Searcher:
         """
         if not texts.words(query):
             raise ValueError(f"the query must have a word, got {query!r}")
-        places, words = self.places(paths), self.words.scores(query)
+        places, words = self.places(paths), self.words.scores(ranking.telling(query))
         places = places if within is None else np.intersect1d(places, within)
         if not len(places):
             return []

@@ -125,6 +125,11 @@ FUNCTION_WORDS = frozenset({
 ENDINGS = ("ing", "ed", "es", "s", "e")
 
 
+def telling(query: str) -> str:
+    """A query without its function words, which rank documents by what they happen to say; the query, if it has no others."""
+    return " ".join(word for word in texts.words(query) if word not in FUNCTION_WORDS) or query
+
+
 def coverage(query: str, words: str) -> float:
     """Share of the query's words, function words left out, that `words` holds in some form, 0 to 1."""
     asked = {_stem(word) for word in texts.words(query) if word not in FUNCTION_WORDS}

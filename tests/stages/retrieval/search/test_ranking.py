@@ -49,3 +49,8 @@ def test_an_answer_rises_with_the_best_other_one_of_its_file():
 def test_the_share_of_the_words_of_a_query_that_code_holds_knows_no_endings_and_no_function_words():
     assert ranking.coverage("where are the retries counted", "count retry retries") == 1.0
     assert ranking.coverage("purple elephants of the moon", "count retry retries") == 0.0
+
+
+def test_function_words_are_not_searched_unless_there_are_no_others():
+    assert ranking.telling("where are the retryCounts") == "retry counts"
+    assert ranking.telling("where is it") == "where is it"
