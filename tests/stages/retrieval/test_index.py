@@ -87,7 +87,13 @@ def test_words_of_a_docstring_are_found_and_an_edited_docstring_is_taken_up(inde
     assert [answer.row["qualified_name"] for answer in searcher(folder).search("zebra", "lexical")] == ["count_words"]
 
 
-def test_a_unit_is_found_by_its_title_and_has_a_match_between_nothing_and_one(indexed):
+def test_the_unit_whose_title_means_the_query_comes_first(indexed, monkeypatch):
+    found = searcher(indexed, weight=1.0)
+    monkeypatch.setattr(found, "title_scores", lambda places: np.where(places == 9, 1.0, 0.0))
+    assert found.search("sort the colours", limit=1)[0].place == 9
+
+
+def test_a_unit_has_a_title_and_an_answer_a_match_between_nothing_and_one(indexed):
     titles = {row["title"]: row["qualified_name"] for row in rows(indexed, "units")}
     assert titles["Count the words of a list and keep the largest 0."] == "count_words"
     found = searcher(indexed).search("sort the colours", limit=100)
