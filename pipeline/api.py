@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pipeline.commands.status import TableState
     from pipeline.commands.verify import Finding
     from pipeline.project.tables import Table
+    from pipeline.queue import Queue
     from pipeline.runner import Outcome
     from pipeline.terminal import ProgressCallback
 
@@ -79,6 +80,13 @@ class Project(project.Project):
 
         self.refresh()
         return states(self)
+
+    @property
+    def queue(self) -> Queue:
+        """Commands that run one after another: `p.queue.add(["train"])`, `p.queue.jobs()`."""
+        from pipeline.queue import Queue
+
+        return Queue(self.path)
 
     def verify(self, *, repair: bool = False) -> list[Finding]:
         """One `Finding` per damaged file; with `repair`, those that remain after damaged rows and files are made again.

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
@@ -190,7 +191,7 @@ class Queue:
     def _run(self, job: Job, handles: tuple[int, ...]) -> None:
         job = dataclasses.replace(job, state="running", began=job.began or _now(), starts=job.starts + 1)
         self._put(job)
-        words = [*own_command(), *job.words, "--project", str(self.project)]
+        words = [*own_command(), job.words[0], "--project", str(self.project), *job.words[1:]]
         told = {PROGRESS: str(self.folder / f"{job.number}.progress"), JOB: f"{job.number} {self.project}"}
         with self._log(str(job.number)) as log:
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
@@ -208,7 +209,7 @@ class Queue:
 
     def end(self, number: int, code: int) -> None:
         """Record the exit code of the running job: 0, 130 after a stop, or below 0 if a signal killed it."""
-        lines = [line for line in self.log(number).splitlines() if line.strip()]
+        lines = [line for line in self.log(number).splitlines() if line.strip() and not line.startswith("next: ")]
         said = f"killed by signal {-code}" if code < 0 else lines[-1][:300] if lines else ""
         states: dict[int, State] = {0: "finished", STOPPED: "stopped"}
         self._put(
@@ -246,7 +247,8 @@ def _check_words(words: Sequence[str]) -> None:
         raise ValueError(f"a job's command must have at most {LONGEST} characters")
     if words[0] in NEVER or words[0].startswith("-"):
         raise ValueError(f"{words[0]} cannot be queued")
-    if any(word.partition("=")[0] == "--project" or (word.startswith("-p") and word[:2] != "--") for word in words):
+    options = takewhile(lambda word: word != "--", words)
+    if any(word.partition("=")[0] == "--project" or word.startswith("-p") for word in options):
         raise ValueError("the jobs of a queue belong to its project: leave --project out")
 
 

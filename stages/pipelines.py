@@ -141,7 +141,35 @@ class Editor:
     undo_files: str = ""  # takes that back
 
 
-Block = Chart | Listing | Cards | Sheet | Editor
+@dataclass(frozen=True)
+class Field:
+    """An input of a Form."""
+
+    option: str  # of the command, such as "--seed"; "": its argument
+    label: str
+    default: str = ""
+    choices: tuple[str, ...] = ()  # empty: any text
+    wanted: bool = False  # may not be left empty
+
+    @property
+    def name(self) -> str:
+        """In the page's form."""
+        return self.option or "argument"
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the user fills in becomes a job of the queue: `latentmill COMMAND` with the options that are not empty."""
+
+    title: str
+    command: str
+    button: str
+    fields: tuple[Field, ...]
+    note: str = ""
+    folder: str = ""  # of the project, whose files are offered as downloads
+
+
+Block = Chart | Listing | Cards | Sheet | Editor | Form
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import asyncio
 import json
 import secrets
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from pipeline.errors import one_line
+from pipeline.page.actions import ACTIONS
 from pipeline.page.site import LONGEST, Site
 from stages.pipelines import Folder
 from stages.untrusted import parse_json
@@ -35,6 +37,8 @@ HERE = Path(__file__).parent
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 LOOK_SECONDS = 0.3  # between two looks whether the reader of a query is still there
 MOST_BYTES = 4_000_000  # of a request's body
+EVENT_SECONDS = 0.5  # between two looks whether something has changed
+ALIVE_SECONDS = 15.0
 DAMAGED = (  # shown for a file that is no picture
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 90 90"><path d="M20 20 L70 70 M70 20 L20 70" stroke="#999" '
     'stroke-width="4"/></svg>'
@@ -108,6 +112,8 @@ def make_app(site: Site, token: str = "") -> Starlette:
         Route("/", answers.shell),
         Route("/static/{name}", static),
         Route("/changes", answers.changes),
+        Route("/events", answers.events),
+        Route("/export/{name}", answers.export),
         Route("/picture/{name:path}", answers.picture),
         Route("/fragment/{page}", answers.fragment),
         *(Route(f"/{name}/{{page}}", answers.changing(change), methods=["POST"]) for name, change in CHANGES.items()),
@@ -122,7 +128,8 @@ class Answers:
     def __init__(self, site: Site, token: str) -> None:
         self.site, self.token = site, token
         self.environment = templates()
-        self.lock = threading.Lock()
+        self.lock, self.looking = threading.Lock(), threading.Lock()
+        self.looked, self.latest = -EVENT_SECONDS, ("", "")
 
     @contextmanager
     def refreshed(self) -> Iterator[Site]:
@@ -208,8 +215,42 @@ class Answers:
             return Response(DAMAGED, media_type="image/svg+xml")
         return Response(content, media_type="image/webp", headers={"Cache-Control": "private, max-age=60"})
 
+    def export(self, request: Request) -> Response:
+        try:
+            path = self.site.export(request.path_params["name"])
+        except (ValueError, OSError):
+            return PlainTextResponse("there is no such file", 404)
+        return FileResponse(path, media_type="application/octet-stream", filename=path.name)
+
     def changes(self, request: Request) -> Response:
         return PlainTextResponse(self.site.changes(), headers={"Cache-Control": "no-store"})
+
+    def state(self) -> tuple[str, str]:
+        """What `events` sends; looked up once for all who listen."""
+        with self.looking:
+            if time.monotonic() - self.looked >= EVENT_SECONDS:
+                self.latest = self.site.changes(), json.dumps(self.site.progress())
+                self.looked = time.monotonic()
+            return self.latest
+
+    async def events(self, request: Request) -> Response:
+        """Server-sent events: "changes" (a hash of what the pages are made of) and "progress" (JSON), each when it differs."""
+
+        async def lines() -> AsyncIterator[str]:
+            sent, quiet = ("", ""), 0.0
+            while True:
+                now = await run_in_threadpool(self.state)
+                changed = [(name, new) for name, new, old in zip(("changes", "progress"), now, sent, strict=True) if new != old]
+                for name, text in changed:
+                    yield f"event: {name}\ndata: {text}\n\n"
+                quiet = 0.0 if changed else quiet + EVENT_SECONDS
+                if quiet >= ALIVE_SECONDS:
+                    yield ": still here\n\n"
+                    quiet = 0.0
+                sent = now
+                await asyncio.sleep(EVENT_SECONDS)
+
+        return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
 # What a POST may do, by the first part of its path: change(answers, page, body), the body a JSON object
@@ -239,8 +280,16 @@ def _write(answers: Answers, page: str, body: dict[str, Any]) -> Response:
     return JSONResponse({"said": said + answers.site.update(stage)})
 
 
+def _do(answers: Answers, page: str, body: dict[str, Any]) -> Response:
+    """The action of that name, see pipeline/page/actions.py."""
+    if page not in ACTIONS:
+        raise ValueError(f"there is no action {page[:40]!r}")
+    with answers.refreshed() as site:
+        return JSONResponse({"said": ACTIONS[page](site, body)})
+
+
 Change = Callable[[Answers, str, dict[str, Any]], Response]
-CHANGES: dict[str, Change] = {"edit": _edit, "replace": _replace, "files": _write}
+CHANGES: dict[str, Change] = {"edit": _edit, "replace": _replace, "files": _write, "do": _do}
 
 
 def picture_address(name: str, size: int | str = 384) -> str:

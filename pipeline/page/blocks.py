@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -14,13 +15,18 @@ from pipeline.commands.catalog import run_facts
 from pipeline.commands.status import describe, states
 from pipeline.project.project import Project
 from pipeline.project.runs import find_runs, trains
+from pipeline.queue import Job, Queue
 from pipeline.store.disk import format_bytes
-from stages.pipelines import Block, Cards, Chart, Editor, Listing, Page, Query, Sheet, load
+from pipeline.terminal import format_seconds
+from stages.pipelines import Block, Cards, Chart, Editor, Form, Listing, Page, Query, Sheet, load
+from stages.tuner.control import PAUSE
 
 CELL = 240  # letters of a cell
 ROWS_SHOWN = 200  # rows of a table
 PER_PAGE = 60  # cards and texts on one page
 POINTS = 400  # points of a curve, about
+SHOWN_JOBS = 12
+SHOWN_PICTURES = 6
 
 Row = dict[str, Any]
 
@@ -96,17 +102,68 @@ def training_page(project: Project) -> Page | None:
 # The data of a page
 
 
-def overview(project: Project) -> Row:
+def overview(project: Project, query: Query) -> Row:
+    found = states(project)
     tables = [
-        {"name": each.stage_name, "rows": each.rows, "size": format_bytes(each.nbytes), "state": describe(each)}
-        for each in states(project)
+        {"name": each.stage_name, "rows": each.rows, "size": format_bytes(each.nbytes), "state": describe(each)} for each in found
     ]
     disk = shutil.disk_usage(project.path)
-    return {
+    runs = find_runs(project)
+    data: Row = {
         "tables": tables,
-        "runs": [run_facts(project, run) for run in find_runs(project)],
+        "runs": [run_facts(project, run) for run in runs],
         "disk": f"{format_bytes(disk.free)} of {format_bytes(disk.total)} are free",
+        "next": next((f"{each.stage_name}: {describe(each)}" for each in found if each.note or each.missing or each.surplus), ""),
+        "button": "Train" if training_page(project) else "Run",
+        "command": " ".join(main_command(project)),
+        "pictures": newest_pictures(project, query),
+        "trains": any(run.current for run in runs),
+        "pausing": any(run.current and (run.table.folder / "artifacts" / PAUSE).exists() for run in runs),
     }
+    with errors_as_text(data):
+        data |= queue_data(Queue(project.path))
+    return data
+
+
+def main_command(project: Project) -> list[str]:
+    """What brings the project's last result up to date."""
+    return ["run", ([*project.pipeline.results] or project.stage_names)[-1]]
+
+
+def queue_data(queue: Queue) -> Row:
+    jobs = queue.jobs()
+    newest = next((job for job in jobs if job.state == "running"), next((job for job in reversed(jobs) if job.over), None))
+    return {
+        "jobs": [dataclasses.asdict(job) | {"over": job.over, "command": " ".join(job.words)} for job in jobs[-SHOWN_JOBS:]],
+        "job": newest and newest.number,
+        "works": bool(newest and newest.state == "running"),
+        "log": "\n".join(queue.log(newest.number).splitlines()[-40:]) if newest else "",
+        "told": told(queue, jobs),
+        "queue_paused": queue.paused,
+        "interrupted": any(job.state == "interrupted" for job in jobs),
+    }
+
+
+def told(queue: Queue, jobs: Sequence[Job]) -> Row:
+    """{"job", "done", "total", "text"} of the running job, or {}."""
+    job = next((job for job in jobs if job.state == "running"), None)
+    found = queue.progress(job.number) if job else {}
+    if not job or not found:
+        return {}
+    stage, done, total, unit = (found[name] for name in ("stage", "done", "total", "unit"))
+    speed = (done - found["before"]) / max(found["at"] - found["began"], 1e-6)
+    left = f", {format_seconds((total - done) / speed)} left" if speed > 0 and done < total else ""
+    return {"job": job.number, "done": done, "total": total, "text": f"{stage}: {done} of {total} {unit}{left}"}
+
+
+def newest_pictures(project: Project, query: Query) -> list[Row]:
+    """Of the first Sheet of the pipeline's pages: picture, row and step of its last step, at most SHOWN_PICTURES."""
+    sheet = next((block for page in project.pipeline.pages for block in page.blocks if isinstance(block, Sheet)), None)
+    into: Row = {}
+    with errors_as_text(into):  # no results yet
+        if sheet:
+            return query(f"select * from ({sheet.sql}) qualify step = max(step) over () limit {SHOWN_PICTURES}")
+    return []
 
 
 def block_data(query: Query, block: Block, chosen: Mapping[str, str], folder: Path) -> Row:
@@ -124,6 +181,8 @@ def block_data(query: Query, block: Block, chosen: Mapping[str, str], folder: Pa
             data |= cards_data(query, block, chosen)
         elif isinstance(block, Sheet):
             data |= sheet_data(query(block.sql))
+        elif isinstance(block, Form):
+            data |= form_data(block, folder)
         else:
             data |= editor_data(query, block, chosen, folder)
     return data
@@ -188,6 +247,17 @@ def sheet_data(rows: list[Row]) -> Row:
     steps = sorted({step for by_step in cells.values() for step in by_step if step})
     table = [[sorted(cells.get((head, column), {}).items()) for column in columns] for head in heads]
     return {"columns": columns, "table": list(zip(heads, table, strict=True)), "steps": steps}
+
+
+def form_data(block: Form, folder: Path) -> Row:
+    files = sorted(path for path in (folder / block.folder).glob("*") if path.is_file()) if block.folder else []
+    return {
+        "fields": block.fields,
+        "button": block.button,
+        "note": block.note,
+        "folder": block.folder,
+        "files": [(path.name, format_bytes(path.stat().st_size)) for path in files],
+    }
 
 
 # Texts that the user may edit

@@ -44,7 +44,9 @@ def command(port: int, opened: bool, project: Project) -> None:
     tell(f"{project.name}: {address} (Ctrl-C ends it)")
     if opened:
         webbrowser.open(address)
-    uvicorn.run(make_app(site), host="127.0.0.1", port=port, log_level="warning", server_header=False)
+    # A listening page never closes its stream of events: do not wait for it.
+    options: dict[str, Any] = {"log_level": "warning", "server_header": False, "timeout_graceful_shutdown": 1}
+    uvicorn.run(make_app(site), host="127.0.0.1", port=port, **options)
 
 
 @click.command("report")

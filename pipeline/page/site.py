@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.commands.catalog import dicts, open_catalog
 from pipeline.commands.query import Limits, first_rows
-from pipeline.page.blocks import ROWS_SHOWN, Texts, block_data, errors_as_text, listing_data, overview, pages_of
+from pipeline.page.blocks import ROWS_SHOWN, Texts, block_data, errors_as_text, listing_data, overview, pages_of, told
 from pipeline.project.config import Overrides
 from pipeline.project.project import Project
+from pipeline.queue import Queue
 from pipeline.store.lock import texts_lock
 from stages.pipelines import Editor, Folder, load
 
@@ -34,7 +35,9 @@ class Site:
 
     def changes(self) -> str:
         """A hash that differs once a stage writes rows, starts or ends, or a setting or caption is edited."""
-        patterns = ("*.toml", "*.jsonl", "tables/*/*/*.json", "tables/*/*/rows.lance/_versions/*", "tables/*/*/lock")
+        # A folder, such as _versions, changes when a file in it appears.
+        tables = ("tables/*/*/*.json", "tables/*/*/rows.lance/_versions", "tables/*/*/lock")
+        patterns = ("*.toml", "*.jsonl", "queue/jobs.json", "exports", *tables)
         digest = hashlib.sha256()
         for path in sorted(path for pattern in patterns for path in self.path.glob(pattern)):
             with contextlib.suppress(OSError):  # deleted meanwhile
@@ -58,12 +61,12 @@ class Site:
 
     def titles(self) -> dict[str, str]:
         own = {name: page.title for name, page in pages_of(self.project).items()}
-        return {"overview": "Overview", **own, "sql": "SQL"}
+        return {"overview": "Home", **own, "sql": "SQL"}
 
     def data(self, name: str, chosen: Mapping[str, str]) -> dict[str, Any]:
         """The variables of the template of a page. `chosen`: the parameters of its address. Raises KeyError."""
         if name == "overview":
-            return {"overview": overview(self.project)}
+            return {"overview": overview(self.project, self.query)}
         if name == "sql":
             return {"sql": self.described(), "panels": self.project.pipeline.panels}
         blocks = pages_of(self.project)[name].blocks
@@ -86,6 +89,20 @@ class Site:
         found["columns"] = self.query("select stage, name, type, doc from columns")
         found["views"] = [{"name": name, "doc": view.doc} for name, view in self.project.pipeline.views.items()]
         return found
+
+    def progress(self) -> dict[str, Any]:
+        """How far the running job is, as `blocks.told`."""
+        queue = Queue(self.path)
+        with contextlib.suppress(ValueError):
+            return told(queue, queue.jobs())
+        return {}
+
+    def export(self, name: str) -> Path:
+        """A file of exports/. ValueError if there is none of that name."""
+        path = self.path / "exports" / name
+        if "/" in name or "\0" in name or name.startswith(".") or path.is_symlink() or not path.is_file():
+            raise ValueError(f"no file {name}")
+        return path
 
     def detail(self, key: str) -> dict[str, Any] | None:
         """None if there is no such input, or if the pipeline has no page about one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stages.pipelines import Cards, Chart, Detail, Editor, Listing, Page, Panel, Sheet, View
+from stages.pipelines import Cards, Chart, Detail, Editor, Field, Form, Listing, Page, Panel, Sheet, View
 
 # image_id and one path of every image that may be trained
 FIRST_PATH = (
@@ -288,11 +288,6 @@ from all_samples
 order by run_name nulls first, prompt, seed, step
 """,
         ),
-        Listing(
-            "Pictures of latentmill generate",
-            "select 'generated/' || recipe || '/' || path as picture, prompt, seed, step, strength, "
-            "width || ' x ' || height as size from generated order by prompt, seed, step, strength",
-        ),
     ),
 )
 SCORES = Page(
@@ -312,7 +307,55 @@ SCORES = Page(
         ),
     ),
 )
-PAGES = (IMAGES, CAPTIONS, TRAINING, SAMPLES, SCORES)
+DRAW = Page(
+    "draw",
+    "Draw",
+    (
+        Form(
+            "Draw a picture",
+            "generate",
+            "Draw",
+            (
+                Field("", "Prompt, with the trigger word", wanted=True),
+                Field("--adapter", "Adapter", "last", ("last", "best", "average", "none")),
+                Field("--step", "Checkpoint of step, empty: the adapter's"),
+                Field("--strength", "Strength, empty: 1, as trained"),
+                Field("--seed", "Seed, empty: 0"),
+                Field("--size", "Width x height in pixels"),
+                Field("--steps", "Denoising steps"),
+                Field("--guidance", "Guidance scale"),
+            ),
+            "Empty fields are as in [samples] of the settings. A picture that was drawn before is not drawn again.",
+        ),
+        Cards(
+            "Pictures",
+            "select 'generated/' || recipe || '/' || path as picture, prompt as name, "
+            "'seed ' || seed || case when step is null then '' else ', step ' || step end || ', strength ' || strength || ', ' "
+            "|| width || ' x ' || height as text, seed, step from generated",
+            orders={"prompt": "name, seed, step", "step": "step, name, seed"},
+            searched="name",
+        ),
+    ),
+)
+EXPORT = Page(
+    "export",
+    "Export",
+    (
+        Form(
+            "Write the adapter as a file",
+            "export",
+            "Write the file",
+            (
+                Field("--style", "Names for", "diffusers", ("diffusers", "comfyui")),
+                Field("--which", "Adapter", "last", ("last", "best", "average")),
+                Field("--step", "Checkpoint of step, empty: the adapter's"),
+            ),
+            "diffusers: for diffusers and ComfyUI; comfyui: the reference's names, for programs that read only those.",
+            "exports",
+        ),
+    ),
+)
+PAGES = (IMAGES, CAPTIONS, TRAINING, SAMPLES, SCORES, DRAW, EXPORT)
 DETAIL = Detail(
     "select 'image_folder/' || path as picture, width, height from images where path = $text",
     """

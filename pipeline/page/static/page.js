@@ -50,6 +50,7 @@ async function show(update) {
   const fresh = new DOMParser().parseFromString(text, "text/html");
   const blocks = [...fresh.querySelectorAll(".block")], old = [...main.querySelectorAll(".block")];
   if (!update || blocks.map((b) => b.id).join() !== old.map((b) => b.id).join()) {
+    if (update && old.some(typed)) return;
     main.replaceChildren(...blocks);
     charts(main); sliders(main);
   } else {
@@ -68,7 +69,8 @@ function replace(old, block) {
     return;
   }
   const slider = old.querySelector("input[data-steps]"), value = slider && slider.value;
-  if (old.dataset.text === block.innerHTML) return;
+  if (old.dataset.text === block.innerHTML || typed(old)) return;
+  old.querySelectorAll("details[id]").forEach(({id, open}) => { const now = block.querySelector(`#${id}`); if (now) now.open = open; });
   block.dataset.text = block.innerHTML;
   old.replaceWith(block);
   const moved = block.querySelector("input[data-steps]");
@@ -76,15 +78,30 @@ function replace(old, block) {
   sliders(block);
 }
 
-function dirty() { return unsaved() || main.contains(document.activeElement) && /TEXTAREA|INPUT/.test(document.activeElement.tagName); }
+function typed(block) {  // something in it would be lost: a text, a choice, an answer to a conflict
+  const changed = (field) => field.tagName === "SELECT" ? [...field.options].some((o) => o.selected !== o.defaultSelected) && !field.dataset.choose
+    : field.type !== "range" && field.value !== field.defaultValue;
+  return block.querySelector(".changed, .theirs, textarea:focus, input:not([type=range]):focus") !== null
+    || [...block.querySelectorAll("textarea, input, form select")].some(changed);
+}
 
-async function poll() {
+function listen() {  // the browser connects again by itself
+  const events = new EventSource("/events");
+  events.addEventListener("changes", ({data}) => { live.textContent = ""; if (data !== seen) show(true); });
+  events.addEventListener("progress", ({data}) => {
+    const told = JSON.parse(data), line = main.querySelector("[data-progress]");
+    if (!line || !told.text) return;
+    Object.assign(line.querySelector("progress"), {max: told.total, value: told.done});
+    line.querySelector("span").textContent = told.text;
+  });
+  events.addEventListener("error", () => { live.textContent = "the page's program has ended"; });
+}
+
+async function act(what, body, place) {
   try {
-    const now = await (await fetch("/changes")).text();
-    if (now !== seen && !dirty()) { seen = now; await show(true); }
-    live.textContent = "";
-  } catch { live.textContent = "the page's program has ended"; }
-  setTimeout(poll, 2000);
+    place.textContent = told = (await send("do", body, what)).said;
+    await show(true);
+  } catch (error) { place.textContent = told = error.message; }
 }
 
 function unsaved() { return main.querySelector(".changed") !== null; }
@@ -101,9 +118,9 @@ let told = "";  // stays when the page is refreshed because something has change
 
 function said(text) { const place = main.querySelector("[data-said]"); if (place) place.textContent = told = text; }
 
-async function send(what, body) {
+async function send(what, body, to = page) {
   const headers = {"X-Token": token, "Content-Type": "application/json"};
-  const answer = await fetch(`/${what}/${page}`, {method: "POST", headers, body: JSON.stringify(body)});
+  const answer = await fetch(`/${what}/${to}`, {method: "POST", headers, body: JSON.stringify(body)});
   if (answer.status !== 200 && answer.status !== 409) throw new Error(await answer.text());
   return answer.json();
 }
@@ -212,6 +229,7 @@ main.addEventListener("click", (event) => {
   if (target.matches("button[data-choose]")) choose(target.dataset.choose, target.value);
   else if (target.matches("[data-save]")) save(edited());
   else if (target.matches("[data-undo]")) undo();
+  else if (target.matches("[data-do]")) act(target.dataset.do, target.dataset.job ? {job: Number(target.dataset.job)} : {}, main.querySelector("[data-said]"));
   else if (target.matches("[data-files]")) files(target.dataset.files === "undo");
   else if (target.matches("[data-replace-all]")) replaceAll(target.closest("form"));
   else if (target.matches("[data-revert]")) revert(target.closest("li").querySelector("textarea"));
@@ -226,6 +244,10 @@ main.addEventListener("keydown", (event) => {
 });
 main.addEventListener("submit", (event) => {
   event.preventDefault();
+  if (event.target.matches("[data-act]")) {
+    const form = event.target, body = {page, block: Number(form.dataset.block), ...Object.fromEntries(new FormData(form))};
+    act(form.dataset.act, body, form.querySelector("[data-said]"));
+  }
   if (event.target.matches("[data-find]")) choose("find", event.target.elements.find.value);
   if (event.target.matches("[data-sql]")) choose("sql", event.target.elements.sql.value);
 });
@@ -256,4 +278,4 @@ function enlarge(image) {
 
 addEventListener("beforeunload", (event) => { if (unsaved()) event.preventDefault(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts(main));
-if (single) { charts(main); sliders(main); } else { show(false).then(poll); }
+if (single) { charts(main); sliders(main); } else { show(false).then(listen); }

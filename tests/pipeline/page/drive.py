@@ -12,7 +12,7 @@ from pathlib import Path
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
-PAGES = ("overview", "images", "captions", "training", "samples", "scores", "sql")
+PAGES = ("overview", "images", "captions", "training", "samples", "scores", "draw", "export", "sql")
 SECONDS = 600  # until a page counts as hanging, on a busy machine too
 
 
@@ -125,6 +125,35 @@ def follow_run(window, address, signal):
     }
 
 
+SAID = "document.querySelector('[data-said]').textContent"
+
+
+def work(window, address):
+    """Train, draw a picture and write the adapter by buttons, each as a job; return what the page shows of them."""
+
+    def ask(name, script, *values):
+        window.get(f"{address}/{name}")
+        wait(window, "document.body.dataset.shown")
+        window.execute_script(script, *values)
+        wait(window, f"{SAID}.includes('is in the queue')")
+
+    submit = (
+        "const form = document.querySelector('form[data-act]'); for (const [name, text] of Object.entries(arguments[0]))"
+        " form.elements.namedItem(name).value = text; form.requestSubmit()"
+    )
+    ask("", "document.querySelector('[data-do=train]').click()")
+    ask("draw", submit, {"argument": "a drawn fox", "--seed": "3", "--steps": "2"})
+    typed = "document.querySelector('[name=\"--seed\"]').value"
+    drawn = wait(window, "document.querySelector('img.result[alt^=\"a drawn fox\"]')?.alt")  # without a reload
+    seen = {"drawn": drawn, "typed": window.execute_script(f"return {typed}")}
+    ask("export", submit, {"--style": "comfyui"})
+    seen["file"] = wait(window, "document.querySelector('a[download][href^=\"/export\"]')?.href")
+    window.get(address)
+    rows = "[...document.querySelectorAll('#queue tbody tr')].map((row) => row.cells[2].textContent)"
+    wait(window, f"{rows}.length === 3 && {rows}.every((state) => state === 'finished')")
+    return seen
+
+
 def search(window, address, text):
     """Search among the images, and return the names of those that are shown."""
     window.get(f"{address}/images")
@@ -152,6 +181,8 @@ def main():
             seen["edited"] = edit(window, address)
         if asked["signal"]:
             seen["moved"] = follow_run(window, address, asked["signal"])
+        if asked["work"]:
+            seen["worked"] = work(window, address)
         if asked["search"]:
             seen["found"] = search(window, address, asked["search"])
         print(json.dumps(seen))

@@ -25,13 +25,14 @@ from pipeline.page.app import MOST_BYTES, make_app
 from pipeline.page.command import write_report
 from pipeline.page.site import Site
 from pipeline.project.project import Project
+from pipeline.queue import Queue
 from pipeline.store.lock import locked, texts_lock
 from tests import projects
 
 HOME = "http://127.0.0.1:8765"
 TOKEN = {"x-token": "secret"}
 SCRIPT = '"><script>alert(1)</script>'
-PAGES = ("overview", "images", "captions", "training", "samples", "scores", "sql")
+PAGES = ("overview", "images", "captions", "training", "samples", "scores", "draw", "export", "sql")
 
 
 @pytest.fixture(scope="module")
@@ -377,3 +378,89 @@ def test_pages_are_answered_while_the_stage_of_an_edit_runs(page, monkeypatch):
     monkeypatch.setattr("pipeline.runner.run", lambda *_: answered.append(page.get("/fragment/captions").status_code))
     assert page.post("/files/captions", json={"undo": False}, headers=TOKEN).status_code == 200
     assert answered == [200]
+
+
+# Jobs from the page
+
+
+@pytest.fixture
+def held(folder, monkeypatch, tmp_path) -> Queue:
+    """The queue of the project, paused: what the page adds does not begin."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    queue = Queue(folder)
+    queue.pause()
+    return queue
+
+
+def do(client: TestClient, action: str, **body: object) -> tuple[int, str]:
+    answer = client.post(f"/do/{action}", json=body, headers=TOKEN)
+    return answer.status_code, answer.text
+
+
+def test_buttons_and_forms_become_jobs_whose_texts_are_no_options(page, held):
+    assert do(page, "train")[0] == 200
+    fields = {
+        "argument": "--file /etc/passwd",
+        "--adapter": "none",
+        "--seed": "7 --file x",
+        "--steps": "",
+        "--file": "/etc/passwd",
+    }
+    assert do(page, "form", page="draw", block=0, **fields)[0] == 200
+    assert [job.words for job in held.jobs()] == [
+        ("run", "samples"),
+        ("generate", "--adapter=none", "--seed=7 --file x", "--", "--file /etc/passwd"),
+    ]
+    shown = page.get("/fragment/overview").text
+    assert "run samples" in shown and 'data-do="cancel" data-job="1"' in shown
+    assert do(page, "first", job=2)[0] == do(page, "cancel", job=1)[0] == 200
+    assert {job.number: job.state for job in held.jobs()} == {1: "cancelled", 2: "waiting"}
+
+
+@pytest.mark.parametrize(
+    ("action", "body", "reason"),
+    [
+        ("form", {"page": "draw", "block": 0}, "fill this in"),
+        ("form", {"page": "draw", "block": 0, "argument": "a fox", "--adapter": "/etc/passwd"}, "must be one of last, best"),
+        ("form", {"page": "draw", "block": 0, "argument": "a" * 2001}, "at most 2000 characters"),
+        ("form", {"page": "draw", "block": 1}, "no such form"),
+        ("form", {"page": "nothing", "block": True}, "no such form"),
+        ("cancel", {"job": "1"}, "a whole number"),
+        ("cancel", {"job": 99}, "there is no job 99"),
+        ("pause", {}, "no run of the present settings"),
+        ("__class__", {}, "there is no action"),
+    ],
+)
+def test_an_action_that_cannot_be_is_one_line_and_no_job(page, held, action, body, reason):
+    code, text = do(page, action, **body)
+    assert code == 400 and reason in text and "\n" not in text
+    assert not held.jobs()
+
+
+def test_no_job_is_begun_without_the_token_or_by_another_site(page, held):
+    for headers in (
+        {},
+        {"x-token": "wrong"},
+        TOKEN | {"origin": "http://evil.example"},
+        TOKEN | {"sec-fetch-site": "cross-site"},
+    ):
+        assert page.post("/do/train", json={}, headers=headers).status_code == 403
+    assert page.get("/do/train").status_code == 405
+    assert not held.jobs()
+
+
+def test_downloads_are_the_files_of_exports_alone(page, folder):
+    (folder / "exports").mkdir()
+    (folder / "exports" / "cats 1.safetensors").write_bytes(b"adapter")
+    (folder / "exports" / "link").symlink_to(folder / "secret.txt")
+    assert "cats%201.safetensors" in page.get("/fragment/export").text
+    good = page.get("/export/cats%201.safetensors")
+    assert good.content == b"adapter" and good.headers["content-disposition"].startswith("attachment")
+    for name in ("..%2fproject.toml", "link", "%2fetc%2fpasswd", "nothing", "%00"):
+        assert page.get(f"/export/{name}").status_code == 404, name
+
+
+def test_a_queue_file_that_was_damaged_is_one_line_on_the_page(page, held):
+    (held.folder / "jobs.json").write_text("[")
+    assert "delete it to begin an empty one" in page.get("/fragment/overview").text
+    assert do(page, "train")[0] == 400

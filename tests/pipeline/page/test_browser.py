@@ -40,7 +40,7 @@ projects.build(folder, "train")
 
 def drive(address: str, folder: Path, **asked: object) -> dict:
     usual = {"address": address, "folder": str(folder), "chromium": CHROMIUM, "driver": DRIVER, "widths": [1280, 400]}
-    usual |= {"one": "", "edit": False, "signal": "", "search": ""}
+    usual |= {"one": "", "edit": False, "signal": "", "search": "", "work": False}
     words = [sys.executable, str(Path(__file__).with_name("drive.py")), json.dumps(usual | asked)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=projects.HANG)
     assert done.returncode == 0, done.stderr
@@ -93,7 +93,9 @@ def seen(folder, shots) -> dict:
     stage = subprocess.Popen([sys.executable, "-c", LONGER, str(folder)], cwd=projects.ROOT)
     try:
         with served(folder) as address:
-            return drive(address, shots / "example", one="fox.webp", edit=True, signal=str(folder / "now")) | {"address": address}
+            return drive(address, shots / "example", one="fox.webp", edit=True, signal=str(folder / "now"), work=True) | {
+                "address": address
+            }
     finally:
         stage.kill()
         stage.wait()
@@ -114,7 +116,7 @@ def looks(request) -> list[dict]:
 
 
 def test_every_page_loads_without_an_error_and_asks_nothing_of_another_machine(looks):
-    assert len(looks) == 16
+    assert len(looks) == 20
     for look in looks:
         assert look["console"] == [] and look["errors"] == [], look
         assert all(address.startswith((look["address"] + "/", "data:")) for address in look["requests"]), look
@@ -146,6 +148,13 @@ def test_a_caption_edited_in_two_tabs_keeps_both_texts_and_each_undo_goes_one_st
 
 def test_a_run_in_another_process_moves_the_charts_without_a_reload(seen):
     assert seen["moved"]["same"] and seen["moved"]["before"] <= STEPS < seen["moved"]["after"]
+
+
+def test_a_picture_is_drawn_and_the_adapter_written_from_the_page_and_what_was_typed_stays(seen, folder):
+    worked = seen["worked"]
+    assert worked["drawn"].startswith("a drawn fox, seed 3") and worked["typed"] == "3"
+    (file,) = (folder / "exports").glob("*.safetensors")
+    assert worked["file"] == f"{seen['address']}/export/{file.name}"
 
 
 def test_a_word_finds_one_image_of_five_thousand(large):

@@ -1,0 +1,111 @@
+"""What a button or form of the page does: each a function(site, body) -> a sentence for the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pipeline.page.blocks import main_command, pages_of
+from pipeline.page.site import Site
+from pipeline.project.runs import find_runs
+from pipeline.queue import Queue
+from stages.pipelines import Field, Form
+from stages.tuner.control import CHECKPOINT, PAUSE
+
+Body = Mapping[str, Any]
+PARTS = 2000  # characters of a field
+
+
+def train(site: Site, body: Body) -> str:
+    job = Queue(site.path).add(main_command(site.project))
+    return f"job {job.number} is in the queue"
+
+
+def form(site: Site, body: Body) -> str:
+    """Body: "page" and "block" (its number, from 0), and the fields by name."""
+    page = pages_of(site.project).get(str(body.get("page")))
+    number = body.get("block")
+    if page is None or not isinstance(number, int) or not 0 <= number < len(page.blocks):
+        raise ValueError("there is no such form")
+    block = page.blocks[number]
+    if not isinstance(block, Form):
+        raise ValueError("there is no such form")
+    job = Queue(site.path).add(form_words(block, body))
+    return f"job {job.number} is in the queue"
+
+
+def form_words(block: Form, values: Body) -> list[str]:
+    """The words of the command. Raises ValueError for a field that is empty, too long, or not one of its choices."""
+    options, arguments = [], []
+    for field in block.fields:
+        text = _checked(field, values.get(field.name, ""))
+        if text and field.option:
+            options.append(f"{field.option}={text}")  # one word: a text that begins with - is no option
+        elif text:
+            arguments.append(text)
+    return [block.command, *options, *(["--", *arguments] if arguments else [])]
+
+
+def _checked(field: Field, given: Any) -> str:
+    text = given.strip() if isinstance(given, str) else ""
+    if field.wanted and not text:
+        raise ValueError(f"{field.label}: fill this in")
+    if len(text) > PARTS:
+        raise ValueError(f"{field.label}: at most {PARTS} characters")
+    if text and field.choices and text not in field.choices:
+        raise ValueError(f"{field.label}: must be one of {', '.join(field.choices)}")
+    return text
+
+
+def cancel(site: Site, body: Body) -> str:
+    Queue(site.path).cancel(_number(body, "job"))
+    return f"job {body['job']}: asked to end; it keeps what it has"
+
+
+def first(site: Site, body: Body) -> str:
+    Queue(site.path).move(_number(body, "job"), 0)
+    return f"job {body['job']} is the next"
+
+
+def hold(site: Site, body: Body) -> str:
+    Queue(site.path).pause()
+    return "the queue begins no further job"
+
+
+def start(site: Site, body: Body) -> str:
+    Queue(site.path).pause(False)
+    return "the queue goes on"
+
+
+def checkpoint(site: Site, body: Body) -> str:
+    (_artifacts(site) / CHECKPOINT).touch()
+    return "a checkpoint is written after this step"
+
+
+def pause(site: Site, body: Body) -> str:
+    (_artifacts(site) / PAUSE).touch()
+    return "the run waits after this step, with a checkpoint"
+
+
+def resume(site: Site, body: Body) -> str:
+    (_artifacts(site) / PAUSE).unlink(missing_ok=True)
+    return "the run goes on"
+
+
+def _artifacts(site: Site) -> Any:
+    run = next((run for run in find_runs(site.project) if run.current), None)
+    if run is None:
+        raise ValueError("no run of the present settings has begun")
+    return run.table.folder / "artifacts"
+
+
+def _number(body: Body, name: str) -> int:
+    value = body.get(name)
+    if type(value) is not int:
+        raise ValueError(f"{name} must be a whole number")
+    return value
+
+
+ACTIONS: dict[str, Callable[[Site, Body], str]] = {
+    each.__name__: each for each in (train, form, cancel, first, hold, start, checkpoint, pause, resume)
+}
