@@ -95,7 +95,9 @@ def from_file_name(path: str) -> list[Caption]:
 
 
 def trigger_word(captions: pa.Table) -> str:
-    return next((row["text"] for row in captions.select(["role", "text"]).to_pylist() if row["role"] == "trigger"), "")
+    """That of [captions]; those of folders have later positions."""
+    rows = captions.select(["role", "position", "text"]).to_pylist()
+    return next((row["text"] for row in rows if row["role"] == "trigger" and not row["position"]), "")
 
 
 def trigger_pattern(trigger: str) -> re.Pattern[str]:

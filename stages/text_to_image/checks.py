@@ -27,7 +27,7 @@ from schemas.text_to_image import CAPTIONS, CHECKS, IMAGES
 from stages.run import Run
 from stages.settings import Section, runtime, selects
 from stages.stage import Stage
-from stages.text_to_image.caption_files import trigger_pattern
+from stages.text_to_image.caption_files import trigger_pattern, trigger_word
 from stages.text_to_image.imaging import packed
 from stages.text_to_image.imaging.decode import ROOM, ImageError, open_file, open_image, pixel_count
 from stages.text_to_image.imaging.usable import REFERENCE, first_names, usable_paths, usable_rows
@@ -483,7 +483,7 @@ def _captions(run: Run[ChecksConfig], images: dict[str, Row]) -> tuple[list[Row]
     rows = run.inputs.rows(CAPTIONS).to_pylist()
     # No single word belongs in all captions if a folder has a trigger of its own, even an empty one.
     own = any(row["trigger"] is not None for row in images.values())
-    trigger = next((str(row["text"]) for row in rows if row["role"] == "trigger"), "")
+    trigger = trigger_word(run.inputs.rows(CAPTIONS))
     used = [row for row in rows if row["role"] == "caption" and row["image_id"] in images]
     # Regularisation images are trained without the trigger.
     kept = [row for row in used if images[row["image_id"]]["use"] is None]

@@ -444,8 +444,11 @@ def caption_rows(found: Found, config: CaptionsConfig, edits: Mapping[str, str])
     rows = apply_edits(rows, edits)
     notes += _check_trigger([row["text"] for row in rows if not subjects[row["image_id"]].class_only], subjects, config)
     rows.append(_row("", "empty", "", "config", "", 0))
-    if config.trigger:
-        rows.append(_row("", "trigger", config.trigger, "config", "captions.trigger", 0))
+    # Position 0 is the trigger of [captions]. The others are those of folders.
+    places = {config.trigger: 0} if config.trigger else {}
+    places |= {each: place for place, each in enumerate((each for each in triggers if each != config.trigger), 1)}
+    for word, place in places.items():
+        rows.append(_row("", "trigger", word, "config", "images.folder" if place else "captions.trigger", place))
     if config.class_word:
         rows += _class_rows(rows, subjects, config)
     prompts = {prompt.replace("{trigger}", each): prompt for prompt in config.preview_prompts for each in triggers or [""]}
@@ -474,7 +477,7 @@ def _class_rows(rows: list[Row], subjects: Mapping[str, Subject], config: Captio
     """Each caption and trigger again with the class in place of the trigger, for prior preservation."""
     found: dict[tuple[str, str], Row] = {}
     for row in rows:
-        trigger = subjects[row["image_id"]].trigger if row["image_id"] else config.trigger
+        trigger = subjects[row["image_id"]].trigger if row["image_id"] else row["text"]
         if row["role"] not in ("caption", "trigger") or not trigger:
             continue
         text, count = trigger_pattern(trigger).subn(lambda match: config.class_word, row["text"])

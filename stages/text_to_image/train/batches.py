@@ -76,7 +76,8 @@ class TrainingSampler:
         else:
             at = draws.choice(len(crop.captions), self.seed, "caption", step, number)
         sigma = self.noise.sigma(stratified_uniform(self.seed, step, number, self.strata), crop.tokens)
-        caption, its_class = (self.data.empty, self.data.empty_class) if dropped else (crop.captions[at], crop.class_of(at))
+        replaced = crop.dropped or self.data.empty, self.data.empty_class
+        caption, its_class = replaced if dropped else (crop.captions[at], crop.class_of(at))
         needs_class = self.classes_every and step % self.classes_every == 0
         return Sample(number, epoch, crop, caption, dropped, sigma, its_class if needs_class else "")
 

@@ -34,6 +34,7 @@ class Crop:
     resolution: int = 0  # of its bucket
     references: tuple[Reference, ...] = ()  # what an edit starts from
     weights: tuple[float, ...] = ()  # for each caption, how often it is drawn; empty: equally
+    dropped: str = ""  # caption_id of what its dropped caption becomes; "": `Dataset.empty`
 
     @property
     def tokens(self) -> int:
@@ -73,6 +74,7 @@ class Dataset:
         crops = [*self.crops, *self.held]
         pairs = [(crop.latent_id, crop.image_id, caption) for crop in crops for caption in crop.captions]
         pairs += [(crop.latent_id, crop.image_id, caption) for crop in crops for caption in crop.classes if caption]
+        pairs += [(crop.latent_id, crop.image_id, crop.dropped) for crop in crops if crop.dropped]
         # What replaces a dropped caption belongs to no crop.
         return [*pairs, ("", "", self.empty), *([("", "", self.empty_class)] if self.empty_class else [])]
 
@@ -114,6 +116,7 @@ def load_dataset(run: Run[TrainConfig]) -> Dataset:
             resolution=row["resolution"],
             references=references.of(image, row["resolution"], row["flip"]),
             weights=texts.weights.get(image, ()),
+            dropped=texts.dropped.get(images[image]["trigger"], ""),
         )
         if image not in aside:
             crops.append(crop)
@@ -164,6 +167,7 @@ class Texts:
     empty: str  # used in place of a dropped caption; "" if captions are never dropped
     empty_class: str  # the class word alone, if `empty` is the trigger word and class captions are used; else ""
     weights: dict[str, tuple[float, ...]]  # how often each caption is drawn; without images whose captions are drawn equally
+    dropped: dict[str, str]  # a folder's own trigger -> what replaces a dropped caption of its images, where that is not `empty`
 
 
 def _texts(run: Run[Any], data: DataConfig, dropout: bool, with_classes: bool) -> Texts:
@@ -178,6 +182,7 @@ def _texts(run: Run[Any], data: DataConfig, dropout: bool, with_classes: bool) -
     for row in by_role["caption"]:
         captions[row["image_id"]].append(row)
     empty = empty_class = ""
+    own: dict[str, str] = {}
     if dropout:
         if not by_role[data.dropped]:
             raise ValueError(
@@ -185,13 +190,15 @@ def _texts(run: Run[Any], data: DataConfig, dropout: bool, with_classes: bool) -
                 if data.dropped == "trigger"
                 else "train: caption_dropout needs the empty caption, of which captions has no row; run the stage captions"
             )
-        empty = by_role[data.dropped][0]["caption_id"]
-        word = by_role["trigger"][0]["text"] if data.dropped == "trigger" else ""
-        if others := sorted({own for own in run.inputs.rows(IMAGES)["trigger"].to_pylist() if word and own and own != word}):
-            raise ValueError(
-                f'[train.data] dropped must be "empty" with several triggers ({word}, {", ".join(others)}): it knows that of '
-                "[captions] alone"
-            )
+        # The trigger of [captions] has position 0. Images of a folder with a trigger of its own keep that.
+        first = by_role[data.dropped][0]
+        empty = (first if not first["position"] else by_role["empty"][0])["caption_id"]
+        if data.dropped == "trigger":
+            alone = {row["text"]: row["caption_id"] for row in (*by_role["empty"], *by_role["trigger"])}
+            words = {word for word in run.inputs.rows(IMAGES)["trigger"].to_pylist() if word is not None}
+            if absent := sorted(words - set(alone)):
+                raise ValueError(f"train: captions has no row of the trigger {absent[0]!r}; run the stage captions")
+            own = {word: alone[word] for word in words if alone[word] != empty}
         # The class caption of the trigger word alone has no image and position 0: it is the class word.
         empty_class = class_of.get(("", 0), "") if data.dropped == "trigger" else ""
     return Texts(
@@ -200,6 +207,7 @@ def _texts(run: Run[Any], data: DataConfig, dropout: bool, with_classes: bool) -
         empty,
         empty_class,
         {image: tuple(weights) for image, rows in captions.items() if len(set(weights := [row["weight"] for row in rows])) > 1},
+        own,
     )
 
 

@@ -146,12 +146,24 @@ def test_a_dropped_caption_becomes_the_empty_one_or_the_trigger():
         assert {s.dropped for s in samples} == {True, False}
     with pytest.raises(ValueError, match=r'dropped = "trigger": captions has no such row; set trigger in \[captions\]'):
         dataset(Project(0.5).without("captions", "trigger"), data=DataConfig(dropped="trigger"))
+
+
+def test_a_dropped_caption_leaves_the_trigger_of_the_pictures_own_folder():
     several = Project(0.5)
     images = several.tables["images"]
-    own = pa.array(["dog", "word"] + [None] * (images.num_rows - 2), pa.string())
+    own = pa.array(["dog", "word", "", None, None, None], pa.string())
     several.tables["images"] = images.set_column(images.column_names.index("trigger"), "trigger", own)
-    with pytest.raises(ValueError, match=r'dropped must be "empty" with several triggers \(word, dog\)'):
-        dataset(several, data=DataConfig(dropped="trigger"))
+    rows = [{"role": "trigger", "caption_id": "dog", "text": "dog", "position": 1}]
+    rows += several.without("captions", "empty").tables["captions"].to_pylist()
+    rows += [{"role": "empty", "caption_id": "nothing", "text": ""}]
+    several.tables["captions"] = table(CAPTIONS, rows)
+    words = [{"caption_id": "dog", "shape": [2, 3], "tensor": [9] * 6}]
+    several.tables["embeddings"] = pa.concat_tables([several.tables["embeddings"], table(EMBEDDINGS, words)])
+    made = task(several, data=DataConfig(dropped="trigger"))
+    found = {s.crop.image_id: s.caption_id for s in drawn(made, 120) if s.dropped}
+    assert found == {"image0": "dog", "image2": "nothing"} | dict.fromkeys(["image1", "image3", "image4", "image5"], "word")
+    assert {caption for _, image, caption in made.data.pairs() if image == "image0"} == {"text0", "other0", "dog"}
+    assert not any(crop.dropped for crop in dataset(several, data=DataConfig()).crops)
 
 
 def test_class_captions_are_read_in_every_so_many_steps_and_weigh_nothing_for_samples_without_one():
