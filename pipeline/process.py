@@ -23,6 +23,7 @@ from stages.shortage import TEXTS
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
 GONE = frozenset({errno.EPIPE, errno.EIO})  # the reader of a pipe has ended, the terminal was closed
+ADDRESS_SPACE = 4 * 1000**3  # bytes; with 2 GB a stage hung
 FILES = 4096  # open files: shards, indices and weights of a large project
 RESTARTED = "LATENTMILL_RESTARTED"  # set in a process that was started again, so that it happens once
 
@@ -71,6 +72,14 @@ def open_streams() -> None:
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115  (of this process until it ends)
     encodings = [getattr(stream, "encoding", None) or "utf-8" for stream in (sys.stdout, sys.stderr)]
     sys.stdout, sys.stderr = Stream(1, encodings[0], may_fail=False), Stream(2, encodings[1], may_fail=True)
+
+
+def require_address_space() -> None:
+    """Raises ValueError under a small `ulimit -v`: native threads of Lance then abort or hang, without a word."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY and limit < ADDRESS_SPACE:
+        least = f"{ADDRESS_SPACE // 1000**3} GB"
+        raise ValueError(f"the limit of address space is {limit / 1e9:.1f} GB (ulimit -v), less than {least}: raise it")
 
 
 def use_utf8() -> None:

@@ -50,6 +50,8 @@ class Project:
         if not folder.is_dir():
             what = "is a file, not a project's folder" if folder.exists() else "no such folder"
             raise ValueError(f"{folder}: {what}; `latentmill init --help` explains how to make a project")
+        if any(ord(character) < 32 or ord(character) == 127 for character in str(folder.absolute())):
+            raise ValueError(f"{folder.absolute()}: a project's path may have no line break and no other control character")
         self.path = folder
         self.overrides = overrides
         self.fetch = fetch

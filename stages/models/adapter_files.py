@@ -77,6 +77,8 @@ def read(path: Path, names: Names) -> tuple[Arrays, Scales]:
             raise ValueError(f"{key} must be a matrix, got the shape {wide.shape}")
         else:
             found[name + ending] = wide
+    if not found:
+        raise ValueError(f"{path} holds no LoRA, DoRA or LoKr")
     ranks: dict[str, int | None] = {adapters.linear_name(key): None for key in found}
     ranks |= {key.removesuffix(W1_B): value.shape[0] for key, value in found.items() if key.endswith(W1_B)}
     ranks |= adapters.ranks(found)  # a second factor of low rank goes before a first one

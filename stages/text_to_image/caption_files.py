@@ -123,14 +123,16 @@ def _sidecars(folder: Path, config: CaptionSources, project: Path) -> Lookup:
             found = [posixpath.join(parent, path.name) for path in (folder / parent).iterdir()]
         except OSError:
             return {}
-        return {composed(name): name for name in found}
+        # Of names that differ only in how accents are written, each image has its own file.
+        return {composed(name): name for name in found} | {name: name for name in found}
 
     def lookup(path: str) -> list[Caption]:
         for place in [posixpath.normpath(posixpath.join(separate, path))] if separate else caption_places(path, folder.name):
             for extension in config.extensions:
                 # a.png.txt before a.txt, since a.jpg may lie beside a.png.
                 for candidate in (place + extension, _stem(place) + extension):
-                    name = names(posixpath.dirname(candidate)).get(composed(candidate))
+                    known = names(posixpath.dirname(candidate))
+                    name = known.get(candidate) or known.get(composed(candidate))
                     if name and (captions := _read_sidecar(folder, name, config.lines == "many")):
                         return captions
         return []

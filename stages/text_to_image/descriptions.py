@@ -30,6 +30,7 @@ from stages.stage import Stage
 from stages.text_to_image.caption_files import CaptionSources, make_lookups
 from stages.text_to_image.imaging.decode import ImageError, open_image
 from stages.text_to_image.imaging.usable import REFERENCE, first_names, usable_paths
+from stages.untrusted import parse_json
 
 WANTED = ("image_id", "path", "prompt")
 MOST = 1_000_000  # bytes of a server's answer that are read
@@ -165,7 +166,7 @@ class ServerModel:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on this machine
         try:
             with opener.open(request, timeout=self.config.timeout) as opened:
-                answer = json.loads(opened.read(MOST))
+                answer = parse_json(opened.read(MOST), "the answer")
         except urllib.error.HTTPError as error:
             said = " ".join(error.read(200).decode("utf-8", "replace").split())
             raise ValueError(f"{self.address} answered {error.code}: {said or error.reason}") from None

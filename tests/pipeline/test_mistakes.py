@@ -46,6 +46,22 @@ def test_a_project_folder_that_is_missing_is_named(tmp_path):
     assert "nowhere" in refused(tmp_path / "nowhere", "run", "images", "--only")
 
 
+def test_a_path_with_a_line_break_and_too_little_address_space_are_one_line(tmp_path):
+    folder = tmp_path / "two\nlines"
+    (folder / "images").mkdir(parents=True)
+    (folder / "project.toml").write_text("")
+    assert "may have no line break" in projects.latentmill(folder, "status", code=2)
+    folder = folder.rename(tmp_path / "one")
+    words = [sys.executable, "-m", "pipeline", "images", "--project", str(folder)]
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -v 2500000; "$@"', "", *words], cwd=projects.ROOT, capture_output=True, text=True
+    )
+    assert (
+        done.returncode == 2
+        and done.stderr == "error: the limit of address space is 2.6 GB (ulimit -v), less than 4 GB: raise it\n"
+    )
+
+
 def test_a_missing_image_folder_is_named(project):
     (project / "images").rename(project / "pictures")
     assert "images" in refused(project, "run", "images", "--only")
