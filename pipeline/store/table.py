@@ -13,6 +13,7 @@ tables/<stage>/<recipe>/
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -227,6 +228,7 @@ class Writer:
         self._shard_bytes = shard_bytes
         self._flush_seconds = flush_seconds
         self._lock = ExitStack()
+        self._handle = -1  # of the lock file, while it is open
         self._buffer: list[pa.RecordBatch] = []
         self._buffered_bytes = 0
         self._buffered_since = 0.0
@@ -243,7 +245,7 @@ class Writer:
         with ExitStack() as lock, self._disk_errors():
             refuse_links(self.table.folder)
             make_folder(self.table.folder)
-            lock.enter_context(locked(self.table.folder / "lock"))
+            self._handle = lock.enter_context(locked(self.table.folder / "lock"))
             delete_abandoned(self.table.folder, below=True)
             self._repair()
             self._open = True
@@ -442,6 +444,12 @@ class Writer:
             if rows.num_rows < self._rows.num_rows:
                 self._replace(rows)
 
+    def _in_place(self) -> bool:
+        try:
+            return os.path.samestat((self.table.folder / "lock").stat(), os.fstat(self._handle))
+        except OSError:
+            return False
+
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
         """Raise disk errors as a DiskError with one line. A writer that met one commits nothing more when it is closed."""
@@ -453,6 +461,8 @@ class Writer:
             return max(self._buffered_bytes, self._finished_bytes - size_of(self.table.folder))
 
         try:
+            if self._open and not self._in_place():  # else a folder of the old name would appear again
+                raise DiskError(f"{self.table.folder} was moved or deleted while it was written: run the same command there")
             with explain_disk_errors(self.schema.name, self.table.folder, saved, needed):
                 yield
         except DiskError:

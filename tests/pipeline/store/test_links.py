@@ -59,6 +59,17 @@ def test_the_holder_of_an_odd_lock_file_is_nobody(text, tmp_path):
     assert lock_holder(path) == ""
 
 
+def test_a_table_that_is_moved_while_it_is_written_does_not_come_back(tmp_path):
+    table = files(tmp_path / "tables" / "files" / "recipe", 0).folder
+    with (
+        pytest.raises(ValueError, match="was moved or deleted while it was written"),
+        Writer(TableFolder(table, FILES), {}) as writer,
+    ):
+        (tmp_path / "tables").rename(tmp_path / "moved")
+        writer.write_artifact("1.txt", lambda path: path.write_text("text") and None)
+    assert not (tmp_path / "tables").exists()
+
+
 def test_cleaning_deletes_a_link_in_place_of_a_run_and_not_what_it_leads_to(tmp_path):
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "manifest.json").write_text("mine")
