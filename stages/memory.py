@@ -28,9 +28,9 @@ GB = 1e9
 CUDA_BYTES = 600_000_000  # context and kernels: what remains once all arrays are freed
 CUDA_TRAINING = 400_000_000  # more kernels, graphs, and gaps in the pool, of a training step
 # Gaps in the pool that arrays are taken from, since MLX at its limit gives back arrays of one size and takes others: per byte of
-# work; when images are encoded with MLX's defaults, whose convolutions need less scratch; in training per byte of one block's
-# working memory.
-POOL, POOL_INEXACT, POOL_TRAINING = 0.45, 0.22, 1.1
+# work; in training per byte of one block's working memory.
+POOL, POOL_TRAINING = 0.45, 1.1
+POOL_INEXACT = 450_000_000  # bytes, when images are encoded with MLX's defaults
 
 PROGRAM_BYTES = 1_000_000_000  # at most, besides arrays: Python, libraries, a tokenizer, work memory of the matrix library
 FACTOR = 1.25  # a training step's measured peak is within this factor of the estimate, either way
@@ -63,7 +63,7 @@ T5_WORK = ((1.05, 5.0), (2.0, 3.0))
 # The autoencoder, which computes strips of rows.
 COLUMNS = 9.0  # on a CPU, a convolution copies each 3 x 3 neighbourhood of its input
 EXTRA = 4.0  # on a CPU, strips beside these copies: the input, its normalised form, the sum with the bias, and one more
-INPUTS = 3.0  # on a GPU, copies of the input strip: with the rows beside it, normalised, padded
+INPUTS = 3.0  # on a GPU, copies of the input strip: with the rows beside it, normalised, padded; of the only one: normalised
 OUTPUTS = 2.0  # on a GPU, copies of the output strip: the convolution's result, its sum with another activation
 EXACT = 5.5  # on CUDA: bytes of scratch of an exact convolution per byte of input and output strip
 WINOGRAD = 64 / 36  # on Metal, if not exact: bytes of scratch per byte of input and output; tiles of 8 x 8 stand for 6 x 6

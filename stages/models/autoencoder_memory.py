@@ -25,7 +25,7 @@ def autoencoder_memory(
     half = (encoding if encodes else decoding)(config, height, width, exactly)
     image = 4 * height * width * 3  # float32 pixels, as input or output
     work = int(max(held + work for held, work in half) * itemsize) + image
-    return Memory(weights, work, weights + work, pool=round(POOL_INEXACT * work) if encodes and not exactly else None)
+    return Memory(weights, work, weights + work, pool=POOL_INEXACT if encodes and not exactly else None)
 
 
 def encoding(config: AutoencoderConfig, height: int, width: int, exact: bool) -> Iterator[tuple[float, float]]:
@@ -75,4 +75,5 @@ def conv_work(H: int, W: int, inputs: int, outputs: int, exact: bool) -> float:
         return strip * (COLUMNS * inputs + EXTRA * max(inputs, outputs))
     inexactly, exactly = (WINOGRAD, 0.0) if mx.metal.is_available() else (0.0, EXACT)
     scratch = exactly if exact else inexactly
-    return strip * ((INPUTS + scratch) * inputs + (OUTPUTS + scratch) * outputs)
+    copies = INPUTS if strip < H * W else 1
+    return strip * ((copies + scratch) * inputs + (OUTPUTS + scratch) * outputs)
