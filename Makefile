@@ -10,7 +10,7 @@ SEEDS ?=
 REPAIR ?=
 QUERY = parse a date from text
 LATENTMILL = .venv/bin/python -m pipeline
-GIVEN = SET SQL WHAT NAME RUN RUNS IMAGES FAMILY TRIGGER PRESET PORT SEED
+GIVEN = SET SQL WHAT NAME RUN RUNS IMAGES FAMILY TRIGGER PRESET PORT SEED STYLE
 # A misspelt variable, such as PROJET=x, would otherwise run the example.
 VARIABLES = PROJECT PYTHON EVERY WORKERS FAST SEEDS REPAIR QUERY LATENTMILL $(GIVEN)
 UNKNOWN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(filter-out $(VARIABLES) -%,$(name))))
@@ -132,6 +132,7 @@ plan: .venv/ready
 status: .venv/ready
 ## export       Write the adapter for other programs; RUN=NAME chooses a run
 export: .venv/ready
+export: WORDS = $(if $(STYLE),--style "$$STYLE")
 ## clean        Delete rows and tables that the settings no longer use
 clean: .venv/ready
 ## verify       Find damaged files; REPAIR=1 makes them again

@@ -16,7 +16,7 @@ import click
 from pipeline.errors import Stopped, one_line
 from pipeline.options import FOLDER, NAMES
 from pipeline.process import explain, open_streams, use_utf8
-from pipeline.terminal import say_aside
+from pipeline.terminal import hints, say_aside
 
 SHOWN = 20  # lines of one error
 STOPPED = 130  # the shell's code for Ctrl-C
@@ -33,6 +33,8 @@ GENERIC = {
     "report": "pipeline.page.command:report_command",
 }
 
+WITHOUT_PROJECT = {"init", "families", "settings", "find", "mcp"}
+
 
 class Commands(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
@@ -40,6 +42,8 @@ class Commands(click.Group):
 
         # They choose the project, which may bring a pipeline with commands of its own.
         ctx.meta["arguments"] = args
+        hints.options = {}
+        hints.commands = lambda: {*self.list_commands(ctx), *stage_names(args)} - WITHOUT_PROJECT
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             ctx.fail(f"there is no command {name!r}{nearest(name, [*self.list_commands(ctx), *stage_names(args)])}")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.terminal import hashing_of
+from pipeline.terminal import hashing_of, hints
+from stages.bundled import CHECKOUT
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
 
 NAMES = ("--project", "-p")
+EXAMPLE = "data/projects/example"  # the project of make, unless PROJECT names another
 FOLDER = "."  # the project, unless --project names another
 
 
@@ -30,6 +33,7 @@ def with_project(function: Callable[..., Any]) -> Callable[..., Any]:
 
         context.with_resource(hashing_of(context.info_name or ""))
         overrides = split_overrides(context.meta[f"{__name__}.overrides"])
+        hints.about(Path(path), CHECKOUT / EXAMPLE)
         found = project.Project(path, overrides)
         if run := context.meta[f"{__name__}.training_run"]:
             runs.choose(found, run, overrides)

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -48,9 +49,36 @@ def shown(text: str) -> str:
     return UNSAFE.sub(lambda found: repr(found[0])[1:-1], text)
 
 
+class Hints:
+    """Adds the project to the commands in what is said, so that they mean the same one when they are pasted."""
+
+    def __init__(self) -> None:
+        self.options: dict[str, str] = {}
+        self.commands: Callable[[], Iterable[str]] = tuple  # those that take a project
+
+    def about(self, project: Path, made: Path) -> None:
+        """`made`: the project of make without PROJECT."""
+        here = project.resolve()
+        near = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
+        quoted = shlex.quote(str(near))
+        self.options = {} if here == Path.cwd() else {"latentmill": f" -p {quoted}"}
+        self.options |= {} if here == made.resolve() else {"make": f" PROJECT={quoted}"}
+
+    def __call__(self, text: str) -> str:
+        if not self.options or not any(program in text for program in self.options):
+            return text
+        names = "|".join(map(re.escape, sorted(self.commands(), key=len, reverse=True)))
+        given = r"(?![\w/-])(?![^`;\n]* (?:PROJECT=|-p |--project ))"
+        found = rf"(?<![\w/.-])({'|'.join(self.options)}) ({names}){given}"
+        return re.sub(found, lambda each: f"{each[0]}{self.options[each[1]]}", text) if names else text
+
+
+hints = Hints()
+
+
 def tell(text: str, aside: bool = False) -> None:
     """Everything that a command says goes through here, or through `Terminal` or `give`."""
-    click.echo(shown(text), err=aside)
+    click.echo(shown(hints(text)), err=aside)
 
 
 def say_aside(line: str) -> None:
@@ -73,7 +101,7 @@ def tell_code(head: str, code: str, file: str) -> None:
 def give(data: str) -> None:
     """CSV or JSON for another program: UTF-8, whatever the locale, and unchanged unless a terminal shows it."""
     if sys.stdout.isatty() or not hasattr(sys.stdout, "buffer"):
-        tell(data)
+        click.echo(shown(data))
         return
     sys.stdout.flush()
     with suppress(BrokenPipeError):
@@ -150,7 +178,7 @@ class Terminal(Quiet):
         self.closing.close()
 
     def say(self, line: str) -> None:
-        self.console.print(shown(f"{self.stage_name}: {line}"), markup=False)
+        self.console.print(shown(hints(f"{self.stage_name}: {line}")), markup=False)
 
     def note(self, text: str) -> None:
         """Replaces the previous text. Without a terminal it ends the lines of progress, or is a line itself before the first."""

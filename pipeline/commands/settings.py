@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 import click
 
 import stages
-from pipeline.project.config import Parser, ProjectConfig, describe, hints_of, name_here, nested_sections
+from pipeline.project.config import Parser, ProjectConfig, describe, hints_of, name_here, nested_sections, remark
 from pipeline.terminal import tell
 from stages.settings import nearest
 
@@ -63,6 +63,8 @@ def chosen(pipeline: str, word: str) -> list[Entry]:
     picked = [each for each in found if not word or f"{each.section}.".startswith(f"{word}.") or each.key == word]
     picked = picked or [each for each in found if each.name in names]
     if not picked:
+        if told := remark(word):
+            raise ValueError(f"there is no setting {word!r}: {told}")
         known = {each.section for each in found} | {each.name for each in found}
         raise ValueError(f"there is no section or setting {word!r}{nearest(word, known)}; the sections are {', '.join(sections)}")
     return picked

@@ -39,7 +39,7 @@ NAMES = {  # type -> its name in an error, singular and plural
 
 # Names that other programs give to settings, so that an unknown key can be answered with the name that it has here.
 SYNONYMS = {
-    "steps": "epochs epoch num_epochs max_train_steps num_train_steps iterations iters num_inference_steps",
+    "steps": "epochs epoch num_epochs max_train_epochs max_train_steps num_train_steps iterations iters num_inference_steps",
     "batch_size": "batch batchsize train_batch_size bs",
     "accumulate": "gradient_accumulation gradient_accumulation_steps grad_accum accumulation_steps",
     "lr": "learning_rate learningrate unet_lr",
@@ -47,7 +47,8 @@ SYNONYMS = {
     "alpha": "network_alpha lora_alpha",
     "variant": "network_type adapter_type network_module",
     "resolutions": "resolution size image_size",
-    "checkpoint_every": "save_every save_every_n_steps checkpointing_steps save_steps",
+    "checkpoint_every": "save_every save_every_n_steps save_every_n_epochs checkpointing_steps save_steps "
+    "sample_every sample_every_n_steps sample_every_n_epochs",
     "shape": "lr_scheduler scheduler lr_scheduler_type",
     "warmup_steps": "warmup lr_warmup_steps num_warmup_steps",
     "clip": "max_grad_norm grad_clip gradient_clipping",
@@ -60,8 +61,30 @@ SYNONYMS = {
     "guidance": "cfg guidance_scale cfg_scale",
     "caption_dropout": "caption_dropout_rate caption_dropout_prob",
     "memory": "gradient_checkpointing use_gradient_checkpointing",
+    "keep": "keep_tokens",
+    "shuffle": "shuffle_caption caption_shuffle",
+    "flip": "flip_aug flip_x",
 }
 WRITTEN = {"memory": 'memory = "blocks"'}  # what settings of other programs mean, where the name alone does not say it
+# What else an unknown key of another program is answered with; all that there is, if no setting here does the same.
+REMARKS = {
+    "epochs epoch num_epochs max_train_epochs": "an epoch has pictures x repeats / batch_size steps",
+    "save_every_n_epochs": "it counts steps",
+    "sample_every sample_every_n_steps sample_every_n_epochs": "previews are of checkpoints: samples.checkpoints",
+    "output_name": "the files have the name of the project's folder, and a run that of latentmill train --name NAME",
+    "output_dir logging_dir": "everything lies in the folder of the project",
+    "noise_offset multires_noise_iterations adaptive_noise_scale": "SD needs it because its noise schedule does not reach pure "
+    "noise; the models here do, so there is none",
+    "min_snr_gamma": "it weights the noise schedule of SD; here train.noise chooses levels and train.loss.weight weights them",
+    "color_aug face_crop_aug_range random_crop": "colours and crops are trained as the page shows them",
+    "clip_skip": "no model here has CLIP; which layers of the text encoder are read belongs to the family",
+    "enable_bucket bucket_no_upscale min_bucket_reso max_bucket_reso bucket_reso_steps": "there are always buckets, found from "
+    "each picture; buckets.resolutions is a list of sizes",
+    "network_dropout rank_dropout module_dropout": "adapters have no dropout here; caption_dropout drops captions, not weights",
+    "cache_latents cache_latents_to_disk cache_text_encoder_outputs": "always; only what has changed is encoded again",
+    "text_encoder_lr network_train_unet_only train_text_encoder": "text encoders are never trained",
+    "max_token_length": "belongs to the family",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +243,12 @@ def name_here(word: str) -> str:
     return next((name for name, words in SYNONYMS.items() if plain in words.split()), "")
 
 
+def remark(word: str) -> str:
+    """What else to say to somebody who knows a setting of another program by this name, or ""."""
+    plain = word.lower().replace("-", "_")
+    return next((text for words, text in REMARKS.items() if plain in words.split()), "")
+
+
 class Parser:
     """`sections`: name -> dataclass. `place(key)` says where a key was set, for messages: "project.toml [train]"."""
 
@@ -256,7 +285,10 @@ class Parser:
         called = [other for other in dict.fromkeys([name, *self.holders(here)]) if here in _names(self.sections[other])]
         if called:
             here = WRITTEN.get(here, here)
-            return f"; did you mean {here if called[0] == name else f'{called[0]}.{here}'}?"
+            more = f" ({text})" if (text := remark(key)) else ""
+            return f"; did you mean {here if called[0] == name else f'{called[0]}.{here}'}?{more}"
+        if text := remark(key):
+            return f": {text}"
         return nearest(key, names) or f"; [{name}] has {', '.join(names)}"
 
     def holders(self, key: str) -> list[str]:

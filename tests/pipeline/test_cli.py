@@ -73,7 +73,7 @@ def test_the_generic_commands_work_for_another_pipeline(tmp_path):
     assert projects.latentmill(folder, "follow", "apple").splitlines() == [
         "lines     a.txt:1: a red apple on a table",
         "tokens    16 tokens",
-        "train     not built yet; run: make train",
+        f"train     not built yet; run: make train PROJECT={folder}",
     ]
     assert "one two three four five" in projects.latentmill(folder, "query", "from long_lines")
     assert projects.latentmill(folder, "panel").splitlines()[1].split("  ")[-1] == "Words per line"

@@ -46,6 +46,7 @@ def through_make(target: str, *given: str) -> list[str]:
         ("search", "QUERY", "parse a $date; 'or' \"not\""),
         ("panel", "NAME", "loss"),
         ("export", "RUN", "fast"),
+        ("export", "STYLE", "comfyui"),
         ("best", "RUN", "fast"),
         ("runs", "NAME", "fast"),
         ("train", "NAME", "fast"),

@@ -122,3 +122,25 @@ def test_the_summary_of_a_run_names_loss_held_out_rate_next_checkpoint_and_memor
     row = {"step": 5, "split": "train", "loss": 1.0, "lr": 3e-4, "peak_bytes": 1_900_000_000}
     said = summary.after([row], validation)
     assert said == "loss 2.0000, held out 4.0000 (best 2.0000 at 2), lr 0.0003, checkpoint in 5 steps, 1.9 GB"
+
+
+def test_a_command_in_what_is_said_names_the_project_unless_it_would_be_taken_without(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = terminal.Hints()
+    said.commands = lambda: ("train", "latents", "panel", "evaluate")
+    said.about(tmp_path / "my cats", made=tmp_path / "example")
+    assert said("not built: make latents") == "not built: make latents PROJECT='my cats'"
+    assert said("run: latentmill train, or make train") == "run: latentmill train -p 'my cats', or make train PROJECT='my cats'"
+    assert said("`latentmill panel unused` says why") == "`latentmill panel -p 'my cats' unused` says why"
+    for whole in (
+        "run: make train PROJECT=/x",
+        "latentmill train --x -p /y",
+        "latentmill families",
+        "make trainers",
+        "a/latentmill train",
+    ):
+        assert said(whole) == whole
+    said.about(tmp_path / "example", made=tmp_path / "example")
+    assert said("make train; latentmill train") == "make train; latentmill train -p example"
+    said.about(tmp_path, made=tmp_path / "example")
+    assert said("latentmill train; make train") == f"latentmill train; make train PROJECT={tmp_path}".replace(str(tmp_path), ".")

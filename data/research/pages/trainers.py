@@ -5,7 +5,7 @@ from __future__ import annotations
 from data import DOCS
 from data.research.pages.recipe import markdown, noise_names_table
 from pipeline.commands.settings import Entry, chosen
-from pipeline.project.config import SYNONYMS
+from pipeline.project.config import REMARKS, SYNONYMS
 
 FILE = DOCS / "trainers.md"
 TEXT = """\
@@ -13,8 +13,8 @@ TEXT = """\
 
 # I come from kohya, ai-toolkit or OneTrainer: what is it called here?
 
-Keep your folders, and write your old name: the error names ours. `latentmill settings network_dim` finds a setting by the name
-that another trainer gives it.
+Keep your folders, and write your old name: the error names ours, or says why there is none. `latentmill settings network_dim`
+finds a setting by the name that another trainer gives it.
 
 ## Folders and captions
 
@@ -40,13 +40,9 @@ Where two sections have the setting, `[train]` comes first. A dotted name is a s
 
 | there | here |
 |---|---|
-| epochs | `train.steps`: epochs x pictures x repeats / batch size |
-| cache latents, cache text encoder outputs | always; only what has changed is encoded again |
-| bucket sizes, bucket steps | found from each picture; `buckets.resolutions` is a list of sizes, 16 px the step |
+{remarks}
 | gradient checkpointing | `train.memory`: `auto` takes the fastest plan that fits, `"blocks"` the least memory |
 | fp8 base, quantised base | `train.base_bits`: 8 or 4 |
-| a text encoder's learning rate | none: text encoders are not trained |
-| sample every n steps | `train.checkpoint_every` with `samples.checkpoints = "all"` |
 | resume from a state | the same command again; a LoRA to start from is `train.initial` |
 
 The names of distributions of noise levels differ in meaning, not only in spelling ([recipe](recipe.md)):
@@ -64,7 +60,10 @@ def render() -> str:
     for ours, theirs in SYNONYMS.items():
         found = sorted((each for each in chosen("text_to_image", "") if each.name == ours), key=_place)
         rows.append([", ".join(f"`{name}`" for name in theirs.split()), f"`{found[0].key}`", found[0].doc])
-    return TEXT.format(names=markdown(["there", "here", "meaning"], rows), noise=noise_names_table())
+    remarks = "\n".join(
+        f"| {', '.join(f'`{name}`' for name in words.split())} | {text[0].upper()}{text[1:]} |" for words, text in REMARKS.items()
+    )
+    return TEXT.format(remarks=remarks, names=markdown(["there", "here", "meaning"], rows), noise=noise_names_table())
 
 
 def _place(entry: Entry) -> tuple[int, bool]:

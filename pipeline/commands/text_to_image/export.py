@@ -52,7 +52,7 @@ SHARD = 4 << 30  # the largest size of a merged weight file, bytes; as much is h
     type=click.Choice(list(STYLES)),
     default="diffusers",
     show_default=True,
-    help="The program whose tensor names are used.",
+    help="The program whose tensor names are used. ComfyUI reads a LoRA and a LoKr in either; of a DoRA only comfyui.",
 )
 @dtype_option("bfloat16")
 @STEP
@@ -91,22 +91,32 @@ def export_run(
     return write_adapter(adapter, project.family, out or project.path / "exports", style, dtype=dtype, metadata=about, say=say)
 
 
-def use_of(project: Project) -> dict[str, str]:
-    """For an adapter's header: the trigger word, and the largest training resolution such as "768x768"."""
+def triggers(project: Project) -> list[str]:
+    """Of all subjects: that of [captions], then those of [[images.folder]]."""
     sections = project.config.sections
-    trigger = getattr(sections.get("captions"), "trigger", "")
-    sizes = getattr(sections.get("buckets"), "resolutions", ())
-    found = {"trigger": trigger, "resolution": f"{max(sizes)}x{max(sizes)}" if sizes else ""}
+    folders = getattr(sections.get("images"), "folder", "")
+    own = [each.trigger for each in folders if each.trigger] if isinstance(folders, tuple) else []
+    return list(dict.fromkeys([*filter(None, [getattr(sections.get("captions"), "trigger", "")]), *own]))
+
+
+def use_of(project: Project) -> dict[str, str]:
+    """For an adapter's header: the trigger words, and the largest training resolution such as "768x768"."""
+    sizes = getattr(project.config.sections.get("buckets"), "resolutions", ())
+    found = {"trigger": ", ".join(triggers(project)), "resolution": f"{max(sizes)}x{max(sizes)}" if sizes else ""}
     return {key: value for key, value in found.items() if value}
 
 
 def what_to_do(project: Project, file: Path, style: str) -> Iterator[str]:
-    use = use_of(project)
-    prompt = f"{use['trigger']}, ..." if "trigger" in use else "..."
+    words = triggers(project) or [""]
+    prompt, *others = [f"{word}, ..." if word else "..." for word in words]
+    also = "".join(f' or "{each}"' for each in others)
     if style == "diffusers":
         yield "with diffusers, after the base model is loaded as `pipe`:"
         yield f"  pipe.load_lora_weights({str(file.parent)!r}, weight_name={file.name!r}); pipe({prompt!r})"
-    yield f"with ComfyUI: copy it into models/loras and put a LoraLoader behind the model; the prompt: {prompt}"
+    if project.family.hub:
+        yield f'with ComfyUI: copy it into models/loras and put a LoraLoader behind the model; the prompt: "{prompt}"{also}'
+    else:
+        yield f"ComfyUI does not know {project.family.name}, a small model to try the program with: look at it here"
     uses = {"mflux": f"--lora-paths {shlex.quote(str(file))} --lora-scales 1.0", "Draw Things": "import it as a LoRA"}
     if style == "diffusers" and (readers := project.family.architecture.readers):
         yield "; ".join(f"with {name}: {uses[name]}" for name in readers)

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from pipeline.commands.adapters import STEP, dtype_option, which_option
-from pipeline.commands.text_to_image.export import export_run, use_of
+from pipeline.commands.text_to_image.export import export_run, triggers
 from pipeline.options import with_project
 from pipeline.project.project import Project
 from pipeline.store.disk import atomic_folder, delete_abandoned
@@ -87,7 +87,7 @@ def card(
     import pyarrow.compute as pc
     from huggingface_hub import ModelCardData
 
-    family, trigger = project.family, use_of(project).get("trigger")
+    family, words = project.family, triggers(project)
     samples = project.folder("samples")
     prompts = list(dict.fromkeys(samples.rows()["prompt"].to_pylist()))[:PROMPTS] if samples.exists else []
     images = project.folder("train").committed().filter(pc.field("split") == "train")["image_id"].unique()
@@ -101,14 +101,15 @@ def card(
         library_name="diffusers",
         pipeline_tag="text-to-image",
         tags=["text-to-image", "lora", "diffusers", family.architecture.tag],
-        instance_prompt=trigger,
+        instance_prompt=", ".join(words) or None,
         widget=[{"text": prompt, "output": {"url": GRID}} for prompt in prompts if grid] or None,
     )
     yield f"---\n{about.to_yaml()}\n---\n"
     yield f"# {project.name}\n"
     yield f"A LoRA for {family.title}, trained for {facts.get('step', '?')} steps on {len(images)} images.\n"
-    if trigger:
-        yield f"**Trigger:** write `{trigger}` into the prompt.\n"
+    if words:
+        named = " or ".join(f"`{word}`" for word in words)
+        yield f"**Trigger{'s' if words[1:] else ''}:** write {named} into the prompt.\n"
     if grid:
         yield f"![previews: the base model beside the LoRA, by prompt and step]({GRID})\n"
     yield "## Use\n"
@@ -123,11 +124,12 @@ def card(
     else:
         yield f"pipe = DiffusionPipeline.from_pretrained({base!r}, torch_dtype=torch.bfloat16)"
     yield f"pipe.load_lora_weights(FOLDER, weight_name={WEIGHTS!r})"
-    prompt = (prompts or [trigger or ""])[0]
+    prompt = (prompts or words or [""])[0]
     yield f"image = pipe(prompt={prompt!r}, output='images')[0]" if modular else f"image = pipe({prompt!r}).images[0]"
     yield "```\n"
     mflux = f" mflux: `--lora-paths {WEIGHTS}`." if "mflux" in family.architecture.readers else ""
-    yield f"ComfyUI: copy `{WEIGHTS}` into `models/loras`.{mflux}\n"
+    if family.hub:
+        yield f"ComfyUI: copy `{WEIGHTS}` into `models/loras`.{mflux}\n"
     yield "## Licences\n"
     yield f"- this LoRA: {licence}"
     yield f"- base model: {family.licence}"

@@ -58,6 +58,11 @@ def test_settings_are_found_by_section_by_name_and_by_the_name_of_another_traine
     assert [each.key for each in chosen("text_to_image", word)] == keys
 
 
+def test_a_name_of_another_trainer_without_a_setting_here_is_answered_with_the_reason() -> None:
+    with pytest.raises(ValueError, match="no setting 'clip_skip': no model here has CLIP"):
+        chosen("text_to_image", "clip_skip")
+
+
 def test_an_unknown_section_is_answered_with_the_nearest_one() -> None:
     with pytest.raises(ValueError, match="'trane'; did you mean train"):
         chosen("text_to_image", "trane")

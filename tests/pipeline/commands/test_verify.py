@@ -46,7 +46,7 @@ def test_a_whole_project_has_nothing_to_repair_and_a_flipped_bit_gives_exit_code
     said = projects.latentmill(folder, "verify", code=1)
     assert row["latent_id"] in said and "used by train, samples, scores" in said and "--repair" in said
     shutil.rmtree(folder / "tables" / "train")
-    assert "latentmill verify --repair" in projects.latentmill(folder, "run", "train", "--only", code=2)
+    assert f"latentmill verify -p {folder} --repair" in projects.latentmill(folder, "run", "train", "--only", code=2)
     assert "rows were made again" in projects.latentmill(folder, "verify", "--repair")
 
 

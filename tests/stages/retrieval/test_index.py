@@ -147,7 +147,7 @@ def test_a_damaged_word_index_is_named_by_search_and_verify_and_made_again_by_re
     else:
         file.write_bytes(content[: len(content) // 2] if damage == "cut" else b"\xff" + content[1:])
     said = projects.latentmill(folder, "search", "sort the colours", "--lexical", code=2)
-    assert said.count("\n") == 1 and said.endswith(": run latentmill verify --repair\n") and file.name in said
+    assert said.count("\n") == 1 and said.endswith(f": run latentmill verify -p {folder} --repair\n") and file.name in said
     (found,) = Project(folder).verify()
     assert found.file == file.relative_to(words.parents[1]).as_posix()
     assert Project(folder).verify(repair=True) == []
