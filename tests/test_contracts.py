@@ -43,7 +43,7 @@ BREAKS = {  # contract -> a module and an import in it that the contract forbids
         "import stages.text_to_image.buckets",
     ),
     "The store knows no stage": ("pipeline/store/disk.py", "import stages.settings"),
-    "Inside the store: table > repair > shards, index, rows > checksums > lock, disk": (
+    "Inside the store: table > repair > shards > checksums > lock > disk": (
         "pipeline/store/lock.py",
         "import pipeline.store.rows",
     ),

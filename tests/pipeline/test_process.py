@@ -29,11 +29,11 @@ WATCHDOG = (
 @pytest.mark.parametrize(
     ("message", "happened", "remedy"),
     [
-        (MEMORY, "not enough memory", "`latentmill plan`"),
+        (MEMORY, "not enough memory", "`latentmill plan"),
         (TIMEOUT, "took too long", "micro_batch = 1"),
         (WATCHDOG, "held up the display", "pmset displaysleepnow"),
         ("[write] Unable to write 81 bytes to file.", "disk full", "free some space"),
-        ("[malloc] Unable to allocate 5 bytes.", "not enough memory", "`latentmill plan`"),
+        ("[malloc] Unable to allocate 5 bytes.", "not enough memory", "`latentmill plan"),
     ],
 )
 def test_an_error_of_the_gpu_is_one_line_with_the_remedy_and_ends_the_command(message, happened, remedy, capsys):

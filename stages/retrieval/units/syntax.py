@@ -188,7 +188,7 @@ def syntax_units(text: str, language: str, *, classes: bool, window: int = 40) -
 
 # Nodes outside of functions and classes that are no code of their own, and those that only hold others.
 NO_CODE = re.compile(
-    r"import|include|package|using|use_declaration|extern_crate|comment|php_tag|hash_bang|^ERROR$|^;$|identifier"
+    r"import|include|package|using|use_declaration|extern_crate|attribute_item|comment|php_tag|hash_bang|^ERROR$|^;$|identifier"
 )
 DECLARES = re.compile(r"declaration|alias")
 HOLDS = re.compile(r"^preproc_(if|else|elif)|linkage_specification|namespace|declaration_list|mod_item|^module$|export_statement")
