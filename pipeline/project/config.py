@@ -76,7 +76,8 @@ REMARKS = {
     "noise_offset multires_noise_iterations adaptive_noise_scale": "SD needs it because its noise schedule does not reach pure "
     "noise; the models here do, so there is none",
     "min_snr_gamma": "it weights the noise schedule of SD; here train.noise chooses levels and train.loss.weight weights them",
-    "color_aug face_crop_aug_range random_crop": "colours and crops are trained as the page shows them",
+    "color_aug": "colours are trained as the page shows them",
+    "random_crop face_crop_aug_range": "latents.jitter trains further crops, moved at random",
     "clip_skip": "no model here has CLIP; which layers of the text encoder are read belongs to the family",
     "enable_bucket bucket_no_upscale min_bucket_reso max_bucket_reso bucket_reso_steps": "there are always buckets, found from "
     "each picture; buckets.resolutions is a list of sizes",
