@@ -153,7 +153,12 @@ def told(queue: Queue, jobs: Sequence[Job]) -> Row:
     stage, done, total, unit = (found[name] for name in ("stage", "done", "total", "unit"))
     speed = (done - found["before"]) / max(found["at"] - found["began"], 1e-6)
     left = f", {format_seconds((total - done) / speed)} left" if speed > 0 and done < total else ""
-    return {"job": job.number, "done": done, "total": total, "text": f"{stage}: {done} of {total} {unit}{left}"}
+    return {
+        "job": job.number,
+        "done": done,
+        "total": total,
+        "text": f"{stage}: {done} of {total} {unit.removesuffix('s')}s{left}",
+    }
 
 
 def newest_pictures(project: Project, query: Query) -> list[Row]:

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -178,14 +179,14 @@ def test_no_job_is_lost_or_run_twice_whatever_is_killed(queue, cases):
         wait(queue.works, "a worker begins")
         time.sleep(chance.random() * 0.8)  # at any moment of a start, a job or an end
         which = chance.choice(["worker", "job", "both"])
-        pids = [workers(queue)] if which != "job" else []
-        job = running(queue)
+        pids, job = [], running(queue)
+        if which != "job":
+            with suppress(ValueError):  # it has the lock, but has not written its number yet
+                pids = [workers(queue)]
         pids += [job.pid] if which != "worker" and job.pid else []
         for pid in pids:
-            try:
+            with suppress(ProcessLookupError):  # it has just ended
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:  # it has just ended
-                continue
     while not is_idle(queue):
         queue.start()
         time.sleep(0.05)
