@@ -213,7 +213,10 @@ def problems(machine: Machine) -> Iterator[str]:
     if machine.system.startswith("Linux") and machine.backend == "CPU" and not machine.blas:
         yield "no fast BLAS was found: run `pip install mkl`, or install OpenBLAS"
     if machine.free_disk < DISK:
-        yield f"only {machine.free_disk / 1e9:.3g} GB of disk are free: weights of klein 4B take 16 GB"
+        yield (
+            f"only {machine.free_disk / 1e9:.3g} GB of disk are free, {DISK / 1e9:.0f} are wanted: "
+            "weights of klein 4B take 16 GB, then there are tables and checkpoints"
+        )
 
 
 def _mac_problems(machine: Machine) -> Iterator[str]:

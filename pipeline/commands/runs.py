@@ -172,8 +172,8 @@ def best(project: Project, run: TrainingRun, by: str | None = None) -> Iterator[
         yield f"{run.label}: step {step}, {title} {scores[step]:.4g}, the best of {len(scores)} checkpoints"
     else:
         raise ValueError(
-            f"{run.label}: nothing tells its {len(run.checkpoints)} checkpoints apart; hold data out ([train.validation]), "
-            "or score the results of several checkpoints"
+            f"{run.label}: nothing tells its {len(run.checkpoints)} checkpoints apart; hold data out (a new run with "
+            "[train.validation] in project.toml), or score the results of several checkpoints: make evaluate"
         )
     yield f"to export it: latentmill export --run {run.label} --step {step}"
 

@@ -13,6 +13,7 @@ import io
 import os
 import posixpath
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -204,7 +205,9 @@ def read_text(path: Path, most: int) -> str:
         # Latin-1 reads any bytes, so nothing but the user's eyes can tell that it is the right one.
         start = error.start
         shown = " ".join(data[max(0, start - 12) : start + 12].decode("latin-1").split())
-        latin = f' (as Latin-1 it reads "{shown}")' if encoding == "utf-8" and shown.isprintable() else ""
+        name = shlex.quote(path.name)
+        command = f"iconv -f latin1 -t utf-8 {name} > new.txt && mv new.txt {name}"
+        latin = f' (as Latin-1 it reads "{shown}"; if so: {command})' if encoding == "utf-8" and shown.isprintable() else ""
         raise ValueError(
             f"{path} is not {encoding.upper()}: byte {start} is 0x{data[start]:02x}; save it as UTF-8{latin}"
         ) from None

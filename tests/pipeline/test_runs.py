@@ -141,7 +141,9 @@ def test_best_names_the_checkpoint_with_the_lowest_held_out_loss(built):
 
 def test_best_goes_by_scores_if_asked_and_refuses_without_any(built, monkeypatch):
     run = find_run(Project(built), "slow")
-    with pytest.raises(ValueError, match=r"slow: nothing tells its . checkpoints apart; hold data out .* or score the results"):
+    with pytest.raises(
+        ValueError, match=r"slow: nothing tells its . checkpoints apart; hold data out .* score the results .* make evaluate"
+    ):
         list(best(Project(built), run, "scores"))
     steps = sorted(run.checkpoints)
     monkeypatch.setattr("pipeline.commands.runs.checkpoint_scores", lambda *_: {steps[0]: 0.7, steps[-1]: 0.4})

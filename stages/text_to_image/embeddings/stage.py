@@ -51,7 +51,7 @@ def encode_embeddings(run: Run[EmbeddingsConfig]) -> Iterator[pa.RecordBatch]:
                 where = first["origin"] or ("a preview prompt" if first["role"] == "preview" else "a caption")
                 run.report.say(
                     f"{where}{more}: the caption is {embedding.dropped} tokens too long for the text encoder, which reads "
-                    f'{embedding.tokens}; the end is cut off: "{first["text"][:50]}..."'
+                    f'{embedding.tokens}; the end is cut off: "{" ".join(first["text"].split())[:50]}..."'
                 )
             rows.append(_row(caption_id, embedding, run.config.stored, states))
             run.report.progress(done, len(pending), "texts")

@@ -56,7 +56,7 @@ def test_a_sound_mac_has_no_problem_and_its_report_says_what_it_is():
         ({"backend": "CPU"}, "MLX does not use the GPU"),
         ({"memory": 8 * GIB}, "less than 16 GB of memory"),
         ({"files": 256}, "only 256 files may be open: run `ulimit -n 4096`"),
-        ({"free_disk": 10**10}, "only 10 GB of disk are free"),
+        ({"free_disk": 10**10}, "only 10 GB of disk are free, 30 are wanted"),
     ],
 )
 def test_each_problem_of_a_mac_is_one_line_with_its_remedy(change: dict[str, Any], said: str):

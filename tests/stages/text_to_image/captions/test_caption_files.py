@@ -55,7 +55,7 @@ def test_unicode_is_kept_as_it_was_written(folder):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("caf\u00e9".encode("latin-1"), r"a\.txt is not UTF-8: byte 3 is 0xe9; save it as UTF-8"),
+        ("caf\u00e9".encode("latin-1"), r"a\.txt is not UTF-8: byte 3 is 0xe9; save it as UTF-8 .*if so: iconv -f latin1"),
         (b"\xef\xbb\xbfab\xff", r"a\.txt is not UTF-8: byte 5 is 0xff"),
         ("cat".encode("utf-16-le"), r"a\.txt has a zero at byte 1, as UTF-16 without a byte order mark does"),
         (b"\xff\xfec\x00\x00\xd8", r"a\.txt is not UTF-16: byte"),
