@@ -46,7 +46,10 @@ def report(project: Project, budget: int | None = None, verbose: bool = False) -
     family = f"family {project.family.name}, " if project.pipeline.families else ""
     free = format_bytes(disk.free_bytes(project.path))
     lines = [f"{project.name}: {family}{format_bytes(seen.budget)} of memory to use, {free} of disk free"]
-    rows = [row(each, verbose) for each in needs]
+    # What a stage has to do if one of those before it has, their new rows decide.
+    busy = {each.stage_name for each in needs if each.missing}
+    depends = [bool(busy.intersection(project.pipeline.upstream(each.stage_name)) - {each.stage_name}) for each in needs]
+    rows = [row(each, verbose, on_others) for each, on_others in zip(needs, depends, strict=True)]
     names = [name for name in NAMES if any(found.get(name) for found in rows)]
     cells = [[found.get(name) for name in names] for found in rows]
     lines += format_table(names, cells, right=("rows", "to do", "disk", "memory", "time")).splitlines()
@@ -69,6 +72,8 @@ def report(project: Project, budget: int | None = None, verbose: bool = False) -
     except DiskError as error:
         refused.append(str(error))
     lines += refused
+    if any(found["to do"] == DEPENDS for found in rows):
+        lines.append(f'"{DEPENDS}": what the stages above change; training begins anew with step 0 if the data change.')
     lines.append("Memory and disk are computed, time is at the speed of the last run.")
     lines.append("A dash means little, or not known before the stages above have run.")
     if verbose:
@@ -79,14 +84,16 @@ def report(project: Project, budget: int | None = None, verbose: bool = False) -
     return lines, not refused
 
 
+DEPENDS = "as above"  # in place of "0 steps", which may be false
 NAMES = ("stage", "to do", "time", "memory", "disk", "rows", "how", "note")
 
 
-def row(each: Need, verbose: bool) -> dict[str, str | int | None]:
+def row(each: Need, verbose: bool, depends: bool) -> dict[str, str | int | None]:
     found = each.forecast
+    known = each.missing != 0 or not depends
     shown = {
         "stage": each.stage_name,
-        "to do": each.to_do or None,
+        "to do": (each.to_do if known else DEPENDS) or None,
         "time": None if each.seconds is None else format_seconds(each.seconds),
         "memory": format_bytes(found.peak) if found and found.peak else None,
         "disk": None if each.disk is None else format_bytes(each.disk),

@@ -62,6 +62,18 @@ def test_the_plan_counts_steps_and_pictures_and_the_words_of_the_program_are_in_
     assert "16 bits" not in "\n".join(plain) and "16 bits, 1024 x 1024 px" in told and "6000" in told and "no block twice" in told
 
 
+def test_after_a_changed_caption_no_later_stage_is_said_to_have_nothing_to_do(tmp_path, tiny_weights):
+    folder = projects.make(tmp_path / "project", tiny_weights, images=2)
+    projects.build(folder, "images", "captions", "buckets", "latents", "embeddings", "train")
+    before = "\n".join(report(Project(folder))[0])
+    assert "as above" not in before and "0 steps" in before
+    (folder / "images" / "picture0.txt").write_text("another text")
+    shown = {line.split()[0]: line for line in report(Project(folder))[0]}
+    assert "1 caption " in shown["captions"]
+    assert all("as above" in shown[name] for name in ("embeddings", "train")) and "0 steps" not in shown["train"]
+    assert "training begins anew with step 0 if the data change" in "\n".join(report(Project(folder))[0])
+
+
 def test_a_licence_that_is_not_free_is_said_with_what_will_be_downloaded_and_only_then(tmp_path):
     project = klein(tmp_path, family="klein-base-9b")
     said = (
