@@ -40,6 +40,7 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 DEVICES = ("GPU", "metal")  # resources of a cluster that hold one model each; a Mac is given the second by `ray start`
 UNITS = {"memory": (1e9, "GB of memory"), "CPU": (1, "CPU"), "GPU": (1, "GPU"), "metal": (1, "metal")}
 WAIT_SECONDS = 10.0  # until the user is told that the cluster is busy
+TRIES = 4  # to connect; on a busy machine, two in a row were seen to fail
 REACH_SECONDS = 10.0  # for an answer of a cluster
 LOOK_SECONDS = 0.5  # between two looks at whether the user asks to stop
 AHEAD = 2  # units under way for each worker: one is computed, one waits
@@ -82,9 +83,13 @@ def connected(settings: ProjectConfig) -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         try:
-            ray.init(address or "auto", **quiet)
-        except ConnectionAbortedError:  # the cluster's process for this program ended as it was forked: now and then in gRPC
-            ray.init(address, **quiet)
+            for left in range(TRIES)[::-1]:
+                try:
+                    ray.init(address or "auto", **quiet)
+                    break
+                except ConnectionAbortedError:  # the cluster's process for this program ended as it was forked: in gRPC
+                    if not left:
+                        raise
         except ConnectionError:
             if address:
                 raise

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 SIZE = (96, 80)
 LARGE = (320, 240)  # as pixels, 400 of these take 90 MB
-VARIES = 20  # megabytes by which the peaks of equal processes may differ
+VARIES = 30  # megabytes by which the peaks of equal processes may differ: 300 and 325 were seen for Parquet
 KINDS = ("tar", "parquet", "arrow")
 
 
