@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from pipeline.page.blocks import main_command, pages_of
@@ -92,7 +93,7 @@ def resume(site: Site, body: Body) -> str:
     return "the run goes on"
 
 
-def _artifacts(site: Site) -> Any:
+def _artifacts(site: Site) -> Path:
     run = next((run for run in find_runs(site.project) if run.current), None)
     if run is None:
         raise ValueError("no run of the present settings has begun")

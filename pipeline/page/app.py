@@ -111,7 +111,6 @@ def make_app(site: Site, token: str = "") -> Starlette:
     routes = [
         Route("/", answers.shell),
         Route("/static/{name}", static),
-        Route("/changes", answers.changes),
         Route("/events", answers.events),
         Route("/export/{name}", answers.export),
         Route("/picture/{name:path}", answers.picture),
@@ -221,9 +220,6 @@ class Answers:
         except (ValueError, OSError):
             return PlainTextResponse("there is no such file", 404)
         return FileResponse(path, media_type="application/octet-stream", filename=path.name)
-
-    def changes(self, request: Request) -> Response:
-        return PlainTextResponse(self.site.changes(), headers={"Cache-Control": "no-store"})
 
     def state(self) -> tuple[str, str]:
         """What `events` sends; looked up once for all who listen."""

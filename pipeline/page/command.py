@@ -25,8 +25,8 @@ NEEDED = "the page needs the extra `view`: make view installs it, or: pip instal
 @click.option("--open/--no-open", "opened", default=True, help="Open the page in the browser.")
 @with_project
 def command(port: int, opened: bool, project: Project) -> None:
-    """Show the project as a web page on this machine until Ctrl-C. The page is updated while a stage runs. It can change captions
-    and nothing else: edits are stored in the project and, on request, written into caption files.
+    """Show the project as a web page on this machine until Ctrl-C. The page is updated while a stage runs. It adds jobs
+    to the project's queue, and changes captions: edits are stored in the project and, on request, written into caption files.
     """
     import socket
 
