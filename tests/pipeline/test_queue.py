@@ -11,6 +11,7 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipeline.queue import FILE, Job, Queue
@@ -81,9 +82,12 @@ def test_jobs_run_one_after_another_in_their_order_and_a_stopped_one_makes_room(
 def test_a_job_of_a_killed_worker_runs_on_alone_and_ends_by_itself(queue):
     job, file = held(queue, "a")
     queue.add(["mark", "b"])
-    os.kill(workers(queue), signal.SIGKILL)
-    queue.start()  # starts nobody: the job still holds the lock
-    assert queue.works() and running(queue).number == job.number
+    worker = psutil.Process(workers(queue))
+    worker.kill()
+    worker.wait(projects.HANG)
+    assert queue.works(), "the job still holds the lock"
+    queue.start()  # starts nobody
+    assert running(queue).number == job.number
     file.touch()
     wait(lambda: states(queue)[job.number] == "finished" and not queue.works(), "it ends")
     assert marks(queue) == ["a begins", "a ends"]
