@@ -150,8 +150,8 @@ def work(window, address):
     seen["file"] = wait(window, "document.querySelector('a[download][href^=\"/export\"]')?.href")
     window.get(address)
     rows = "[...document.querySelectorAll('#queue tbody tr')].map((row) => row.cells[2].textContent)"
-    wait(window, f"{rows}.length === 3 && {rows}.every((state) => state === 'finished')")
-    return seen
+    wait(window, f"{rows}.length === 3 && !{rows}.some((state) => /waiting|running/.test(state))")
+    return seen | {"states": window.execute_script(f"return {rows}")}
 
 
 def search(window, address, text):
@@ -179,10 +179,10 @@ def main():
         seen = {"looks": [look(window, address, name, width, folder) for width in asked["widths"] for name in pages]}
         if asked["edit"]:
             seen["edited"] = edit(window, address)
+        if asked["work"]:  # before another process writes the tables
+            seen["worked"] = work(window, address)
         if asked["signal"]:
             seen["moved"] = follow_run(window, address, asked["signal"])
-        if asked["work"]:
-            seen["worked"] = work(window, address)
         if asked["search"]:
             seen["found"] = search(window, address, asked["search"])
         print(json.dumps(seen))
