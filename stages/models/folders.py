@@ -41,7 +41,9 @@ def locate(root: Path, component: str, family: ModelFamily) -> Path:
 
 
 def component_config(path: Path, default: Mapping[str, Any]) -> dict[str, Any]:
-    return read_config(path) or dict(default)
+    """Sizes: `default` without a config.json that states some, as that of weights quantised for MLX may not."""
+    found = read_config(path)
+    return found if found.keys() & default.keys() else dict(default)
 
 
 CONFIG_BYTES = 1_000_000  # the largest config.json that is read

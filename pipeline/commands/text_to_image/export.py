@@ -25,10 +25,7 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
     from stages.models.family import Adapter, Family
 
-STYLES = {
-    "diffusers": "transformer.<diffusers name>: diffusers, and ComfyUI by its name map",
-    "comfyui": "diffusion_model.<name in ComfyUI>, q, k and v fused for FLUX.2: ComfyUI and what reads its names; diffusers too",
-}
+STYLES = ("diffusers", "comfyui")
 READERS = {  # style -> variant -> which programs load the file; every program loads a plain LoRA
     "diffusers": {
         "dora": "wrote a DoRA in PEFT's names: diffusers loads it exactly; ComfyUI ignores magnitudes, use style comfyui there",
@@ -42,6 +39,7 @@ READERS = {  # style -> variant -> which programs load the file; every program l
 }
 NETWORKS = {"lora": "networks.lora", "dora": "networks.lora", "lokr": "lycoris.kohya"}  # variant -> kohya's ss_network_module
 STEM = "diffusion_pytorch_model"  # of the names of merged weight files, as diffusers expects them
+PACKING = ("quantization", "quantization_config")  # in a config.json of packed weights; merged ones are not packed
 SHARD = 4 << 30  # the largest size of a merged weight file, bytes; as much is held in memory
 
 
@@ -52,7 +50,9 @@ SHARD = 4 << 30  # the largest size of a merged weight file, bytes; as much is h
     type=click.Choice(list(STYLES)),
     default="diffusers",
     show_default=True,
-    help="The program whose tensor names are used. ComfyUI reads a LoRA and a LoKr in either; of a DoRA only comfyui.",
+    help="diffusers: its names of Linears, which ComfyUI maps. comfyui: ComfyUI's prefix before Black Forest Labs' names, with "
+    "q, k and v in one Linear for FLUX.2 but not for FLUX 3 (which names ComfyUI reads there is not known), and before "
+    "diffusers' names for Z-Image. Of a DoRA, ComfyUI reads only comfyui.",
 )
 @dtype_option("bfloat16")
 @STEP
@@ -275,7 +275,8 @@ def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype:
     if out.exists():
         raise ValueError(f"{out} exists; move it away or choose another name")
     architecture = family.architecture
-    config = {"_class_name": architecture.transformer_class, **component_config(base, family.transformer)}
+    sizes = component_config(base, family.transformer)
+    config = {"_class_name": architecture.transformer_class} | {key: sizes[key] for key in sizes if key not in PACKING}
     arrays, scales = architecture.read_adapter(adapter)
     shapes = architecture.transformer_config(base, family).shapes()
     lora.check_fits({name.removesuffix(".weight"): shape for name, shape in shapes.items()}, arrays, scales)

@@ -54,10 +54,7 @@ def to_diffusers(arrays: Arrays) -> Arrays:
 
 def transformer_config(path: Path | None, family: Family) -> Flux3Config:
     """From the config.json at `path`, else from `family`. Raises ValueError if it is not that of a FLUX 3 transformer."""
-    stated = component_config(path, family.transformer) if path else family.transformer
-    # flux3-mlx's says only how the weights are quantised.
-    sizes = stated if stated.keys() & family.transformer.keys() else family.transformer
-    found = Flux3Config.from_dict(sizes)
+    found = Flux3Config.from_dict(component_config(path, family.transformer) if path else family.transformer)
     if found.flow_map != family.transformer["flow_map"]:
         kinds = ("a base", "distilled")[:: -1 if found.flow_map else 1]
         raise ValueError(f"{path} is {kinds[0]} (flow_map), and {family.name} is {kinds[1]}: choose the other family")
