@@ -87,6 +87,7 @@ class Option:
 class Template:
     options: tuple[Option, ...]
     write: Callable[[Mapping[str, str]], str]  # option -> value, and "project": its folder; returns project.toml
+    told: Callable[[Mapping[str, str]], list[str]] = lambda options: []  # lines for the user: what the folders hold
 
 
 # Pages of `latentmill view`: blocks, each answered by SQL over the project's tables

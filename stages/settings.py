@@ -124,6 +124,11 @@ def nearest(word: Any, words: Iterable[str], form: str = "{}", cutoff: float = 0
     return f"; did you mean {form.format(found[0])}?" if found else ""
 
 
+def several(count: int, unit: str) -> str:
+    """1 picture, 2 pictures, 3 queries."""
+    return f"{count} {unit if count == 1 else f'{unit[:-1]}ies' if unit.endswith('y') else f'{unit}s'}"
+
+
 def toml_string(text: str) -> str:
     # TOML forbids DEL in a string; JSON does not escape it.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

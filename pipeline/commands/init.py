@@ -76,7 +76,8 @@ def new_project(folder: Path, options: Mapping[str, str], pipeline: str = config
             raise ValueError(f"{path}: no such folder (--{option.name})")
         is_folder = option.kind != "text" and value and path.is_dir()
         values[option.name] = relative(path, folder) if is_folder else value
-    text = template.write(values | {"project": str(folder)})
+    values["project"] = str(folder)
+    text = template.write(values)
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
     try:
@@ -85,8 +86,14 @@ def new_project(folder: Path, options: Mapping[str, str], pipeline: str = config
         file.unlink()  # else the next try would find it in the way
         raise
     found = stages.pipeline(pipeline)
-    target = [*found.results, *found.stages][0]
-    return [f"wrote {file}; read it through, then:", f"  make {target} PROJECT={shell_path(folder)}"]
+    lint = ["lint"] if "lint" in own_of(pipeline).commands else []
+    targets = ["plan", *lint, [*found.results, *found.stages][0]]
+    return [
+        f"wrote {file}",
+        *(f"  {line}" for line in template.told(values)),
+        "read it through, then:",
+        *(f"  make {target} PROJECT={shell_path(folder)}" for target in targets),
+    ]
 
 
 def relative(path: Path, folder: Path) -> str:

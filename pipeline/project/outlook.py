@@ -12,6 +12,7 @@ from pipeline.project.weights import NotFetched
 from pipeline.store.disk import require_room, size_of
 from stages.memory import GB, PROGRAM_BYTES, Forecast, Outlook, refusal
 from stages.pipelines import Weights
+from stages.settings import several
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -134,8 +135,7 @@ def counted(stage: Stage, rows: pa.Table) -> int:
 
 def amount(stage: Stage, count: int) -> str:
     """Such as "1 picture" or "1500 steps"."""
-    unit = "step" if runs.trains(stage.writes) else stage.unit
-    return f"{count} {unit if count == 1 else f'{unit[:-1]}ies' if unit.endswith('y') else f'{unit}s'}"
+    return several(count, "step" if runs.trains(stage.writes) else stage.unit)
 
 
 def announcement(project: Project, name: str, rows: int, to_do: str) -> tuple[str, int]:

@@ -15,6 +15,7 @@ from stages.text_to_image.captions.stage import CaptionsConfig
 from stages.text_to_image.families import family as family_record
 from stages.text_to_image.images.folder import CONTROL, pair_references, scan
 from stages.text_to_image.imaging.usable import without_ending
+from stages.text_to_image.seen import Seen, look
 from stages.untrusted import read_json
 
 Settings = Mapping[str, Mapping[str, tuple[Any, str]]]  # section -> setting -> (value, reason)
@@ -34,11 +35,6 @@ template = {template}
 {missing}preview_prompts = [{preview}]
 
 {sections}
-"""
-FOLDER = """\
-[[images.folder]]
-path = {path}  # only read, never written
-# Another subject: one more [[images.folder]] with a path and a trigger of its own. It may lie in this folder.\
 """
 # Section -> setting -> its first value and a remark. A family's own first values replace them.
 SECTIONS = ("buckets", "latents", "embeddings", "train", "train.data", "samples")
@@ -89,31 +85,51 @@ PRESETS: Mapping[str, Settings] = {
 
 
 def project_toml(options: Mapping[str, str]) -> str:
-    """`options`: images, family, weights, trigger, preset, project. Raises ValueError for an unknown family or preset, and for
-    edit training without a pair.
+    """`options`: images, family, weights, trigger, preset, project. Raises ValueError for an unknown family or preset, for edit
+    training without a pair, and for one trigger of several subjects.
     """
     record = family_record(options["family"])
     record.require_trainable()
     trigger, images, preset = options["trigger"], options["images"], options.get("preset", "")
-    settings = preset_settings(preset, trigger)
+    seen = _seen(options)
+    if seen and seen.itself:
+        trigger = trigger or seen.itself.trigger
+    called = bool(trigger or (seen and seen.own(trigger)))
+    settings = preset_settings(preset, called)
     if preset == "edit" and record.references == "none":
         raise ValueError(f"--preset edit: {record.name} reads no reference images; take another preset, or another family")
     edits = first_edits(images, Path(options["project"])) if preset == "edit" and not Path(images).is_file() else {}
     if edits:
         pairs = {toml_string(prompt): (paths, "") for prompt, paths in edits.items()}
         settings = {**settings, "samples.prompt_references": pairs}
-    prompts = list(edits) or ["a photo of {trigger}" if trigger else "a photo"]
+    prompts = list(edits) or ["a photo of {trigger}" if called else "a photo"]
     return TEXT.format(
         family=toml_string(record.name),
         weights=toml_string(options["weights"]),
-        images=concept_folders(Path(images)) if Path(images).is_file() else FOLDER.format(path=toml_string(images)),
+        images=seen.toml(images, trigger) if seen else concept_folders(Path(images)),
         trigger=toml_string(trigger),
-        template=toml_string("{trigger}, {caption}" if trigger else "{caption}"),
-        missing='missing = "trigger"  # what an image without a caption gets\n' if trigger else "",
+        template=toml_string("{trigger}, {caption}" if called else "{caption}"),
+        missing='missing = "trigger"  # what an image without a caption gets\n' if called else "",
         preview=", ".join(map(toml_string, prompts)),
         source=record.source,
         sections=toml_sections(record, settings),
     )
+
+
+def _seen(options: Mapping[str, str]) -> Seen | None:
+    """None of OneTrainer's concepts, which say themselves what they are."""
+    images, project = options["images"], Path(options["project"])
+    return None if Path(images).is_file() else look(setting_path(images, project).resolve(), project)
+
+
+def told(options: Mapping[str, str]) -> list[str]:
+    trigger, images = options["trigger"], Path(options["images"])
+    if seen := _seen(options):
+        return list(seen.lines(trigger))
+    count = concept_folders(images).count("[[images.folder]]")
+    if not trigger or count < 2:
+        return []
+    return [f"all {count} concepts have the trigger '{trigger}'; trigger = \"...\" in [[images.folder]] gives one its own"]
 
 
 def first_edits(images: str, project: Path) -> dict[str, tuple[str, ...]]:
@@ -142,7 +158,7 @@ def first_edits(images: str, project: Path) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def preset_settings(name: str, trigger: str) -> Settings:
+def preset_settings(name: str, trigger: bool) -> Settings:
     """Section -> setting -> (value, remark). Raises ValueError for an unknown preset; "" is none."""
     if name and name not in PRESETS:
         hint = nearest(name, PRESETS, '"{}"')
@@ -231,4 +247,5 @@ TEMPLATE = Template(
         Option("trigger", "A word that stands for your subject; it is put before every caption."),
     ),
     write=project_toml,
+    told=told,
 )

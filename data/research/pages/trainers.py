@@ -20,14 +20,19 @@ finds a setting by the name that another trainer gives it.
 
 | you have | do |
 |---|---|
-| kohya's folders, `img/10_ohwx cat` and `reg` | `--images` names the folder around them; repeats and subjects are read |
+| kohya's folders, `img/10_ohwx cat` and `reg` | `--images` names the folder around them, or one of them; no `--trigger` |
 | a folder with `.txt` or `.caption` files (ai-toolkit, musubi) | `--images` names it |
 | `metadata.jsonl` (diffusers, Hugging Face) | `--images` names its folder |
 | OneTrainer's `concepts.json` | `--images concepts.json` takes over folders, repeats and regularisation |
 | pictures to edit from, in `control` | nothing: they are found by name; [edit training](editing.md) |
 | masks | `[latents] mask = "file"`: `cat.mask.png` or `masks/cat.png` |
 
-`--images` is an option of the command `init`; with make it is `make init PROJECT=data/cats IMAGES=...`.
+`--images` is an option of the command `init`; with make it is `make init PROJECT=data/cats IMAGES=...`. It says what it found.
+
+Of kohya's folders, `init` writes one `[[images.folder]]` each, with the repeats and the trigger of its name: pictures of
+`5_blue vase` are trained with "blue vase", five times per epoch. A caption that has the trigger already stays as it is;
+`trigger = ""` leaves all captions of a folder as they are, as kohya does. One `--trigger` for several subjects is refused: it
+would stand before the captions of each.
 
 ## Names
 

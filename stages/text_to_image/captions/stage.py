@@ -439,7 +439,7 @@ def caption_rows(found: Found, config: CaptionsConfig, edits: Mapping[str, str])
     foreign = [each.origin for image_id in without for each in found.captions[image_id] if FOREIGN in each.text.lower()]
     if foreign:
         raise ValueError(f"{first_names(foreign, 1)}: {FOREIGN} stands for the trigger; set captions.trigger, or write the word")
-    notes = [*found.notes, *_describe(filled, config)]
+    notes = [*found.notes, *_describe(filled, config), *_one_trigger(subjects, config)]
     # Edits replace training texts, so they come after the template, and before the check that looks for the trigger.
     rows = apply_edits(rows, edits)
     notes += _check_trigger([row["text"] for row in rows if not subjects[row["image_id"]].class_only], subjects, config)
@@ -511,6 +511,19 @@ def _check_triggers(subjects: Mapping[str, Subject], triggers: Sequence[str], co
         if needed:
             some = f"; {first_names(without)} are in no [[images.folder]] with a trigger" if without and triggers else ""
             raise ValueError(f'captions.trigger must be set, because {use}, got ""{some}')
+
+
+def _one_trigger(subjects: Mapping[str, Subject], config: CaptionsConfig) -> Iterator[str]:
+    """A note if the template puts one trigger before the captions of kohya's subjects that have other names."""
+    named = {
+        each.concept: each.folder for each in subjects.values() if each.concept and not (each.class_only or each.own_trigger)
+    }
+    others = [folder for concept, folder in named.items() if not trigger_pattern(config.trigger).search(concept)]
+    if config.trigger and "{trigger}" in config.template and len(named) > 1 and others:
+        yield (
+            f'{len(named)} subjects ({first_names(list(named.values()))}) are trained with one trigger, "{config.trigger}": '
+            "give each an [[images.folder]] with a trigger of its own, unless they show the same"
+        )
 
 
 def _check_trigger(texts: list[str], subjects: Mapping[str, Subject], config: CaptionsConfig) -> list[str]:

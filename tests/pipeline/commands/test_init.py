@@ -134,6 +134,58 @@ def test_another_subject_is_added_to_a_new_project_by_one_more_folder_with_its_o
     assert sorted(texts("preview")) == ["a photo of ohwx cat", "a photo of sks dog"]
 
 
+def test_init_says_what_lies_in_the_folder_and_gives_each_kohya_subject_its_own_trigger(tmp_path):
+    folder, made = tmp_path / "img", tmp_path / "new"
+    for number, name in enumerate(("10_sks cat/a.jpg", "10_sks cat/b.png", "5_blue vase/a.png", "reg/1_cat/a.png")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        draw(folder / name, seed=number, size=(64, 64))
+    (folder / "10_sks cat" / "a.txt").write_text("sks cat on a sofa")
+    options = {"images": str(folder), "family": "tiny", "preset": "subject"}
+    refused = r'--trigger "sks cat" would be the word of 2 subjects \(10_sks cat is .*, 5_blue vase is .*\): leave it out, and'
+    with pytest.raises(ValueError, match=refused):
+        new_project(made, options | {"trigger": "sks cat"})
+    said = new_project(made, options)
+    assert said[1:] == [
+        f"  3 pictures in {folder}: 2 PNG, 1 JPEG",
+        "  1 with a caption, 2 without: the trigger alone will be trained",
+        "  10_sks cat: 2 pictures, 10 repeats, trigger 'sks cat'",
+        "  5_blue vase: 1 picture, 5 repeats, trigger 'blue vase'",
+        "  1 picture of the class (regularisation)",
+        "read it through, then:",
+        *(f"  make {target} PROJECT={made}" for target in ("plan", "lint", "train")),
+    ]
+    build(made, "images", "captions")
+    rows = Project(made).current("captions").rows().to_pylist()
+    texts = sorted(row["text"] for row in rows if row["role"] == "caption" and row["text"] != "cat")
+    assert texts == ["blue vase", "sks cat", "sks cat on a sofa"]
+    assert {row["text"] for row in rows if row["role"] == "preview"} == {"a photo of sks cat", "a photo of blue vase"}
+    assert {row["repeats"] for row in Project(made).current("images").rows().to_pylist()} == {10, 5, 1}
+    # Pictures beside the subjects' folders: TRIGGER is theirs.
+    draw(folder / "c.webp", seed=9, size=(64, 64))
+    assert any("1 picture in no such folder: they have no trigger" in line for line in new_project(tmp_path / "third", options))
+    build(tmp_path / "third", "images", "captions")
+    new_project(tmp_path / "fourth", options | {"trigger": "zwx"})
+    build(tmp_path / "fourth", "images", "captions")
+    rows = Project(tmp_path / "fourth").current("captions").rows().to_pylist()
+    assert {row["text"] for row in rows if row["role"] == "trigger"} == {"zwx", "sks cat", "blue vase"}
+
+
+def test_a_kohya_folder_that_is_named_itself_gives_its_repeats_and_its_subject(tmp_path):
+    folder = tmp_path / "img" / "10_sks cat"
+    folder.mkdir(parents=True)
+    said = new_project(tmp_path / "none", {"images": str(folder), "family": "tiny"})
+    assert "holds no images" in said[1]
+    draw(folder / "a.png", seed=0, size=(64, 64))
+    said = new_project(tmp_path / "new", {"images": str(folder), "family": "tiny"})
+    assert "  10_sks cat: 1 picture, 10 repeats, trigger 'sks cat'" in said
+    build(tmp_path / "new", "images", "captions")
+    project = Project(tmp_path / "new")
+    assert project.config.sections["captions"].trigger == "sks cat"
+    assert [row["repeats"] for row in project.current("images").rows().to_pylist()] == [10]
+    new_project(tmp_path / "other", {"images": str(folder), "family": "tiny", "trigger": "zwx"})
+    assert Project(tmp_path / "other").config.sections["captions"].trigger == "zwx"
+
+
 def test_a_family_trained_on_small_pictures_begins_with_small_pictures():
     begin = family("micro").begin
     assert max(begin["buckets"]["resolutions"]) == begin["samples"]["width"] == begin["samples"]["height"] <= 192
