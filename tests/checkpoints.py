@@ -6,6 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from stages.text_to_image.families import FLUX2, FLUX3, Z_IMAGE
+
 # Special tokens of Mistral's tokenizer with their ids; the others of the first 20 are reserved.
 SPECIAL = {0: "<unk>", 1: "<s>", 2: "</s>", 3: "[INST]", 4: "[/INST]", 10: "[IMG]", 11: "<pad>"}
 SPECIAL |= {17: "[SYSTEM_PROMPT]", 18: "[/SYSTEM_PROMPT]"}
@@ -124,6 +128,48 @@ def as_single_file(arrays: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return {prefix + key: value for key, value in found.items()}
 
 
+def flux3_as_single_file(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Return a transformer's weights under the names of FLUX 3's single file: the inverse of diffusers' own conversion. `arrays`
+    are arrays or torch tensors by diffusers name.
+    """
+    inside = {"attn.to_q": "q_proj", "attn.to_k": "k_proj", "attn.to_v": "v_proj", "attn.to_out.0": "attn_out"}
+    inside |= {"ff.linear_in": "mlp_in", "ff.linear_out": "mlp_out", "target_timestep_embedder.linear_": "ref_time_in."}
+    inside |= {"timestep_embedder.linear_": "time_in.", "time_in.1": "time_in.in_layer", "time_in.2": "time_in.out_layer"}
+    inside |= {"attn.norm_q.weight": "norm.query_norm.scale", "attn.norm_k.weight": "norm.key_norm.scale"}
+    inside |= {"x_embedders.": "emb_in.", "context_embedder.": "txt_in.", "proj_out.": "final_layer.image.linear."}
+    inside |= {"single_transformer_blocks.": "single_blocks.", "norm_out.linear": "final_layer.image.adaLN_modulation.1"}
+    found: dict[str, Any] = {"repa_projectors.0.weight": np.ones((2, 2), np.float32)}
+    for name, value in arrays.items():
+        key = f"content_{name}" if name.startswith("mode_blocks.") else name
+        for ours, makers in inside.items():
+            key = key.replace(ours, makers)
+        key = key.replace(".linear.weight", ".lin.weight") if "stream_modulations" in key else key
+        half = value.shape[0] // 2
+        found[key] = stacked([value[half:], value[:half]]) if "adaLN" in key else value
+    return found
+
+
+def z_image_as_single_file(arrays: dict[str, Any], prefix: str = "model.diffusion_model.") -> dict[str, Any]:
+    """Return a transformer's weights under the names of ComfyUI's file of Z-Image, as `flux3_as_single_file`."""
+    found: dict[str, Any] = {"norm_final.weight": np.ones(64, np.float32)}
+    for name, value in arrays.items():
+        if name.endswith("to_q.weight"):
+            parts = [arrays[name.replace("to_q", part)] for part in ("to_q", "to_k", "to_v")]
+            found[name.replace("to_q", "qkv")] = stacked(parts)
+        elif not name.endswith(("to_k.weight", "to_v.weight")):
+            plain = name.replace("all_x_embedder.2-1", "x_embedder").replace("all_final_layer.2-1", "final_layer")
+            plain = plain.replace("attention.to_out.0", "attention.out")
+            found[plain.replace("attention.norm_q", "attention.q_norm").replace("attention.norm_k", "attention.k_norm")] = value
+    return {prefix + name: value for name, value in found.items()}
+
+
+def stacked(parts: list[Any]) -> Any:
+    """Return arrays or torch tensors below each other."""
+    import torch
+
+    return torch.cat(parts) if isinstance(parts[0], torch.Tensor) else np.concatenate(parts)
+
+
 def autoencoder_as_single_file(state: dict[str, Any]) -> dict[str, Any]:
     """Return an autoencoder's weights under the names of Black Forest Labs' ae.safetensors. `state` are torch tensors by
     diffusers name. It is the reverse of what the loader does, written down independently.
@@ -144,6 +190,9 @@ def autoencoder_as_single_file(state: dict[str, Any]) -> dict[str, Any]:
         key = re.sub("^quant_conv", "encoder.quant_conv", key)
         found[re.sub("^post_quant_conv", "decoder.post_quant_conv", key)] = value
     return found
+
+
+SINGLE_FILES = {FLUX2: as_single_file, FLUX3: flux3_as_single_file, Z_IMAGE: z_image_as_single_file}  # by a record's `code`
 
 
 def in_fp8(arrays: dict[str, Any], dtype: Any, scales: str, ending: str) -> tuple[dict[str, Any], dict[str, Any]]:

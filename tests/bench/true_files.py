@@ -1,4 +1,5 @@
-"""Write files of random weights with the shapes of a released model, in the diffusers layout, in shards.
+"""Write files of random weights with the shapes of a released model: in the diffusers layout, in shards, or as the makers' single
+files.
 
 All matrices of equal width repeat one block of normal values, so writing is limited only by the disk.
 """
@@ -16,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from stages.models.family import Family
+from stages.models.family import TOKENIZER, Family
 from tests import checkpoints
 from tests.bench.encoders import autoencoder_module
 
@@ -24,6 +25,8 @@ SHARD = 5_000_000_000  # bytes of a file
 BLOCK = 16_777_213  # values that repeat; a prime, so that the rows of a matrix differ
 AT_ONCE = 8  # shards that are written at the same time
 SIZES = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
+
+PREFIXES = {"mistral3": "language_model.model.", "qwen3_vl": "model.language_model."}  # of a text encoder's names, by `text_kind`
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -60,7 +63,7 @@ def repeated(dtype: str, inputs: int) -> np.ndarray:
 def entries(shapes: Shapes, fp8: bool) -> Iterator[Entry]:
     """Yield every tensor of a component. With `fp8`, matrices are in fp8, and each has a scale."""
     for name, shape in shapes.items():
-        packed = fp8 and len(shape) == 2
+        packed = fp8 and len(shape) == 2 and name.endswith(".weight")
         yield Entry(name, "F8_E4M3" if packed else "BF16", shape)
         if packed:
             yield Entry(name.replace(".weight", ".weight_scale"), "F32", ())
@@ -120,8 +123,18 @@ def component_shapes(record: Family, component: str) -> Shapes:
     if component == "autoencoder":
         return dict(autoencoder_module(record).AutoencoderConfig.from_dict(record.autoencoder).shapes())
     needed = record.architecture.text_encoder_sizes(None, record).shapes(max(record.text_layers))
-    prefix = "language_model.model." if record.text_kind == "mistral3" else "model."
+    prefix = PREFIXES.get(record.text_kind, "model.")
     return {prefix + name: shape for name, shape in needed.items()}
+
+
+def single_file_shapes(record: Family, component: str) -> Shapes:
+    """As `component_shapes`, by the names of the makers' single file."""
+    import torch
+
+    shapes = component_shapes(record, component)
+    names: Any = {"transformer": checkpoints.SINGLE_FILES[record.code], "autoencoder": checkpoints.autoencoder_as_single_file}
+    without_memory = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return {name: tuple(value.shape) for name, value in names.get(component, dict)(without_memory).items()}
 
 
 def bytes_of(record: Family, component: str, fp8: bool = False) -> int:
@@ -131,21 +144,29 @@ def bytes_of(record: Family, component: str, fp8: bool = False) -> int:
     return sum(entry.size for entry in entries(component_shapes(record, component), fp8))
 
 
-def write(record: Family, folder: Path, component: str, fp8: bool = False) -> None:
+def path_of(record: Family, folder: Path, component: str, single: bool = False) -> Path:
+    """Return the file or folder of a component that `write` writes."""
+    return folder / (record.single_files[component][0] if single else record.folders[component])
+
+
+def write(record: Family, folder: Path, component: str, fp8: bool = False, single: bool = False) -> None:
     """Write one component of the model family `record`, at its released sizes, below `folder`. The text encoder comes with
-    a small tokenizer.
+    a small tokenizer. With `single`, it is the makers' single file.
     """
     from stages.models.random_model import write_tokenizer
 
-    shapes = component_shapes(record, component)
-    if component == "autoencoder":
-        write_component(folder / "vae", "diffusion_pytorch_model", shapes, dict(record.autoencoder))
+    path, plain = path_of(record, folder, component, single), component == "autoencoder" or not fp8
+    if component == "text_encoder":
+        tokenizer = folder / (TOKENIZER if single else record.folders[TOKENIZER])
+        if record.text_kind == "mistral3":
+            checkpoints.mistral_tokenizer().save_pretrained(tokenizer)
+        else:
+            write_tokenizer(tokenizer, 1024)
+    if single:
+        write_shard(path, list(entries(single_file_shapes(record, component), not plain)))
         return
-    if component == "transformer":
-        write_component(folder / "transformer", "diffusion_pytorch_model", shapes, dict(record.transformer), fp8)
-        return
-    if record.text_kind == "mistral3":
-        checkpoints.mistral_tokenizer().save_pretrained(folder / "tokenizer")
-    else:
-        write_tokenizer(folder / "tokenizer", 1024)
-    write_component(folder / "text_encoder", "model", shapes, dict(record.text_encoder), fp8)
+    config = dict(getattr(record, component))
+    if record.text_kind == "qwen3_vl" and component == "text_encoder":
+        config = {"model_type": "qwen3_vl", "text_config": config}
+    stem = "model" if component == "text_encoder" else "diffusion_pytorch_model"
+    write_component(path, stem, component_shapes(record, component), config, not plain)

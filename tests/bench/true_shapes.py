@@ -2,11 +2,12 @@
 FOLDER`.
 
 The weights are random, so the pictures mean nothing; seconds and peaks are those of real files. FOLDER gets the weights
-in the diffusers layout, in shards, and a project with two images. Each step is a process of its own and prints one
-line of JSON per stage: seconds, MLX's peak memory and the largest memory of the process that the system has counted.
-Where a stage loads a large model, the line has the seconds of the load, the size of the weights in memory, and the
-peak while they were loaded. It also has the estimate that the stage announces, and the peak of the memory that the
-system counts as the process's own, without mapped files. The step `again` loads the transformer from its converted copy.
+in the diffusers layout, in shards, or with `--single` as the makers' single files, and a project with two images. Each
+step is a process of its own and prints one line of JSON per stage: seconds, MLX's peak memory and the largest memory of
+the process that the system has counted. Where a stage loads a large model, the line has the seconds of the load, the
+size of the weights in memory, and the peak while they were loaded. It also has the estimate that the stage announces,
+and the peak of the memory that the system counts as the process's own, without mapped files. The step `again` loads the
+transformer from its converted copy.
 
 `--memory` keeps the tables in memory and in a file between processes, for a machine without Lance. `--spare` writes a
 component right before the first stage that needs it, and deletes it after the last. A disk without room for a
@@ -19,9 +20,12 @@ packed, without training.
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib
 import json
+import os
 import pickle
+import platform
 import shutil
 import subprocess
 import sys
@@ -34,11 +38,11 @@ import mlx.core as mx
 from data.research.experiments.in_memory import MemoryTables
 from pipeline.project import outlook
 from pipeline.project.project import Project
-from stages.models.family import Family
 from stages.text_to_image.families import family
 from stages.text_to_image.weights import CONVERTED
 from tests import projects
 from tests.bench import true_files
+from tests.bench.environment import commit
 from tests.bench.peaks import Meter, OwnMemory, Row, process_peak
 
 LOAD, AGAIN = "load", "again"
@@ -56,8 +60,7 @@ LOADING = {  # with --load
     (LOAD,): "transformer",
     (AGAIN,): "transformer",
 }
-FOLDERS = {"transformer": "transformer", "text_encoder": "text_encoder", "autoencoder": "vae"}
-COMPONENTS = tuple(FOLDERS)
+COMPONENTS = ("transformer", "text_encoder", "autoencoder")
 # Where each stage looks up the function that loads its large model.
 LOADERS = {
     "embeddings": ("stages.text_to_image.embeddings.stage", "load_encoder"),
@@ -151,16 +154,17 @@ def run_step(project: Path, names: tuple[str, ...], in_memory: bool) -> None:
         file.write_bytes(pickle.dumps((tables.rows, tables.files)))
 
 
-def write_component(record: Family, weights: Path, component: str, fp8: bool) -> Row:
+def write_component(given: argparse.Namespace, weights: Path, component: str) -> Row:
     """Write the files of a component and return a row about them. If the disk has no room for bfloat16, the matrices are
     written in fp8.
     """
-    begun = time.perf_counter()
+    begun, record = time.perf_counter(), family(given.family)
     weights.mkdir(parents=True, exist_ok=True)
     small = component == "autoencoder"
-    fp8 = not small and (fp8 or shutil.disk_usage(weights).free < true_files.bytes_of(record, component) + SPARE)
-    true_files.write(record, weights, component, fp8)
-    files = list((weights / FOLDERS[component]).glob("*.safetensors"))
+    fp8 = not small and (given.fp8 or shutil.disk_usage(weights).free < true_files.bytes_of(record, component) + SPARE)
+    true_files.write(record, weights, component, fp8, given.single)
+    path = true_files.path_of(record, weights, component, given.single)
+    files = [path] if given.single else list(path.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
     row = {"written": component, "seconds": round(time.perf_counter() - begun, 1), "form": "fp8" if fp8 else "bfloat16"}
     return row | {"files": len(files), "files_gb": round(size / 1e9, 2)}
@@ -183,12 +187,20 @@ def write_project(given: argparse.Namespace, project: Path, weights: Path) -> No
 
 def report(given: argparse.Namespace, row: Row) -> None:
     """Print a row, and add it to the file `--out`."""
-    line = json.dumps({"family": given.family, **row}) + "\n"
+    about = {"family": given.family, "layout": "single files" if given.single else "diffusers", "machine": machine()}
+    line = json.dumps({**about, "date": datetime.date.today().isoformat(), "commit": commit(), **row}) + "\n"
     sys.stdout.write(line)
     sys.stdout.flush()
     if given.out:
         with given.out.open("a", encoding="utf-8") as file:
             file.write(line)
+
+
+def machine() -> str:
+    """Return what a row says of the machine: `2 cores, 24 GB, Linux x86_64, no GPU`."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpu = "no GPU" if mx.default_device() == mx.cpu else mx.device_info().get("device_name", "GPU")
+    return f"{os.cpu_count()} cores, {round(memory / 2**30)} GB, {platform.system()} {platform.machine()}, {gpu}"
 
 
 def start(given: argparse.Namespace, names: tuple[str, ...]) -> bool:
@@ -220,6 +232,7 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=512)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--fp8", action="store_true", help="matrices in fp8")
+    parser.add_argument("--single", action="store_true", help="the makers' single files instead of diffusers' folders")
     parser.add_argument("--weights", type=Path, help="folder of the weights, on another disk")
     parser.add_argument("--memory", action="store_true", help="keep tables in memory")
     parser.add_argument("--spare", action="store_true", help="delete a component after its last stage")
@@ -235,13 +248,13 @@ def main() -> None:
     every = LOADING if given.load else STEPS
     steps = [(names, needed) for names, needed in every.items() if not needed or needed in given.components]
     for place, (names, needed) in enumerate(steps):
-        folder = weights / FOLDERS.get(needed, "")
-        if needed and not folder.is_dir():
-            report(given, write_component(family(given.family), weights, needed, given.fp8))
+        path = true_files.path_of(family(given.family), weights, needed, given.single) if needed else weights
+        if needed and not path.exists():
+            report(given, write_component(given, weights, needed))
         if not start(given, names):
             sys.exit(1)
         if given.spare and needed not in ("", "autoencoder") and needed not in [other for _, other in steps[place + 1 :]]:
-            shutil.rmtree(folder)
+            path.unlink() if path.is_file() else shutil.rmtree(path)
 
 
 if __name__ == "__main__":

@@ -15,18 +15,15 @@ from pipeline.commands.text_to_image.export import export_run
 from stages.models.family import TOKENIZER
 from stages.text_to_image.families import FAMILIES
 from tests import projects
-from tests.checkpoints import autoencoder_as_single_file
+from tests.checkpoints import SINGLE_FILES, autoencoder_as_single_file
 from tests.pipeline.kill_loop import CLI
 from tests.pipeline.killing import KILLED, count_syncs, run_and_kill
 from tests.pipeline.test_damage import GROUPS, flip
 from tests.pipeline.test_kill import artifacts
-from tests.stages.models.flux3.test_transformer import makers_names
-from tests.stages.models.z_image.test_transformer import comfyui_names
 
 # The other tests of kills and damage use FLUX.2's.
 OTHERS = [name for name, record in FAMILIES.items() if record.seeded is not None and record.code != FAMILIES["tiny"].code]
 RESULTS, TABLES = ("train", "samples"), ("latents", "embeddings", "train")
-SINGLE = {"flux3-tiny": makers_names, "z-image-tiny": comfyui_names}
 SMALL = (("[64, 96]", "[64]"), ("steps = 6", "steps = 4"), ("height = 64\nsteps = 2", "height = 64\nsteps = 1\nbase = false"))
 
 
@@ -80,7 +77,7 @@ def test_single_files_beside_each_other_give_the_tables_of_the_folders(finished:
     folder = shutil.copytree(sound / "weights" / record.name / record.folders[TOKENIZER], files / TOKENIZER)
     for needless in (*folder.glob("*.safetensors"), folder / "config.json"):
         needless.unlink(missing_ok=True)
-    renamed = {"transformer": SINGLE[record.name], "autoencoder": autoencoder_as_single_file}
+    renamed = {"transformer": SINGLE_FILES[record.code], "autoencoder": autoencoder_as_single_file}
     for component in ("transformer", "autoencoder", "text_encoder"):
         (file,) = (sound / "weights" / record.name / record.folders[component]).glob("*.safetensors")
         arrays = renamed.get(component, dict)(load_file(file))

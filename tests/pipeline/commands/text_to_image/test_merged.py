@@ -20,6 +20,7 @@ from stages.models.folders import read_config
 from stages.text_to_image.families import family
 from stages.tuner import checkpoint
 from stages.tuner.adapters.targets import adapter_metadata, fresh_adapter, select_targets
+from tests.checkpoints import SINGLE_FILES
 from tests.pipeline.commands.text_to_image.reference import forward, tiny_transformer
 from tests.pipeline.commands.text_to_image.test_export_variants import VARIANTS, trained_variant, with_merged_weights
 from tests.stages.models.flux3 import test_transformer as flux3
@@ -65,9 +66,9 @@ def z_image_theirs(model: Any) -> np.ndarray:
 
 FLUX3_CASE = flux3.given((3, 4), (9,), ((2, 2),))  # with a reference image: its blocks are merged too
 Z_IMAGE_CASE = z_image.given((3, 5), (7,))
-OTHERS: dict[str, tuple[Any, Any, Any, Any]] = {  # family -> reference, its prediction, the makers' names, diffusers' loader
-    "flux3-klein-base": (flux3.random_reference, flux3_theirs, flux3.makers_names, "Flux3LoraLoaderMixin"),
-    "z-image": (z_image.random_reference, z_image_theirs, z_image.comfyui_names, "ZImageLoraLoaderMixin"),
+OTHERS: dict[str, tuple[Any, Any, str]] = {  # family -> reference, its prediction, diffusers' loader
+    "flux3-klein-base": (flux3.random_reference, flux3_theirs, "Flux3LoraLoaderMixin"),
+    "z-image": (z_image.random_reference, z_image_theirs, "ZImageLoraLoaderMixin"),
 }
 
 
@@ -78,7 +79,7 @@ def test_a_merged_model_of_each_other_architecture_predicts_in_diffusers_as_its_
 ) -> None:
     from diffusers.loaders import lora_pipeline
 
-    reference, predict, makers, mixin = OTHERS[name]
+    reference, predict, mixin = OTHERS[name]
     model, path = reference(), tmp_path / "base"
     record = dataclasses.replace(family(name), transformer=dict(model.config))
     state = {key: np.ascontiguousarray(value.numpy()) for key, value in model.state_dict().items()}
@@ -86,7 +87,7 @@ def test_a_merged_model_of_each_other_architecture_predicts_in_diffusers_as_its_
         model.save_pretrained(path)
     elif layout == "single file":
         path = tmp_path / "model.safetensors"
-        save_file({key: np.ascontiguousarray(value) for key, value in makers(state).items()}, path)
+        save_file({key: np.ascontiguousarray(value) for key, value in SINGLE_FILES[record.code](state).items()}, path)
     else:  # nothing is packed here: config.json says nothing but how weights would be
         path.mkdir()
         save_file(state, path / "model.safetensors")

@@ -17,6 +17,7 @@ from stages.models.flux3.transformer import WINDOW, Flux3, Flux3Config, image_id
 from stages.text_to_image.families import family
 from stages.tuner.blockwise.backprop import loss_and_grads
 from stages.tuner.diffusion import mse
+from tests.checkpoints import flux3_as_single_file
 
 SIZES: dict[str, Any] = {
     "in_channels": 16,
@@ -222,7 +223,7 @@ def test_black_forest_labs_single_file_is_renamed_as_diffusers_does(reference: A
     from safetensors.numpy import save_file
 
     state = {name: tensor.numpy() for name, tensor in reference.state_dict().items()}
-    single = makers_names(state)
+    single = flux3_as_single_file(state)
     expected = convert_flux3_transformer_checkpoint_to_diffusers({k: torch.tensor(v) for k, v in single.items()})
     for prefix, named in (("", state), ("", single), ("model.diffusion_model.", single)):
         converted = to_diffusers({prefix + k: mx.array(v) for k, v in named.items()})
@@ -245,7 +246,7 @@ def test_black_forest_labs_single_file_is_renamed_as_diffusers_does(reference: A
 def test_the_quantised_models_that_programs_for_macs_save_are_read(reference: Any, program: str, tmp_path: Path) -> None:
     state = {name: tensor.numpy() for name, tensor in reference.state_dict().items()}
     saved: dict[str, mx.array] = {}
-    for key, value in (makers_names(state) if program == "flux3-mlx" else state).items():
+    for key, value in (flux3_as_single_file(state) if program == "flux3-mlx" else state).items():
         name = key.replace("to_out.0", "to_out") if program == "mflux" else key
         packs = "blocks" in name and value.ndim == 2  # both quantise more or less beside the blocks
         parts = zip(("weight", "scales", "biases"), mx.quantize(mx.array(value), 32, 8), strict=True) if packs else ()
@@ -257,24 +258,6 @@ def test_the_quantised_models_that_programs_for_macs_save_are_read(reference: An
     case = prepared(*given((3, 5), (7,), ())[:2], SIGMAS[:1], TARGETS[:1])
     exact = np.array(ours(reference)(**case))
     assert 0 < np.abs(np.array(found(**case)) - exact).max() < 0.02 * np.abs(exact).max()
-
-
-def makers_names(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The inverse of diffusers' own conversion."""
-    inside = {"attn.to_q": "q_proj", "attn.to_k": "k_proj", "attn.to_v": "v_proj", "attn.to_out.0": "attn_out"}
-    inside |= {"ff.linear_in": "mlp_in", "ff.linear_out": "mlp_out", "target_timestep_embedder.linear_": "ref_time_in."}
-    inside |= {"timestep_embedder.linear_": "time_in.", "time_in.1": "time_in.in_layer", "time_in.2": "time_in.out_layer"}
-    inside |= {"attn.norm_q.weight": "norm.query_norm.scale", "attn.norm_k.weight": "norm.key_norm.scale"}
-    inside |= {"x_embedders.": "emb_in.", "context_embedder.": "txt_in.", "proj_out.": "final_layer.image.linear."}
-    inside |= {"single_transformer_blocks.": "single_blocks.", "norm_out.linear": "final_layer.image.adaLN_modulation.1"}
-    found = {"repa_projectors.0.weight": np.ones((2, 2), np.float32)}
-    for name, value in arrays.items():
-        key = f"content_{name}" if name.startswith("mode_blocks.") else name
-        for ours_, makers in inside.items():
-            key = key.replace(ours_, makers)
-        key = key.replace(".linear.weight", ".lin.weight") if "stream_modulations" in key else key
-        found[key] = np.concatenate(np.split(value, 2)[::-1]) if "adaLN" in key else value
-    return found
 
 
 @pytest.mark.parametrize(

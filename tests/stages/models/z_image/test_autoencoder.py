@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 from stages.models.z_image.autoencoder import AutoencoderConfig, load_autoencoder
 from stages.models.z_image.sampling import sigmas
 from stages.text_to_image.families import FAMILIES, Z_AUTOENCODER, family
-from tests.checkpoints import autoencoder_as_single_file
-from tests.stages.models.z_image.test_transformer import comfyui_names, folded
+from tests.checkpoints import autoencoder_as_single_file, z_image_as_single_file
+from tests.stages.models.z_image.test_transformer import folded
 
 
 def reference(seed: int) -> Any:
@@ -85,7 +85,10 @@ def test_components_are_recognised_and_not_taken_for_those_of_flux2() -> None:
     record = family("z-image")
     architecture = record.architecture
     transformer = architecture.transformer_config(None, record).shapes()
-    single = {name: value.shape for name, value in comfyui_names({n: np.empty(s, bool) for n, s in _narrow(transformer)}).items()}
+    single = {
+        name: value.shape
+        for name, value in z_image_as_single_file({n: np.empty(s, bool) for n, s in _narrow(transformer)}).items()
+    }
     autoencoder = AutoencoderConfig.from_dict(Z_AUTOENCODER).shapes()
     encoder = architecture.text_encoder_sizes(None, record).shapes(35)
     wide = {name: (3840, *shape[1:]) if "cap_embedder.1" in name else shape for name, shape in single.items()}

@@ -16,6 +16,7 @@ from stages.text_to_image.families import family
 from stages.tuner.adapters import lora
 from stages.tuner.blockwise.backprop import loss_and_grads
 from stages.tuner.diffusion import mse
+from tests.checkpoints import z_image_as_single_file
 
 SIZES = {
     "in_channels": 4,
@@ -181,25 +182,12 @@ def test_comfyuis_single_file_is_renamed_as_diffusers_does(reference: Any) -> No
     import torch
     from diffusers.loaders.single_file_utils import convert_z_image_transformer_checkpoint_to_diffusers
 
-    single = comfyui_names({name: tensor.numpy() for name, tensor in reference.state_dict().items()})
+    single = z_image_as_single_file({name: tensor.numpy() for name, tensor in reference.state_dict().items()})
     expected = convert_z_image_transformer_checkpoint_to_diffusers({k: torch.tensor(v) for k, v in single.items()})
     converted = to_diffusers({k: mx.array(v) for k, v in single.items()})
     assert set(converted) == set(expected) == set(reference.state_dict())
     for name, value in expected.items():
         assert np.array_equal(np.array(converted[name]), value.numpy()), name
-
-
-def comfyui_names(arrays: dict[str, np.ndarray], prefix: str = "model.diffusion_model.") -> dict[str, np.ndarray]:
-    found = {"norm_final.weight": np.ones(64, np.float32)}
-    for name, value in arrays.items():
-        if name.endswith("to_q.weight"):
-            parts = [arrays[name.replace("to_q", part)] for part in ("to_q", "to_k", "to_v")]
-            found[name.replace("to_q", "qkv")] = np.concatenate(parts)
-        elif not name.endswith(("to_k.weight", "to_v.weight")):
-            plain = name.replace("all_x_embedder.2-1", "x_embedder").replace("all_final_layer.2-1", "final_layer")
-            plain = plain.replace("attention.to_out.0", "attention.out")
-            found[plain.replace("attention.norm_q", "attention.q_norm").replace("attention.norm_k", "attention.k_norm")] = value
-    return {prefix + name: value for name, value in found.items()}
 
 
 def test_a_transformer_that_mflux_saved_is_read(tmp_path: Path) -> None:
