@@ -44,6 +44,9 @@ class Stage:
     # For a stage whose rows depend on each other: the rows that the whole result depends on. They become part of the recipe.
     snapshot: Callable[[Run[Any]], pa.Table] | None = None
     forecast: Callable[[Outlook], Forecast | None] | None = None  # None: it needs little
+    # The rows that its table will have after a run, as far as later stages count them: cheap, writes nothing. None: they are not
+    # known before it has run.
+    foresee: Callable[[Run[Any]], pa.Table] | None = None
     # The files, other than tables and weights, that computing the pending rows opens. None: any file of the folders in `needs`.
     opens: Callable[[Run[Any]], Iterator[Path]] | None = None
     ships: bool = True  # False: rows name such files by full path, so they cannot be sent to workers on other machines

@@ -17,6 +17,7 @@ from PIL import Image
 
 from pipeline import cli, runner
 from pipeline.project.config import Overrides
+from pipeline.project.outlook import Need, needs, outlook
 from pipeline.project.project import Project
 from pipeline.runner import Outcome
 from pipeline.terminal import Quiet
@@ -124,6 +125,11 @@ def build(folder: Path, *stage_names: str, console: Silent | None = None) -> dic
 
 def written(outcomes: dict[str, Outcome]) -> dict[str, int]:
     return {stage_name: outcome.written for stage_name, outcome in outcomes.items()}
+
+
+def planned(project: Project) -> dict[str, Need]:
+    """What `latentmill plan` finds, by stage."""
+    return {each.stage_name: each for each in needs(project, outlook(project))}
 
 
 def content(folder: Path, stage_name: str, overrides: Overrides = ()) -> pa.Table:

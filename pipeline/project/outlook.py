@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import NotBuilt
 from pipeline.project import runs
+from pipeline.project.stage_run import Lazy, not_built
 from pipeline.project.weights import NotFetched
 from pipeline.store.disk import require_room, size_of
 from stages.memory import GB, PROGRAM_BYTES, Forecast, Outlook, refusal
 from stages.pipelines import Weights
 from stages.settings import several
+from stages.stage import Input
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     import pyarrow as pa
 
     from pipeline.project.project import Project
+    from pipeline.store.table import TableFolder
     from schemas.table import TableSchema
+    from stages.run import Report, Run
     from stages.stage import Stage
 
 
@@ -36,6 +40,7 @@ class Need:
     seconds: float | None = None  # for the missing rows, at the speed of the last run; None: no row missing, or no run
     overhead: int = 0  # bytes on disk that the table takes besides its tensors
     files: int = 0  # bytes of `forecast.file_bytes` that are not on the disk yet
+    stops: bool = False  # the note is a mistake of the user, at which the stage will stop
 
     @property
     def writes(self) -> int:
@@ -82,38 +87,81 @@ def forecast(project: Project, name: str, seen: Outlook | None = None) -> Foreca
     return stage.forecast(seen or outlook(project))
 
 
-def need(project: Project, name: str, seen: Outlook) -> Need:
+def needs(project: Project, seen: Outlook, report: Report | None = None) -> Iterator[Need]:
+    """Of every stage, in the order in which they run; each reads the tables as the stages before it will leave them."""
+    tables: dict[str, Input | None] = {}
+    for name in project.stage_names:
+        yield _need(project, name, seen, tables, report)
+
+
+def _need(project: Project, name: str, seen: Outlook, tables: dict[str, Input | None], report: Report | None) -> Need:
+    """`tables`: those of earlier stages, None if not known yet; gets that of this stage."""
     from pipeline.store.rows import missing
     from pipeline.store.shards import overhead_bytes
 
+    stops = False
     try:
         found, note = forecast(project, name, seen), ""
     except ValueError as error:
-        found, note = None, str(error)
+        found, note, stops = None, str(error), True
     wanted = found.rows if found else None
     left, overhead = wanted, 0
     stage = project.stage(name)
-    to_do = "" if left is None else amount(stage, project.config.sections[name].steps if runs.trains(stage.writes) else left)
-    # Once the stage's inputs are built, its rows are counted instead of forecast.
+    trains = runs.trains(stage.writes)
+    to_do = "" if left is None else amount(stage, project.config.sections[name].steps if trains else left)
+    tables[name], anew = None, False
+    # Once the stage's inputs are known, its rows are counted instead of forecast.
     try:
-        folder = project.current(name)
-        stored = folder.rows() if folder.exists else None
-        rows = stage.wants(project.open(name, stored=stored))
-        wanted = rows.num_rows
-        absent = rows if stored is None else missing(rows, stored)
+        inputs = _inputs(project, stage, tables)
+        folder = project.current(name, inputs)
+        stored = folder.committed().select(stage.writes.stored.names).cast(stage.writes.stored)
+        run = project.open(name, report, artifacts=folder.folder / "artifacts", stored=stored, inputs=inputs)
+        rows = stage.wants(run)
+        wanted, absent = rows.num_rows, missing(rows, stored)
         left, to_do = absent.num_rows, amount(stage, counted(stage, absent))
+        anew = trains and left == wanted
         if stage.writes.tensors and found:
             overhead = overhead_bytes(stage.writes, rows, found.row_bytes * rows.num_rows)
+        tables[name] = _afterwards(stage, folder, run, rows, bool(left))
     except (NotBuilt, NotFetched):
-        pass
+        anew = trains
     except ValueError as error:  # a mistake of the user
-        note = note or str(error)
+        note, stops = note or str(error), True
+    if anew and not note and any(run.stage == name for run in runs.find_runs(project)):
+        note = "all anew: a new run, since settings, data or weights differ"
     last = project.folder(name)
     run = last.manifest().get("facts", {}).get("run", {}) if last.exists else {}
     written = run.get("rows_written", 0)
     seconds = left * run["seconds"] / written if left and written else None
     files = files_to_write(project, name, found) if found else 0
-    return Need(name, wanted, left, to_do, found, note, seconds, overhead, files)
+    return Need(name, wanted, left, to_do, found, note, seconds, overhead, files, stops)
+
+
+def _inputs(project: Project, stage: Stage, tables: Mapping[str, Input | None]) -> Lazy[Input]:
+    before = project.chain(stage.name)
+
+    def find(name: str) -> Input:
+        if found := tables[name]:
+            return found
+        if name in before:
+            raise not_built(name, stage.name, project.path)
+        return project.input(stage, name)
+
+    return Lazy([each.name for each in (*stage.reads, *stage.optional)], find)
+
+
+def _afterwards(stage: Stage, folder: TableFolder, run: Run[Any], wanted: pa.Table, lacks: bool) -> Input | None:
+    """The stage's table after its next run; None if it is not known yet."""
+    from pipeline.store.rows import matches, missing
+
+    if not lacks and folder.exists:
+        published = folder.rows()
+        if published.num_rows == wanted.num_rows and not missing(wanted, published).num_rows:
+            return Input(folder.folder)
+    if stage.foresee:
+        return Input(folder.folder, rows=stage.foresee(run))
+    stored = run.output.stored
+    return None if lacks else Input(folder.folder, rows=stored.filter(matches(stored, wanted, wanted.column_names)))
 
 
 def files_to_write(project: Project, name: str, found: Forecast) -> int:

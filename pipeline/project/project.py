@@ -166,8 +166,8 @@ class Project:
             self._recipes[name] = self.fresh_recipe(name)
         return self._recipes[name]
 
-    def fresh_recipe(self, name: str) -> dict[str, Any]:
-        """The recipe for the present settings, even if the stage's table is fixed."""
+    def fresh_recipe(self, name: str, inputs: Mapping[str, Input] | None = None) -> dict[str, Any]:
+        """The recipe for the present settings, even if the table is fixed. `inputs`: instead of the tables that it reads."""
         stage = self.stage(name)
         weights = [need for need in stage.needs if isinstance(self.pipeline.resources[need], Weights)]
         return recipes.recipe(
@@ -175,14 +175,15 @@ class Project:
             self.config.sections[name],
             {need: self.weight_recipe(need) for need in weights},
             {read.name: recipes.recipe_id(self.recipe(read.name)) for read in stage.reads if read.tensors},
-            stage.snapshot(self.open(name)) if stage.snapshot else None,
+            stage.snapshot(self.open(name, inputs=inputs)) if stage.snapshot else None,
         )
 
-    def current(self, name: str) -> TableFolder:
-        """The table for the present settings; it may not exist. Raises as `recipe` does."""
+    def current(self, name: str, inputs: Mapping[str, Input] | None = None) -> TableFolder:
+        """The table for the present settings; it may not exist. Raises as `recipe` does. `inputs` as for `fresh_recipe`."""
         if self.fixed and self.fixed.stage == name:
             return self.fixed.table
-        return self.kept.table(self.path / "tables" / name / recipes.recipe_id(self.recipe(name)), self.stage(name).writes)
+        recipe = self.recipe(name) if inputs is None else self.fresh_recipe(name, inputs)
+        return self.kept.table(self.path / "tables" / name / recipes.recipe_id(recipe), self.stage(name).writes)
 
     def folder(self, name: str) -> TableFolder:
         """The table to read from: `current` if it is built, else the newest of other settings, else one that does not exist."""
@@ -209,7 +210,7 @@ class Project:
         found = {}
         for each in (*(stage := self.stage(name)).reads, *stage.optional):
             with contextlib.suppress(KeyError):  # an optional table that is not built
-                one = self._input(stage, each.name)
+                one = self.input(stage, each.name)
                 found[each.name] = replace(one, version=self.folder(each.name).manifest()["lance_version"])
         return found
 
@@ -240,7 +241,7 @@ class Project:
             config=self.config.sections[name],
             pending=empty,
             stored=empty if stored is None else stored,
-            inputs=Lazy([each.name for each in (*stage.reads, *stage.optional)], functools.partial(self._input, stage))
+            inputs=Lazy([each.name for each in (*stage.reads, *stage.optional)], functools.partial(self.input, stage))
             if inputs is None
             else inputs,
             needs=Lazy(stage.needs, self.resource),
@@ -250,7 +251,7 @@ class Project:
         )
         return open_run(unit, report, write, self.kept if inputs is None else Kept())
 
-    def _input(self, stage: Stage, name: str) -> Input:
+    def input(self, stage: Stage, name: str) -> Input:
         if any(name == schema.name for schema in stage.reads):
             return Input(self.built(self.stage(name).writes, stage.name).folder)
         found = self.folder(name)

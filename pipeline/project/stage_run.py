@@ -80,7 +80,7 @@ class UnitInputs:
     def rows(self, schema: TableSchema, columns: Sequence[str] = ()) -> pa.Table:
         found = self._input(schema)
         if found.rows is not None:
-            rows = found.rows.drop_columns([tensor.name for tensor in schema.tensors])
+            rows = found.rows.drop_columns([each.name for each in schema.tensors if each.name in found.rows.column_names])
             return rows.select(list(columns)) if columns else rows
         key = found.folder, found.version, tuple(columns)
         if key not in self.kept.rows:

@@ -224,6 +224,7 @@ STAGE = Stage(
     unit="crop",
     config=BucketsConfig,
     wants=wanted_buckets,
+    foresee=wanted_buckets,
     run=write_buckets,
     finish=finish_buckets,
 )

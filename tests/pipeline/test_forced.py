@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from pipeline.project.outlook import forecast, need, outlook
+from pipeline.project.outlook import forecast, outlook
 from pipeline.project.project import Project
 from stages.tuner.blockwise import device
 from tests import projects
@@ -68,4 +68,4 @@ def test_disk_is_forecast_within_two_percent_of_what_the_tables_take(tmp_path, t
     project = Project(folder)
     for name in ("latents", "embeddings"):
         taken = project.current(name).manifest()["bytes"]
-        assert need(project, name, outlook(project)).disk == pytest.approx(taken, rel=0.02), name
+        assert projects.planned(project)[name].disk == pytest.approx(taken, rel=0.02), name

@@ -595,6 +595,7 @@ STAGE = Stage(
     config=CaptionsConfig,
     needs=("image_folder",),
     wants=wanted_captions,
+    foresee=wanted_captions,
     run=write_captions,
     finish=finish_captions,
     opens=lambda run: iter(()),  # the pending rows hold all texts

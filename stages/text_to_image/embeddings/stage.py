@@ -33,6 +33,16 @@ def wanted_embeddings(run: Run[EmbeddingsConfig]) -> pa.Table:
     return pa.table({"caption_id": ids.take(pc.sort_indices(ids))})
 
 
+def foreseen_embeddings(run: Run[EmbeddingsConfig]) -> pa.Table:
+    """Of texts that are not encoded yet, the ids and the most rows."""
+    known = set(run.output.stored["caption_id"].to_pylist())
+    nothing: Row = {field.name: None for field in EMBEDDINGS.stored}
+    wanted = wanted_embeddings(run)["caption_id"].to_pylist()
+    rows = [nothing | {"caption_id": each, "shape": [run.needs["family"].text_tokens, 1]} for each in wanted if each not in known]
+    fields = [field.with_nullable(True) for field in EMBEDDINGS.stored]
+    return pa.concat_tables([run.output.stored.cast(pa.schema(fields)), pa.Table.from_pylist(rows, schema=pa.schema(fields))])
+
+
 def encode_embeddings(run: Run[EmbeddingsConfig]) -> Iterator[pa.RecordBatch]:
     """Raises ValueError if a value of an embedding is not finite."""
     pending: list[str] = run.output.pending["caption_id"].to_pylist()
@@ -116,6 +126,7 @@ STAGE = Stage(
     config=EmbeddingsConfig,
     needs=("family", "text_encoder", "tokenizer"),
     wants=wanted_embeddings,
+    foresee=foreseen_embeddings,
     run=encode_embeddings,
     forecast=forecast,
 )

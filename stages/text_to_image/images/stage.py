@@ -256,6 +256,15 @@ def examine_images(run: Run[ImagesConfig]) -> Iterator[pa.RecordBatch]:
                 return
 
 
+def foreseen_images(run: Run[ImagesConfig]) -> pa.Table:
+    """Reads the new files."""
+    run.output.pending = wanted_images(run)
+    read = [row for batch in examine_images(run) for row in batch.to_pylist()]
+    rows = {_file(row): row for row in (*_rows(run.output.stored), *read)}
+    kept = [rows[file] for file in map(_file, run.once(_listing).files) if file in rows]
+    return pa.Table.from_pylist(mark_duplicates(kept), schema=IMAGES.batch)
+
+
 def finish_images(run: Run[ImagesConfig]) -> Iterator[pa.RecordBatch]:
     listing = run.once(_listing)
     stored = {_file(row): row for row in _rows(run.output.stored)}
@@ -298,6 +307,7 @@ STAGE = Stage(
     config=ImagesConfig,
     needs=("image_folder",),
     wants=wanted_images,
+    foresee=foreseen_images,
     run=examine_images,
     version=2,
     finish=finish_images,
