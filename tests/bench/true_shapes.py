@@ -9,8 +9,9 @@ size of the weights in memory, and the peak while they were loaded. It also has 
 and the peak of the memory that the system counts as the process's own, without mapped files. The step `again` loads the
 transformer from its converted copy.
 
-`--memory` keeps the tables in memory and in a file between processes, for a machine without Lance. `--spare` writes a
-component right before the first stage that needs it, and deletes it after the last. A disk without room for a
+`--memory` keeps the tables in memory and in a file between processes, for a machine without Lance. `--spare`, with
+`--memory` for a released family, writes a component right before the first stage that needs it, and deletes it after the
+last. A disk without room for a
 component in bfloat16 gets its matrices in fp8, with one scale each; `--fp8` always does.
 
 `--load` is for a machine that is too slow to train and draw: captions are encoded, and the transformer is loaded and
@@ -196,6 +197,12 @@ def report(given: argparse.Namespace, row: Row) -> None:
             file.write(line)
 
 
+def write_missing(given: argparse.Namespace, weights: Path, component: str) -> None:
+    """Write the files of a component unless they exist, and report it. "" is no component."""
+    if component and not true_files.path_of(family(given.family), weights, component, given.single).exists():
+        report(given, write_component(given, weights, component))
+
+
 def machine() -> str:
     """Return what a row says of the machine: `2 cores, 24 GB, Linux x86_64, no GPU`."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -247,13 +254,15 @@ def main() -> None:
     write_project(given, project, weights)
     every = LOADING if given.load else STEPS
     steps = [(names, needed) for names, needed in every.items() if not needed or needed in given.components]
+    # The runner looks for all components of a released model, to say what it has to download.
+    for needed in () if given.spare else [needed for _, needed in steps]:
+        write_missing(given, weights, needed)
     for place, (names, needed) in enumerate(steps):
-        path = true_files.path_of(family(given.family), weights, needed, given.single) if needed else weights
-        if needed and not path.exists():
-            report(given, write_component(given, weights, needed))
+        write_missing(given, weights, needed)
         if not start(given, names):
             sys.exit(1)
         if given.spare and needed not in ("", "autoencoder") and needed not in [other for _, other in steps[place + 1 :]]:
+            path = true_files.path_of(family(given.family), weights, needed, given.single)
             path.unlink() if path.is_file() else shutil.rmtree(path)
 
 
