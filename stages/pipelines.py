@@ -207,6 +207,7 @@ class Pipeline:
     follow: str = ""  # a Chain: how `latentmill follow` traces one input through the tables
     panels: tuple[Panel, ...] = ()
     capacity: str = ""  # function(bytes) -> rows of text: what fits into so much memory, the heading first
+    basic: tuple[str, ...] = ()  # the settings that a user meets first, such as "train.steps"
     pages: tuple[Page, ...] = ()  # pages of `latentmill view`, besides the overview, the curves of training and SQL
     detail: Detail | None = None  # the page about one input
     thumbnail: str = ""  # function(path, longest side in pixels, value of `background`) -> a WebP picture, for the page

@@ -33,6 +33,7 @@ class Entry:
     kind: str  # a key of CHANGES
     choices: tuple[Any, ...]  # the values of a Literal
     optional: bool  # the section is off unless the project file has it
+    hint: Any  # its type
 
     @property
     def key(self) -> str:
@@ -92,6 +93,7 @@ def entries(sections: Mapping[str, type]) -> Iterator[Entry]:
                 meta["kind"],
                 get_args(hint) if get_origin(hint) is Literal else (),
                 many or any(f"{name}.".startswith(f"{each}.") for each in off),
+                hint,
             )
 
 

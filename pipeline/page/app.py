@@ -12,19 +12,30 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import (
+    FileResponse,
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Route
 
 from pipeline.errors import one_line
 from pipeline.page.actions import ACTIONS
+from pipeline.page.settings import answer_form
 from pipeline.page.site import LONGEST, Site
 from stages.pipelines import Folder
 from stages.untrusted import parse_json
@@ -37,6 +48,8 @@ HERE = Path(__file__).parent
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 LOOK_SECONDS = 0.3  # between two looks whether the reader of a query is still there
 MOST_BYTES = 4_000_000  # of a request's body
+MOST_FIELDS = 2000  # of a form
+NO_TOKEN = "an edit needs the token of this page: load it again"
 EVENT_SECONDS = 0.5  # between two looks whether something has changed
 ALIVE_SECONDS = 15.0
 DAMAGED = (  # shown for a file that is no picture
@@ -46,9 +59,9 @@ DAMAGED = (  # shown for a file that is no picture
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
+    "Referrer-Policy": "same-origin",  # with no-referrer, the browser does not say that a form is of this page
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
@@ -114,6 +127,7 @@ def make_app(site: Site, token: str = "") -> Starlette:
         Route("/events", answers.events),
         Route("/export/{name}", answers.export),
         Route("/picture/{name:path}", answers.picture),
+        Route("/settings", answers.settings, methods=["GET", "POST"]),
         Route("/fragment/{page}", answers.fragment),
         *(Route(f"/{name}/{{page}}", answers.changing(change), methods=["POST"]) for name, change in CHANGES.items()),
         Route("/{page}", answers.shell),
@@ -145,7 +159,44 @@ class Answers:
         name = request.path_params.get("page", "overview")
         if name not in titles and name != "one":
             return PlainTextResponse("there is no such page", 404)
-        return self.render("shell.html", project=project, titles=titles, page=name, token=self.token, single=False)
+        return self.render("shell.html", project=project, titles=titles, page=name, token=self.token, single=False, content="")
+
+    async def settings(self, request: Request) -> Response:
+        """A page of its own, with a form that needs no script."""
+        if request.method == "GET":
+            return await run_in_threadpool(self._settings, dict(request.query_params), None)
+        body = await whole_body(request)
+        if body is None:
+            return PlainTextResponse(f"at most {MOST_BYTES} bytes", 413)
+        try:
+            given = dict(parse_qsl(body.decode(), keep_blank_values=True, errors="strict", max_num_fields=MOST_FIELDS))
+        except ValueError as error:
+            return PlainTextResponse(one_line(error)[:300], 400)
+        if not self.known(given.pop("token", "")):
+            return PlainTextResponse(NO_TOKEN, 403)
+        return await run_in_threadpool(self._settings, {}, given)
+
+    def _settings(self, chosen: dict[str, str], given: dict[str, str] | None) -> Response:
+        # Without the lock: a plan may take a second, and the other pages are answered meanwhile.
+        try:
+            form = answer_form(self.site.path, self.site.overrides, given, saved=chosen.get("saved", ""))
+        except (ValueError, OSError) as error:
+            return PlainTextResponse(one_line(error)[:300], 400)
+        if form.saved:
+            return RedirectResponse(f"/settings?saved={form.saved}", 303)
+        with self.lock:
+            with suppress(ValueError):  # this page can mend it
+                self.site.refresh()
+            titles, project = self.site.titles(), self.site.project.name
+        content = Markup(self.environment.get_template("settings.html").render(form=form, token=self.token))
+        shown = self.render(
+            "shell.html", project=project, titles=titles, page="settings", token=self.token, single=False, content=content
+        )
+        shown.status_code = form.status
+        return shown
+
+    def known(self, token: str) -> bool:
+        return secrets.compare_digest(token.encode(), self.token.encode())
 
     async def fragment(self, request: Request) -> Response:
         """The content of a page, for the user's choices in the address. The page "one" is that of the input "key"."""
@@ -178,14 +229,11 @@ class Answers:
     def changing(self, change: Change) -> Callable[[Request], Awaitable[Response]]:
 
         async def answer(request: Request) -> Response:
-            if not secrets.compare_digest(request.headers.get("x-token", "").encode(), self.token.encode()):
-                return PlainTextResponse("an edit needs the token of this page: load it again", 403)
-            # A chunked request has no Content-Length, so Guard did not see its size.
-            body = b""
-            async for part in request.stream():
-                body += part
-                if len(body) > MOST_BYTES:
-                    return PlainTextResponse(f"at most {MOST_BYTES} bytes", 413)
+            if not self.known(request.headers.get("x-token", "")):
+                return PlainTextResponse(NO_TOKEN, 403)
+            body = await whole_body(request)
+            if body is None:
+                return PlainTextResponse(f"at most {MOST_BYTES} bytes", 413)
             try:
                 asked = parse_json(body, "the body")
                 if not isinstance(asked, dict):
@@ -247,6 +295,17 @@ class Answers:
                 await asyncio.sleep(EVENT_SECONDS)
 
         return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+
+async def whole_body(request: Request) -> bytes | None:
+    """None if it is too large."""
+    # A chunked request has no Content-Length, so Guard did not see its size.
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BYTES:
+            return None
+    return body
 
 
 # What a POST may do, by the first part of its path: change(answers, page, body), the body a JSON object

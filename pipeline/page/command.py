@@ -79,7 +79,7 @@ def write_report(site: Site, out: Path) -> Path:
 
     site.refresh()
     environment = templates()
-    titles = {name: title for name, title in site.titles().items() if name != "sql"}
+    titles = {name: title for name, title in site.titles().items() if name not in ("sql", "settings")}
     fragments: dict[str, Any] = {}
     for name in titles:
         text = environment.get_template("fragment.html").render(page=name, single=True, picture=picture, **site.data(name, {}))
@@ -90,6 +90,7 @@ def write_report(site: Site, out: Path) -> Path:
         page="overview",
         token="",
         single=True,
+        content="",
         fragments=fragments,
         style=Markup((HERE / "static" / "page.css").read_text(encoding="utf-8")),
         script=Markup((HERE / "static" / "page.js").read_text(encoding="utf-8")),

@@ -61,7 +61,7 @@ class Site:
 
     def titles(self) -> dict[str, str]:
         own = {name: page.title for name, page in pages_of(self.project).items()}
-        return {"overview": "Home", **own, "sql": "SQL"}
+        return {"overview": "Home", **own, "settings": "Settings", "sql": "SQL"}
 
     def data(self, name: str, chosen: Mapping[str, str]) -> dict[str, Any]:
         """The variables of the template of a page. `chosen`: the parameters of its address. Raises KeyError."""

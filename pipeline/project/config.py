@@ -140,9 +140,12 @@ class Config:
     given: frozenset[str] = frozenset()  # sections that the file or an override has
 
 
-def load(file: Path, overrides: Overrides = ()) -> Config:
-    """Read and check a project file; `overrides` are {"train.steps": 200} or texts such as "train.steps=200"."""
-    text = read_text(file)
+def load(file: Path, overrides: Overrides = (), text: str | None = None) -> Config:
+    """Read and check a project file; `overrides` are {"train.steps": 200} or texts such as "train.steps=200".
+
+    `text`: what the file would contain.
+    """
+    text = read_text(file) if text is None else text
     raw = parse_toml(text, str(file))
     origins = _apply(raw, overrides)
 
@@ -313,7 +316,7 @@ def nested_sections(sections: Mapping[str, type], many: bool = False) -> Iterabl
     for name, kind in sections.items():
         yield name, kind, many
         for key, hint in hints_of(kind).items():
-            for each in _members(hint):
+            for each in members(hint):
                 listed = typing.get_origin(each) is tuple
                 item = typing.get_args(each)[0] if listed else each
                 if isinstance(item, type) and is_dataclass(item):
@@ -330,7 +333,7 @@ def _names(kind: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(kind)]
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
+def members(hint: Any) -> tuple[Any, ...]:
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if is_union else (hint,)
 
@@ -339,7 +342,7 @@ def _members(hint: Any) -> tuple[Any, ...]:
 # mapping's key. pydantic 2.14 needs dataclasses of its own and 0.12 s more CPU time at every start.
 def _convert(hint: Any, value: Any) -> Any:
     """Parsed TOML as the annotated type: list to tuple, int to float. Raises TypeError, also for infinity and NaN."""
-    for kind in _members(hint):
+    for kind in members(hint):
         origin, args = typing.get_origin(kind), typing.get_args(kind)
         # True == 1, so the types count.
         if origin is typing.Literal and any(value == each and type(value) is type(each) for each in args):
@@ -359,7 +362,7 @@ def _convert(hint: Any, value: Any) -> Any:
 
 def describe(hint: Any) -> str:
     words: list[str] = []
-    for kind in _members(hint):
+    for kind in members(hint):
         origin, args = typing.get_origin(kind), typing.get_args(kind)
         if origin is typing.Literal:
             words += [repr(each) for each in args]

@@ -45,7 +45,8 @@ class Project:
     Between two runs all methods therefore see the same state of the tables.
     """
 
-    def __init__(self, path: str | Path, overrides: Overrides = (), *, fetch: bool = False) -> None:
+    def __init__(self, path: str | Path, overrides: Overrides = (), *, fetch: bool = False, text: str | None = None) -> None:
+        """`text`: what project.toml would contain, to see what that would do."""
         folder = from_home(path)
         if not folder.is_dir():
             what = "is a file, not a project's folder" if folder.exists() else "no such folder"
@@ -55,7 +56,7 @@ class Project:
         self.path = folder
         self.overrides = overrides
         self.fetch = fetch
-        self.config = configuration.load(folder / configuration.FILE, overrides)
+        self.config = configuration.load(folder / configuration.FILE, overrides, text)
         self.pipeline = stages.pipeline(self.config.project.pipeline)
         self.hashes = recipes.FileHashes(folder / "tables" / "weights.json")
         self.fixed: FixedTable | None = None

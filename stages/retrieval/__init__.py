@@ -15,5 +15,6 @@ PIPELINE = Pipeline(
     first={"train": "section"},  # the encoder is tuned if the project says how
     results=("index", "train", "ranks"),
     views=VIEWS,
+    basic=("project.family", "sources.roots", "train.steps", "train.rank", "train.lr", "train.batch_size"),
     panels=PANELS,
 )

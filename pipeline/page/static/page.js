@@ -243,6 +243,7 @@ main.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && event.target.id === "sql") event.target.form.requestSubmit();
 });
 main.addEventListener("submit", (event) => {
+  if (event.target.method === "post") { event.target.querySelectorAll(".changed").forEach((field) => field.classList.remove("changed")); return; }
   event.preventDefault();
   if (event.target.matches("[data-act]")) {
     const form = event.target, body = {page, block: Number(form.dataset.block), ...Object.fromEntries(new FormData(form))};
@@ -258,6 +259,7 @@ main.addEventListener("change", (event) => {
 main.addEventListener("input", (event) => {
   if (event.target.matches("input[data-steps]")) step(event.target);
   if (event.target.matches("textarea[data-key]")) mark(event.target);
+  if (event.target.form?.method === "post") event.target.classList.add("changed");
 });
 
 function mark(box) {
@@ -278,4 +280,5 @@ function enlarge(image) {
 
 addEventListener("beforeunload", (event) => { if (unsaved()) event.preventDefault(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts(main));
-if (single) { charts(main); sliders(main); } else { show(false).then(listen); }
+if (single) { charts(main); sliders(main); }
+else if (document.body.dataset.whole === undefined) show(false).then(listen);
