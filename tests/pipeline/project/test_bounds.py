@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 import stages
-from pipeline.project.config import Parser, ProjectConfig, _members, nested_sections
+from pipeline.project.config import Parser, ProjectConfig, members, nested_sections
 from stages.settings import NUMBER, WHOLE
 
 NUMBERS = (int, float)
@@ -24,7 +24,7 @@ def numeric_settings():
         for section, config, _ in nested_sections(found):
             hints = typing.get_type_hints(config)
             for field in dataclasses.fields(config):
-                for member in _members(hints[field.name]):
+                for member in members(hints[field.name]):
                     kind, shape = numeric(member)
                     if kind:
                         yield pytest.param(found, section, field, kind, shape, id=f"{section}.{field.name}")
