@@ -467,7 +467,9 @@ def test_a_file_where_the_folder_should_be_is_one_line(tmp_path: Path):
 # Which rows are missing.
 
 
-def test_missing_rows_differ_in_some_wanted_column_null_equals_null_and_order_is_kept():
+@pytest.mark.parametrize("few", [0, 500])
+def test_missing_rows_differ_in_some_wanted_column_null_equals_null_and_order_is_kept(monkeypatch, few):
+    monkeypatch.setattr("pipeline.store.rows.FEW", few)
     stored = pa.table({"a": [1, 2, 3, 4], "b": ["x", None, "z", None], "c": [0.5, 1.5, None, 2.5], "more": [0, 0, 0, 0]})
     wanted = pa.table({"c": [9.0, 2.5, None, 1.5, 0.5, 9.0], "a": [9, 4, 3, 2, 1, 9], "b": ["n", "other", "z", None, "x", "n"]})
     assert missing(wanted, stored)["a"].to_pylist() == [9, 4, 9]
@@ -482,11 +484,12 @@ def test_missing_compares_lists_and_a_hundred_thousand_rows():
     assert missing(rows, stored)["key"].to_pylist() == [name_of(n) for n in range(7, count, 1000)]
 
 
-def test_equal_rows_in_another_order_are_found_without_duckdb(monkeypatch):
+def test_equal_rows_in_another_order_and_few_rows_are_compared_without_duckdb(monkeypatch):
     monkeypatch.setitem(sys.modules, "duckdb", None)
-    rows = pa.table({"a": [1, 2, 3], "b": ["x", None, "z"]})
+    rows = pa.table({"a": range(1000), "b": ["x", None] * 500})
     strict = rows.cast(pa.schema([pa.field("a", pa.int64(), nullable=False), rows.schema.field("b")]))
-    assert missing(rows, strict.take([2, 0, 1])).num_rows == 0
+    assert missing(rows, strict.take(pa.array(range(999, -1, -1)))).num_rows == 0
+    assert missing(rows.slice(0, 9), rows.slice(1, 9))["a"].to_pylist() == [0]
     with pytest.raises(ImportError):
         missing(rows, rows.slice(1))
 
