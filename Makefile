@@ -91,7 +91,7 @@ train: images captions checks buckets latents embeddings
 	@$(LATENTMILL) run train --only $(ON) $(if $(NAME),--name "$$NAME")
 	@$(LATENTMILL) run samples --only $(ON)
 # All preview prompts are drawn and scored, also those after the first `samples.first_prompts`.
-scores evaluate: MORE = --set samples.first_prompts=0
+scores: MORE = --set samples.first_prompts=0
 endif
 samples: train
 
@@ -100,8 +100,8 @@ scores: samples
 	@$(LATENTMILL) run scores --only $(ON)
 
 # SEEDS=3 trains data/projects/example with three seeds, in memory, and shows means with intervals.
-## evaluate     Show the scores of base, adapters and real pictures
-evaluate: $(if $(SEEDS),.venv/ready,$(if $(filter retrieval,$(PIPELINE)),ranks,scores))
+## evaluate     Score the newest finished run beside base and real pictures
+evaluate: $(if $(SEEDS),,$(if $(filter retrieval,$(PIPELINE)),ranks)) .venv/ready
 ifneq ($(SEEDS),)
 	@mkdir -p build
 	@.venv/bin/python -m data.research.experiments.recipes build/example-seeds.jsonl --example --seeds $(SEEDS)

@@ -65,10 +65,15 @@ class Commands(click.Group):
         return list(dict.fromkeys(name for _, commands in groups for name in commands))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        shown: set[str] = set()
         for title, commands in command_groups(ctx.meta.get("arguments", ())):
-            if commands:
-                with formatter.section(title):
-                    formatter.write_dl([(name, summary(reference)) for name, reference in commands.items()])
+            # A command that two pipelines have is explained once; the project decides which it is.
+            new = {name: summary(reference) for name, reference in commands.items() if name not in shown}
+            again = [name for name in commands if name in shown]
+            shown.update(new)
+            if new:
+                with formatter.section(f"{title}; also {' and '.join(again)}" if again else title):
+                    formatter.write_dl(list(new.items()))
 
 
 def stage_command(name: str, arguments: Sequence[str]) -> click.Command | None:
@@ -100,9 +105,9 @@ def command_groups(arguments: Sequence[str]) -> Iterator[tuple[str, Mapping[str,
     from pipeline.commands import own
 
     yield "Commands", GENERIC
-    for name in stages.PIPELINES:
-        yield f"Commands of {name}: {stages.pipeline(name).doc}", own(name).commands
     chosen = own_pipeline(arguments)
+    for name in sorted(stages.PIPELINES, key=lambda name: name != chosen):
+        yield f"Commands of {name}: {stages.pipeline(name).doc}", own(name).commands
     if chosen and chosen not in stages.PIPELINES:
         yield f"Commands of {chosen}", own_commands(arguments)
 

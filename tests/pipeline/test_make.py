@@ -110,6 +110,10 @@ def test_make_train_checks_captions_before_weights_are_needed():
     assert re.findall(r"run (\w+)", said)[:5] == ["images", "captions", "checks", "buckets", "latents"]
 
 
+def test_make_evaluate_runs_no_stage_of_its_own():
+    assert through_make("evaluate", "RUN=slow") == ["evaluate", "-p", "data/projects/example", "--run", "slow"]
+
+
 @pytest.mark.parametrize(("more", "trained"), [("[train]\nsteps = 2\n", True), ("[train.ema]\n", True), ("", False)])
 def test_make_index_tunes_the_encoder_first_if_the_project_has_a_section_train(tmp_path, more, trained):
     (tmp_path / "project.toml").write_text(f'[project]\npipeline = "retrieval"\n{more}')

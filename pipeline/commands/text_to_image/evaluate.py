@@ -1,7 +1,8 @@
-"""`latentmill evaluate`: compares the scores of the base, each adapter and real pictures, with confidence intervals."""
+"""`latentmill evaluate`: scores previews of a finished run, and compares base, adapters and real pictures, with intervals."""
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -10,10 +11,13 @@ import click
 import numpy as np
 
 from pipeline.commands.intervals import bootstrap
+from pipeline.commands.run import bring_up_to_date
 from pipeline.options import with_project
+from pipeline.project import runs
+from pipeline.project.outlook import needs, outlook
 from pipeline.project.project import Project
-from pipeline.terminal import format_table, tell
-from schemas.text_to_image import SCORES
+from pipeline.terminal import format_table, say_aside, tell
+from schemas.text_to_image import CAPTIONS, EMBEDDINGS, IMAGES, SAMPLES, SCORES, TRAIN
 
 HEAD = ("", "pictures", "style", "real")
 
@@ -25,11 +29,39 @@ Pairs = list[tuple[np.ndarray, np.ndarray]]  # per prompt: values of the base's 
 @click.command("evaluate")
 @with_project
 def command(project: Project) -> None:
-    """Print a report that compares the scores of the base model, each adapter and real pictures. Run `make evaluate`
-    first, because it computes the scores.
+    """Draw all preview prompts with the newest finished run, score the pictures, and compare the base model, each adapter
+    and real pictures. Nothing is trained: a run is scored as it is, and if pictures, captions or settings have changed
+    since, a line says what `make train` would do. --run takes another run.
     """
+    choose_finished(project)
+    bring_up_to_date(project, [each.name for each in (IMAGES, CAPTIONS, EMBEDDINGS, SAMPLES, SCORES)])
     for line in evaluate(project):
         tell(line)
+
+
+def choose_finished(project: Project) -> None:
+    """Use the run of the present settings if it is finished, else the newest that is, and all preview prompts."""
+    finished = [run for run in runs.find_runs(project) if run.table.exists]
+    if project.fixed:
+        finished = [run for run in finished if run.table.folder == project.fixed.table.folder]
+    if not finished:
+        raise ValueError("there is no finished run to score; make train finishes one")
+    run = max(finished, key=lambda run: run.current)  # the newest of equals
+    project.overrides = ("samples.first_prompts=0", *project.overrides)
+    if not project.fixed and (to_do := changes(project)):
+        since = "pictures, captions or settings have changed since, and make train would do"
+        say_aside(f"the run {run.label} is scored as it is; {since}: {', '.join(to_do)}")
+        # A run brings the preview prompts of its time.
+        prompts = json.dumps(project.config.sections[CAPTIONS.name].preview_prompts, ensure_ascii=False)
+        project.overrides = (f"captions.preview_prompts={prompts}", *project.overrides)
+    runs.choose(project, run.recipe, project.overrides)
+
+
+def changes(project: Project) -> list[str]:
+    """What `make train` would do before previews, such as "1 caption"; empty if the run of the present settings is finished."""
+    names = [*project.chain(TRAIN.name), TRAIN.name]
+    found = [each for each in needs(project, outlook(project)) if each.stage_name in names]
+    return [each.to_do for each in found if each.missing] if found[-1].missing else []
 
 
 def evaluate(project: Project) -> Iterator[str]:
@@ -54,7 +86,10 @@ def missing_scores(groups: Groups) -> Iterator[str]:
     if not base:
         yield "a dash: there are no previews of the base; set base = true in [samples]"
     elif len({row["prompt"] for row in base}) == 1:
-        yield "a dash: a picture is compared with those of other prompts, and there are none; add to [captions] preview_prompts"
+        yield (
+            "a dash: a picture is compared with the base's pictures of other prompts, and there is one prompt only: add a second "
+            "to [captions] preview_prompts, then make evaluate"
+        )
     elif "real" not in groups:
         yield "a dash: there are no real pictures; [scores] references names their folder"
 

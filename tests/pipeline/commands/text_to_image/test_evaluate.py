@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.commands.text_to_image import evaluate
-from pipeline.errors import NotBuilt
+from pipeline.project import runs
 from pipeline.project.project import Project
 from tests import projects
 
@@ -68,7 +68,7 @@ def test_a_score_that_is_not_measured_has_no_value_and_no_line():
     ("kinds", "told"),
     [
         ([("adapter", "a")], "no previews of the base"),
-        ([("base", "a"), ("adapter", "a")], "compared with those of other prompts, and there are none"),
+        ([("base", "a"), ("adapter", "a")], "there is one prompt only: add a second to [captions] preview_prompts"),
         ([("base", "a"), ("base", "b"), ("adapter", "a")], "no real pictures"),
     ],
 )
@@ -78,15 +78,25 @@ def test_a_dash_is_explained(kinds, told):
     assert told in line
 
 
-def test_without_scores_the_command_that_makes_them_is_named(tmp_path, tiny_weights):
+def test_without_a_finished_run_nothing_is_trained_and_the_command_that_finishes_one_is_named(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "project", tiny_weights, images=2)
-    with pytest.raises(NotBuilt, match="make"):
-        list(evaluate.evaluate(Project(folder)))
+    assert "no finished run to score; make train" in projects.latentmill(folder, "evaluate", code=2)
+    assert not list(folder.glob("tables/*/"))
 
 
 @pytest.mark.slow
-def test_a_built_project_is_summarised_line_by_line(tmp_path, tiny_weights):
+def test_the_finished_run_is_scored_as_it_is_though_a_caption_has_changed(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "project", tiny_weights, images=2)
-    projects.build(folder)
-    lines = list(evaluate.evaluate(Project(folder)))
+    projects.build(folder, *(name for name in Project(folder).stage_names if name != "scores"))
+    said = projects.latentmill(folder, "evaluate")
+    assert "scored as it is" not in said and "there is one prompt only" in said
+    lines = said.splitlines()
     assert lines[1].startswith("base ") and lines[2].startswith("step 2 (")
+    projects.edit(folder, '["a red thing"]', '["a red thing", "the \\"blue\\" thing"]')
+    (folder / "images" / "picture0.txt").write_text("other words")
+    projects.build(folder, "captions")  # even so, when no run is that of the present tables
+    (run,) = runs.find_runs(Project(folder))
+    said = projects.latentmill(folder, "evaluate")
+    assert f"the run {run.recipe} is scored as it is; pictures, captions or settings have changed since" in said
+    assert " would do: 2 texts, 6 steps" in said and "one prompt only" not in said
+    assert [each.recipe for each in runs.find_runs(Project(folder))] == [run.recipe]
