@@ -106,7 +106,12 @@ CAPTIONS = TableSchema(
             "position among the image's captions, or among the preview prompts, from 0; class: position of the original text",
         ),
         column("template", pa.string(), "template that the text was made with; null if no template was applied", unrecorded=True),
-        column("reason", pa.string(), "why captions.template was changed; null if it was applied as it is", unrecorded=True),
+        column(
+            "reason",
+            pa.string(),
+            "why captions.template was changed, or the file that has changed since the edit; null if neither",
+            unrecorded=True,
+        ),
         column(
             "weight",
             pa.float64(),

@@ -115,6 +115,17 @@ def check_trigger(trigger: str) -> None:
 
 
 def _sidecars(folder: Path, config: CaptionSources, project: Path) -> Lookup:
+    names = sidecar_names(folder, config, project)
+
+    def lookup(path: str) -> list[Caption]:
+        read = (_read_sidecar(folder, name, config.lines == "many") for name in names(path))
+        return next(filter(None, read), [])
+
+    return lookup
+
+
+def sidecar_names(folder: Path, config: CaptionSources, project: Path) -> Callable[[str], Iterator[str]]:
+    """Finds the sidecars of an image, relative to the image folder, the preferred one first."""
     separate = _separate(folder, config.folder, project)
 
     # A folder is listed once: a sidecar that is created meanwhile may not be found.
@@ -127,18 +138,16 @@ def _sidecars(folder: Path, config: CaptionSources, project: Path) -> Lookup:
         # Of names that differ only in how accents are written, each image has its own file.
         return {composed(name): name for name in found} | {name: name for name in found}
 
-    def lookup(path: str) -> list[Caption]:
+    def find(path: str) -> Iterator[str]:
         for place in [posixpath.normpath(posixpath.join(separate, path))] if separate else caption_places(path, folder.name):
             for extension in config.extensions:
                 # a.png.txt before a.txt, since a.jpg may lie beside a.png.
                 for candidate in (place + extension, _stem(place) + extension):
                     known = names(posixpath.dirname(candidate))
-                    name = known.get(candidate) or known.get(composed(candidate))
-                    if name and (captions := _read_sidecar(folder, name, config.lines == "many")):
-                        return captions
-        return []
+                    if name := known.get(candidate) or known.get(composed(candidate)):
+                        yield name
 
-    return lookup
+    return find
 
 
 def caption_places(path: str, folder: str) -> list[str]:
@@ -244,7 +253,8 @@ def read_metadata(folder: Path, paths: Iterable[str], column: str = "") -> tuple
             origin = f"{name}:{place.removeprefix('line ')}"
             captions.setdefault(path, []).extend(Caption(text, "metadata", origin) for text in texts)
         if unknown:
-            notes.append(f"{name}: {len(unknown)} rows name images that do not exist: {first_names(unknown)}")
+            what = "row names an image that does" if len(unknown) == 1 else "rows name images that do"
+            notes.append(f"{name}: {len(unknown)} {what} not exist: {first_names(unknown)}")
     return captions, notes
 
 

@@ -200,7 +200,8 @@ left join ({FIRST_PATH}) as original
                 "blurred": "list_contains(string_split(warnings, ', '), 'blurred')",
                 "small": "list_contains(string_split(warnings, ', '), 'small')",
                 "any warning": "warnings <> ''",
-                "without caption": "rejected is null and caption is null",
+                "without caption": "rejected is null and (coalesce(caption, '') = '' "
+                "or caption in (select text from captions where role = 'trigger'))",
                 "enlarged": "scale > 1",
                 "much cropped": "crop_loss > 0.2",
                 "never drawn": "rejected is null and draws is null",
@@ -227,7 +228,9 @@ CAPTIONS = Page(
         Editor(
             "Captions",
             f"""
-select captions.image_id || ':' || position as key, path as name, text, 'image_folder/' || path as picture,
+select captions.image_id || ':' || position as key,
+    path || case when source = 'edit' and contains(reason, 'since this edit') then ': ' || reason else '' end as name,
+    text, 'image_folder/' || path as picture,
     source = 'edit' as edited
 from captions join ({FIRST_PATH}) using (image_id)
 where role = 'caption' order by path, position

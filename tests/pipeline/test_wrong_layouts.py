@@ -103,7 +103,7 @@ WRONG = {
     videos: r"images holds no images, but 1 \.mp4 file, such as a\.mp4: videos are not read: save frames as PNG or JPEG$",
     other_names: r"1 of 1 images have no caption .*; 1 text files have the name of no image: a_caption\.txt$",
     spreadsheet: r"1 of 1 images have no caption .*; captions\.xlsx is not read: files of captions are metadata\.jsonl, ",
-    other_paths: r"1 of 1 images have no caption .*; captions\.json: 1 rows name images that do not exist: train/a\.png; names",
+    other_paths: r"1 of 1 images have no caption .*; captions\.json: 1 row names an image that does not exist: train/a\.png;",
     other_column: r"metadata\.jsonl, line 1: captions\.caption_column must name a column, got 'txet'; columns: .*text\?$",
     semicolons: r"captions\.csv, line 1: columns must be separated by commas, got semicolons: image;caption$",
     no_map: r"captions\.json: must be a map such as \{\"a\.png\": \"a cat\"\}, or a list such as .*, got a cat$",

@@ -15,6 +15,7 @@ from pipeline.options import with_project
 from pipeline.project.project import Project
 from pipeline.store.lock import texts_lock
 from pipeline.terminal import Terminal, tell
+from stages.settings import several
 
 CAPTIONS = """
 select path, captions.image_id, position, text from captions
@@ -29,12 +30,13 @@ LINT = ("path", "warnings", "detail", "duplicate_of", "blur")  # columns of an a
 @with_project
 def lint(style: str, project: Project) -> int:
     """Look for mistakes in the images and captions, and name them all. Errors keep a run from starting: caption files that
-    cannot be read, images without a caption. Files that cannot be used are left out. Warnings are near-duplicates, blur,
-    bad exposure, borders, small or very long pictures, equal captions, captions without the trigger. Images with
-    warnings are still used. To exclude images, set the condition `where` in the section [buckets]. The table `checks`
-    is brought up to date first. The exit code is 2 if there are errors.
+    cannot be read, images without a caption unless captions.missing says what they get. Files that cannot be used are
+    left out. Warnings are near-duplicates, blur, bad exposure, borders, small or very long pictures; no caption, an
+    empty file or the trigger alone, two files that differ, a file that is newer than an edit, equal captions, captions
+    without the trigger. Images with warnings are still used. To exclude images, set the condition `where` in the
+    section [buckets]. The table `checks` is brought up to date first. The exit code is 2 if there are errors.
     """
-    from stages.text_to_image.captions.stage import caption_problems
+    from stages.text_to_image.captions.stage import NO_CAPTION, caption_doubts, caption_problems
     from stages.text_to_image.checks import warnings_now
 
     bring_up_to_date(project, ["images"], quiet=True)
@@ -47,6 +49,11 @@ def lint(style: str, project: Project) -> int:
         warned = answer_panel(project, "checks").to_pylist()
     rows = [{"path": path, "warnings": "error", "detail": text} for path, text in problems]
     rows += [row | {"warnings": row["rejected"], "detail": f"not used: {row['detail'] or row['rejected']}"} for row in left_out]
+    by_path = {row["path"]: row for row in warned}
+    for doubt in caption_doubts(project.open("captions")):
+        row = by_path.setdefault(doubt.path or doubt.detail, {"path": doubt.path, "warnings": "", "detail": ""})
+        row |= {"warnings": _joined(", ", row["warnings"], doubt.name), "detail": _joined("; ", row["detail"], doubt.detail)}
+    warned = list(by_path.values())
     rows += warned
     if style != "table":
         say_answer(format_answer(LINT, [tuple(row.get(name) for name in LINT) for row in rows], style), style)
@@ -54,8 +61,17 @@ def lint(style: str, project: Project) -> int:
     for row in rows:
         said = [row["path"], *([row["warnings"]] if row in warned else []), row["detail"]]
         tell(": ".join(filter(None, said)) + (f" ({row['duplicate_of']})" if row.get("duplicate_of") else ""))
-    tell(f"{len(problems)} errors, {len(left_out)} files not used, {len(warned)} images with warnings")
+    bare = sum(NO_CAPTION in row["warnings"] for row in warned)
+    tell(
+        f"{several(len(problems), 'error')}, {several(len(left_out), 'file')} not used, "
+        f"{several(sum(bool(row['path']) for row in warned), 'image')} with warnings"
+        + (f", {bare} of them without a caption" if bare else "")
+    )
     return 2 if problems else 0
+
+
+def _joined(sign: str, *texts: str) -> str:
+    return sign.join(filter(None, texts))
 
 
 @click.command("crops")
@@ -102,8 +118,11 @@ def write_crops(project: Project, out: Path | None = None) -> list[Path]:
 @click.option("--apply", type=click.Path(path_type=Path, dir_okay=False), help="Read the edited CSV file back into the project.")
 @click.option("--sidecars", is_flag=True, help="Write the edited captions into the caption files beside the images.")
 @click.option("--undo-sidecars", is_flag=True, help="Give the caption files of the last --sidecars their old content.")
+@click.option("--take-files", is_flag=True, help="Drop the edits of captions whose files have changed since.")
 @with_project
-def captions(edit: Path | None, apply: Path | None, sidecars: bool, undo_sidecars: bool, project: Project) -> None:
+def captions(
+    edit: Path | None, apply: Path | None, sidecars: bool, undo_sidecars: bool, take_files: bool, project: Project
+) -> None:
     """Run the stage captions: find the captions of the images. With --edit, all captions are also written into a CSV
     file with the columns path, image_id, position and text. Change the column text in a spreadsheet or an editor. Then
     read the file back with --apply. Edited captions are stored in the project. Only --sidecars and --undo-sidecars
@@ -112,14 +131,15 @@ def captions(edit: Path | None, apply: Path | None, sidecars: bool, undo_sidecar
     from pipeline import runner
     from stages.text_to_image.captions import edits
 
-    if sum(map(bool, (edit, apply, sidecars, undo_sidecars))) > 1:
-        raise ValueError("give one of --edit, --apply, --sidecars and --undo-sidecars")
-    if sidecars or undo_sidecars:
+    if sum(map(bool, (edit, apply, sidecars, undo_sidecars, take_files))) > 1:
+        raise ValueError("give one of --edit, --apply, --sidecars, --undo-sidecars and --take-files")
+    if sidecars or undo_sidecars or take_files:
         change, run = edits.undo_sidecars if undo_sidecars else edits.write_sidecars, project.open("captions")
+        change = edits.take_files if take_files else change
         with texts_lock(project.path):
             tell(change(run))
     if apply:
-        tell(f"{read_captions(project, apply)} captions changed")
+        tell(f"{several(read_captions(project, apply), 'caption')} changed")
     bring_up_to_date(project, project.chain("captions"))
     with Terminal("captions") as terminal:
         outcome = runner.run(project, "captions", terminal)

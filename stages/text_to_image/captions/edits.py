@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -18,17 +19,19 @@ from typing import Any
 
 from schemas.text_to_image import IMAGES
 from stages.run import Run
-from stages.settings import setting_path
+from stages.settings import setting_path, several
 from stages.text_to_image.caption_files import CAPTIONS, PICTURES, SIDECAR_BYTES, Caption, caption_file, leads_out, read_text
 from stages.text_to_image.captions.stage import (
     EDITS,
     CaptionsConfig,
+    Edit,
     Found,
     Subject,
     caption_rows,
     edit_lines,
     fill_template,
     find_captions,
+    newer_files,
     read_edits,
     without_trigger,
 )
@@ -40,16 +43,16 @@ LONGEST = 20_000  # letters of a caption; every text encoder cuts much earlier
 
 def write_edits(project: Path, edits: Mapping[str, str | None]) -> None:
     """Add edits; None takes one back. If one is blank, too long or invalid, raises ValueError and writes nothing."""
-    lines = edit_lines(project)
+    lines, now = edit_lines(project), time.time()
     for key, text in edits.items():
         if text is not None and (not text.strip() or len(text) > LONGEST):
             raise ValueError(f"a caption must have 1 to {LONGEST} letters, got {len(text.strip())}")
         if text is not None and "\0" in text:
             raise ValueError("a caption must be text, got a character of value zero")
-        lines.append((key, text if text is None else text.strip()))
+        lines.append(Edit(key, text if text is None else text.strip(), now))
     try:
         # `json.dumps` lets half of a surrogate pair through, `encode` does not.
-        _put(project / EDITS, _jsonl({"key": key, "text": text} for key, text in lines))
+        _put(project / EDITS, _jsonl(line._asdict() for line in lines))
     except UnicodeEncodeError:
         raise ValueError("a caption must be valid Unicode, got half of a surrogate pair") from None
 
@@ -100,11 +103,12 @@ def write_sidecars(run: Run[CaptionsConfig]) -> str:
         for name in set(done) - {change.name for change in good}:
             _put(folder / name, before[name])
     written = {key for change in good for key in change.edits}
-    write_edits(run.root, dict.fromkeys(written))
+    # Those that stay are newer than their files, which were written twice.
+    write_edits(run.root, {key: None if key in written else edits[key] for change in changes for key in change.edits})
     paths = {image_id: each.paths[0] for image_id, each in found.subjects.items()}
     stay = [paths.get(key.rpartition(":")[0], key) for key in edits if key not in written]
     rest = f"; {len(stay)} stay edits of the project, since a file would give another text: {first_names(stay)}" if stay else ""
-    return f"{len(written)} captions written into {len(good)} files{rest}"
+    return f"{several(len(written), 'caption')} written into {several(len(good), 'file')}{rest}"
 
 
 def undo_sidecars(run: Run[CaptionsConfig]) -> str:
@@ -129,12 +133,24 @@ def undo_sidecars(run: Run[CaptionsConfig]) -> str:
         restored[entry["file"]] = old
         edits |= entry["edits"]
     newer = read_edits(run.root)
-    write_edits(run.root, {key: text for key, text in edits.items() if key not in newer})  # first: if killed, no text is lost
+    again = {key: text for key, text in edits.items() if key not in newer}
+    write_edits(run.root, again)  # first: if killed, no text is lost
     for name, old in restored.items():
         _put(folder / name, old)
+    write_edits(run.root, again)  # newer than the files
     _add(run.root, [{"undone": batches[-1]}])
     rest = f"; {len(changed)} were changed since and stay: {first_names(changed)}" if changed else ""
     return f"{len(restored)} files have their old content again; their captions are edits of the project{rest}"
+
+
+def take_files(run: Run[CaptionsConfig]) -> str:
+    """Take back the edits of captions whose files have changed since; returns a sentence for the user."""
+    newer = newer_files(run, find_captions(run))
+    if not newer:
+        raise ValueError("no caption file has changed since its caption was edited, so there is no edit to drop")
+    write_edits(run.root, dict.fromkeys(newer))
+    files = list(dict.fromkeys(newer.values()))
+    return f"{several(len(newer), 'edit')} dropped: what is written in {first_names(files)} counts again"
 
 
 def _may_be_caption(name: str, folder: Path, run: Run[CaptionsConfig]) -> bool:

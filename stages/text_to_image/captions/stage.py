@@ -11,17 +11,18 @@ import dataclasses
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 
 from schemas.text_to_image import CAPTIONS, DESCRIPTIONS, IMAGES
 from stages.hashing import text_sha256
 from stages.run import Problems, Run
-from stages.settings import Section, nearest, selects, setting
+from stages.settings import Section, nearest, selects, setting, several
 from stages.stage import Stage
 from stages.text_to_image.caption_files import (
     READERS,
@@ -31,6 +32,7 @@ from stages.text_to_image.caption_files import (
     check_trigger,
     from_file_name,
     make_lookups,
+    sidecar_names,
     trigger_pattern,
 )
 from stages.text_to_image.imaging.masks import composed
@@ -41,6 +43,7 @@ Row = dict[str, Any]
 
 BATCH = 4096  # rows per record batch
 EDITS = "captions.edits.jsonl"
+NO_CAPTION = "no_caption"  # a warning
 TABLES = frozenset({".json", ".jsonl", ".csv", ".tsv", ".xlsx", ".parquet"})  # files that may hold captions of many images
 FOREIGN = "[trigger]"  # another program's placeholder for the trigger, in lower case
 # Special cases of the trigger, for the column `reason`.
@@ -48,6 +51,7 @@ HAS_TRIGGER = "the caption has the trigger"
 REPLACED = f"{FOREIGN} in the caption was replaced by the trigger"
 CLASS_ONLY = "a regularisation image has no trigger"
 NO_TRIGGER = "its folder has no trigger"
+NEWER = "has changed since this edit"
 
 
 @dataclass(frozen=True)
@@ -242,6 +246,7 @@ class Found:
     notes: list[str]  # for the user
     wrong: list[tuple[str, str]] = field(default_factory=list)  # (path of an image or "", why its caption file cannot be read)
     without: list[str] = field(default_factory=list)  # paths of images without a caption
+    empty: dict[str, str] = field(default_factory=dict)  # path of an image without a caption -> its empty sidecar
 
 
 def find_captions(run: Run[CaptionsConfig]) -> Found:
@@ -254,7 +259,7 @@ def find_captions(run: Run[CaptionsConfig]) -> Found:
         problems.append(
             f"{what} ({' or '.join(config.sources)}): {names}; write {_sidecar_of(found.without[0], config)} and so on beside "
             "them, let a model write them ([descriptions]), or set captions.missing to empty, trigger, filename or skip"
-            + _other_captions(folder, paths, config, found.notes)
+            + (_other_captions(folder, paths, config, found.notes) if not found.empty else _empty(found))
         )
     elif found.without:
         found.notes.append(f"{what} (captions.missing = {config.missing}): {names}")
@@ -280,6 +285,8 @@ def look_for_captions(run: Run[CaptionsConfig]) -> Found:
         lookups += more
         result.notes.extend(notes)
     described, whole = described_captions(run), not result.wrong
+    named = whole and "sidecar" in config.sources
+    sidecars: Callable[[str], Iterator[str]] = sidecar_names(folder, config.where, run.root) if named else lambda path: iter(())
     for image_id, each in subjects.items():
         # The first path with a caption wins, whatever its source: duplicates are asked only where the image has none.
         # A model's caption comes after all files, the name of the folder last: "cat" of 10_cat.
@@ -288,11 +295,13 @@ def look_for_captions(run: Run[CaptionsConfig]) -> Found:
         except ValueError as error:
             result.wrong.append((each.paths[0], str(error)))
             continue
-        named = [Caption(each.concept, "folder", each.folder)] if each.concept else []
-        result.captions[image_id] = captions or described.get(image_id) or named
+        of_folder = [Caption(each.concept, "folder", each.folder)] if each.concept else []
+        result.captions[image_id] = captions or described.get(image_id) or of_folder
         # A file for many images that cannot be read may have its caption.
         if whole and not result.captions[image_id]:
             result.without.append(each.paths[0])
+            if name := next((name for path in each.paths for name in sidecars(path)), ""):
+                result.empty[each.paths[0]] = name
     return result
 
 
@@ -301,14 +310,70 @@ def caption_problems(run: Run[CaptionsConfig]) -> list[tuple[str, str]]:
     config, found = run.config, look_for_captions(run)
     problems = list(found.wrong)
     if config.missing == "error":
-        remedy = "no caption: write {} beside it, or set captions.missing"
-        problems += [(path, remedy.format(_sidecar_of(path, config))) for path in found.without]
+        for path in found.without:
+            empty = found.empty.get(path)
+            remedy = f"{empty} is there, but empty" if empty else f"write {_sidecar_of(path, config)} beside it"
+            problems.append((path, f"no caption: {remedy}, or set captions.missing"))
     if not problems:
         try:
             caption_rows(found, config, read_edits(run.root))
         except ValueError as error:
             problems.append(("", str(error)))
     return problems
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """What may be a mistake although captions can be made."""
+
+    path: str  # of an image, or ""
+    name: str  # of the warning
+    detail: str
+
+
+def caption_doubts(run: Run[CaptionsConfig]) -> Iterator[Doubt]:
+    config, found = run.config, look_for_captions(run)
+    if "{caption}" not in config.template:
+        return
+    yield from (Doubt("", "", note) for note in (*found.notes, *_one_trigger(found.subjects, config)))
+    instead = {"empty": "the empty text is trained", "trigger": "the trigger alone is trained"}
+    instead |= {"filename": "its file name is trained", "skip": "it is left out"}
+    if config.missing != "error":
+        for path in found.without:
+            file = f"{found.empty[path]} is empty" if path in found.empty else "no caption"
+            yield Doubt(path, NO_CAPTION, f"{file}: {instead[config.missing]}")
+    for image_id, captions in found.captions.items():
+        subject = found.subjects[image_id]
+        if subject.trigger and captions and all(each.text.strip() == subject.trigger for each in captions):
+            where = "no caption: " if captions[0].source == "folder" else f"{captions[0].origin} is the trigger alone: "
+            yield Doubt(subject.paths[0], NO_CAPTION, f"{where}{instead['trigger']}")
+    yield from _contradictions(run, found)
+    for key, file in newer_files(run, found).items():
+        path = found.subjects[key.rpartition(":")[0]].paths[0]
+        yield Doubt(path, "newer_caption", f"{file} has changed since the caption was edited on the page: the edit is trained")
+
+
+def _contradictions(run: Run[CaptionsConfig], found: Found) -> Iterator[Doubt]:
+    """Images with a sidecar and a line of a metadata file that say different things."""
+    folder, paths, two = run.needs["image_folder"], run.inputs.rows(IMAGES)["path"].to_pylist(), ("sidecar", "metadata")
+    order = [source for source in run.config.sources if source in two]
+    lookups: list[Lookup] = []
+    with suppress(ValueError):  # a file that cannot be read is an error already
+        for source in order if len(order) == len(two) else ():
+            more, _ = make_lookups(folder, paths, dataclasses.replace(run.config.where, sources=(source,)), run.root)
+            lookups.append(more[-1])
+    for subject in found.subjects.values() if len(lookups) == len(two) else ():
+        with suppress(ValueError):
+            first, second = ({" ".join(each.text.split()): each.origin for each in look(subject.paths[0])} for look in lookups)
+            if first and second and not first.keys() & second.keys():
+                origins = [next(iter(own.values())) for own in (first, second)]
+                said = f"{origins[0]} and {origins[1]} differ: {origins[0]} is trained (captions.sources)"
+                yield Doubt(subject.paths[0], "two_captions", said)
+
+
+def _empty(found: Found) -> str:
+    files = list(found.empty.values())
+    return f"; {several(len(files), 'text file')} {'is' if len(files) == 1 else 'are'} there, but empty: {first_names(files)}"
 
 
 def _sidecar_of(path: str, config: CaptionsConfig) -> str:
@@ -370,15 +435,23 @@ def operate(captions: Iterable[Caption], config: CaptionsConfig, image_id: str) 
 
 
 # Edits on the project's page, which lie in the project, over the untouched image folder. `EDITS` has one line per edit, the
-# newest last: {"key": "IMAGE_ID:POSITION", "text": "..."}. A text of null takes the edits of that caption back.
+# newest last: {"key": "IMAGE_ID:POSITION", "text": "...", "at": 1700000000.0}. A text of null takes the edits of that caption
+# back. `at` is in seconds since 1970.
 
 
-def edit_lines(project: Path) -> list[tuple[str, str | None]]:
-    """(key, text) of every edit, oldest first. Raises ValueError with file and line if a line is damaged."""
-    file, found = project / EDITS, list[tuple[str, str | None]]()
+class Edit(NamedTuple):
+    key: str
+    text: str | None
+    at: float
+
+
+def edit_lines(project: Path) -> list[Edit]:
+    """Every edit, oldest first. Raises ValueError with file and line if a line is damaged."""
+    file, found = project / EDITS, list[Edit]()
     try:
         # Not splitlines(), which also ends a line where a caption has a Unicode line separator.
         *lines, last = file.read_text(encoding="utf-8").split("\n")
+        written = file.stat().st_mtime  # of edits by an earlier version, which have no time
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError) as error:
@@ -387,7 +460,8 @@ def edit_lines(project: Path) -> list[tuple[str, str | None]]:
         try:
             # A full disk could cut a line of an earlier version short, and the next edit then stands on the same line.
             entry = json.loads(line[max(0, line.rfind('{"key": ')) :])
-            found.append((str(entry["key"]), None if entry["text"] is None else str(entry["text"])))
+            text = None if entry["text"] is None else str(entry["text"])
+            found.append(Edit(str(entry["key"]), text, float(entry.get("at", written))))
         except (ValueError, KeyError, TypeError, RecursionError):
             # An earlier version wrote in place: a kill could cut its last line short.
             if number > len(lines):
@@ -398,7 +472,32 @@ def edit_lines(project: Path) -> list[tuple[str, str | None]]:
 
 def read_edits(project: Path) -> dict[str, str]:
     """Edited texts by "IMAGE_ID:POSITION", the newest of each."""
-    return {key: text for key, text in dict(edit_lines(project)).items() if text is not None}
+    return {edit.key: edit.text for edit in _newest(project) if edit.text is not None}
+
+
+def _newest(project: Path) -> Iterable[Edit]:
+    return {edit.key: edit for edit in edit_lines(project)}.values()
+
+
+def newer_files(run: Run[CaptionsConfig], found: Found) -> dict[str, str]:
+    """The keys of edits -> the caption file that has changed since, and says something else."""
+    newer: dict[str, str] = {}
+    for edit in _newest(run.root):
+        image_id, _, position = edit.key.rpartition(":")
+        subject = found.subjects.get(image_id)
+        if edit.text is None or not subject:
+            continue
+        captions = operate(found.captions.get(image_id, []), run.config, image_id)
+        rows = list(_image_rows(image_id, [(subject.fill(run.config, each), each) for each in captions]))
+        row = rows[int(position)] if int(position) < len(rows) else {"source": ""}
+        if row["source"] not in ("sidecar", "metadata") or row["text"] == edit.text:
+            continue
+        for name in (row["origin"], row["origin"].rpartition(":")[0]):  # with or without the number of a line
+            path = run.needs["image_folder"] / name
+            with suppress(OSError):
+                if name and path.is_file() and path.stat().st_mtime > edit.at:
+                    newer[edit.key] = name
+    return newer
 
 
 def apply_edits(rows: Iterable[Mapping[str, Any]], edits: Mapping[str, str]) -> list[Row]:
@@ -567,7 +666,13 @@ def _describe(filled: list[tuple[Filled, Caption]], config: CaptionsConfig) -> I
 
 
 def _rows(run: Run[CaptionsConfig]) -> tuple[list[Row], list[str]]:
-    return caption_rows(find_captions(run), run.config, read_edits(run.root))
+    found = find_captions(run)
+    rows, notes = caption_rows(found, run.config, read_edits(run.root))
+    newer = newer_files(run, found)
+    for row in rows:
+        if row["source"] == "edit" and (file := newer.get(f"{row['image_id']}:{row['position']}")):
+            row["reason"] = f"{file} {NEWER}"
+    return rows, notes
 
 
 def wanted_captions(run: Run[CaptionsConfig]) -> pa.Table:
@@ -581,9 +686,16 @@ def write_captions(run: Run[CaptionsConfig]) -> Iterator[pa.RecordBatch]:
 
 
 def finish_captions(run: Run[CaptionsConfig]) -> Iterator[pa.RecordBatch]:
+    rows, notes = run.once(_rows)
     if run.output.pending.num_rows and not run.report.stop():
-        for note in run.once(_rows)[1]:
+        for note in notes:
             run.report.say(note)
+    # Each time: what is in the user's file is not what is trained.
+    if newer := [row["reason"].removesuffix(f" {NEWER}") for row in rows if str(row["reason"]).endswith(NEWER)]:
+        run.report.say(
+            f"{several(len(newer), 'caption file')} changed after the caption was edited on the page ({first_names(newer)}): "
+            "the edit is trained; `latentmill captions --sidecars` writes edits into the files, --take-files drops these edits"
+        )
     yield from ()
 
 

@@ -11,6 +11,7 @@ from pipeline.commands.init import new_project
 from pipeline.commands.plan import report
 from pipeline.project.project import Project
 from stages.pipelines import Option, Template
+from stages.text_to_image.captions.stage import caption_doubts
 from stages.text_to_image.families import FAMILIES, family
 from stages.text_to_image.samples.stage import references_by_prompt
 from stages.text_to_image.template import PRESETS
@@ -160,6 +161,13 @@ def test_init_says_what_lies_in_the_folder_and_gives_each_kohya_subject_its_own_
     assert texts == ["blue vase", "sks cat", "sks cat on a sofa"]
     assert {row["text"] for row in rows if row["role"] == "preview"} == {"a photo of sks cat", "a photo of blue vase"}
     assert {row["repeats"] for row in Project(made).current("images").rows().to_pylist()} == {10, 5, 1}
+    # By hand, one trigger for both: the stage and lint say so.
+    first, *_, rest = (made / "project.toml").read_text().split("[[images.folder]]")
+    text = f"{first}[[images.folder]]\npath = '{folder}'\n\n[captions]{rest.partition('[captions]')[2]}"
+    (made / "project.toml").write_text(text.replace('trigger = ""', 'trigger = "sks cat"'))
+    build(made, "images")
+    doubts = [each.detail for each in caption_doubts(Project(made).open("captions"))]
+    assert '2 subjects (10_sks cat, 5_blue vase) are trained with one trigger, "sks cat": give each an [[images' in doubts[0]
     # Pictures beside the subjects' folders: TRIGGER is theirs.
     draw(folder / "c.webp", seed=9, size=(64, 64))
     assert any("1 picture in no such folder: they have no trigger" in line for line in new_project(tmp_path / "third", options))

@@ -225,7 +225,7 @@ def test_the_button_writes_edits_into_caption_files_and_its_undo_takes_them_back
         assert page.post("/files/captions", json={"undo": undo}, headers=headers).status_code == status
     page.post("/edit/captions", json={key: {"before": text, "text": "a wolf"}}, headers=TOKEN)
     said = page.post("/files/captions", json={"undo": False}, headers=TOKEN)
-    assert said.json() == {"said": "1 captions written into 1 files"}
+    assert said.json() == {"said": "1 caption written into 1 file"}
     assert (folder / "images" / "more.txt").read_text() == "a wolf\n"
     assert texts(page)[key] == "a wolf" and ", 0 edited" in page.get("/fragment/captions").text
     assert page.post("/files/captions", json={"undo": True}, headers=TOKEN).status_code == 200
@@ -238,7 +238,7 @@ def test_files_are_written_while_another_process_writes_the_table_and_the_page_s
     page.post("/edit/captions", json={key: {"before": text, "text": "a wolf"}}, headers=TOKEN)
     with locked(Project(folder).current("captions").folder / "lock"):
         said = page.post("/files/captions", json={"undo": False}, headers=TOKEN).json()["said"]
-    assert said.startswith("1 captions written into 1 files. The table captions is not up to date: ")
+    assert said.startswith("1 caption written into 1 file. The table captions is not up to date: ")
     assert "is being written by" in said
     assert (folder / "images" / "more.txt").read_text() == "a wolf\n"
 

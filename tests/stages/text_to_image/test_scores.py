@@ -218,7 +218,7 @@ def test_a_reference_that_is_trained_on_is_refused(scene):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"file_name": "none.png", "text": "a"}', "1 rows name images that do not exist: none.png"),
+        ('{"file_name": "none.png", "text": "a"}', "1 row names an image that does not exist: none.png"),
         ('{"file_name": "red.png"}', "line 1"),
         ("red.png: a", "line 1"),
     ],

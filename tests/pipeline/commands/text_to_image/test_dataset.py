@@ -54,7 +54,7 @@ def test_captions_go_into_a_file_and_the_edited_file_comes_back_and_the_image_fo
         writer = csv.DictWriter(opened, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    assert "1 captions changed" in latentmill(project, "captions", "--apply", str(file))
+    assert "1 caption changed" in latentmill(project, "captions", "--apply", str(file))
     assert texts(project) == {'a "quoted", new\ntext': "edit", "picture number 1": "sidecar"}
     assert "0 captions changed" in latentmill(project, "captions", "--apply", str(file))
     assert before == sorted((path, path.stat().st_mtime_ns) for path in (project / "images").iterdir())
@@ -104,8 +104,9 @@ def test_lint_names_every_mistake_at_once_a_run_stops_at_all_of_them_and_crops_n
     assert "picture4.png: blurred, small: " in printed
     assert "3 errors, 2 files not used, 5 images with warnings" in printed
     (images / "captions.json").unlink()
-    for name in ("picture2", "picture3"):  # before, captions.json might have had their captions
-        assert f"{name}.png: no caption: write {name}.txt beside it" in latentmill(folder, "lint", code=2)
+    printed = latentmill(folder, "lint", code=2)  # before, captions.json might have had their captions
+    assert "picture2.png: no caption: write picture2.txt beside it, or" in printed
+    assert "picture3.png: no caption: picture3.txt is there, but empty, or" in printed
     stopped = [
         line for line in latentmill(folder, "run", "captions", "--only", code=2).splitlines() if line.startswith("error: ")
     ]
@@ -120,6 +121,59 @@ def test_lint_names_every_mistake_at_once_a_run_stops_at_all_of_them_and_crops_n
     latentmill(folder, "run", "images", "--only")
     *_, last = latentmill(folder, "run", "captions", "--only", code=2).splitlines()
     assert last == "error: and 13 more"
+
+
+def page_of(folder, name, **params):
+    client = TestClient(make_app(Site(folder), "secret"), base_url="http://127.0.0.1:8765")
+    return client.get(f"/fragment/{name}", params=params).text
+
+
+def test_lint_names_what_a_trigger_hides_and_files_that_say_different_things(tmp_path, tiny_weights):
+    folder = make(tmp_path / "project", tiny_weights, images=5)
+    images = folder / "images"
+    projects.edit(folder, "[captions]", '[captions]\ntrigger = "ohwx"\nmissing = "trigger"\ntemplate = "{trigger}, {caption}"')
+    (images / "picture0.txt").unlink()
+    (images / "picture1.txt").write_text(" ")
+    (images / "picture2.txt").write_text("ohwx")
+    lines = [{"file_name": f"{name}.png", "text": text} for name, text in (("picture3", "another"), ("gone", "x"))]
+    lines.append({"file_name": "picture4.png", "text": "picture  number 4"})
+    (images / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    latentmill(folder, "run", "images", "--only")
+    printed = latentmill(folder, "lint")
+    assert "metadata.jsonl: 1 row names an image that does not exist: gone.png" in printed
+    for path, said in (
+        ("picture0", "no caption: the trigger alone is trained"),
+        ("picture1", "picture1.txt is empty: the trigger alone is trained"),
+        ("picture2", "picture2.txt is the trigger alone: the trigger alone is trained"),
+        ("picture3", "picture3.txt and metadata.jsonl:1 differ: picture3.txt is trained (captions.sources)"),
+    ):
+        assert [said in line for line in printed.splitlines() if line.startswith(f"{path}.png: ")] == [True]
+    assert "metadata.jsonl:3" not in printed
+    assert printed.splitlines()[-1] == "0 errors, 0 files not used, 5 images with warnings, 3 of them without a caption"
+    shown = page_of(folder, "images", filter="without caption")
+    assert [f"picture{number}.png" in shown for number in range(5)] == [True] * 3 + [False] * 2
+
+
+def test_a_caption_file_that_changes_after_its_edit_is_named_each_time_and_either_can_be_taken(tmp_path, tiny_weights):
+    folder = make(tmp_path / "project", tiny_weights, images=2)
+    latentmill(folder, "captions")
+    ids = {row["path"]: row["image_id"] for row in answer(Project(folder), "select path, image_id from images").to_pylist()}
+    write_edits(folder, {f"{ids[f'picture{number}.png']}:0": f"edited {number}" for number in range(2)})
+    assert "changed after" not in latentmill(folder, "captions") + latentmill(folder, "lint")
+    (folder / "images" / "picture0.txt").write_text("newer")
+    told = "1 caption file changed after the caption was edited on the page (picture0.txt): the edit is trained; `latentmill capt"
+    for _ in range(2):
+        assert told in " ".join(latentmill(folder, "captions").split())
+    assert "picture0.txt has changed since the caption was edited on the page: the edit is trained" in latentmill(folder, "lint")
+    assert "picture0.png: picture0.txt has changed since this edit" in page_of(folder, "captions")
+    assert texts(folder) == {"edited 0": "edit", "edited 1": "edit"}
+    assert "1 edit dropped: what is written in picture0.txt counts again" in latentmill(folder, "captions", "--take-files")
+    assert texts(folder) == {"newer": "sidecar", "edited 1": "edit"}
+    assert "no caption file has changed since" in latentmill(folder, "captions", "--take-files", code=2)
+    latentmill(folder, "captions", "--sidecars")
+    assert texts(folder) == {"newer": "sidecar", "edited 1": "sidecar"}
+    assert "changed after" not in latentmill(folder, "captions", "--undo-sidecars")
+    assert texts(folder) == {"newer": "sidecar", "edited 1": "edit"}
 
 
 def soft(side: int = 160) -> Image.Image:
@@ -219,7 +273,7 @@ def test_a_caption_that_a_file_cannot_give_stays_an_edit_of_the_project(mixed):
         {"picture0.png": "without the words of the template", "fox.png": "ohwx, three, film", "picture1.png": "ohwx, a, film"},
     )
     said = latentmill(mixed, "captions", "--sidecars")
-    assert "1 captions written into 1 files; 2 stay edits of the project" in said and "picture0.png, fox.png" in said
+    assert "1 caption written into 1 file; 2 stay edits of the project" in said and "picture0.png, fox.png" in said
     assert not (mixed / "images" / "fox.png.txt").exists()
     assert texts(mixed)["without the words of the template"] == texts(mixed)["ohwx, three, film"] == "edit"
 
@@ -240,7 +294,7 @@ def test_a_file_that_two_images_share_is_not_written_for_one_of_them(mixed):
     projects.build(mixed, "captions")
     edit(mixed, {"fox.png": "ohwx, one fox, film", "picture0.png": "ohwx, one, film"})
     said = latentmill(mixed, "captions", "--sidecars")
-    assert "1 captions written into 1 files; 1 stay edits of the project" in said and "fox.png" in said
+    assert "1 caption written into 1 file; 1 stay edits of the project" in said and "fox.png" in said
     assert (mixed / "images" / "fox.txt").read_text() == "a fox\n"
     assert {"ohwx, a fox, film", "ohwx, one fox, film", "ohwx, one, film"} <= texts(mixed).keys()
 
