@@ -8,6 +8,7 @@ A test is fast unless it is marked `slow` or lies in one of SLOW; `pytest -m fas
 from __future__ import annotations
 
 import datetime
+import functools
 import gc
 import json
 import os
@@ -81,13 +82,22 @@ def own_environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def seeded_weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function family -> the folder of its weights, for a family of random weights from a seed."""
     from stages.text_to_image.families import family
 
-    folder = tmp_path_factory.mktemp("tiny") / "weights"
-    tiny = family("tiny")
-    tiny.architecture.write_random_weights(folder, tiny, 0)
-    return folder
+    @functools.cache
+    def write(name: str) -> Path:
+        folder, record = tmp_path_factory.mktemp(name) / "weights", family(name)
+        record.architecture.write_random_weights(folder, record, 0)
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def tiny_weights(seeded_weights: Callable[[str], Path]) -> Path:
+    return seeded_weights("tiny")
 
 
 @pytest.fixture
@@ -108,6 +118,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--prove", action="store_true", help="run proofs in their full form and record them in data/measurements/proofs.jsonl"
     )
     parser.addoption("--most", type=int, help="under --prove, the most cases that a proof tries; its row has their number")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Choose the rounds of a sweep, each a family and a seed: one in `make test`; with --prove, `ROUNDS` of its module, by
+    family.
+    """
+    if {"family_name", "seed"} <= set(metafunc.fixturenames):
+        rounds = metafunc.module.ROUNDS if metafunc.config.getoption("--prove") else {"tiny": 1}
+        every = [(name, seed) for name, count in rounds.items() for seed in range(count)]
+        metafunc.parametrize(("family_name", "seed"), every, scope="module")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -28,7 +28,7 @@ HANG = 3000  # seconds until a process counts as hanging, on a busy machine too
 MATERIAL = ROOT / "tests" / "material"  # a project of real pictures: photographs, clip art, engravings, emoji
 CONFIG = """
 [project]
-family = "tiny"
+family = "{family}"
 weights = "{weights}"
 commit_seconds = 0.0
 
@@ -83,12 +83,12 @@ def draw(path: Path, seed: int, size: tuple[int, int]) -> None:
     coarse.resize(size, Image.Resampling.BICUBIC).save(path)
 
 
-def make(folder: Path, weights: Path, images: int = 4) -> Path:
-    """Write a project with captioned images and return its folder. `weights` is the folder of the tiny family's weights."""
+def make(folder: Path, weights: Path, images: int = 4, family: str = "tiny") -> Path:
+    """Write a project with captioned images and return its folder. `weights` is the folder of the family's weights."""
     (folder / "images").mkdir(parents=True)
     for number in range(images):
         add_image(folder, f"picture{number}.png", seed=number, size=SIZES[number % len(SIZES)])
-    (folder / "project.toml").write_text(CONFIG.format(weights=weights))
+    (folder / "project.toml").write_text(CONFIG.format(weights=weights, family=family))
     return folder
 
 

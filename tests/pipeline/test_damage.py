@@ -26,7 +26,7 @@ SMALL = (
     ("width = 64\nheight = 64\nsteps = 2", "width = 32\nheight = 32\nsteps = 1\nbase = false"),
     ("caption_dropout = 0.2", "caption_dropout = 0.2\n\n[train.ema]"),
 )
-ROUNDS = 10  # of 50 damages each
+ROUNDS = {"tiny": 10, "flux3-tiny": 2, "z-image-tiny": 2}  # of 50 damages each
 GROUPS = {  # what a file is -> patterns below tables/
     "manifest": "*/*/manifest.json",
     "checksums": "*/*/checksums.jsonl",
@@ -67,8 +67,9 @@ DAMAGE: dict[str, Callable[[Path, random.Random], object]] = {
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory, tiny_weights: Path) -> Path:
-    folder = projects.make(tmp_path_factory.mktemp("reference") / "project", tiny_weights, images=2)
+def reference(tmp_path_factory, family_name: str, seeded_weights: Callable[[str], Path]) -> Path:
+    weights = seeded_weights(family_name)
+    folder = projects.make(tmp_path_factory.mktemp("reference") / "project", weights, images=2, family=family_name)
     for old, new in SMALL:
         projects.edit(folder, old, new)
     projects.build(folder)
@@ -110,12 +111,6 @@ def check_results(folder: Path, expected: dict[str, bytes], kept: set[str]) -> N
     found = results(folder)
     assert kept <= found.keys()
     assert {name for name in found if found[name] != expected.get(name)} == set()
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Choose the number of rounds: one in `make test`, all with --prove."""
-    if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(ROUNDS if metafunc.config.getoption("--prove") else 1))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +29,12 @@ SMALL = (("[64, 96]", "[64]"), ("steps = 6", "steps = 4"), ("height = 64\nsteps 
 
 
 @pytest.fixture(scope="module", params=OTHERS)
-def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
+def finished(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, seeded_weights: Callable[[str], Path]
+) -> tuple[Path, Path, int]:
     """A project before training, the same one finished, and how often training called fsync."""
-    before = projects.make(tmp_path_factory.mktemp(request.param) / "project", Path(), images=3)
-    projects.edit(before, 'family = "tiny"\nweights = "."', f'family = "{request.param}"')
+    name = request.param
+    before = projects.make(tmp_path_factory.mktemp(name) / "project", seeded_weights(name), images=3, family=name)
     for old, new in SMALL:
         projects.edit(before, old, new)
     projects.build(before, "images", "captions", "buckets", "latents", "embeddings")
@@ -71,19 +74,22 @@ def test_a_flipped_bit_in_a_tensor_or_an_adapter_is_named_and_made_good(finished
         assert artifacts(folder, name) == artifacts(sound, name)
 
 
-def test_single_files_beside_each_other_give_the_tables_of_the_folders(finished: tuple[Path, Path, int], tmp_path: Path) -> None:
+def test_single_files_beside_each_other_give_the_tables_of_the_folders(
+    finished: tuple[Path, Path, int], seeded_weights: Callable[[str], Path], tmp_path: Path
+) -> None:
     before, sound, _ = finished
     record, files = Project(sound).family, tmp_path / "files"
-    folder = shutil.copytree(sound / "weights" / record.name / record.folders[TOKENIZER], files / TOKENIZER)
+    folders = seeded_weights(record.name)
+    folder = shutil.copytree(folders / record.folders[TOKENIZER], files / TOKENIZER)
     for needless in (*folder.glob("*.safetensors"), folder / "config.json"):
         needless.unlink(missing_ok=True)
     renamed = {"transformer": SINGLE_FILES[record.code], "autoencoder": autoencoder_as_single_file}
     for component in ("transformer", "autoencoder", "text_encoder"):
-        (file,) = (sound / "weights" / record.name / record.folders[component]).glob("*.safetensors")
+        (file,) = (folders / record.folders[component]).glob("*.safetensors")
         arrays = renamed.get(component, dict)(load_file(file))
         save_file({key: np.ascontiguousarray(value) for key, value in arrays.items()}, files / record.single_files[component][0])
     copy = projects.copied(before, tmp_path / "project")
-    projects.edit(copy, "[project]", f'[project]\nweights = "{files}"')
+    projects.edit(copy, f'weights = "{folders}"', f'weights = "{files}"')
     projects.build(copy, "images", "captions", "buckets", *TABLES)
     for name in TABLES:
         assert projects.content(copy, name) == projects.content(sound, name)

@@ -26,11 +26,11 @@ SETTINGS = (
 )
 
 
-def make(folder: Path, weights: Path, images: int = 3) -> Path:
+def make(folder: Path, weights: Path, images: int = 3, family: str = "tiny") -> Path:
     """Write the project of the sweeps into `folder`, and return its path. It is small, its stages commit several times, and
     its adapter has a moving average.
     """
-    projects.make(folder, weights, images=images)
+    projects.make(folder, weights, images, family)
     for old, new in SETTINGS:
         projects.edit(folder, old, new)
     return folder

@@ -14,7 +14,7 @@ from tests.pipeline.sweeps import life
 from tests.pipeline.sweeps.forks import KILLED, Done, Forks
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif("sys.platform != 'linux'", reason="disk.c is preloaded on Linux alone")]
-ROUNDS = 10  # of 100 kills each
+ROUNDS = {"tiny": 10, "flux3-tiny": 1, "z-image-tiny": 1}  # of 100 kills each
 COMMANDS = (  # words; they may write below exports/
     ("clean",),
     ("clean", "--runs"),
@@ -55,9 +55,9 @@ class Life:
     built without a kill.
     """
 
-    def __init__(self, forks: Forks, place: Path, weights: Path, seed: int) -> None:
+    def __init__(self, forks: Forks, place: Path, weights: Path, family: str, seed: int) -> None:
         self.forks, self.folder, self.reference = forks, place / "project", place / "unbroken" / "project"
-        life.make(self.folder, weights)
+        life.make(self.folder, weights, family=family)
         shutil.copytree(self.folder, self.reference, copy_function=shutil.copy2)
         self.generator = random.Random(seed)
         self.expected: dict[State, dict[str, str]] = {}
@@ -165,19 +165,19 @@ def forks(tmp_path_factory) -> Iterator[Forks]:
         yield made
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Choose the number of rounds: one in `make test`, all with --prove."""
-    if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(ROUNDS if metafunc.config.getoption("--prove") else 1))
-
-
 @pytest.mark.proof(
     "a project whose processes are killed again and again ends where an unbroken one ends, with nothing lost or left"
 )
 def test_a_life_of_edits_runs_exports_and_cleans_under_kills_loses_nothing(
-    seed: int, forks: Forks, tmp_path: Path, tiny_weights: Path, cases: Callable[[int, int], int], request: pytest.FixtureRequest
+    family_name: str,
+    seed: int,
+    forks: Forks,
+    tmp_path: Path,
+    seeded_weights: Callable[[str], Path],
+    cases: Callable[[int, int], int],
+    request: pytest.FixtureRequest,
 ):
-    kills, lived = cases(12, 100), Life(forks, tmp_path, tiny_weights, seed)
+    kills, lived = cases(12, 100), Life(forks, tmp_path, seeded_weights(family_name), family_name, seed)
     while lived.kills.total() < kills:
         lived.turn(min(25, kills - lived.kills.total()))
     request.node.user_properties.append(("of", dict(lived.kills.most_common())))
