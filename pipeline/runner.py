@@ -258,7 +258,7 @@ def despite_shortage(
 def provenance(project: Project, stage_name: str) -> dict[str, str]:
     reads = {f"recipe_{read.name}": recipe_id(project.recipe(read.name)) for read in project.stage(stage_name).reads}
     versions = {f"version_{name}": version for name, version in software().items()}
-    family = {"family": project.family.name} if project.pipeline.families else {}
+    family = {"family": project.family_of(stage_name).name} if project.pipeline.families else {}
     return {**family, "project": project.name, "recipe": recipe_id(project.recipe(stage_name)), **reads, **versions}
 
 

@@ -30,6 +30,9 @@ class Stage:
     wants: Callable[[Run[Any]], pa.Table]
     run: Callable[[Run[Any]], Iterator[pa.RecordBatch]]  # the pending rows, in small batches of the schema `writes.batch`
     needs: tuple[str, ...] = ()  # resources of the project, such as weights
+    # Of `needs`, those that come of the family that the setting `family` of the stage's section names, if it names one: the
+    # project's family or one that is distilled from it. The setting `weights` then says where they lie.
+    drawn_by: tuple[str, ...] = ()
     # Tables whose artifacts the stage uses if there are any, such as a trained adapter: the newest of whatever settings. They are
     # not built for the stage's sake. What the stage takes from them must be part of a row's key.
     optional: tuple[TableSchema, ...] = ()

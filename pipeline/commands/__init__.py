@@ -20,6 +20,8 @@ class Own:
     commands: Mapping[str, str] = field(default_factory=dict)  # command -> a click command; its help is the docstring
     methods: Mapping[str, str] = field(default_factory=dict)  # method of `Project` -> function(project, ...)
     template: str = ""  # a Template: what `latentmill init` asks for and writes
+    hints: str = ""  # function(project, {stage: Need}) -> lines about the settings, for `plan`
+    prepare: str = ""  # function(options of `init`) -> the same, with what was found on this machine
     unused: str = ""  # function(project) -> files outside the tables that the present settings do not use; `clean` deletes them
     probes: str = ""  # function(family, budget in bytes) -> {title: function() -> figures}: the probes of `doctor --measure`
 

@@ -85,9 +85,10 @@ def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConne
         **rows_of_results(opened, runs),
     }
     for name, schema in table_schemas(opened).items():
-        found = [({"recipe": table.folder.name}, table.rows()) for table in folders_of(opened, name)]
+        tables = folders_of(opened, name)
+        found = [({"recipe": each.folder.name, "family": _drew(opened, each)}, each.rows()) for each in tables]
         if name not in opened.stage_names:
-            registered[name] = _joined(("recipe",), found, schema)
+            registered[name] = _joined(("recipe", "family"), found, schema)
         else:
             registered[name] = found[0][1] if found else schema.stored.empty_table()
         if trains(schema):
@@ -194,9 +195,10 @@ def plain(value: Any) -> str:
 
 
 def rows_of_results(project: Project, runs: Sequence[TrainingRun]) -> dict[str, pa.Table]:
-    """Table name -> rows of all settings whose file exists (all_samples), with `recipe` and `run_name` in front.
+    """Table name -> rows of all settings whose file exists (all_samples), with `recipe`, `run_name`, `family` in front.
 
-    `run_name` is the run of the adapter, null for the base, the start of the adapter's id if the run is unknown.
+    `run_name` is the run of the adapter, null for the base, the start of the adapter's id if the run is unknown. `family` is
+    the model that drew.
     """
     import pyarrow as pa
 
@@ -211,14 +213,23 @@ def rows_of_results(project: Project, runs: Sequence[TrainingRun]) -> dict[str, 
         rows: list[dict[str, Any]] = []
         for folder in sorted((project.path / "tables" / name).glob("*/rows.lance")):
             table = TableFolder(folder.parent, project.stage(name).writes)
+            about = {"recipe": folder.parent.name, "family": _drew(project, table)}
             rows += [
-                {"recipe": folder.parent.name, "run_name": labels.get(row["adapter_id"], row["adapter_id"][:8] or None)} | row
+                {**about, "run_name": labels.get(row["adapter_id"], row["adapter_id"][:8] or None)} | row
                 for row in table.committed().drop_columns(["live"]).to_pylist()
                 if (folder.parent / "artifacts" / row["path"]).is_file()
             ]
-        schema = pa.schema([("recipe", pa.string()), ("run_name", pa.string()), *stored])
+        schema = pa.schema([*((column, pa.string()) for column in ("recipe", "run_name", "family")), *stored])
         found[f"all_{name}"] = pa.Table.from_pylist(rows, schema=schema)
     return found
+
+
+def _drew(project: Project, table: TableFolder) -> str:
+    """The family that a table's pictures are of, "" without families."""
+    if not project.pipeline.families:
+        return ""
+    made = table.manifest()["recipe"] if table.exists else {}
+    return made.get("family") or made.get("settings", {}).get("family") or project.family.name
 
 
 def _joined(front: Sequence[str], parts: Sequence[tuple[dict[str, str], pa.Table]], schema: TableSchema) -> pa.Table:

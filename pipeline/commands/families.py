@@ -37,8 +37,8 @@ def command(found: bool, folders: tuple[Path, ...]) -> None:
         for line in found_lines(folders):
             tell(line)
     else:
-        rows = [(family.name, family.title, family.licence, family.source) for family in all_families()]
-        tell(format_table(("family", "model", "licence", "weights"), rows))
+        rows = [(each.name, each.title, each.licence, each.base or None, each.source) for each in all_families()]
+        tell(format_table(("family", "model", "licence", "draws with LoRAs of", "weights"), rows))
 
 
 def found_lines(folders: Sequence[Path]) -> Iterator[str]:

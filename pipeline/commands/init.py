@@ -41,7 +41,8 @@ class Init(click.Command):
 )
 def command(folder: Path, pipeline: str, **options: str) -> None:
     """Make a new project in FOLDER. Writes FOLDER/project.toml and tells what to do next. The option --pipeline names
-    the kind of project. It decides which other options there are.
+    the kind of project. It decides which other options there are. Previews are drawn by the model's distilled twin, in
+    few steps, if its weights are on this machine ([samples] family).
     """
     for line in new_project(folder, options, pipeline):
         tell(line)
@@ -77,6 +78,8 @@ def new_project(folder: Path, options: Mapping[str, str], pipeline: str = config
         is_folder = option.kind != "text" and value and path.is_dir()
         values[option.name] = relative(path, folder) if is_folder else value
     values["project"] = str(folder)
+    if reference := own_of(pipeline).prepare:
+        values = load(reference)(values)
     text = template.write(values)
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")

@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipeline.commands import own
 from pipeline.options import with_project
 from pipeline.store import disk
 from pipeline.store.disk import DiskError, format_bytes, require_room
 from pipeline.terminal import Terminal, fold, format_seconds, format_table, tell
+from stages.pipelines import load
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from pipeline.project.outlook import Need
     from pipeline.project.project import Project
 
@@ -59,9 +63,9 @@ def report(
     lines += format_table(names, cells, right=("rows", "to do", "disk", "memory", "time")).splitlines()
     absent = downloads(project)
     if absent:
-        parts = ", ".join(f"{name} {format_bytes(size)}" if size else name for name, size in absent.items())
-        known = all(absent.values())
-        total = f"{format_bytes(sum(absent.values()))} in all" if known else f"from {project.family.source}"
+        parts = ", ".join(f"{name} {format_bytes(each.size)}" if each.size else name for name, each in absent.items())
+        known = all(each.size for each in absent.values())
+        total = f"{format_bytes(sum(each.size for each in absent.values()))} in all" if known else f"from {project.family.source}"
         lines.append(f"to download{', about' if known else ''}: {parts}; {total}")
         lines += filter(None, [licence_note(project)])
     # With the nearest settings that fit.
@@ -72,10 +76,10 @@ def report(
     ]
     here = [(project.path / "tables", sum(each.writes for each in found))]
     try:
-        require_room("what is to do", [*here, *download_writes(project, absent)] if absent else here)
+        require_room("what is to do", [*here, *download_writes(project, absent.values())] if absent else here)
     except DiskError as error:
         refused.append(str(error))
-    lines += refused
+    lines += [*refused, *hints_of(project, found)]
     lines.append("Memory and disk are computed, time is at the speed of the last run.")
     lines.append("A dash means little, or not known before the stages above have run.")
     if verbose:
@@ -84,6 +88,12 @@ def report(
         lines.append("Memory is what the GPU's driver counts: arrays, and what CUDA takes beside them." if beside else program)
         lines.append(PLANS)
     return lines, not (refused or any(each.stops for each in found))
+
+
+def hints_of(project: Project, needs: Sequence[Need]) -> Iterator[str]:
+    """What the pipeline says about its settings as they are."""
+    if reference := own(project.config.project.pipeline).hints:
+        yield from load(reference)(project, {each.stage_name: each for each in needs})
 
 
 NAMES = ("stage", "to do", "time", "memory", "disk", "rows", "how", "note")

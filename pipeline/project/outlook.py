@@ -17,7 +17,7 @@ from stages.settings import several
 from stages.stage import Input
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     import pyarrow as pa
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
     from pipeline.store.table import TableFolder
     from schemas.table import TableSchema
+    from stages.models.family import Family
     from stages.run import Report, Run
     from stages.stage import Stage
 
@@ -58,13 +59,15 @@ class Need:
         return (self.forecast.row_bytes * (self.wanted or 0) + self.forecast.file_bytes + self.overhead) or None
 
 
-def outlook(project: Project, budget: int | None = None) -> Outlook:
-    """`budget`: bytes that a stage may take; None: that of this machine."""
+def outlook(project: Project, budget: int | None = None, stage: str = "") -> Outlook:
+    """`budget`: bytes that a stage may take; None: that of this machine. `stage`: the one that is foreseen, if its weights may
+    be others than the project's.
+    """
     from stages.tuner.blockwise.device import memory_budget
 
     def weights(name: str) -> Path | None:
         with suppress(NotFetched):
-            return project.component(name, fetch=False)
+            return project.component(name, stage, fetch=False)
         return None
 
     def rows(schema: TableSchema) -> pa.Table | None:
@@ -72,7 +75,9 @@ def outlook(project: Project, budget: int | None = None) -> Outlook:
             return project.rows(schema, schema.name)
         return None
 
-    family = project.family if project.pipeline.families else None
+    family = None
+    if project.pipeline.families:
+        family = project.family_of(stage) if stage else project.family
     return Outlook(project.config.sections, family, memory_budget() if budget is None else budget, weights, rows)
 
 
@@ -83,8 +88,10 @@ def forecast(project: Project, name: str, seen: Outlook | None = None) -> Foreca
         return None
     for need in stage.needs:
         if isinstance(project.pipeline.resources[need], Weights):
-            project.family.require(need)
-    return stage.forecast(seen or outlook(project))
+            project.source(need, name)[0].require(need)
+    if seen is None or stage.drawn_by:
+        seen = outlook(project, seen.budget if seen else None, name)
+    return stage.forecast(seen)
 
 
 def needs(project: Project, seen: Outlook, report: Report | None = None) -> Iterator[Need]:
@@ -216,40 +223,62 @@ def announcement(project: Project, name: str, rows: int, to_do: str) -> tuple[st
     return f"{to_do} to do{size}; estimated peak memory {memory}", disk
 
 
-def downloads(project: Project) -> dict[str, int]:
-    """Component -> bytes (0: not known) of the weights that are missing here. Raises ValueError for wrong `components`."""
-    family = project.family if project.pipeline.families else None
-    for name in (project.config.project.components or {}) if family else {}:
-        with suppress(NotFetched):
-            project.component(name, fetch=False)
-    if family is None or family.bundled or family.seeded is not None:
+@dataclass(frozen=True)
+class Download:
+    family: Family
+    component: str
+    size: int  # bytes; 0: not known
+    hub: str  # where it comes from
+
+
+def downloads(project: Project, name: str = "") -> dict[str, Download]:
+    """Title -> weights that are missing here and that the stage `name` ("": some stage) needs.
+
+    Raises ValueError for wrong `components`.
+    """
+    if not project.pipeline.families:
         return {}
-    here, sizes = outlook(project, 0).weights, family.component_bytes()
-    names = [name for name, kind in project.pipeline.resources.items() if isinstance(kind, Weights)]
-    return {name: sizes.get(name, 0) for name in names if (name in sizes or not sizes) and here(name) is None}
+    for component in project.config.project.components or {}:
+        with suppress(NotFetched):
+            project.component(component, fetch=False)
+    found = {}
+    for stage in [name] if name else project.stage_names:
+        for need in project.stage(stage).needs:
+            if not isinstance(project.pipeline.resources[need], Weights):
+                continue
+            family, settings, _ = project.source(need, stage)
+            title = need if family is project.family else f"{need} of {family.name}"
+            if title in found or family.bundled or family.seeded is not None:
+                continue
+            sizes = family.component_bytes()
+            if (need in sizes or not sizes) and outlook(project, 0, stage).weights(need) is None:
+                found[title] = Download(family, need, sizes.get(need, 0), settings.place(need) or family.hub)
+    order = list(project.pipeline.resources)
+    return dict(sorted(found.items(), key=lambda each: (order.index(each[1].component), each[0])))
 
 
-def download_writes(project: Project, sizes: Mapping[str, int]) -> list[tuple[Path, int]]:
+def download_writes(project: Project, absent: Iterable[Download]) -> list[tuple[Path, int]]:
     """(folder, bytes) of fetching these components, without what has arrived already."""
     from pipeline.project.weights import cache_folder
 
     found = []
-    settings, all_sizes = project.config.project, project.family.component_bytes()
-    hubs = {name: settings.place(name) or project.family.hub for name in all_sizes}
-    for hub in dict.fromkeys(hubs[name] for name in sizes if name in hubs):
-        here = sum(size for name, size in all_sizes.items() if hubs[name] == hub and name not in sizes)
+    by_hub: dict[str, list[Download]] = {}
+    for each in absent:
+        by_hub.setdefault(each.hub, []).append(each)
+    for hub, own in by_hub.items():
+        family, fetched = own[0].family, [each.component for each in own]
+        places = dict.fromkeys(family.component_bytes(), family.hub)
+        if family is project.family:
+            places = {part: project.config.project.place(part) or family.hub for part in places}
+        here = sum(size for part, size in family.component_bytes().items() if places[part] == hub and part not in fetched)
         arrived = max(0, size_of(cache_folder(hub)) - here)
-        found.append((cache_folder(hub), max(0, sum(size for name, size in sizes.items() if hubs.get(name) == hub) - arrived)))
+        found.append((cache_folder(hub), max(0, sum(each.size for each in own) - arrived)))
     return found
 
 
 def licence_note(project: Project, name: str = "") -> str:
     """A line about the licence of what the stage `name` ("": some stage) will download, "" if that is nothing or free."""
-    if not project.pipeline.families or not project.family.terms:
-        return ""
-    needs = project.stage(name).needs if name else list(project.pipeline.resources)
-    own = [part for part in downloads(project) if part in needs and part not in (project.config.project.components or {})]
-    return project.family.terms if own and project.config.project.weights in ("", project.family.hub) else ""
+    return next((each.family.terms for each in downloads(project, name).values() if each.hub == each.family.hub), "")
 
 
 def require_trainable(project: Project, name: str = "") -> None:
@@ -261,7 +290,7 @@ def require_trainable(project: Project, name: str = "") -> None:
 
 def require_download_room(project: Project, name: str) -> None:
     """Raise DiskError, before weights are downloaded for a stage, if they and what it writes then do not fit on the disk."""
-    lacking = {part: size for part, size in downloads(project).items() if size and part in project.stage(name).needs}
+    lacking = [each for each in downloads(project, name).values() if each.size]
     if not lacking:
         return
     try:

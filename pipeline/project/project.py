@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from pipeline.project import config as configuration
 from pipeline.project import recipe as recipes
 from pipeline.project.config import Overrides
 from pipeline.project.stage_run import Kept, Lazy, Write, not_built, open_run
-from stages.models.family import TOKENIZER, choose
+from stages.models.family import TOKENIZER, choose, twin
 from stages.pipelines import FamilyRecord, Folder, Weights, load
 from stages.run import Report, Run
 from stages.settings import from_home, nearest, setting_path
@@ -118,6 +119,26 @@ class Project:
                 raise ValueError(f"project.components must name any of {', '.join(known)}, got {each!r}{nearest(each, known)}")
         return found
 
+    def changed(self, section: str, **settings: Any) -> Project:
+        """This project with other settings of one section; nothing is written."""
+        other = copy.copy(self)
+        own = replace(self.config.sections[section], **settings)
+        other.config = replace(self.config, sections={**self.config.sections, section: own})
+        other._forget()
+        return other
+
+    def family_of(self, stage: str) -> Family:
+        """The family that a stage computes with. Raises ValueError if its setting `family` names one that cannot do that."""
+        given = self.config.sections[stage].family if self.stage(stage).drawn_by else ""
+        if not given or given == self.family.name:
+            return self.family
+        families: Mapping[str, Family] = load(self.pipeline.families)
+        distilled = twin(families, self.family)
+        related = [each for each in (self.family.name, distilled and distilled.name, self.family.base) if each]
+        if given not in related:
+            raise ValueError(f"{stage}.family must be {' or '.join(related)}, which the adapter fits, got {given!r}")
+        return families[given]
+
     def stage(self, name: str) -> Stage:
         """Raises ValueError, with the nearest name."""
         if name not in self.pipeline.stages:
@@ -127,7 +148,7 @@ class Project:
 
     # Resources
 
-    def resource(self, name: str) -> Any:
+    def resource(self, name: str, stage: str = "") -> Any:
         """What a stage gets for a name in `needs`. Missing weights are fetched. Raises ValueError if they cannot be found."""
         found = self.pipeline.resources[name]
         if isinstance(found, Folder):
@@ -135,29 +156,39 @@ class Project:
             paths = [setting_path(path, self.path) for path in ((given,) if isinstance(given, str) else given)]
             # Links are resolved only to find the folder of several paths.
             return paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.resolve() for path in paths]))
-        return self.family if isinstance(found, FamilyRecord) else self.component(name)
+        return self.source(name, stage)[0] if isinstance(found, FamilyRecord) else self.component(name, stage)
 
-    def component(self, name: str, *, fetch: bool = True) -> Path:
-        """The folder or file of a component's weights. Raises ValueError if they are missing or incomplete."""
+    def source(self, name: str, stage: str = "") -> tuple[Family, configuration.ProjectConfig, str]:
+        """The family of a resource, where its weights lie, and the setting that says so if it is the stage's."""
+        if not stage or name not in self.stage(stage).drawn_by or (family := self.family_of(stage)) is self.family:
+            return self.family, self.config.project, ""
+        place = self.config.sections[stage].weights
+        settings = replace(self.config.project, weights="", components={name: place} if place else None)
+        return family, settings, f"{stage}.weights"
+
+    def component(self, name: str, stage: str = "", *, fetch: bool = True) -> Path:
+        """The folder or file of a component's weights, as a stage computes with them. ValueError if missing or incomplete."""
         from pipeline.project import weights
 
-        return weights.find(self.config.project, self.path, self.family, name, fetch=fetch)
+        family, settings, key = self.source(name, stage)
+        return weights.find(settings, self.path, family, name, fetch=fetch, key=key)
 
-    def weight_recipe(self, name: str) -> dict[str, Any]:
+    def weight_recipe(self, name: str, stage: str = "") -> dict[str, Any]:
         """The sha256 of a component's files, and the fields of the family that `Weights.fields` lists."""
-        self.family.require(name)  # before gigabytes are downloaded for nothing
-        label = f"{self.family.name} {self.config.project.place(name)} {name}"
+        family, settings, _ = self.source(name, stage)
+        family.require(name)  # before gigabytes are downloaded for nothing
+        label = f"{family.name} {settings.place(name)} {name}"
         # Weights of the text encoder may lie in the tokenizer's folder.
-        given = self.family.files[name], name != TOKENIZER
+        given = family.files[name], name != TOKENIZER
         try:
-            digest = self.hashes.component(label, self.component(name, fetch=False), *given)
+            digest = self.hashes.component(label, self.component(name, stage, fetch=False), *given)
         except ValueError:
             # Weights may be deleted to save space: the remembered hash then keeps their tables up to date.
             known = self.hashes.known["components"].get(label)
-            digest = known or self.hashes.component(label, self.component(name, fetch=self.fetch), *given)
+            digest = known or self.hashes.component(label, self.component(name, stage, fetch=self.fetch), *given)
         kind = self.pipeline.resources[name]
         assert isinstance(kind, Weights)
-        return {"sha256": digest, **{fact: getattr(self.family, fact) for fact in kind.fields}}
+        return {"sha256": digest, **{fact: getattr(family, fact) for fact in kind.fields}}
 
     # Tables
 
@@ -174,7 +205,7 @@ class Project:
         return recipes.recipe(
             stage,
             self.config.sections[name],
-            {need: self.weight_recipe(need) for need in weights},
+            {need: self.weight_recipe(need, name) for need in weights},
             {read.name: recipes.recipe_id(self.recipe(read.name)) for read in stage.reads if read.tensors},
             stage.snapshot(self.open(name, inputs=inputs)) if stage.snapshot else None,
         )
@@ -245,7 +276,7 @@ class Project:
             inputs=Lazy([each.name for each in (*stage.reads, *stage.optional)], functools.partial(self.input, stage))
             if inputs is None
             else inputs,
-            needs=Lazy(stage.needs, self.resource),
+            needs=Lazy(stage.needs, functools.partial(self.resource, stage=name)),
             artifacts=artifacts or self.path / "tables" / name,
             root=self.path,
             provenance=provenance or {},

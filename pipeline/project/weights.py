@@ -39,12 +39,14 @@ class Refused(ValueError):  # noqa: N818  (its message is for the user as it is)
     """Raised if another process is downloading from the same repository, or if a file arrived damaged."""
 
 
-def find(settings: ProjectConfig, project: Path, family: ModelFamily, name: str, *, fetch: bool) -> Path:
-    """The folder or file of a component's weights, fetched or generated if `fetch` allows it, else NotFetched."""
+def find(settings: ProjectConfig, project: Path, family: ModelFamily, name: str, *, fetch: bool, key: str = "") -> Path:
+    """The folder or file of a component's weights, fetched or generated if `fetch` allows it, else NotFetched. `key`: the
+    setting that `components` comes from, for messages.
+    """
     given = (settings.components or {}).get(name)
     if given is None:
         return locate(resolve(settings.weights, project, family, (name,), fetch=fetch), name, family)
-    key = f"project.components.{name}"
+    key = key or f"project.components.{name}"
     path = setting_path(given, project)
     if not given or not path.exists():
         if not given or not HUB_ID.fullmatch(given):

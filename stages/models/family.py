@@ -121,6 +121,11 @@ def choose(families: Mapping[str, F], name: str) -> F:
     raise ValueError(f"family must be one of {', '.join(families)}, got {name!r}{near}")
 
 
+def twin(families: Mapping[str, F], family: ModelFamily) -> F | None:
+    """The family distilled from `family`, which draws in few steps with adapters trained on that."""
+    return next((each for each in families.values() if each.base == family.name), None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family(ModelFamily):
     """A family of image models, as plain data that can be pickled."""

@@ -289,6 +289,19 @@ _F3_BASE = Family(
     meant={r"flux[ ._-]?3": ""},
 )
 _DISTILLED: Mapping[str, Any] = {"real_cfg": False, "guidance": 1.0, "sampling_steps": 4}
+_TINY = Family(
+    name="tiny",
+    title="the true architecture with seeded random weights",
+    licence=APACHE,
+    code=FLUX2,
+    transformer=TINY_TRANSFORMER,
+    text_encoder=TINY_QWEN3,
+    autoencoder=TINY_AUTOENCODER,
+    text_layers=(1, 2, 3),
+    text_tokens=64,
+    sampling_steps=4,
+    seeded=0,
+)
 _ALL = (
     _BASE_4B,
     _BASE_9B,
@@ -370,18 +383,14 @@ _ALL = (
         bundled=MICRO,
         begin=MICRO_BEGIN,
     ),
-    Family(
-        name="tiny",
-        title="the true architecture with seeded random weights",
-        licence=APACHE,
-        code=FLUX2,
-        transformer=TINY_TRANSFORMER,
-        text_encoder=TINY_QWEN3,
-        autoencoder=TINY_AUTOENCODER,
-        text_layers=(1, 2, 3),
-        text_tokens=64,
-        sampling_steps=4,
-        seeded=0,
+    _TINY,
+    replace(
+        _TINY,
+        name="tiny-distilled",
+        title="the same with other random weights, which takes the place of a distilled model in tests",
+        base="tiny",
+        seeded=1,
+        **{**_DISTILLED, "sampling_steps": 2},
     ),
     replace(
         _Z_IMAGE,

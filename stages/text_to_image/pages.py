@@ -285,10 +285,10 @@ SAMPLES = Page(
         Sheet(
             "Previews by prompt and run",
             """
-select prompt || case when seed = 0 then '' else ', seed ' || seed end as row, coalesce(run_name, 'base') as column, step,
-    'samples/' || recipe || '/' || path as picture
+select prompt || case when seed = 0 then '' else ', seed ' || seed end as row,
+    coalesce(run_name, 'base') || ', ' || family as column, step, 'samples/' || recipe || '/' || path as picture
 from all_samples
-order by run_name nulls first, prompt, seed, step
+order by run_name nulls first, family, prompt, seed, step
 """,
         ),
     ),
@@ -325,6 +325,7 @@ DRAW = Page(
                 Field("--strength", "Strength, empty: 1, as trained"),
                 Field("--seed", "Seed, empty: 0"),
                 Field("--size", "Width x height in pixels"),
+                Field("--family", "Model, empty: that of the settings; klein-4b for an adapter of klein-base-4b takes 4 steps"),
                 Field("--steps", "Denoising steps"),
                 Field("--guidance", "Guidance scale"),
             ),
@@ -334,7 +335,7 @@ DRAW = Page(
             "Pictures",
             "select 'generated/' || recipe || '/' || path as picture, prompt as name, "
             "'seed ' || seed || case when step is null then '' else ', step ' || step end || ', strength ' || strength || ', ' "
-            "|| width || ' x ' || height as text, seed, step from generated",
+            "|| width || ' x ' || height || ', ' || family as text, seed, step from generated",
             orders={"prompt": "name, seed, step", "step": "step, name, seed"},
             searched="name",
         ),

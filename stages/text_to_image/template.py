@@ -85,8 +85,9 @@ PRESETS: Mapping[str, Settings] = {
 
 
 def project_toml(options: Mapping[str, str]) -> str:
-    """`options`: images, family, weights, trigger, preset, project. Raises ValueError for an unknown family or preset, for edit
-    training without a pair, and for one trigger of several subjects.
+    """`options`: images, family, weights, trigger, preset, project; twin and twin_weights if the distilled model is on this
+    machine. Raises ValueError for an unknown family or preset, for edit training without a pair, and for one trigger of several
+    subjects.
     """
     record = family_record(options["family"])
     record.require_trainable()
@@ -102,6 +103,11 @@ def project_toml(options: Mapping[str, str]) -> str:
     if edits:
         pairs = {toml_string(prompt): (paths, "") for prompt, paths in edits.items()}
         settings = {**settings, "samples.prompt_references": pairs}
+    if "twin_weights" in options:
+        remark = f"draws in few steps, with the adapter of {record.name}; empty: {record.name} draws"
+        drawn = {"family": (options["twin"], remark)}
+        drawn |= {"weights": (options["twin_weights"], "")} if options["twin_weights"] else {}
+        settings = {**settings, "samples": {**settings["samples"], **drawn}}
     prompts = list(edits) or ["a photo of {trigger}" if called else "a photo"]
     return TEXT.format(
         family=toml_string(record.name),

@@ -27,6 +27,8 @@ OWN = Own(
     },
     methods={"adapter": f"{HERE}.generate:adapter"},
     template="stages.text_to_image.template:TEMPLATE",
+    hints=f"{HERE}.hints:hints",
+    prepare=f"{HERE}.hints:prepare",
     unused=f"{HERE}:unused_files",
     probes=f"{HERE}.memory:probes",
 )

@@ -62,6 +62,12 @@ COMPONENTS = ("transformer", "text_encoder", "tokenizer", "autoencoder")
     multiple=True,
     help="A picture to start from, for an adapter of edit training; may be repeated.",
 )
+@click.option(
+    "--family",
+    default="",
+    help="The model that draws: the project's, or its distilled twin, such as klein-4b for klein-base-4b, with its own steps and "
+    "guidance.  [default: that of [samples]]",
+)
 @click.option("--size", metavar="WIDTHxHEIGHT", help="Pixels, multiples of 16.  [default: that of [samples]]")
 @click.option("--steps", type=int, help="Denoising steps.  [default: that of [samples]]")
 @click.option("--guidance", type=float, help="Guidance scale.  [default: that of [samples]]")
@@ -74,6 +80,7 @@ def command(
     step: int | None,
     strengths: tuple[float, ...],
     references: tuple[Path, ...],
+    family: str,
     size: str | None,
     steps: int | None,
     guidance: float | None,
@@ -88,7 +95,7 @@ def command(
         raise ValueError('generate needs a prompt, such as: latentmill generate "a cat" --seed 1; or --file PROMPTS.txt')
     given = {"steps": steps, "guidance": guidance, **parse_size(size)}
     chosen = tuple(pair_strengths(adapters, strengths))
-    wish = Wish(tuple(dict.fromkeys(texts)), seeds or (0,), chosen, step, given, references)
+    wish = Wish(tuple(dict.fromkeys(texts)), seeds or (0,), chosen, step, given, references, family)
     project.fetch = True
     with Terminal("generate") as terminal:
         paths = list(generate(project, wish, terminal))
@@ -106,6 +113,7 @@ class Wish:
     # width, height (pixels), steps, guidance; None or missing: the setting of [samples]
     given: Mapping[str, Any] = field(default_factory=dict)
     references: tuple[Path, ...] = ()  # images that the model sees while it draws
+    family: str = ""  # that draws; "": as [samples] says
 
 
 def parse_size(size: str | None) -> dict[str, int]:
@@ -126,6 +134,7 @@ def generate(project: Project, wish: Wish, console: Quiet) -> Iterator[Path]:
     from pipeline.store.table import TableFolder, Writer
     from schemas.text_to_image import GENERATED
 
+    project = drawn_by(project, wish.family)
     # A picture's id is a hash of everything that decides it, so a picture with that id is not drawn again.
     rows, adapters, config = wanted_rows(project, wish)
     recipe = {"stage": GENERATED.name, "version": 1, "columns": GENERATED.recorded, **_weights(project)}
@@ -140,12 +149,14 @@ def generate(project: Project, wish: Wish, console: Quiet) -> Iterator[Path]:
             console.say(f"{len(absent)} pictures of {len({row['prompt'] for row in absent})} prompts")
             report = Report(console.say, console.note, console.progress, stop.is_set)
             run = open_drawing(project, config, report, artifacts, writer.write_artifact)
+            family = project.family_of("samples").name
             label = " with ".join(["the base", *(f"the adapter {file.name}" for file, _ in adapters)])
             pictures = [Picture(Path(row["path"]).stem, row["prompt"], row["seed"], wish.references, row) for row in absent]
             group = Adapters(label, files=lambda: adapters), pictures
             for drawn in draw_pictures(run, [group], lambda: "", partial(encode_prompts, project, report)):
                 row = {**drawn.picture.row, "seconds": drawn.seconds}
                 facts = {name: row[name] for name in ("prompt", "seed", "step", "adapter_id", "strength", "steps", "guidance")}
+                facts["family"] = family
                 writer.write_artifact(row["path"], partial(save_png, image=drawn.image, metadata=facts))
                 writer.append(GENERATED.record_batch([row]))
                 writer.flush()
@@ -158,13 +169,22 @@ def generate(project: Project, wish: Wish, console: Quiet) -> Iterator[Path]:
     yield from (artifacts / row["path"] for row in rows)
 
 
+def drawn_by(project: Project, family: str) -> Project:
+    """The project with another model in [samples], its steps and guidance. "": as it is. ValueError for one that does not fit."""
+    if not family or family == project.family_of("samples").name:
+        return project
+    found = project.changed("samples", family=family, weights="", steps=None, guidance=None)
+    found.family_of("samples")
+    return found
+
+
 def open_drawing(project: Project, config: SamplesConfig, report: Report, artifacts: Path, write: Write) -> Run[SamplesConfig]:
     """A run of the stage `samples` with settings of its own. Raises ValueError if drawing needs more memory than it may take."""
     from pipeline.project.outlook import outlook
     from stages.memory import refusal
     from stages.text_to_image.samples.memory import forecast
 
-    seen = outlook(project)
+    seen = outlook(project, stage="samples")
     found = forecast(replace(seen, sections={**seen.sections, "samples": config}))
     if found.peak > seen.budget:
         raise ValueError(refusal("generate", found.peak, seen.budget, found.remedy))
@@ -199,15 +219,15 @@ def wanted_rows(project: Project, wish: Wish) -> tuple[list[dict[str, Any]], lis
     """The rows of `generated`, without `seconds`, one per prompt and seed; (file, strength) of the adapters; the settings."""
     if len(wish.prompts) * len(wish.seeds) > MOST:
         raise ValueError(f"generate draws at most {MOST} pictures at once, got {len(wish.prompts) * len(wish.seeds)}")
-    config = _settings(project, tuple(dict.fromkeys(wish.seeds)), wish.given)
+    config, family = _settings(project, tuple(dict.fromkeys(wish.seeds)), wish.given), project.family_of("samples")
     chosen = [(text, strength) for text, strength in wish.adapters if strength and text != "none"]
     adapters = [(find_adapter(project, text, wish.step), strength) for text, strength in chosen]
     same: dict[str, Any] = {
         **_facts(adapters),
         "width": config.width,
         "height": config.height,
-        "steps": project.family.sampling_steps if config.steps is None else config.steps,
-        "guidance": float(project.family.guidance if config.guidance is None else config.guidance),
+        "steps": family.sampling_steps if config.steps is None else config.steps,
+        "guidance": float(family.guidance if config.guidance is None else config.guidance),
     }
     if wish.references:
         from stages.text_to_image.imaging.decode import BACKGROUND
@@ -244,11 +264,12 @@ def _facts(adapters: Sequence[tuple[Path, float]]) -> dict[str, Any]:
 def _weights(project: Project) -> dict[str, Any]:
     """What identifies the models; with a row, it determines the picture."""
     samples, embeddings = (project.config.sections[name] for name in ("samples", "embeddings"))
-    hashes = {name: project.weight_recipe(name)["sha256"] for name in COMPONENTS}
+    hashes = {name: project.weight_recipe(name, "samples")["sha256"] for name in COMPONENTS}
     settings = {name: getattr(samples, name) for name in ("precision", "base_bits", "base_bits_for")}
     found = {"weights": hashes, "settings": settings, "text_precision": embeddings.precision}
     # Unrecorded at 16 bits, as in the recipe of `embeddings`: pictures of earlier versions keep their ids.
     found |= {"text_bits": embeddings.bits} if embeddings.bits != 16 else {}
+    found |= {"family": drawing.name} if (drawing := project.family_of("samples")) is not project.family else {}
     # As JSON gives it back, with lists for tuples: equal to the recipe that is stored.
     plain: dict[str, Any] = json.loads(json.dumps(found))
     return plain
@@ -288,17 +309,19 @@ class Adapter:
         strength: float = 1.0,
         others: Sequence[tuple[Adapter | Path, float]] = (),
         references: Sequence[Path] = (),
+        family: str = "",
     ) -> Image:
         """Draw one image. `prompt` is used unchanged, so it should contain the trigger word.
 
         None takes `width`, `height` (pixels), `steps` and `guidance` from [samples]; the image then equals the preview of
         that prompt and seed. `strength` is 1 as trained, 0 the base model. `others` are further (adapter or file, strength)
-        pairs, whose changes are added. `references` are images to start from, for adapters trained to edit. Raises ValueError
-        if a size is not a multiple of 16 or a value is out of bounds.
+        pairs, whose changes are added. `references` are images to start from, for adapters trained to edit. `family` draws
+        instead of that of [samples], such as the distilled twin, with its own steps and guidance. Raises ValueError if a size
+        is not a multiple of 16 or a value is out of bounds.
         """
         from stages.text_to_image.samples.drawing import Adapters, Picture, draw_pictures
 
-        project, report = self.project, Report()
+        project, report = drawn_by(self.project, family), Report()
         given = {"width": width, "height": height, "steps": steps, "guidance": guidance}
         config = _settings(project, (seed,), given)
         further = [(each.path if isinstance(each, Adapter) else each, factor) for each, factor in others]

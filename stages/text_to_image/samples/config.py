@@ -49,6 +49,13 @@ class SamplesConfig(Section):
     background: str | None = selects(
         None, "colour behind transparent pixels of references; by default that of [latents]", follows="latents.background"
     )
+    family: str = setting(
+        "",
+        "the model that draws: the distilled twin of the project's family needs few steps and no guidance, such as klein-4b for "
+        "klein-base-4b; empty: the project's family",
+        unrecorded=("",),
+    )
+    weights: str = runtime("", "where the transformer of `family` lies: a folder, a file or a hub id; empty: the family's own")
     steps: int | None = setting(None, "denoising steps; by default the family's number", unit="steps", bounds=(1, 1000))
     guidance: float | None = setting(
         None,

@@ -46,18 +46,22 @@ def write_grid(
     labels = {(row["caption_id"], row["seed"]): f"{row['prompt']}\nseed {row['seed']}" for row, _ in rows}
     files = {(row["adapter_id"], row["caption_id"], row["seed"]): file for row, file in rows if file.is_file()}
     cells = [[files.get((adapter_id, *key)) for adapter_id in columns] for key in labels]
-    page = draw_grid(cells, list(columns.values()), list(labels.values()), (run.config.width, run.config.height))
+    by = run.needs["family"].name
+    page = draw_grid(cells, list(columns.values()), list(labels.values()), (run.config.width, run.config.height), by)
     run.output.write(GRID, partial(save_png, image=page, metadata={"content": content} | dict(run.output.provenance)))
 
 
 def draw_grid(
-    cells: Sequence[Sequence[Path | None]], columns: Sequence[str], rows: Sequence[str], size: tuple[int, int]
+    cells: Sequence[Sequence[Path | None]], columns: Sequence[str], rows: Sequence[str], size: tuple[int, int], corner: str = ""
 ) -> Image.Image:
-    """`cells[row][column]`: file of a picture, None for a grey field. `size`: of the pictures in pixels, reduced to `CELL`."""
+    """`cells[row][column]`: file of a picture, None for a grey field. `size`: of the pictures in pixels, reduced to `CELL`.
+    `corner`: the model that drew.
+    """
     scale = min(1.0, CELL / max(size))
     width, height = max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
     page = Image.new("RGB", (LABEL + len(columns) * (width + GAP), HEAD + len(rows) * (height + GAP)), PAPER)
     draw, font = ImageDraw.Draw(page), ImageFont.load_default(FONT)
+    draw.text((GAP, GAP), corner, INK, font)
     for column, label in enumerate(columns):
         draw.text((LABEL + column * (width + GAP), GAP), label, INK, font)
     for row, label in enumerate(rows):
@@ -79,27 +83,27 @@ def wrap_label(text: str, height: int) -> str:
     return "\n".join(lines if len(lines) <= room else [*lines[: room - 1], "..."])
 
 
-Key = tuple[str, int, int, int]  # prompt, seed, width, height
+Key = tuple[str, int, int, int, str]  # prompt, seed, width, height, family
 
 MOST = 24  # rows: prompts and seeds that are shown
 
 
 def draw_side_by_side(runs: Sequence[tuple[str, Mapping[str, int]]], rows: Sequence[Mapping[str, Any]], out: Path) -> Path | None:
     """Draw into `out` what all runs drew of the same prompt, seed and size, a column per run; None if nothing is in common.
-    `runs`: (heading, training step by adapter_id). `rows`: of the table `samples`, with the path of the preview as `file`.
+    `runs`: (heading, training step by adapter_id). `rows`: of `all_samples`, with the path of the preview as `file`.
     """
     found = [_newest(rows, adapters) for adapters in ({"": 0}, *(adapters for _, adapters in runs))]
     shared = [key for key in found[1] if all(key in drawn for drawn in found[1:])]
     if not shared:
         return None
     # A grid has cells of one size: that of the first.
-    size = shared[0][2:]
-    keys = sorted(key for key in shared if key[2:] == size)[:MOST]
+    size = shared[0][2:4]
+    keys = sorted(key for key in shared if key[2:4] == size)[:MOST]
     steps = [max(drawn[key][0] for key in keys) for drawn in found[1:]]
     heads = ["base", *(f"{name}, step {step}" for (name, _), step in zip(runs, steps, strict=True))]
     cells = [[drawn[key][1] if key in drawn else None for drawn in found] for key in keys]
     out.parent.mkdir(parents=True, exist_ok=True)
-    draw_grid(cells, heads, [f"{prompt}\nseed {seed}" for prompt, seed, _, _ in keys], (size[0], size[1])).save(out)
+    draw_grid(cells, heads, [f"{prompt}\nseed {seed}\n{family}" for prompt, seed, *_, family in keys], size).save(out)
     return out
 
 
@@ -107,7 +111,7 @@ def _newest(rows: Sequence[Mapping[str, Any]], adapters: Mapping[str, int]) -> d
     drawn: dict[Key, tuple[int, Path]] = {}
     for row in rows:
         if row["adapter_id"] in adapters:
-            key = (row["prompt"], row["seed"], row["width"], row["height"])
+            key = (row["prompt"], row["seed"], row["width"], row["height"], row["family"])
             # The preview of the latest step.
             drawn[key] = max(drawn.get(key, (-1, row["file"])), (adapters[row["adapter_id"]], row["file"]))
     return drawn

@@ -201,6 +201,7 @@ STAGE = Stage(
     unit="preview",
     config=SamplesConfig,
     needs=("family", "transformer", "autoencoder"),
+    drawn_by=("family", "transformer"),
     wants=wanted_samples,
     run=draw_samples,
     finish=finish_samples,

@@ -10,9 +10,11 @@ from pipeline.commands import Own
 from pipeline.commands.init import new_project
 from pipeline.commands.plan import report
 from pipeline.project.project import Project
+from pipeline.project.weights import cache_folder
 from stages.pipelines import Option, Template
 from stages.text_to_image.captions.stage import caption_doubts
 from stages.text_to_image.families import FAMILIES, family
+from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.stage import references_by_prompt
 from stages.text_to_image.template import PRESETS
 from tests.projects import build, draw, edit
@@ -60,6 +62,30 @@ def test_a_distilled_family_is_refused_by_init_plan_and_the_first_stage_with_the
     with pytest.raises(ValueError, match=why):
         build(tmp_path, "images")
     assert not (tmp_path / "tables").exists()
+
+
+def test_a_new_project_draws_with_the_distilled_twin_if_its_weights_are_on_this_machine(tmp_path, images, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+
+    def made(name: str, weights: str) -> SamplesConfig:
+        new_project(tmp_path / name, {"images": str(images), "family": "klein-base-4b", "weights": weights})
+        found: SamplesConfig = Project(tmp_path / name).config.sections["samples"]
+        return found
+
+    models = tmp_path / "models"
+    models.mkdir()
+    assert (made("without", str(models)).family, made("hub", "").family) == ("", "")
+    (models / "flux-2-klein-4b.safetensors").touch()
+    drawn = made("with", str(models))
+    assert drawn.family == "klein-4b" and Path(drawn.weights) == models / "flux-2-klein-4b.safetensors"
+    snapshot = cache_folder(family("klein-4b").hub) / "snapshots" / ("a" * 40)
+    (snapshot / "transformer").mkdir(parents=True)
+    for name in ("config.json", "diffusion_pytorch_model.safetensors"):
+        (snapshot / "transformer" / name).touch()
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("a" * 40)
+    drawn = made("cached", "")
+    assert drawn.family == "klein-4b" and drawn.weights == ""
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.commands.plan import report
-from pipeline.project.outlook import announcement, licence_note
+from pipeline.project.outlook import announcement, downloads, licence_note
 from pipeline.project.project import Project
 from pipeline.store import disk
 from stages.memory import PROGRAM_BYTES
@@ -76,6 +76,20 @@ def test_a_licence_that_is_not_free_is_said_with_what_will_be_downloaded_and_onl
     with pytest.raises(ValueError, match=r"FLUX\.2-klein-base-9B"):
         projects.build(tmp_path, "images", "captions", "checks", "buckets", "latents", console=console)
     assert console.lines[-1] == licence_note(project)
+
+
+def test_the_plan_says_what_the_twin_saves_and_foresees_its_download_and_memory_instead_of_the_bases(tmp_path, tiny_weights):
+    lines, _ = report(klein(tmp_path / "k"), int(60e9))
+    assert 'previews: 100 passes each; 4 with [samples] family = "klein-4b"' in lines
+    project = klein(tmp_path / "k", '[samples]\nfamily = "klein-4b"\n')
+    assert "previews: klein-4b takes 4 passes each, klein-base-4b would take 100" in report(project, int(60e9))[0]
+    assert downloads(project, "samples")["transformer of klein-4b"].hub == "black-forest-labs/FLUX.2-klein-4B"
+    assert "transformer" not in downloads(project, "samples") and set(downloads(project, "train")) == {"transformer"}
+    folder = projects.make(tmp_path / "t", tiny_weights, images=2)
+    projects.build(folder)
+    projects.edit(folder, "steps = 2", 'steps = 2\nfamily = "tiny-distilled"')
+    (told,) = [line for line in report(Project(folder))[0] if line.startswith("previews: ")]
+    assert re.fullmatch(r"previews: .* takes 2 passes each, tiny would take 8; by the last run about .* a preview in.*", told)
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("klein-base-4b", 3_875_544_576), ("klein-base-9b", 9_078_581_248)])

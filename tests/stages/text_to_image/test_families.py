@@ -7,8 +7,11 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from stages.models.family import FOLDERS
+from stages.models.family import FOLDERS, twin
 from stages.text_to_image.families import FAMILIES, family
+from stages.text_to_image.samples.config import SamplesConfig
+from stages.text_to_image.samples.memory import passes
+from stages.text_to_image.weights import meta_transformer
 
 ROOT = Path(__file__).parents[3]
 
@@ -87,6 +90,23 @@ def test_guidance_enters_one_way_only(record):
 def test_a_family_can_be_pickled_and_so_can_its_architecture(record):
     assert pickle.loads(pickle.dumps(record)) == record
     assert pickle.loads(pickle.dumps(record.architecture)) == record.architecture
+
+
+DISTILLED = [record for record in FAMILIES.values() if record.base]
+
+
+@pytest.mark.parametrize("record", DISTILLED, ids=lambda f: f.name)
+def test_an_adapter_of_a_base_fits_its_distilled_twin_which_draws_with_fewer_passes_from_the_same_texts_and_latents(record):
+    base = FAMILIES[record.base]
+    assert twin(FAMILIES, base) is record and not base.base
+    assert meta_transformer(None, base).linears() == meta_transformer(None, record).linears()
+    assert (record.text_encoder, record.text_layers, record.text_tokens) == (
+        base.text_encoder,
+        base.text_layers,
+        base.text_tokens,
+    )
+    assert record.autoencoder == base.autoencoder
+    assert record.sampling_steps * passes(SamplesConfig(), record) < base.sampling_steps * passes(SamplesConfig(), base)
 
 
 def test_the_table_of_families_is_listed_without_importing_mlx():

@@ -116,6 +116,34 @@ def test_the_command_draws_the_preview_to_the_bit_and_draws_no_picture_twice(bui
     assert base[0].shape == (32, 96, 3)
 
 
+def test_the_twin_draws_the_same_picture_as_preview_command_and_method_with_its_own_steps_and_not_that_of_the_base(built):
+    from pipeline.commands.query import answer
+
+    twin = {"samples.family": "tiny-distilled", "samples.steps": 2, "samples.checkpoints": "last"}
+    project, (row, base) = Project(built, twin), preview(Project(built), 6)
+    others = [name for name in project.stage_names if name not in ("samples", "scores")]
+    assert [project.recipe(name) for name in others] == [Project(built).recipe(name) for name in others]
+    projects.latentmill(built, "run", "samples", *(word for key, value in twin.items() for word in ("--set", f"{key}={value}")))
+    _, expected = preview(project, 6)
+    with Image.open(project.current("samples").folder / "artifacts" / row["path"]) as image:
+        assert image.info["family"] == "tiny-distilled"
+    drawn = pictures(built, row["prompt"], "--seed", str(row["seed"]), "--family", "tiny-distilled")
+    np.testing.assert_array_equal(drawn[0], expected)
+    method = Project(built).adapter().generate(row["prompt"], seed=row["seed"], family="tiny-distilled")
+    np.testing.assert_array_equal(np.asarray(method), expected)
+    assert not np.array_equal(base, expected)
+    assert not np.array_equal(pictures(built, row["prompt"], "--adapter", "none", "--family", "tiny-distilled")[0], expected)
+    shown = answer(Project(built), "select distinct family, steps, guidance from generated where family = 'tiny-distilled'")
+    assert shown.to_pylist() == [{"family": "tiny-distilled", "steps": 2, "guidance": 1.0}]
+    both = answer(Project(built), "select distinct family from all_samples where step = 6 order by 1")["family"].to_pylist()
+    assert both == ["tiny", "tiny-distilled"]
+
+
+def test_only_a_model_that_the_adapter_fits_may_draw(built):
+    said = projects.latentmill(built, "generate", "a", "--family", "klein-4b", code=2)
+    assert "samples.family must be tiny or tiny-distilled, which the adapter fits, got 'klein-4b'" in said
+
+
 def wish(seeds: int = 3, **given: Any) -> generate.Wish:
     return generate.Wish(("a thing that nobody drew",), tuple(range(seeds)), given=given)
 
@@ -153,8 +181,7 @@ def test_a_picture_is_committed_as_soon_as_it_is_decoded(built, monkeypatch):
     def fails(path, image, metadata):
         saved.append(path)
         if len(saved) == 2:
-            (folder,) = (built / "tables" / "generated").iterdir()
-            assert TableFolder(folder, GENERATED).committed().num_rows == before + 1, "a kill now loses no picture"
+            assert TableFolder(path.parents[3], GENERATED).committed().num_rows == before + 1, "a kill now loses no picture"
             raise KeyboardInterrupt
         save(path, image, metadata)
 
