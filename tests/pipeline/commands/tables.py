@@ -17,6 +17,7 @@ from pipeline.store.table import TableFolder, Writer
 from schemas.table import TableSchema
 from stages.pipelines import Pipeline
 from stages.text_to_image import PIPELINE
+from stages.text_to_image.families import FAMILIES
 
 RECIPE = "0123456789ab"
 EMPTY = {pa.string(): "", pa.bool_(): False}
@@ -37,6 +38,7 @@ class FakeProject:
     path: Path
     pipeline: Pipeline = PIPELINE
     stage_names: tuple[str, ...] = tuple(PIPELINE.stages)
+    family: Any = FAMILIES["tiny"]
 
     def resource(self, name: str) -> Path:
         assert name == "image_folder"
