@@ -20,6 +20,15 @@ EXAMPLE = "data/projects/example"  # the project of make, unless PROJECT names a
 FOLDER = "."  # the project, unless --project names another
 
 
+FOLDER_OF_PROJECTS = f"{__name__}.folder"
+
+
+def instead_of_project(context: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Callback of an eager argument that names a project, or a folder that is none: then the argument `project` is None."""
+    context.meta[FOLDER_OF_PROJECTS] = value
+    return value
+
+
 def with_project(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add --project, --set and --run to a click command; its argument `project` is opened while click reads the options."""
 
@@ -29,8 +38,13 @@ def with_project(function: Callable[..., Any]) -> Callable[..., Any]:
     def opened(context: click.Context, param: click.Parameter, path: str) -> Project | None:
         if context.resilient_parsing:  # the shell asks for completions
             return None
-        from pipeline.project import project, runs
+        from pipeline.project import config, project, runs
+        from stages.settings import from_home
 
+        if folder := context.meta.get(FOLDER_OF_PROJECTS):
+            if not (from_home(folder) / config.FILE).exists():
+                return None
+            path = folder
         context.with_resource(hashing_of(context.info_name or ""))
         overrides = split_overrides(context.meta[f"{__name__}.overrides"])
         hints.about(Path(path), CHECKOUT / EXAMPLE)

@@ -213,6 +213,8 @@ class Pipeline:
     thumbnail: str = ""  # function(path, longest side in pixels, value of `background`) -> a WebP picture, for the page
     background: str = ""  # the setting, such as "latents.background", whose colour lies behind transparent pixels
     side_by_side: str = ""  # function(runs, rows, out): writes the results of several runs into one file; returns out or None
+    # What is still to be given by the user, such as "captions missing" -> SQL that counts it as the column n
+    lacks: Mapping[str, str] = field(default_factory=dict)
     ranking: Panel | None = None  # SQL with the columns adapter_id and score, the higher the better; `title` names the score
 
     def stage(self, name: str) -> Stage:

@@ -11,10 +11,10 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from urllib.parse import parse_qsl
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -31,7 +31,7 @@ from starlette.responses import (
     Response,
     StreamingResponse,
 )
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from pipeline.errors import one_line
 from pipeline.page.actions import ACTIONS
@@ -120,32 +120,49 @@ def addresses(cell: list[tuple[int, str]], picture: Callable[[str], str]) -> str
 
 
 def make_app(site: Site, token: str = "") -> Starlette:
-    answers = Answers(site, token or secrets.token_urlsafe(24))
-    routes = [
-        Route("/", answers.shell),
-        Route("/static/{name}", static),
-        Route("/events", answers.events),
-        Route("/export/{name}", answers.export),
-        Route("/picture/{name:path}", answers.picture),
-        Route("/settings", answers.settings, methods=["GET", "POST"]),
-        Route("/fragment/{page}", answers.fragment),
-        *(Route(f"/{name}/{{page}}", answers.changing(change), methods=["POST"]) for name, change in CHANGES.items()),
-        Route("/{page}", answers.shell),
-    ]
-    return Starlette(routes=routes, middleware=[Middleware(Guard)])
+    answers = ProjectAnswers(site, token or secrets.token_urlsafe(24))
+    return Starlette(routes=answers.routes(), middleware=[Middleware(Guard)])
 
 
-class Answers:
+class Shown(Protocol):
+    """What pages are made of: a project, or the projects below a folder."""
+
+    seen: str  # what `changes` returned at the last `refresh`
+
+    @property
+    def name(self) -> str: ...
+    def refresh(self) -> None: ...
+    def changes(self) -> str: ...
+    def progress(self) -> dict[str, Any]: ...
+    def titles(self) -> dict[str, str]: ...
+    def data(self, name: str, chosen: Mapping[str, str]) -> dict[str, Any]: ...
+
+
+S = TypeVar("S", bound=Shown)
+
+
+class Answers(Generic[S]):
     """Starlette calls each method in a thread of its own; one thread at a time uses the tables."""
 
-    def __init__(self, site: Site, token: str) -> None:
+    above = False  # whether there is a page of several projects above this one
+
+    def __init__(self, site: S, token: str) -> None:
         self.site, self.token = site, token
         self.environment = templates()
         self.lock, self.looking = threading.Lock(), threading.Lock()
         self.looked, self.latest = -EVENT_SECONDS, ("", "")
 
+    def routes(self) -> list[BaseRoute]:
+        return [
+            Route("/", self.shell),
+            Route("/static/{name}", static),
+            Route("/events", self.events),
+            Route("/fragment/{page}", self.fragment),
+            Route("/{page}", self.shell),
+        ]
+
     @contextmanager
-    def refreshed(self) -> Iterator[Site]:
+    def refreshed(self) -> Iterator[S]:
         with self.lock:
             self.site.refresh()
             yield self.site
@@ -155,45 +172,15 @@ class Answers:
 
     def shell(self, request: Request) -> Response:
         with self.refreshed() as site:
-            titles, project = site.titles(), site.project.name
+            titles, project = site.titles(), site.name
         name = request.path_params.get("page", "overview")
         if name not in titles and name != "one":
             return PlainTextResponse("there is no such page", 404)
-        return self.render("shell.html", project=project, titles=titles, page=name, token=self.token, single=False, content="")
+        return self.whole(project, titles, name)
 
-    async def settings(self, request: Request) -> Response:
-        """A page of its own, with a form that needs no script."""
-        if request.method == "GET":
-            return await run_in_threadpool(self._settings, dict(request.query_params), None)
-        body = await whole_body(request)
-        if body is None:
-            return PlainTextResponse(f"at most {MOST_BYTES} bytes", 413)
-        try:
-            given = dict(parse_qsl(body.decode(), keep_blank_values=True, errors="strict", max_num_fields=MOST_FIELDS))
-        except ValueError as error:
-            return PlainTextResponse(one_line(error)[:300], 400)
-        if not self.known(given.pop("token", "")):
-            return PlainTextResponse(NO_TOKEN, 403)
-        return await run_in_threadpool(self._settings, {}, given)
-
-    def _settings(self, chosen: dict[str, str], given: dict[str, str] | None) -> Response:
-        # Without the lock: a plan may take a second, and the other pages are answered meanwhile.
-        try:
-            form = answer_form(self.site.path, self.site.overrides, given, saved=chosen.get("saved", ""))
-        except (ValueError, OSError) as error:
-            return PlainTextResponse(one_line(error)[:300], 400)
-        if form.saved:
-            return RedirectResponse(f"/settings?saved={form.saved}", 303)
-        with self.lock:
-            with suppress(ValueError):  # this page can mend it
-                self.site.refresh()
-            titles, project = self.site.titles(), self.site.project.name
-        content = Markup(self.environment.get_template("settings.html").render(form=form, token=self.token))
-        shown = self.render(
-            "shell.html", project=project, titles=titles, page="settings", token=self.token, single=False, content=content
-        )
-        shown.status_code = form.status
-        return shown
+    def whole(self, project: str, titles: dict[str, str], page: str, content: str = "") -> HTMLResponse:
+        values: dict[str, Any] = {"project": project, "titles": titles, "page": page, "content": content}
+        return self.render("shell.html", single=False, token=self.token, above=self.above, **values)
 
     def known(self, token: str) -> bool:
         return secrets.compare_digest(token.encode(), self.token.encode())
@@ -209,24 +196,18 @@ class Answers:
         return await work
 
     def _fragment(self, name: str, chosen: dict[str, str], cancelled: threading.Event) -> Response:
-        # Without the lock: a query may take long, and the other pages are answered meanwhile.
-        answered = self.site.answer(chosen.get("sql", ""), cancelled) if name == "sql" else {}
         with self.refreshed() as site:
-            if name == "one":
-                found = site.detail(chosen.get("key", ""))
-                if not found:
-                    return PlainTextResponse("there is no such row", 404)
-                return self.render("detail.html", one=found, picture=picture_address)
             if name not in site.titles():
                 return PlainTextResponse("there is no such page", 404)
             data, seen = site.data(name, chosen), site.seen
-        if answered:
-            data["sql"] |= answered
+        return self.filled(name, data, seen)
+
+    def filled(self, name: str, data: dict[str, Any], seen: str) -> Response:
         shown = self.render("fragment.html", page=name, single=False, picture=picture_address, **data)
         shown.headers["X-Seen"] = seen  # the page asks for changes since then
         return shown
 
-    def changing(self, change: Change) -> Callable[[Request], Awaitable[Response]]:
+    def changing(self, change: Callable[[Any, str, dict[str, Any]], Response]) -> Callable[[Request], Awaitable[Response]]:
 
         async def answer(request: Request) -> Response:
             if not self.known(request.headers.get("x-token", "")):
@@ -243,31 +224,6 @@ class Answers:
                 return PlainTextResponse(one_line(error)[:300], 400)
 
         return answer
-
-    def picture(self, request: Request) -> Response:
-        """WebP of the given "size" (the longer side), or with size=file the unchanged PNG that a stage wrote."""
-        name, size = request.path_params["name"], request.query_params.get("size", "")
-        try:
-            path = self.site.file(name)
-        except (ValueError, OSError):
-            return PlainTextResponse("there is no such picture", 404)
-        # A browser would lay the user's transparent PNG on its own colour, not on that which is trained.
-        users = isinstance(self.site.project.pipeline.resources.get(name.partition("/")[0]), Folder)
-        if size == "file" and path.suffix.lower() == ".png" and not users:
-            return FileResponse(path, media_type="image/png", filename=path.name)
-        longest = int(size) if size.isdecimal() and len(size) < 6 and int(size) in LONGEST else LONGEST[-1]
-        try:
-            content = self.site.picture(name, longest)
-        except (ValueError, OSError):
-            return Response(DAMAGED, media_type="image/svg+xml")
-        return Response(content, media_type="image/webp", headers={"Cache-Control": "private, max-age=60"})
-
-    def export(self, request: Request) -> Response:
-        try:
-            path = self.site.export(request.path_params["name"])
-        except (ValueError, OSError):
-            return PlainTextResponse("there is no such file", 404)
-        return FileResponse(path, media_type="application/octet-stream", filename=path.name)
 
     def state(self) -> tuple[str, str]:
         """What `events` sends; looked up once for all who listen."""
@@ -297,6 +253,94 @@ class Answers:
         return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
+class ProjectAnswers(Answers[Site]):
+    def routes(self) -> list[BaseRoute]:
+        changes = [Route(f"/{name}/{{page}}", self.changing(change), methods=["POST"]) for name, change in CHANGES.items()]
+        files = [Route("/export/{name}", self.export), Route("/picture/{name:path}", self.picture)]
+        settings = Route("/settings", self.settings, methods=["GET", "POST"])
+        return [*files, *changes, settings, *super().routes()]
+
+    def _fragment(self, name: str, chosen: dict[str, str], cancelled: threading.Event) -> Response:
+        if name == "one":
+            with self.refreshed() as site:
+                found = site.detail(chosen.get("key", ""))
+            if not found:
+                return PlainTextResponse("there is no such row", 404)
+            return self.render("detail.html", one=found, picture=picture_address)
+        if name != "sql":
+            return super()._fragment(name, chosen, cancelled)
+        # Without the lock: a query may take long, and the other pages are answered meanwhile.
+        answered = self.site.answer(chosen.get("sql", ""), cancelled)
+        with self.refreshed() as site:
+            data, seen = site.data(name, chosen), site.seen
+        data["sql"] |= answered
+        return self.filled(name, data, seen)
+
+    def picture(self, request: Request) -> Response:
+        """WebP of the given "size" (the longer side), or with size=file the unchanged PNG that a stage wrote."""
+        name, size = request.path_params["name"], request.query_params.get("size", "")
+        try:
+            path = self.site.file(name)
+        except (ValueError, OSError):
+            return PlainTextResponse("there is no such picture", 404)
+        # A browser would lay the user's transparent PNG on its own colour, not on that which is trained.
+        users = isinstance(self.site.project.pipeline.resources.get(name.partition("/")[0]), Folder)
+        if size == "file" and path.suffix.lower() == ".png" and not users:
+            return FileResponse(path, media_type="image/png", filename=path.name)
+        longest = int(size) if size.isdecimal() and len(size) < 6 and int(size) in LONGEST else LONGEST[-1]
+        try:
+            content = self.site.picture(name, longest)
+        except (ValueError, OSError):
+            return Response(DAMAGED, media_type="image/svg+xml")
+        return Response(content, media_type="image/webp", headers={"Cache-Control": "private, max-age=60"})
+
+    def export(self, request: Request) -> Response:
+        try:
+            path = self.site.export(request.path_params["name"])
+        except (ValueError, OSError):
+            return PlainTextResponse("there is no such file", 404)
+        return FileResponse(path, media_type="application/octet-stream", filename=path.name)
+
+    async def settings(self, request: Request) -> Response:
+        """A page of its own, with a form that needs no script."""
+        if request.method == "GET":
+            return await run_in_threadpool(self._settings, dict(request.query_params), None)
+        body = await whole_body(request)
+        if body is None:
+            return PlainTextResponse(f"at most {MOST_BYTES} bytes", 413)
+        try:
+            given = dict(parse_qsl(body.decode(), keep_blank_values=True, errors="strict", max_num_fields=MOST_FIELDS))
+        except ValueError as error:
+            return PlainTextResponse(one_line(error)[:300], 400)
+        if not self.known(given.pop("token", "")):
+            return PlainTextResponse(NO_TOKEN, 403)
+        return await run_in_threadpool(self._settings, {}, given)
+
+    def _settings(self, chosen: dict[str, str], given: dict[str, str] | None) -> Response:
+        # Without the lock: a plan may take a second, and the other pages are answered meanwhile.
+        try:
+            form = answer_form(self.site.path, self.site.overrides, given, saved=chosen.get("saved", ""))
+        except (ValueError, OSError) as error:
+            return PlainTextResponse(one_line(error)[:300], 400)
+        if form.saved:
+            return RedirectResponse(f"settings?saved={form.saved}", 303)
+        with self.lock:
+            with suppress(ValueError):  # this page can mend it
+                self.site.refresh()
+            titles, project = self.site.titles(), self.site.name
+        content = Markup(self.environment.get_template("settings.html").render(form=form, token=self.token))
+        values: dict[str, Any] = {
+            "project": project,
+            "titles": titles,
+            "page": "settings",
+            "token": self.token,
+            "above": self.above,
+        }
+        shown = self.render("shell.html", single=False, content=content, **values)
+        shown.status_code = form.status
+        return shown
+
+
 async def whole_body(request: Request) -> bytes | None:
     """None if it is too large."""
     # A chunked request has no Content-Length, so Guard did not see its size.
@@ -311,21 +355,21 @@ async def whole_body(request: Request) -> bytes | None:
 # What a POST may do, by the first part of its path: change(answers, page, body), the body a JSON object
 
 
-def _edit(answers: Answers, page: str, body: dict[str, Any]) -> Response:
+def _edit(answers: ProjectAnswers, page: str, body: dict[str, Any]) -> Response:
     """Body: {"KEY": {"before": text, "text": text or null}}. Status 409 with the present texts of edits in conflict."""
     with answers.refreshed() as site:
         conflicts = site.edit(page, body)
     return JSONResponse({"conflicts": conflicts}, 409 if conflicts else 200)
 
 
-def _replace(answers: Answers, page: str, body: dict[str, Any]) -> Response:
+def _replace(answers: ProjectAnswers, page: str, body: dict[str, Any]) -> Response:
     if not isinstance(body.get("find"), str) or not isinstance(body.get("by"), str):
         raise ValueError('a replacement must be {"find": text, "by": text}')
     with answers.refreshed() as site:
         return JSONResponse({"edits": site.replace(page, body["find"], body["by"])})
 
 
-def _write(answers: Answers, page: str, body: dict[str, Any]) -> Response:
+def _write(answers: ProjectAnswers, page: str, body: dict[str, Any]) -> Response:
     """Body: {"undo": false} to write the edits into the user's files, true to take the last writing back."""
     if not isinstance(body.get("undo"), bool):
         raise ValueError('what to write must be {"undo": true or false}')
@@ -335,7 +379,7 @@ def _write(answers: Answers, page: str, body: dict[str, Any]) -> Response:
     return JSONResponse({"said": said + answers.site.update(stage)})
 
 
-def _do(answers: Answers, page: str, body: dict[str, Any]) -> Response:
+def _do(answers: ProjectAnswers, page: str, body: dict[str, Any]) -> Response:
     """The action of that name, see pipeline/page/actions.py."""
     if page not in ACTIONS:
         raise ValueError(f"there is no action {page[:40]!r}")
@@ -343,7 +387,7 @@ def _do(answers: Answers, page: str, body: dict[str, Any]) -> Response:
         return JSONResponse({"said": ACTIONS[page](site, body)})
 
 
-Change = Callable[[Answers, str, dict[str, Any]], Response]
+Change = Callable[[ProjectAnswers, str, dict[str, Any]], Response]
 CHANGES: dict[str, Change] = {"edit": _edit, "replace": _replace, "files": _write, "do": _do}
 
 
@@ -351,7 +395,7 @@ def picture_address(name: str, size: int | str = 384) -> str:
     """`size`: the longer side in pixels, or "file"."""
     from urllib.parse import quote
 
-    return f"/picture/{quote(name)}?size={size}"
+    return f"picture/{quote(name)}?size={size}"  # pages lie beside it, wherever the project is mounted
 
 
 def script_of_charts() -> Path:

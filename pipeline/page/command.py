@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
+import secrets
 import webbrowser
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pipeline.options import with_project
+from pipeline.options import instead_of_project, with_project
 from pipeline.page.site import Site
 from pipeline.project.project import Project
 from pipeline.store.disk import atomic_write
@@ -23,30 +24,38 @@ NEEDED = "the page needs the extra `view`: make view installs it, or: pip instal
 @click.command("view")
 @click.option("--port", default=8765, show_default=True, type=click.IntRange(1, 65535), help="The port on 127.0.0.1.")
 @click.option("--open/--no-open", "opened", default=True, help="Open the page in the browser.")
+@click.argument("folder", required=False, is_eager=True, callback=instead_of_project)
 @with_project
-def command(port: int, opened: bool, project: Project) -> None:
+def command(port: int, opened: bool, folder: str | None, project: Project | None) -> None:
     """Show the project as a web page on this machine until Ctrl-C. The page is updated while a stage runs. It adds jobs
     to the project's queue, and changes captions: edits are stored in the project and, on request, written into caption files.
+    FOLDER shows all projects below it instead, each with its own pages; a folder of one project shows that one.
     """
     import socket
 
-    site = Site(project.path, project.overrides)
     try:
         import uvicorn
 
         from pipeline.page.app import make_app
+        from pipeline.page.studio import Studio, make_studio
     except ModuleNotFoundError:
         raise ValueError(NEEDED) from None
+    token = secrets.token_urlsafe(24)
+    if project is None:
+        studio = Studio(str(folder))
+        app, name = make_studio(studio, token), studio.name
+    else:
+        app, name = make_app(Site(project.path, project.overrides), token), project.name
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:
             raise ValueError(f"port {port} is in use, perhaps by another page; choose one: --port {port + 1}")
     address = f"http://127.0.0.1:{port}"
-    tell(f"{project.name}: {address} (Ctrl-C ends it)")
+    tell(f"{name}: {address} (Ctrl-C ends it)")
     if opened:
         webbrowser.open(address)
     # A listening page never closes its stream of events: do not wait for it.
     options: dict[str, Any] = {"log_level": "warning", "server_header": False, "timeout_graceful_shutdown": 1}
-    uvicorn.run(make_app(site), host="127.0.0.1", port=port, **options)
+    uvicorn.run(app, host="127.0.0.1", port=port, **options)
 
 
 @click.command("report")
@@ -89,6 +98,7 @@ def write_report(site: Site, out: Path) -> Path:
         titles=titles,
         page="overview",
         token="",
+        above=False,
         single=True,
         content="",
         fragments=fragments,

@@ -33,24 +33,23 @@ class Site:
         self.seen = ""  # what `changes` returned at the last `refresh`
         self.project = Project(self.path, overrides)
 
+    @property
+    def name(self) -> str:
+        return self.project.name
+
     def changes(self) -> str:
-        """A hash that differs once a stage writes rows, starts or ends, or a setting or caption is edited."""
-        # A folder, such as _versions, changes when a file in it appears.
-        tables = ("tables/*/*/*.json", "tables/*/*/rows.lance/_versions", "tables/*/*/lock")
-        patterns = ("*.toml", "*.jsonl", "queue/jobs.json", "exports", *tables)
-        digest = hashlib.sha256()
-        for path in sorted(path for pattern in patterns for path in self.path.glob(pattern)):
-            with contextlib.suppress(OSError):  # deleted meanwhile
-                stat = path.stat()
-                digest.update(f"{path}{stat.st_mtime_ns}{stat.st_size}\n".encode())
-        return digest.hexdigest()[:16]
+        return changes(self.path)
 
     def refresh(self) -> None:
         now = self.changes()
         if now != self.seen:
             self.project, self.seen = Project(self.path, self.overrides), now
-            if opened := self.__dict__.pop("catalog", None):
-                opened.close()
+            self.close()
+
+    def close(self) -> None:
+        """It is opened again by the next query."""
+        if opened := self.__dict__.pop("catalog", None):
+            opened.close()
 
     @functools.cached_property
     def catalog(self) -> duckdb.DuckDBPyConnection:
@@ -199,6 +198,19 @@ class Site:
         except ValueError as error:
             return f". The table {stage} is not up to date: {error}"
         return ""
+
+
+def changes(project: Path) -> str:
+    """A hash that differs once a stage writes rows, starts or ends, or a setting or caption is edited."""
+    # A folder, such as _versions, changes when a file in it appears.
+    tables = ("tables/*/*/*.json", "tables/*/*/rows.lance/_versions", "tables/*/*/lock")
+    patterns = ("*.toml", "*.jsonl", "queue/jobs.json", "exports", *tables)
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in patterns for path in project.glob(pattern)):
+        with contextlib.suppress(OSError):  # deleted meanwhile
+            stat = path.stat()
+            digest.update(f"{path}{stat.st_mtime_ns}{stat.st_size}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def _plain(text: Any) -> Any:

@@ -1,7 +1,7 @@
 """The pipeline text_to_image: a folder of images becomes a LoRA of an image model. No stage imports another one."""
 
 from stages.pipelines import FamilyRecord, Folder, Pipeline, Weights
-from stages.text_to_image.pages import DETAIL, PAGES, PANELS, RANKING, VIEWS
+from stages.text_to_image.pages import DETAIL, LACKS, PAGES, PANELS, RANKING, VIEWS
 
 STAGES = ("images", "captions", "checks", "descriptions", "buckets", "latents", "embeddings", "train", "samples", "scores")
 
@@ -22,6 +22,7 @@ PIPELINE = Pipeline(
     results=("train", "samples"),
     tables={"generated": "schemas.text_to_image:GENERATED"},
     views=VIEWS,
+    lacks=LACKS,
     follow="stages.text_to_image.follow:CHAIN",
     panels=PANELS,
     capacity="stages.text_to_image.memory:lines",

@@ -108,6 +108,8 @@ select samples.*, (select folder from tables where stage = 'samples') || '/artif
 )
 VIEWS = {"unused": UNUSED, "hurting": HURTING, "trained": TRAINED, "steps": STEPS, "previews": PREVIEWS}
 
+LACKS = {"captions missing": "select count(*) as n from unused where stage = 'captions'"}
+
 # The previews of prompts that look most like the training images, for `latentmill best` without held-out images.
 RANKING = Panel(
     "style",

@@ -21,7 +21,7 @@ function draw(box) {
 let loading = null;
 function library() {  // of charts: loaded by the first page that has one
   loading = loading || new Promise((resolve, reject) => {
-    document.head.append(Object.assign(document.createElement("script"), {src: "/static/plotly.js", onload: resolve, onerror: reject}));
+    document.head.append(Object.assign(document.createElement("script"), {src: "static/plotly.js", onload: resolve, onerror: reject}));
   });
   return loading;
 }
@@ -43,7 +43,7 @@ function step(slider) {
 function sliders(root) { root.querySelectorAll("input[data-steps]").forEach(step); }
 
 async function show(update) {
-  const answer = await fetch(`/fragment/${page}?${chosen}`);
+  const answer = await fetch(`fragment/${page}?${chosen}`);
   const text = await answer.text();
   seen = answer.headers.get("X-Seen") || seen;
   if (!answer.ok) { main.replaceChildren(Object.assign(document.createElement("p"), {className: "error", textContent: text})); return; }
@@ -86,7 +86,7 @@ function typed(block) {  // something in it would be lost: a text, a choice, an 
 }
 
 function listen() {  // the browser connects again by itself
-  const events = new EventSource("/events");
+  const events = new EventSource("events");
   events.addEventListener("changes", ({data}) => { live.textContent = ""; if (data !== seen) show(true); });
   events.addEventListener("progress", ({data}) => {
     const told = JSON.parse(data), line = main.querySelector("[data-progress]");
@@ -120,7 +120,7 @@ function said(text) { const place = main.querySelector("[data-said]"); if (place
 
 async function send(what, body, to = page) {
   const headers = {"X-Token": token, "Content-Type": "application/json"};
-  const answer = await fetch(`/${what}/${to}`, {method: "POST", headers, body: JSON.stringify(body)});
+  const answer = await fetch(`${what}/${to}`, {method: "POST", headers, body: JSON.stringify(body)});
   if (answer.status !== 200 && answer.status !== 409) throw new Error(await answer.text());
   return answer.json();
 }

@@ -147,7 +147,7 @@ def work(window, address):
     drawn = wait(window, "document.querySelector('img.result[alt^=\"a drawn fox\"]')?.alt")  # without a reload
     seen = {"drawn": drawn, "typed": window.execute_script(f"return {typed}")}
     ask("export", submit, {"--style": "comfyui"})
-    seen["file"] = wait(window, "document.querySelector('a[download][href^=\"/export\"]')?.href")
+    seen["file"] = wait(window, "document.querySelector('a[download][href^=\"export\"]')?.href")
     window.get(address)
     rows = "[...document.querySelectorAll('#queue tbody tr')].map((row) => row.cells[2].textContent)"
     wait(window, f"{rows}.length === 3 && !{rows}.some((state) => /waiting|running/.test(state))")

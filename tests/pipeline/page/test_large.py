@@ -47,7 +47,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_the_first_load_of_every_page_sends_few_bytes_and_fetches_few_rows(page, fetched, name):
     shell = page.get("/" if name == "overview" else f"/{name}").text
     assert fetched == [], "the first paint waits for no query"
-    before = [page.get(address).content for address in re.findall(r'(?:src|href)="(/static/[^"]+)"', shell)]
+    before = [page.get(address).content for address in re.findall(r'(?:src|href)="(static/[^"]+)"', shell)]
     assert len(before) == 2 and len(shell) + sum(map(len, before)) < 30_000, "nor for the library of charts"
     text = page.get(f"/fragment/{name}").text
     assert 'class="error"' not in text
