@@ -53,13 +53,17 @@ def test_code_in_seven_languages_without_a_docstring_is_found_where_it_stands(fo
 
 
 def test_every_answer_is_of_the_files_as_they_are_now(folder):
-    assert "7 files read" in find("send an email", "code")[1]
+    said = find("send an email", "code")[1].splitlines()
+    (kept,) = (folder.parent / "cache" / "latentmill" / "find").iterdir()
+    assert said[0] == f"{folder} is read for the first time. What is read is kept in {kept}; delete that folder to forget it."
+    assert "of 7 files to encode: about " in said[1] and " texts/s of " in said[1]
+    assert said[-1].startswith("read: 7 files read") and "changed" not in "".join(said)
     assert find("send an email", "code")[1] == ""  # nothing has changed
     (folder / "Mail.kt").rename(folder / "Post.kt")
     (folder / "draw.swift").unlink()
     (folder / "web.py").write_text("def download_page(url):\n    answer = get(url)\n    return answer.text\n")
     paths, said = find("send an email", "code", "--limit", "99")
-    assert paths[0] == "code/Post.kt" and not {"code/Mail.kt", "code/draw.swift"} & set(paths) and "2 files read" in said
+    assert paths[0] == "code/Post.kt" and not {"code/Mail.kt", "code/draw.swift"} & set(paths) and "changed: 2 files read" in said
     paths, said = find("download a page", "code", "--path", "*.py", "--threshold", "0")
     assert (paths[0], set(paths), said) == ("code/web.py", {"code/web.py", "code/broken.py"}, "")
 
