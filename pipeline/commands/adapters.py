@@ -23,7 +23,7 @@ STEP = click.option("--step", type=int, help="The checkpoint of this step.  [def
 
 
 def which_option(best: str) -> Callable[[F], F]:
-    help_ = f"last: as trained; average: the moving average ([train.ema]); best: {best} ([train.validation])."
+    help_ = f"last: as trained; average: the moving average ([train.ema]); best: marked by you, else {best} ([train.validation])."
     return click.option("--which", type=click.Choice(list(WHICH)), default="last", show_default=True, help=help_)
 
 
@@ -52,6 +52,7 @@ def find_adapter(project: Project, text: str, step: int | None = None) -> Path:
 
 def adapter_of(project: Project, step: int | None, say: Say = silent, which: str = "last") -> Path:
     """The adapter file of the chosen run at `step`, None for its end; a `which` of "best" has a step of its own."""
+    from pipeline.project.runs import read_record
     from stages.tuner.checkpoint import adapter_damage, find_checkpoints
 
     if which not in WHICH:
@@ -63,6 +64,8 @@ def adapter_of(project: Project, step: int | None, say: Say = silent, which: str
     table = project.folder("train").folder
     checkpoints = {saved.step: saved.folder for saved in find_checkpoints(table / "artifacts")}
     result = str(project.stage("train").result)
+    if which == "best" and (marked := (read_record(project.folder("train")) or {}).get("marked")) is not None:
+        which, step = "last", marked
     last = table / "artifacts" / result if step is None else checkpoints.get(step, table) / result
     if not last.is_file():
         there = f"its checkpoints are {', '.join(map(str, sorted(checkpoints)))}" if checkpoints else "it has no checkpoint yet"

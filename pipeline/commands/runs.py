@@ -11,7 +11,7 @@ import click
 from pipeline.commands.catalog import plain, rows_of_results, run_facts
 from pipeline.options import with_project
 from pipeline.project.project import Project
-from pipeline.project.runs import TrainingRun, find_run, find_runs, rename
+from pipeline.project.runs import TrainingRun, find_run, find_runs, mark, rename
 from pipeline.terminal import format_cell, format_seconds, format_table, tell
 from stages.pipelines import load
 
@@ -68,7 +68,11 @@ def list_runs(project: Project) -> str:
                 f"{run.label}{' *' if run.current else ''}",
                 f"{facts['steps']}/{facts['wanted_steps']}" if facts["wanted_steps"] else str(facts["steps"]),
                 None if facts["loss"] is None else f"{facts['loss']:.4g}",
-                f"{facts['best_step']}: {facts['best_loss']:.4g}" if facts["best_step"] else None,
+                f"{facts['marked_step']}, marked"
+                if facts["marked_step"] is not None
+                else f"{facts['best_step']}: {facts['best_loss']:.4g}"
+                if facts["best_step"]
+                else None,
                 ", ".join(different[:SHOWN]) + more or same,
             )
         )
@@ -96,11 +100,13 @@ def compare_command(runs: tuple[str, ...], out: Path | None, project: Project) -
 @click.command("best")
 @click.argument("run", required=False)
 @click.option("--by", type=click.Choice(MEASURES), help="What decides.  [default: held-out, if data are held out; else scores]")
+@click.option("--mark", "step", type=click.IntRange(0), help="Mark the checkpoint of this step as the best.  [0: none]")
 @with_project
-def best_command(run: str | None, by: str | None, project: Project) -> None:
-    """Name the best checkpoint of a run, and say why. The best checkpoint has the lowest held-out loss. If no samples
-    are held out, it has the best scores. RUN is the name or recipe of a run. Without RUN, the run of the current
-    settings is used. If there is none, the newest run is used.
+def best_command(run: str | None, by: str | None, step: int | None, project: Project) -> None:
+    """Name the best checkpoint of a run, and say why. It is the one that you have marked, here or on the page. If none is
+    marked, the best checkpoint has the lowest held-out loss. If no samples are held out, it has the best scores. RUN is
+    the name or recipe of a run. Without RUN, the run of the current settings is used. If there is none, the newest run
+    is used.
 
     The held-out loss says how well the data are predicted. It can rise while the results still gain the style of the data. The
     scores compare the results themselves: samples.checkpoints="all" draws those of every checkpoint.
@@ -109,6 +115,9 @@ def best_command(run: str | None, by: str | None, project: Project) -> None:
     found = find_run(project, run) if run else next((each for each in runs if each.current), runs[0] if runs else None)
     if found is None:
         raise ValueError(f"{project.name} has no run yet; run: latentmill train")
+    if step is not None:
+        mark(found, step or None)
+        found = find_run(project, found.recipe)
     for line in best(project, found, by):
         tell(line)
 
@@ -121,9 +130,7 @@ def compare(project: Project, runs: Sequence[TrainingRun], out: Path | None = No
         fact["seconds"] = format_seconds(fact["seconds"])
     yield format_table(("", *heads), [(name, *(fact[key] for fact in facts)) for name, key in SHOWN_FACTS.items()])
     yield ""
-    keys = dict.fromkeys(key for run in runs for key in run.settings)
-    settings = [(key, *(run.settings.get(key) for run in runs)) for key in keys]
-    differ = [[format_cell(value, "unset") for value in row] for row in settings if len(set(map(repr, row[1:]))) > 1]
+    differ = differing_settings(runs)
     yield format_table(("setting", *heads), differ) if differ else "no setting differs: the runs were trained on different data"
     yield ""
     yield format_table(("mean loss of steps", *heads), _curves(runs))
@@ -145,6 +152,13 @@ def compare(project: Project, runs: Sequence[TrainingRun], out: Path | None = No
         yield f"side by side: {written}" if written else none
 
 
+def differing_settings(runs: Sequence[TrainingRun]) -> list[list[str]]:
+    """Rows of a setting and its value in each run."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    settings = [(key, *(run.settings.get(key) for run in runs)) for key in keys]
+    return [[format_cell(value, "unset") for value in row] for row in settings if len(set(map(repr, row[1:]))) > 1]
+
+
 def _curves(runs: Sequence[TrainingRun]) -> list[tuple[Any, ...]]:
     """Mean loss of each run over about `ROWS` stretches of equal length; None where a run has no step."""
     losses = [dict(zip(*run.steps.select(["step", "loss"]).to_pydict().values(), strict=True)) for run in runs]
@@ -159,8 +173,11 @@ def _curves(runs: Sequence[TrainingRun]) -> list[tuple[Any, ...]]:
 
 
 def best(project: Project, run: TrainingRun, by: str | None = None) -> Iterator[str]:
-    """The best checkpoint by held-out loss or scores (`by`, of `MEASURES`; None prefers the loss), and how to export it."""
-    if run.best_step is not None and by != "scores":
+    """The marked checkpoint, or the best by held-out loss or scores (`by`, of `MEASURES`), and how to export it."""
+    if run.marked_step is not None and by is None:
+        step = run.marked_step
+        yield f"{run.label}: step {step}, marked as the best"
+    elif run.best_step is not None and by != "scores":
         losses = {step: loss for step, loss in run.held_out.items() if step in run.checkpoints}
         step, last = run.best_step, max(losses)
         yield f"{run.label}: step {step}, held-out loss {losses[step]:.4g}, the lowest of {len(losses)} checkpoints"

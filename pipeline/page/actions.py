@@ -8,7 +8,8 @@ from typing import Any
 
 from pipeline.page.blocks import main_command, pages_of
 from pipeline.page.site import Site
-from pipeline.project.runs import find_runs
+from pipeline.project.runs import find_run, find_runs
+from pipeline.project.runs import mark as mark_run
 from pipeline.queue import Queue
 from stages.pipelines import Field, Form
 from stages.tuner.control import CHECKPOINT, PAUSE
@@ -93,6 +94,16 @@ def resume(site: Site, body: Body) -> str:
     return "the run goes on"
 
 
+def mark(site: Site, body: Body) -> str:
+    """Body: "run", and "step" as a text, "" for none."""
+    text = str(body.get("step", ""))
+    if not ((text.isascii() and text.isdecimal()) or not text) or len(text) > 9:
+        raise ValueError("step must be that of a checkpoint")
+    run = find_run(site.project, str(body.get("run", "")))
+    mark_run(run, int(text) if text else None)
+    return f"step {text} is the best of {run.label}" if text else f"no step of {run.label} is marked"
+
+
 def _artifacts(site: Site) -> Path:
     run = next((run for run in find_runs(site.project) if run.current), None)
     if run is None:
@@ -108,5 +119,5 @@ def _number(body: Body, name: str) -> int:
 
 
 ACTIONS: dict[str, Callable[[Site, Body], str]] = {
-    each.__name__: each for each in (train, form, cancel, first, hold, start, checkpoint, pause, resume)
+    each.__name__: each for each in (train, form, cancel, first, hold, start, checkpoint, pause, resume, mark)
 }

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.commands.catalog import run_facts
+from pipeline.commands.runs import differing_settings
 from pipeline.commands.status import describe, states
 from pipeline.project.project import Project
-from pipeline.project.runs import find_runs, trains
+from pipeline.project.runs import TrainingRun, find_runs, trains
 from pipeline.queue import Job, Queue
 from pipeline.store.disk import format_bytes
 from pipeline.terminal import format_seconds
@@ -27,6 +28,20 @@ PER_PAGE = 60  # cards and texts on one page
 POINTS = 400  # points of a curve, about
 SHOWN_JOBS = 12
 SHOWN_PICTURES = 6
+
+# Of runs: at least 3:1 against the page, light and dark.
+COLOURS = (
+    "#2f7fd0",
+    "#d9601a",
+    "#239a4b",
+    "#d43d51",
+    "#8e63c7",
+    "#a87b00",
+    "#c9489b",
+    "#1593a5",
+    "#7a8291",
+    "#b06a4f",
+)
 
 Row = dict[str, Any]
 
@@ -85,7 +100,7 @@ def training_page(project: Project) -> Page | None:
             Listing(
                 "Runs",
                 "select coalesce(name, run) as run, state, steps, wanted_steps as of, loss, held_out_loss, best_step, "
-                "round(seconds / 60, 1) as minutes, differs as settings_that_differ from runs",
+                "marked_step, round(seconds / 60, 1) as minutes, differs as settings_that_differ from runs",
             ),
             Chart("Loss, mean of the last ten points", smooth, "step", "loss"),
             Chart("Loss of held-out samples", curve.format("avg(loss)", "validation"), "step", "loss"),
@@ -162,22 +177,56 @@ def told(queue: Queue, jobs: Sequence[Job]) -> Row:
 
 
 def newest_pictures(project: Project, query: Query) -> list[Row]:
-    """Of the first Sheet of the pipeline's pages: picture, row and step of its last step, at most SHOWN_PICTURES."""
+    """Picture, row and step of the last step, at most SHOWN_PICTURES."""
+    return sheet_rows(project, query, f"select * from ({{}}) qualify step = max(step) over () limit {SHOWN_PICTURES}")
+
+
+def sheet_rows(project: Project, query: Query, sql: str = "{}") -> list[Row]:
+    """A query over the first Sheet of the pipeline's pages."""
     sheet = next((block for page in project.pipeline.pages for block in page.blocks if isinstance(block, Sheet)), None)
     into: Row = {}
     with errors_as_text(into):  # no results yet
         if sheet:
-            return query(f"select * from ({sheet.sql}) qualify step = max(step) over () limit {SHOWN_PICTURES}")
+            return query(sql.format(sheet.sql))
     return []
 
 
-def block_data(query: Query, block: Block, chosen: Mapping[str, str], folder: Path) -> Row:
-    """The variables of a block's template. If its query fails, "error" has the message."""
+def run_colours(runs: Sequence[TrainingRun]) -> dict[str, str]:
+    """Label of a run -> its colour, which further runs do not change. `runs`: the newest first."""
+    return {run.label: COLOURS[place % len(COLOURS)] for place, run in enumerate(reversed(runs))}
+
+
+def compare_data(project: Project, query: Query, chosen: Mapping[str, str]) -> Row:
+    """The runs, the settings that differ, and the pictures of two of them ("a" and "b": "RUN@STEP") side by side."""
+    runs = find_runs(project)
+    colours = run_colours(runs)
+    rows = sheet_rows(project, query)
+    sides = {f"{row['column']}@{row['step']}": f"{row['column']}, step {row['step']}" for row in rows}
+    names = list(sides)
+    a = chosen["a"] if chosen.get("a") in sides else next(iter(names), "")
+    b = chosen["b"] if chosen.get("b") in sides else next(reversed(names), "")
+    pictures: dict[str, dict[str, str]] = {}
+    for row in rows:
+        pictures.setdefault(row["row"], {})[f"{row['column']}@{row['step']}"] = row["picture"]
+    facts = [run_facts(project, run) | {"label": run.label, "checkpoints": list(run.checkpoints)} for run in runs]
+    return {
+        "runs": [fact | {"colour": colours[fact["label"]]} for fact in facts],
+        "labels": [run.label for run in runs],
+        "differ": differing_settings(runs) if len(runs) > 1 else [],
+        "sides": sides,
+        "a": a,
+        "b": b,
+        "pairs": [(head, cells[a], cells[b]) for head, cells in pictures.items() if a in cells and b in cells],
+    }
+
+
+def block_data(query: Query, block: Block, chosen: Mapping[str, str], folder: Path, colours: Mapping[str, str]) -> Row:
+    """The variables of a block's template. If its query fails, "error" has the message. `colours`: of curves, by name."""
     data: Row = {"kind": type(block).__name__.lower(), "title": block.title}
     with errors_as_text(data):
         if isinstance(block, Chart):
             # The JSON stands in a script element, which "</script" would end.
-            data["chart"] = json.dumps(chart_data(query(block.sql), block)).replace("<", "\\u003c")
+            data["chart"] = json.dumps(chart_data(query(block.sql), block, colours)).replace("<", "\\u003c")
         elif isinstance(block, Listing):
             (total,) = query(f"select count(*) as rows from ({block.sql})")
             rows = query(block.sql, most=ROWS_SHOWN)
@@ -193,11 +242,13 @@ def block_data(query: Query, block: Block, chosen: Mapping[str, str], folder: Pa
     return data
 
 
-def chart_data(rows: list[Row], block: Chart) -> Row:
+def chart_data(rows: list[Row], block: Chart, colours: Mapping[str, str]) -> Row:
     traces: dict[str, Row] = {}
     for row in rows:
         name = str(row["series"])
         trace = traces.setdefault(name, {"name": name, "x": [], "y": [], "type": "scatter"})
+        if name in colours:
+            trace["line"] = {"color": colours[name]}
         trace["x"].append(row["x"])
         trace["y"].append(float(f"{row['y']:.6g}") if row["y"] is not None and math.isfinite(row["y"]) else None)
     few = all(len(trace["x"]) <= 40 for trace in traces.values())

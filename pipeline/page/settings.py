@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import stages
 from pipeline.commands.settings import Entry, entries, in_toml
@@ -27,6 +27,10 @@ from stages.untrusted import parse_json, parse_toml
 VIEWS = ("basic", "all")
 EACH = 12  # changes whose effects are computed one by one
 SWITCH = "on"  # of a section that is off unless the file has it
+
+
+if TYPE_CHECKING:
+    from pipeline.project.outlook import Need
 
 
 @dataclass
@@ -146,7 +150,11 @@ def _rows(now: Prospect, then: Prospect) -> Iterator[tuple[str, str, str, str, s
         found = need.forecast
         seconds = f", about {format_seconds(need.seconds)}" if need.seconds else ""
         memory = format_bytes(found.peak) if found and found.peak else ""
-        yield name, now.needs[name].to_do, f"{need.to_do}{seconds}", memory, need.note
+        yield name, _to_do(now.needs[name]), f"{_to_do(need)}{seconds}", memory, need.note
+
+
+def _to_do(need: Need) -> str:
+    return "nothing" if need.missing == 0 else need.to_do or ("" if need.stops else "what the stages before give it")
 
 
 # Settings as fields

@@ -13,9 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.commands.catalog import dicts, open_catalog
 from pipeline.commands.query import Limits, first_rows
-from pipeline.page.blocks import ROWS_SHOWN, Texts, block_data, errors_as_text, listing_data, overview, pages_of, told
+from pipeline.page.blocks import (
+    ROWS_SHOWN,
+    Texts,
+    block_data,
+    compare_data,
+    errors_as_text,
+    listing_data,
+    overview,
+    pages_of,
+    run_colours,
+    told,
+)
 from pipeline.project.config import Overrides
 from pipeline.project.project import Project
+from pipeline.project.runs import find_runs
 from pipeline.queue import Queue
 from pipeline.store.lock import texts_lock
 from stages.pipelines import Editor, Folder, load
@@ -60,7 +72,12 @@ class Site:
 
     def titles(self) -> dict[str, str]:
         own = {name: page.title for name, page in pages_of(self.project).items()}
-        return {"overview": "Home", **own, "settings": "Settings", "sql": "SQL"}
+        found = {"overview": "Home", **own, "settings": "Settings", "sql": "SQL"}
+        if "training" in own:
+            titles = list(found.items())
+            titles.insert(list(found).index("samples" if "samples" in own else "training") + 1, ("compare", "Compare"))
+            found = dict(titles)
+        return found
 
     def data(self, name: str, chosen: Mapping[str, str]) -> dict[str, Any]:
         """The variables of the template of a page. `chosen`: the parameters of its address. Raises KeyError."""
@@ -68,8 +85,10 @@ class Site:
             return {"overview": overview(self.project, self.query)}
         if name == "sql":
             return {"sql": self.described(), "panels": self.project.pipeline.panels}
-        blocks = pages_of(self.project)[name].blocks
-        return {"blocks": [block_data(self.query, block, chosen, self.path) for block in blocks]}
+        if name == "compare":
+            return {"compare": compare_data(self.project, self.query, chosen)}
+        blocks, colours = pages_of(self.project)[name].blocks, run_colours(find_runs(self.project))
+        return {"blocks": [block_data(self.query, block, chosen, self.path, colours) for block in blocks]}
 
     def answer(self, sql: str, cancelled: threading.Event | None = None) -> dict[str, Any]:
         """The rows or the "error" of a query, which ends once `cancelled` is set. Uses a project of its own, so that pages are

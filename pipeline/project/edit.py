@@ -138,7 +138,7 @@ def effects(project: Project, before: Prospect, after: Prospect) -> Iterator[str
             anew = trains and now.missing == now.wanted and any(run.stage == name for run in runs.find_runs(project))
             if now.missing:
                 yield f"{name}: {'a new run of ' if anew else ''}{now.to_do}"
-            elif then.missing:
+            elif then.missing and now.missing is not None:
                 yield f"{name}: nothing to do"
             elif _another(name, before, after):
                 yield f"{name}: {'an earlier run' if trains else 'rows that are there already'}"

@@ -87,6 +87,12 @@ class TrainingRun:
         return found
 
     @property
+    def marked_step(self) -> int | None:
+        """The checkpoint that the user has marked as the best, while it exists."""
+        step = self.record.get("marked")
+        return step if step in self.checkpoints else None
+
+    @property
     def best_step(self) -> int | None:
         """The checkpoint with the lowest held-out loss, except step 0."""
         losses = {step: loss for step, loss in self.held_out.items() if step and step in self.checkpoints}
@@ -188,6 +194,7 @@ def begin(project: Project, stage: str, versions: Mapping[str, str], name: str =
             "recipe": project.recipe(stage),
             "settings": present_settings(project, stage),
             "versions": dict(versions),
+            **{key: value for key, value in old.items() if key == "marked"},
         },
     )
 
@@ -195,6 +202,15 @@ def begin(project: Project, stage: str, versions: Mapping[str, str], name: str =
 def rename(project: Project, run: TrainingRun, name: str) -> None:
     check_name(project, name, run.recipe)
     write_record(run.table, {**run.record, "name": name})
+
+
+def mark(run: TrainingRun, step: int | None) -> None:
+    """Remember a checkpoint as the best one of its run; None: none. Raises ValueError."""
+    if step is not None and step not in run.checkpoints:
+        there = ", ".join(map(str, run.checkpoints)) or "none"
+        raise ValueError(f"{run.label} has no checkpoint of step {step}; its checkpoints: {there}")
+    kept = {key: value for key, value in run.record.items() if key != "marked"}
+    write_record(run.table, kept if step is None else {**kept, "marked": step})
 
 
 def check_name(project: Project, name: str, recipe: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ from pipeline.commands.query import answer
 from pipeline.commands.runs import best, compare, list_runs
 from pipeline.commands.text_to_image.training import since_best
 from pipeline.project.runs import choose, find_run, find_runs, news, rename
+from stages.models.weights import read_file
 from tests import projects
 from tests.pipeline.commands import tables
 
@@ -137,6 +140,54 @@ def test_best_names_the_checkpoint_with_the_lowest_held_out_loss(built):
     lowest = min((loss, step) for step, loss in run.held_out.items() if step)
     assert said[0].startswith(f"slow: step {lowest[1]}, held-out loss")
     assert said[-1] == f"to export it: latentmill export --run slow --step {lowest[1]}"
+
+
+def test_the_marked_checkpoint_is_the_best_for_every_command_and_stays_marked(project, tmp_path):
+    lowest = find_run(Project(project), "slow").best_step
+    step = next(step for step in (2, 4) if step != lowest)
+    assert "marked as the best" in projects.latentmill(project, "best", "slow", "--mark", str(step))
+    assert re.search(rf"slow .* {step}, marked", list_runs(Project(project)))
+    (row,) = answer(Project(project), "select best_step, marked_step from runs where name = 'slow'").to_pylist()
+    assert row == {"best_step": lowest, "marked_step": step}
+    out = tmp_path / "best.safetensors"
+    projects.latentmill(project, "export", str(out), "--run", "slow", "--which", "best")
+    assert read_file(out)[1]["step"] == str(step)
+    projects.edit(project, "lr = 0.002", "lr = 0.001")
+    projects.latentmill(project, "train", "--only", "--set", "train.steps=7")  # the run goes on
+    assert find_run(Project(project), "slow").marked_step == step
+    assert "held-out loss" in projects.latentmill(project, "best", "slow", "--by", "held-out")
+    assert "has no checkpoint of step 3; its checkpoints: " in projects.latentmill(project, "best", "slow", "--mark", "3", code=2)
+    assert "held-out loss" in projects.latentmill(project, "best", "slow", "--mark", "0")
+    assert find_run(Project(project), "slow").marked_step is None
+
+
+def test_the_page_compares_two_checkpoints_marks_one_and_gives_each_run_a_colour_of_its_own(project):
+    pytest.importorskip("httpx2")
+    from starlette.testclient import TestClient
+
+    from pipeline.page.app import make_app
+    from pipeline.page.site import Site
+
+    page = TestClient(make_app(Site(project), "secret"), base_url="http://127.0.0.1")
+    shown = page.get("/fragment/compare", params={"a": "base@0", "b": "slow@4"}).text
+    assert "train.lr" in shown and "0.005" in shown
+    (pair,) = re.findall(r'<div class="wipe"><img [^>]*alt="([^"]*)"><img [^>]*alt="([^"]*)">', shown)
+    assert pair == ("a red thing, base, step 0", "a red thing, slow, step 4")
+    swatches = {name: colour for colour, name in re.findall(r'background: (#\w{6})"></span>(\w+)', shown)}
+    assert len(set(swatches.values())) == 3
+    curves = html.unescape(page.get("/fragment/training").text)
+    assert f'"line": {{"color": "{swatches["slow"]}"}}' in curves
+    for run, step, code in (
+        ("slow", "4", 200),
+        ("slow", "3", 400),
+        ("slow", "²", 400),
+        ("nothing", "4", 400),
+        ("slow", "-1", 400),
+    ):
+        said = page.post("/do/mark", json={"run": run, "step": step}, headers={"x-token": "secret"})
+        assert said.status_code == code and len(said.text.splitlines()) == 1
+    assert find_run(Project(project), "slow").marked_step == 4
+    assert re.search(r'<option value="4" selected>', page.get("/fragment/compare").text)
 
 
 def test_best_goes_by_scores_if_asked_and_refuses_without_any(built, monkeypatch):

@@ -258,6 +258,7 @@ main.addEventListener("change", (event) => {
 });
 main.addEventListener("input", (event) => {
   if (event.target.matches("input[data-steps]")) step(event.target);
+  if (event.target.matches("input[data-wipe]")) event.target.closest(".block").style.setProperty("--wipe", `${event.target.value}%`);
   if (event.target.matches("textarea[data-key]")) mark(event.target);
   if (event.target.form?.method === "post") event.target.classList.add("changed");
 });

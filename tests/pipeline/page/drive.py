@@ -12,7 +12,7 @@ from pathlib import Path
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
-PAGES = ("overview", "images", "captions", "training", "samples", "scores", "draw", "export", "sql")
+PAGES = ("overview", "images", "captions", "training", "samples", "compare", "scores", "draw", "export", "settings", "sql")
 SECONDS = 600  # until a page counts as hanging, on a busy machine too
 
 

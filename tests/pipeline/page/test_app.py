@@ -32,7 +32,7 @@ from tests import projects
 HOME = "http://127.0.0.1:8765"
 TOKEN = {"x-token": "secret"}
 SCRIPT = '"><script>alert(1)</script>'
-PAGES = ("overview", "images", "captions", "training", "samples", "scores", "draw", "export", "sql")
+PAGES = ("overview", "images", "captions", "training", "samples", "compare", "scores", "draw", "export", "sql")
 
 
 @pytest.fixture(scope="module")
