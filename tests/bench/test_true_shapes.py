@@ -37,6 +37,7 @@ def test_files_of_random_weights_go_through_every_stage(tmp_path: Path, cases: C
         assert [row["stage"] for row in rows if "stage" in row] == STAGES
         assert {row["form"] for row in rows if "form" in row} == {"bfloat16", *(["fp8"] if "--fp8" in options else [])}
         assert all(row["load_s"] > 0 for row in rows if row.get("stage") in ("embeddings", "train", "again", "samples"))
+        assert [row["copy_s"] for row in rows if row.get("stage") == "again"] == [0]  # it reads the copy and writes none
         assert all(row["process_peak_gb"] > 0 for row in rows if "stage" in row)
         kept = ["autoencoder"] if "--spare" in options else ["autoencoder", "text_encoder", "transformer"]
         paths = {path_of(family(name), folder / "weights", each, "--single" in options) for each in kept}

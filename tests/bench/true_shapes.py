@@ -39,7 +39,7 @@ import mlx.core as mx
 from data.research.experiments.in_memory import MemoryTables
 from pipeline.project import outlook
 from pipeline.project.project import Project
-from stages.text_to_image.families import family
+from stages.text_to_image import families
 from stages.text_to_image.weights import CONVERTED
 from tests import projects
 from tests.bench import true_files
@@ -103,7 +103,8 @@ def load_only(project: Project, again: bool) -> None:
     assert bool(list(copies.glob("*.safetensors"))) == again, "the converted copy is read the second time"
     config = project.config.sections["train"]
     load = importlib.import_module("stages.text_to_image.train.task").load_transformer  # which may be measured
-    load(project.resource("transformer"), project.family, getattr(mx, config.precision), config, copies=copies, keep=True)
+    family = project.family.without_references()  # as training loads it
+    load(project.resource("transformer"), family, getattr(mx, config.precision), config, copies=copies, keep=True)
 
 
 def run_stage(project: Path, name: str, tables: MemoryTables | None) -> Row:
@@ -159,7 +160,7 @@ def write_component(given: argparse.Namespace, weights: Path, component: str) ->
     """Write the files of a component and return a row about them. If the disk has no room for bfloat16, the matrices are
     written in fp8.
     """
-    begun, record = time.perf_counter(), family(given.family)
+    begun, record = time.perf_counter(), families.family(given.family)
     weights.mkdir(parents=True, exist_ok=True)
     small = component == "autoencoder"
     fp8 = not small and (given.fp8 or shutil.disk_usage(weights).free < true_files.bytes_of(record, component) + SPARE)
@@ -199,7 +200,7 @@ def report(given: argparse.Namespace, row: Row) -> None:
 
 def write_missing(given: argparse.Namespace, weights: Path, component: str) -> None:
     """Write the files of a component unless they exist, and report it. "" is no component."""
-    if component and not true_files.path_of(family(given.family), weights, component, given.single).exists():
+    if component and not true_files.path_of(families.family(given.family), weights, component, given.single).exists():
         report(given, write_component(given, weights, component))
 
 
@@ -262,7 +263,7 @@ def main() -> None:
         if not start(given, names):
             sys.exit(1)
         if given.spare and needed not in ("", "autoencoder") and needed not in [other for _, other in steps[place + 1 :]]:
-            path = true_files.path_of(family(given.family), weights, needed, given.single)
+            path = true_files.path_of(families.family(given.family), weights, needed, given.single)
             path.unlink() if path.is_file() else shutil.rmtree(path)
 
 
