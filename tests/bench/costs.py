@@ -130,7 +130,7 @@ def streamed_section(rows: list[Row]) -> Iterator[str]:
 
 def in_memory(streamed: Row, rows: list[Row]) -> Row | None:
     """Return the newest row with the same settings and machine whose blocks were in memory, or None."""
-    same = ("kind", "family", "bits", "px", "width", "height", "plan", "optimizer", "chip", "run")
+    same = ("kind", "family", "bits", "px", "width", "height", "plan", "optimizer", "text_rows", "chip", "run")
     found = [row for row in rows if not row.get("stream") and all(row.get(key) == streamed.get(key) for key in same)]
     return found[-1] if found else None
 

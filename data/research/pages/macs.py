@@ -51,7 +51,7 @@ Memory that a stage may take, in GB of 10^9 bytes: {budgets}.
 It is the smaller of {share:.0f} % of the memory ({left:.0f} % of a working set of {working:.0f} %) and
 the memory less {reserved:.0f} GB. A Mac on which other programs use memory has less. Peaks are those of arrays:
 what macOS counts beside them was not measured ([memory.md](memory.md)). The factors were measured on FLUX.2 (on a CPU and an
-NVIDIA GPU) and compared for Z-Image on an NVIDIA GPU, for FLUX 3 nowhere. Captions of both are taken to have 160 tokens.
+NVIDIA GPU) and compared for FLUX 3 and Z-Image on an NVIDIA GPU. Captions of both are taken to have 160 tokens.
 """
 
 
