@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from PIL import Image
 
 from pipeline import cli, runner
@@ -164,8 +165,8 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) ->
 def latentmill(folder: Path, *arguments: str, code: int = 0) -> str:
     """Run `latentmill ARGUMENTS --project FOLDER` in this process and return its standard output and error.
 
-    The exit code must be `code`. A bug is an exception, as `pipeline.cli.main` would print a traceback for it. What the
-    command's own processes print is not returned: see `latentmill_process`.
+    The exit code must be `code`. A bug is an exception, as `pipeline.cli.main` would print a traceback for it. Stages of a chain
+    run in this process too.
     """
     found, out, err = said(*arguments, "--project", str(folder))
     assert found == code, f"{arguments}: {found}\n{out}\n{err}"
@@ -175,10 +176,19 @@ def latentmill(folder: Path, *arguments: str, code: int = 0) -> str:
 def said(*arguments: str) -> tuple[int, str, str]:
     """Run `latentmill ARGUMENTS` in this process, as `pipeline.cli.main` does, and return (exit code, output, errors)."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+        for module in ("pipeline.commands.run", "pipeline.commands.text_to_image.training"):
+            patch.setattr(f"{module}.run_apart", _here)
         code = cli.exit_code(lambda: cli.cli.main(list(arguments), prog_name="latentmill", standalone_mode=False))
     texts = [each.buffer.getvalue().decode() for each in (out, err) if isinstance(each.buffer, io.BytesIO)]
     return code, texts[0], texts[1]
+
+
+def _here(words: list[str], *, quiet: bool = False) -> int:
+    code, out, err = said(*words[words.index("run") :])
+    (sys.stderr if quiet else sys.stdout).write(out)
+    sys.stderr.write(err)
+    return code
 
 
 def latentmill_process(folder: Path, *arguments: str, code: int = 0) -> str:

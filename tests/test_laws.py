@@ -171,10 +171,9 @@ def test_key_a_batch_that_is_committed_twice_changes_nothing(pipeline, name, fin
     assert rows(folder, name) == rows(finished(pipeline), name)
 
 
-@pytest.mark.parametrize("after", [1, 2])
 @pytest.mark.parametrize(("pipeline", "name"), EVERY_STAGE)
-def test_resume_a_run_stopped_after_a_batch_ends_where_an_unbroken_run_ends(
-    pipeline, name, after, finished, tmp_path, monkeypatch
+def test_resume_a_run_stopped_after_a_batch_and_again_ends_where_an_unbroken_run_ends(
+    pipeline, name, finished, tmp_path, monkeypatch
 ):
     folder = without(finished(pipeline), tmp_path / "project", name)
     stop = None
@@ -188,8 +187,9 @@ def test_resume_a_run_stopped_after_a_batch_ends_where_an_unbroken_run_ends(
             yield event
 
     monkeypatch.setattr(runner, "interruptible", interruptible)
-    with watched(lambda count, batch: stop.set() if count == after else None), contextlib.suppress(Stopped):
-        build(folder, name)
+    for after in (1, 2):
+        with watched(lambda count, batch, after=after: stop.set() if count == after else None), contextlib.suppress(Stopped):
+            build(folder, name)
     build(folder, name)
     assert rows(folder, name) == rows(finished(pipeline), name)
 

@@ -45,12 +45,13 @@ def test_a_program_that_asks_in_sql_ends_with_exit_code_0(built, tmp_path, cases
     code = code.replace('"data/projects/example"', repr(str(built))).replace('"train.steps": 200', '"train.steps": 6')
     until_sql = code[: code.index("\n", code.index("p.sql("))]
     environment = os.environ | {"PYTHONPATH": str(projects.ROOT)}
-    for number in range(cases(4, 20)):
+    for number in range(cases(2, 20)):
         # The end of the interpreter comes directly after the query, or after drawing.
-        words = [sys.executable, "-c", code if number % 4 == 3 else until_sql]
+        words = [sys.executable, "-c", code if number % 4 == 1 else until_sql]
         done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"run {number}: {done.returncode}\n{done.stderr}"
-    assert (tmp_path / "lion.png").is_file()
+        assert (done.returncode, done.stdout) == (0, ""), f"run {number}: {done.returncode}\n{done.stderr}"
+    with Image.open(tmp_path / "lion.png") as picture:
+        assert picture.size == (64, 64)
 
 
 def test_rows_are_arrow_and_tensors_are_memory_mapped_arrays(built):
@@ -107,8 +108,8 @@ def test_an_object_notices_that_a_stage_has_run_here_or_in_another_process(tmp_p
     before = p["captions"]
     count = len(before)
     projects.add_image(folder, "more.png", seed=9)
-    for stage in ("images", "captions"):
-        projects.latentmill_process(folder, "run", stage, "--only")
+    projects.latentmill_process(folder, "run", "images", "--only")
+    projects.latentmill(folder, "run", "captions", "--only")
     assert len(p["captions"]) == p.sql("select count(*) as n from captions")["n"][0].as_py() == count + 1
     assert len(before) == before.to_arrow().num_rows == count
     projects.add_image(folder, "fourth.png", seed=10)
@@ -149,30 +150,6 @@ def test_importing_the_api_costs_little_more_than_pyarrow_and_loads_nothing_heav
         if len(api) >= 5 and min(api) <= 1.6 * min(arrow):
             return
     raise AssertionError(f"importing the API takes {min(api) / min(arrow):.2f} times what pyarrow takes, more than 1.6")
-
-
-EXAMPLE = """
-from pipeline import Project
-p = Project("data/projects/example", {"train.steps": 200})
-p.run("train", upstream=True)
-rows = p["images"].to_arrow(); key = p["latents"].to_arrow()["latent_id"][0].as_py()
-x = p["latents"][key]
-p.sql("select * from images"); p.status(); p.adapter().generate("ohwx, a lion", seed=0).save("lion.png")
-"""
-
-
-@pytest.mark.slow
-def test_the_example_of_the_documentation_runs(tmp_path, tiny_weights):
-    folder = projects.make(tmp_path / "data" / "projects" / "example", tiny_weights, images=2)
-    projects.edit(folder, "checkpoint_every = 2", "checkpoint_every = 10")
-    projects.edit(folder, "[64, 96]", "[64]")
-    projects.edit(folder, "width = 64\nheight = 64", "width = 32\nheight = 32")
-    environment = os.environ | {"PYTHONPATH": str(projects.ROOT)}
-    words = [sys.executable, "-c", EXAMPLE.replace("200", "20")]
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=projects.HANG)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    with Image.open(tmp_path / "lion.png") as picture:
-        assert picture.size == (32, 32)
 
 
 def cells(text: str) -> list[str]:

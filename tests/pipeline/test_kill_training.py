@@ -77,7 +77,9 @@ def missing(folder: Path) -> int:
 def test_training_with_every_feature_on_and_killed_before_any_fsync_ends_where_an_unbroken_run_ends(
     tmp_path: Path, tiny_weights: Path, cases: Callable[[int, int], int]
 ):
-    unbroken, killed = (prepared(tmp_path / name / "project", tiny_weights) for name in ("unbroken", "killed"))
+    unbroken = prepared(tmp_path / "unbroken" / "project", tiny_weights)
+    killed = Path(shutil.copytree(unbroken, tmp_path / "killed" / "project", copy_function=shutil.copy2, symlinks=True))
+    projects.build(killed, "images")  # copied files have other inodes
     syncs = count_syncs(lambda: projects.latentmill(unbroken, "run", "train", "--only"))
     projects.latentmill(killed, "run", "train", "--only", "--set", "train.stop_after_steps=4")
     projects.latentmill(killed, "run", "samples", "--only")  # previews between the kills

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from stages.stage import Stage
 from stages.text_to_image import latents
 from stages.tuner.step import TrainingStep
 from tests import projects
+from tests.toy.project import make as make_toy
 
 
 @pytest.fixture(scope="module")
@@ -158,14 +158,14 @@ def test_what_a_run_has_listed_is_listed_again_by_the_next(tmp_path, tiny_weight
 
 def test_a_command_brings_the_tables_before_its_stage_up_to_date_and_with_only_it_does_not(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "project", tiny_weights, images=2)
-    assert "make images" in projects.latentmill_process(folder, "buckets", "--only", code=2)
-    projects.latentmill_process(folder, "buckets", "--set", "buckets.resolutions=[64]")
+    assert "make images" in projects.latentmill(folder, "buckets", "--only", code=2)
+    projects.latentmill(folder, "buckets", "--set", "buckets.resolutions=[64]")
     assert len(projects.content(folder, "buckets", {"buckets.resolutions": [64]})) == 2
     assert Project(folder).current("checks").exists  # as under make
     projects.add_image(folder, "late.png", seed=9)
-    said = projects.latentmill_process(folder, "run", "buckets", "--only")
+    said = projects.latentmill(folder, "run", "buckets", "--only")
     assert "images:" not in said and len(projects.content(folder, "images")) == 2
-    said = projects.latentmill_process(folder, "run", "buckets")
+    projects.latentmill(folder, "run", "buckets")
     assert len(projects.content(folder, "images")) == 3 and len(projects.content(folder, "buckets")) == 6
 
 
@@ -177,20 +177,20 @@ def test_a_stage_that_fails_ends_the_chain_with_its_exit_code(tmp_path, tiny_wei
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_chain_after_the_item_that_the_running_stage_computes(number, built, tmp_path):
-    folder = tmp_path / "project"
-    shutil.copytree(built, folder)
-    shutil.rmtree(folder / "tables" / "train", ignore_errors=True)
-    words = [sys.executable, "-m", "pipeline", "samples", "--set", "train.steps=100000", "--project", str(folder)]
+def test_a_signal_ends_the_chain_after_the_item_that_the_running_stage_computes(number, tmp_path):
+    folder = make_toy(tmp_path)
+    (folder / "texts" / "long.txt").write_text("\n".join(map(str, range(1000))))
+    settings = ("--set", "lines.batch_size=1000", "--set", "tokens.batch_size=1")
+    words = [sys.executable, "-m", "pipeline", "train", *settings, "--project", str(folder)]
     process = subprocess.Popen(words, cwd=projects.ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    projects.wait_until(lambda: any(folder.glob("tables/train/*/artifacts/checkpoints/*/state.json")), process)
+    projects.wait_until(lambda: any(folder.glob("tables/tokens/*/rows.lance/_versions/*")), process)
     if number == signal.SIGINT:  # as Ctrl-C does, to all processes of the terminal
         os.killpg(process.pid, number)
     else:
         process.send_signal(number)
     _, said = process.communicate(timeout=projects.HANG)
     assert process.returncode == 130, said
-    assert "done and saved" in said and "Traceback" not in said and not Project(folder).current("samples").exists
+    assert "done and saved" in said and "Traceback" not in said and not Project(folder).current("train").exists
 
 
 def test_a_chain_and_the_ranks_of_a_launch_keep_the_settings_and_the_chosen_run(built, monkeypatch):

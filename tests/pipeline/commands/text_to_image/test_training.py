@@ -39,7 +39,7 @@ def test_segments_draw_previews_and_end_with_the_tables_of_an_unbroken_run(tmp_p
     whole = projects.make(tmp_path / "whole" / "cats", tiny_weights, images=2)
     projects.build(whole)
     folder = projects.make(tmp_path / "segments" / "cats", tiny_weights, images=2)
-    said = projects.latentmill_process(folder, "segments", "--every", "4")
+    said = projects.latentmill(folder, "segments", "--every", "4")
     said = said[said.index("train:") :]  # after the stages before
     assert said.index("stopped after 4 steps") < said.index("grid:") < said.index("2 rows written")
     assert said.count("grid:") == 2
@@ -63,5 +63,5 @@ def test_segments_with_patience_end_after_so_many_without_a_better_score(monkeyp
 
 
 def test_segments_end_with_the_exit_code_of_the_command_that_failed(tmp_path):
-    said = projects.latentmill_process(tmp_path / "nowhere", "segments", code=2)
+    said = projects.latentmill(tmp_path / "nowhere", "segments", code=2)
     assert "no such folder" in said
