@@ -52,6 +52,8 @@ class Outcome:
     peak_mlx: int = 0  # largest active memory of MLX, bytes; 0 if MLX was not loaded
     left: int = 0  # rows still to compute, if the stage ended early of its own accord
     reason: str = ""  # why it ended early, and what is saved, as a sentence
+    done: str = ""  # what was computed, such as "1 picture" or "12 steps"
+    whole: str = ""  # what there is now, the same way
 
     @property
     def up_to_date(self) -> bool:
@@ -127,6 +129,8 @@ def run(
         peak = max(peak_mlx(), meter.peak) if meter else peak_mlx()
         sizes = footprint.peak_resident(), footprint.peak(), peak
         outcome = Outcome(name, written, 0, wanted.num_rows, time.monotonic() - began, *sizes)
+        outcome.done = amount(stage, done if runs.trains(stage.writes) else written)
+        outcome.whole = amount(stage, counted(stage, wanted))
         if left:
             outcome.left, outcome.reason = left, f"{reasons[-1]}; {saved}"
         else:

@@ -33,6 +33,12 @@ def test_the_top_level_holds_the_rooms_and_nothing_else():
     assert {name for name in top if not name.startswith(".")} == TOP
 
 
+@pytest.mark.skipif(not any(TRACKED), reason="not a git checkout")
+def test_a_project_below_data_is_no_new_file_of_the_checkout_and_what_belongs_to_it_is():
+    words = ["git", "-C", str(ROOT), "check-ignore", "--no-index", "data/cats/project.toml", *filter(None, TRACKED)]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "data/cats/project.toml\n"
+
+
 @pytest.mark.parametrize(("pipeline", "name"), EVERY_STAGE)
 def test_a_stage_its_table_its_section_its_schema_its_target_and_its_tests_have_one_name(pipeline: Pipeline, name):
     stage = pipeline.stage(name)

@@ -115,7 +115,7 @@ def _clean_table(project: Project, name: str, allowed: bool, dry_run: bool) -> I
         else:
             with Writer(current, project.recipe(name)) as writer:
                 freed = writer.collect()
-        yield f"{name}: {f'{dead} rows that are no longer wanted' if dead else 'files that no row names'}", freed
+        yield f"{name}: {f'{dead} rows that are not used any more' if dead else 'files that no row names'}", freed
 
 
 def _delete_table(folder: Path) -> None:

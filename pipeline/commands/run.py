@@ -83,12 +83,14 @@ def bring_up_to_date(project: Project, names: Iterable[str], *, quiet: bool = Fa
 
 def summary(outcome: Outcome) -> str:
     if outcome.up_to_date:
-        return f"{outcome.stage_name}: up to date, {outcome.rows} rows"
+        return f"{outcome.stage_name}: up to date, {outcome.whole}"
     if outcome.left:
         return f"{outcome.stage_name}: {outcome.reason}"
-    parts = [f"{outcome.written} rows written"]
-    parts += [f"{outcome.removed} rows no longer wanted"] if outcome.removed else []
-    parts += [f"{outcome.rows} in all", format_seconds(outcome.seconds), f"peak memory {format_bytes(outcome.footprint)}"]
+    one = outcome.removed == 1
+    parts = [f"{outcome.done} done"]
+    parts += [f"{outcome.removed} earlier {'one is' if one else 'ones are'} not used any more"] if outcome.removed else []
+    parts += [f"{outcome.whole.partition(' ')[0]} in all", format_seconds(outcome.seconds)]
+    parts += [f"peak memory {format_bytes(outcome.footprint)}"]
     parts += [f"{format_bytes(outcome.peak_mlx)} of it in MLX"] if outcome.peak_mlx else []
     return f"{outcome.stage_name}: {', '.join(parts)}"
 

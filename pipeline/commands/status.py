@@ -15,7 +15,12 @@ from pipeline.terminal import format_table, tell
 
 
 @click.command("status")
-@click.option("--long", "more", is_flag=True, help="Also show each table's recipe, dead rows and peak memory.")
+@click.option(
+    "--long",
+    "more",
+    is_flag=True,
+    help="Also show each table's recipe, rows that `latentmill clean` would delete, and peak memory.",
+)
 @with_project
 def command(more: bool, project: Project) -> None:
     """Show the state of every table, what the next run would do, and every training run. Nothing is written."""
@@ -93,7 +98,7 @@ def state(project: Project, stage_name: str) -> TableState:
 
 def describe(found: TableState) -> str:
     missing = found.missing or 0
-    stored = f"{found.unpublished} of {found.unpublished + missing} rows are there"
+    stored = f"{found.unpublished} of {found.unpublished + missing} rows are saved"
     if found.writer:
         return f"{stored}; being written by {found.writer}" if found.interrupted else f"being written by {found.writer}"
     if found.note:
@@ -104,7 +109,7 @@ def describe(found: TableState) -> str:
         else:
             reasons = [f"{_count(missing)} missing"] if missing else []
             reasons += [f"{_count(found.unpublished)} wanted again"] if found.unpublished else []
-        reasons += [f"{_count(found.surplus)} no longer wanted"] if found.surplus else []
+        reasons += [f"{_count(found.surplus)} not used any more"] if found.surplus else []
         return f"{', '.join(reasons)}: make {found.stage_name}"
     if found.stale_inputs:
         return f"up to date, but {' and '.join(found.stale_inputs)} {'is' if len(found.stale_inputs) == 1 else 'are'} not"
@@ -124,14 +129,14 @@ def render(project: Project, more: bool = False) -> str:
             "table": each.stage_name,
             "recipe": each.recipe,
             "rows": each.rows,
-            "dead": each.dead,
+            "to clean": each.dead,
             "size": format_bytes(each.nbytes),
             "peak": format_bytes(each.peak) if each.peak else None,
             "state": describe(each),
         }
         for each in states(project)
     ]
-    names = [name for name in rows[0] if more or name not in ("recipe", "dead", "peak")]
+    names = [name for name in rows[0] if more or name not in ("recipe", "to clean", "peak")]
     table = format_table(names, [[row[name] for name in names] for row in rows], right=("size", "peak"))
     path = project.path
     with suppress(ValueError):

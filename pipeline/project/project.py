@@ -155,7 +155,7 @@ class Project:
             given = getattr(self.config.sections[found.section], found.key)
             paths = [setting_path(path, self.path) for path in ((given,) if isinstance(given, str) else given)]
             # Links are resolved only to find the folder of several paths.
-            return paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.resolve() for path in paths]))
+            return without_dots(paths[0]) if len(paths) == 1 else Path(os.path.commonpath([path.resolve() for path in paths]))
         return self.source(name, stage)[0] if isinstance(found, FamilyRecord) else self.component(name, stage)
 
     def source(self, name: str, stage: str = "") -> tuple[Family, configuration.ProjectConfig, str]:
@@ -292,3 +292,10 @@ class Project:
         with contextlib.suppress(ValueError):  # weights or inputs are missing, so the recipe is unknown
             return Input(found.folder, current=found.folder == self.current(name).folder)
         return Input(found.folder, current=False)
+
+
+def without_dots(path: Path) -> Path:
+    """Without "..", as messages show it. The last name may be a link, and stays as it is."""
+    if ".." not in path.parts:
+        return path
+    return path.resolve() if path.name == ".." else path.parent.resolve() / path.name

@@ -262,7 +262,7 @@ def news(project: Project, stage: str) -> Iterator[str]:
         return
     before = same[0]
     then, now = (each.get("snapshot", {}).get("rows") for each in (before.record["recipe"], recipe))
-    pairs = f"{then} pairs of data then, {now} now" if then != now else f"{now} pairs of data, with another content"
+    pairs = f"{then} pairs then, {now} now" if then != now else f"some of its {now} pairs are others now"
     yield f"the data have changed since the run {before.label} ({pairs}): this is a new run, from step 0; {before.label} is kept"
     adapter = before.table.folder / "artifacts" / str(project.stage(stage).result)
     config = project.config.sections[stage]

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from schemas.text_to_image import BUCKETS, CHECKS, IMAGES
 from stages.run import Run
-from stages.settings import Section, selects, setting
+from stages.settings import Section, selects, setting, several
 from stages.stage import Stage
 from stages.text_to_image.imaging.usable import REFERENCE, usable_rows
 
@@ -206,14 +206,16 @@ def finish_buckets(run: Run[BucketsConfig]) -> Iterator[pa.RecordBatch]:
     beside = _only_references(run)
     used = [row for row in run.output.pending.to_pylist() if row["rejected"] is None and row["image_id"] not in beside]
     if left_out := {row["image_id"] for row in run.output.pending.to_pylist() if row["rejected"] == "where"}:
-        run.report.say(f"{len(left_out)} images are left out by buckets.where: {run.config.where}")
+        run.report.say(f"{several(len(left_out), 'image')} left out by buckets.where: {run.config.where}")
     for resolution in sorted({row["resolution"] for row in used}):
         rows = [row for row in used if row["resolution"] == resolution]
         shapes = len({(row["width"], row["height"]) for row in rows})
         loss = sum(row["crop_loss"] for row in rows) / len(rows)
         small = sum(row["width"] * row["height"] < resolution**2 / 4 for row in rows)
         note = f"; {small} with less than a quarter of that area, at their own size" if small else ""
-        run.report.say(f"{resolution}: {len(rows)} images in {shapes} shapes, {loss:.1%} cropped away on average{note}")
+        run.report.say(
+            f"{resolution}: {several(len(rows), 'image')} in {several(shapes, 'shape')}, {loss:.1%} cropped away on average{note}"
+        )
     yield from ()
 
 

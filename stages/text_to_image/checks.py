@@ -30,7 +30,7 @@ from stages.stage import Stage
 from stages.text_to_image.caption_files import trigger_pattern, trigger_word
 from stages.text_to_image.imaging import packed
 from stages.text_to_image.imaging.decode import ROOM, ImageError, open_file, open_image, pixel_count
-from stages.text_to_image.imaging.usable import REFERENCE, first_names, usable_paths, usable_rows
+from stages.text_to_image.imaging.usable import REFERENCE, first_names, names_copy, usable_paths, usable_rows
 
 Row = dict[str, Any]
 Finding = tuple[str, str, str]  # image_id, name of the warning, sentence
@@ -64,7 +64,7 @@ MOJIBAKE = re.compile(
 )
 NO_REFERENCE = "no reference: a picture of its name in control/, as other images have"
 WORDS = {  # warning -> how a line for the user names the images
-    "near_duplicate": "near-duplicates of a larger image",
+    "near_duplicate": "nearly the same as a larger image",
     "blurred": "blurred",
     "dark": "underexposed",
     "bright": "overexposed",
@@ -310,9 +310,11 @@ def picture_warnings(row: Row, config: ChecksConfig) -> dict[str, str]:
 
 
 def mark_near_duplicates(rows: Iterable[Row], least: float) -> list[Row]:
-    """Copies with `duplicate_of` (an image_id) and `similarity`. Of two, that with the longer short side is the original."""
+    """Copies with `duplicate_of` (an image_id) and `similarity`. Of two, that with the longer short side is the original,
+    then that without the name of a copy.
+    """
     rows = [row | {"duplicate_of": None, "similarity": None} for row in rows]
-    ranked = sorted(range(len(rows)), key=lambda n: (-rows[n]["short_side"], rows[n]["path"]))
+    ranked = sorted(range(len(rows)), key=lambda n: (-rows[n]["short_side"], names_copy(rows[n]["path"]), rows[n]["path"]))
     thumbnails = np.frombuffer(b"".join(rows[n]["thumbnail"] for n in ranked), np.uint8).reshape(-1, SIDE, SIDE)
     for i, j, similarity in near_pairs(thumbnails, least):
         original, other = rows[ranked[i]], rows[ranked[j]]

@@ -163,7 +163,7 @@ PANELS = (
         "select path, draws, round(times_expected, 3) as times_expected, round(excess_error, 3) as error, raw_loss from hurting "
         "order by excess desc limit 20",
     ),
-    Panel("disk", "Rows and bytes of every table", "select stage, built, rows, dead, bytes from tables"),
+    Panel("disk", "Rows and bytes of every table", "select stage, built, rows, dead as to_clean, bytes from tables"),
 )
 
 

@@ -122,6 +122,6 @@ class LossCheck:
         if quiet:
             return
         self.say(
-            f"step {step}: the loss is {found:.2f} times that of {expected.nobody}; it should begin at "
-            f"{low:g} to {high:g} ({expected.source}): {expected.remedy}"
+            f"step {step}: {expected.remedy} (the loss is {found:.2f} times that of {expected.nobody}; expected: "
+            f"{low:g} to {high:g}, {expected.source})"
         )

@@ -218,6 +218,15 @@ def test_init_makes_a_project_that_can_be_opened(tmp_path, project):
     assert made.family.name == "klein-base-4b"
 
 
+def test_messages_name_the_image_folder_without_dots_also_where_the_project_is_a_link(tmp_path, project):
+    new_project(tmp_path / "deep" / "new", {"images": str(project / "images"), "family": "tiny"})
+    projects.edit(tmp_path / "deep" / "new", str(project / "images"), "../../project/images")
+    (tmp_path / "link").symlink_to(tmp_path / "deep" / "new")
+    for place in ("deep/new", "link"):
+        found = Project(tmp_path / place).resource("image_folder")
+        assert ".." not in found.parts and found.samefile(project / "images")
+
+
 def test_a_failed_init_leaves_no_file(tmp_path, project):
     options = {"images": str(project / "images"), "family": "tiny"}
     with pytest.raises(ValueError, match="placeholder"):

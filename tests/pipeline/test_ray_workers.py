@@ -119,7 +119,7 @@ def test_a_driver_that_is_killed_or_interrupted_is_continued_by_the_next_run(num
     if number == signal.SIGINT:
         assert "done and saved" in err and not workers(), "its workers have ended"
     said = projects.latentmill_process(tmp_path, "run", "waits", "--only")
-    written = int(re.findall(r"(\d+) rows written, 120 in all", said)[0])
+    written = int(re.findall(r"(\d+) rows done, 120 in all", said)[0])
     assert 0 < written < 120
     assert projects.content(tmp_path, "waits")["number"].to_pylist() == list(range(120))
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 from schemas.text_to_image import IMAGES
 from stages.hashing import file_sha256
 from stages.run import Run
-from stages.settings import Section, runtime, selects, setting
+from stages.settings import Section, runtime, selects, setting, several
 from stages.stage import Stage
 from stages.text_to_image.images.folder import (
     FILE_COLUMNS,
@@ -43,7 +43,7 @@ from stages.text_to_image.imaging.decode import (
     pixel_count,
     probe,
 )
-from stages.text_to_image.imaging.usable import REFERENCE, first_names
+from stages.text_to_image.imaging.usable import REFERENCE, first_names, names_copy
 from stages.untrusted import open_regular
 
 Row = dict[str, Any]
@@ -173,7 +173,9 @@ def _opened(path: Path, max_bytes: int) -> BinaryIO:
 
 
 def mark_duplicates(rows: Iterable[Row]) -> list[Row]:
-    """All rows in the given order. Of rows with one image_id the first path stays, subject before regularisation."""
+    """All rows in the given order. Of rows with one image_id the original stays: subject before regularisation, then no
+    name of a copy, then the first path.
+    """
 
     def group(row: Row) -> tuple[str, bool]:
         # A reference may have the bytes of an image.
@@ -181,7 +183,7 @@ def mark_duplicates(rows: Iterable[Row]) -> list[Row]:
 
     rows, first = list(rows), dict[tuple[str, bool], str]()
     decoded = [row for row in rows if row["rejected"] in (None, "duplicate")]
-    for row in sorted(decoded, key=lambda row: (row["use"] or "", row["path"])):
+    for row in sorted(decoded, key=lambda row: (row["use"] or "", names_copy(row["path"]), row["path"])):
         first.setdefault(group(row), row["path"])
     marked = []
     for row in rows:
@@ -277,6 +279,9 @@ def finish_images(run: Run[ImagesConfig]) -> Iterator[pa.RecordBatch]:
     marked = mark_duplicates(rows)
     changed = [new for new, old in zip(marked, rows, strict=True) if new != old]
     yield from pa.Table.from_pylist(changed, schema=IMAGES.batch).to_batches(BATCH)
+    # An unchanged folder was described before.
+    if not changed and not pending and len(rows) == len(stored):
+        return
     for line in describe(marked):
         run.report.say(line)
     rejected = [row for row in marked if row["rejected"]]
@@ -285,7 +290,7 @@ def finish_images(run: Run[ImagesConfig]) -> Iterator[pa.RecordBatch]:
     masks = (
         f"; {listing.masks} more {'is a mask' if listing.masks == 1 else 'are masks'} of other images" if listing.masks else ""
     )
-    run.report.say(f"{len(marked)} files: {len(marked) - len(rejected)} usable{reasons}{masks}")
+    run.report.say(f"{several(len(marked), 'file')}: {len(marked) - len(rejected)} usable{reasons}{masks}")
     if rejected:
         names = [f"{row['path']} ({row['rejected']})" for row in rejected]
         run.report.say(f"not used: {first_names(names, NAMED)}")
@@ -303,7 +308,7 @@ def _file(row: Row) -> tuple[Any, ...]:
 STAGE = Stage(
     reads=(),
     writes=IMAGES,
-    unit="picture",
+    unit="file",
     config=ImagesConfig,
     needs=("image_folder",),
     wants=wanted_images,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePosixPath
@@ -10,6 +11,10 @@ from typing import Any
 import pyarrow as pa
 
 REFERENCE = "reference"  # in the column `use` of the table `images`
+# "IMG 1 Kopie 2", "Kopie von IMG", "IMG - Copy (2)", "IMG(1)", as macOS, Windows and browsers name copies
+COPY = re.compile(
+    r"^(copy of|kopie von|copie de|copia de) |[ _-](copy|kopie|copie|copia)( ?\(?\d+\)?)?$|\S ?\(\d+\)$", re.IGNORECASE
+)
 ENDINGS = {"_in": "_out", "_start": "_end"}  # of the name of a reference, and of the name of its image
 
 
@@ -38,6 +43,10 @@ def usable_paths(images: pa.Table, references: bool = False) -> dict[str, list[s
         if row["rejected"] == "duplicate" and row["image_id"] in paths and wanted:
             paths[row["image_id"]].append(row["path"])
     return paths
+
+
+def names_copy(path: str) -> bool:
+    return COPY.search(PurePosixPath(path).stem) is not None
 
 
 def first_names(names: Sequence[str], count: int = 3) -> str:

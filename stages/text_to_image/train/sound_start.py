@@ -75,8 +75,11 @@ def expected_loss(config: LossConfig, family: Family) -> ExpectedLoss | None:
         uninformed,
         nobody="a model that knows nothing about pictures",
         start=family.start_loss,
-        source="by arithmetic: whoever knows something is below 1" if family.start_loss[0] == 0 else "measured",
-        remedy=f"{family.name} does not know pictures like these, or a part of the model is wrong: {BELONG}",
+        source="by arithmetic" if family.start_loss[0] == 0 else "measured",
+        # Files of this program fit together.
+        remedy=f"{family.name} has never seen pictures like these; it learns them from here on"
+        if family.bundled
+        else f"{family.name} does not know pictures like these, or a part of the model is wrong: {BELONG}",
     )
 
 

@@ -20,6 +20,7 @@ from schemas.text_to_image import CAPTIONS, EMBEDDINGS, LATENTS, TRAIN
 from stages.models.family import Architecture, Family, Transformer
 from stages.models.weights import reading
 from stages.run import Run
+from stages.settings import several
 from stages.text_to_image.caption_files import trigger_word
 from stages.text_to_image.stored_embeddings import embedding_reader
 from stages.text_to_image.train import sound_start
@@ -186,18 +187,18 @@ class ImageTask:
     def description(self) -> str:
         crops, held, order = self.data.crops, self.data.held, self.sampler.order
         images, shapes = {crop.image_id for crop in crops}, {crop.shape for crop in crops}
-        line = f"{len(crops)} crops of {len(images)} images in {len(shapes)} shapes"
+        line = f"{several(len(crops), 'crop')} of {several(len(images), 'image')} in {several(len(shapes), 'shape')}"
         line += f", mean batch {order.batch_size}, {order.per_epoch:.4g} batches per epoch"
         if order.sharing:
             line += f"; batches mix {len(order.sharing)} sizes, because there are fewer pictures of each than a batch has"
         if sum(crop.rate > 0 for crop in crops) < order.batch_size:
             line += "; crops repeat within a batch, because there are fewer than a batch has"
         if held:
-            line += f"; {len({crop.image_id for crop in held})} images are held out"
+            line += f"; held out: {several(len({crop.image_id for crop in held}), 'image')}"
         if count := sum(bool(crop.references) for crop in crops):
-            line += f"; {count} crops have references"
+            line += f"; with references: {several(count, 'crop')}"
         if self.config.mask:
-            line += f"; {sum(crop.mask is not None for crop in crops)} crops have a mask"
+            line += f"; with a mask: {several(sum(crop.mask is not None for crop in crops), 'crop')}"
         return line
 
     def estimator(self) -> ImageEstimator:

@@ -86,7 +86,7 @@ def test_a_dry_run_predicts_what_is_freed_and_changes_nothing(project):
     predicted = cleaned(project, dry_run=True)
     assert files(project) == before
     said = cleaned(project)
-    assert predicted[:-1] == said[:-1] and any("4 rows that are no longer wanted" in line for line in said)
+    assert predicted[:-1] == said[:-1] and any("4 rows that are not used any more" in line for line in said)
     assert predicted[-1].removeprefix("would free").split()[0] != "0"
     assert amount(predicted[-1]) == pytest.approx(amount(said[-1]), rel=0.2)
     assert cleaned(project)[-1] == "freed 0 B"

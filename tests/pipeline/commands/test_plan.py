@@ -58,7 +58,7 @@ def test_the_plan_counts_steps_and_pictures_and_the_words_of_the_program_are_in_
     assert plain[0].startswith(f"{tmp_path.name}: family klein-base-4b, 30 GB of memory to use, ")
     assert plain[1].split() == ["stage", "to", "do", "memory", "disk"]  # no column that is empty
     shown = {line.split()[0]: line for line in plain}
-    assert "1 picture " in shown["images"] and "1500 steps " in shown["train"] and "6000" not in shown["train"]
+    assert "1 file " in shown["images"] and "1500 steps " in shown["train"] and "6000" not in shown["train"]
     assert plain[-2:] == verbose[-4:-2] and all(line.endswith(".") for line in plain[-2:])
     told = "\n".join(verbose)
     assert "16 bits" not in "\n".join(plain) and "16 bits, 1024 x 1024 px" in told and "6000" in told and "no block twice" in told

@@ -69,7 +69,7 @@ def test_built_tables_are_up_to_date_and_later_ones_have_missing_rows_or_wait(pr
 def test_an_interrupted_stage_is_shown_with_the_rows_that_it_has(project):
     shutil.rmtree(project / "tables" / "captions")
     begin(project, "captions", 2)
-    assert states_of(project)["captions"] == "interrupted: 2 of 5 rows are there: make captions"
+    assert states_of(project)["captions"] == "interrupted: 2 of 5 rows are saved: make captions"
     projects.build(project, "captions")
     projects.add_image(project, "new.png", seed=9)
     projects.build(project, "images")
@@ -87,7 +87,7 @@ def test_a_running_stage_is_shown_with_its_process(project):
 def test_a_table_whose_inputs_are_stale_names_them(project):
     projects.draw(project / "images" / "picture1.png", seed=77, size=(140, 100))
     said = states_of(project)
-    assert said["images"] == "1 row missing, 1 row no longer wanted: make images"
+    assert said["images"] == "1 row missing, 1 row not used any more: make images"
     assert said["captions"] == said["latents"] == "up to date, but images is not"
 
 

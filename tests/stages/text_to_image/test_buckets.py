@@ -158,7 +158,7 @@ def test_the_summary_of_each_resolution_is_given_once_and_only_for_new_rows(tmp_
     stored = run(STAGE, made)
     assert lines[0].startswith("512: 3 images in 3 shapes, ")
     assert lines[0].endswith("% cropped away on average; 1 with less than a quarter of that area, at their own size")
-    assert lines[1].startswith("768: 1 images in 1 shapes") and len(lines) == 2
+    assert lines[1].startswith("768: 1 image in 1 shape, ") and len(lines) == 2
     again = context(STAGE, tmp_path, {"images": table}, config=BucketsConfig(), stored=stored)
     again.report.say = lines.append
     run(STAGE, again)

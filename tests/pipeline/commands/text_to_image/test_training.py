@@ -21,7 +21,7 @@ def test_training_in_segments_ends_with_the_table_of_an_unbroken_run(tmp_path, t
         "Run the same command to go on."
     )
     said = projects.latentmill(folder, "run", "train", "--only")
-    assert "2 rows written" in said
+    assert "2 steps done, 6 in all" in said
     assert projects.content(folder, "train").equals(projects.content(whole, "train"))
     assert projects.latentmill(folder, "replay", "5").endswith("step 5: the same to the bit\n")
 
@@ -41,7 +41,7 @@ def test_segments_draw_previews_and_end_with_the_tables_of_an_unbroken_run(tmp_p
     folder = projects.make(tmp_path / "segments" / "cats", tiny_weights, images=2)
     said = projects.latentmill(folder, "segments", "--every", "4")
     said = said[said.index("train:") :]  # after the stages before
-    assert said.index("stopped after 4 steps") < said.index("grid:") < said.index("2 rows written")
+    assert said.index("stopped after 4 steps") < said.index("grid:") < said.index("2 steps done")
     assert said.count("grid:") == 2
     for stage_name in ("train", "samples"):
         assert projects.content(folder, stage_name).equals(projects.content(whole, stage_name))

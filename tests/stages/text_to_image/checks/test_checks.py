@@ -174,7 +174,7 @@ def test_a_picture_saved_again_and_an_equal_caption_are_warnings_and_exclude_not
     pair = {"again.png", "picture0.png"}
     marked = {path for path in pair if rows[path]["duplicate_of"]}
     assert len(marked) == 1 and rows[marked.pop()]["duplicate_of"] in {rows[path]["image_id"] for path in pair}
-    assert any("near-duplicates of a larger image" in line for line in console.lines)
+    assert any("nearly the same as a larger image" in line for line in console.lines)
     assert any("1 image with the caption of another image" in line for line in console.lines)
     assert not {row["rejected"] for row in Project(project).current("buckets").rows().to_pylist()} - {None, "same_crop"}
 
@@ -197,7 +197,7 @@ def test_a_condition_in_sql_chooses_the_images_that_are_trained(project):
     rows = Project(project).current("buckets").rows().to_pylist()
     left_out = {row["image_id"] for row in rows if row["rejected"] == "where"}
     assert left_out == {row["image_id"] for row in checks(project).values() if row["duplicate_of"]}
-    assert "1 images are left out by buckets.where: duplicate_of is null" in console.lines
+    assert "1 image left out by buckets.where: duplicate_of is null" in console.lines
 
 
 @pytest.mark.parametrize(

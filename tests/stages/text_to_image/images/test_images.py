@@ -5,12 +5,15 @@ import hashlib
 import shutil
 import threading
 
+import numpy as np
 import pytest
 
+from stages.text_to_image.checks import mark_near_duplicates
 from stages.text_to_image.images import folder
 from stages.text_to_image.images import stage as images
 from stages.text_to_image.images.folder import scan
 from stages.text_to_image.images.stage import STAGE, ImagesConfig
+from stages.text_to_image.imaging.usable import names_copy
 from tests.stages.text_to_image.images.folders import Project, draw
 
 
@@ -78,14 +81,14 @@ def test_captions_licences_and_hidden_files_become_no_rows(project):
     assert list(project.run()) == ["a.png"]
 
 
-def test_an_unchanged_file_is_not_opened_again_and_an_unchanged_folder_yields_nothing(project, probed):
+def test_an_unchanged_file_is_not_opened_again_and_an_unchanged_folder_yields_and_says_nothing(project, probed):
     for seed in range(5):
         draw(project.source / f"{seed}.png", seed)
     project.run()
     assert len(probed) == 5
     probed.clear()
     assert project.run() == {} and probed == []
-    assert project.lines == ["5 files: 5 usable"]
+    assert project.lines == []
     draw(project.source / "new.png", 9)
     assert list(project.run()) == ["new.png"] and len(probed) == 1
 
@@ -177,6 +180,31 @@ def test_files_examined_one_by_one_and_finished_together_give_the_rows_of_one_ru
     project.run()
     assert project.stored.equals(by_units)
     assert project.verdicts()["m.png"] == project.verdicts()["z.png"] == "duplicate"
+
+
+@pytest.mark.parametrize(
+    ("copy", "original"),
+    [
+        ("IMG_0413 Kopie.HEIC", "IMG_0413.HEIC"),
+        ("IMG_0413 copy 2.png", "IMG_0413.png"),
+        ("IMG (1).png", "IMG.png"),
+        ("IMG - Copy (2).png", "a/IMG.png"),
+        ("Copy of cat.png", "cat.png"),
+    ],
+)
+def test_of_equal_files_that_without_the_name_of_a_copy_is_used(copy, original):
+    assert copy < original
+    rows = [{"path": path, "image_id": "A", "use": None, "rejected": None, "detail": ""} for path in (copy, original)]
+    assert [row["rejected"] for row in images.mark_duplicates(rows)] == ["duplicate", None]
+    thumbnail = np.zeros((32, 32), np.uint8)
+    thumbnail[:16] = 200
+    rows = [{"path": path, "image_id": path, "short_side": 64, "thumbnail": thumbnail.tobytes()} for path in (copy, original)]
+    assert [row["duplicate_of"] for row in mark_near_duplicates(rows, 0.94)] == [original, None]
+
+
+@pytest.mark.parametrize("name", ["photocopy.png", "cat-2.png", "copy.png", "(1).png"])
+def test_other_names_are_no_copies(name):
+    assert not names_copy(name)
 
 
 def test_a_run_that_was_stopped_marks_no_duplicates_and_has_no_summary(tmp_path, monkeypatch):

@@ -99,7 +99,7 @@ def test_images_with_and_without_references_share_no_batch_and_are_counted(wide:
     shown = {row["image_id"]: row["reference_count"] for row in run.rows}
     assert shown == {"image0": 1, "image1": 1, "image2": 1, "image3": 1, "image4": 0, "image5": 0}
     assert {row["tokens"] - 24 * row["reference_count"] for row in run.rows} == {24 + TEXT_ROWS}
-    assert "3 crops have references" in run.task().description()
+    assert "with references: 3 crops" in run.task().description()
 
 
 def test_the_share_of_batches_without_references_is_the_dropout(wide: Path, tmp_path: Path) -> None:
