@@ -46,6 +46,9 @@ class Stage:
     repair: Callable[[Run[Any]], Iterator[str]] | None = None
     # For a stage whose rows depend on each other: the rows that the whole result depends on. They become part of the recipe.
     snapshot: Callable[[Run[Any]], pa.Table] | None = None
+    # What decides all rows and is neither table, weights nor setting: the content of files that settings name. It becomes part
+    # of the recipe if there is any.
+    content: Callable[[Run[Any]], Mapping[str, Any]] | None = None
     forecast: Callable[[Outlook], Forecast | None] | None = None  # None: it needs little
     # The rows that its table will have after a run, as far as later stages count them: cheap, writes nothing. None: they are not
     # known before it has run.

@@ -285,7 +285,10 @@ def require_trainable(project: Project, name: str = "") -> None:
     """Raise ValueError if the stage `name` leads to training, "" for all, and the family is not to be trained on."""
     for each in project.stage_names if project.pipeline.families else ():
         if runs.trains(project.stage(each).writes) and name in ("", each, *project.pipeline.upstream(each)):
-            project.family.require_trainable()
+            config = project.config.sections[each]
+            assisted = not all(entry.drawn for entry in getattr(config, "beneath", ()))
+            if not assisted and not getattr(config, "allow_distilled", False):
+                project.family.require_trainable()
 
 
 def require_download_room(project: Project, name: str) -> None:

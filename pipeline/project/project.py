@@ -208,6 +208,7 @@ class Project:
             {need: self.weight_recipe(need, name) for need in weights},
             {read.name: recipes.recipe_id(self.recipe(read.name)) for read in stage.reads if read.tensors},
             stage.snapshot(self.open(name, inputs=inputs)) if stage.snapshot else None,
+            stage.content(self.open(name, inputs=inputs)) if stage.content else {},
         )
 
     def current(self, name: str, inputs: Mapping[str, Input] | None = None) -> TableFolder:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,15 @@ def _plain(value: Any, kinds: tuple[str, ...]) -> Any:
     return settings_of(value, kinds) if dataclasses.is_dataclass(value) else value
 
 
-def recipe(stage: Stage, config: Any, weights: dict[str, Any], tensors: dict[str, str], rows: pa.Table | None) -> dict[str, Any]:
-    """weights: results of `Project.weight_recipe`. tensors: table -> recipe id. rows: of `stage.snapshot`."""
+def recipe(
+    stage: Stage,
+    config: Any,
+    weights: dict[str, Any],
+    tensors: dict[str, str],
+    rows: pa.Table | None,
+    content: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """weights: results of `Project.weight_recipe`. tensors: table -> recipe id. rows and content: of the stage's functions."""
     made: dict[str, Any] = {
         "stage": stage.name,
         "version": stage.version,
@@ -60,6 +67,8 @@ def recipe(stage: Stage, config: Any, weights: dict[str, Any], tensors: dict[str
         made["tensors"] = tensors
     if rows is not None:
         made["snapshot"] = {"rows": rows.num_rows, "sha256": rows_sha256(rows)}
+    if content:
+        made["content"] = content
     plain: dict[str, Any] = json.loads(json.dumps(made, default=str))
     return plain
 

@@ -76,7 +76,8 @@ class ModelFamily:
         if self.base:
             raise ValueError(
                 f"{self.name} is distilled: it draws in few steps, and training on it may fail. "
-                f'Train on its base, family = "{self.base}"; the LoRA can be used on {self.name}'
+                f'Train on its base, family = "{self.base}"; the LoRA can be used on {self.name}. Or lay an assistant beneath, a '
+                f"[[train.beneath]] with drawn = false; or set train.allow_distilled = true"
             )
 
     @property

@@ -6,18 +6,21 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stages.models.family import Architecture, Family, Transformer
 from stages.models.folders import read_config
+from stages.text_to_image.beneath import merging
 from stages.tuner.adapters.targets import by_pattern
 from stages.tuner.weights import QuantizedWeight, WeightFolder, pack_if_possible
 
 if TYPE_CHECKING:
     import mlx.core as mx
+
+    from stages.tuner.adapters.combine import Part
 
 STREAMED = "streamed"  # folder of a table with the weights of blocks that stay on disk while a stage runs
 
@@ -41,9 +44,11 @@ def load_transformer(
     copies: Path | None = None,
     keep: bool = False,
     say: Callable[[str], None] = lambda line: None,
+    beneath: Sequence[Part] = (),
 ) -> Transformer:
     """`folder`: with stream_blocks, takes the blocks' matrices in a new folder, deleted with the model. `copies`: folder of
-    converted copies; that of these weights is read instead of `path`. If there is none, `keep` writes it.
+    converted copies; that of these weights is read instead of `path`. If there is none, `keep` writes it. `beneath`: adapters
+    that are merged into the weights; such weights have no copies.
 
     Raises ValueError if weights are missing, damaged or of another model.
     """
@@ -51,10 +56,10 @@ def load_transformer(
         raise ValueError("stream_blocks must be false here: there is no folder for the weights of the blocks")
     architecture = family.architecture
     stored = WeightFolder(folder) if packed.stream_blocks and folder else None
-    copy = copies / f"{_key(path, family, dtype, packed)}.safetensors" if copies and not stored else None
+    copy = copies / f"{_key(path, family, dtype, packed)}.safetensors" if copies and not stored and not beneath else None
     if copy and (found := _read(copy, "it is made again" if keep else "the weights are read instead", say)):
         return architecture.build_transformer(architecture.transformer_config(path, family), found)
-    arrange, kept = arranged(architecture, packed, stored), dict[str, Any]()
+    arrange, kept = merging(beneath, arranged(architecture, packed, stored)), dict[str, Any]()
 
     def arrange_and_keep(name: str, weight: mx.array) -> Any:
         kept[name] = arrange(name, weight) if arrange else weight

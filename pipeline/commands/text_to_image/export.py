@@ -7,7 +7,7 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from pipeline.project.project import Project
     from stages.models.family import Adapter, Family
+    from stages.tuner.adapters.combine import Part
 
 STYLES = ("diffusers", "comfyui")
 READERS = {  # style -> variant -> which programs load the file; every program loads a plain LoRA
@@ -58,8 +59,15 @@ SHARD = 4 << 30  # the largest size of a merged weight file, bytes; as much is h
 @STEP
 @which_option("lowest validation loss")
 @click.option("--merged", is_flag=True, help="Write the whole transformer with the adapter merged into its weights.")
+@click.option(
+    "--beneath",
+    is_flag=True,
+    help="Also what lies beneath the adapter and is drawn ([[train.beneath]]): one file that draws as the previews do.",
+)
 @with_project
-def command(out: Path | None, style: str, dtype: str, step: int | None, which: str, merged: bool, project: Project) -> None:
+def command(
+    out: Path | None, style: str, dtype: str, step: int | None, which: str, merged: bool, beneath: bool, project: Project
+) -> None:
     """Write the trained adapter as a file for other programs. OUT is a file ending in .safetensors, or a folder.
     Without OUT, the file is written to exports/ in the project. With --merged, OUT is a new folder for the whole
     transformer with the adapter merged in.
@@ -67,9 +75,9 @@ def command(out: Path | None, style: str, dtype: str, step: int | None, which: s
     if merged and style != "diffusers":
         raise ValueError(f"--merged writes the diffusers layout; leave out --style {style}")
     if merged:
-        tell(f"wrote {merge_run(project, out, dtype=dtype, step=step, which=which, say=say_aside)}")
+        tell(f"wrote {merge_run(project, out, dtype=dtype, step=step, which=which, say=say_aside, beneath=beneath)}")
     else:
-        written = export_run(project, out, style, dtype=dtype, step=step, which=which, say=say_aside)
+        written = export_run(project, out, style, dtype=dtype, step=step, which=which, say=say_aside, beneath=beneath)
         tell(f"wrote {written}")
         for line in what_to_do(project, written, style):
             tell(line)
@@ -84,11 +92,27 @@ def export_run(
     step: int | None = None,
     which: str = "last",
     say: Say = silent,
+    beneath: bool = False,
 ) -> Path:
     """`out`: a file or folder; None: exports/. For the rest see `adapter_of` and `write_adapter`."""
     adapter = adapter_of(project, step, say, which)
     about = {"project": project.name, "adapter": which, "run": run_label(project), **use_of(project)}
-    return write_adapter(adapter, project.family, out or project.path / "exports", style, dtype=dtype, metadata=about, say=say)
+    parts = parts_beneath(project) if beneath else ()
+    if parts:
+        about |= {"adapter": "beneath" if which == "last" else f"{which}-beneath", "beneath": "joined into the arrays"}
+    target = out or project.path / "exports"
+    return write_adapter(adapter, project.family, target, style, dtype=dtype, metadata=about, say=say, beneath=parts)
+
+
+def parts_beneath(project: Project) -> list[Part]:
+    """The adapters beneath that are drawn. Raises ValueError if there is none."""
+    from stages.text_to_image.beneath import drawn_of, read_beneath
+    from stages.text_to_image.weights import meta_transformer
+
+    entries = drawn_of(project.config.sections["samples"].beneath)
+    if not entries:
+        raise ValueError("--beneath: nothing that is drawn lies beneath the adapter; leave it out, or see [[train.beneath]]")
+    return read_beneath(entries, project.path, project.family, meta_transformer(None, project.family).linears())
 
 
 def triggers(project: Project) -> list[str]:
@@ -124,17 +148,25 @@ def what_to_do(project: Project, file: Path, style: str) -> Iterator[str]:
 
 
 def merge_run(
-    project: Project, out: Path | None, *, dtype: str, step: int | None = None, which: str = "last", say: Say = silent
+    project: Project,
+    out: Path | None,
+    *,
+    dtype: str,
+    step: int | None = None,
+    which: str = "last",
+    say: Say = silent,
+    beneath: bool = False,
 ) -> Path:
     """Write the transformer with an adapter merged in; `out` None: a folder in exports/. Raises ValueError if it exists."""
     from stages.models.weights import read_file
 
     adapter = adapter_of(project, step, say, which)
     step_trained = read_file(adapter)[1].get("step", 0)
-    name = Path(file_name(project.name, run_label(project), step_trained, "merged", which)).stem
+    style, parts = ("merged-beneath", parts_beneath(project)) if beneath else ("merged", [])
+    name = Path(file_name(project.name, run_label(project), step_trained, style, which)).stem
     # An export downloads nothing.
     base = project.component("transformer", fetch=False)
-    return write_merged(base, project.family, adapter, out or project.path / "exports" / name, dtype=dtype)
+    return write_merged(base, project.family, adapter, out or project.path / "exports" / name, dtype=dtype, beneath=parts)
 
 
 # An adapter as a file
@@ -149,11 +181,17 @@ def write_adapter(
     dtype: str,
     metadata: dict[str, str],
     say: Say = silent,
+    beneath: Sequence[Part] = (),
 ) -> Path:
-    """Convert an adapter file for other programs, into a file or folder; ValueError if a value of it is not finite."""
+    """Convert an adapter file for other programs, into a file or folder; ValueError if a value of it is not finite. `beneath`:
+    plain LoRAs that are joined with it.
+    """
     from stages.models.weights import read_file
+    from stages.tuner.adapters.combine import join
 
     arrays = read(family, adapter)
+    if beneath:
+        arrays = join([*beneath, (*arrays, 1.0)])
     about = {**read_file(adapter)[1], **metadata}
     parts = about.get("project", adapter.stem), about.get("run", ""), about.get("step", 0), style, about.get("adapter", "last")
     target = out if out.suffix == ".safetensors" else out / file_name(*parts)
@@ -264,8 +302,10 @@ def header(about: dict[str, str], style: str, dtype: str, ranks: dict[str, int],
 # The transformer with the adapter merged in, as a folder in the diffusers layout
 
 
-def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype: str) -> Path:
-    """Merge in float32, round once to `dtype`, and write the new folder `out`, completely or not at all."""
+def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype: str, beneath: Sequence[Part] = ()) -> Path:
+    """Merge in float32, round once to `dtype`, and write the new folder `out`, completely or not at all. `beneath`: what is
+    merged before the adapter.
+    """
     import mlx.core as mx
 
     from stages.models.adapters import of_linear
@@ -294,8 +334,9 @@ def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype:
 
         def write(key: str, weight: mx.array) -> mx.array:
             name = key.removesuffix(".weight")
-            if name in scales:
-                weight = lora.merge(weight.astype(mx.float32), of_linear(arrays, name), scales[name])
+            for own, factors, strength in [*beneath, (arrays, scales, 1.0)]:
+                if name in factors:
+                    weight = lora.merge(weight.astype(mx.float32), of_linear(dict(own), name), factors[name] * strength)
             value = weight.astype(getattr(mx, dtype))
             if pending and sum(each.nbytes for each in pending.values()) + value.nbytes > SHARD:
                 write_pending()

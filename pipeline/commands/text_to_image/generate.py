@@ -263,6 +263,8 @@ def _facts(adapters: Sequence[tuple[Path, float]]) -> dict[str, Any]:
 
 def _weights(project: Project) -> dict[str, Any]:
     """What identifies the models; with a row, it determines the picture."""
+    from stages.text_to_image.beneath import content_of, drawn_of
+
     samples, embeddings = (project.config.sections[name] for name in ("samples", "embeddings"))
     hashes = {name: project.weight_recipe(name, "samples")["sha256"] for name in COMPONENTS}
     settings = {name: getattr(samples, name) for name in ("precision", "base_bits", "base_bits_for")}
@@ -270,6 +272,7 @@ def _weights(project: Project) -> dict[str, Any]:
     # Unrecorded at 16 bits, as in the recipe of `embeddings`: pictures of earlier versions keep their ids.
     found |= {"text_bits": embeddings.bits} if embeddings.bits != 16 else {}
     found |= {"family": drawing.name} if (drawing := project.family_of("samples")) is not project.family else {}
+    found |= {"beneath": beneath} if (beneath := content_of(drawn_of(samples.beneath), project.path)) else {}
     # As JSON gives it back, with lists for tuples: equal to the recipe that is stored.
     plain: dict[str, Any] = json.loads(json.dumps(found))
     return plain

@@ -18,7 +18,7 @@ from pipeline.store.disk import atomic_folder, delete_abandoned
 from pipeline.terminal import Say, say_aside, silent, tell
 
 CARD, GRID, SETTINGS, WEIGHTS = "README.md", "previews.png", "settings.json", "pytorch_lora_weights.safetensors"
-PRIVATE = ("train.initial",)  # settings that name files of this machine
+PRIVATE = ("train.initial", "train.beneath")  # settings that name files of this machine
 SECTIONS = ("buckets", "train")
 NOT_STATED = "not stated"
 PROMPTS = 4  # previews that the card names as examples
@@ -107,6 +107,8 @@ def card(
     yield f"---\n{about.to_yaml()}\n---\n"
     yield f"# {project.name}\n"
     yield f"A LoRA for {family.title}, trained for {facts.get('step', '?')} steps on {len(images)} images.\n"
+    if "beneath" in facts:
+        yield f"It was trained over other adapters, which are not part of it: {facts['beneath']}.\n"
     if words:
         named = " or ".join(f"`{word}`" for word in words)
         yield f"**Trigger{'s' if words[1:] else ''}:** write {named} into the prompt.\n"

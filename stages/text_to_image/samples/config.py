@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stages.settings import SEEDS, Section, runtime, selects, setting
+from stages.text_to_image.beneath import BeneathConfig
 from stages.text_to_image.imaging.decode import BACKGROUND, parse_colour
 from stages.tuner.weights import BITS, Bits
 
@@ -54,6 +55,12 @@ class SamplesConfig(Section):
         "the model that draws: the distilled twin of the project's family needs few steps and no guidance, such as klein-4b for "
         "klein-base-4b; empty: the project's family",
         unrecorded=("",),
+    )
+    beneath: tuple[BeneathConfig, ...] | None = setting(
+        None,
+        "adapters that lie beneath what draws, the base included; by default those of [train] that are drawn",
+        unrecorded=(None, ()),
+        follows="train.beneath",
     )
     weights: str = runtime("", "where the transformer of `family` lies: a folder, a file or a hub id; empty: the family's own")
     steps: int | None = setting(None, "denoising steps; by default the family's number", unit="steps", bounds=(1, 1000))

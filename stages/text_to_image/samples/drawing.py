@@ -22,6 +22,7 @@ from stages.models.adapters import linear_name
 from stages.models.family import Autoencoder, Family, Transformer
 from stages.models.weights import reading
 from stages.run import Run
+from stages.text_to_image.beneath import drawn_of, read_beneath
 from stages.text_to_image.imaging.decode import BACKGROUND, CEILING_BYTES, ImageError, open_image
 from stages.text_to_image.samples.config import MULTIPLE, SamplesConfig
 from stages.text_to_image.samples.memory import drawing_memory, passes
@@ -110,7 +111,8 @@ def draw_pictures(
                 places = run.output.artifacts.parent / STREAMED, run.root / CONVERTED
                 negative = lambda: embedding(empty())  # noqa: E731
                 path = run.needs["transformer"]
-                return load_sampler(adapters, path, family, config, negative, largest, *places, run.report.say)
+                beneath = read_beneath(drawn_of(config.beneath), run.root, family, meta_transformer(path, family).linears())
+                return load_sampler(adapters, path, family, config, negative, largest, *places, run.report.say, beneath)
 
             with reading("the transformer", run.report.note):
                 sampler = run.reuse(f"sampler {adapters.adapter_id} {loaded}", load)
@@ -229,8 +231,10 @@ def load_sampler(
     folder: Path | None = None,
     copies: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
+    beneath: Sequence[Part] = (),
 ) -> LatentSampler:
     """Load the transformer once, a converted copy in `copies` preferred. Raises ValueError if an adapter does not fit.
+    `beneath`: adapters that are merged into its weights.
     `read_negative`: called only if a step takes two passes. `references`: the largest to be drawn with, for the memory limit.
     """
     parts = read_adapters(adapters, family, meta_transformer(transformer, family))  # before the transformer is loaded
@@ -243,7 +247,7 @@ def load_sampler(
     shown, both = [(each.shape[2], each.shape[3]) for each in references], passes(config, family)
     size = (config.width, config.height)
     memory = drawing_memory(family, transformer, config, config.precision, size, both, held, shown)
-    model = load_transformer(transformer, family, dtype, config, folder=folder, copies=copies, say=say)
+    model = load_transformer(transformer, family, dtype, config, folder=folder, copies=copies, say=say, beneath=beneath)
     predict = adapted_forward(model, parts)
     predict.live_bytes = memory.live  # while so many are in use, MLX starts no further operation
     steps = family.sampling_steps if config.steps is None else config.steps

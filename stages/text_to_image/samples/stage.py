@@ -18,6 +18,7 @@ from stages.hashing import file_sha256
 from stages.run import Run
 from stages.settings import nearest
 from stages.stage import Stage
+from stages.text_to_image.beneath import content_of, drawn_of, files_of
 from stages.text_to_image.caption_files import trigger_word
 from stages.text_to_image.imaging.decode import BACKGROUND
 from stages.text_to_image.samples.config import SamplesConfig
@@ -47,6 +48,11 @@ def wanted_samples(run: Run[SamplesConfig]) -> pa.Table:
     ]
     schema = pa.schema([SAMPLES.stored.field(name) for name in WANTED])
     return pa.Table.from_pylist([dict(zip(WANTED, row, strict=True)) for row in rows], schema=schema)
+
+
+def content(run: Run[SamplesConfig]) -> dict[str, Any]:
+    beneath = content_of(drawn_of(run.config.beneath), run.root)
+    return {"beneath": beneath} if beneath else {}
 
 
 def preview_prompts(run: Run[SamplesConfig]) -> dict[str, str]:
@@ -119,6 +125,7 @@ def opened_files(run: Run[SamplesConfig]) -> Iterator[Path]:
     yield from (run.root / name for names in (run.config.references, *of_prompts) for name in names)
     if given := given_adapter(run):
         yield given
+    yield from files_of(drawn_of(run.config.beneath), run.root)
 
 
 # Sources: what draws
@@ -202,6 +209,7 @@ STAGE = Stage(
     config=SamplesConfig,
     needs=("family", "transformer", "autoencoder"),
     drawn_by=("family", "transformer"),
+    content=content,
     wants=wanted_samples,
     run=draw_samples,
     finish=finish_samples,

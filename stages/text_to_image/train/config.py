@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stages.settings import SEEDS, Section, runtime, setting
+from stages.text_to_image.beneath import BeneathConfig
 from stages.tuner import config as tuner
 from stages.tuner.diffusion import Base, Shift, WeightName
 
@@ -166,6 +167,13 @@ class TrainConfig(tuner.TrainingConfig):
     mask: MaskConfig | None = setting(None, "train where the masks are white")  # noqa: RUF009
     preservation: PreservationConfig | None = setting(None, "keep the meaning of the class word")  # noqa: RUF009
     validation: ValidationConfig | None = setting(None, "images held out, to measure the run by")  # noqa: RUF009
+    beneath: tuple[BeneathConfig, ...] = setting(
+        (), "adapters that lie frozen beneath the trained one; by content part of the run", unrecorded=((),)
+    )
+    allow_distilled: bool = runtime(
+        False,
+        "train on a distilled family without an assistant beneath: the model then loses the few steps that it was distilled for",
+    )
     keep_converted: bool = runtime(
         False,
         "keep the weights as they are computed with, cast and packed, in weights/converted of the project: later loads read "

@@ -11,6 +11,7 @@ from schemas.text_to_image import BUCKETS, CAPTIONS, EMBEDDINGS, IMAGES, LATENTS
 from stages.hashing import file_sha256
 from stages.run import Run
 from stages.stage import Stage
+from stages.text_to_image.beneath import content_of
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.data import load_dataset
 from stages.text_to_image.train.memory import forecast
@@ -41,6 +42,8 @@ def snapshot(run: Run[Any]) -> pa.Table:
         if not file.is_file():
             raise ValueError(f"[train] initial: there is no file {file}")
         facts.append(("", file_sha256(file), "initial"))
+    content = content_of(run.config.beneath, run.root)
+    facts += [("", digest, f"beneath {place} at {strength!r}") for place, (digest, strength) in enumerate(content)]
     rows = [{"latent_id": a, "image_id": b, "caption_id": c} for a, b, c in [*data.pairs(), *facts]]
     return pa.Table.from_pylist(rows)
 

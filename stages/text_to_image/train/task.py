@@ -21,6 +21,7 @@ from stages.models.family import Architecture, Family, Transformer
 from stages.models.weights import reading
 from stages.run import Run
 from stages.settings import several
+from stages.text_to_image.beneath import read_beneath
 from stages.text_to_image.caption_files import trigger_word
 from stages.text_to_image.stored_embeddings import embedding_reader
 from stages.text_to_image.train import sound_start
@@ -143,6 +144,8 @@ class ImageTask:
         trigger = trigger_word(self.run.inputs.rows(CAPTIONS))
         largest = max(crop.resolution for crop in self.data.crops)
         found = {"family": self.family.name, "resolution": f"{largest}x{largest}"}
+        if self.config.beneath:
+            found["beneath"] = "; ".join(map(str, self.config.beneath))
         return found | {"trigger": trigger} if trigger else found
 
     def sizes(self, step: int) -> list[int]:
@@ -222,10 +225,12 @@ class ImageTask:
         return arrays, scales
 
     def load_model(self) -> Transformer:
-        report = self.run.report
+        report, weights = self.run.report, self.run.needs["transformer"]
+        family = self.run.needs["family"]
+        beneath = read_beneath(self.config.beneath, self.run.root, family, meta_transformer(weights, family).linears())
         with reading("the transformer", report.note):
             return load_transformer(
-                self.run.needs["transformer"],
+                weights,
                 self.family,
                 getattr(mx, self.config.precision),
                 self.config,
@@ -233,4 +238,5 @@ class ImageTask:
                 copies=self.run.root / CONVERTED if self.config.keep_converted else None,
                 keep=True,
                 say=report.say,
+                beneath=beneath,
             )

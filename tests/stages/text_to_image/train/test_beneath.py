@@ -1,0 +1,88 @@
+"""Adapters beneath the trained one: as if they had been merged into the weights, which they are not when drawn = false."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from pipeline.commands.text_to_image.export import write_merged
+from pipeline.project.recipe import recorded
+from stages.text_to_image.beneath import BeneathConfig
+from stages.text_to_image.train.stage import STAGE
+from stages.tuner import checkpoint
+from stages.tuner.adapters.combine import join
+from stages.tuner.adapters.targets import Variant, adapter_metadata, fresh_adapter, select_targets, target_weights
+from tests.stages.text_to_image.train.runs import BASE, TINY, Run
+
+STEPS = 50
+
+
+def adapter(file: Path, transformer: Path, variant: Variant, seed: int) -> Path:
+    """An adapter that changes the model about as much as a trained one does."""
+    model = TINY.architecture.load_transformer(transformer, TINY)
+    targets = select_targets(model.linears(), ["*"], rank=2, alpha=4.0, variant=variant)
+    weights = target_weights(model.blocks, targets) if variant == "dora" else None
+    fresh = fresh_adapter(targets, seed, weights)
+    draw = np.random.default_rng(seed)
+    arrays = {key: value + mx.array(draw.normal(0, 0.1, value.shape).astype(np.float32)) for key, value in fresh.items()}
+    checkpoint.write_arrays(file, arrays, {"family": "tiny", **adapter_metadata(targets)})
+    return file
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora", "lokr"])
+def test_training_over_a_frozen_adapter_is_training_on_weights_into_which_it_was_merged(transformer, tmp_path, variant):
+    file = adapter(tmp_path / "beneath.safetensors", transformer, variant, 1)
+    merged = write_merged(transformer, TINY, file, tmp_path / "merged", dtype="float32")
+    config = replace(BASE, steps=STEPS, checkpoint_every=STEPS, lr=1e-3)
+    over = Run(tmp_path / "over", transformer, replace(config, beneath=(BeneathConfig(str(file)),))).go()
+    on = Run(tmp_path / "on", merged, config).go()
+    plain = Run(tmp_path / "plain", transformer, config).go()
+    found, expected, without = (
+        TINY.architecture.read_adapter(run.folder / "artifacts/adapter.safetensors")[0] for run in (over, on, plain)
+    )
+    largest = max(np.abs(np.array(expected[key] - found[key])).max() for key in expected)
+    assert largest <= 1e-5 < max(np.abs(np.array(expected[key] - without[key])).max() for key in expected)
+    losses = [[row["loss"] for row in run.rows] for run in (over, on)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_a_run_without_adapters_beneath_keeps_its_recipe_and_one_with_them_has_their_content_in_it(transformer, tmp_path):
+    facts = lambda run: STAGE.snapshot(run.context())["caption_id"].to_pylist()  # noqa: E731
+    assert "beneath" not in recorded(BASE) and not any("beneath" in each for each in facts(Run(tmp_path / "a", transformer)))
+    file = adapter(tmp_path / "beneath.safetensors", transformer, "lora", 1)
+    over = Run(tmp_path / "b", transformer, replace(BASE, beneath=(BeneathConfig(str(file), 0.5, False),)))
+    assert "beneath 0 at 0.5" in facts(over)
+    assert over.task().metadata["beneath"] == "beneath.safetensors at 0.5, not drawn"
+
+
+def test_an_adapter_beneath_that_does_not_fit_is_refused_before_weights_are_read(transformer, deep, tmp_path, monkeypatch):
+    absent = Run(tmp_path / "a", transformer, replace(BASE, beneath=(BeneathConfig("nothing.safetensors"),)))
+    with pytest.raises(ValueError, match=r"beneath: file must be an adapter's file, got 'nothing.safetensors'"):
+        absent.go()
+    other = adapter(tmp_path / "deep.safetensors", deep, "lora", 1)
+    monkeypatch.setattr("stages.text_to_image.train.task.load_transformer", None)
+    with pytest.raises(ValueError, match=r"beneath: .*deep.safetensors does not fit tiny: .* of another model"):
+        Run(tmp_path / "b", transformer, replace(BASE, beneath=(BeneathConfig(str(other)),))).go()
+
+
+def test_with_packed_weights_on_disk_the_adapter_beneath_is_in_them(wide, tmp_path):
+    file = adapter(tmp_path / "beneath.safetensors", wide, "lora", 1)
+    merged = write_merged(wide, TINY, file, tmp_path / "merged", dtype="float32")
+    config = replace(BASE, steps=2, base_bits=8, stream_blocks=True)
+    over = Run(tmp_path / "over", wide, replace(config, beneath=(BeneathConfig(str(file)),))).go()
+    assert over.rows == Run(tmp_path / "on", merged, config).go().rows
+
+
+def test_joined_with_what_lies_beneath_the_adapter_changes_weights_as_both_do(transformer, tmp_path):
+    files = [adapter(tmp_path / f"{seed}.safetensors", transformer, "lora", seed) for seed in (1, 2)]
+    parts = [(*TINY.architecture.read_adapter(file), strength) for file, strength in zip(files, (0.5, 1.0), strict=True)]
+    both = write_merged(transformer, TINY, files[1], tmp_path / "both", dtype="float32", beneath=parts[:1])
+    arrays, scales = join(parts)
+    checkpoint.write_arrays(tmp_path / "joined.safetensors", arrays, {"alpha": "4", "rank": "4"})
+    one = write_merged(transformer, TINY, tmp_path / "joined.safetensors", tmp_path / "one", dtype="float32")
+    found, expected = (mx.load(str(folder / "diffusion_pytorch_model.safetensors")) for folder in (both, one))
+    assert scales and max(np.abs(np.array(found[key] - expected[key])).max() for key in expected) <= 1e-5
