@@ -219,9 +219,9 @@ def test_release_mlx_memory_is_back_where_it_was_when_a_stage_ends(pipeline, nam
 def test_release_a_stage_with_nothing_to_do_asks_for_no_weights(pipeline, name, finished, monkeypatch):
     folder, real = finished(pipeline), Project.resource
 
-    def refuse(self: Project, needed: str) -> Any:
+    def refuse(self: Project, needed: str, stage: str = "") -> Any:
         assert not isinstance(self.pipeline.resources[needed], Weights), f"{name} asked for {needed}"
-        return real(self, needed)
+        return real(self, needed, stage)
 
     monkeypatch.setattr(Project, "resource", refuse)
     outcome = runner.run(Project(folder), name, projects.Silent())
