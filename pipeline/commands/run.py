@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.commands import own
+from pipeline.notify import notifying
 from pipeline.options import with_project
 from pipeline.process import allow_open_files, kept_awake, replace_process, restarting, run_apart
 from pipeline.project.stage_run import shell_path
@@ -40,11 +41,17 @@ def command(stage: str, only: bool, measured: bool, run_name: str, project: Proj
     STAGE` is short for it. The tables that the stage reads are brought up to date first, each by a process of its own;
     --only takes them as they are.
     """
+    if only or launched_rank() is not None:  # of several ranks, each would write the tables
+        run_one(project, stage, measured, run_name)
+        return
+    with notifying(project.name, f"run {stage}"):
+        bring_up_to_date(project, project.chain(stage))
+        run_one(project, stage, measured, run_name)
+
+
+def run_one(project: Project, stage: str, measured: bool, run_name: str) -> None:
     from pipeline import runner
 
-    # Of several ranks, each would write the tables.
-    if not only and launched_rank() is None:
-        bring_up_to_date(project, project.chain(stage))
     project.stage(stage)
     meter = None
     if measured:

@@ -8,11 +8,11 @@ from typing import Any
 
 from pipeline.page.blocks import main_command, pages_of
 from pipeline.page.site import Site
-from pipeline.project.runs import find_run, find_runs
+from pipeline.project.runs import find_run, find_runs, trains
 from pipeline.project.runs import mark as mark_run
 from pipeline.queue import Queue
 from stages.pipelines import Field, Form
-from stages.tuner.control import CHECKPOINT, PAUSE
+from stages.tuner.control import CHECKPOINT, PAUSE, STOP
 
 Body = Mapping[str, Any]
 PARTS = 2000  # characters of a field
@@ -84,6 +84,20 @@ def checkpoint(site: Site, body: Body) -> str:
     return "a checkpoint is written after this step"
 
 
+def sample(site: Site, body: Body) -> str:
+    """The run ends with a checkpoint, as by the file `stop`; then its command draws, and a further job goes on with it."""
+    queue = Queue(site.path)
+    running = next((job for job in queue.jobs() if job.state == "running"), None)
+    words = main_command(site.project)
+    stage = queue.progress(running.number).get("stage") if running else None
+    if not running or list(running.words) != words or not stage or not trains(site.project.stage(stage).writes):
+        raise ValueError(f"latentmill {' '.join(words)} is not training now")
+    (_artifacts(site) / STOP).touch()
+    job = queue.add(words)
+    queue.move(job.number, 0)
+    return f"after this step the run is saved and previews are drawn; job {job.number} goes on with it"
+
+
 def pause(site: Site, body: Body) -> str:
     (_artifacts(site) / PAUSE).touch()
     return "the run waits after this step, with a checkpoint"
@@ -119,5 +133,5 @@ def _number(body: Body, name: str) -> int:
 
 
 ACTIONS: dict[str, Callable[[Site, Body], str]] = {
-    each.__name__: each for each in (train, form, cancel, first, hold, start, checkpoint, pause, resume, mark)
+    each.__name__: each for each in (train, form, cancel, first, hold, start, checkpoint, sample, pause, resume, mark)
 }

@@ -15,7 +15,7 @@ from pipeline.commands.catalog import run_facts
 from pipeline.commands.runs import differing_settings
 from pipeline.commands.status import describe, states
 from pipeline.project.project import Project
-from pipeline.project.runs import TrainingRun, find_runs, trains
+from pipeline.project.runs import WINDOW, TrainingRun, find_runs, trains
 from pipeline.queue import Job, Queue
 from pipeline.store.disk import format_bytes
 from pipeline.terminal import format_seconds
@@ -133,6 +133,7 @@ def overview(project: Project, query: Query) -> Row:
         "command": " ".join(main_command(project)),
         "pictures": newest_pictures(project, query),
         "trains": any(run.current for run in runs),
+        "training": next((training_facts(run) for run in runs if run.current), ""),
         "pausing": any(run.current and (run.table.folder / "artifacts" / PAUSE).exists() for run in runs),
     }
     with errors_as_text(data):
@@ -179,6 +180,24 @@ def told(queue: Queue, jobs: Sequence[Job]) -> Row:
 def newest_pictures(project: Project, query: Query) -> list[Row]:
     """Picture, row and step of the last step, at most SHOWN_PICTURES."""
     return sheet_rows(project, query, f"select * from ({{}}) qualify step = max(step) over () limit {SHOWN_PICTURES}")
+
+
+def last_ended(jobs: Sequence[Job]) -> str:
+    last = max((job for job in jobs if job.over), key=lambda job: job.ended, default=None)
+    return f"job {last.number}, {' '.join(last.words)}: {last.state}" if last else ""
+
+
+def training_facts(run: TrainingRun) -> str:
+    """Loss, time of a step and memory of a run, from what it has committed."""
+    from stages.tuner.blockwise.device import memory_budget
+
+    near = run.steps.slice(max(0, run.steps.num_rows - WINDOW)).to_pydict()
+    if not near["step"]:
+        return ""
+    loss, seconds = (sum(value or 0 for value in near[name]) / len(near[name]) for name in ("loss", "seconds"))
+    peak = max(value or 0 for value in near["peak_bytes"])
+    memory = f"arrays take {format_bytes(peak)} of {format_bytes(memory_budget())} to use"
+    return f"step {near['step'][-1]}: loss {loss:.4g}, {seconds:.3g} s a step, {memory}"
 
 
 def sheet_rows(project: Project, query: Query, sql: str = "{}") -> list[Row]:

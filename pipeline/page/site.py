@@ -8,6 +8,7 @@ import functools
 import hashlib
 import threading
 from collections.abc import Mapping
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from pipeline.page.blocks import (
     block_data,
     compare_data,
     errors_as_text,
+    last_ended,
     listing_data,
     overview,
     pages_of,
@@ -109,10 +111,11 @@ class Site:
         return found
 
     def progress(self) -> dict[str, Any]:
-        """How far the running job is, as `blocks.told`."""
+        """How far the running job is, as `blocks.told`, and which ended last."""
         queue = Queue(self.path)
         with contextlib.suppress(ValueError):
-            return told(queue, queue.jobs())
+            jobs = queue.jobs()
+            return told(queue, jobs) | {"ended": last_ended(jobs)}
         return {}
 
     def export(self, name: str) -> Path:
@@ -225,9 +228,10 @@ def changes(project: Path) -> str:
     tables = ("tables/*/*/*.json", "tables/*/*/rows.lance/_versions", "tables/*/*/lock")
     patterns = ("*.toml", "*.jsonl", "queue/jobs.json", "exports", *tables)
     digest = hashlib.sha256()
-    for path in sorted(path for pattern in patterns for path in project.glob(pattern)):
+    # Path.glob raises if a folder is deleted meanwhile, as temporary ones are.
+    for path in sorted(path for pattern in patterns for path in glob(pattern, root_dir=project)):  # noqa: PTH207
         with contextlib.suppress(OSError):  # deleted meanwhile
-            stat = path.stat()
+            stat = (project / path).stat()
             digest.update(f"{path}{stat.st_mtime_ns}{stat.st_size}\n".encode())
     return digest.hexdigest()[:16]
 

@@ -8,6 +8,7 @@ import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,8 +88,9 @@ class Project:
 
     def _manifests(self) -> frozenset[tuple[str, int, int]]:
         # A stage that finishes a run replaces its manifest.
-        paths = self.path.glob("tables/*/*/manifest.json")
-        return frozenset((str(p), (stat := p.stat()).st_mtime_ns, stat.st_ino) for p in paths)
+        # Path.glob raises if a temporary folder is deleted meanwhile.
+        paths = glob("tables/*/*/manifest.json", root_dir=self.path)  # noqa: PTH207
+        return frozenset((path, (stat := (self.path / path).stat()).st_mtime_ns, stat.st_ino) for path in paths)
 
     # Settings and stages
 

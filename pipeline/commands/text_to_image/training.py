@@ -9,6 +9,7 @@ import click
 from pipeline.commands.run import bring_up_to_date
 from pipeline.commands.runs import best_of, checkpoint_scores
 from pipeline.commands.status import state
+from pipeline.notify import notifying
 from pipeline.options import with_project
 from pipeline.process import run_apart
 from pipeline.project.project import Project
@@ -24,12 +25,14 @@ from stages.run import Report
     "--patience", type=click.IntRange(1), help="Score the previews, and end after so many segments without a better score."
 )
 @with_project
-def segments_command(every: int, patience: int | None, project: Project) -> int:
+def segments_command(every: int, patience: int | None, project: Project) -> None:
     """Train in segments and draw previews after each one. Every segment is a process of its own. The stages before come
     first. The exit code is 0, or that of the first stage that fails.
     """
-    bring_up_to_date(project, project.chain("train"))
-    return segments(project, every, patience)
+    with notifying(project.name, "segments"):
+        bring_up_to_date(project, project.chain("train"))
+        if code := segments(project, every, patience):
+            raise click.exceptions.Exit(code)
 
 
 def segments(project: Project, every: int, patience: int | None) -> int:

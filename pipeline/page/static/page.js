@@ -3,7 +3,7 @@ const page = document.body.dataset.page, token = document.body.dataset.token, si
 const main = document.getElementById("main"), live = document.getElementById("live");
 const chosen = new URLSearchParams(location.search);
 const history_ = [];  // batches of saved edits, for undo
-let seen = "";
+let seen = "", ended = null;
 
 function draw(box) {
   const data = JSON.parse(box.dataset.chart);
@@ -89,7 +89,9 @@ function listen() {  // the browser connects again by itself
   const events = new EventSource("events");
   events.addEventListener("changes", ({data}) => { live.textContent = ""; if (data !== seen) show(true); });
   events.addEventListener("progress", ({data}) => {
-    const told = JSON.parse(data), line = main.querySelector("[data-progress]");
+    const told = JSON.parse(data), line = main.querySelector("[data-progress]"), before = ended;
+    ended = told.ended;
+    if (before !== null && before !== ended && window.Notification?.permission === "granted") new Notification(ended, {body: document.title});
     if (!line || !told.text) return;
     Object.assign(line.querySelector("progress"), {max: told.total, value: told.done});
     line.querySelector("span").textContent = told.text;
@@ -229,6 +231,7 @@ main.addEventListener("click", (event) => {
   if (target.matches("button[data-choose]")) choose(target.dataset.choose, target.value);
   else if (target.matches("[data-save]")) save(edited());
   else if (target.matches("[data-undo]")) undo();
+  else if (target.matches("[data-notify]")) Notification.requestPermission().then((answer) => said(`notifications: ${answer}`));
   else if (target.matches("[data-do]")) act(target.dataset.do, target.dataset.job ? {job: Number(target.dataset.job)} : {}, main.querySelector("[data-said]"));
   else if (target.matches("[data-files]")) files(target.dataset.files === "undo");
   else if (target.matches("[data-replace-all]")) replaceAll(target.closest("form"));

@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -428,6 +429,7 @@ def test_buttons_and_forms_become_jobs_whose_texts_are_no_options(page, held):
         ("cancel", {"job": "1"}, "a whole number"),
         ("cancel", {"job": 99}, "there is no job 99"),
         ("pause", {}, "no run of the present settings"),
+        ("sample", {}, "run samples is not training now"),
         ("__class__", {}, "there is no action"),
     ],
 )
@@ -435,6 +437,35 @@ def test_an_action_that_cannot_be_is_one_line_and_no_job(page, held, action, bod
     code, text = do(page, action, **body)
     assert code == 400 and reason in text and "\n" not in text
     assert not held.jobs()
+
+
+def test_sample_now_ends_the_run_with_a_checkpoint_draws_and_goes_on_as_the_next_job(page, held, folder):
+    projects.edit(folder, "steps = 6\n", "steps = 5000\n")
+    held.pause(False)
+    assert do(page, "train")[0] == 200
+    pause = []
+    wait(lambda: pause.extend((folder / "tables" / "train").glob("*/artifacts")) or pause, held)
+    (pause[0] / "pause").touch()
+    wait(lambda: "paused" in held.log(1), held)
+    assert do(page, "sample")[0] == 200
+    assert [(job.state, job.words) for job in held.jobs()] == [("running", ("run", "samples")), ("waiting", ("run", "samples"))]
+    (pause[0] / "pause").unlink(missing_ok=True)
+    wait(lambda: held.jobs()[0].over and held.progress(2).get("stage") == "train", held)
+    assert held.jobs()[0].state == "finished"
+    (drawn,) = answer(Project(folder), "select max(step) as step from samples").to_pylist()
+    assert 0 < drawn["step"] <= held.progress(2)["before"] < 5000
+    shown = page.get("/fragment/overview").text
+    assert "Sample now" in shown and re.search(r"step \d+: loss [\d.]+, [\d.e-]+ s a step, arrays take .* to use", shown)
+    do(page, "cancel", job=2)
+    wait(lambda: not held.works(), held)
+    assert Site(folder).progress() == {"ended": "job 2, run samples: stopped"}
+
+
+def wait(condition, queue: Queue) -> None:
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < projects.HANG, [queue.jobs(), queue.log(1), queue.log(2)]
+        time.sleep(0.05)
 
 
 def test_no_job_is_begun_without_the_token_or_by_another_site(page, held):

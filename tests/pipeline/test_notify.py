@@ -1,0 +1,114 @@
+"""The user is told how a command ended, and a way that does not work delays or breaks nothing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import click
+import pytest
+
+from pipeline import notify
+from pipeline.errors import Stopped
+from pipeline.notify import WAY, notifying
+from tests import projects
+from tests.toy.project import make
+
+SAY = [sys.executable, "-c", "import sys, pathlib; pathlib.Path(sys.argv[1]).open('a').write(repr(sys.argv[2:]) + '\\n')"]
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file to which the command of the notification writes its words."""
+    monkeypatch.setenv(WAY, shlex.join([*SAY, str(tmp_path / "told")]))
+    return tmp_path / "told"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (None, "cats: run train ended"),
+        (Stopped("train: stopped"), "cats: run train stopped"),
+        (KeyboardInterrupt(), "cats: run train stopped"),
+        (click.exceptions.Exit(130), "cats: run train stopped"),
+        (click.exceptions.Exit(137), "cats: run train failed"),
+        (ValueError("a picture $(touch x); \x1b[31m\nred"), "cats: run train failed: a picture $(touch x); \\x1b[31m red"),
+    ],
+)
+def test_a_command_is_told_how_it_ended_in_one_word_without_control_characters(told, error, said):
+    def work() -> None:
+        with notifying("cats", "run train"):
+            if error:
+                raise error
+
+    if error:
+        with pytest.raises(type(error)):
+            work()
+    else:
+        work()
+    assert told.read_text() == f"{[said]!r}\n"
+
+
+def test_a_run_of_several_stages_is_told_once_and_a_failed_one_with_its_reason(told, tmp_path):
+    folder = make(tmp_path / "project")
+    projects.latentmill(folder, "run", projects.Project(folder).stage_names[-1])
+    assert told.read_text().count("\n") == 1 and "ended" in told.read_text()
+    projects.latentmill(folder, "run", "nothing", code=2)
+    assert "failed: nothing: no such stage" in told.read_text()
+
+
+def test_a_webhook_gets_the_text_as_json(monkeypatch):
+    got: list[dict] = []
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self):
+            got.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Hook)
+    threading.Thread(target=server.handle_request, daemon=True).start()
+    monkeypatch.setenv(WAY, f"http://127.0.0.1:{server.server_port}/hook")
+    with notifying("cats", "run train"):
+        pass
+    server.server_close()
+    text = "cats: run train ended"
+    assert got == [{"project": "cats", "command": "run train", "state": "ended", "text": text, "content": text}]
+
+
+@pytest.mark.parametrize("way", ["/no/such/program", "false", "'", "http://127.0.0.1:1/", "http://[", "hanging", "dripping"])
+def test_a_way_that_does_not_work_is_one_line_and_neither_delays_nor_fails_the_command(monkeypatch, capsys, way):
+    monkeypatch.setattr(notify, "SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/"
+        if way == "dripping":
+            threading.Thread(target=drip, args=(server,), daemon=True).start()
+        monkeypatch.setenv(
+            WAY, address if way == "dripping" else f"{sys.executable} -c 'while 1: pass'" if way == "hanging" else way
+        )
+        with notifying("cats", "run train"):
+            pass
+    said = capsys.readouterr().err
+    assert said.startswith(WAY) and len(said.splitlines()) == 1
+    assert not [thread for thread in threading.enumerate() if thread.name == "notify" and not thread.daemon]
+
+
+def drip(server: socket.socket) -> None:
+    """An answer whose every byte comes in time, for ever."""
+    connection, _ = server.accept()
+    try:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nX-Long: ")
+        while True:
+            connection.sendall(b"x")
+            time.sleep(0.05)
+    except OSError:
+        connection.close()
