@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 import stages
+from pipeline.process import require_address_space
 from pipeline.project import config as configuration
 from pipeline.project import recipe as recipes
 from pipeline.project.config import Overrides
@@ -49,6 +50,7 @@ class Project:
 
     def __init__(self, path: str | Path, overrides: Overrides = (), *, fetch: bool = False, text: str | None = None) -> None:
         """`text`: what project.toml would contain, to see what that would do."""
+        require_address_space()
         folder = from_home(path)
         if not folder.is_dir():
             what = "is a file, not a project's folder" if folder.exists() else "no such folder"
