@@ -26,6 +26,7 @@ GONE = frozenset({errno.EPIPE, errno.EIO})  # the reader of a pipe has ended, th
 ADDRESS_SPACE = 4 * 1000**3  # bytes; with 2 GB a stage hung
 FILES = 4096  # open files: shards, indices and weights of a large project
 RESTARTED = "LATENTMILL_RESTARTED"  # set in a process that was started again, so that it happens once
+ASIDE = "LATENTMILL_ASIDE"  # set in a process whose standard output is the standard error of another
 
 
 # Standard streams
@@ -71,7 +72,8 @@ def open_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115  (of this process until it ends)
     encodings = [getattr(stream, "encoding", None) or "utf-8" for stream in (sys.stdout, sys.stderr)]
-    sys.stdout, sys.stderr = Stream(1, encodings[0], may_fail=False), Stream(2, encodings[1], may_fail=True)
+    aside = os.environ.pop(ASIDE, "") != ""
+    sys.stdout, sys.stderr = Stream(1, encodings[0], may_fail=aside), Stream(2, encodings[1], may_fail=True)
 
 
 def require_address_space() -> None:
@@ -150,7 +152,7 @@ def _acknowledged(say: Callable[[str], None]) -> Iterator[None]:
 
 def run_apart(words: Sequence[str], *, quiet: bool = False) -> int:
     """Exit code of a command, run as a process of its own; 128 + the signal that ended it. `quiet`: it only writes to stderr."""
-    process = subprocess.Popen(words, stdout=2 if quiet else None)
+    process = subprocess.Popen(words, stdout=2 if quiet else None, env=os.environ | ({ASIDE: "1"} if quiet else {}))
     # Ctrl-C reaches both from the terminal, and the process decides what becomes of it. SIGTERM is passed on.
     handlers = {signal.SIGINT: lambda number, frame: None, signal.SIGTERM: lambda number, frame: process.terminate()}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}

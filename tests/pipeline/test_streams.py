@@ -38,6 +38,15 @@ def test_an_answer_that_no_disk_takes_is_one_line():
     assert (done.returncode, done.stderr) == (2, "error: disk full; free some space and run again\n")
 
 
+def test_what_a_process_of_a_command_says_aside_may_be_lost(tmp_path):
+    child, parent = tmp_path / "child.py", tmp_path / "parent.py"
+    child.write_text(f"{SAY}print('said')")
+    parent.write_text(
+        f"{SAY}from pipeline.process import run_apart; sys.exit(run_apart([sys.executable, {str(child)!r}], quiet=True))"
+    )
+    assert shell(f'"$PY" "{parent}" 2>/dev/full', PYTHONPATH=str(projects.ROOT)).returncode == 0
+
+
 @pytest.mark.parametrize("stream", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
 def test_no_file_gets_the_number_of_a_standard_stream(stream):
     code = f"{SAY}file = open('README.md'); sys.exit(10 * (file.fileno() > 2) + os.get_inheritable(0))"
