@@ -20,6 +20,7 @@ import click
 
 from pipeline.commands.catalog import open_catalog
 from pipeline.options import with_project
+from pipeline.project.runs import trains
 from pipeline.store.disk import atomic_write
 from pipeline.terminal import format_cell, format_table, give, tell
 from stages.settings import nearest
@@ -249,7 +250,11 @@ def _catalog_for(
         raise ValueError("the SQL must be UTF-8 text, got bytes that are not") from None
     catalog = open_catalog(project)
     for name in _not_built(project, sql, catalog):
-        raise NotBuilt(f"the table {name} is not built; run: make {name}", name)
+        more = ""
+        if trains(project.stage(name).writes):
+            ((begun,),) = catalog.execute(f"select count(*) from all_{name}").fetchall()
+            more = f"; the {begun} rows that unfinished runs have stored are in all_{name}" if begun else ""
+        raise NotBuilt(f"the table {name} is not built; run: make {name}{more}", name)
     try:
         with limited(catalog, limits, cancelled):
             yield catalog

@@ -37,6 +37,7 @@ class TableState:
     missing: int | None = None  # wanted rows that are not stored; None if it cannot be known yet
     unpublished: int = 0  # wanted rows that are stored, but not shown to readers before a run finishes
     interrupted: bool = False  # a run has committed rows and did not finish
+    steps: str = ""  # of a training run, such as "97 of 200 steps": what is stored
     surplus: int = 0  # rows that readers see and that are no longer wanted
     dead: int = 0  # rows that `latentmill clean` would delete
     nbytes: int = 0  # of all files
@@ -63,7 +64,9 @@ def states(project: Project) -> list[TableState]:
 def state(project: Project, stage_name: str) -> TableState:
     """The state of one table; loads no weights. Leaves `stale_inputs` empty, which `states` fills."""
     from pipeline.errors import NotBuilt, one_line
+    from pipeline.project.outlook import amount, counted
     from pipeline.project.recipe import recipe_id
+    from pipeline.project.runs import trains
     from pipeline.project.weights import NotFetched
     from pipeline.store.lock import lock_holder
     from pipeline.store.rows import missing
@@ -81,7 +84,11 @@ def state(project: Project, stage_name: str) -> TableState:
         stored = committed.select(folder.schema.stored.names).cast(folder.schema.stored)
         published = folder.rows() if folder.exists else stored.slice(0, 0)
         wanted = stage.wants(project.open(stage.name, artifacts=folder.folder / "artifacts", stored=stored))
-        found.missing = missing(wanted, stored).num_rows
+        absent = missing(wanted, stored)
+        found.missing = absent.num_rows
+        if trains(stage.writes):
+            total = counted(stage, wanted)
+            found.steps = f"{total - counted(stage, absent)} of {amount(stage, total)}"
         found.unpublished = missing(wanted, published).num_rows - found.missing
         found.surplus = missing(published.select(wanted.column_names), wanted).num_rows
         if folder.exists:
@@ -98,7 +105,7 @@ def state(project: Project, stage_name: str) -> TableState:
 
 def describe(found: TableState) -> str:
     missing = found.missing or 0
-    stored = f"{found.unpublished} of {found.unpublished + missing} rows are saved"
+    stored = f"{found.steps or f'{found.unpublished} of {found.unpublished + missing} rows'} are saved"
     if found.writer:
         return f"{stored}; being written by {found.writer}" if found.interrupted else f"being written by {found.writer}"
     if found.note:

@@ -142,18 +142,28 @@ def _all_shapes(cells: int, max_shapes: int) -> tuple[np.ndarray, np.ndarray]:
 
 def wanted_buckets(run: Run[BucketsConfig]) -> pa.Table:
     """Raises ValueError if no image is usable, or if `where` is wrong or chooses none."""
+    condition = run.config.where
+    if condition.strip():  # before the table checks is there
+        _meeting(condition, IMAGES.stored.empty_table(), CHECKS.stored.empty_table())
     images = usable_rows(run.inputs.rows(IMAGES), references=True)
     sizes = {row["image_id"]: (row["width"], row["height"]) for row in images}
     # All rows, also stored ones: this is cheap.
     rows = [row for image_id in sorted(sizes) for row in _rows(image_id, *sizes[image_id], run.config)]
-    if run.config.where.strip():
-        chosen = select_images(run.config.where, run.inputs.rows(IMAGES), run.inputs.rows(CHECKS)) | _only_references(run)
+    if condition.strip():
+        chosen = select_images(condition, run.inputs.rows(IMAGES), run.inputs.rows(CHECKS)) | _only_references(run)
         rows = [row if row["image_id"] in chosen else row | {"rejected": "where"} for row in rows]
     return pa.Table.from_pylist(rows, schema=BUCKETS.batch)
 
 
 def select_images(condition: str, images: pa.Table, checks: pa.Table) -> set[str]:
     """The image_ids that meet `condition`. Raises ValueError if it is no valid SQL, reads a file, or none meets it."""
+    found, usable = _meeting(condition, images, checks), {row["image_id"] for row in usable_rows(images)}
+    if not found & usable:
+        raise ValueError(f'buckets.where: none of the {len(usable)} images meets "{condition}"; see latentmill lint')
+    return found
+
+
+def _meeting(condition: str, images: pa.Table, checks: pa.Table) -> set[str]:
     import duckdb
 
     # The condition may come from someone else's project.toml: no files, no extensions, and no way to allow them again.
@@ -163,20 +173,16 @@ def select_images(condition: str, images: pa.Table, checks: pa.Table) -> set[str
         "lock_configuration": "true",
     }
     shared = [name for name in checks.column_names if name in images.column_names and name != "image_id"]
-    usable = {row["image_id"] for row in usable_rows(images)}
     with duckdb.connect(":memory:", config=settings) as connection:
         connection.register("images", images)
         connection.register("checks", checks.drop_columns(shared))
         try:
             # The newline ends a `--` comment in the condition.
             query = f"select image_id from images join checks using (image_id) where rejected is null and ({condition}\n)"
-            found = {row[0] for row in connection.execute(query).fetchall()}
+            return {row[0] for row in connection.execute(query).fetchall()}
         except duckdb.Error as error:
             words = " ".join(str(error).split("LINE ")[0].split())
             raise ValueError(f'buckets.where must be an SQL condition such as "blur < 0.6", got "{condition}": {words}') from None
-    if not found & usable:
-        raise ValueError(f'buckets.where: none of the {len(usable)} images meets "{condition}"; see latentmill lint')
-    return found
 
 
 def _only_references(run: Run[BucketsConfig]) -> set[str]:

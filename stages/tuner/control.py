@@ -52,8 +52,8 @@ class Control:
             self._end(f"stopped after {minutes:.1f} minutes, as [train] stop_after_minutes says")
 
     def wants_checkpoint(self) -> bool:
-        """True if one was asked for, or the run ends or pauses. Deletes the file `checkpoint`."""
-        return self._take(CHECKPOINT) or self.ending or self.pausing
+        """Deletes the file `checkpoint`."""
+        return self._take(CHECKPOINT)
 
     def overdue(self) -> bool:
         return self.clock() - self.last_saved >= 60 * self.config.checkpoint_minutes

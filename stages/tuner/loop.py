@@ -203,6 +203,7 @@ class TrainingRun:
         self.skipped: int = start.checkpoint.state["skipped"] if start.checkpoint else 0  # steps in a row that were not finite
         self.unsaved: list[Row] = list(start.recovered)  # rows that no lasting checkpoint holds yet
         self.timed = False  # the last checkpoint was written only because of its time
+        self.stopped = False  # the last checkpoint was written only because the run ended or paused
 
     @property
     def finished(self) -> bool:
@@ -275,10 +276,20 @@ class TrainingRun:
         each = sorted({target.rank for target in self.training.targets})
         adapter = f"{task.config.variant} of rank {' to '.join(map(str, sorted({each[0], each[-1]})))}"
         steps = self.steps
-        stretch = f"steps {steps.start} to {steps[-1]}" if steps else "one measurement is left to do"
+        stretch = f"steps {steps.start} to {steps[-1]}{self.resumed()}" if steps else "one measurement is left to do"
         say(f"files named stop, checkpoint or pause in {self.run.output.artifacts} control this run")
         say(f"{adapter} on {len(self.training.targets)} Linears: {values / 1e6:.2g} M values; {stretch}")
         say(task.description())
+
+    def resumed(self) -> str:
+        """Why the run does not go on after the last step that is stored."""
+        start, known = self.start.step, max(self.run.output.stored["step"].to_pylist(), default=0)
+        if self.start.checkpoint and self.start.recovered:
+            return f": the checkpoint of step {start} holds also what the table lacks"
+        if known > start:
+            again = f"step {known} is" if known == start + 1 else f"steps {start + 1} to {known} are"
+            return f": {again} computed again, from the checkpoint of step {start}, with the same result" if start else ""
+        return ""
 
     @property
     def steps(self) -> range:
@@ -374,19 +385,20 @@ class TrainingRun:
                 raise
 
     def saves_after(self, step: int) -> bool:
-        """Sets `timed`; deletes the file `checkpoint`."""
+        """Sets `stopped` and `timed`; deletes the file `checkpoint`."""
         # Asked in any case, because it deletes the file `checkpoint`.
         asked = self.control.wants_checkpoint()
         due = step % self.task.config.checkpoint_every == 0 or step >= self.validation.last_step
         wanted = asked or due or step == self.validation.best_step
-        self.timed = not wanted and self.control.overdue()
-        return wanted or self.timed
+        self.stopped = not wanted and (self.control.ending or self.control.pausing)
+        self.timed = not wanted and not self.stopped and self.control.overdue()
+        return wanted or self.stopped or self.timed
 
     def save(self, step: int) -> None:
         # Undoes the drift between chips of different kinds, and gives all ranks the state that a resumed run would have.
         self.training.share_state()
         if self.ranks.leads:
-            facts: dict[str, Any] = {"timed": True} if self.timed else {}
+            facts: dict[str, Any] = {"timed": True} if self.timed else {"stopped": True} if self.stopped else {}
             facts |= {"ranks": self.ranks.size} if self.ranks.size > 1 else {}
             rows = rows_table(self.task.schema, self.unsaved)
             saved = save_checkpoint(self.run, self.task, self.training, step, self.skipped, rows, facts)

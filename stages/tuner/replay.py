@@ -100,7 +100,7 @@ def _train_to(run: Run[Any], task: Task[Any, Any], step: int, write: checkpoint.
     header = next((checkpoint.header_metadata(saved.folder / ADAPTER) for saved in checkpoints if saved.intact(ADAPTER)), {})
     metadata = {key: value for key, value in header.items() if key != "step"}
     recorded = next((saved.state for saved in checkpoints if saved.step == step), {})
-    facts = {key: recorded[key] for key in ("timed", "ranks") if key in recorded}
+    facts = {key: recorded[key] for key in ("timed", "stopped", "ranks") if key in recorded}
     return save_checkpoint(run, task, training, step, skipped, rows_table(task.schema, rows), facts, metadata or None, write)
 
 

@@ -13,7 +13,9 @@ import pytest
 from pipeline.api import Project
 from pipeline.commands.query import answer
 from pipeline.commands.runs import best, compare, list_runs
+from pipeline.commands.status import render
 from pipeline.commands.text_to_image.training import since_best
+from pipeline.errors import NotBuilt
 from pipeline.project.runs import choose, find_run, find_runs, news, rename
 from stages.models.weights import read_file
 from tests import projects
@@ -65,6 +67,23 @@ def test_the_rows_of_all_runs_can_be_queried_together(built):
     ).to_pylist()
     assert {row["last"] for row in counted if row["run_name"] in ("slow", "fast")} == {6}
     assert len(counted) == 3
+
+
+class Killing(projects.Silent):
+    def progress(self, done: int, total: int, unit: str) -> None:
+        if done == 2:
+            raise SystemExit
+
+
+def test_of_a_run_that_was_killed_status_counts_steps_and_its_rows_can_be_queried(project):
+    shutil.rmtree(project / "tables" / "train")
+    with pytest.raises(SystemExit):
+        projects.build(project, "train", console=Killing())
+    assert "interrupted: 2 of 6 steps are saved" in render(Project(project))
+    with pytest.raises(NotBuilt, match=r"run: make train; the \d+ rows that unfinished runs have stored are in all_train$"):
+        answer(Project(project), "select * from train")
+    assert answer(Project(project), "select max(step) as last from all_train").to_pylist() == [{"last": 2}]
+    assert "no finished run to score" in projects.latentmill(project, "evaluate", code=2)
 
 
 def test_an_older_run_is_exported_by_name(built, tmp_path):

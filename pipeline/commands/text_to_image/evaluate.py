@@ -18,6 +18,7 @@ from pipeline.project.outlook import needs, outlook
 from pipeline.project.project import Project
 from pipeline.terminal import format_table, say_aside, tell
 from schemas.text_to_image import CAPTIONS, EMBEDDINGS, IMAGES, SAMPLES, SCORES, TRAIN
+from stages.tuner.checkpoint import ADAPTER
 
 HEAD = ("", "pictures", "style", "real")
 
@@ -41,7 +42,8 @@ def command(project: Project) -> None:
 
 def choose_finished(project: Project) -> None:
     """Use the run of the present settings if it is finished, else the newest that is, and all preview prompts."""
-    finished = [run for run in runs.find_runs(project) if run.table.exists]
+    found = [run for run in runs.find_runs(project) if run.table.exists]
+    finished = [run for run in found if (run.table.folder / "artifacts" / ADAPTER).is_file()]
     if project.fixed:
         finished = [run for run in finished if run.table.folder == project.fixed.table.folder]
     if not finished:

@@ -334,6 +334,7 @@ class Doubt:
 def caption_doubts(run: Run[CaptionsConfig]) -> Iterator[Doubt]:
     config, found = run.config, look_for_captions(run)
     if "{caption}" not in config.template:
+        yield Doubt("", "", _one_text(config))
         return
     yield from (Doubt("", "", note) for note in (*found.notes, *_one_trigger(found.subjects, config)))
     instead = {"empty": "the empty text is trained", "trigger": "the trigger alone is trained"}
@@ -539,6 +540,7 @@ def caption_rows(found: Found, config: CaptionsConfig, edits: Mapping[str, str])
     if foreign:
         raise ValueError(f"{first_names(foreign, 1)}: {FOREIGN} stands for the trigger; set captions.trigger, or write the word")
     notes = [*found.notes, *_describe(filled, config), *_one_trigger(subjects, config)]
+    notes += [] if "{caption}" in config.template else [_one_text(config)]
     # Edits replace training texts, so they come after the template, and before the check that looks for the trigger.
     rows = apply_edits(rows, edits)
     notes += _check_trigger([row["text"] for row in rows if not subjects[row["image_id"]].class_only], subjects, config)
@@ -610,6 +612,10 @@ def _check_triggers(subjects: Mapping[str, Subject], triggers: Sequence[str], co
         if needed:
             some = f"; {first_names(without)} are in no [[images.folder]] with a trigger" if without and triggers else ""
             raise ValueError(f'captions.trigger must be set, because {use}, got ""{some}')
+
+
+def _one_text(config: CaptionsConfig) -> str:
+    return f'captions.template = "{config.template}" has no {{caption}}: captions are not read, and all pictures get this text'
 
 
 def _one_trigger(subjects: Mapping[str, Subject], config: CaptionsConfig) -> Iterator[str]:

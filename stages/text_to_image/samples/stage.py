@@ -195,7 +195,9 @@ def chosen_checkpoints(chosen: str | tuple[int, ...], folder: Path) -> list[Chec
             raise ValueError(f"the checkpoint of step {step} is damaged: {problem}; run: latentmill verify --repair")
     steps = sorted(saved)
     if isinstance(chosen, str):
-        return [saved[step] for step in (steps if chosen == "all" else steps[-1:])]
+        # Of those that only the clock or a stop wrote, the newest alone: else the previews depend on when one stopped.
+        asked = [step for step in steps if step == steps[-1] or not saved[step].state.keys() & {"timed", "stopped"}]
+        return [saved[step] for step in (asked if chosen == "all" else steps[-1:])]
     if absent := [step for step in chosen if step not in saved]:
         existing = ", ".join(map(str, steps)) or "none"
         raise ValueError(f"samples.checkpoints must be steps with a checkpoint ({existing}), got {absent[0]}")

@@ -217,6 +217,11 @@ def test_the_plan_ends_with_2_if_a_stage_will_stop_at_a_mistake(tmp_path, tiny_w
     (folder / "images" / "picture0.txt").write_bytes(b"caf\xe9")
     lines, fits = report(Project(folder))
     assert not fits and any("is not UTF-8" in line for line in lines)
+    (folder / "images" / "picture0.txt").write_text("words")
+    wrong = {"buckets.where": "blurr < 1", "images.folder": "nowhere"}  # the table checks is not there yet
+    for (name, value), told in zip(wrong.items(), ('"blurr"', "nowhere"), strict=True):
+        lines, fits = report(Project(folder, {name: value}))
+        assert not fits and any(told in line for line in lines), lines
 
 
 def test_a_stage_that_cannot_fit_is_refused_before_its_weights_are_loaded(tmp_path, tiny_weights, monkeypatch):

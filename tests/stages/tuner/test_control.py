@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from stages.text_to_image.samples.stage import chosen_checkpoints
 from stages.tuner import checkpoint
 from stages.tuner.control import Control
 from tests.stages.tuner.toy import CONFIG, ToyRun, ToyTask
@@ -40,8 +41,11 @@ def test_the_file_stop_ends_the_run_after_the_step_with_a_checkpoint_and_is_remo
     assert run.reasons == ["stopped by the file `stop`"]
     assert (steps(run), max(step for step, _, _ in run.stored)) == ([2], 2)
     assert not (tmp_path / "stop").exists()
+    assert [saved.step for saved in chosen_checkpoints("all", run.folder)] == [2]
     run.go()
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
+    # Previews of all checkpoints do not depend on when the run was stopped.
+    assert steps(run) == [2, 3, 6, 7] and [saved.step for saved in chosen_checkpoints("all", run.folder)] == [3, 6, 7]
 
 
 def test_a_file_stop_left_over_from_before_does_not_end_the_next_run(tmp_path):
@@ -125,7 +129,7 @@ def test_a_kill_that_loses_rows_of_a_deleted_timed_checkpoint_loses_no_step(whol
     run.go(kill_at=6, lose=3 * 8, clock=lambda: 60.0 * next(minutes))
     assert steps(run) == [6] and max(row["step"] for row in run.rows) == 3
     run.go()
-    assert run.lines[-2].endswith("steps 7 to 7")
+    assert "; steps 7 to 7: " in run.lines[-2]
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
 
 

@@ -36,6 +36,20 @@ def test_a_run_that_is_stopped_and_killed_ends_with_the_bits_of_an_unbroken_one(
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
 
 
+@pytest.mark.parametrize(
+    ("kill_at", "lose", "told"),
+    [
+        (5, 0, "steps 4 to 7: steps 4 to 5 are computed again, from the checkpoint of step 3, with the same result"),
+        (3, 1, "steps 4 to 7: the checkpoint of step 3 holds also what the table lacks"),
+        (3, 0, "steps 4 to 7"),
+    ],
+)
+def test_a_run_that_goes_on_after_a_kill_says_why_it_does_not_after_the_last_stored_step(kill_at, lose, told, tmp_path):
+    run = ToyRun(tmp_path, replace(CONFIG, validation=None)).go(kill_at=kill_at, lose=lose)
+    run.lines.clear()
+    assert any(line.endswith(f"; {told}") for line in run.go().lines), run.lines
+
+
 def test_mlx_is_configured_after_the_ranks_are_connected_and_before_their_first_exchange(tmp_path, monkeypatch):
     asked: list[str] = []
 

@@ -8,7 +8,7 @@ import pytest
 from pipeline.project.config import Parser
 from schemas.text_to_image import CAPTIONS
 from stages.text_to_image.captions.edits import write_edits
-from stages.text_to_image.captions.stage import STAGE, CaptionsConfig, read_edits
+from stages.text_to_image.captions.stage import STAGE, CaptionsConfig, caption_doubts, read_edits
 from tests.harness import run
 
 
@@ -113,6 +113,10 @@ def test_a_template_without_caption_is_one_text_for_all_images_and_needs_no_file
     rows = [row for row in folder.rows(template="a photo of {trigger}", trigger="ohwx cat") if row["role"] == "caption"]
     assert {row["text"] for row in rows} == {"a photo of ohwx cat"} and len(rows) == 2
     assert len({row["caption_id"] for row in rows}) == 1 and {row["source"] for row in rows} == {"template"}
+    told = 'captions.template = "a photo of {trigger}" has no {caption}: captions are not read, and all pictures get this text'
+    assert told in folder.lines and [each.detail for each in caption_doubts(folder.context(template="foo"))] == [
+        told.replace("a photo of {trigger}", "foo")
+    ]
 
 
 def test_a_trigger_in_no_caption_is_an_error_and_one_in_some_captions_is_reported(captioned):
