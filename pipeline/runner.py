@@ -99,7 +99,7 @@ def run(
         run.output.pending = pending_rows(stage, run, wanted)
         count = run.output.pending.num_rows
         if runs.trains(stage.writes) and (count or run_name):
-            runs.begin(project, name, software(), run_name)
+            runs.begin(project, name, software(), run_name, counted(stage, wanted))
         to_do = amount(stage, counted(stage, run.output.pending))
         needed, disk = announcement(project, name, count, to_do) if count else ("", 0)
         writer.expect(disk)

@@ -115,7 +115,7 @@ def _need(project: Project, name: str, seen: Outlook, tables: dict[str, Input | 
     left, overhead = wanted, 0
     stage = project.stage(name)
     trains = runs.trains(stage.writes)
-    to_do = "" if left is None else amount(stage, project.config.sections[name].steps if trains else left)
+    to_do = "" if left is None else amount(stage, left // _per_step(project.config.sections[name]) if trains else left)
     tables[name], anew = None, False
     # Once the stage's inputs are known, its rows are counted instead of forecast.
     try:
@@ -142,6 +142,10 @@ def _need(project: Project, name: str, seen: Outlook, tables: dict[str, Input | 
     seconds = left * run["seconds"] / written if left and written else None
     files = files_to_write(project, name, found) if found else 0
     return Need(name, wanted, left, to_do, found, note, seconds, overhead, files, stops)
+
+
+def _per_step(config: Any) -> int:
+    return getattr(config, "batch_size", 1) * getattr(config, "accumulate", 1)
 
 
 def _inputs(project: Project, stage: Stage, tables: Mapping[str, Input | None]) -> Lazy[Input]:

@@ -180,19 +180,28 @@ def write_record(table: TableFolder, record: Mapping[str, Any]) -> None:
         temporary.write_text(json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
 
 
-def begin(project: Project, stage: str, versions: Mapping[str, str], name: str = "") -> None:
-    """Record that a run of the present settings starts or goes on; without `name` it keeps its name. Raises ValueError."""
+AUTO = "auto"  # a number of steps that the data decide
+
+
+def begin(project: Project, stage: str, versions: Mapping[str, str], name: str = "", steps: int = 0) -> None:
+    """Record that a run of the present settings starts or goes on; without `name` it keeps its name. Raises ValueError.
+
+    `steps`: of the whole run, in place of "auto".
+    """
     table = project.current(stage)
     old = read_record(table) or {}
     if name:
         check_name(project, name, table.folder.name)
+    settings = present_settings(project, stage)
+    if settings[stage].get("steps") == AUTO:
+        settings[stage]["steps"] = steps
     write_record(
         table,
         {
             "name": name or old.get("name", ""),
             "started": old.get("started") or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "recipe": project.recipe(stage),
-            "settings": present_settings(project, stage),
+            "settings": settings,
             "versions": dict(versions),
             **{key: value for key, value in old.items() if key == "marked"},
         },
@@ -236,7 +245,7 @@ def differences(run: TrainingRun, other: Mapping[str, Any]) -> dict[str, tuple[A
     mine = run.settings
     sections = {key.split(".")[0] for key in mine} & {key.split(".")[0] for key in other}
     keys = [key for key in mine if key.split(".")[0] in sections]
-    return {key: (mine.get(key), other.get(key)) for key in keys if mine.get(key) != other.get(key)}
+    return {key: (mine.get(key), other.get(key)) for key in keys if other.get(key) not in (mine.get(key), AUTO)}
 
 
 def choose(project: Project, text: str, overrides: Overrides = ()) -> None:
@@ -269,6 +278,7 @@ def news(project: Project, stage: str) -> Iterator[str]:
     # A stage of one's own may train without these settings.
     if adapter.is_file() and before.steps.num_rows and hasattr(config, "steps") and hasattr(config, "initial"):
         seconds, steps = sum(before.steps["seconds"].to_pylist()) / before.steps.num_rows, config.steps
+        steps = before.steps.num_rows if steps == AUTO else steps
         yield (
             f"{steps} steps take about {seconds * steps / 60:.3g} min, by the speed of {before.label}; to start from its "
             f"adapter instead, with fewer steps and a new optimizer state: "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from stages.text_to_image.captions.stage import CaptionsConfig
 from stages.text_to_image.families import family as family_record
 from stages.text_to_image.images.folder import CONTROL, pair_references, scan
 from stages.text_to_image.imaging.usable import without_ending
+from stages.text_to_image.length import AUTO, explanation, steps_of
 from stages.text_to_image.seen import Seen, look
 from stages.untrusted import read_json
 
@@ -53,7 +54,8 @@ BEGIN: Settings = {
 PRESETS: Mapping[str, Settings] = {
     "subject": {
         "train": {
-            "steps": (1000, "10 to 30 pictures of one thing: it is learned early, and later steps copy the pictures"),
+            "steps": (AUTO, "so many passes over each picture, at least 500 draws; `latentmill plan` says how many steps"),
+            "passes": (50, "one thing is learned early, and later steps copy the pictures"),
             "checkpoint_every": (100, "compare the checkpoints: the best one is rarely the last"),
         },
         "train.data": {"dropped": ("trigger", "the trigger alone should be enough to call the subject")},
@@ -61,7 +63,8 @@ PRESETS: Mapping[str, Settings] = {
     "character": {
         "buckets": {"resolutions": ((512, 768, 1024), "a face is a small part of the picture: it needs the pixels")},
         "train": {
-            "steps": (1500, "a face, clothes and poses: more than a thing has"),
+            "steps": (AUTO, "so many passes over each picture, at least 500 draws; `latentmill plan` says how many steps"),
+            "passes": (75, "a face, clothes and poses: more than a thing has; published recipes: 50 to 120"),
             "checkpoint_every": (150, "compare the checkpoints: the best one is rarely the last"),
         },
         "train.data": {"dropped": ("trigger", "the trigger alone should be enough to call the character")},
@@ -69,7 +72,8 @@ PRESETS: Mapping[str, Settings] = {
     "style": {
         "latents": {"flip": (True, "a look has no left and right; false if the pictures have writing")},
         "train": {
-            "steps": (2000, "30 to 200 pictures whose subjects differ: it takes longer until the look alone is left"),
+            "steps": (AUTO, "so many passes over each picture, at least 500 draws; `latentmill plan` says how many steps"),
+            "passes": (30, "for 30 to 200 pictures whose subjects differ; a published recipe"),
             "caption_dropout": (0.1, "the look should also come if the prompt does not describe it"),
         },
     },
@@ -131,11 +135,19 @@ def _seen(options: Mapping[str, str]) -> Seen | None:
 def told(options: Mapping[str, str]) -> list[str]:
     trigger, images = options["trigger"], Path(options["images"])
     if seen := _seen(options):
-        return list(seen.lines(trigger))
+        return [*seen.lines(trigger), *_length(options, seen.kinds.total())]
     count = concept_folders(images).count("[[images.folder]]")
     if not trigger or count < 2:
         return []
     return [f"all {count} concepts have the trigger '{trigger}'; trigger = \"...\" in [[images.folder]] gives one its own"]
+
+
+def _length(options: Mapping[str, str], pictures: int) -> Iterator[str]:
+    record, train = family_record(options["family"]), PRESETS.get(options.get("preset", ""), {}).get("train", {})
+    own = record.begin.get("train", {})
+    if pictures and "passes" in train and "steps" not in own:
+        passes, batch = train["passes"][0], own.get("batch_size", 1)
+        yield f"{steps_of(passes, pictures, batch)} steps: {explanation(passes, pictures, batch)} ([train] steps, passes)"
 
 
 def first_edits(images: str, project: Path) -> dict[str, tuple[str, ...]]:
@@ -185,7 +197,10 @@ def toml_sections(record: Family, settings: Settings = BEGIN) -> str:
         usual = settings.get(section, {})
         own = {name: (value, "") for name, value in record.begin.get(section, {}).items()}
         lines = [f"[{section}]"]
-        for name, (value, remark) in {**usual, **own}.items():
+        both = {**usual, **own}
+        if both.get("steps", (AUTO,))[0] != AUTO:
+            both.pop("passes", None)
+        for name, (value, remark) in both.items():
             lines.append(f"{name} = {json.dumps(value)}{remark and '  # ' + remark}")  # JSON is TOML here
         parts += ["\n".join(lines)] if usual or own else []
     return "\n\n".join(parts)

@@ -13,6 +13,7 @@ from pipeline.terminal import format_seconds
 from stages.models.family import twin
 from stages.settings import setting_path
 from stages.text_to_image.families import FAMILIES
+from stages.text_to_image.length import AUTO, explanation, steps_of, warnings
 
 if TYPE_CHECKING:
     from pipeline.project.outlook import Need
@@ -24,7 +25,22 @@ TRANSFORMER = "transformer"
 
 
 def hints(project: Project, needs: Mapping[str, Need]) -> Iterator[str]:
+    yield from about_length(project, needs)
     yield from about_previews(project)
+
+
+def about_length(project: Project, needs: Mapping[str, Need]) -> Iterator[str]:
+    """How long training is with steps = "auto", and whether pictures, steps and rank go together."""
+    config, pictures, rows = project.config.sections["train"], needs["images"].wanted, needs["train"].wanted
+    if not pictures:
+        return
+    steps = config.steps
+    if steps == AUTO:
+        steps = rows // config.batch if rows else steps_of(config.passes, pictures, config.batch)
+        yield f'train: steps = "auto" is {steps} steps: {explanation(config.passes, pictures, config.batch)}'
+    # The published numbers are of released models.
+    if project.family.hub:
+        yield from warnings(steps, pictures, config.batch, config.rank)
 
 
 def about_previews(project: Project) -> Iterator[str]:

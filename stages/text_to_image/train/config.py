@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from stages.settings import SEEDS, Section, runtime, setting
+from stages.settings import SEEDS, Section, runtime, selects, setting
 from stages.text_to_image.beneath import BeneathConfig
+from stages.text_to_image.length import AUTO, steps_of
 from stages.tuner import config as tuner
 from stages.tuner.diffusion import Base, Shift, WeightName
 
@@ -153,6 +154,19 @@ class ValidationConfig(tuner.ValidationConfig):
 
 @dataclass(frozen=True)
 class TrainConfig(tuner.TrainingConfig):
+    steps: int | Literal["auto"] = selects(  # type: ignore[assignment]
+        1500,
+        "optimizer steps in all; raise it later and the run goes on from where it ended; auto: `passes` over each picture",
+        unit="steps",
+        bounds=(1, 1_000_000),
+    )
+    passes: float = selects(
+        50.0,
+        'with steps = "auto": how often each picture is drawn, on average; published recipes: 30 for a style, 50 to 120 for a '
+        "character",
+        unit="draws",
+        bounds=(0.1, 100_000.0),
+    )
     stream_blocks: bool = runtime(
         False,
         "keep the weights of the base's blocks on disk and read each block when it is needed, for a base larger than memory; "
@@ -179,3 +193,12 @@ class TrainConfig(tuner.TrainingConfig):
         "keep the weights as they are computed with, cast and packed, in weights/converted of the project: later loads read "
         "that file alone. It takes the packed size of the model on the disk",
     )
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step."""
+        return self.batch_size * self.accumulate
+
+    def settled(self, pictures: int, share: float = 1.0) -> TrainConfig:
+        """With a number of steps; the arguments are those of `steps_of`."""
+        return replace(self, steps=steps_of(self.passes, pictures, self.batch, share)) if self.steps == AUTO else self

@@ -35,6 +35,7 @@ class Crop:
     references: tuple[Reference, ...] = ()  # what an edit starts from
     weights: tuple[float, ...] = ()  # for each caption, how often it is drawn; empty: equally
     dropped: str = ""  # caption_id of what its dropped caption becomes; "": `Dataset.empty`
+    of_class: bool = False  # a regularisation image
 
     @property
     def tokens(self) -> int:
@@ -68,6 +69,17 @@ class Dataset:
         """None if every crop occurs exactly once per epoch."""
         found = [crop.rate for crop in self.crops]
         return None if set(found) == {1.0} else found
+
+    @property
+    def pictures(self) -> set[str]:
+        """The image_ids of the subject, without those of the class."""
+        return {crop.image_id for crop in self.crops if not crop.of_class}
+
+    @property
+    def share(self) -> float:
+        """Of the draws, those of the subject."""
+        own = sum(crop.rate for crop in self.crops if not crop.of_class)
+        return own / sum(crop.rate for crop in self.crops) if own else 1.0
 
     def pairs(self) -> list[tuple[str, str, str]]:
         """Every (latent_id, image_id, caption_id) that the run may read, also to measure. Part of the recipe."""
@@ -117,6 +129,7 @@ def load_dataset(run: Run[TrainConfig]) -> Dataset:
             references=references.of(image, row["resolution"], row["flip"]),
             weights=texts.weights.get(image, ()),
             dropped=texts.dropped.get(images[image]["trigger"], ""),
+            of_class=images[image]["use"] is not None,
         )
         if image not in aside:
             crops.append(crop)

@@ -14,6 +14,7 @@ from stages import kernels
 from stages.memory import FLUX2_ON_CPU, Forecast, Outlook, Settings, changed
 from stages.models import attention
 from stages.models.family import Architecture, TransformerConfig
+from stages.text_to_image.length import AUTO
 from stages.text_to_image.memory import largest_image, smaller_sides, text_rows
 from stages.text_to_image.train.batches import TrainingSampler
 from stages.text_to_image.train.config import TrainConfig
@@ -153,14 +154,18 @@ class ImageEstimator(Estimator[TrainConfig]):
 def forecast(outlook: Outlook) -> Forecast:
     """Before the run's data is there; `largest_batch` then has the true sizes."""
     config: TrainConfig = outlook.sections["train"]
+    known = outlook.rows(IMAGES)
+    used = [] if known is None else [row for row in known.to_pylist() if row["rejected"] is None and row["use"] is None]
+    unknown = config.steps == AUTO and not used
+    config = config.settled(len(used))
     family, architecture = outlook.family, outlook.family.architecture
     width, height = largest_image(outlook)
     batch = BatchShape(config.batch_size, width, height, text_rows(outlook), architecture.pixels_per_token)
-    images = outlook.rows(IMAGES)
-    shown = max((row["reference"] or 0 for row in images.to_pylist()), default=0) if images is not None else 0
+    shown = max((row["reference"] or 0 for row in known.to_pylist()), default=0) if known is not None else 0
     batch = replace(batch, references=(batch.grid,) * shown)  # none is larger than the largest image
     read = family if shown else family.without_references()
     sizes = architecture.transformer_config(outlook.weights("transformer"), read)
     estimator = ImageEstimator(config, architecture, sizes, batch)
     how = f", {config.base_bits} bits, {width} x {height} px"
-    return memory.forecast(estimator, outlook.budget, how, files=sum(estimator.frozen["stored"]))
+    found = memory.forecast(estimator, outlook.budget, how, files=sum(estimator.frozen["stored"]))
+    return replace(found, rows=None) if unknown else found

@@ -119,8 +119,8 @@ class ImageTask:
 
     def __init__(self, run: Run[Any]) -> None:
         config: TrainConfig = run.config
-        self.run, self.config = run, config
-        self.data = run.once(load_dataset)
+        self.run, self.data = run, run.once(load_dataset)
+        self.config = config = config.settled(len(self.data.pictures), self.data.share)
         self.family = family_of(run.needs["family"], self.data)
         self.sampler = build_sampler(config, self.data, self.family.architecture.text_rows)
         self.mask_floor = config.mask.floor if config.mask else 0.0

@@ -88,6 +88,15 @@ def test_a_new_project_draws_with_the_distilled_twin_if_its_weights_are_on_this_
     assert drawn.family == "klein-4b" and drawn.weights == ""
 
 
+def test_a_preset_says_how_many_steps_its_passes_over_the_pictures_are(tmp_path, images):
+    for number in range(11):
+        draw(images / f"{number}.png", seed=number, size=(64, 64))
+    told = new_project(tmp_path / "new", {"images": str(images), "family": "klein-base-4b", "preset": "subject"})
+    assert any("600 steps: 12 pictures x 50 passes, in batches of 1" in line for line in told)
+    made = new_project(tmp_path / "small", {"images": str(images), "family": "micro", "preset": "subject"})
+    assert not any("passes" in line for line in made) and "passes" not in (tmp_path / "small/project.toml").read_text()
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_writes_its_settings_with_their_reasons_into_a_project_that_can_be_opened(tmp_path, images, preset):
     draw(images / ("control" if preset == "edit" else ".") / "a.png", seed=9, size=(64, 64))
@@ -178,6 +187,7 @@ def test_init_says_what_lies_in_the_folder_and_gives_each_kohya_subject_its_own_
         "  10_sks cat: 2 pictures, 10 repeats, trigger 'sks cat'",
         "  5_blue vase: 1 picture, 5 repeats, trigger 'blue vase'",
         "  1 picture of the class (regularisation)",
+        "  500 steps: 3 pictures x 50 passes, at least 500 draws, in batches of 1 ([train] steps, passes)",
         "read it through, then:",
         *(f"  make {target} PROJECT={made}" for target in ("plan", "lint", "train")),
     ]

@@ -20,8 +20,10 @@ import pytest
 from pipeline.commands.plan import report
 from pipeline.project.outlook import announcement, downloads, licence_note
 from pipeline.project.project import Project
+from pipeline.project.runs import choose, differences, find_runs, flatten, present_settings
 from pipeline.store import disk
 from stages.memory import PROGRAM_BYTES
+from stages.text_to_image import length
 from stages.text_to_image.families import FAMILIES
 from tests import projects
 
@@ -90,6 +92,28 @@ def test_the_plan_says_what_the_twin_saves_and_foresees_its_download_and_memory_
     projects.edit(folder, "steps = 2", 'steps = 2\nfamily = "tiny-distilled"')
     (told,) = [line for line in report(Project(folder))[0] if line.startswith("previews: ")]
     assert re.fullmatch(r"previews: .* takes 2 passes each, tiny would take 8; by the last run about .* a preview in.*", told)
+
+
+def test_an_automatic_number_of_steps_is_explained_by_plan_and_written_into_the_run(tmp_path, tiny_weights, monkeypatch):
+    monkeypatch.setattr(length, "LEAST", 2)
+    folder = projects.make(tmp_path / "p", tiny_weights, images=2)
+    projects.edit(folder, "steps = 6", 'steps = "auto"\npasses = 2')
+    lines, _ = report(Project(folder))
+    assert 'train: steps = "auto" is 4 steps: 2 pictures x 2 passes, in batches of 1' in lines
+    projects.build(folder, "images", "captions", "checks", "buckets", "latents", "embeddings", "train")
+    (run,) = find_runs(Project(folder))
+    assert run.settings["train.steps"] == 4 and not differences(run, flatten(present_settings(Project(folder), "train")))
+    chosen = Project(folder)
+    choose(chosen, run.recipe)
+    assert chosen.config.sections["train"].steps == 4 and chosen.current("train").exists
+
+
+def test_the_plan_of_a_released_model_warns_of_many_passes_over_few_pictures(tmp_path):
+    project = klein(tmp_path, "[train]\nsteps = 3000\nrank = 128\n")
+    for number in range(3):
+        projects.add_image(tmp_path, f"{number}.png", number)
+    lines = [line for line in report(project, int(60e9))[0] if line.startswith("train: ")]
+    assert len(lines) == 2 and "3 pictures are each drawn 1000 times in 3000 steps" in lines[0] and "rank 128" in lines[1]
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("klein-base-4b", 3_875_544_576), ("klein-base-9b", 9_078_581_248)])
