@@ -168,7 +168,7 @@ def test_the_exported_adapter_gives_our_velocity_in_diffusers(project, reference
     import torch
 
     from pipeline.commands.text_to_image.export import export_run
-    from stages.models.flux2.adapters import read_adapter
+    from stages.models.flux2.architecture import FLUX2
     from stages.models.flux2.load import load_flux2
     from stages.models.flux2.transformer import image_ids, text_ids
     from stages.tuner.adapters import lora
@@ -181,7 +181,7 @@ def test_the_exported_adapter_gives_our_velocity_in_diffusers(project, reference
     assert len(pipe.transformer.state_dict()) > len(bare)
 
     model = load_flux2(opened.component("transformer"), opened.family, mx.float32)
-    adapters, scales = read_adapter(opened.current("train").folder / "artifacts" / "adapter.safetensors")
+    adapters, scales = FLUX2.read_adapter(opened.current("train").folder / "artifacts" / "adapter.safetensors")
 
     def adapted(block: str):
         inside = {name.removeprefix(f"{block}."): value for name, value in adapters.items() if name.startswith(f"{block}.")}

@@ -70,6 +70,8 @@ def _files(place: Path) -> list[Path]:
 
 
 def _component(paths: Sequence[Path], families: Mapping[str, Family]) -> Found | None:
+    from stages.models.weights import recognise
+
     shapes: dict[str, tuple[int, ...]] = {}
     values: Counter[str] = Counter()
     size, problem = sum(path.stat().st_size for path in paths), ""
@@ -83,7 +85,7 @@ def _component(paths: Sequence[Path], families: Mapping[str, Family]) -> Found |
     by_component: dict[str, list[str]] = {}
     path = paths[0] if len(paths) == 1 else paths[0].parent
     for family in families.values():
-        if (component := family.architecture.recognise(shapes, family)) and _fits(component, path, family):
+        if (component := recognise(shapes, family)) and _fits(component, path, family):
             by_component.setdefault(component, []).append(family.name)
     if not by_component:
         # A damaged file has no shapes to recognise: one that has the name of a family's file is shown with its problem.

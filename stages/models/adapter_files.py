@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from stages.models.names import Reference, parts, split_number
 from stages.untrusted import parse_json
 
 PREFIXES = ("base_model.model.", "diffusion_model.", "transformer.")
+UNDERSCORED = ("lora_unet_", "lycoris_")  # before names with underscores for dots
 _READ = {A: A, B: B, ".lora_A.default.weight": A, ".lora_B.default.weight": B}
 _READ |= {".lora_down.weight": A, ".lora_up.weight": B, MAGNITUDE: MAGNITUDE, MAGNITUDE + ".weight": MAGNITUDE}
 _READ |= {DORA_SCALE: MAGNITUDE, ALPHA: ALPHA} | {ending: ending for ending in (W1, W1_A, W1_B, W2, W2_A, W2_B)}
@@ -30,11 +33,15 @@ class Names:
     """What an architecture's Linears are called in adapter files. {} in a name is the block's number."""
 
     model: str  # in messages
-    reference: Reference
-    # Prefix of names with underscores for dots -> name with underscores -> with dots; diffusers' or the makers' name.
-    underscored: Mapping[str, Mapping[str, str]]
-    respelled: Callable[[str], str] = str  # further spellings of diffusers' names -> diffusers' names
+    reference: Reference  # all spellings that are not diffusers'
     swapped: str = ""  # the makers' Linear whose rows are in two halves, in the other order than diffusers'
+    others: tuple[str, ...] = ()  # Linears that have one name everywhere
+
+    @functools.cached_property
+    def underscored(self) -> dict[str, str]:
+        """diffusers' and the makers' names by what kohya and LyCORIS make of them: underscores for dots."""
+        every = itertools.chain(self.reference, *self.reference.values(), self.others)
+        return {name.replace(".", "_"): name for name in every}
 
 
 def parse_key(key: str, names: Names) -> tuple[str, str]:
@@ -47,14 +54,14 @@ def parse_key(key: str, names: Names) -> tuple[str, str]:
     name, ending = match[1], _READ[match[2]]
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)
-    for prefix, known in names.underscored.items():
+    for prefix in UNDERSCORED:
         if name.startswith(prefix):
             # transformer_blocks_3_attn_to_q -> transformer_blocks.3.attn.to_q
             pattern, block = split_number(name.removeprefix(prefix))
-            if pattern not in known:
+            if pattern not in names.underscored:
                 raise ValueError(f"{key} names no linear of {names.model}; is the adapter one of another model?")
-            name = known[pattern].replace("{}", block)
-    return names.respelled(name), ending
+            name = names.underscored[pattern].replace("{}", block)
+    return name, ending
 
 
 def read(path: Path, names: Names) -> tuple[Arrays, Scales]:
@@ -85,7 +92,7 @@ def read(path: Path, names: Names) -> tuple[Arrays, Scales]:
     # Alphas as arrays (kohya, LyCORIS); else PEFT's config, if the keys have a prefix; else this program's header.
     if alphas:
         scales = {name: alphas.get(name, rank) / rank if rank else 1.0 for name, rank in ranks.items()}
-    elif any(key.startswith((*PREFIXES, *names.underscored)) for key in arrays):
+    elif any(key.startswith((*PREFIXES, *UNDERSCORED)) for key in arrays):
         scales = _scales_of_peft(_entries(header, "lora_adapter_metadata", path), ranks, adapters.variant(found), path)
     else:
         listed, alpha = _entries(header, "scales", path), parse_json(header.get("alpha", "null"), f"{path}: alpha")
@@ -182,7 +189,7 @@ def _split_linear(name: str, own: Arrays, count: int) -> list[Arrays]:
 
 def to_diffusers(arrays: Arrays, scales: Scales) -> Arrays:
     """Keys such as "transformer.proj_out.lora_A.weight", scales multiplied in. Raises ValueError for an incomplete Linear."""
-    # Linears have diffusers' names from `Flux2.linears` on: a trained adapter only gets the prefix.
+    # Linears have diffusers' names from `Transformer.linears` on: a trained adapter only gets the prefix.
     out: Arrays = {}
     for name in adapters.linears(arrays):
         out |= {f"transformer.{name}{ending}": value for ending, value in scaled(arrays, scales, name).items()}

@@ -32,7 +32,7 @@ def is_single_file(keys: Iterable[str]) -> bool:
 def autoencoder_config(kind: type[Config], path: Path | None, family: Family) -> Config:
     """From config.json. Without one, the decoder's widths come from the weights, if all are there, and the rest from `family`."""
     if path is None or read_config(path):
-        return kind.from_dict(component_config(path, family.autoencoder) if path else family.autoencoder)
+        return kind.from_dict(component_config(path, family.autoencoder))
     levels = len(family.autoencoder["block_out_channels"])
     shapes = weights.read_shapes(path)
     named = [

@@ -230,9 +230,6 @@ class Architecture:
     # differ, the rows of each text, whose last one is repeated in text_BTJ to level the batch; target_B the noise level that a
     # step of drawing goes to, which a flow map reads.
     inputs: Callable[..., dict[str, Any]]
-    # zero_inputs(config, samples, (h, w), text_rows, references=()): inputs of zeros, to estimate memory with a meta model.
-    # references are the (h, w) of each reference image.
-    zero_inputs: Callable[..., dict[str, Any]]
 
     # load_autoencoder(path, family, dtype=None).
     load_autoencoder: Callable[..., Autoencoder]
@@ -257,8 +254,11 @@ class Architecture:
 
     # write_random_weights(folder, family, seed): write a complete model of the family's sizes, in the diffusers layout.
     write_random_weights: Callable[[Path, Family, int], None]
-    # recognise(shapes, family): the component of the family that weights with these names and shapes are, or "".
-    recognise: Callable[[Mapping[str, tuple[int, ...]], Family], str]
+    # is_transformer(shapes, family) and so on: whether weights with these names, without prefix, and shapes are the family's.
+    # Numbers of columns do not count: quantised weights have fewer.
+    is_transformer: Callable[[Mapping[str, Shape], Family], bool]
+    is_autoencoder: Callable[[Mapping[str, Shape], Family], bool]
+    is_text_encoder: Callable[[Mapping[str, Shape], Family], bool]
 
     modular: bool = False  # diffusers draws with a ModularPipeline, whose components are loaded in a step of their own
 
@@ -272,6 +272,17 @@ class Architecture:
         from stages.models import sampling
 
         return sampling.draw(self.inputs, self.sigmas, model, text_1TJ, height, width, **settings)
+
+    def zero_inputs(
+        self, config: Any, samples: int, size: tuple[int, int], text_rows: int, references: Sequence[tuple[int, int]] = ()
+    ) -> dict[str, Any]:
+        """`inputs` of zeros, lazy, to estimate memory with a meta model. Sizes are (h, w), of the image and of references."""
+        import mlx.core as mx
+
+        x_BLC = mx.zeros((samples, math.prod(size), config.latent_channels))
+        text_BTJ = mx.zeros((samples, text_rows, config.text_features))
+        beside = [mx.zeros((samples, config.latent_channels, *each)) for each in references]
+        return self.inputs(x_BLC, size, text_BTJ, mx.zeros((samples,)), 0.0, beside)
 
     def meta_transformer(self, config: Any, dtype: mx.Dtype) -> Transformer:
         """Of arrays that are never computed and take no memory, for names, shapes and estimates."""

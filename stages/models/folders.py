@@ -40,9 +40,9 @@ def locate(root: Path, component: str, family: ModelFamily) -> Path:
     raise ValueError(f"the {component.replace('_', ' ')} of {family.name} is not in {root}: looked for {wanted}{why}")
 
 
-def component_config(path: Path, default: Mapping[str, Any]) -> dict[str, Any]:
+def component_config(path: Path | None, default: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes: `default` without a config.json that states some, as that of weights quantised for MLX may not."""
-    found = read_config(path)
+    found = read_config(path) if path else {}
     return found if found.keys() & default.keys() else dict(default)
 
 

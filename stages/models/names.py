@@ -27,16 +27,17 @@ def parts(name: str, reference: Reference) -> list[str]:
 def to_diffusers(arrays: Arrays, reference: Reference, swapped: str = "") -> Arrays:
     """Fused q, k, v become three weights; the halves of the rows of `swapped` change places. An unknown name loses its prefix."""
     converted: Arrays = {}
+    spelled: dict[str, str] = {}
     for found, value in arrays.items():
         key = weights.strip_prefix(found)
         name, _, ending = key.rpartition(".")
         ours = parts(name, reference)
-        if ours == [name]:
-            converted[key] = value
-            continue
-        ending = "weight" if ending == "scale" else ending
-        rows = value.shape[0] // len(ours)
+        ending = "weight" if ending == "scale" and ours != [name] else ending
+        rows = value.shape[0] // len(ours) if len(ours) > 1 else 0
         for at, part in enumerate(ours):
-            own = value[at * rows : (at + 1) * rows] if len(ours) > 1 else value
-            converted[f"{part}.{ending}"] = weights.swap_halves(own) if name == swapped else own
+            own = value[at * rows : (at + 1) * rows] if rows else value
+            new = f"{part}.{ending}" if name else key
+            if (other := spelled.setdefault(new, found)) != found:
+                raise ValueError(f"{other} and {found} are two spellings of one tensor: remove one")
+            converted[new] = weights.swap_halves(own) if name and name == swapped else own
     return converted

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from stages.models.family import TOKENIZER, Family
+from stages.models.text.decoder import Qwen3Config
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 THINKING = ("<think>", "</think>")  # never split, but not special tokens in Qwen3's tokenizer
@@ -182,6 +183,18 @@ def write_model(
     write_tokenizer(folder / family.folders[TOKENIZER], family.text_encoder["vocab_size"])
     for name, content in others.items():
         write_json(folder / name, content)  # the index is last: a folder with it is complete
+
+
+def scheduler(shift: float, **others: Any) -> dict[str, Any]:
+    """The file of diffusers' scheduler; without `others` of one shift for all sizes."""
+    kind = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000}
+    return {**kind, "shift": shift, "use_dynamic_shifting": bool(others), **others}
+
+
+def qwen3(family: Family) -> Component:
+    sizes = Qwen3Config.from_dict(family.text_encoder)
+    shapes = {f"model.{name}": shape for name, shape in sizes.shapes(sizes.num_hidden_layers).items()}
+    return {**family.text_encoder, **QWEN3}, shapes
 
 
 def write_component(

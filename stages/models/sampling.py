@@ -85,8 +85,10 @@ def velocity_function(
     return velocity
 
 
-def shifted(shift: float, steps: int) -> list[float]:
-    """Noise levels from 1 to 0: even levels u become shift u / (1 + (shift - 1) u). Raises ValueError if steps < 1."""
+def shifted(tokens: int, steps: int, shift: float) -> list[float]:
+    """Noise levels from 1 to 0, of one shift for all sizes: even levels u become shift u / (1 + (shift - 1) u). Raises ValueError
+    if steps < 1.
+    """
     if steps < 1:
         raise ValueError(f"steps must be >= 1, got {steps}")
     return [shift * u / (1 + (shift - 1) * u) for u in np.linspace(1, 1 / steps, steps).tolist()] + [0.0]

@@ -6,19 +6,68 @@ B batch, S rows of the stream, D hidden width.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 
 from stages import kernels
 from stages.models.attention import plain_linear
 from stages.models.family import Block, Linear
-from stages.models.layers import RotaryTables
+from stages.models.folders import checked_sizes
+from stages.models.layers import EPS, RotaryTables
 
 Shapes = dict[str, tuple[int, ...]]
 Shared = dict[str, Any]  # what all blocks receive: modulations and rotary tables, lists of arrays
 BlockFunction = Callable[..., mx.array]  # (weights, h_BSD, shared, linear) -> h_BSD
+
+
+@dataclass(frozen=True)
+class FluxConfig:
+    """What the configs of FLUX.2 and FLUX 3 share. Fields have the names and meanings of the keys in config.json."""
+
+    model: ClassVar[str]  # in messages
+
+    in_channels: int
+    num_layers: int
+    num_single_layers: int
+    attention_head_dim: int
+    num_attention_heads: int
+    joint_attention_dim: int
+    mlp_ratio: float
+    axes_dims_rope: tuple[int, ...]
+    rope_theta: float
+    eps: float
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Self:
+        """Raises ValueError if a key is missing or a value is not supported. Unknown keys are ignored."""
+        made = cls(**checked_sizes(cls, config, "the transformer's config", cls.model))
+        axes, width = made.axes_dims_rope, made.attention_head_dim
+        if sum(axes) != width:
+            raise ValueError(f"axes_dims_rope {axes} must add up to attention_head_dim {width}")
+        if any(each % 2 for each in axes):
+            raise ValueError(f"axes_dims_rope must be even numbers, got {axes}")
+        if made.eps != EPS:
+            raise ValueError(f"the transformer's eps must be {EPS}, got {made.eps}")
+        return made
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return self.axes_dims_rope
+
+    @property
+    def latent_channels(self) -> int:
+        return self.in_channels
+
+    @property
+    def text_features(self) -> int:
+        return self.joint_attention_dim
+
+    @property
+    def hidden(self) -> int:
+        return self.num_attention_heads * self.attention_head_dim
 
 
 class PictureTransformer:
@@ -27,12 +76,10 @@ class PictureTransformer:
     kinds: ClassVar[Mapping[str, BlockFunction]]  # by `Block.kind`
     latent: ClassVar[str]  # the Linear that reads the latents; its dtype is the model's
 
-    def __init__(
-        self, config: Any, blocks: Iterable[tuple[str, str]], weights: Mapping[str, Any], axes: Sequence[int], theta: float
-    ) -> None:
-        """`blocks`: (kind, name). `weights`: arrays or packed ones; outside the blocks these have `dense()`."""
+    def __init__(self, config: Any, weights: Mapping[str, Any]) -> None:
+        """`weights`: arrays or packed ones; outside the blocks these have `dense()`, and `latent` must be an array."""
         self.config = config
-        self.blocks = [Block(kind, name, {}) for kind, name in blocks]
+        self.blocks = [Block(kind, name, {}) for kind, name in config.blocks()]
         self.top: dict[str, Any] = {}  # outside the blocks
         by_name = {block.name: block for block in self.blocks}
         for name in config.shapes():
@@ -41,7 +88,7 @@ class PictureTransformer:
                 block.weights[match[2]] = weights[name]
             else:
                 self.top[name] = weights[name]
-        self._rope = RotaryTables(axes, theta)
+        self._rope = RotaryTables(config.axes, config.rope_theta)
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -75,11 +122,3 @@ class PictureTransformer:
         y: mx.array = kernels.linear(x, self.top[f"{name}.weight"])
         bias = self.top.get(f"{name}.bias")
         return y if bias is None else y + bias
-
-
-def require_rotary_axes(axes: Sequence[int], width: int) -> None:
-    """Raise ValueError if the features that the axes of positions rotate are not all of a head."""
-    if sum(axes) != width:
-        raise ValueError(f"axes_dims_rope {tuple(axes)} must add up to attention_head_dim {width}")
-    if any(each % 2 for each in axes):
-        raise ValueError(f"axes_dims_rope must be even numbers, got {tuple(axes)}")

@@ -19,6 +19,7 @@ import numpy as np
 
 from stages.kernels import Arrays
 from stages.models import gguf
+from stages.models.family import Family
 from stages.models.folders import read_config
 from stages.untrusted import open_regular, parse_json, read_json
 
@@ -56,6 +57,13 @@ GROUP = 64  # MLX's default
 
 def strip_prefix(key: str) -> str:
     return next((key[len(p) :] for p in PREFIXES if key.startswith(p)), key)
+
+
+def recognise(shapes: Shapes, family: Family) -> str:
+    """transformer, autoencoder or text_encoder; "" if weights with these names and shapes fit no component of `family`."""
+    named, code = {strip_prefix(name): shape for name, shape in shapes.items()}, family.architecture
+    fit = {"transformer": code.is_transformer, "autoencoder": code.is_autoencoder, "text_encoder": code.is_text_encoder}
+    return next((component for component, fits in fit.items() if fits(named, family)), "")
 
 
 def swap_halves(rows: mx.array) -> mx.array:

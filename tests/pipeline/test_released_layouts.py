@@ -140,9 +140,9 @@ def from_single_file(values: Tensors, like: Tensors) -> Tensors:
     """Return a transformer's values by diffusers name, from those by the names of a single file."""
     import torch
 
-    from stages.models.flux2.load import transformer_to_diffusers
+    from stages.models.flux2.load import to_diffusers
 
-    arrays = transformer_to_diffusers({key: mx.array(value.numpy()) for key, value in values.items()})
+    arrays = to_diffusers({key: mx.array(value.numpy()) for key, value in values.items()})
     assert arrays.keys() == like.keys()
     return {key: torch.from_numpy(np.array(value)) for key, value in arrays.items()}
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import mlx.core as mx
 
 from stages.kernels import Arrays
@@ -12,26 +10,7 @@ from stages.models.adapters import ALPHA, DORA_SCALE, MAGNITUDE, W1, W2_B, A, B,
 from stages.models.flux2 import load
 
 REFERENCE_OF = {part: name for name, parts in load.REFERENCE.items() for part in parts}
-
-
-def _respelled(name: str) -> str:
-    return load.from_mflux(f"{name}.").removesuffix(".")
-
-
-NAMES = adapter_files.Names(
-    model="FLUX.2",
-    reference=load.REFERENCE,
-    underscored={  # kohya writes Black Forest Labs' names so, LyCORIS diffusers' names
-        "lora_unet_": {name.replace(".", "_"): name for name in load.REFERENCE},
-        "lycoris_": {name.replace(".", "_"): name for name in REFERENCE_OF},
-    },
-    respelled=_respelled,
-    swapped=load.HALVES_SWAPPED,
-)
-
-
-def read_adapter(path: Path) -> tuple[Arrays, Scales]:
-    return adapter_files.read(path, NAMES)
+NAMES = adapter_files.Names("FLUX.2", load.SPELLINGS, load.HALVES_SWAPPED)
 
 
 def to_comfyui(arrays: Arrays, scales: Scales) -> Arrays:

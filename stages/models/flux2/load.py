@@ -5,8 +5,7 @@ The tables of names say what a weight or an adapter's Linear (adapters.py) of th
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,8 @@ import mlx.core as mx
 from stages.kernels import Arrays
 from stages.models import names, weights
 from stages.models.family import Family
-from stages.models.flux2.autoencoder import is_autoencoder
 from stages.models.flux2.transformer import Flux2, Flux2Config
 from stages.models.folders import component_config
-from stages.models.text.encoder import is_text_encoder
 
 # Black Forest Labs' name -> diffusers' name. Outside the blocks; then within a double, and within a single block.
 # Source: model.py and autoencoder.py of the reference repository beside the released diffusers folders. Tests compare them in
@@ -57,10 +54,6 @@ FUSED = {  # one matrix in Black Forest Labs' files holds the rows of three in d
     "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
     "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
 }
-MFLUX = {  # names in models that mflux saves, where they differ
-    r"^time_guidance_embed\.(linear_\d)\.": r"time_guidance_embed.timestep_embedder.\1.",
-    r"^(transformer_blocks\.\d+\.attn\.to_out)\.(?!\d)": r"\1.0.",
-}
 HALVES_SWAPPED = "final_layer.adaLN_modulation.1"  # its rows are shift, scale; in diffusers' norm_out scale, shift
 REFERENCE: names.Reference = {
     **{name: (ours,) for name, ours in TRANSFORMER.items()},
@@ -71,61 +64,33 @@ REFERENCE: names.Reference = {
 }
 
 
-def is_single_file(keys: Iterable[str]) -> bool:
-    """Whether some name is of Black Forest Labs' code."""
-    marks = ("double_blocks.", "single_blocks.", "img_in.")
-    return any(weights.strip_prefix(k).startswith(marks) for k in keys)
+# Names in models that mflux saves, where they differ from diffusers'.
+MFLUX: names.Reference = {
+    **{f"time_guidance_embed.linear_{i}": (f"time_guidance_embed.timestep_embedder.linear_{i}",) for i in (1, 2)},
+    "transformer_blocks.{}.attn.to_out": ("transformer_blocks.{}.attn.to_out.0",),
+}
+SPELLINGS = {**REFERENCE, **MFLUX}
 
 
-def transformer_to_diffusers(arrays: Arrays) -> Arrays:
-    """Fused q, k, v become three weights; an unknown name loses its prefix only."""
-    return names.to_diffusers(arrays, REFERENCE, HALVES_SWAPPED)
-
-
-def from_mflux(key: str) -> str:
-    """diffusers' name of a weight in a model that mflux saved. diffusers' own names stay."""
-    for pattern, name in MFLUX.items():
-        key = re.sub(pattern, name, key)
-    return key
+def to_diffusers(arrays: Arrays) -> Arrays:
+    """From the names of diffusers, Black Forest Labs or mflux. An unknown name loses its prefix only."""
+    return names.to_diffusers(arrays, SPELLINGS, HALVES_SWAPPED)
 
 
 def transformer_config(path: Path | None, family: Family) -> Flux2Config:
     """From the config.json at `path`, else from `family`. Raises ValueError if it is not that of a FLUX.2 transformer."""
-    return Flux2Config.from_dict(component_config(path, family.transformer) if path else family.transformer)
+    return Flux2Config.from_dict(component_config(path, family.transformer))
 
 
 def load_flux2(path: Path, family: Family, dtype: Any = None, arrange: Callable[[str, mx.array], Any] | None = None) -> Flux2:
     """See `Architecture.load_transformer`. Raises ValueError if a weight is missing, unknown, damaged or of another shape."""
     config = transformer_config(path, family)
-    foreign = is_single_file(weights.read_shapes(path))
-    arrays = weights.load_component(
-        path,
-        config.shapes(),
-        convert=transformer_to_diffusers if foreign else None,
-        rename=None if foreign else from_mflux,
-        dtype=dtype,
-        arrange=arrange,
-    )
-    return Flux2(config, arrays)
+    return Flux2(config, weights.load_component(path, config.shapes(), convert=to_diffusers, dtype=dtype, arrange=arrange))
 
 
-Shapes = Mapping[str, tuple[int, ...]]
-
-
-def recognise(shapes: Shapes, family: Family) -> str:
-    """transformer, autoencoder or text_encoder; "" if the weights fit no component of `family`."""
-    # Numbers of columns are not compared: quantised weights have fewer.
-    named = {weights.strip_prefix(name): shape for name, shape in shapes.items()}
-    if rows := _rows(named, ("x_embedder.weight", "img_in.weight")):
-        sizes = family.transformer
-        blocks = {name.split(".")[1] for name in named if name.startswith(("transformer_blocks.", "double_blocks."))}
-        hidden = sizes["num_attention_heads"] * sizes["attention_head_dim"]
-        return "transformer" if (rows, len(blocks)) == (hidden, sizes["num_layers"]) else ""
-    if is_autoencoder(named, family):
-        return "autoencoder"
-    return "text_encoder" if is_text_encoder(named, family) else ""
-
-
-def _rows(shapes: Shapes, endings: tuple[str, ...]) -> int:
-    dotted = tuple(f".{ending}" for ending in endings)
-    return next((s[0] for name, s in shapes.items() if s and "vision" not in name and f".{name}".endswith(dotted)), 0)
+def is_transformer(shapes: Mapping[str, tuple[int, ...]], family: Family) -> bool:
+    embedder = shapes.get("x_embedder.weight") or shapes.get("img_in.weight") or (0,)
+    sizes = family.transformer
+    blocks = {name.split(".")[1] for name in shapes if name.startswith(("transformer_blocks.", "double_blocks."))}
+    hidden = sizes["num_attention_heads"] * sizes["attention_head_dim"]
+    return (embedder[0], len(blocks)) == (hidden, sizes["num_layers"])

@@ -9,8 +9,7 @@ from stages.models import random_model
 from stages.models.family import Family
 from stages.models.flux2.autoencoder import random_autoencoder
 from stages.models.flux2.transformer import TRANSFORMER_CLASS, Flux2Config
-from stages.models.random_model import QWEN3, write_model
-from stages.models.text.decoder import Qwen3Config
+from stages.models.random_model import qwen3, scheduler, write_model
 
 # See `random_model.weight`. These keep every stream near unit variance through depth, and outputs in range.
 GAINS: tuple[tuple[str, float], ...] = (
@@ -25,17 +24,9 @@ GAINS: tuple[tuple[str, float], ...] = (
 )
 weight = functools.partial(random_model.weight, gains=GAINS)
 
-SCHEDULER = {
-    "_class_name": "FlowMatchEulerDiscreteScheduler",
-    "num_train_timesteps": 1000,
-    "shift": 3.0,
-    "use_dynamic_shifting": True,
-    "base_shift": 0.5,
-    "max_shift": 1.15,
-    "base_image_seq_len": 256,
-    "max_image_seq_len": 4096,
-    "time_shift_type": "exponential",
-}
+SCHEDULER = scheduler(
+    3.0, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096, time_shift_type="exponential"
+)
 INDEX = {
     "_class_name": "Flux2KleinPipeline",
     "is_distilled": False,
@@ -49,12 +40,13 @@ INDEX = {
 
 def write_random_weights(folder: Path, family: Family, seed: int) -> None:
     """A complete model in the diffusers layout. One seed gives the same bytes on every machine."""
-    transformer, qwen3 = Flux2Config.from_dict(family.transformer), Qwen3Config.from_dict(family.text_encoder)
-    text_shapes = {f"model.{name}": shape for name, shape in qwen3.shapes(qwen3.num_hidden_layers).items()}
     components = {
-        "transformer": ({"_class_name": TRANSFORMER_CLASS, **family.transformer}, transformer.shapes()),
+        "transformer": (
+            {"_class_name": TRANSFORMER_CLASS, **family.transformer},
+            Flux2Config.from_dict(family.transformer).shapes(),
+        ),
         "autoencoder": random_autoencoder(family),
-        "text_encoder": ({**family.text_encoder, **QWEN3}, text_shapes),
+        "text_encoder": qwen3(family),
     }
     others = {"scheduler/scheduler_config.json": SCHEDULER, "model_index.json": INDEX}
     write_model(folder, family, components, seed, GAINS, others)

@@ -8,7 +8,7 @@ H heads, K head width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ import numpy as np
 
 from stages.models.attention import plain_linear, rms_norm, silu
 from stages.models.family import Linear
-from stages.models.folders import checked_sizes
 from stages.models.layers import (
     EPS,
     attend,
@@ -31,7 +30,7 @@ from stages.models.layers import (
     swiglu,
     tokens,
 )
-from stages.models.transformer import PictureTransformer, Shapes, Shared, require_rotary_axes
+from stages.models.transformer import FluxConfig, PictureTransformer, Shapes, Shared
 
 MODULATIONS = {  # stream of rows -> the Linear that gives its shifts, scales and gates
     "text": "double_stream_modulation_txt",
@@ -43,42 +42,16 @@ OUTSIDE_BITS = 8  # the fewest bits per weight that are safe for a Linear outsid
 
 
 @dataclass(frozen=True)
-class Flux2Config:
-    """Fields have the names and meanings of the keys in config.json."""
+class Flux2Config(FluxConfig):
+    model = "FLUX.2"
 
-    in_channels: int
-    num_layers: int
-    num_single_layers: int
-    attention_head_dim: int
-    num_attention_heads: int
-    joint_attention_dim: int
     timestep_guidance_channels: int
-    mlp_ratio: float
-    axes_dims_rope: tuple[int, ...]
-    rope_theta: float
-    eps: float
     guidance_embeds: bool
 
-    @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> Flux2Config:
-        """Raises ValueError if a key is missing or a value is not supported. Unknown keys are ignored."""
-        made = cls(**checked_sizes(cls, config, "the transformer's config", "FLUX.2"))
-        require_rotary_axes(made.axes_dims_rope, made.attention_head_dim)
-        if made.eps != EPS:
-            raise ValueError(f"the transformer's eps must be {EPS}, got {made.eps}")
-        return made
-
-    @property
-    def latent_channels(self) -> int:
-        return self.in_channels
-
-    @property
-    def text_features(self) -> int:
-        return self.joint_attention_dim
-
-    @property
-    def hidden(self) -> int:
-        return self.num_attention_heads * self.attention_head_dim
+    def blocks(self) -> list[tuple[str, str]]:
+        """(kind, name) in the order of the forward pass."""
+        doubles = [("double", f"transformer_blocks.{i}") for i in range(self.num_layers)]
+        return doubles + [("single", f"single_transformer_blocks.{i}") for i in range(self.num_single_layers)]
 
     def shapes(self) -> Shapes:
         """By diffusers' name, in the order of the layers."""
@@ -153,17 +126,6 @@ def inputs(
     return found
 
 
-def zero_inputs(
-    config: Flux2Config, samples: int, size: tuple[int, int], text_rows: int, references: Sequence[tuple[int, int]] = ()
-) -> dict[str, Any]:
-    """Lazy inputs of zeros, for estimates of memory. Sizes are (height, width) of latents."""
-    height, width = size
-    beside = [mx.zeros((samples, config.in_channels, *each)) for each in references]
-    x_BLC = mx.zeros((samples, height * width, config.in_channels))
-    text_BTJ = mx.zeros((samples, text_rows, config.joint_attention_dim))
-    return inputs(x_BLC, size, text_BTJ, mx.zeros((samples,)), references=beside) | {"guidance_B": mx.zeros((samples,))}
-
-
 def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
     """Separate weights for text and image, one joint attention. `shared` is what `Flux2.enter` returned."""
 
@@ -213,12 +175,6 @@ class Flux2(PictureTransformer):
 
     kinds = {"double": double_block, "single": single_block}  # noqa: RUF012  (never changed)
     latent = "x_embedder"
-
-    def __init__(self, config: Flux2Config, weights: Mapping[str, Any]) -> None:
-        """`weights`: arrays or packed ones; x_embedder must be an array."""
-        doubles = [("double", f"transformer_blocks.{i}") for i in range(config.num_layers)]
-        singles = [("single", f"single_transformer_blocks.{i}") for i in range(config.num_single_layers)]
-        super().__init__(config, doubles + singles, weights, config.axes_dims_rope, config.rope_theta)
 
     def enter(
         self,

@@ -1,12 +1,14 @@
 """FLUX 3 Image's entry in the table of architectures. Code outside this folder imports this file only."""
 
+import functools
+
 from stages.models import adapter_files
 from stages.models.family import Architecture
 from stages.models.flux2 import autoencoder
-from stages.models.flux3 import adapters, load, random_weights, sampling, transformer
+from stages.models.flux3 import load, random_weights, transformer
 from stages.models.layers import tokens
-from stages.models.sampling import PIXELS, TOGETHER
-from stages.models.text.encoder import TextEncoder, text_encoder_sizes
+from stages.models.sampling import PIXELS, TOGETHER, shifted
+from stages.models.text.encoder import TextEncoder, is_text_encoder, text_encoder_sizes
 
 FLUX3 = Architecture(
     pixels_per_token=PIXELS,
@@ -22,16 +24,20 @@ FLUX3 = Architecture(
     tokens=tokens,
     text_rows=transformer.text_rows,
     inputs=transformer.inputs,
-    zero_inputs=transformer.zero_inputs,
     load_autoencoder=autoencoder.load_autoencoder,
     load_text_encoder=TextEncoder,
     text_encoder_sizes=text_encoder_sizes,
     autoencoder_memory=autoencoder.memory,
-    sigmas=sampling.sigmas,
+    sigmas=functools.partial(shifted, shift=transformer.SHIFT),
     guided_together=TOGETHER,
-    read_adapter=adapters.read_adapter,
-    adapter_styles={"diffusers": adapter_files.to_diffusers, "comfyui": adapters.to_comfyui},
+    read_adapter=functools.partial(adapter_files.read, names=load.NAMES),
+    adapter_styles={
+        "diffusers": adapter_files.to_diffusers,
+        "comfyui": functools.partial(adapter_files.to_comfyui, theirs=load.MAKERS),
+    },
     write_random_weights=random_weights.write_random_weights,
-    recognise=load.recognise,
+    is_transformer=load.is_transformer,
+    is_autoencoder=autoencoder.is_autoencoder,
+    is_text_encoder=is_text_encoder,
     modular=True,
 )

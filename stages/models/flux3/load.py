@@ -1,4 +1,4 @@
-"""Load the transformer, from all layouts that diffusers, Black Forest Labs, flux3-mlx and mflux write; recognise components."""
+"""Load the transformer, from all layouts that diffusers, Black Forest Labs, flux3-mlx and mflux write."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Any
 import mlx.core as mx
 
 from stages.kernels import Arrays
-from stages.models import names, weights
+from stages.models import adapter_files, names, weights
 from stages.models.family import Family
-from stages.models.flux2.autoencoder import is_autoencoder
 from stages.models.flux3.transformer import HEADS, JOINT, MODULATIONS, STREAMS, Flux3, Flux3Config
 from stages.models.folders import component_config
-from stages.models.text.encoder import is_text_encoder
 
 # diffusers' name -> Black Forest Labs' name; then the other way round. Source: diffusers' single_file_utils.py: a test compares.
 BLOCKS = {head: f"content_{head}" if head.startswith("mode") else head for head in HEADS.values()} | {JOINT: "single_blocks"}
@@ -42,6 +40,9 @@ REFERENCE: names.Reference = {
     "final_layer.image.linear": ("proj_out",),
 }
 MFLUX: names.Reference = {f"{head}.{{}}.attn.to_out": (f"{head}.{{}}.attn.to_out.0",) for head in BLOCKS}  # models that it saves
+SPELLINGS = {**REFERENCE, **MFLUX}
+MAKERS = {ours: name for name, (ours,) in REFERENCE.items()}  # diffusers' name -> Black Forest Labs'
+NAMES = adapter_files.Names("FLUX 3", SPELLINGS, SWAPPED)
 UNUSED = "repa_projectors."  # in some single files, for training alone
 DISTILLED = ("ref_time_in.", "target_timestep_embedder.")
 
@@ -49,12 +50,12 @@ DISTILLED = ("ref_time_in.", "target_timestep_embedder.")
 def to_diffusers(arrays: Arrays) -> Arrays:
     """From the names of diffusers, Black Forest Labs, flux3-mlx or mflux. An unknown name loses its prefix only."""
     kept = {key: value for key, value in arrays.items() if not weights.strip_prefix(key).startswith(UNUSED)}
-    return names.to_diffusers(kept, {**REFERENCE, **MFLUX}, SWAPPED)
+    return names.to_diffusers(kept, SPELLINGS, SWAPPED)
 
 
 def transformer_config(path: Path | None, family: Family) -> Flux3Config:
     """From the config.json at `path`, else from `family`. Raises ValueError if it is not that of a FLUX 3 transformer."""
-    found = Flux3Config.from_dict(component_config(path, family.transformer) if path else family.transformer)
+    found = Flux3Config.from_dict(component_config(path, family.transformer))
     if found.flow_map != family.transformer["flow_map"]:
         kinds = ("a base", "distilled")[:: -1 if found.flow_map else 1]
         raise ValueError(f"{path} is {kinds[0]} (flow_map), and {family.name} is {kinds[1]}: choose the other family")
@@ -78,19 +79,13 @@ def load_transformer(
     return Flux3(config, arrays)
 
 
-def recognise(shapes: Mapping[str, tuple[int, ...]], family: Family) -> str:
-    """transformer, autoencoder or text_encoder; "" if the weights fit no component of `family`."""
-    # Numbers of columns are not compared: quantised weights have fewer.
-    named = {weights.strip_prefix(name): shape for name, shape in shapes.items()}
-    if modulations := {name: shape for name, shape in named.items() if name.startswith(f"{MODULATIONS[0]}.")}:
-        sizes = family.transformer
-        streams = {name.split(".")[1] for name in modulations}  # other models of this architecture have more
-        blocks = {name.split(".")[1] for name in named if name.startswith((f"{JOINT}.", f"{BLOCKS[JOINT]}."))}
-        distilled = any(name.startswith(DISTILLED) for name in named)
-        found = streams, modulations.popitem()[1][0], len(blocks), distilled
-        hidden = sizes["num_attention_heads"] * sizes["attention_head_dim"]
-        expected = set(STREAMS.values()), 3 * hidden, sizes["num_single_layers"], sizes["flow_map"]
-        return "transformer" if found == expected else ""
-    if is_autoencoder(named, family):
-        return "autoencoder"
-    return "text_encoder" if is_text_encoder(named, family) else ""
+def is_transformer(shapes: Mapping[str, tuple[int, ...]], family: Family) -> bool:
+    if not (modulations := {name: shape for name, shape in shapes.items() if name.startswith(f"{MODULATIONS[0]}.")}):
+        return False
+    sizes = family.transformer
+    streams = {name.split(".")[1] for name in modulations}  # other models of this architecture have more
+    blocks = {name.split(".")[1] for name in shapes if name.startswith((f"{JOINT}.", f"{BLOCKS[JOINT]}."))}
+    distilled = any(name.startswith(DISTILLED) for name in shapes)
+    found = streams, modulations.popitem()[1][0], len(blocks), distilled
+    hidden = sizes["num_attention_heads"] * sizes["attention_head_dim"]
+    return found == (set(STREAMS.values()), 3 * hidden, sizes["num_single_layers"], sizes["flow_map"])

@@ -9,17 +9,10 @@ from typing import Any
 from stages.models.family import Family
 from stages.models.flux2.autoencoder import random_autoencoder
 from stages.models.flux2.random_weights import GAINS
-from stages.models.flux3.sampling import SHIFT
-from stages.models.flux3.transformer import TRANSFORMER_CLASS, Flux3Config
-from stages.models.random_model import QWEN3, Component, write_model
+from stages.models.flux3.transformer import SHIFT, TRANSFORMER_CLASS, Flux3Config
+from stages.models.random_model import QWEN3, Component, scheduler, write_model
 from stages.models.text.decoder import Qwen3VLConfig
 
-SCHEDULER = {
-    "_class_name": "FlowMatchEulerDiscreteScheduler",
-    "num_train_timesteps": 1000,
-    "shift": SHIFT,
-    "use_dynamic_shifting": False,
-}
 INDEX = {  # diffusers has a modular pipeline for it
     "_class_name": "Flux3ModularPipeline",
     "_blocks_class_name": "Flux3AutoBlocks",
@@ -38,7 +31,7 @@ def write_random_weights(folder: Path, family: Family, seed: int) -> None:
         "autoencoder": random_autoencoder(family),
         "text_encoder": _text_encoder(family.text_encoder),
     }
-    others = {"scheduler/scheduler_config.json": SCHEDULER, "model_index.json": INDEX}
+    others = {"scheduler/scheduler_config.json": scheduler(SHIFT), "model_index.json": INDEX}
     write_model(folder, family, components, seed, GAINS, others)
 
 

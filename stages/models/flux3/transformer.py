@@ -13,18 +13,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 import numpy as np
 
 from stages.models.attention import plain_linear, rms_norm, silu
 from stages.models.family import Linear
-from stages.models.folders import checked_sizes
 from stages.models.layers import EPS, attend, modulate, modulation, rotate, sinusoid, split_heads, spread, swiglu, tokens
-from stages.models.transformer import PictureTransformer, Shapes, Shared, require_rotary_axes
+from stages.models.transformer import FluxConfig, PictureTransformer, Shapes, Shared
 
 WINDOW = 80  # a text has a multiple of so many rows
+SHIFT = 6.93  # of the noise levels of drawing, towards 1
 STEP = 0.5  # distance of two neighbouring tokens of an image along an axis of positions
 TRANSFORMER_CLASS = "Flux3Transformer2DModel"  # the class in diffusers
 OUTSIDE_BITS = 8  # the fewest bits per weight that are safe for a Linear outside the blocks: they steer every block
@@ -37,48 +37,22 @@ EMBEDDERS = ("timestep_embedder", "target_timestep_embedder")
 
 
 @dataclass(frozen=True)
-class Flux3Config:
-    """Fields have the names and meanings of the keys in config.json."""
+class Flux3Config(FluxConfig):
+    model = "FLUX 3"
 
-    in_channels: int
     cond_in_channels: int
-    num_layers: int
-    num_single_layers: int
-    attention_head_dim: int
-    num_attention_heads: int
-    joint_attention_dim: int
     timestep_channels: int
-    mlp_ratio: float
-    axes_dims_rope: tuple[int, ...]
-    rope_theta: float
-    eps: float
     flow_map: bool
     references: bool = True  # no key: whether the weights that only reference images need are there
 
     @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> Flux3Config:
-        """Raises ValueError if a key is missing or a value is not supported. Unknown keys are ignored."""
-        made = cls(**checked_sizes(cls, config, "the transformer's config", "FLUX 3"))
-        require_rotary_axes(made.axes_dims_rope, made.attention_head_dim)
-        if len(made.axes_dims_rope) != 4:
-            raise ValueError(f"axes_dims_rope must have 4 numbers, got {made.axes_dims_rope}")
-        if made.eps != EPS:
-            raise ValueError(f"the transformer's eps must be {EPS}, got {made.eps}")
+    def from_dict(cls, config: Mapping[str, Any]) -> Self:
+        made = super().from_dict(config)
+        if len(made.axes) != 4:
+            raise ValueError(f"axes_dims_rope must have 4 numbers, got {made.axes}")
         if made.cond_in_channels != made.in_channels:
             raise ValueError(f"cond_in_channels must be in_channels, {made.in_channels}, got {made.cond_in_channels}")
         return made
-
-    @property
-    def latent_channels(self) -> int:
-        return self.in_channels
-
-    @property
-    def text_features(self) -> int:
-        return self.joint_attention_dim
-
-    @property
-    def hidden(self) -> int:
-        return self.num_attention_heads * self.attention_head_dim
 
     @property
     def streams(self) -> list[str]:
@@ -138,16 +112,6 @@ def inputs(
     return found
 
 
-def zero_inputs(
-    config: Flux3Config, samples: int, size: tuple[int, int], text_rows: int, references: Sequence[tuple[int, int]] = ()
-) -> dict[str, Any]:
-    """Lazy inputs of zeros, for estimates of memory. Sizes are (height, width) of latents."""
-    beside = [mx.zeros((samples, config.in_channels, *each)) for each in references]
-    x_BLC = mx.zeros((samples, size[0] * size[1], config.in_channels))
-    text_BTJ = mx.zeros((samples, text_rows, config.joint_attention_dim))
-    return inputs(x_BLC, size, text_BTJ, mx.zeros((samples,)), references=beside)
-
-
 def image_ids(size: Sequence[int], last: int = 0) -> np.ndarray:
     """(tokens, 4): (0, row / 2, column / 2, last), row by row; `last` is 0 for the image, and -1, -2, ... for references."""
     row, col = STEP * np.indices(tuple(size)).reshape(2, -1)
@@ -198,10 +162,6 @@ class Flux3(PictureTransformer):
 
     kinds = {stream: functools.partial(own_block, stream) for stream in STREAMS} | {"joint": joint_block}
     latent = "x_embedders.image"
-
-    def __init__(self, config: Flux3Config, weights: Mapping[str, Any]) -> None:
-        """`weights`: arrays or packed ones; the x_embedders must be arrays."""
-        super().__init__(config, config.blocks(), weights, config.axes_dims_rope, config.rope_theta)
 
     def enter(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,3 +53,11 @@ def load_autoencoder(path: Path, family: Family, dtype: Any = None) -> Autoencod
 def memory(path: Path | None, family: Family, *size: Any, **settings: Any) -> Memory:
     """See `Architecture.autoencoder_memory`."""
     return autoencoder_memory.autoencoder_memory(autoencoder_config(AutoencoderConfig, path, family), *size, **settings)
+
+
+def is_autoencoder(shapes: Mapping[str, tuple[int, ...]], family: Family) -> bool:
+    # FLUX.1's has no statistics, and no convolution beside encoder and decoder.
+    if any("quant_conv" in name or name.startswith("bn.") for name in shapes):
+        return False
+    first, latent = shapes.get("encoder.conv_in.weight", (0,))[0], shapes.get("decoder.conv_in.weight", (0, 0))[1]
+    return (first, latent) == (family.autoencoder["block_out_channels"][0], family.autoencoder["latent_channels"])

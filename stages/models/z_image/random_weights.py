@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from stages.models.family import Family
-from stages.models.random_model import QWEN3, write_model
-from stages.models.text.decoder import Qwen3Config
+from stages.models.random_model import qwen3, scheduler, write_model
 from stages.models.z_image.autoencoder import AutoencoderConfig
-from stages.models.z_image.sampling import SHIFT
-from stages.models.z_image.transformer import TRANSFORMER_CLASS, ZImageConfig
+from stages.models.z_image.transformer import SHIFT, TRANSFORMER_CLASS, ZImageConfig
 
 # See `random_model.weight`.
 GAINS: tuple[tuple[str, float], ...] = (
@@ -22,12 +20,6 @@ GAINS: tuple[tuple[str, float], ...] = (
     (r"decoder\.conv_out", 0.7),  # pixels mostly within -1 to 1
     (r"", 1.0),
 )
-SCHEDULER = {
-    "_class_name": "FlowMatchEulerDiscreteScheduler",
-    "num_train_timesteps": 1000,
-    "shift": SHIFT,
-    "use_dynamic_shifting": False,
-}
 INDEX = {
     "_class_name": "ZImagePipeline",
     "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
@@ -40,15 +32,14 @@ INDEX = {
 
 def write_random_weights(folder: Path, family: Family, seed: int) -> None:
     """A complete model in the diffusers layout. One seed gives the same bytes on every machine."""
-    transformer, qwen3 = ZImageConfig.from_dict(family.transformer), Qwen3Config.from_dict(family.text_encoder)
     autoencoder = AutoencoderConfig.from_dict(family.autoencoder)
     levels = len(autoencoder.block_out_channels)
     blocks = {f"{way}_block_types": [f"{way.title()}{side}coderBlock2D"] * levels for way, side in (("down", "En"), ("up", "De"))}
-    text_shapes = {f"model.{name}": shape for name, shape in qwen3.shapes(qwen3.num_hidden_layers).items()}
+    transformer = ZImageConfig.from_dict(family.transformer)
     components = {
         "transformer": ({"_class_name": TRANSFORMER_CLASS, **family.transformer}, transformer.shapes()),
         "autoencoder": ({"_class_name": "AutoencoderKL", **blocks, **family.autoencoder}, autoencoder.shapes()),
-        "text_encoder": ({**family.text_encoder, **QWEN3}, text_shapes),
+        "text_encoder": qwen3(family),
     }
-    others = {"scheduler/scheduler_config.json": SCHEDULER, "model_index.json": INDEX}
+    others = {"scheduler/scheduler_config.json": scheduler(SHIFT), "model_index.json": INDEX}
     write_model(folder, family, components, seed, GAINS, others)

@@ -26,6 +26,7 @@ from stages.models.transformer import PictureTransformer, Shapes, Shared
 from stages.own_gradient import OwnGradient
 
 MULTIPLE = 32  # of the rows of each stream
+SHIFT = 3.0  # of the noise levels of drawing, towards 1
 PATCH = 2  # positions of the latent along one side of a token
 EPS = 1e-5  # of every norm but the one after the last block, in every released Z-Image
 TIME = 256  # features of the sinusoid, and the most of the time embedding
@@ -73,6 +74,10 @@ class ZImageConfig:
                 f"{made.n_kv_heads} and {made.n_heads}, {made.qk_norm} and {list(made.all_patch_size)}"
             )
         return made
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return self.axes_dims
 
     @property
     def num_attention_heads(self) -> int:
@@ -146,15 +151,6 @@ def inputs(
     if references:
         raise ValueError("Z-Image reads no reference images: take them away, or choose another family")
     return {"x_BLC": x_BLC, "size": size, "ctx_BTJ": text_BTJ, "sigma_B": sigma_B, "tokens_B": tokens_B}
-
-
-def zero_inputs(
-    config: ZImageConfig, samples: int, size: tuple[int, int], text_rows: int, references: Sequence[tuple[int, int]] = ()
-) -> dict[str, Any]:
-    """Lazy inputs of zeros, for estimates of memory. `size`: (height, width) of latents."""
-    x_BLC = mx.zeros((samples, size[0] * size[1], config.latent_channels))
-    text_BTJ = mx.zeros((samples, text_rows, config.cap_feat_dim))
-    return inputs(x_BLC, size, text_BTJ, mx.zeros((samples,)), references=[mx.zeros(each) for each in references])
 
 
 def joint_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
@@ -233,10 +229,6 @@ class ZImage(PictureTransformer):
 
     kinds = dict(zip(KINDS, (image_block, text_block, joint_block), strict=True))  # noqa: RUF012  (never changed)
     latent = LATENT
-
-    def __init__(self, config: ZImageConfig, weights: Mapping[str, Any]) -> None:
-        """`weights`: arrays; within the blocks also packed ones."""
-        super().__init__(config, config.blocks(), weights, config.axes_dims, config.rope_theta)
 
     def enter(
         self, x_BLC: mx.array, size: tuple[int, int], ctx_BTJ: mx.array, sigma_B: mx.array, tokens_B: mx.array | None = None

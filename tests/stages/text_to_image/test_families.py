@@ -89,7 +89,8 @@ def test_guidance_enters_one_way_only(record):
 @pytest.mark.parametrize("record", FAMILIES.values(), ids=lambda f: f.name)
 def test_a_family_can_be_pickled_and_so_can_its_architecture(record):
     assert pickle.loads(pickle.dumps(record)) == record
-    assert pickle.loads(pickle.dumps(record.architecture)) == record.architecture
+    # A partial equals itself alone; its text names the function with its place in memory, and all arguments.
+    assert repr(pickle.loads(pickle.dumps(record.architecture))) == repr(record.architecture)
 
 
 DISTILLED = [record for record in FAMILIES.values() if record.base]

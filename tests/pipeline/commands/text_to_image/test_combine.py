@@ -12,7 +12,7 @@ from PIL import Image
 
 from pipeline.api import Project
 from pipeline.commands.text_to_image.combine import MADE
-from stages.models.flux2.adapters import read_adapter
+from stages.models.flux2.architecture import FLUX2
 from stages.models.weights import read_file
 from tests import projects
 
@@ -35,7 +35,7 @@ def picture(folder: Path, *words: str) -> np.ndarray:
 
 
 def changes(file: Path) -> dict[str, np.ndarray]:
-    arrays, scales = read_adapter(file)
+    arrays, scales = FLUX2.read_adapter(file)
     return {
         name: scale * np.asarray(arrays[f"{name}.lora_B.weight"], float) @ np.asarray(arrays[f"{name}.lora_A.weight"], float)
         for name, scale in scales.items()

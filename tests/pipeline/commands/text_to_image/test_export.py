@@ -20,7 +20,7 @@ from pipeline.commands.text_to_image.publish import card
 from pipeline.project.project import Project
 from stages.hashing import file_sha256
 from stages.models.adapters import A, B, linears
-from stages.models.flux2.adapters import read_adapter
+from stages.models.flux2.architecture import FLUX2
 from stages.models.weights import read_file
 from stages.text_to_image.families import family
 from tests import projects
@@ -122,13 +122,15 @@ def test_the_halves_of_the_last_modulation_are_exchanged_in_the_fused_form(tmp_p
     file = write_adapter(tmp_path / "a.safetensors", TINY, tmp_path, "comfyui", dtype="float32", metadata={})
     b = np.array(read_file(file)[0]["diffusion_model.final_layer.adaLN_modulation.1" + B])
     np.testing.assert_array_equal(b, np.roll(arrays["norm_out.linear" + B], 32, axis=0))
-    np.testing.assert_array_equal(np.array(read_adapter(file)[0]["norm_out.linear" + B]), arrays["norm_out.linear" + B])
+    np.testing.assert_array_equal(np.array(FLUX2.read_adapter(file)[0]["norm_out.linear" + B]), arrays["norm_out.linear" + B])
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_an_export_read_again_is_the_adapter_with_its_scale_in_b(tmp_path: Path, transformer: Any, style: str) -> None:
     arrays = trained(tmp_path / "a.safetensors", transformer, BLOCKS + OUTSIDE, alpha="8")
-    again, scales = read_adapter(write_adapter(tmp_path / "a.safetensors", TINY, tmp_path, style, dtype="float32", metadata={}))
+    again, scales = FLUX2.read_adapter(
+        write_adapter(tmp_path / "a.safetensors", TINY, tmp_path, style, dtype="float32", metadata={})
+    )
     assert set(scales.values()) == {1.0} and set(again) == set(arrays)
     for key, value in arrays.items():
         np.testing.assert_array_equal(np.array(again[key]), value * (2 if key.endswith(B) else 1), err_msg=key)
@@ -136,7 +138,7 @@ def test_an_export_read_again_is_the_adapter_with_its_scale_in_b(tmp_path: Path,
 
 def test_the_trained_form_is_read_with_its_scale(tmp_path: Path, transformer: Any) -> None:
     arrays = trained(tmp_path / "a.safetensors", transformer, BLOCKS, alpha="6", scales=json.dumps({BLOCKS[3]: 0.5}))
-    again, scales = read_adapter(tmp_path / "a.safetensors")
+    again, scales = FLUX2.read_adapter(tmp_path / "a.safetensors")
     assert linears(again) == sorted(scales, key=linears(again).index)
     assert scales[BLOCKS[3]] == 0.5 and scales[BLOCKS[0]] == 1.5
     np.testing.assert_array_equal(np.array(again[BLOCKS[5] + A]), arrays[BLOCKS[5] + A])
@@ -157,7 +159,7 @@ def test_a_kohya_file_with_alpha_is_read_as_diffusers_reads_it(tmp_path: Path, t
         file[f"lora_unet_{name}.lora_up.weight"] = draw.normal(0, 0.2, (out, 6)).astype(np.float32)
         file[f"lora_unet_{name}.alpha"] = np.array(3.0, np.float32)
     save_file(file, tmp_path / "kohya.safetensors")
-    arrays, scales = read_adapter(tmp_path / "kohya.safetensors")
+    arrays, scales = FLUX2.read_adapter(tmp_path / "kohya.safetensors")
     assert len(scales) == 5 and set(scales.values()) == {0.5}
     want = merged(transformer, {k: np.array(v) for k, v in arrays.items()}, lambda name: scales[name])
     assert np.abs(through_diffusers(transformer, tmp_path / "kohya.safetensors") - want).max() < 1e-5
@@ -180,7 +182,7 @@ def test_a_file_that_diffusers_saved_with_its_own_alpha_is_read_with_it(tmp_path
         transformer_lora_layers=get_peft_model_state_dict(adapted, adapter_name="mine"),
         transformer_lora_adapter_metadata=config.to_dict() | {"target_modules": names},
     )
-    arrays, scales = read_adapter(tmp_path / "pytorch_lora_weights.safetensors")
+    arrays, scales = FLUX2.read_adapter(tmp_path / "pytorch_lora_weights.safetensors")
     assert scales == {names[0]: 3.0, names[1]: 0.5}
     found = merged(transformer, {k: np.array(v) for k, v in arrays.items()}, lambda name: scales[name])
     assert np.abs(found - want).max() < 1e-5

@@ -14,7 +14,7 @@ import pytest
 import stages  # noqa: F401  a fast BLAS, before MLX
 from pipeline.commands.text_to_image.export import STYLES, write_adapter
 from stages.models.adapters import A, B
-from stages.models.flux2.adapters import read_adapter
+from stages.models.flux2.architecture import FLUX2
 from stages.models.weights import read_file
 from stages.text_to_image.families import family
 from stages.tuner import checkpoint
@@ -84,12 +84,12 @@ def test_an_export_of_every_variant_read_again_is_the_same_adapter(
 ) -> None:
     lines: list[str] = []
     arrays, scales = trained_variant(tmp_path / "a.safetensors", transformer, variant)
-    ours = read_adapter(tmp_path / "a.safetensors")
+    ours = FLUX2.read_adapter(tmp_path / "a.safetensors")
     assert ours[1] == scales and set(ours[0]) == set(arrays)
     file = write_adapter(
         tmp_path / "a.safetensors", TINY, tmp_path / "out", style, dtype="float32", metadata={}, say=lines.append
     )
-    again, folded = read_adapter(file)
+    again, folded = FLUX2.read_adapter(file)
     weights = {f"{name}.weight": mx.zeros(lora.linear_shape(lora.arrays_of_linear(arrays, name))) + 0.1 for name in scales}
     wanted, found = (merged_weights(weights, *adapter) for adapter in ((arrays, scales), (again, folded)))
     assert all(mx.allclose(found[name], value, rtol=1e-5, atol=1e-6) for name, value in wanted.items())
@@ -158,7 +158,7 @@ def test_a_peft_lokr_file_is_read_with_its_alpha(tmp_path: Path, transformer: An
         transformer_lora_layers=get_peft_model_state_dict(adapted, adapter_name="mine"),
         transformer_lora_adapter_metadata=config.to_dict() | {"target_modules": chosen},
     )
-    arrays, scales = read_adapter(tmp_path / "pytorch_lora_weights.safetensors")
+    arrays, scales = FLUX2.read_adapter(tmp_path / "pytorch_lora_weights.safetensors")
     assert scales == {chosen[0]: 2.0, chosen[1]: 2.0, chosen[2]: 3.0}
     assert np.abs(with_merged_weights(transformer, arrays, scales) - want).max() < 1e-5
 
@@ -173,9 +173,9 @@ def test_a_fused_lokr_is_taken_apart_where_that_is_exact_and_refused_elsewhere(t
         save_file({f"{stem}.lokr_w1": w1, f"{stem}.lokr_w2": w2, f"{stem}.alpha": np.float32([1e10])}, tmp_path / "f.safetensors")
         if not fits:
             with pytest.raises(ValueError, match="w1 of 4 rows, cannot be taken apart exactly"):
-                read_adapter(tmp_path / "f.safetensors")
+                FLUX2.read_adapter(tmp_path / "f.safetensors")
             continue
-        arrays, scales = read_adapter(tmp_path / "f.safetensors")
+        arrays, scales = FLUX2.read_adapter(tmp_path / "f.safetensors")
         parts = [f"transformer_blocks.0.attn.{n}" for n in ("to_q", "to_k", "to_v")]
         assert scales == dict.fromkeys(parts, 1.0)
         stacked = np.concatenate([np.array(lora.kronecker(lora.arrays_of_linear(arrays, part))) for part in parts])
@@ -194,5 +194,5 @@ def test_a_dora_of_columns_and_one_without_its_lengths_are_refused(tmp_path: Pat
     cases = {"columns": "lengths of columns", "without": "lacks the magnitudes", "short": "not one number for each of 32 rows"}
     for file, message in cases.items():
         with pytest.raises(ValueError, match=message) as error:
-            read_adapter(tmp_path / f"{file}.safetensors")
+            FLUX2.read_adapter(tmp_path / f"{file}.safetensors")
         assert "\n" not in str(error.value)

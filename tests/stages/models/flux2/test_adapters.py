@@ -6,7 +6,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from stages.models.flux2.adapters import read_adapter
+from stages.models.flux2.architecture import FLUX2
 
 NAME = "transformer_blocks.0.attn.to_q"
 PAIR = {f"transformer.{NAME}.lora_A.weight": mx.ones((4, 6)), f"transformer.{NAME}.lora_B.weight": mx.ones((8, 4))}
@@ -15,7 +15,7 @@ OWN = {name.removeprefix("transformer."): value for name, value in PAIR.items()}
 
 def read(folder: Path, arrays: dict[str, mx.array], **header: str) -> dict[str, float]:
     mx.save_safetensors(str(folder / "a.safetensors"), arrays, header)
-    return read_adapter(folder / "a.safetensors")[1]
+    return FLUX2.read_adapter(folder / "a.safetensors")[1]
 
 
 @pytest.mark.parametrize("patterns", [{NAME: 2}, {r".*\.to_q": 2}, {"x|(attn|y).to_q": 2, NAME: 9}])

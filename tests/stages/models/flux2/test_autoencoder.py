@@ -174,7 +174,7 @@ def test_a_transformer_in_the_makers_layout_is_renamed_as_diffusers_does(prefix,
 
     model = load_flux2(file, dataclasses.replace(family("tiny"), transformer=sizes))
     assert set(expected) == set(model.config.shapes())
-    converted = convert.transformer_to_diffusers(weights.read_tensors(file))
+    converted = convert.to_diffusers(weights.read_tensors(file))
     for key, value in expected.items():
         assert np.array_equal(np.array(converted[key]), value.numpy()), key
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from stages.models import adapter_files
-from stages.models.flux3.adapters import read_adapter, to_comfyui
+from stages.models.flux3.architecture import FLUX3
 from stages.tuner.blockwise.backprop import model_forward
 from tests.stages.models.flux3.test_transformer import given, ours, prepared, random_reference, theirs
 
@@ -47,7 +46,7 @@ def test_the_adapters_of_other_programs_are_read(key: str, linear: str, alpha: f
     if alpha is not None:
         arrays[key.partition(".lora_")[0].removesuffix(".{}") + ".alpha"] = np.array(alpha, np.float32)
     save_file(arrays, tmp_path / "lora.safetensors")
-    read, scales = read_adapter(tmp_path / "lora.safetensors")
+    read, scales = FLUX3.read_adapter(tmp_path / "lora.safetensors")
     assert scales == {linear: 1 if alpha is None else alpha / RANK}
     np.testing.assert_array_equal(np.array(read[f"{linear}.lora_A.weight"]), a)
     np.testing.assert_array_equal(np.array(read[f"{linear}.lora_B.weight"]), b)
@@ -57,14 +56,14 @@ def test_an_adapter_of_the_last_layer_exchanges_the_halves_of_its_rows(tmp_path:
     a, b = pair()
     name = "diffusion_model.final_layer.image.adaLN_modulation.1"
     save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, tmp_path / "lora.safetensors")
-    arrays, _ = read_adapter(tmp_path / "lora.safetensors")
+    arrays, _ = FLUX3.read_adapter(tmp_path / "lora.safetensors")
     np.testing.assert_array_equal(np.array(arrays["norm_out.linear.lora_B.weight"]), np.concatenate([b[3:], b[:3]]))
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     save_file({"lora_unet_double_blocks_0_img_mlp_0.lora_down.weight": pair()[0]}, tmp_path / "lora.safetensors")
     with pytest.raises(ValueError, match="names no linear of FLUX 3; is the adapter one of another model"):
-        read_adapter(tmp_path / "lora.safetensors")
+        FLUX3.read_adapter(tmp_path / "lora.safetensors")
 
 
 def test_an_adapter_that_diffusers_saved_is_read_and_in_both_our_styles_diffusers_predicts_the_same(tmp_path: Path) -> None:
@@ -86,15 +85,15 @@ def test_an_adapter_that_diffusers_saved_is_read_and_in_both_our_styles_diffuser
     with torch.no_grad():
         expected, unadapted = (theirs(each, *case).numpy() for each in (model, random_reference()))
     assert np.abs(expected - unadapted).max() > 1e-2
-    read = read_adapter(tmp_path / "pytorch_lora_weights.safetensors")
+    read = FLUX3.read_adapter(tmp_path / "pytorch_lora_weights.safetensors")
     prediction = np.array(model_forward(plain, read)(**prepared(*case[:2], case[2], case[2], case[4])))
     assert np.abs(prediction - expected).max() <= 1e-5 * np.abs(expected).max()
-    for style in (adapter_files.to_diffusers, to_comfyui):
-        file = tmp_path / f"{style.__name__}.safetensors"
-        mx.save_safetensors(str(file), style(*read))
+    for style, written in FLUX3.adapter_styles.items():
+        file = tmp_path / f"{style}.safetensors"
+        mx.save_safetensors(str(file), written(*read))
         again = random_reference()
         state, metadata = Flux3LoraLoaderMixin.lora_state_dict(str(file), return_lora_metadata=True)
         Flux3LoraLoaderMixin.load_lora_into_transformer(state, again, metadata=metadata)
         with torch.no_grad():
             found = theirs(again, *case).numpy()
-        assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max(), style.__name__
+        assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max(), style

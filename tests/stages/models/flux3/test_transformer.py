@@ -11,9 +11,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from stages.models.flux3.load import load_transformer, recognise, to_diffusers, transformer_config
-from stages.models.flux3.sampling import sigmas as levels
+from stages.models.flux3.architecture import FLUX3
+from stages.models.flux3.load import load_transformer, to_diffusers, transformer_config
 from stages.models.flux3.transformer import WINDOW, Flux3, Flux3Config, image_ids, inputs, text_rows
+from stages.models.weights import recognise
 from stages.text_to_image.families import family
 from stages.tuner.blockwise.backprop import loss_and_grads
 from stages.tuner.diffusion import mse
@@ -286,6 +287,6 @@ def test_the_noise_levels_are_those_of_diffusers_scheduler(steps: int) -> None:
 
     made = FlowMatchEulerDiscreteScheduler(shift=6.93)
     made.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps))
-    np.testing.assert_allclose(levels(4096, steps), made.sigmas.numpy(), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(FLUX3.sigmas(4096, steps), made.sigmas.numpy(), rtol=0, atol=1e-6)
     if steps == 4:
-        np.testing.assert_allclose(levels(1, 4), [1, 0.954107, 0.873897, 0.697885, 0], atol=1e-6)
+        np.testing.assert_allclose(FLUX3.sigmas(1, 4), [1, 0.954107, 0.873897, 0.697885, 0], atol=1e-6)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from stages.models.z_image.adapters import read_adapter
+from stages.models.z_image.architecture import Z_IMAGE
 
 LINEAR = "layers.0.attention.to_q"
 OUT = "noise_refiner.1.attention.to_out.0"
@@ -24,7 +24,7 @@ def pair(outputs: int = 6, inputs: int = 5) -> tuple[np.ndarray, np.ndarray]:
 
 
 def deltas(path: Path) -> dict[str, np.ndarray]:
-    arrays, scales = read_adapter(path)
+    arrays, scales = Z_IMAGE.read_adapter(path)
     product = {name: np.array(arrays[f"{name}.lora_B.weight"] @ arrays[f"{name}.lora_A.weight"]) for name in scales}
     return {name: scale * product[name] for name, scale in scales.items()}
 
@@ -68,7 +68,7 @@ def test_an_adapter_of_q_k_and_v_in_one_is_taken_apart(key: str, tmp_path: Path)
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     save_file({"lora_unet_double_blocks_0_img_mlp_0.lora_down.weight": pair()[0]}, tmp_path / "lora.safetensors")
     with pytest.raises(ValueError, match="names no linear of Z-Image; is the adapter one of another model"):
-        read_adapter(tmp_path / "lora.safetensors")
+        Z_IMAGE.read_adapter(tmp_path / "lora.safetensors")
 
 
 @pytest.mark.parametrize("key", ["layers.0.attention.q_norm.diff", "final_layer.linear.diff_b"])
@@ -78,7 +78,7 @@ def test_an_adapter_that_changes_norms_or_biases_is_refused_in_one_line(key: str
     save_file(whole, tmp_path / "lora.safetensors")
     said = f"diffusion_model.{key} adds to a whole weight or bias of Z-Image, as no LoRA, DoRA or LoKr does"
     with pytest.raises(ValueError, match=said):
-        read_adapter(tmp_path / "lora.safetensors")
+        Z_IMAGE.read_adapter(tmp_path / "lora.safetensors")
 
 
 def test_an_adapter_that_diffusers_saved_is_read(tmp_path: Path) -> None:
@@ -101,6 +101,6 @@ def test_an_adapter_that_diffusers_saved_is_read(tmp_path: Path) -> None:
         expected = folded(theirs(model, x_BCHW, texts, np.array([0.6], np.float32)).numpy())
     from stages.tuner.blockwise.backprop import model_forward
 
-    forward = model_forward(plain, read_adapter(tmp_path / "pytorch_lora_weights.safetensors"))
+    forward = model_forward(plain, Z_IMAGE.read_adapter(tmp_path / "pytorch_lora_weights.safetensors"))
     got = forward(x_BLC=mx.array(folded(x_BCHW)), size=(3, 4), ctx_BTJ=levelled(texts)[0], sigma_B=mx.array([0.6]))
     assert np.abs(np.array(got) - expected).max() <= 1e-5 * np.abs(expected).max()

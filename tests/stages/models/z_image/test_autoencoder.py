@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from stages.models.weights import recognise
+from stages.models.z_image.architecture import Z_IMAGE
 from stages.models.z_image.autoencoder import AutoencoderConfig, load_autoencoder
-from stages.models.z_image.sampling import sigmas
 from stages.text_to_image.families import FAMILIES, Z_AUTOENCODER, family
 from tests.checkpoints import autoencoder_as_single_file, z_image_as_single_file
 from tests.stages.models.z_image.test_transformer import folded
@@ -78,7 +79,7 @@ def test_the_noise_levels_are_those_of_diffusers(steps: int) -> None:
 
     made = FlowMatchEulerDiscreteScheduler(shift=3.0)
     made.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps))
-    np.testing.assert_allclose(sigmas(4096, steps), made.sigmas.numpy(), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(Z_IMAGE.sigmas(4096, steps), made.sigmas.numpy(), rtol=0, atol=1e-6)
 
 
 def test_components_are_recognised_and_not_taken_for_those_of_flux2() -> None:
@@ -93,9 +94,9 @@ def test_components_are_recognised_and_not_taken_for_those_of_flux2() -> None:
     encoder = architecture.text_encoder_sizes(None, record).shapes(35)
     wide = {name: (3840, *shape[1:]) if "cap_embedder.1" in name else shape for name, shape in single.items()}
     for shapes, component in ((transformer, "transformer"), (wide, "transformer"), (autoencoder, "autoencoder")):
-        fit = {name for name, each in FAMILIES.items() if each.architecture.recognise(shapes, each) == component}
+        fit = {name for name, each in FAMILIES.items() if recognise(shapes, each) == component}
         assert fit == {"z-image", "z-image-turbo"}, component
-    assert {"klein-base-4b", "z-image"} <= {n for n, f in FAMILIES.items() if f.architecture.recognise(encoder, f)}
+    assert {"klein-base-4b", "z-image"} <= {n for n, f in FAMILIES.items() if recognise(encoder, f)}
 
 
 def _narrow(shapes: dict[str, tuple[int, ...]]) -> Any:
