@@ -284,6 +284,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _sound(job: Job) -> bool:
     texts = (*job.words, job.folder, job.added, job.began, job.ended, job.said)
     numbers = (job.number, job.starts, job.pid)
+    _check_words(job.words)
     return job.state in get_args(State) and all(isinstance(text, str) for text in texts) and all(type(n) is int for n in numbers)
 
 

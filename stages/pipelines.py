@@ -208,6 +208,8 @@ class Pipeline:
     panels: tuple[Panel, ...] = ()
     capacity: str = ""  # function(bytes) -> rows of text: what fits into so much memory, the heading first
     basic: tuple[str, ...] = ()  # the settings that a user meets first, such as "train.steps"
+    models: str = ""  # function(bytes) -> the a row per family that `init` may begin with: name, title, licence, bytes, "fits"
+    fitting: str = ""  # function(options of `init`, bytes) -> settings, by dotted keys, with which that family fits
     pages: tuple[Page, ...] = ()  # pages of `latentmill view`, besides the overview, the curves of training and SQL
     detail: Detail | None = None  # the page about one input
     thumbnail: str = ""  # function(path, longest side in pixels, value of `background`) -> a WebP picture, for the page

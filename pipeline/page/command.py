@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import secrets
+import threading
 import webbrowser
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ def command(port: int, opened: bool, folder: str | None, project: Project | None
     if project is None:
         studio = Studio(str(folder))
         app, name = make_studio(studio, token), studio.name
+        threading.Thread(target=lambda: studio.computed, daemon=True).start()  # seconds, which the page need not wait for
     else:
         app, name = make_app(Site(project.path, project.overrides), token), project.name
     with socket.socket() as probe:

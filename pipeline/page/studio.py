@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import threading
@@ -11,24 +12,35 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
-from starlette.routing import BaseRoute, Mount, Router
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import BaseRoute, Mount, Route, Router
 
+import stages
 from pipeline.errors import one_line
-from pipeline.page.app import Answers, Guard, ProjectAnswers, picture_address
-from pipeline.page.blocks import overview, told
+from pipeline.page.app import MOST_BYTES, NO_TOKEN, Answers, Guard, ProjectAnswers, picture_address, whole_body
+from pipeline.page.blocks import errors_as_text, overview, told
+from pipeline.page.draft import Draft
 from pipeline.page.site import Site, changes
 from pipeline.project.config import FILE
+from pipeline.project.weights import cache_folder
 from pipeline.queue import Queue
+from pipeline.store.disk import format_bytes, free_bytes, size_of
+from stages.pipelines import load
 from stages.settings import from_home
 
 if TYPE_CHECKING:
+    from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
 Row = dict[str, Any]
 DEPTH = 2  # folders between the folder of the page and a project, itself included
 PROJECTS = "/p"
+KINDS = ("subject", "character", "style", "edit")
+NAMES_SHOWN = 12
+LONGEST = 200  # characters of a field
+PIPELINE = stages.pipeline(next(iter(stages.PIPELINES)))
 
 
 def projects_below(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
@@ -57,6 +69,7 @@ class Studio:
                 f"{self.folder}: no project in it, nor {DEPTH} folders below; name a project, or an empty folder for new ones"
             )
         self.seen = ""
+        self.draft = Draft(self.folder)
         self._summaries: dict[Path, tuple[str, Row]] = {}  # of the project's present `changes`
 
     @property
@@ -71,17 +84,69 @@ class Studio:
         self.seen = self.changes()
 
     def changes(self) -> str:
-        found = [f"{name} {changes(path)} {sentence(path)}" for name, path in self.projects().items()]
+        found = [self.draft.seen]
+        found += [f"{name} {changes(path)} {sentence(path)}" for name, path in self.projects().items()]
         return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
 
     def progress(self) -> Row:
         return {}
 
     def titles(self) -> dict[str, str]:
-        return {"overview": "Projects"}
+        return {"overview": "Projects", "new": "New project"}
 
     def data(self, name: str, chosen: Mapping[str, str]) -> Row:
+        if name == "new":
+            return {
+                "draft": self.drafted(),
+                "models": self.models(),
+                "kinds": KINDS,
+                "disk": format_bytes(free_bytes(self.folder)),
+            }
         return {"projects": [self.summary(name, path) for name, path in self.projects().items()]}
+
+    def drafted(self) -> Row:
+        found: Row = {}
+        with errors_as_text(found):
+            files, missing = self.draft.files().values(), self.draft.missing()
+            size = format_bytes(sum(file.size for file in files))
+            found |= {"count": len(files), "size": size, "missing": len(missing), "names": [f.name for f in files][-NAMES_SHOWN:]}
+        return found
+
+    @functools.cached_property
+    def budget(self) -> int:
+        from stages.tuner.blockwise.device import memory_budget
+
+        return memory_budget()
+
+    @functools.cached_property
+    def computed(self) -> list[Row]:
+        return list(load(PIPELINE.models)(self.budget))
+
+    def models(self) -> list[Row]:
+        """With "download": what is left to fetch, and whether the disk has room for it."""
+        found = []
+        for each in self.computed:
+            left = max(0, each["bytes"] - arrived(each["hub"]))
+            room = "" if left <= free_bytes(cache_folder(each["hub"])) else ", more than the disk has room for"
+            found.append(each | {"download": f"{format_bytes(left)} to download{room}" if left else "is here"})
+        return found
+
+    def announce(self, body: Row) -> Row:
+        return self.draft.announce(body.get("files"))
+
+    def discard(self, body: Row) -> Row:
+        self.draft.discard()
+        return {"said": "all files are taken out"}
+
+    def create(self, body: Row) -> Row:
+        """Body: name, trigger, preset, family."""
+        given = {key: body.get(key, "") for key in ("name", "trigger", "preset", "family")}
+        if not all(isinstance(value, str) and value.isprintable() and len(value) <= LONGEST for value in given.values()):
+            raise ValueError(f"each field must be one line of at most {LONGEST} characters")
+        name = given.pop("name").strip()
+        options = {key: value.strip() for key, value in given.items()}
+        told = self.draft.create(name, options, load(PIPELINE.fitting)(options, self.budget))
+        return {"said": "; ".join(line.strip() for line in told[1:-4]), "go": f"{PROJECTS[1:]}/{quote(name)}/"}
 
     def summary(self, name: str, path: Path) -> Row:
         now = changes(path)
@@ -107,7 +172,7 @@ def summary(path: Path) -> Row:
         site = Site(path)
         try:
             found = overview(site.project, site.query)
-            lacks = [f"{site.query(sql)[0]['n']} {what}" for what, sql in site.project.pipeline.lacks.items()]
+            lacks = list(lacking(site))
         finally:
             site.close()
     except (ValueError, OSError) as error:
@@ -118,8 +183,15 @@ def summary(path: Path) -> Row:
         "picture": found["pictures"][0]["picture"] if found["pictures"] else "",
         "run": steps,
         "next": "interrupted, with what was saved" if found.get("interrupted") else found["next"],
-        "lacks": ", ".join(each for each in lacks if not each.startswith("0 ")),
+        "lacks": ", ".join(lacks),
     } | ({"error": found["error"]} if "error" in found else {})
+
+
+def lacking(site: Site) -> Iterator[str]:
+    for what, sql in site.project.pipeline.lacks.items():
+        with errors_as_text({}):  # its tables are not built yet
+            if count := site.query(sql)[0]["n"]:
+                yield f"{count} {what}"
 
 
 class StudioAnswers(Answers[Studio]):
@@ -129,7 +201,21 @@ class StudioAnswers(Answers[Studio]):
         self.opening = threading.Lock()
 
     def routes(self) -> list[BaseRoute]:
-        return [Mount(PROJECTS, app=self.project), *super().routes()]
+        do = Route("/do/{page}", self.changing(_do), methods=["POST"])
+        return [Mount(PROJECTS, app=self.project), do, Route("/part/{key}", self.part, methods=["POST"]), *super().routes()]
+
+    async def part(self, request: Request) -> Response:
+        """Bytes of an announced file, from the parameter "at" on."""
+        if not self.known(request.headers.get("x-token", "")):
+            return PlainTextResponse(NO_TOKEN, 403)
+        at, body = request.query_params.get("at", ""), await whole_body(request)
+        if body is None or not at.isdecimal() or len(at) > 15:
+            return PlainTextResponse(f"a part must say where it begins, and have at most {MOST_BYTES} bytes", 400)
+        try:
+            have = await run_in_threadpool(self.site.draft.receive, request.path_params["key"], int(at), body)
+        except (ValueError, OSError) as error:
+            return PlainTextResponse(one_line(error)[:300], 400)
+        return JSONResponse({"have": have})
 
     def filled(self, name: str, data: Row, seen: str) -> Response:
         shown = self.render("studio.html", page=name, picture=picture_address, **data)
@@ -161,6 +247,17 @@ class StudioAnswers(Answers[Studio]):
                 answers.above = True
                 self.opened[name] = Router(answers.routes())
             return self.opened[name]
+
+
+def _do(answers: StudioAnswers, page: str, body: Row) -> Response:
+    if page not in ("announce", "create", "discard"):
+        raise ValueError(f"there is no action {page[:40]!r}")
+    return JSONResponse(getattr(answers.site, page)(body))
+
+
+def arrived(hub: str) -> int:
+    """Bytes of a family's weights in the hub's cache."""
+    return size_of(cache_folder(hub)) if hub else 0
 
 
 def make_studio(studio: Studio, token: str) -> Starlette:

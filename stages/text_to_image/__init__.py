@@ -26,6 +26,8 @@ PIPELINE = Pipeline(
     follow="stages.text_to_image.follow:CHAIN",
     panels=PANELS,
     capacity="stages.text_to_image.memory:lines",
+    models="stages.text_to_image.template:models",
+    fitting="stages.text_to_image.template:fitting",
     basic=(
         "project.family",
         "images.folder",

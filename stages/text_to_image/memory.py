@@ -18,6 +18,7 @@ LOWEST = 256  # pixels: no smaller image is advised
 LONG = 160  # tokens of a long caption, where none is known yet
 TOKEN_BYTES, CHAT_TOKENS = 3, 10  # at least, of UTF-8 text a token (about 4.5 in English); at most, of an empty prompt
 SIDES = (512, 768, 1024)  # pixels
+OPTIMIZER = "adamw8bit"  # with a packed base
 
 
 def image_sizes(outlook: Outlook) -> list[tuple[int, int]]:
@@ -99,7 +100,7 @@ def forecasts(family: Family, side: int, bits: int, budget: int, streamed: bool 
     sections: dict[str, Any] = {name: PIPELINE.stage(name).config() for name in PIPELINE.stages}
     train = sections["train"]
     # Who packs the base to save memory saves it in the optimizer too.
-    method = replace(train.optimizer, kind="adamw8bit") if bits < 16 else train.optimizer
+    method = replace(train.optimizer, kind=OPTIMIZER) if bits < 16 else train.optimizer
     sections["buckets"] = replace(sections["buckets"], resolutions=(side,))
     sections["samples"] = replace(sections["samples"], width=side, height=side, base_bits=bits, stream_blocks=streamed)
     sections["train"] = replace(train, base_bits=bits, optimizer=method, stream_blocks=streamed)

@@ -12,10 +12,12 @@ from stages.pipelines import Option, Template
 from stages.settings import nearest, setting_path, toml_string
 from stages.text_to_image.caption_files import make_lookups
 from stages.text_to_image.captions.stage import CaptionsConfig
+from stages.text_to_image.families import FAMILIES
 from stages.text_to_image.families import family as family_record
 from stages.text_to_image.images.folder import CONTROL, pair_references, scan
 from stages.text_to_image.imaging.usable import without_ending
 from stages.text_to_image.length import AUTO, explanation, steps_of
+from stages.text_to_image.memory import OPTIMIZER, SIDES, Capacity, capacity, forecasts
 from stages.text_to_image.seen import Seen, look
 from stages.untrusted import read_json
 
@@ -204,6 +206,46 @@ def toml_sections(record: Family, settings: Settings = BEGIN) -> str:
             lines.append(f"{name} = {json.dumps(value)}{remark and '  # ' + remark}")  # JSON is TOML here
         parts += ["\n".join(lines)] if usual or own else []
     return "\n\n".join(parts)
+
+
+# Which family to begin with
+
+
+def models(budget: int) -> list[dict[str, Any]]:
+    """Of each family that can be trained: name, title, licence, terms, hub, bytes, and "fits": side -> text."""
+    found = []
+    for family in FAMILIES.values():
+        if (family.hub or family.bundled) and not family.base:
+            size = 0 if family.bundled else sum(family.component_bytes().values())
+            facts = {
+                "name": family.name,
+                "title": family.name if family.bundled else family.title,
+                "licence": family.licence,
+                "terms": family.terms,
+            }
+            fits = {side: _fits(capacity(family, side, budget), family, budget) for side in SIDES}
+            found.append(facts | {"hub": family.hub, "bytes": size, "fits": fits})
+    return found
+
+
+def _fits(found: Capacity, family: Family, budget: int) -> str:
+    if found.bits is None:
+        least = max(each.peak for each in forecasts(family, found.side, 4, budget, True).values())
+        return f"does not fit: needs {least / 1e9:.3g} GB, {budget / 1e9:.3g} GB are there"
+    bits = "fits" if found.bits == 16 else f"fits at {found.bits} bits"
+    return f"{bits}, streamed from the disk" if found.streamed else bits
+
+
+def fitting(options: Mapping[str, str], budget: int) -> dict[str, Any]:
+    """The settings beside those of `init` with which the family fits: {} if it fits as it is, or does not fit at all."""
+    record = family_record(options["family"])
+    resolutions = preset_settings(options.get("preset", ""), False)["buckets"]["resolutions"][0]
+    side = max(record.begin.get("buckets", {}).get("resolutions", resolutions))
+    found = capacity(record, side, budget)
+    if found.bits in (None, 16):
+        return {}
+    streamed = {"train.stream_blocks": True, "samples.stream_blocks": True} if found.streamed else {}
+    return {"train.base_bits": found.bits, "train.optimizer.kind": OPTIMIZER, "samples.base_bits": found.bits} | streamed
 
 
 # OneTrainer's concepts.json

@@ -101,8 +101,9 @@ function listen() {  // the browser connects again by itself
 
 async function act(what, body, place) {
   try {
-    place.textContent = told = (await send("do", body, what)).said;
-    await show(true);
+    const answer = await send("do", body, what);
+    place.textContent = told = answer.said;
+    if (answer.go) location.assign(answer.go); else await show(true);
   } catch (error) { place.textContent = told = error.message; }
 }
 
@@ -121,10 +122,24 @@ let told = "";  // stays when the page is refreshed because something has change
 function said(text) { const place = main.querySelector("[data-said]"); if (place) place.textContent = told = text; }
 
 async function send(what, body, to = page) {
-  const headers = {"X-Token": token, "Content-Type": "application/json"};
-  const answer = await fetch(`${what}/${to}`, {method: "POST", headers, body: JSON.stringify(body)});
+  const headers = {"X-Token": token, "Content-Type": "application/json"}, sent = body instanceof Blob ? body : JSON.stringify(body);
+  const answer = await fetch(`${what}/${to}`, {method: "POST", headers, body: sent});
   if (answer.status !== 200 && answer.status !== 409) throw new Error(await answer.text());
   return answer.json();
+}
+
+async function upload(input) {  // in parts; what is there already is not sent again
+  const files = [...input.files], place = main.querySelector("[data-said]"), list = files.map((f) => [f.webkitRelativePath || f.name, f.size, f.lastModified]);
+  try {
+    const {have, said: note} = await send("do", {files: list}, "announce");
+    for (const [n, file] of files.entries()) {
+      for (let [key, at] = have[n]; key && at < file.size;) at = (await send("part", file.slice(at, at + 4_000_000), `${key}?at=${at}`)).have;
+      place.textContent = told = `${n + 1} of ${files.length} files are here`;
+    }
+    place.textContent = told = [told, note].filter(Boolean).join("; ");
+  } catch (error) { place.textContent = told = `${error.message}: choose the same files again to go on`; }
+  input.value = "";
+  await show(true);
 }
 
 async function post(edits) {  // in parts, each below the largest body that the program takes
@@ -147,37 +162,33 @@ function remember(edits) {  // a text without an earlier edit is undone by takin
 
 function undoable() { main.querySelectorAll("[data-undo]").forEach((button) => { button.disabled = !history_.length; }); }
 
-async function replaceAll(form) {
+async function attempt(work) {
   if (unsaved()) { said("save your changes first"); return; }
-  try {
-    const {edits} = await send("replace", {find: form.elements.find.value, by: form.elements.replace.value});
-    const count = Object.keys(edits).length;
-    if (count) remember(edits);
-    await show(false);
-    said(`${count} saved`);
-  } catch (error) { said(error.message); }
+  try { await work(); } catch (error) { said(error.message); }
+}
+
+async function replaceAll(form) {
+  const {edits} = await send("replace", {find: form.elements.find.value, by: form.elements.replace.value});
+  const count = Object.keys(edits).length;
+  if (count) remember(edits);
+  await show(false);
+  said(`${count} saved`);
 }
 
 async function files(undo) {
-  if (unsaved()) { said("save your changes first"); return; }
   if (!undo && !confirm("Write the edited captions into the caption files beside your images? Their old content is kept in the project.")) return;
-  try {
-    const answer = await send("files", {undo});
-    history_.length = 0;
-    await show(false);
-    said(answer.said);
-  } catch (error) { said(error.message); }
+  const answer = await send("files", {undo});
+  history_.length = 0;
+  await show(false);
+  said(answer.said);
 }
 
 async function undo() {
-  if (unsaved()) { said("save your changes first"); return; }
   const last = history_.pop();
   if (!last) return;
-  try {
-    const conflicts = Object.keys(await post(last));
-    await show(false);
-    said(conflicts.length ? `${conflicts.length} texts were changed elsewhere and stay; the others are undone` : "undone");
-  } catch (error) { history_.push(last); said(error.message); }
+  const conflicts = Object.keys(await post(last).catch((error) => { history_.push(last); throw error; }));
+  await show(false);
+  said(conflicts.length ? `${conflicts.length} texts were changed elsewhere and stay; the others are undone` : "undone");
 }
 
 async function save(edits) {
@@ -218,24 +229,21 @@ function edited() {
 }
 
 async function revert(box) {
-  if (unsaved()) { said("save your changes first"); return; }
-  try {
-    const conflicts = await post({[box.dataset.key]: {before: box.dataset.before, text: null}});
-    await show(false);
-    said(box.dataset.key in conflicts ? "changed elsewhere meanwhile: not taken back" : "taken back");
-  } catch (error) { said(error.message); }
+  const conflicts = await post({[box.dataset.key]: {before: box.dataset.before, text: null}});
+  await show(false);
+  said(box.dataset.key in conflicts ? "changed elsewhere meanwhile: not taken back" : "taken back");
 }
 
 main.addEventListener("click", (event) => {
   const target = event.target;
   if (target.matches("button[data-choose]")) choose(target.dataset.choose, target.value);
   else if (target.matches("[data-save]")) save(edited());
-  else if (target.matches("[data-undo]")) undo();
+  else if (target.matches("[data-undo]")) attempt(undo);
   else if (target.matches("[data-notify]")) Notification.requestPermission().then((answer) => said(`notifications: ${answer}`));
   else if (target.matches("[data-do]")) act(target.dataset.do, target.dataset.job ? {job: Number(target.dataset.job)} : {}, main.querySelector("[data-said]"));
-  else if (target.matches("[data-files]")) files(target.dataset.files === "undo");
-  else if (target.matches("[data-replace-all]")) replaceAll(target.closest("form"));
-  else if (target.matches("[data-revert]")) revert(target.closest("li").querySelector("textarea"));
+  else if (target.matches("[data-files]")) attempt(() => files(target.dataset.files === "undo"));
+  else if (target.matches("[data-replace-all]")) attempt(() => replaceAll(target.closest("form")));
+  else if (target.matches("[data-revert]")) attempt(() => revert(target.closest("li").querySelector("textarea")));
   else if (target.matches("[data-replace]")) {
     const form = target.closest("form"), find = form.elements.find.value, by = form.elements.replace.value;
     if (find) main.querySelectorAll("textarea[data-key]").forEach((box) => { box.value = box.value.split(find).join(by); mark(box); });
@@ -256,6 +264,7 @@ main.addEventListener("submit", (event) => {
   if (event.target.matches("[data-sql]")) choose("sql", event.target.elements.sql.value);
 });
 main.addEventListener("change", (event) => {
+  if (event.target.type === "file") upload(event.target);
   if (event.target.matches("select[data-choose]")) choose(event.target.dataset.choose, event.target.value);
   if (event.target.matches("select[data-panel]") && event.target.value) choose("sql", event.target.value);
 });

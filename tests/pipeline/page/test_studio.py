@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import html
+import io
 import json
 import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +17,15 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("httpx2")
 
+import pillow_heif
+from PIL import Image
 from starlette.testclient import TestClient
 
+from pipeline.commands.query import answer
+from pipeline.page import studio
+from pipeline.page.draft import safe_paths
 from pipeline.page.studio import Studio, make_studio
+from pipeline.project.project import Project
 from pipeline.queue import Queue
 from tests import projects
 
@@ -56,8 +67,8 @@ def test_each_project_below_the_folder_is_shown_with_its_state_and_has_its_own_p
     assert "train: 312 of 1000 steps" in text and "1 captions missing" in text
     assert "damaged/project.toml: not valid TOML" in text
     addresses = re.findall(r'<a href="([^"]+)">', text)
-    assert addresses == ["p/cats/", "p/damaged/", "p/old/my%20dogs/"]
-    assert page.get(f"/{addresses[0][:-1]}").url.path == "/p/cats/"
+    assert addresses == ["new", "p/cats/", "p/damaged/", "p/old/my%20dogs/"]
+    assert page.get(f"/{addresses[1][:-1]}").url.path == "/p/cats/"
     shell = page.get("/p/old/my%20dogs/images").text
     assert "<h1>my dogs</h1>" in shell and 'href="/">Projects' in shell
     for address in re.findall(r'(?:src|href)="([^"#]+)"', shell):
@@ -93,3 +104,265 @@ def test_a_folder_without_projects_is_shown_only_if_it_is_empty(tmp_path, name, 
     (tmp_path / "empty").mkdir()
     empty = TestClient(make_studio(Studio(tmp_path / "empty"), ""), base_url=HOME)
     assert "No project yet" in empty.get("/fragment/overview").text
+
+
+# New projects
+
+
+@pytest.fixture
+def empty(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(studio, "PIPELINE", replace(studio.PIPELINE, models="tests.pipeline.page.test_studio:no_models"))
+    (tmp_path / "empty").mkdir()
+    return tmp_path / "empty"
+
+
+def no_models(budget: int) -> list[dict]:
+    facts = {"name": "micro", "title": "micro", "licence": "free", "terms": "", "hub": "", "bytes": 0}
+    return [facts | {"fits": {768: "fits"}}]
+
+
+def served(folder: Path) -> TestClient:
+    return TestClient(make_studio(Studio(folder), "secret"), base_url=HOME)
+
+
+def do(client: TestClient, action: str, body: object, headers: dict[str, str] = TOKEN) -> tuple[int, dict]:
+    got = client.post(f"/do/{action}", content=json.dumps(body), headers=headers)
+    return got.status_code, got.json() if got.status_code == 200 else {"said": got.text}
+
+
+def put(client: TestClient, key: str, at: int, content: bytes, headers: dict[str, str] = TOKEN) -> tuple[int, str]:
+    got = client.post(f"/part/{key}?at={at}", content=content, headers=headers)
+    return got.status_code, got.text
+
+
+def upload(client: TestClient, files: dict[str, bytes], part: int = 1000) -> None:
+    """As the page does."""
+    code, told = do(client, "announce", {"files": [[name, len(content), 7] for name, content in files.items()]})
+    assert code == 200, told
+    for (key, at), content in zip(told["have"], files.values(), strict=True):
+        while key and at < len(content):
+            code, text = put(client, key, at, content[at : at + part])
+            assert code == 200, text
+            at = json.loads(text)["have"]
+
+
+@functools.cache  # it is random
+def picture(number: int = 0, kind: str = "PNG") -> bytes:
+    pillow_heif.register_heif_opener()
+    out = io.BytesIO()
+    Image.effect_noise((96 + number, 64), 50).convert("RGB").save(out, kind)
+    return out.getvalue()
+
+
+def test_uploaded_files_become_a_project_as_init_makes_it_and_nothing_is_in_its_place_before(empty, tmp_path):
+    page = served(empty)
+    files = {
+        "cats/a.png": picture(1),
+        "cats/a.txt": b"a cat",
+        "cats/.DS_Store": b"hidden",
+        "cats/photo.HEIC": picture(2, "HEIF"),
+        "cats/broken.jpg": b"no picture",
+        "cats/empty.txt": b"",
+    }
+    upload(page, files)
+    upload(page, {"cats/a.png": picture(3), "cats/a.txt": b"another cat"})  # other files of the same names
+    assert [path.name for path in empty.iterdir()] == [".new-project"]
+    shown = page.get("/fragment/new").text
+    assert "7 files" in shown and "cats/a 2.png" in shown and "DS_Store" not in shown
+    code, told = do(page, "create", {"name": "my cats", "trigger": "ohwx", "preset": "style", "family": "micro"})
+    assert (code, told["go"]) == (200, "p/my%20cats/"), told
+    folder = empty / "my cats"
+    assert {path.name: path.read_bytes() for path in (folder / "images" / "cats").iterdir()} == {
+        name.removeprefix("cats/"): content for name, content in files.items() if "DS_Store" not in name
+    } | {"a 2.png": picture(3), "a 2.txt": b"another cat"}
+    code, _, _ = projects.said(
+        "init",
+        "--images",
+        str(folder / "images"),
+        "--family",
+        "micro",
+        "--preset",
+        "style",
+        "--trigger",
+        "ohwx",
+        str(empty / "x"),
+    )
+    assert code == 0
+    assert (folder / "project.toml").read_text() == (empty / "x" / "project.toml").read_text().replace(
+        "../my cats/images", "images"
+    )
+    projects.build(folder, "images", "captions")
+    rows = {row["path"]: row["rejected"] for row in answer(Project(folder), "select path, rejected from images").to_pylist()}
+    assert rows == {"cats/a.png": None, "cats/a 2.png": None, "cats/photo.HEIC": None, "cats/broken.jpg": "unreadable"}
+    texts = answer(Project(folder), "select text from captions where role = 'caption' order by text").to_pylist()
+    assert [row["text"] for row in texts] == ["ohwx", "ohwx, a cat", "ohwx, another cat"]
+    assert "No files yet" in page.get("/fragment/new").text and "my cats" in page.get("/fragment/overview").text
+
+
+def test_a_file_that_was_cut_goes_on_where_it_was_after_a_restart_and_from_two_servers(empty):
+    first, content = served(empty), picture(5)
+    _, told = do(first, "announce", {"files": [["a.png", len(content), 7]]})
+    ((key, _),) = told["have"]
+    assert put(first, key, 0, content[:1000]) == (200, '{"have":1000}')
+    other = served(empty)  # another server, or the same after a kill
+    assert do(other, "announce", {"files": [["a.png", len(content), 7]]})[1]["have"] == [[key, 1000]]
+    assert "1 not here as a whole" in other.get("/fragment/new").text
+    code, told = do(other, "create", {"name": "a", "family": "micro"})
+    assert code == 400 and "choose them again" in told["said"] and not (empty / "a").exists()
+    assert put(other, key, 1000, content[1000:1500]) == (200, '{"have":1500}')
+    assert put(first, key, 1000, content[1000:1800]) == (200, '{"have":1500}')  # told where to go on
+    assert put(first, key, 1500, content[1500:] + b"x")[0] == 400 and put(first, key, 1500, b"")[0] == 400
+    assert put(first, key, 1500, content[1500:]) == (200, f'{{"have":{len(content)}}}')
+    assert (empty / ".new-project" / "project" / "images" / "a.png").read_bytes() == content
+    assert do(first, "create", {"name": "a", "family": "micro"})[0] == 200
+    assert do(other, "create", {"name": "a", "family": "micro"})[1]["said"].endswith("exists already: choose another name")
+    assert do(other, "create", {"name": "b", "family": "micro"})[1]["said"] == "add pictures first"
+    assert put(other, key, 0, content)[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("../../etc/passwd.png", "_/_/etc/passwd.png"),
+        ("/etc/a.png", "_/etc/a.png"),
+        ("C:\\x\\..\\a.png", "C__x_.._a.png"),
+        ("a\n\x00\x1b[31m\u202egnp.png", "a___[31m_gnp.png"),
+        ("con.png", "_con.png"),
+        ("LPT1", "_LPT1"),
+        ("ende. ", "ende"),
+        ("cafe\u0301.png", "caf\u00e9.png"),
+        ("\ud800.png", "_.png"),
+        ("a//b.png", "a/_/b.png"),
+        ("👩\u200d👧.png", "👩\u200d👧.png"),
+    ],
+)
+def test_a_name_is_made_safe_and_lies_below_the_pictures(empty, name, stored):
+    upload(served(empty), {name: b"content"})
+    images = empty / ".new-project" / "project" / "images"
+    assert [path.relative_to(images).as_posix() for path in images.rglob("*") if path.is_file()] == [stored]
+
+
+def test_equal_names_and_long_ones_stay_apart_and_captions_stay_with_their_pictures():
+    long = "ä" * 300
+    names = safe_paths(
+        ["a.png", "A.PNG", "a.txt", "cafe\u0301.png", "caf\u00e9.png", f"{long}.png", f"{long}.txt"], {"a.mask.png"}
+    )
+    assert names[:3] == ["a.png", "A 2.PNG", "a.txt"] and names[3:5] == ["caf\u00e9.png", "caf\u00e9 2.png"]
+    assert names[5].removesuffix(".png") == names[6].removesuffix(".txt") and max(len(name.encode()) for name in names) <= 200
+    taken = {"a.png", "b.png"}
+    assert safe_paths(["a.png", "a.txt", "b.mask.png"], taken) == ["a 2.png", "a 2.txt", "b.mask.png"]
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ([["film.mov", 10 * 10**9, 7]], "film.mov: 10 GB, more than the 4 GB that one file may have"),
+        ([[f"{n}.tar", 4 * 10**9, 7] for n in range(60)], "in all"),
+        ([[f"{n}.png", 0, 7] for n in range(20_001)], "more than the 20000"),
+        ([["a/b/c/d/e/f/g/h/i.png", 1, 7]], "folders deep"),
+        ([["a", 1, 7], ["a/b.png", 1, 7]], "the name of a folder"),
+        ([["a.png", -1, 7]], "must be [path"),
+        ([["a.png", True, "x"]], "must be [path"),
+        ([], "must be a list"),
+        ("a.png", "must be a list"),
+    ],
+)
+def test_what_cannot_be_uploaded_is_one_line_before_the_first_byte(empty, files, reason):
+    code, told = do(served(empty), "announce", {"files": files})
+    assert code == 400 and reason in told["said"] and "\n" not in told["said"]
+    assert not [path for path in empty.rglob("*") if path.is_file() and path.name != "lock"]
+
+
+def test_an_upload_that_the_disk_has_no_room_for_is_refused_before_the_first_byte(empty, monkeypatch):
+    monkeypatch.setattr("pipeline.store.disk.free_bytes", lambda folder: 10**6)
+    code, told = do(served(empty), "announce", {"files": [["a.png", 2 * 10**6, 7]]})
+    assert code == 400 and "free 1 MB more" in told["said"] and not list(empty.rglob("*.jsonl"))
+
+
+def test_a_thousand_uploads_at_once_are_all_stored(empty):
+    page = served(empty)
+    _, told = do(page, "announce", {"files": [[f"{n}.txt", 4, 7] for n in range(1000)]})
+    keys = [key for key, _ in told["have"]]
+    with page, ThreadPoolExecutor(50) as pool:
+        codes = list(pool.map(lambda pair: put(page, pair[1], 0, f"{pair[0]:04}".encode())[0], enumerate(keys)))
+    assert set(codes) == {200}
+    images = empty / ".new-project" / "project" / "images"
+    assert all((images / f"{n}.txt").read_text() == f"{n:04}" for n in range(1000))
+
+
+@pytest.mark.parametrize("name", ["", "..", "../x", "a/b", ".x", "a\nb", "con", "x" * 300, "taken"])
+def test_a_project_gets_no_name_that_leads_elsewhere_or_is_taken(empty, name):
+    page = served(empty)
+    upload(page, {"a.png": picture()})
+    (empty / "taken").mkdir()
+    code, told = do(page, "create", {"name": name, "family": "micro"})
+    assert code == 400 and "\n" not in told["said"]
+    assert not list(empty.parent.glob("*.toml")) and not (empty / "taken" / "images").exists()
+
+
+@pytest.mark.parametrize(
+    "field", [{"family": "nothing"}, {"preset": "nothing"}, {"trigger": "a\nb"}, {"trigger": 3}, {"preset": "edit"}]
+)
+def test_a_project_that_init_refuses_is_one_line_and_its_files_stay(empty, field):
+    page = served(empty)
+    upload(page, {"a.png": picture()})
+    code, told = do(page, "create", {"name": "cats", "family": "micro", **field})
+    assert code == 400 and "\n" not in told["said"], told
+    assert not (empty / "cats").exists() and "1 file," in page.get("/fragment/new").text
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"x-token": "wrong"}, *(TOKEN | each for each in ({"origin": "http://evil.example"}, {"host": "evil.example"}))],
+)
+def test_another_site_uploads_nothing_and_makes_no_project(empty, headers):
+    page = served(empty)
+    upload(page, {"a.png": picture()})
+    ((key, _),) = do(page, "announce", {"files": [["b.png", 4, 7]]})[1]["have"]
+    before = sorted(empty.rglob("*"))
+    for action, body in (("announce", {"files": [["c.png", 4, 7]]}), ("create", {"name": "cats"}), ("discard", {})):
+        assert do(page, action, body, headers)[0] == 403
+    assert put(page, key, 0, b"abcd", headers)[0] == 403
+    assert sorted(empty.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "damage", ["[", '{"key": "../x", "name": "a", "size": 1}', '{"key": "a", "name": "../x", "size": 1}', '{"a": 1}']
+)
+def test_a_list_of_files_that_was_damaged_or_edited_is_one_line_everywhere(empty, damage):
+    page = served(empty)
+    upload(page, {"a.png": picture()})
+    (empty / ".new-project" / "files.jsonl").write_text(damage)
+    assert "delete" in page.get("/fragment/new").text
+    for action, body in (("announce", {"files": [["c.png", 4, 7]]}), ("create", {"name": "cats", "family": "micro"})):
+        code, told = do(page, action, body)
+        assert code == 400 and "to begin anew" in told["said"] and "\n" not in told["said"]
+    assert do(page, "discard", {})[0] == 200 and "No files yet" in page.get("/fragment/new").text
+
+
+def test_no_file_is_written_through_a_link(empty, tmp_path):
+    (tmp_path / "outside").mkdir()
+    for place in (".new-project/project/images", ".new-project/parts", ".new-project/project/images/a"):
+        page = served(empty)
+        shutil.rmtree(empty / ".new-project", ignore_errors=True)
+        (empty / place).parent.mkdir(parents=True, exist_ok=True)
+        (empty / place).symlink_to(tmp_path / "outside")
+        code, told = do(page, "announce", {"files": [["a/b.txt", 1, 7]]})
+        if code == 200:
+            code, told["said"] = put(page, told["have"][0][0], 0, b"x")
+        assert code == 400 and "is a link" in told["said"]
+        assert not list((tmp_path / "outside").iterdir())
+
+
+# Two servers and two tabs
+
+
+def test_two_servers_on_one_project_lose_no_job_and_no_edit(folder):
+    pages, queue = [served(folder), served(folder)], Queue(folder / "cats")
+    queue.pause()
+    with ThreadPoolExecutor(4) as pool:
+        codes = list(pool.map(lambda n: pages[n % 2].post("/p/cats/do/train", json={}, headers=TOKEN).status_code, range(12)))
+    assert set(codes) == {200} and [job.number for job in queue.jobs()] == list(range(1, 13))
+    assert pages[0].post("/p/cats/do/cancel", json={"job": 1}, headers=TOKEN).status_code == 200
+    second = pages[1].post("/p/cats/do/cancel", json={"job": 1}, headers=TOKEN)
+    assert second.status_code == 400 and second.text == "job 1 is cancelled"
