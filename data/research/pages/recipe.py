@@ -92,8 +92,15 @@ def rivals_table() -> str:
 def noise_names_table() -> str:
     """Return a table in Markdown with the names that other trainers give to our distributions of noise levels."""
     names = sorted({name for own in RIVALS["noise_names"].values() for name in own})
-    rows = [[trainer, *(f"our `{own[name]}`" for name in names)] for trainer, own in RIVALS["noise_names"].items()]
+    rows = [
+        [trainer, *(f"our `{own[name]}`" if name in own else "" for name in names)]
+        for trainer, own in RIVALS["noise_names"].items()
+    ]
     return markdown(["trainer", *(f"its `{name}`" for name in names)], rows)
+
+
+def mflux_table() -> str:
+    return markdown(["mflux 0.24.0 has", "read in"], [[each["what"], each["source"]] for each in RIVALS["mflux"]])
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -101,6 +108,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "optimizers": optimizer_tables,
     "rivals": rivals_table,
     "names": noise_names_table,
+    "mflux": mflux_table,
 }
 
 
