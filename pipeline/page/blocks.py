@@ -132,12 +132,13 @@ def overview(project: Project, query: Query) -> Row:
         "button": "Train" if training_page(project) else "Run",
         "command": " ".join(main_command(project)),
         "pictures": newest_pictures(project, query),
-        "trains": any(run.current for run in runs),
-        "training": next((training_facts(run) for run in runs if run.current), ""),
         "pausing": any(run.current and (run.table.folder / "artifacts" / PAUSE).exists() for run in runs),
     }
     with errors_as_text(data):
         data |= queue_data(Queue(project.path))
+        stage = data["told"].get("stage", "")
+        present = next((run for run in runs if run.current and run.stage == stage), None)
+        data |= {"trains": present is not None, "training": training_facts(present) if present else ""}
     return data
 
 
@@ -171,6 +172,7 @@ def told(queue: Queue, jobs: Sequence[Job]) -> Row:
     left = f", {format_seconds((total - done) / speed)} left" if speed > 0 and done < total else ""
     return {
         "job": job.number,
+        "stage": stage,
         "done": done,
         "total": total,
         "text": f"{stage}: {done} of {total} {unit.removesuffix('s')}s{left}",

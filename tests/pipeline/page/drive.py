@@ -11,6 +11,8 @@ from pathlib import Path
 
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
 
 PAGES = ("overview", "images", "captions", "training", "samples", "compare", "scores", "draw", "export", "settings", "sql")
 SECONDS = 600  # until a page counts as hanging, on a busy machine too
@@ -39,17 +41,30 @@ def resize(window, width, height):
     window.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
-def look(window, address, name, width, folder):
-    """Open a page and say what is there."""
+# Violations of axe-core's rules: the rule, and the first element that breaks it.
+AXE = """
+const done = arguments[0], first = (each) => [each.id, each.nodes[0].html], options = {resultTypes: ["violations"]};
+axe.run(document, options).then((found) => done(found.violations.map(first)), (error) => done([String(error)]))
+"""
+
+
+def look(window, address, name, width, folder, axe):
+    """Open a page and say what is there. A narrow one is dark. `axe`: a file, or "" """
     resize(window, width, 1000)
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if width < 800 else "light"}
+    window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
     window.get(f"{address}/{'' if name == 'overview' else name}")
-    wait(window, "document.body.dataset.shown")
+    wait(window, "document.body.dataset.shown || document.body.dataset.whole !== undefined")
     wait(window, "[...document.images].filter(i => !i.hidden && i.getBoundingClientRect().top < 900).every(i => i.complete)")
     charts = "[...document.querySelectorAll('[data-chart]')]"
     wait(window, f"{charts}.every(c => c.querySelector('svg') || c.textContent)")
     height = window.execute_script("return document.documentElement.scrollHeight")
     resize(window, width, min(height, 6000))
     window.save_screenshot(str(folder / f"{name.split('?')[0]}-{width}.png"))
+    violations = []
+    if axe:
+        window.execute_script(Path(axe).read_text())
+        violations = window.execute_async_script(AXE)
     sent = [json.loads(entry["message"])["message"] for entry in window.get_log("performance")]
     return {
         "page": name,
@@ -61,6 +76,7 @@ def look(window, address, name, width, folder):
         "requests": sorted(
             {m["params"]["request"]["url"].split("?")[0][:120] for m in sent if m["method"] == "Network.requestWillBeSent"}
         ),
+        "violations": violations,
         "nameless": window.execute_script("return [...document.images].filter(i => !i.hasAttribute('alt')).length"),
         "errors": window.execute_script("return [...document.querySelectorAll('.error')].map(e => e.textContent)"),
     }
@@ -154,6 +170,34 @@ def work(window, address):
     return seen | {"states": window.execute_script(f"return {rows}")}
 
 
+def press(window, wanted, *keys):
+    """Press Tab until the element with that selector has the focus, then the keys."""
+    for _ in range(300):
+        if window.execute_script("return document.activeElement.matches(arguments[0])", wanted):
+            break
+        ActionChains(window).send_keys(Keys.TAB).perform()
+    else:
+        raise AssertionError(f"Tab does not lead to {wanted}")
+    ActionChains(window).send_keys(*keys).perform()
+
+
+def by_keyboard(window, address):
+    """Change a setting, compare two checkpoints and mark one, with the keyboard alone; return what the pages say."""
+    window.get(f"{address}/settings")
+    press(window, "[name='train.checkpoint_every']", Keys.BACKSPACE, "4", Keys.ENTER)
+    effect = wait(window, "document.querySelector('#effects li')?.textContent")
+    press(window, "button[value=save]", Keys.ENTER)
+    saved = wait(window, "document.querySelector('#settings [role=status]')?.textContent")
+    window.get(f"{address}/compare")
+    wait(window, "document.body.dataset.shown")
+    press(window, "input[data-wipe]", *[Keys.ARROW_LEFT] * 10)
+    wiped = window.execute_script("return getComputedStyle(document.querySelector('.wipe img + img')).clipPath")
+    press(window, "#compared select", Keys.ARROW_DOWN)
+    press(window, "#compared form button", Keys.ENTER)
+    marked = wait(window, "document.querySelector('#compared [data-said]').textContent")
+    return {"effect": effect, "saved": saved, "wiped": wiped, "marked": marked}
+
+
 def search(window, address, text):
     """Search among the images, and return the names of those that are shown."""
     window.get(f"{address}/images")
@@ -176,9 +220,13 @@ def main():
             print(json.dumps({"charts": charts, "console": [entry["message"] for entry in window.get_log("browser")]}))
             return
         pages = (*PAGES, f"one?key={asked['one']}")
-        seen = {"looks": [look(window, address, name, width, folder) for width in asked["widths"] for name in pages]}
+        seen = {
+            "looks": [look(window, address, name, width, folder, asked["axe"]) for width in asked["widths"] for name in pages]
+        }
         if asked["edit"]:
             seen["edited"] = edit(window, address)
+        if asked["edit"]:
+            seen["keyboard"] = by_keyboard(window, address)
         if asked["work"]:  # before another process writes the tables
             seen["worked"] = work(window, address)
         if asked["signal"]:

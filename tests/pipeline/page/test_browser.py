@@ -15,17 +15,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from pipeline.page.command import write_report
 from pipeline.page.site import Site
+from pipeline.project.project import Project
+from pipeline.project.runs import find_runs
 from tests import projects
 from tests.pipeline.page.large import fill
 
 CHROMIUM, DRIVER = (shutil.which(name) or "" for name in ("chromium", "chromedriver"))
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver: apt install chromium-driver")
+FOUND = find_spec("selenium_axe_python")
+AXE = str(Path(FOUND.origin).parent / "axe-core" / "axe.min.js") if FOUND and FOUND.origin else ""
 STEPS = 12
 LONGER = """
 import sys, time, pathlib
@@ -39,7 +44,7 @@ projects.build(folder, "train")
 
 
 def drive(address: str, folder: Path, **asked: object) -> dict:
-    usual = {"address": address, "folder": str(folder), "chromium": CHROMIUM, "driver": DRIVER, "widths": [1280, 400]}
+    usual = {"address": address, "folder": str(folder), "chromium": CHROMIUM, "driver": DRIVER, "widths": [1280, 390], "axe": AXE}
     usual |= {"one": "", "edit": False, "signal": "", "search": "", "work": False}
     words = [sys.executable, str(Path(__file__).with_name("drive.py")), json.dumps(usual | asked)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=projects.HANG)
@@ -116,7 +121,7 @@ def looks(request) -> list[dict]:
 
 
 def test_every_page_loads_without_an_error_and_asks_nothing_of_another_machine(looks):
-    assert len(looks) == 20
+    assert len(looks) == 24
     for look in looks:
         assert look["console"] == [] and look["errors"] == [], look
         assert all(address.startswith((look["address"] + "/", "data:")) for address in look["requests"]), look
@@ -127,9 +132,26 @@ def test_every_page_fits_its_width_and_every_picture_has_a_text(looks):
         assert look["scroll"] <= look["width"] and look["nameless"] == 0, look
 
 
+@pytest.mark.skipif(not AXE, reason="needs axe-core: pip install selenium-axe-python")
+def test_axe_finds_no_violation_on_any_page_wide_and_light_or_narrow_and_dark(looks):
+    assert {(look["page"], look["width"]): look["violations"] for look in looks if look["violations"]} == {}
+
+
+def test_a_setting_is_changed_and_two_checkpoints_are_compared_and_marked_with_the_keyboard_alone(seen, folder):
+    found = seen["keyboard"]
+    assert (
+        found["effect"].endswith("train.checkpoint_every = 4: nothing is computed again") and found["saved"] == "1 setting saved"
+    )
+    assert "checkpoint_every = 4\n" in (folder / "project.toml").read_text()
+    assert found["wiped"] == "inset(0px 0px 0px 40%)"
+    (run,) = find_runs(Project(folder))
+    assert found["marked"] == f"step {run.marked_step} is the best of {run.label}" and run.marked_step is not None
+
+
 def test_the_first_paint_comes_before_the_tables_and_the_library_of_charts(looks):
     for look in looks:
-        assert look["paint_ms"] is not None and look["shown_ms"] is not None, look
+        assert look["paint_ms"] is not None, look
+        assert look["shown_ms"] is not None or look["page"] == "settings", look  # it comes whole
         has_chart = look["page"] in ("training", "scores")
         assert has_chart or not any("plotly" in address for address in look["requests"]), look
 
