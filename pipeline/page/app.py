@@ -11,7 +11,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -35,6 +35,7 @@ from starlette.routing import BaseRoute, Route
 
 from pipeline.errors import one_line
 from pipeline.page.actions import ACTIONS
+from pipeline.page.door import Behind, Door
 from pipeline.page.settings import answer_form
 from pipeline.page.site import LONGEST, Site
 from stages.pipelines import Folder
@@ -70,15 +71,15 @@ HEADERS = {
 class Guard:
     """ASGI middleware that refuses requests which the local page did not send, and adds HEADERS to the answers."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, hosts: Sequence[str], scheme: str) -> None:
+        self.app, self.hosts, self.scheme = app, hosts, scheme
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        if refusal := refused(headers):
+        if refusal := refused(headers, self.hosts, self.scheme):
             await PlainTextResponse(refusal[1], refusal[0])(scope, receive, send)
             return
 
@@ -90,14 +91,14 @@ class Guard:
         await self.app(scope, receive, send_with_headers)
 
 
-def refused(headers: dict[str, str]) -> tuple[int, str] | None:
+def refused(headers: dict[str, str], hosts: Sequence[str], scheme: str) -> tuple[int, str] | None:
     """(status, reason), or None. The keys of `headers` are in lower case."""
     host = headers.get("host", "")
     # A site whose name was rebound to 127.0.0.1 sends its own name.
-    if host.rpartition(":")[0] not in HOSTS and host not in HOSTS:
-        return 403, "this page answers on this machine alone: open http://127.0.0.1"
-    origin = headers.get("origin", f"http://{host}")
-    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") or origin != f"http://{host}":
+    if host.rpartition(":")[0] not in hosts and host not in hosts:
+        return 403, f"this page answers to its own address alone: open {scheme}://{hosts[0]}"
+    origin = headers.get("origin", f"{scheme}://{host}")
+    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") or origin != f"{scheme}://{host}":
         return 403, "a page of another site may not use this one"
     length = headers.get("content-length", "0")
     if not length.isdecimal() or int(length) > MOST_BYTES:
@@ -119,9 +120,15 @@ def addresses(cell: list[tuple[int, str]], picture: Callable[[str], str]) -> str
     return json.dumps([common, *((step, address[len(common) :]) for step, address in found)], separators=(",", ":"))
 
 
-def make_app(site: Site, token: str = "") -> Starlette:
-    answers = ProjectAnswers(site, token or secrets.token_urlsafe(24))
-    return Starlette(routes=answers.routes(), middleware=[Middleware(Guard)])
+def make_app(site: Site, token: str = "", hosts: Sequence[str] = HOSTS, door: Door | None = None) -> Starlette:
+    return guarded(ProjectAnswers(site, token or secrets.token_urlsafe(24)).routes(), hosts, door)
+
+
+def guarded(routes: Sequence[BaseRoute], hosts: Sequence[str], door: Door | None) -> Starlette:
+    """With a door, over TLS."""
+    middleware = [Middleware(Guard, hosts=hosts, scheme="https" if door else "http")]
+    middleware += [Middleware(Behind, door=door)] if door else []
+    return Starlette(routes=routes, middleware=middleware)
 
 
 class Shown(Protocol):

@@ -7,7 +7,7 @@ import secrets
 import threading
 import webbrowser
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,17 +17,24 @@ from pipeline.project.project import Project
 from pipeline.store.disk import atomic_write
 from pipeline.terminal import tell
 
+if TYPE_CHECKING:
+    from pipeline.page.door import Door
+
 PICTURE = 256  # pixels: the longer side of a picture in the file
 MOST = 400  # pictures; further ones are left out
 NEEDED = "the page needs the extra `view`: make view installs it, or: pip install 'latentmill[view]'"
 
 
 @click.command("view")
-@click.option("--port", default=8765, show_default=True, type=click.IntRange(1, 65535), help="The port on 127.0.0.1.")
+@click.option("--port", default=8765, show_default=True, type=click.IntRange(1, 65535), help="The port.")
+@click.option("--listen", metavar="ADDRESS", help="Listen on this address of your own network too, with the next three.")
+@click.option("--password-file", type=click.Path(path_type=Path), help="A file with the password, which you alone can read.")
+@click.option("--certificate", type=click.Path(path_type=Path), help="The certificate, PEM.")
+@click.option("--key", type=click.Path(path_type=Path), help="Its key, PEM.")
 @click.option("--open/--no-open", "opened", default=True, help="Open the page in the browser.")
 @click.argument("folder", required=False, is_eager=True, callback=instead_of_project)
 @with_project
-def command(port: int, opened: bool, folder: str | None, project: Project | None) -> None:
+def command(port: int, opened: bool, folder: str | None, project: Project | None, **network: Any) -> None:
     """Show the project as a web page on this machine until Ctrl-C. The page is updated while a stage runs. It adds jobs
     to the project's queue, and changes captions: edits are stored in the project and, on request, written into caption files.
     FOLDER shows all projects below it instead, each with its own pages; a folder of one project shows that one.
@@ -42,22 +49,41 @@ def command(port: int, opened: bool, folder: str | None, project: Project | None
     except ModuleNotFoundError:
         raise ValueError(NEEDED) from None
     token = secrets.token_urlsafe(24)
+    host, hosts, door = listening(**network)
     if project is None:
         studio = Studio(str(folder))
-        app, name = make_studio(studio, token), studio.name
+        app, name = make_studio(studio, token, hosts, door), studio.name
         threading.Thread(target=lambda: studio.computed, daemon=True).start()  # seconds, which the page need not wait for
     else:
-        app, name = make_app(Site(project.path, project.overrides), token), project.name
-    with socket.socket() as probe:
-        if probe.connect_ex(("127.0.0.1", port)) == 0:
+        app, name = make_app(Site(project.path, project.overrides), token, hosts, door), project.name
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        if probe.connect_ex((host, port)) == 0:
             raise ValueError(f"port {port} is in use, perhaps by another page; choose one: --port {port + 1}")
-    address = f"http://127.0.0.1:{port}"
+    address = f"{'https' if door else 'http'}://{hosts[0]}:{port}"
     tell(f"{name}: {address} (Ctrl-C ends it)")
     if opened:
         webbrowser.open(address)
     # A listening page never closes its stream of events: do not wait for it.
     options: dict[str, Any] = {"log_level": "warning", "server_header": False, "timeout_graceful_shutdown": 1}
-    uvicorn.run(app, host="127.0.0.1", port=port, **options)
+    files = {"ssl_certfile": network["certificate"], "ssl_keyfile": network["key"]} if door else {}
+    uvicorn.run(app, host=host, port=port, **options, **files)
+
+
+def listening(
+    listen: str | None, password_file: Path | None, certificate: Path | None, key: Path | None
+) -> tuple[str, tuple[str, ...], Door | None]:
+    """The address to bind, the hosts that requests may name, and the door: none on 127.0.0.1. Raises ValueError."""
+    from pipeline.page.app import HOSTS
+    from pipeline.page.door import Door, address_of, check_certificate, password_of
+
+    if not (listen or password_file or certificate or key):
+        return HOSTS[0], HOSTS, None
+    if not (listen and password_file and certificate and key):
+        raise ValueError("view --listen needs --password-file, --certificate and --key, and they need --listen")
+    address = address_of(listen)
+    check_certificate(certificate, key)
+    shown = f"[{address}]" if ":" in address else address
+    return address, tuple(dict.fromkeys((shown if listen == address else listen, shown))), Door(password_of(password_file))
 
 
 @click.command("report")

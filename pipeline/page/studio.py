@@ -6,21 +6,21 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route, Router
 
 import stages
 from pipeline.errors import one_line
-from pipeline.page.app import MOST_BYTES, NO_TOKEN, Answers, Guard, ProjectAnswers, picture_address, whole_body
+from pipeline.page.app import HOSTS, MOST_BYTES, NO_TOKEN, Answers, ProjectAnswers, guarded, picture_address, whole_body
 from pipeline.page.blocks import errors_as_text, overview, told
+from pipeline.page.door import Door
 from pipeline.page.draft import Draft
 from pipeline.page.site import Site, changes
 from pipeline.project.config import FILE
@@ -260,5 +260,5 @@ def arrived(hub: str) -> int:
     return size_of(cache_folder(hub)) if hub else 0
 
 
-def make_studio(studio: Studio, token: str) -> Starlette:
-    return Starlette(routes=StudioAnswers(studio, token).routes(), middleware=[Middleware(Guard)])
+def make_studio(studio: Studio, token: str, hosts: Sequence[str] = HOSTS, door: Door | None = None) -> Starlette:
+    return guarded(StudioAnswers(studio, token).routes(), hosts, door)
