@@ -184,6 +184,40 @@ def measure_drawing(case: Case) -> dict[str, Any]:
     return times | {name: size / 1e9 for name, size in sizes.items()} | {"held_gb": mx.get_active_memory() / 1e9}
 
 
+def measure_preview(case: Case) -> dict[str, Any]:
+    """Time of a picture as the stage `samples` draws it: every step, two passes where the family has guidance, and decoding."""
+    import mlx.core as mx
+
+    from stages.text_to_image.families import family
+    from stages.text_to_image.samples.config import SamplesConfig
+    from stages.text_to_image.samples.drawing import LatentSampler, decode
+    from stages.text_to_image.samples.memory import drawing_memory, passes
+    from stages.text_to_image.train.profile import profile_settings, random_transformer
+    from stages.tuner.blockwise.backprop import model_forward
+    from stages.tuner.blockwise.device import configure_scheduler
+    from tests.bench.encoders import Latents
+
+    configure_scheduler()  # before MLX's first operation
+    record = family(case.family).without_references()
+    config = profile_settings(base_bits=case.bits)
+    settings = SamplesConfig(base_bits=case.bits)  # type: ignore[arg-type]
+    both, size = passes(settings, record), (case.width, case.height)
+    model = random_transformer(record, config)
+    predict = model_forward(model, None)
+    predict.live_bytes = drawing_memory(record, None, settings, config.precision, size, both).live
+    autoencoder = Latents(record, size, mx.float32).model
+    text_1TJ = mx.random.normal((1, record.architecture.text_rows(record.text_tokens), model.config.text_features))
+    negative = text_1TJ if both > 1 else None
+    sampler = LatentSampler("the preview", record, model, predict, record.sampling_steps, record.guidance, negative)
+
+    def draw() -> None:
+        latent_1Chw = sampler.draw(text_1TJ, 0, *size)
+        assert latent_1Chw is not None  # nothing stops it
+        decode(autoencoder, latent_1Chw)
+
+    return time_steps(draw, case.steps) | {"peak_gb": mx.get_peak_memory() / 1e9}
+
+
 def measure_exactness(case: Case) -> dict[str, Any]:
     """Difference between a latent in full float32 and one with MLX's defaults, with the seconds of both."""
     from tests.bench.differences import exactness
@@ -241,7 +275,12 @@ def run(case: Case) -> dict[str, Any]:
         measured = (measure_torch if case.kind == "train" else measure_torch_stage)(case, time_steps)
     else:
         kinds = {"train": measure_training, "loader": measure_loader, "draw": measure_drawing, "checksums": measure_checksums}
-        kinds |= {"commit": measure_commit, "workers": measure_waiting, "exactness": measure_exactness}
+        kinds |= {
+            "commit": measure_commit,
+            "workers": measure_waiting,
+            "exactness": measure_exactness,
+            "preview": measure_preview,
+        }
         measured = kinds.get(case.kind, measure_encoder)(case)
     return asdict(case) | measured | machine_memory() | describe(case.backend)
 
