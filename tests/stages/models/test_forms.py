@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from stages.models.flux2.load import to_diffusers
 from stages.text_to_image.families import family
 from tests.checkpoints import SINGLE_FILES
 from tests.stages.models.test_gguf import file_of
@@ -64,3 +65,9 @@ def test_a_transformer_in_the_names_of_a_single_file_is_read(
 
 def weights_of(model: Any) -> dict[str, mx.array]:
     return model.top | {f"{block.name}.{name}": value for block in model.blocks for name, value in block.weights.items()}
+
+
+def test_two_spellings_of_one_weight_are_refused() -> None:
+    both = {f"transformer_blocks.0.attn.{name}.weight": mx.zeros((2, 2)) for name in ("to_out", "to_out.0")}
+    with pytest.raises(ValueError, match=r"attn.to_out.weight and .*attn.to_out.0.weight are two spellings of one tensor"):
+        to_diffusers(both)

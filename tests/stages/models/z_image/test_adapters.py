@@ -1,4 +1,4 @@
-"""Adapters of Z-Image in the forms that other programs write, and in those that diffusers reads."""
+"""Adapters of Z-Image with fused Linears, and beside diffusers; test_adapter_names.py has the names that other programs write."""
 
 from __future__ import annotations
 
@@ -11,47 +11,16 @@ import pytest
 from safetensors.numpy import save_file
 
 from stages.models.z_image.architecture import Z_IMAGE
+from tests.stages.models.test_adapter_names import pair
 
 LINEAR = "layers.0.attention.to_q"
-OUT = "noise_refiner.1.attention.to_out.0"
 PARTS = [f"layers.0.attention.{part}" for part in ("to_q", "to_k", "to_v")]
-RANK, ALPHA = 2, 4.0
-
-
-def pair(outputs: int = 6, inputs: int = 5) -> tuple[np.ndarray, np.ndarray]:
-    draw = np.random.default_rng(outputs)
-    return draw.standard_normal((RANK, inputs), np.float32), draw.standard_normal((outputs, RANK), np.float32)
 
 
 def deltas(path: Path) -> dict[str, np.ndarray]:
     arrays, scales = Z_IMAGE.read_adapter(path)
     product = {name: np.array(arrays[f"{name}.lora_B.weight"] @ arrays[f"{name}.lora_A.weight"]) for name in scales}
     return {name: scale * product[name] for name, scale in scales.items()}
-
-
-@pytest.mark.parametrize(
-    ("key", "ours"),
-    [
-        (f"transformer.{LINEAR}.lora_{{}}.weight", LINEAR),
-        (f"diffusion_model.{LINEAR}.lora_{{}}.weight", LINEAR),
-        (f"{LINEAR}.lora_{{}}.default.weight", LINEAR),
-        ("lora_unet_layers_0_attention_to_q.{}", LINEAR),
-        ("lora_unet_noise_refiner_1_attention_to_out_0.{}", OUT),
-        ("lora_unet_noise_refiner_1_attention_out.{}", OUT),
-        ("diffusion_model.noise_refiner.1.attention.out.lora_{}.weight", OUT),
-        ("diffusion_model.layers.0.adaLN_modulation.0.lora_{}.weight", "layers.0.adaLN_modulation.0"),
-    ],
-)
-@pytest.mark.parametrize("alpha", [None, ALPHA])
-def test_the_adapters_of_other_programs_are_read(key: str, ours: str, alpha: float | None, tmp_path: Path) -> None:
-    (a, b), words = pair(), ("lora_down.weight", "lora_up.weight") if key.startswith("lora_unet") else ("A", "B")
-    arrays = {key.format(words[0]): a, key.format(words[1]): b}
-    if alpha is not None:
-        arrays[key.partition(".lora_")[0].removesuffix(".{}") + ".alpha"] = np.array(alpha, np.float32)
-    save_file(arrays, tmp_path / "lora.safetensors")
-    ((name, delta),) = deltas(tmp_path / "lora.safetensors").items()
-    assert name == ours
-    np.testing.assert_allclose(delta, (1 if alpha is None else alpha / RANK) * b @ a, rtol=1e-5)
 
 
 @pytest.mark.parametrize("key", ["lora_unet_layers_0_attention_qkv", "diffusion_model.layers.0.attention.qkv"])
@@ -63,12 +32,6 @@ def test_an_adapter_of_q_k_and_v_in_one_is_taken_apart(key: str, tmp_path: Path)
     found = deltas(tmp_path / "lora.safetensors")
     assert list(found) == PARTS
     np.testing.assert_allclose(np.concatenate(list(found.values())), b @ a, rtol=1e-5)
-
-
-def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
-    save_file({"lora_unet_double_blocks_0_img_mlp_0.lora_down.weight": pair()[0]}, tmp_path / "lora.safetensors")
-    with pytest.raises(ValueError, match="names no linear of Z-Image; is the adapter one of another model"):
-        Z_IMAGE.read_adapter(tmp_path / "lora.safetensors")
 
 
 @pytest.mark.parametrize("key", ["layers.0.attention.q_norm.diff", "final_layer.linear.diff_b"])
