@@ -33,7 +33,7 @@ GENERIC = {
     "report": "pipeline.page.command:report_command",
 }
 
-WITHOUT_PROJECT = {"init", "families", "settings", "find", "mcp"}
+WITHOUT_PROJECT = {"init", "families", "settings", "adapter", "find", "mcp"}
 
 
 class Commands(click.Group):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,31 @@ STEP = click.option("--step", type=int, help="The checkpoint of this step.  [def
 def which_option(best: str) -> Callable[[F], F]:
     help_ = f"last: as trained; average: the moving average ([train.ema]); best: marked by you, else {best} ([train.validation])."
     return click.option("--which", type=click.Choice(list(WHICH)), default="last", show_default=True, help=help_)
+
+
+STRENGTH_FOR = click.option(
+    "--strength-for",
+    "strength_for",
+    multiple=True,
+    metavar="PATTERN=FACTOR",
+    callback=lambda context, param, values: parse_strengths(values),
+    help="Another strength for the Linears of a pattern, such as 'single_transformer_blocks.*=0.5'; 0 leaves them out; may be "
+    "repeated. `latentmill adapter FILE` shows the blocks.",
+)
+
+
+def parse_strengths(texts: Sequence[str]) -> dict[str, float]:
+    """("transformer_blocks.*=0.5",) gives {"transformer_blocks.*": 0.5}. Raises ValueError."""
+    found = {}
+    for text in texts:
+        pattern, _, factor = text.rpartition("=")
+        try:
+            found[pattern] = float(factor)
+        except ValueError:
+            found[pattern] = math.nan
+        if not pattern or not abs(found[pattern]) <= STRONGEST:
+            raise ValueError(f"--strength-for must be PATTERN=FACTOR with a factor from -10 to 10, got {text!r}")
+    return found
 
 
 def dtype_option(default: str, of: str = "matrices") -> Callable[[F], F]:

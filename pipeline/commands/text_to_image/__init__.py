@@ -20,6 +20,7 @@ OWN = Own(
         "replay": f"{HERE}.training:replay_command",
         "memory": f"{HERE}.memory:command",
         "generate": f"{HERE}.generate:command",
+        "adapter": f"{HERE}.describe:command",
         "evaluate": f"{HERE}.evaluate:command",
         "export": f"{HERE}.export:command",
         "publish": f"{HERE}.publish:command",

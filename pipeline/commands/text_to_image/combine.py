@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.adapters import dtype_option, file_stem, find_adapter, pair_strengths
+from pipeline.commands.adapters import STRENGTH_FOR, dtype_option, file_stem, find_adapter, pair_strengths
 from pipeline.commands.text_to_image.export import STYLES, read, use_of, write_arrays
 from pipeline.options import with_project
 from pipeline.terminal import tell
@@ -44,10 +44,16 @@ def shared_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("adapters", nargs=-1)
 @click.option("--strength", "strengths", type=float, multiple=True, help="Factor of each adapter, in their order.  [default: 1]")
 @click.option("--rank", type=int, help=f"{RANK_HELP}  [default: the sum of their ranks, which is exact]")
+@STRENGTH_FOR
 @shared_options
 @with_project
 def merge_command(
-    adapters: tuple[str, ...], strengths: tuple[float, ...], rank: int | None, project: Project, **form: Any
+    adapters: tuple[str, ...],
+    strengths: tuple[float, ...],
+    rank: int | None,
+    strength_for: dict[str, float],
+    project: Project,
+    **form: Any,
 ) -> None:
     """Merge several LoRAs into one file. ADAPTERS are files, or last, best and average of the run; best@fast is the
     best one of the run called fast. The new LoRA changes the model by the sum of their changes, each times its
@@ -64,11 +70,13 @@ def merge_command(
         from stages.tuner.adapters import combine
 
         joined = combine.join([(*read(project.family, file), strength) for file, strength in files])
+        joined = combine.weighted(*joined, strength_for) if strength_for else joined
         if rank is None:
             return joined, f"rank {_largest_rank(joined)}, the sum of the ranks: nothing is lost"
         return _cut(combine.resize(*joined, rank))
 
-    write(project, "merge", rank, files, make, **form)
+    more: dict[str, Any] = {"strength_for": json.dumps(strength_for, sort_keys=True)} if strength_for else {}
+    write(project, "merge", rank, files, make, **more, **form)
 
 
 @click.command("resize")

@@ -7,14 +7,14 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.adapters import STEP, adapter_of, dtype_option, file_name, run_label, which_option
+from pipeline.commands.adapters import STEP, STRENGTH_FOR, adapter_of, dtype_option, file_name, run_label, which_option
 from pipeline.options import with_project
 from pipeline.store.disk import atomic_folder, atomic_write, delete_abandoned, require_room
 from pipeline.terminal import Say, say_aside, silent, tell
@@ -64,9 +64,18 @@ SHARD = 4 << 30  # the largest size of a merged weight file, bytes; as much is h
     is_flag=True,
     help="Also what lies beneath the adapter and is drawn ([[train.beneath]]): one file that draws as the previews do.",
 )
+@STRENGTH_FOR
 @with_project
 def command(
-    out: Path | None, style: str, dtype: str, step: int | None, which: str, merged: bool, beneath: bool, project: Project
+    out: Path | None,
+    style: str,
+    dtype: str,
+    step: int | None,
+    which: str,
+    merged: bool,
+    beneath: bool,
+    strength_for: dict[str, float],
+    project: Project,
 ) -> None:
     """Write the trained adapter as a file for other programs. OUT is a file ending in .safetensors, or a folder.
     Without OUT, the file is written to exports/ in the project. With --merged, OUT is a new folder for the whole
@@ -75,9 +84,11 @@ def command(
     if merged and style != "diffusers":
         raise ValueError(f"--merged writes the diffusers layout; leave out --style {style}")
     if merged:
-        tell(f"wrote {merge_run(project, out, dtype=dtype, step=step, which=which, say=say_aside, beneath=beneath)}")
+        more: dict[str, Any] = {"dtype": dtype, "step": step, "which": which, "say": say_aside, "beneath": beneath}
+        tell(f"wrote {merge_run(project, out, **more, strength_for=strength_for)}")
     else:
-        written = export_run(project, out, style, dtype=dtype, step=step, which=which, say=say_aside, beneath=beneath)
+        more = {"dtype": dtype, "step": step, "which": which, "say": say_aside, "beneath": beneath}
+        written = export_run(project, out, style, **more, strength_for=strength_for)
         tell(f"wrote {written}")
         for line in what_to_do(project, written, style):
             tell(line)
@@ -93,15 +104,19 @@ def export_run(
     which: str = "last",
     say: Say = silent,
     beneath: bool = False,
+    strength_for: Mapping[str, float] | None = None,
 ) -> Path:
     """`out`: a file or folder; None: exports/. For the rest see `adapter_of` and `write_adapter`."""
     adapter = adapter_of(project, step, say, which)
     about = {"project": project.name, "adapter": which, "run": run_label(project), **use_of(project)}
     parts = parts_beneath(project) if beneath else ()
-    if parts:
-        about |= {"adapter": "beneath" if which == "last" else f"{which}-beneath", "beneath": "joined into the arrays"}
-    target = out or project.path / "exports"
-    return write_adapter(adapter, project.family, target, style, dtype=dtype, metadata=about, say=say, beneath=parts)
+    about |= {"beneath": "joined into the arrays"} if beneath else {}
+    about |= {"strength_for": json.dumps(strength_for)} if strength_for else {}
+    # Such a file does not replace the plain one.
+    words = [*([] if which == "last" else [which]), *(["beneath"] if beneath else []), *(["weighted"] if strength_for else [])]
+    about["adapter"] = "-".join(words) or which
+    more: dict[str, Any] = {"metadata": about, "beneath": parts, "strength_for": strength_for}
+    return write_adapter(adapter, project.family, out or project.path / "exports", style, dtype=dtype, say=say, **more)
 
 
 def parts_beneath(project: Project) -> list[Part]:
@@ -156,6 +171,7 @@ def merge_run(
     which: str = "last",
     say: Say = silent,
     beneath: bool = False,
+    strength_for: Mapping[str, float] | None = None,
 ) -> Path:
     """Write the transformer with an adapter merged in; `out` None: a folder in exports/. Raises ValueError if it exists."""
     from stages.models.weights import read_file
@@ -163,10 +179,12 @@ def merge_run(
     adapter = adapter_of(project, step, say, which)
     step_trained = read_file(adapter)[1].get("step", 0)
     style, parts = ("merged-beneath", parts_beneath(project)) if beneath else ("merged", [])
+    style += "-weighted" if strength_for else ""
     name = Path(file_name(project.name, run_label(project), step_trained, style, which)).stem
     # An export downloads nothing.
     base = project.component("transformer", fetch=False)
-    return write_merged(base, project.family, adapter, out or project.path / "exports" / name, dtype=dtype, beneath=parts)
+    more: dict[str, Any] = {"beneath": parts, "strength_for": strength_for}
+    return write_merged(base, project.family, adapter, out or project.path / "exports" / name, dtype=dtype, **more)
 
 
 # An adapter as a file
@@ -182,14 +200,15 @@ def write_adapter(
     metadata: dict[str, str],
     say: Say = silent,
     beneath: Sequence[Part] = (),
+    strength_for: Mapping[str, float] | None = None,
 ) -> Path:
     """Convert an adapter file for other programs, into a file or folder; ValueError if a value of it is not finite. `beneath`:
-    plain LoRAs that are joined with it.
+    plain LoRAs that are joined with it. `strength_for`: factors of the adapter by pattern of Linears.
     """
     from stages.models.weights import read_file
-    from stages.tuner.adapters.combine import join
+    from stages.tuner.adapters.combine import join, weighted
 
-    arrays = read(family, adapter)
+    arrays = weighted(*read(family, adapter), strength_for) if strength_for else read(family, adapter)
     if beneath:
         arrays = join([*beneath, (*arrays, 1.0)])
     about = {**read_file(adapter)[1], **metadata}
@@ -302,22 +321,32 @@ def header(about: dict[str, str], style: str, dtype: str, ranks: dict[str, int],
 # The transformer with the adapter merged in, as a folder in the diffusers layout
 
 
-def write_merged(base: Path, family: Family, adapter: Path, out: Path, *, dtype: str, beneath: Sequence[Part] = ()) -> Path:
+def write_merged(
+    base: Path,
+    family: Family,
+    adapter: Path,
+    out: Path,
+    *,
+    dtype: str,
+    beneath: Sequence[Part] = (),
+    strength_for: Mapping[str, float] | None = None,
+) -> Path:
     """Merge in float32, round once to `dtype`, and write the new folder `out`, completely or not at all. `beneath`: what is
-    merged before the adapter.
+    merged before the adapter. `strength_for`: factors of the adapter by pattern of Linears.
     """
     import mlx.core as mx
 
     from stages.models.adapters import of_linear
     from stages.models.folders import component_config
     from stages.tuner.adapters import lora
+    from stages.tuner.adapters.combine import weighted
 
     if out.exists():
         raise ValueError(f"{out} exists; move it away or choose another name")
     architecture = family.architecture
     sizes = component_config(base, family.transformer)
     config = {"_class_name": architecture.transformer_class} | {key: sizes[key] for key in sizes if key not in PACKING}
-    arrays, scales = architecture.read_adapter(adapter)
+    arrays, scales = weighted(*architecture.read_adapter(adapter), strength_for)
     shapes = architecture.transformer_config(base, family).shapes()
     lora.check_fits({name.removesuffix(".weight"): shape for name, shape in shapes.items()}, arrays, scales)
     delete_abandoned(out.parent)

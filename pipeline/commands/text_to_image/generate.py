@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.adapters import adapter_of, find_adapter, pair_strengths
+from pipeline.commands.adapters import STRENGTH_FOR, adapter_of, find_adapter, pair_strengths
 from pipeline.options import with_project
 from pipeline.terminal import Terminal, tell
 from stages.run import Report
@@ -55,6 +55,7 @@ COMPONENTS = ("transformer", "text_encoder", "tokenizer", "autoencoder")
     multiple=True,
     help="Factor of an adapter: 1 as trained, 0 the base; once for each adapter.  [default: 1]",
 )
+@STRENGTH_FOR
 @click.option(
     "--reference",
     "references",
@@ -79,6 +80,7 @@ def command(
     adapters: tuple[str, ...],
     step: int | None,
     strengths: tuple[float, ...],
+    strength_for: dict[str, float],
     references: tuple[Path, ...],
     family: str,
     size: str | None,
@@ -93,7 +95,7 @@ def command(
     texts = [*prompts, *filter(None, map(str.strip, lines))]
     if not texts:
         raise ValueError('generate needs a prompt, such as: latentmill generate "a cat" --seed 1; or --file PROMPTS.txt')
-    given = {"steps": steps, "guidance": guidance, **parse_size(size)}
+    given = {"steps": steps, "guidance": guidance, "strength_for": strength_for or None, **parse_size(size)}
     chosen = tuple(pair_strengths(adapters, strengths))
     wish = Wish(tuple(dict.fromkeys(texts)), seeds or (0,), chosen, step, given, references, family)
     project.fetch = True
@@ -236,7 +238,8 @@ def wanted_rows(project: Project, wish: Wish) -> tuple[list[dict[str, Any]], lis
         same["reference_id"] = reference_id(wish.references, config.background or BACKGROUND)
     rows = [same | {"prompt": prompt, "seed": seed} for prompt in wish.prompts for seed in config.seeds]
     for row in rows:
-        content = json.dumps([row, _weights(project)], sort_keys=True)
+        decides = [row, _weights(project), *([config.strength_for] if config.strength_for and adapters else [])]
+        content = json.dumps(decides, sort_keys=True)
         row["picture_id"] = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
         row["path"] = f"images/{row['picture_id'][:16]}.png"
     return rows, adapters, config

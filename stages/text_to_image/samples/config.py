@@ -62,6 +62,13 @@ class SamplesConfig(Section):
         unrecorded=(None, ()),
         follows="train.beneath",
     )
+    strength_for: Mapping[str, float] | None = setting(
+        None,
+        'other strengths of the adapter by pattern, the longest that matches: {"single_transformer_blocks.*" = 0.5}; 0: left out',
+        unit="factor",
+        bounds=(-10.0, 10.0),
+        unrecorded=(None, {}),
+    )
     weights: str = runtime("", "where the transformer of `family` lies: a folder, a file or a hub id; empty: the family's own")
     steps: int | None = setting(None, "denoising steps; by default the family's number", unit="steps", bounds=(1, 1000))
     guidance: float | None = setting(

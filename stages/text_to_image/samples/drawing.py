@@ -28,7 +28,7 @@ from stages.text_to_image.samples.config import MULTIPLE, SamplesConfig
 from stages.text_to_image.samples.memory import drawing_memory, passes
 from stages.text_to_image.weights import CONVERTED, STREAMED, load_transformer, meta_transformer
 from stages.tuner import checkpoint
-from stages.tuner.adapters.combine import Part, join
+from stages.tuner.adapters.combine import Part, join, weighted
 from stages.tuner.adapters.lora import check_fits
 from stages.tuner.blockwise.backprop import BlockwiseForward, model_forward
 from stages.tuner.blockwise.device import configure_scheduler, live_memory_limit
@@ -237,7 +237,8 @@ def load_sampler(
     `beneath`: adapters that are merged into its weights.
     `read_negative`: called only if a step takes two passes. `references`: the largest to be drawn with, for the memory limit.
     """
-    parts = read_adapters(adapters, family, meta_transformer(transformer, family))  # before the transformer is loaded
+    model = meta_transformer(transformer, family)
+    parts = read_adapters(adapters, family, model, config.strength_for)  # before the transformer is loaded
     if not references:
         family = family.without_references()
         present = meta_transformer(transformer, family).linears()
@@ -255,7 +256,9 @@ def load_sampler(
     return LatentSampler(adapters.label, family, model, predict, steps, guidance, read_negative() if both > 1 else None)
 
 
-def read_adapters(adapters: Adapters, family: Family, model: Transformer) -> list[Part]:
+def read_adapters(
+    adapters: Adapters, family: Family, model: Transformer, strength_for: Mapping[str, float] | None = None
+) -> list[Part]:
     """Raises ValueError with the file and a part of it that does not fit `model`, whose weights are not read."""
     parts: list[Part] = []
     for file, strength in adapters.files():
@@ -264,6 +267,10 @@ def read_adapters(adapters: Adapters, family: Family, model: Transformer) -> lis
             check_fits(model.linears(), arrays, scales)
         except ValueError as error:
             raise ValueError(f"{adapters.label}: {file} does not fit {family.name}: {error}") from None
+        try:
+            arrays, scales = weighted(arrays, scales, strength_for)
+        except ValueError as error:
+            raise ValueError(f"samples.strength_for: {error}") from None
         parts.append((arrays, scales, strength))
     return parts
 

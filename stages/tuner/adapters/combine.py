@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from stages.tuner.adapters import lora
+from stages.tuner.adapters.targets import by_pattern, matches_pattern, similar_names
 from stages.tuner.weights import Arrays
 
 Scales = dict[str, float]  # the factor of a Linear's change, by the name of the Linear
@@ -42,6 +43,35 @@ class Cut:
 
     def __or__(self, other: Cut) -> Cut:
         return Cut(self.arrays | other.arrays, {**self.errors, **other.errors})
+
+
+def weighted(
+    arrays: Mapping[str, mx.array], scales: Mapping[str, float], factors: Mapping[str, float] | None
+) -> tuple[Arrays, Scales]:
+    """With the change of each Linear times the factor of the longest pattern that matches it; those of factor 0 are left out.
+
+    Raises ValueError for a pattern that matches nothing.
+    """
+    if not factors:
+        return dict(arrays), dict(scales)
+    for pattern in factors:
+        if not any(matches_pattern(name, pattern) for name in scales):
+            raise ValueError(f"{pattern!r} matches no Linear of the adapter{similar_names(pattern, scales)}")
+    kept = {name: scale * factor for name, scale in scales.items() if (factor := by_pattern(name, factors, 1.0))}
+    return {name + suffix: value for name in kept for suffix, value in lora.arrays_of_linear(arrays, name).items()}, kept
+
+
+def norm(arrays: Mapping[str, mx.array], name: str, scale: float) -> float:
+    """Frobenius norm of what a Linear's adapter adds to its weight; of a DoRA, before its rows get their lengths."""
+    own = {suffix: np.asarray(value.astype(mx.float32)) for suffix, value in lora.arrays_of_linear(arrays, name).items()}
+    if lora.A in own:
+        # |B A|^2 is the sum over (B^T B) (A A^T): the large product is not built.
+        down_RI, up_OR = own[lora.A].astype(np.float64), own[lora.B].astype(np.float64)
+        return abs(scale) * math.sqrt(max(float(((up_OR.T @ up_OR) * (down_RI @ down_RI.T)).sum()), 0.0))
+    if lora.W1 in own:
+        second = own[lora.W2] if lora.W2 in own else own[lora.W2_A] @ own[lora.W2_B]
+        return abs(scale) * float(np.linalg.norm(own[lora.W1]) * np.linalg.norm(second))
+    return abs(scale) * float(np.linalg.norm(own[lora.DIFF]))
 
 
 def join(parts: Sequence[Part]) -> tuple[Arrays, Scales]:

@@ -139,6 +139,30 @@ def test_the_twin_draws_the_same_picture_as_preview_command_and_method_with_its_
     assert both == ["tiny", "tiny-distilled"]
 
 
+def test_strengths_by_block_draw_as_the_file_that_is_exported_or_merged_with_them(built, tmp_path):
+    row, expected = preview(Project(built), 6)
+    words, weighed = [row["prompt"], "--seed", str(row["seed"])], ["--strength-for", "single_transformer_blocks.*=0"]
+    drawn = pictures(built, *words, *weighed)[0]
+    assert not np.array_equal(drawn, expected)
+    np.testing.assert_array_equal(
+        pictures(built, *words, "--strength-for", "*=0.5")[0], pictures(built, *words, "--strength", "0.5")[0]
+    )
+    np.testing.assert_array_equal(pictures(built, *words, "--strength-for", "*=0")[0], preview(Project(built), 0)[1])
+    file = tmp_path / "weighed.safetensors"
+    projects.latentmill(built, "export", str(file), "--dtype", "float32", *weighed)
+    np.testing.assert_array_equal(pictures(built, *words, "--adapter", str(file))[0], drawn)
+    told = projects.latentmill(
+        built, "merge", "last", "last", "--strength", "0.5", "--strength", "0.5", "--dtype", "float32", *weighed
+    )
+    merged = told.splitlines()[-1].removeprefix("wrote ")
+    assert np.abs(pictures(built, *words, "--adapter", merged)[0].astype(int) - drawn).max() <= 2
+    code, shown, _ = projects.said("adapter", str(file))
+    assert code == 0
+    assert "LoRA in the names of diffusers, float32" in shown and "fits: tiny, tiny-distilled" in shown
+    assert "transformer_blocks.0 " in shown and "single_transformer_blocks.0" not in shown and "█" in shown
+    assert "strength_for" in shown and "rank 2" in shown
+
+
 def test_only_a_model_that_the_adapter_fits_may_draw(built):
     said = projects.latentmill(built, "generate", "a", "--family", "klein-4b", code=2)
     assert "samples.family must be tiny or tiny-distilled, which the adapter fits, got 'klein-4b'" in said
@@ -229,6 +253,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
         (["a", "--strength", "99"], "--strength must be from -10 to 10"),
         (["a", "--step", "5"], "its checkpoints are 2, 4, 6"),
         (["--file", "nothing.txt"], "nothing.txt cannot be read"),
+        (["a", "--strength-for", "x"], "--strength-for must be PATTERN=FACTOR"),
     ],
 )
 def test_a_wrong_wish_is_one_line(built, words, said):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from stages.tuner.adapters import combine
-from stages.tuner.adapters.lora import A, B
+from stages.tuner.adapters.lora import A, B, arrays_of_linear, merge
+from stages.tuner.adapters.targets import Target
 
 NAMES = ("one", "two")
 SHAPES = {"one": (24, 40), "two": (33, 16)}  # outputs, inputs
@@ -110,3 +111,22 @@ def test_a_dora_and_shapes_that_differ_are_refused() -> None:
     other = {**lora(2, 4), "one" + B: mx.zeros((25, 4))}
     with pytest.raises(ValueError, match="are they of one model"):
         combine.join([(first, dict.fromkeys(NAMES, 1.0), 1.0), (other, dict.fromkeys(NAMES, 1.0), 1.0)])
+
+
+@pytest.mark.parametrize("variant", ["lora", "lokr", "whole w2"])
+def test_the_norm_of_a_change_is_that_of_what_merging_adds_to_the_weight(variant: str) -> None:
+    target = Target("a", 24, 36, 2 if variant != "whole w2" else 30, 5.0, "lora" if variant == "lora" else "lokr")
+    draw = np.random.default_rng(0)
+    arrays = {f"a{end}": mx.array(draw.normal(size=shape).astype(np.float32)) for end, shape in target.shapes.items()}
+    weight = mx.array(draw.normal(size=(24, 36)).astype(np.float32))
+    added = merge(weight, arrays_of_linear(arrays, "a"), target.scale) - weight
+    assert combine.norm(arrays, "a", target.scale) == pytest.approx(float(np.linalg.norm(np.array(added))), rel=1e-4)
+
+
+def test_strengths_by_pattern_weigh_the_change_of_linears_and_0_leaves_them_out() -> None:
+    arrays, scales = lora(0, 2), dict.fromkeys(NAMES, 1.0)
+    found, weighted = combine.weighted(arrays, scales, {NAMES[0]: 0.5, NAMES[1]: 0.0})
+    assert weighted[NAMES[0]] == 0.5 and NAMES[1] not in weighted and not any(key.startswith(NAMES[1]) for key in found)
+    np.testing.assert_allclose(change(found, NAMES[0], weighted[NAMES[0]]), 0.5 * change(arrays, NAMES[0]))
+    with pytest.raises(ValueError, match="'nothing' matches no Linear of the adapter"):
+        combine.weighted(arrays, scales, {"nothing": 1.0})
