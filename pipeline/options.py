@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.terminal import hashing_of, hints
+from pipeline.terminal import give, hashing_of, hints
 from stages.bundled import CHECKOUT
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ def instead_of_project(context: click.Context, param: click.Parameter, value: st
     """Callback of an eager argument that names a project, or a folder that is none: then the argument `project` is None."""
     context.meta[FOLDER_OF_PROJECTS] = value
     return value
+
+
+# For a script. Not of `query`, whose --json takes a FILE; there --format json prints.
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def with_project(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,3 +88,7 @@ def split_overrides(texts: Iterable[str]) -> tuple[str, ...]:
     """("a.b=1 c.d=[64, 96]",) gives ("a.b=1", "c.d=[64, 96]")."""
     # Only where `section.key=` begins: values may contain spaces.
     return tuple(each for text in texts for each in re.split(r"\s+(?=[A-Za-z_]\w*(?:\.\w+)+\s*=)", text.strip()))
+
+
+def give_json(value: Any) -> None:
+    give(json.dumps(value, ensure_ascii=False, indent=1, default=str))

@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from pipeline import cli, runner
+from pipeline.commands.plan import make_plan
 from pipeline.project.config import Overrides
 from pipeline.project.outlook import Need, needs, outlook
 from pipeline.project.project import Project
@@ -126,6 +127,12 @@ def build(folder: Path, *stage_names: str, console: Silent | None = None) -> dic
 
 def written(outcomes: dict[str, Outcome]) -> dict[str, int]:
     return {stage_name: outcome.written for stage_name, outcome in outcomes.items()}
+
+
+def report(project: Project, budget: int | None = None, verbose: bool = False) -> tuple[list[str], bool]:
+    """What `latentmill plan` prints, and whether all fits."""
+    found = make_plan(project, budget)
+    return list(found.lines(verbose)), found.fits
 
 
 def planned(project: Project) -> dict[str, Need]:

@@ -20,7 +20,8 @@ import click
 import stages
 from pipeline import process
 from pipeline.commands import own
-from pipeline.options import FOLDER, NAMES
+from pipeline.commands.families import all_families, download
+from pipeline.options import FOLDER, JSON, NAMES, give_json
 from pipeline.store.disk import format_bytes
 from pipeline.terminal import fold, format_table, say_aside, tell
 from stages.pipelines import load
@@ -31,6 +32,11 @@ NAX_MACOS = (26, 2)  # the wheel of MLX for M5 is built for this version
 LEAST_MLX = (0, 32, 4)  # on macOS: attention with a gradient in blocks
 DISK = 30e9  # bytes: weights of the smallest released family and room for tables
 SMALL_MAC = 16 * 2**30 - 1
+# A step of klein base 4B at 768 px: 6 operations x 3.9e9 weights x 2,800 tokens = 6.5e13, 1 to 11 min at 1 to 0.1 TFLOP/s.
+ON_CPU = (
+    "MLX computes on the CPU here: a model of billions of weights trains for days or weeks (computed, not measured). Take a Mac "
+    'with Apple Silicon or an NVIDIA GPU, or try everything with family = "micro" in [project].'
+)
 PLANS = (
     "Whole computes no block twice, blocks every block; blocks kept: so many are not computed twice. "
     "Streamed: blocks stay on disk."
@@ -48,13 +54,16 @@ PLANS = (
     show_default=True,
     help="The file that --measure writes.",
 )
-def command(folder: Path, measured: bool, name: str, out: Path) -> None:
+@JSON
+def command(folder: Path, measured: bool, name: str, out: Path, as_json: bool) -> None:
     """Show what this machine is, what it can train, and what is wrong with it. With --measure, also run probes for about
     ten minutes. A probe is a short measurement of speed or memory. Some probes train a model with random weights of
     the family's shapes (--family), so no files of weights are needed. The results are written to the JSON file --out.
     """
     machine = examine(folder)
-    for line in report(machine):
+    if as_json:
+        give_json({"machine": asdict(machine), "problems": list(problems(machine))})
+    for line in () if as_json else report(machine):
         tell(fold(line))
     if measured:
         result = {"machine": asdict(machine), "family": name, "probes": list(measure(name, machine.budget))}
@@ -83,6 +92,8 @@ def report(machine: Machine) -> Iterator[str]:
             yield f"what fits into {format_bytes(machine.budget)} ({pipeline.name}; computed from shapes, training at batch 1)"
             yield from format_table(head, body).splitlines()
             yield PLANS
+    if machine.backend == "CPU":
+        yield ON_CPU
 
 
 def measure(name: str, budget: int) -> Iterator[dict[str, Any]]:
@@ -213,9 +224,10 @@ def problems(machine: Machine) -> Iterator[str]:
     if machine.system.startswith("Linux") and machine.backend == "CPU" and not machine.blas:
         yield "no fast BLAS was found: run `pip install mkl`, or install OpenBLAS"
     if machine.free_disk < DISK:
+        size, name = min((download(each), each.name) for each in all_families() if download(each))
         yield (
             f"only {machine.free_disk / 1e9:.3g} GB of disk are free, {DISK / 1e9:.0f} are wanted: "
-            "weights of klein 4B take 16 GB, then there are tables and checkpoints"
+            f"weights of {name} take {format_bytes(size)}, then there are tables and checkpoints"
         )
 
 

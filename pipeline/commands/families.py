@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 import stages
+from pipeline.options import JSON, give_json
 from pipeline.store.disk import format_bytes
 from pipeline.terminal import format_table, tell
 from stages.pipelines import load
@@ -26,19 +27,40 @@ if TYPE_CHECKING:
     multiple=True,
     help="With --found, search this folder instead of the usual ones; may be repeated.",
 )
-def command(found: bool, folders: tuple[Path, ...]) -> None:
-    """List the model families, their licences and weights. With --found, list the weights that lie on this machine. The
-    usual folders are searched: the hub's cache, and the model folders of ComfyUI and Draw Things. Use --in to search
-    other folders.
+@JSON
+def command(found: bool, folders: tuple[Path, ...], as_json: bool) -> None:
+    """List the model families, their licences, and the size and place of their weights. With --found, list the weights that
+    lie on this machine. The usual folders are searched: the hub's cache, and the model folders of ComfyUI and Draw Things.
+    Use --in to search other folders.
     """
     if folders and not found:
         raise click.UsageError("--in needs --found")
+    if found and as_json:
+        raise click.UsageError("--json lists the families, not what --found finds")
     if found:
         for line in found_lines(folders):
             tell(line)
+    elif as_json:
+        give_json([facts(each, pipeline) for pipeline, families in by_pipeline().items() for each in families])
     else:
-        rows = [(each.name, each.title, each.licence, each.base or None, each.source) for each in all_families()]
-        tell(format_table(("family", "model", "licence", "draws with LoRAs of", "weights"), rows))
+        for pipeline, families in by_pipeline().items():  # families of two pipelines may have one name
+            rows = [
+                (each.name, each.title, each.licence, each.base or None, format_bytes(size) if (size := download(each)) else None)
+                for each in families
+            ]
+            names = (f"family ({pipeline})", "model", "licence", "draws with LoRAs of", "download", "weights")
+            cells = [(*row, each.source) for row, each in zip(rows, families, strict=True)]
+            tell(format_table(names, cells, right=("download",)))
+
+
+def facts(family: Family, pipeline: str) -> dict[str, str | int | None]:
+    named = {"pipeline": pipeline, "family": family.name, "model": family.title, "licence": family.licence}
+    return {**named, "base": family.base or None, "download": download(family) or None, "weights": family.source}
+
+
+def download(family: Family) -> int:
+    """Bytes, about; 0: nothing, or not known."""
+    return sum(family.component_bytes().values()) if family.hub else 0
 
 
 def found_lines(folders: Sequence[Path]) -> Iterator[str]:
@@ -64,6 +86,10 @@ def found_lines(folders: Sequence[Path]) -> Iterator[str]:
         yield f'one component alone: components = {{ {alone.component} = "{alone.path}" }} in [project]'
 
 
+def by_pipeline() -> dict[str, list[Family]]:
+    found = {each: stages.pipeline(each).families for each in stages.PIPELINES}
+    return {name: list(load(table).values()) for name, table in found.items() if table}
+
+
 def all_families() -> list[Family]:
-    tables = [pipeline.families for pipeline in map(stages.pipeline, stages.PIPELINES) if pipeline.families]
-    return [family for table in tables for family in load(table).values()]
+    return [family for families in by_pipeline().values() for family in families]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.commands.catalog import open_catalog
-from pipeline.options import with_project
+from pipeline.options import JSON, with_project
 from pipeline.project.runs import trains
 from pipeline.store.disk import atomic_write
 from pipeline.terminal import format_cell, format_table, give, tell
@@ -114,11 +114,13 @@ def command(
 @click.command("panel")
 @click.argument("name", required=False)
 @FORMAT
+@JSON
 @with_project
-def panel_command(name: str | None, style: str, project: Project) -> None:
+def panel_command(name: str | None, style: str, as_json: bool, project: Project) -> None:
     """Show the answer to a stored query of the pipeline. Such a query is called a panel. NAME is the name of the panel,
     such as `loss`. Without NAME, all panels of the project's pipeline are listed.
     """
+    style = "json" if as_json else style
     if name:
         say_answer(format_rows(answer_panel(project, name), style), style)
     else:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from pipeline.commands.catalog import plain, rows_of_results, run_facts
-from pipeline.options import with_project
+from pipeline.options import JSON, give_json, with_project
 from pipeline.project.project import Project
 from pipeline.project.runs import TrainingRun, find_run, find_runs, mark, rename
 from pipeline.terminal import format_cell, format_seconds, format_table, tell
@@ -32,8 +32,9 @@ MEASURES = ("held-out", "scores")  # what can tell the checkpoints of a run apar
 @click.command("runs")
 @click.argument("run", required=False)
 @click.option("--name", help="Give RUN this name.")
+@JSON
 @with_project
-def command(run: str | None, name: str | None, project: Project) -> None:
+def command(run: str | None, name: str | None, as_json: bool, project: Project) -> None:
     """List all training runs of a project, or show or name one run. RUN is the name of a run, or the first digits of
     its recipe. The recipe is the run's id of 12 hex digits. With RUN, the facts about this run are shown. With RUN and
     `--name`, this run gets the given name. Earlier runs are kept when the settings change. To use an earlier run in
@@ -41,15 +42,19 @@ def command(run: str | None, name: str | None, project: Project) -> None:
     """
     if name and not run:
         raise ValueError("which run? latentmill runs RUN --name NAME; `latentmill runs` lists them")
-    if not run:
+    if as_json and not name:
+        found = [find_run(project, run)] if run else find_runs(project)
+        plain_facts = [run_facts(project, each) for each in found]
+        give_json([{key: value for key, value in facts.items() if key != "different"} for facts in plain_facts])
+    elif not run:
         tell(list_runs(project) or f"{project.name} has no run yet; run: latentmill train")
     else:
-        found = find_run(project, run)
+        one = find_run(project, run)
         if name:
-            rename(project, found, name)
-            tell(f"the run {found.recipe} is called {name}")
+            rename(project, one, name)
+            tell(f"the run {one.recipe} is called {name}")
         else:
-            facts = run_facts(project, found)
+            facts = run_facts(project, one)
             facts["seconds"] = format_seconds(facts["seconds"])
             lines = [(key, value) for key, value in facts.items() if key not in ("settings", "differs", "different", "versions")]
             lines += [(key, f"{plain(mine)}, now {plain(now)}") for key, (mine, now) in facts["different"].items()]

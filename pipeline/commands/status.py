@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import click
 
-from pipeline.options import with_project
+from pipeline.options import JSON, give_json, with_project
 from pipeline.project.project import Project
 from pipeline.store.disk import format_bytes
 from pipeline.terminal import format_table, tell
@@ -21,10 +21,14 @@ from pipeline.terminal import format_table, tell
     is_flag=True,
     help="Also show each table's recipe, rows that `latentmill clean` would delete, and peak memory.",
 )
+@JSON
 @with_project
-def command(more: bool, project: Project) -> None:
+def command(more: bool, as_json: bool, project: Project) -> None:
     """Show the state of every table, what the next run would do, and every training run. Nothing is written."""
-    tell(render(project, more))
+    if as_json:
+        give_json([asdict(each) | {"state": describe(each)} for each in states(project)])
+    else:
+        tell(render(project, more))
 
 
 @dataclass

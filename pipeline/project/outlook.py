@@ -120,7 +120,10 @@ def _need(project: Project, name: str, seen: Outlook, tables: dict[str, Input | 
     # Once the stage's inputs are known, its rows are counted instead of forecast.
     try:
         inputs = _inputs(project, stage, tables)
-        folder = project.current(name, inputs)
+        try:
+            folder = project.current(name, inputs)
+        except NotFetched:  # nothing can be stored that weights computed which are not here
+            folder = project.kept.table(project.path / "tables" / name / "none", stage.writes)
         stored = folder.committed().select(stage.writes.stored.names).cast(stage.writes.stored)
         run = project.open(name, report, artifacts=folder.folder / "artifacts", stored=stored, inputs=inputs)
         rows = stage.wants(run)

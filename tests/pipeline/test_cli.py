@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import re
 import subprocess
 import sys
@@ -13,8 +14,10 @@ import pytest
 
 from pipeline import cli
 from pipeline.commands import own
+from pipeline.store.disk import format_bytes
 from stages.pipelines import load
 from stages.text_to_image import PIPELINE
+from stages.text_to_image.families import FAMILIES
 from tests import projects
 from tests.toy import project as toy
 
@@ -93,7 +96,27 @@ def test_every_panel_answers_over_a_small_project(name, tmp_path):
 
 def test_the_families_are_listed_with_licence_and_source():
     out = latentmill("families")
-    assert re.search(r"^klein-base-4b +\S.*Apache", out, re.MULTILINE)
+    assert re.search(r"^klein-base-4b +\S.*Apache.* 16.1 GB ", out, re.MULTILINE)
+    heads = [line.split(")")[0] for line in out.splitlines() if line.startswith("family")]
+    assert heads == ["family (text_to_image", "family (retrieval"]  # each has a family `tiny`
+
+
+def test_the_page_of_weights_has_the_sizes_that_plan_and_families_say():
+    page = (projects.ROOT / "data" / "docs" / "weights.md").read_text()
+    for family in ("klein-base-4b", "klein-base-9b", "dev", "flux3-klein-base", "z-image"):
+        sizes = FAMILIES[family].component_bytes()
+        line = re.findall(rf"^\| `{family}` \| (.*)$", page, re.MULTILINE)[0]
+        assert all(format_bytes(sizes[part]) in line for part in ("transformer", "text_encoder")), line
+
+
+@pytest.mark.parametrize("words", ["plan", "status", "runs", "doctor", "families", "lint", "panel checks"])
+def test_what_a_script_may_ask_for_prints_json_with_json(words, tmp_path, tiny_weights):
+    folder = projects.make(tmp_path / "p", tiny_weights, images=2)
+    where = [] if words in ("doctor", "families") else ["--project", str(folder)]
+    if words == "panel checks":
+        projects.build(folder, "images", "captions", "checks")
+    code, out, _ = projects.said(*words.split(), "--json", *where)
+    assert code == 0 and isinstance(json.loads(out), list | dict)
 
 
 @pytest.mark.parametrize("name", PIPELINE.stages)

@@ -17,7 +17,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from pipeline.commands.plan import report
 from pipeline.project.project import Project
 from pipeline.store import disk
 from stages.tuner.blockwise import device
@@ -88,6 +87,7 @@ def test_with_f_fullfsync_files_and_folders_are_flushed_by_it_and_the_chain_ends
 @pytest.mark.parametrize("gigabytes", [8, 16, 24, 32, 64, 128])
 def test_on_every_mac_the_plan_refuses_only_what_exceeds_its_budget_and_its_remedies_fit(gigabytes, tmp_path, monkeypatch):
     (tmp_path / "images").mkdir()
+    projects.add_image(tmp_path, "a.png", 1)
     text = '[project]\nfamily = "klein-base-4b"\n[captions]\npreview_prompts = ["a fox"]\n[buckets]\nresolutions = [1024]\n'
     (tmp_path / "project.toml").write_text(text)
     memory = gigabytes * 2**30
@@ -98,7 +98,7 @@ def test_on_every_mac_the_plan_refuses_only_what_exceeds_its_budget_and_its_reme
     monkeypatch.setattr(device, "physical_bytes", lambda: memory)
     monkeypatch.setattr(device, "free_bytes", lambda: None)
     monkeypatch.setattr(disk, "free_bytes", lambda folder: int(1e15))
-    lines, fits = report(Project(tmp_path))
+    lines, fits = projects.report(Project(tmp_path))
     refused = [line for line in lines if " needs about " in line]
     assert fits == (not refused) and fits == (gigabytes >= 16)
     budget = device.memory_budget()

@@ -11,7 +11,7 @@ import click
 
 from pipeline.commands.query import FORMAT, answer, answer_panel, format_answer, say_answer, write_answer
 from pipeline.commands.run import bring_up_to_date, summary
-from pipeline.options import with_project
+from pipeline.options import JSON, with_project
 from pipeline.project.project import Project
 from pipeline.store.lock import texts_lock
 from pipeline.terminal import Terminal, tell
@@ -27,8 +27,9 @@ LINT = ("path", "warnings", "detail", "duplicate_of", "blur")  # columns of an a
 
 @click.command("lint")
 @FORMAT
+@JSON
 @with_project
-def lint(style: str, project: Project) -> int:
+def lint(style: str, as_json: bool, project: Project) -> int:
     """Look for mistakes in the images and captions, and name them all. Errors keep a run from starting: caption files that
     cannot be read, images without a caption unless captions.missing says what they get. Files that cannot be used are
     left out. Warnings are near-duplicates, blur, bad exposure, borders, small or very long pictures; no caption, an
@@ -56,6 +57,7 @@ def lint(style: str, project: Project) -> int:
         row |= {"warnings": _joined(", ", row["warnings"], doubt.name), "detail": _joined("; ", row["detail"], doubt.detail)}
     warned = list(by_path.values())
     rows += warned
+    style = "json" if as_json else style
     if style != "table":
         say_answer(format_answer(LINT, [tuple(row.get(name) for name in LINT) for row in rows], style), style)
         return 2 if problems else 0

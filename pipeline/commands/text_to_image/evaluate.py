@@ -30,9 +30,9 @@ Pairs = list[tuple[np.ndarray, np.ndarray]]  # per prompt: values of the base's 
 @click.command("evaluate")
 @with_project
 def command(project: Project) -> None:
-    """Draw all preview prompts with the newest finished run, score the pictures, and compare the base model, each adapter
-    and real pictures. Nothing is trained: a run is scored as it is, and if pictures, captions or settings have changed
-    since, a line says what `make train` would do. --run takes another run.
+    """Draw all preview prompts with the newest finished run, and score the pictures. The report compares the base model,
+    each adapter and real pictures. Nothing is trained: a run is scored as it is, and if pictures, captions or settings
+    have changed since, a line says what `make train` would do. --run takes another run.
     """
     choose_finished(project)
     bring_up_to_date(project, [each.name for each in (IMAGES, CAPTIONS, EMBEDDINGS, SAMPLES, SCORES)])

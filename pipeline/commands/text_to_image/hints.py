@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.commands.doctor import ON_CPU
 from pipeline.project.config import ProjectConfig
 from pipeline.project.weights import NotFetched, find
 from pipeline.terminal import format_seconds
@@ -22,11 +23,16 @@ if TYPE_CHECKING:
     from stages.text_to_image.samples.config import SamplesConfig
 
 TRANSFORMER = "transformer"
+LARGE = 1e9  # bytes of a transformer that is not to be trained on a CPU
 
 
 def hints(project: Project, needs: Mapping[str, Need]) -> Iterator[str]:
     yield from about_length(project, needs)
     yield from about_previews(project)
+    import mlx.core as mx
+
+    if project.family.component_bytes().get(TRANSFORMER, 0) > LARGE and mx.default_device() == mx.cpu and needs["train"].missing:
+        yield ON_CPU
 
 
 def about_length(project: Project, needs: Mapping[str, Need]) -> Iterator[str]:

@@ -8,7 +8,6 @@ from click.testing import CliRunner
 from pipeline.cli import cli
 from pipeline.commands import Own
 from pipeline.commands.init import new_project
-from pipeline.commands.plan import report
 from pipeline.project.project import Project
 from pipeline.project.weights import cache_folder
 from stages.pipelines import Option, Template
@@ -17,7 +16,7 @@ from stages.text_to_image.families import FAMILIES, family
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.stage import references_by_prompt
 from stages.text_to_image.template import PRESETS
-from tests.projects import build, draw, edit
+from tests.projects import build, draw, edit, report
 from tests.stages.retrieval.project import run, write
 
 TRAINED = [name for name, record in FAMILIES.items() if not record.base]

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
-from pipeline.commands.plan import report
 from pipeline.project.outlook import announcement, downloads, licence_note
 from pipeline.project.project import Project
 from pipeline.project.runs import choose, differences, find_runs, flatten, present_settings
@@ -45,7 +45,7 @@ def klein(folder: Path, more: str = "", side: int = 1024, family: str = "klein-b
 
 
 def test_the_plan_of_a_new_project_needs_no_weights_and_fits_80_columns(tmp_path):
-    lines, fits = report(klein(tmp_path), int(60e9))
+    lines, fits = projects.report(klein(tmp_path), int(60e9))
     assert not fits and "klein-base-4b" in lines[0]  # it has no pictures
     stages = {line.split()[0] for line in lines}
     assert {"latents", "embeddings", "train", "samples"} <= stages
@@ -56,12 +56,16 @@ def test_the_plan_of_a_new_project_needs_no_weights_and_fits_80_columns(tmp_path
 def test_the_plan_counts_steps_and_pictures_and_the_words_of_the_program_are_in_verbose_only(tmp_path):
     project = klein(tmp_path, "[train]\nbatch_size = 4\n")
     projects.add_image(tmp_path, "a.png", 1)
-    plain, verbose = (report(project, int(30e9), each)[0] for each in (False, True))
+    plain, verbose = (projects.report(project, int(30e9), each)[0] for each in (False, True))
     assert plain[0].startswith(f"{tmp_path.name}: family klein-base-4b, 30 GB of memory to use, ")
     assert plain[1].split() == ["stage", "to", "do", "memory", "disk"]  # no column that is empty
     shown = {line.split()[0]: line for line in plain}
+    assert "1 crop " in shown["latents"] and "3 texts " in shown["embeddings"]  # before weights are downloaded
     assert "1 file " in shown["images"] and "1500 steps " in shown["train"] and "6000" not in shown["train"]
     assert plain[-2:] == verbose[-4:-2] and all(line.endswith(".") for line in plain[-2:])
+    assert plain[-2] == "Memory and disk are computed. Time is known once a stage has run here."
+    on_cpu = [line for line in plain if line.startswith("MLX computes on the CPU here")]
+    assert bool(on_cpu) == (mx.default_device() == mx.cpu)
     told = "\n".join(verbose)
     assert "16 bits" not in "\n".join(plain) and "16 bits, 1024 x 1024 px" in told and "6000" in told and "no block twice" in told
 
@@ -71,7 +75,7 @@ def test_a_licence_that_is_not_free_is_said_with_what_will_be_downloaded_and_onl
     said = (
         r"FLUX\.2 klein base 9B has the licence FLUX non-commercial: not for commercial use\. Read it at https://\S+klein-base-9B"
     )
-    assert re.fullmatch(said, licence_note(project)) and licence_note(project, "train") in report(project, int(60e9))[0]
+    assert re.fullmatch(said, licence_note(project)) and licence_note(project, "train") in projects.report(project, int(60e9))[0]
     assert licence_note(project, "images") == "" and licence_note(klein(tmp_path / "free")) == ""
     projects.add_image(tmp_path, "a.png", 1)
     console = projects.Silent()
@@ -81,16 +85,16 @@ def test_a_licence_that_is_not_free_is_said_with_what_will_be_downloaded_and_onl
 
 
 def test_the_plan_says_what_the_twin_saves_and_foresees_its_download_and_memory_instead_of_the_bases(tmp_path, tiny_weights):
-    lines, _ = report(klein(tmp_path / "k"), int(60e9))
+    lines, _ = projects.report(klein(tmp_path / "k"), int(60e9))
     assert 'previews: 100 passes each; 4 with [samples] family = "klein-4b"' in lines
     project = klein(tmp_path / "k", '[samples]\nfamily = "klein-4b"\n')
-    assert "previews: klein-4b takes 4 passes each, klein-base-4b would take 100" in report(project, int(60e9))[0]
+    assert "previews: klein-4b takes 4 passes each, klein-base-4b would take 100" in projects.report(project, int(60e9))[0]
     assert downloads(project, "samples")["transformer of klein-4b"].hub == "black-forest-labs/FLUX.2-klein-4B"
     assert "transformer" not in downloads(project, "samples") and set(downloads(project, "train")) == {"transformer"}
     folder = projects.make(tmp_path / "t", tiny_weights, images=2)
     projects.build(folder)
     projects.edit(folder, "steps = 2", 'steps = 2\nfamily = "tiny-distilled"')
-    (told,) = [line for line in report(Project(folder))[0] if line.startswith("previews: ")]
+    (told,) = [line for line in projects.report(Project(folder))[0] if line.startswith("previews: ")]
     assert re.fullmatch(r"previews: .* takes 2 passes each, tiny would take 8; by the last run about .* a preview in.*", told)
 
 
@@ -98,7 +102,7 @@ def test_an_automatic_number_of_steps_is_explained_by_plan_and_written_into_the_
     monkeypatch.setattr(length, "LEAST", 2)
     folder = projects.make(tmp_path / "p", tiny_weights, images=2)
     projects.edit(folder, "steps = 6", 'steps = "auto"\npasses = 2')
-    lines, _ = report(Project(folder))
+    lines, _ = projects.report(Project(folder))
     assert 'train: steps = "auto" is 4 steps: 2 pictures x 2 passes, in batches of 1' in lines
     projects.build(folder, "images", "captions", "checks", "buckets", "latents", "embeddings", "train")
     (run,) = find_runs(Project(folder))
@@ -112,7 +116,7 @@ def test_the_plan_of_a_released_model_warns_of_many_passes_over_few_pictures(tmp
     project = klein(tmp_path, "[train]\nsteps = 3000\nrank = 128\n")
     for number in range(3):
         projects.add_image(tmp_path, f"{number}.png", number)
-    lines = [line for line in report(project, int(60e9))[0] if line.startswith("train: ")]
+    lines = [line for line in projects.report(project, int(60e9))[0] if line.startswith("train: ")]
     assert len(lines) == 2 and "3 pictures are each drawn 1000 times in 3000 steps" in lines[0] and "rank 128" in lines[1]
 
 
@@ -128,28 +132,28 @@ def test_a_download_is_the_size_of_the_released_weights(name, parameters):
 
 def test_what_cannot_fit_is_refused_and_the_named_settings_do_fit(tmp_path):
     budget = int(7e9)
-    lines, fits = report(klein(tmp_path), budget)
+    lines, fits = projects.report(klein(tmp_path), budget)
     assert not fits
     (samples,) = [line for line in lines if line.startswith("samples needs about")]
     assert "[samples] base_bits = 8 would need" in samples or "[samples] base_bits = 4 would need" in samples
     bits = int(samples.split("base_bits = ")[1].split()[0])
     more = f'[samples]\nbase_bits = {bits}\n[train]\nbase_bits = 4\n[train.optimizer]\nkind = "adamw8bit"\n'
     projects.add_image(tmp_path, "a.png", 1)
-    again, fits = report(klein(tmp_path, more, 512), budget)
+    again, fits = projects.report(klein(tmp_path, more, 512), budget)
     assert fits, again
-    nothing, _ = report(klein(tmp_path), int(1e8))
+    nothing, _ = projects.report(klein(tmp_path), int(1e8))
     assert any("too much as well; choose a smaller family" in line for line in nothing)
 
 
 def test_a_stage_that_cannot_run_for_the_family_says_why_in_its_line(tmp_path, monkeypatch):
     why = "the text encoder of dev is not supported"
     monkeypatch.setitem(FAMILIES, "dev", replace(FAMILIES["dev"], unsupported={"text_encoder": why}))
-    lines, _ = report(klein(tmp_path, family="dev"), int(200e9))
+    lines, _ = projects.report(klein(tmp_path, family="dev"), int(200e9))
     assert any(why in line for line in lines if line.startswith("embeddings"))
 
 
 def test_a_mistake_of_the_user_is_told_and_not_taken_for_a_table_that_is_not_built(tmp_path):
-    lines, _ = report(klein(tmp_path), int(60e9))
+    lines, _ = projects.report(klein(tmp_path), int(60e9))
     notes = {line.split()[0]: line for line in lines}
     assert "holds no images: put some there" in notes["images"]
     assert "not built" not in notes["captions"] and "not downloaded" not in notes["train"]
@@ -237,14 +241,14 @@ def test_after_every_change_the_plan_counts_what_the_next_run_then_writes(tmp_pa
 
 def test_the_plan_ends_with_2_if_a_stage_will_stop_at_a_mistake(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "p", tiny_weights, images=2)
-    assert report(Project(folder))[1]
+    assert projects.report(Project(folder))[1]
     (folder / "images" / "picture0.txt").write_bytes(b"caf\xe9")
-    lines, fits = report(Project(folder))
+    lines, fits = projects.report(Project(folder))
     assert not fits and any("is not UTF-8" in line for line in lines)
     (folder / "images" / "picture0.txt").write_text("words")
     wrong = {"buckets.where": "blurr < 1", "images.folder": "nowhere"}  # the table checks is not there yet
     for (name, value), told in zip(wrong.items(), ('"blurr"', "nowhere"), strict=True):
-        lines, fits = report(Project(folder, {name: value}))
+        lines, fits = projects.report(Project(folder, {name: value}))
         assert not fits and any(told in line for line in lines), lines
 
 
@@ -265,7 +269,7 @@ def test_a_disk_without_the_room_is_refused_before_work_begins_with_what_is_need
     (tmp_path / "klein" / "hf").mkdir()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "klein" / "hf"))
     monkeypatch.setattr(disk, "free_bytes", lambda folder: int(9e9))
-    lines, fits = report(project, int(60e9))
+    lines, fits = projects.report(project, int(60e9))
     (told,) = [line for line in lines if " on the disk of " in line]
     # 16.1 GB of weights and 1.93 GB of checkpoints, on one disk.
     assert not fits and re.match(r"what is to do needs about 18.* GB on .*, and 9 GB are free there: free 9.* GB more$", told)
@@ -308,5 +312,5 @@ def in_terminal(arguments: list[str]) -> tuple[int, str]:
 
 def test_the_plan_of_a_retriever_needs_no_weights_and_names_what_is_downloaded(tmp_path):
     (tmp_path / "project.toml").write_text('[project]\npipeline = "retrieval"\nfamily = "xtr-base-en"\n')
-    lines, fits = report(Project(tmp_path), int(60e9))
+    lines, fits = projects.report(Project(tmp_path), int(60e9))
     assert not fits and "to download: encoder, tokenizer; from google/xtr-base-en" in lines

@@ -11,7 +11,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from pipeline.commands.plan import report
 from pipeline.project.outlook import announcement, forecast
 from pipeline.project.project import Project
 from tests import projects
@@ -104,7 +103,7 @@ def test_disk_is_forecast_within_two_percent_of_what_the_tables_take(tokenised: 
 
 def test_the_plan_of_a_retriever_needs_neither_weights_nor_tables(tmp_path: Path) -> None:
     (tmp_path / "project.toml").write_text('[project]\npipeline = "retrieval"\nfamily = "xtr-base-en"\n')
-    lines, fits = report(Project(tmp_path), int(60e9), verbose=True)
+    lines, fits = projects.report(Project(tmp_path), int(60e9), verbose=True)
     rows = {line.split()[0]: line for line in lines}
     assert not fits and "plan whole, 64 pairs" in rows["train"] and "at most 256 tokens" in rows["vectors"]
     assert "source folder" in rows["sources"] and "does not exist" in rows["sources"]
@@ -114,7 +113,7 @@ def test_the_plan_of_a_retriever_needs_neither_weights_nor_tables(tmp_path: Path
 def test_what_cannot_fit_is_refused_and_the_named_settings_do_fit(tmp_path: Path) -> None:
     def plan(text: str = "") -> tuple[list[str], bool]:
         (tmp_path / "project.toml").write_text('[project]\npipeline = "retrieval"\nfamily = "xtr-base-en"\n' + text)
-        return report(Project(tmp_path), int(0.45e9))
+        return projects.report(Project(tmp_path), int(0.45e9))
 
     lines, fits = plan()
     (vectors,) = (line for line in lines if line.startswith("vectors needs"))
