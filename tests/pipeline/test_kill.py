@@ -34,7 +34,7 @@ def test_a_stage_killed_before_any_fsync_ends_where_an_unbroken_run_ends(
     folder = tmp_path / "project"
     shutil.copytree(reference, folder, copy_function=shutil.copy2, symlinks=True)
     projects.build(folder, "images")
-    rebuild_under_kills(folder, stage_name, syncs[stage_name], cases(2, 20))
+    rebuild_under_kills(folder, stage_name, syncs[stage_name], cases(1, 20))
     found, expected = projects.content(folder, stage_name), projects.content(reference, stage_name)
     columns = [name for name in expected.column_names if name != "inode"]  # a copied file has another inode
     assert found.select(columns) == expected.select(columns)

@@ -1,9 +1,9 @@
 """Every stage of the pipeline retrieval is killed again and again; table, adapter and index equal those of an unbroken run."""
 
-import email
 import functools
 import json
 import shutil
+import wsgiref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,13 +27,13 @@ BATCHES = "".join(
 def unbroken(tmp_path_factory) -> tuple[Path, dict[str, int]]:
     """A finished project over two real packages, and how often each stage called fsync when it ran in a new process."""
     place = tmp_path_factory.mktemp("retrieval")
-    for package in (email, json):
+    for package in (json, wsgiref):
         source = Path(str(package.__file__)).parent
         shutil.copytree(source, place / "code" / source.name, ignore=shutil.ignore_patterns("__pycache__"))
     folder = place / "project"
     folder.mkdir()
     settings = small.SPLIT.replace('split = "unit"', 'split = "unit"\nbatch_size = 16').replace("hard = true", "batch_size = 16")
-    roots = f'\n[sources]\nroots = ["{place / "code"}"]\nbatch_size = 16\n'
+    roots = f'\n[sources]\nroots = ["{place / "code"}"]\nbatch_size = 4\n'
     (folder / "project.toml").write_text(small.CONFIG + settings + roots + BATCHES)
     return folder, {
         name: count_syncs(functools.partial(projects.latentmill, folder, "run", name, "--only")) for name in STAGE_NAMES

@@ -119,12 +119,13 @@ def test_a_hostile_folder_passes_the_whole_chain_with_256_descriptors(unbroken, 
         file.with_name(f"._{file.name}").write_bytes(APPLE_DOUBLE)
     (hostile / "images" / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")
     projects.build(clean)
-    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)); sys.argv[0] = 'latentmill'; "
-    for stage in Project(hostile).stage_names:
-        code = f"{limited}from pipeline.cli import main; sys.exit(main())"
-        command = [sys.executable, "-c", code, "run", stage, "--only", "--project", str(hostile)]
-        done = subprocess.run(command, cwd=projects.ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, (stage, done.stderr)
+    code = (
+        "import pathlib, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)); from tests import projects; "
+        "[projects.latentmill(pathlib.Path(sys.argv[1]), 'run', stage, '--only') for stage in sys.argv[2:]]"
+    )
+    command = [sys.executable, "-c", code, str(hostile), *Project(hostile).stage_names]
+    done = subprocess.run(command, cwd=projects.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     for name in ("latents", "embeddings"):
         assert projects.content(hostile, name) == projects.content(clean, name), name
     assert projects.content(hostile, "train")["loss"] == projects.content(clean, "train")["loss"]

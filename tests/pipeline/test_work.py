@@ -28,8 +28,10 @@ PERFORM = """
 import pickle, sys
 import stages
 from pipeline.work import perform
-results = [list(perform(pickle.loads(unit))) for unit in pickle.load(sys.stdin.buffer)]
-pickle.dump(results, sys.stdout.buffer)
+while True:
+    results = [list(perform(pickle.loads(unit))) for unit in pickle.load(sys.stdin.buffer)]
+    pickle.dump(results, sys.stdout.buffer)
+    sys.stdout.buffer.flush()
 """
 DIVISIBLE = [
     pytest.param(pipeline, name, id=f"{pipeline.name}-{name}")
@@ -71,8 +73,20 @@ def without(source: Path, folder: Path, name: str) -> Path:
     return folder
 
 
-def in_another_process(project: Project, name: str, sizes: list[int]) -> Callable[[Run[Any]], Iterator]:
-    """A `compute` for the runner: units of ROWS rows, pickled, performed in a fresh process, their results pickled back.
+@pytest.fixture(scope="module")
+def elsewhere() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that performs units."""
+    words = [sys.executable, "-c", PERFORM]
+    process = subprocess.Popen(words, cwd=projects.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def in_another_process(
+    process: subprocess.Popen[bytes], project: Project, name: str, sizes: list[int]
+) -> Callable[[Run[Any]], Iterator]:
+    """A `compute` for the runner: units of ROWS rows, pickled, performed in another process, their results pickled back.
 
     Adds to `sizes` the number of bytes of every pickled unit.
     """
@@ -81,10 +95,10 @@ def in_another_process(project: Project, name: str, sizes: list[int]) -> Callabl
         units = divide(project.pipeline.stages[name], project.stage(name), run, project.inputs(name), ROWS)
         pickled = [pickle.dumps(unit) for unit in units]
         sizes.extend(map(len, pickled))
-        words, given = [sys.executable, "-c", PERFORM], pickle.dumps(pickled)
-        done = subprocess.run(words, input=given, cwd=projects.ROOT, capture_output=True, timeout=projects.HANG, check=False)
-        assert done.returncode == 0, done.stderr.decode()
-        for results in pickle.loads(done.stdout):
+        assert process.stdin and process.stdout
+        pickle.dump(pickled, process.stdin)
+        process.stdin.flush()
+        for results in pickle.load(process.stdout):
             yield from results
 
     return compute
@@ -97,11 +111,10 @@ def artifacts(folder: Path, name: str) -> dict[str, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "name"), DIVISIBLE)
-def test_units_computed_in_another_process_give_the_table_of_an_ordinary_run(pipeline, name, finished, tmp_path):
-    ordinary, divided = (without(finished(pipeline), tmp_path / place / "project", name) for place in ("one", "two"))
-    projects.build(ordinary, name)
+def test_units_computed_in_another_process_give_the_table_of_an_ordinary_run(pipeline, name, finished, elsewhere, tmp_path):
+    ordinary, divided = finished(pipeline), without(finished(pipeline), tmp_path / "project", name)
     project, sizes = Project(divided, fetch=True), list[int]()
-    outcome = runner.run(project, name, projects.Silent(), compute=in_another_process(project, name, sizes))
+    outcome = runner.run(project, name, projects.Silent(), compute=in_another_process(elsewhere, project, name, sizes))
     assert outcome.written >= outcome.rows > 0 and not outcome.left
     assert len(sizes) == -(-outcome.rows // ROWS) > 1 and max(sizes) < SMALL
     clocks = [column for column in ("inode", "mtime_ns") if name == "images"]
@@ -111,7 +124,7 @@ def test_units_computed_in_another_process_give_the_table_of_an_ordinary_run(pip
     assert projects.build(divided, name)[name].up_to_date
 
 
-def test_what_is_stored_already_is_in_no_unit(finished, tmp_path):
+def test_what_is_stored_already_is_in_no_unit(finished, elsewhere, tmp_path):
     folder = without(finished(toy.PIPELINE), tmp_path / "project", "tokens")
     project, sizes = Project(folder), list[int]()
     ordinary = projects.content(finished(toy.PIPELINE), "tokens")
@@ -122,7 +135,7 @@ def test_what_is_stored_already_is_in_no_unit(finished, tmp_path):
     with Writer(table, project.recipe("tokens")) as writer:
         runner.commit(stage.run(run), stage, writer)
         assert writer.rows_written == 3
-    runner.run(project, "tokens", projects.Silent(), compute=in_another_process(project, "tokens", sizes))
+    runner.run(project, "tokens", projects.Silent(), compute=in_another_process(elsewhere, project, "tokens", sizes))
     assert len(sizes) == -(-(wanted.num_rows - 3) // ROWS)
     assert projects.content(folder, "tokens") == ordinary
 

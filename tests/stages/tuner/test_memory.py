@@ -95,15 +95,14 @@ def estimate_and_measure(heads: int, width: int, side: int, bits: int, rank: int
     return found, mx.get_peak_memory() - before
 
 
-VARIANTS = ("lora", "dora", "lokr")
-
-
 MODELS = ((2, 64, 12, 16), (4, 64, 12, 4), (4, 32, 20, 16), (4, 64, 4, 8))  # heads, width of a head, side, bits
-MEASURED = [(*model, variant) for variant in VARIANTS for model in (MODELS if variant == "lora" else MODELS[:2])]
+MEASURED = [
+    *((*model, plan, "lora") for model in MODELS for plan in ("blocks", 3, "whole")),
+    *((*model, plan, variant) for variant in ("dora", "lokr") for model, plan in zip(MODELS, ("blocks", "whole"), strict=False)),
+]
 
 
-@pytest.mark.parametrize("plan", ["blocks", 3, "whole"])
-@pytest.mark.parametrize(("heads", "width", "side", "bits", "variant"), MEASURED)
+@pytest.mark.parametrize(("heads", "width", "side", "bits", "plan", "variant"), MEASURED)
 def test_the_estimate_is_within_its_stated_factor_of_the_measured_peak(heads, width, side, bits, plan, variant):
     found, measured = estimate_and_measure(heads, width, side, bits, 4 if side > 4 else 32, variant, plan)
     assert 1 / FACTOR < found.memory(plan).peak / measured < FACTOR

@@ -25,7 +25,7 @@ from tests import projects
 pytestmark = pytest.mark.slow
 
 SIZE = (96, 80)
-LARGE = (320, 240)  # as pixels, 400 of these take 90 MB
+LARGE = (320, 240)  # as pixels, 200 of these take 46 MB
 VARIES = 30  # megabytes by which the peaks of equal processes may differ: 300 and 325 were seen for Parquet
 KINDS = ("tar", "parquet", "arrow")
 
@@ -166,7 +166,7 @@ def peak_of(folder: Path) -> float:
 
 @pytest.mark.proof("10,000 images in a tar, a Parquet and an Arrow file: memory grows by rows alone; a rescan reads no image")
 def test_the_memory_of_reading_grows_by_rows_alone_and_a_second_run_reads_no_image(tmp_path, tiny_weights, cases):
-    few, many = cases((200, 600), (1000, 10_000))
+    few, many = cases((100, 300), (1000, 10_000))
     drawn = pictures(many, LARGE)
     for kind in KINDS:
         small = made(tmp_path / f"{kind}{few}", tiny_weights, kind, dict(itertools.islice(drawn.items(), few)))
