@@ -170,4 +170,4 @@ def test_a_worker_that_fails_as_it_starts_is_named_in_one_line(finished, cluster
     monkeypatch.setattr("pipeline.on_ray.answers", fail)
     folder = without(finished, tmp_path / "project", "latents")
     with pytest.raises(ValueError, match="a worker failed as it started; is latentmill installed on every host"):
-        Runs(folder, {"project.workers": "ray", "project.unit_rows": 1}).run("latents")
+        Runs(folder, {"project.workers": "ray", "project.worker_count": 1, "project.unit_rows": 1}).run("latents")

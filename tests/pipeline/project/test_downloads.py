@@ -18,8 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.project import weights
+from pipeline.project.config import ProjectConfig
 from pipeline.store.lock import locked
 from stages.models.family import FOLDERS
+from stages.text_to_image import families
 from tests.projects import HANG, ROOT
 
 REPOSITORY = "someone/tiny"
@@ -29,23 +32,7 @@ import sys
 from pathlib import Path
 from pipeline.project import weights
 from stages.text_to_image.families import family
-try:
-    print("found", weights.resolve(sys.argv[1], Path(sys.argv[2]), family(sys.argv[3]), ["transformer", "tokenizer"]))
-except ValueError as error:
-    print("refused", error)
-"""
-
-COMPONENT = """
-import sys
-from pathlib import Path
-from pipeline.project import weights
-from pipeline.project.config import ProjectConfig
-from stages.text_to_image.families import family
-settings = ProjectConfig(family="tiny", components={sys.argv[3]: sys.argv[1]})
-try:
-    print("found", weights.find(settings, Path(sys.argv[2]), family("tiny"), sys.argv[3], fetch=True))
-except ValueError as error:
-    print("refused", error)
+weights.resolve(sys.argv[1], Path(sys.argv[2]), family(sys.argv[3]), ["transformer", "tokenizer"])
 """
 
 
@@ -165,23 +152,35 @@ def server(tiny_weights: Path) -> Iterator[Hub]:
     made.server_close()
 
 
-def start(server: Hub, folder: Path, repository: str = REPOSITORY, family: str = "klein-4b") -> subprocess.Popen[str]:
-    """Start a process that loads the transformer and the tokenizer from the hub, and return it. `folder` is its cache. If
-    `family` is a component such as "text_encoder", the process loads this one, whose place is `repository`.
-    """
+def start(server: Hub, folder: Path) -> subprocess.Popen[str]:
+    """Start a process that loads the transformer and the tokenizer from the hub. `folder` has its cache."""
     place = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "0"}
     place |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-    place |= dict.fromkeys(("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"), "1" if server.stalled else str(HANG))
-    words = [sys.executable, "-c", COMPONENT if family in FOLDERS else CODE, repository, str(folder), family]
+    words = [sys.executable, "-c", CODE, REPOSITORY, str(folder), "klein-4b"]
     return subprocess.Popen(words, cwd=ROOT, env=os.environ | place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def fetch(server: Hub, folder: Path, repository: str = REPOSITORY, family: str = "klein-4b") -> str:
-    """Load the transformer and the tokenizer from the hub in a new process. Return the line that the process prints."""
-    process = start(server, folder, repository, family)
-    out, errors = process.communicate(timeout=HANG)
-    assert process.returncode == 0, errors
-    return out.strip().splitlines()[-1]
+    """Load the transformer and the tokenizer, or the component `family`, from the hub. Return what was found or refused."""
+    from huggingface_hub import constants
+
+    timeout = 1 if server.stalled else HANG
+    place = {"ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+    place |= {"HF_HUB_CACHE": str(folder / "hf" / "hub"), "HF_HUB_DOWNLOAD_TIMEOUT": timeout, "HF_HUB_ETAG_TIMEOUT": timeout}
+    place |= {"HUGGINGFACE_CO_URL_TEMPLATE": place["ENDPOINT"] + "/{repo_id}/resolve/{revision}/{filename}"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        for name, value in place.items():
+            patch.setattr(constants, name, value)
+        try:
+            if family not in FOLDERS:
+                found = weights.resolve(repository, folder, families.family(family), ["transformer", "tokenizer"])
+            else:
+                settings = ProjectConfig(family="tiny", components={family: repository})
+                found = weights.find(settings, folder, families.family("tiny"), family, fetch=True)
+        except ValueError as error:
+            return f"refused {error}"
+    return f"found {found}"
 
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
