@@ -225,7 +225,8 @@ def compare_data(project: Project, query: Query, chosen: Mapping[str, str]) -> R
     sides = {f"{row['column']}@{row['step']}": f"{row['column']}, step {row['step']}" for row in rows}
     names = list(sides)
     a = chosen["a"] if chosen.get("a") in sides else next(iter(names), "")
-    b = chosen["b"] if chosen.get("b") in sides else next(reversed(names), "")
+    own = [side for side in names for run in runs if run.current and side.startswith((f"{run.label}@", f"{run.label},"))]
+    b = chosen["b"] if chosen.get("b") in sides else (own or names or [""])[-1]
     pictures: dict[str, dict[str, str]] = {}
     for row in rows:
         pictures.setdefault(row["row"], {})[f"{row['column']}@{row['step']}"] = row["picture"]
