@@ -7,6 +7,7 @@ import functools
 import io
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command and end the process; exit code 2 for a user's mistake, 130 for an interrupt."""
     open_streams()
     use_utf8()
+    if not sys.warnoptions:  # those of libraries are for who writes code
+        warnings.simplefilter("ignore")
     job = os.environ.pop("LATENTMILL_JOB", None)  # not for the processes that this one starts
     code = exit_code(functools.partial(cli.main, arguments, prog_name="latentmill", standalone_mode=False))
     for stream in (sys.stdout, sys.stderr):

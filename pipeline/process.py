@@ -84,6 +84,22 @@ def require_address_space() -> None:
         raise ValueError(f"the limit of address space is {limit / 1e9:.1f} GB (ulimit -v), less than {least}: raise it")
 
 
+def refuse_fork(*, opening: bool = False) -> None:
+    """Raises ValueError in a process that was forked from one that has opened a project: threads of Lance and MLX are not forked,
+    and a stage would crash without a word.
+    """
+    if opening and not _opened:
+        _opened.append(os.getpid())
+    elif not opening and _opened and _opened[0] != os.getpid():
+        raise ValueError(
+            "a stage cannot run in a fork of a process that has used a project: "
+            'start the process with multiprocessing.get_context("spawn")'
+        )
+
+
+_opened: list[int] = []  # the process that opened a project first
+
+
 def use_utf8() -> None:
     """Start again if names of files cannot be UTF-8, as with LC_ALL=C where Python's UTF-8 mode is off."""
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from pipeline import ranks
 from pipeline.errors import Stopped
-from pipeline.process import interruptible, own_command, peak_mlx, version
+from pipeline.process import interruptible, own_command, peak_mlx, refuse_fork, version
 from pipeline.project import runs
 from pipeline.project.outlook import amount, announcement, counted, licence_note, require_download_room, require_trainable
 from pipeline.project.project import Project
@@ -72,6 +72,7 @@ def run(
 
     `compute(run)` replaces the stage's `run`. Raises Stopped after an interrupt, ValueError for mistakes of the user.
     """
+    refuse_fork()
     stage = project.stage(name)
     if launched_rank():  # not 0
         project.fetch = True

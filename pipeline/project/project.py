@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 import stages
-from pipeline.process import require_address_space
+from pipeline.process import refuse_fork, require_address_space
 from pipeline.project import config as configuration
 from pipeline.project import recipe as recipes
 from pipeline.project.config import Overrides
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from pipeline.store.table import TableFolder
     from schemas.table import TableSchema
     from stages.models.family import Family
+
+WRITTEN = ("tables", "exports", "weights", "tracking", "queue")  # a project from elsewhere could have any folder changed
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,16 @@ class Project:
     def __init__(self, path: str | Path, overrides: Overrides = (), *, fetch: bool = False, text: str | None = None) -> None:
         """`text`: what project.toml would contain, to see what that would do."""
         require_address_space()
+        refuse_fork(opening=True)
         folder = from_home(path)
         if not folder.is_dir():
             what = "is a file, not a project's folder" if folder.exists() else "no such folder"
             raise ValueError(f"{folder}: {what}; `latentmill init --help` explains how to make a project")
         if any(ord(character) < 32 or ord(character) == 127 for character in str(folder.absolute())):
             raise ValueError(f"{folder.absolute()}: a project's path may have no line break and no other control character")
+        for name in WRITTEN:
+            if (place := folder / name).is_symlink() and not place.resolve().is_relative_to(folder.resolve()):
+                raise ValueError(f"{place} is a link out of the project, where nothing is written: move the folder itself here")
         self.path = folder
         self.overrides = overrides
         self.fetch = fetch

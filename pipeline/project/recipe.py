@@ -92,6 +92,7 @@ class FileHashes:
         self.file = file
         self.known: dict[str, Any] = {"files": {}, "components": {}}  # components: name -> digest
         with contextlib.suppress(OSError, ValueError, AttributeError):  # a damaged cache only costs time
+            stamp(file)  # it is a regular file
             self.known |= unsealed(file.read_bytes())
 
     def component(self, name: str, path: Path, patterns: Iterable[str] = ("*",), weights: bool = True) -> str:

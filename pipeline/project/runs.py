@@ -21,6 +21,7 @@ from pipeline.project.project import FixedTable, Project
 from pipeline.project.recipe import recipe_id, recorded
 from pipeline.store.disk import atomic_write, make_folder
 from stages.settings import nearest
+from stages.untrusted import read_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -80,7 +81,7 @@ class TrainingRun:
         found = {}
         for step, folder in self.checkpoints.items():
             try:
-                files = json.loads((folder / "state.json").read_text(encoding="utf-8"))["files"]
+                files = read_json(folder / "state.json")["files"]
                 found.update({files[name]["sha256"]: step for name in files if name.startswith("adapter")})
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # damaged, or being deleted
@@ -160,7 +161,7 @@ def find_run(project: Project, text: str) -> TrainingRun:
 def read_record(table: TableFolder) -> dict[str, Any] | None:
     """The content of run.json, or the same made from the manifest; None if the folder holds no run."""
     try:
-        found = json.loads((table.folder / FILE).read_text(encoding="utf-8"))
+        found = read_json(table.folder / FILE)
         if isinstance(found, dict):
             return found
     except (OSError, ValueError):

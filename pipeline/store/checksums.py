@@ -81,6 +81,8 @@ class Checksums:
         try:
             now = stamp(self.file)
         except OSError:
+            if self.file.exists():
+                os.close(open_own(self.file, os.O_RDONLY))  # raises: without it no file would be checked
             self._known, self._lines, self._stamp = {}, 0, None
             return self._known
         if now != self._stamp:
@@ -139,9 +141,9 @@ class Checksums:
         """As `damage`, by the size alone."""
         records = self.known().get(name)
         try:
-            size = (self.folder / name).stat().st_size
+            size = stamp(self.folder / name)[0]
         except OSError:
-            return "is missing"
+            return "is no regular file" if (self.folder / name).exists() else "is missing"
         if records is None or size in {length for length, _ in records}:
             return ""
         return f"has {size} bytes instead of {max(records)[0]}"

@@ -25,8 +25,12 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def stamp(path: Path) -> tuple[int, int, int]:
-    """(size, time of change in ns, inode): a file with the same stamp has the same content. Raises OSError."""
+    """(size, time of change in ns, inode): a file with the same stamp has the same content. Raises OSError, FileNotFoundError
+    for a folder, a named pipe or a device too: reading one could wait for ever.
+    """
     found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise FileNotFoundError(errno.ENOENT, "is no regular file", str(path))
     return found.st_size, found.st_mtime_ns, found.st_ino
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from pipeline.store.checksums import Checksums
-from pipeline.store.disk import error_number, make_folder, stamp, sync
+from pipeline.store.disk import delete, error_number, make_folder, stamp, sync
 
 if TYPE_CHECKING:
     import lance
@@ -118,10 +118,9 @@ class Index:
                 try:
                     return version, self.read(version)
                 except DamageError:
-                    with path.open("rb"):  # raises where the file may not be opened, which is no damage
-                        pass
+                    os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))  # raises where it may not be: no damage
             # A power cut can leave an empty manifest. Without it and the hint, Lance opens the version before.
-            path.unlink()
+            delete(path)
             self.checksums.forget([self._name(path)])  # another version may get the number
             self._hint.unlink(missing_ok=True)
             sync(path.parent)

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.store.checksums import Checksums, tensor_checksum
-from pipeline.store.disk import atomic_write
+from pipeline.store.disk import atomic_write, stamp
 from schemas.table import TableSchema
 
 SHARD_BYTES = 64 << 20  # tensor bytes in a shard; 100k latents at 1024 px make 1,563 files
@@ -131,12 +131,12 @@ def read_shard_rows(path: Path, positions: Iterable[int]) -> pa.Table:
 def shard_damage(path: Path, needed: int) -> str:
     """Such as "is missing"; "" if whole. `needed`: bytes that the file must have at least to hold its rows."""
     try:
-        size = path.stat().st_size
+        size = stamp(path)[0]
         with path.open("rb") as file:
             file.seek(max(0, size - len(MAGIC)))
             complete = file.read() == MAGIC
     except FileNotFoundError:
-        return "is missing"
+        return "is no regular file" if path.exists() else "is missing"
     if size < needed or not complete:
         return f"is cut short: it has {size} bytes, but its rows need more than {needed}"
     return ""

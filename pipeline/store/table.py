@@ -204,7 +204,13 @@ class TableFolder:
                 key = " ".join(str(row[name])[:16] for name in self.schema.key)
                 named.setdefault(f"artifacts/{row[self.schema.artifact]}", []).append(key)
         there = {path.relative_to(self.folder).as_posix() for path in (self.folder / "artifacts").rglob("*") if path.is_file()}
-        recorded = {name for folder in self.whole_folders() for name in self.checksums.below(folder)}
+        folders = self.whole_folders()
+        recorded = {name for folder in folders for name in self.checksums.below(folder)}
+        # Of data sets that were written one after another, one is there.
+        if not folders and (
+            gone := [name for name in self.checksums.known() if name.startswith("artifacts/") and f"{LANCE}/" in name]
+        ):
+            yield Damage(gone[-1].partition(f"{LANCE}/")[0] + LANCE, "is missing")
         # A file that only a row or a checksum names is missing.
         for name in sorted(there | named.keys() | recorded):
             if problem := self.checksums.damage(name, fresh=True):

@@ -173,9 +173,12 @@ def _kind(entry: os.DirEntry[str]) -> tuple[bool, bool]:
 def _ignored(name: str, layers: list[Layer]) -> bool:
     # The innermost file with a pattern that matches decides.
     for above, below, rules in reversed(layers):
-        found = rules.check_file(above + name.removeprefix(below)).include
-        if found is not None:
-            return bool(found)
+        path = above + name.removeprefix(below)
+        # A rule for what lies in a folder matches "a/" too, and would count more than one for "a" after it.
+        found = [rules.check_file(each) for each in {path, path.rstrip("/") or path}]
+        decided = [each for each in found if each.include is not None]
+        if decided:
+            return bool(max(decided, key=lambda each: each.index or 0).include)
     return False
 
 

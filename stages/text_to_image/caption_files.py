@@ -73,7 +73,8 @@ def make_lookups(folder: Path, paths: list[str], config: CaptionSources, project
     for source in config.sources:
         if source == "metadata":
             captions, notes = read_metadata(folder, paths, config.caption_column)
-            made.append(lambda path, captions=captions: captions.get(composed(path), []))  # type: ignore[misc]
+            name_of = _one_name(paths)
+            made.append(lambda path, captions=captions, name_of=name_of: captions.get(name_of(path), []))  # type: ignore[misc]
         else:
             made.append(from_file_name if source == "filename" else _sidecars(folder, config, project))
     return made, notes
@@ -232,7 +233,7 @@ def read_text(path: Path, most: int) -> str:
 
 
 def read_metadata(folder: Path, paths: Iterable[str], column: str = "") -> tuple[dict[str, list[Caption]], list[str]]:
-    """Captions by path (NFC), from files beside and above the images; notes on unknown names. `column` "" tries TEXT_COLUMNS."""
+    """Captions by `_one_name` of a path, from files beside and above the images; notes on unknown names. `column` "": any."""
     paths = list(paths)
     captions: dict[str, list[Caption]] = {}
     notes = []
@@ -259,11 +260,11 @@ def read_metadata(folder: Path, paths: Iterable[str], column: str = "") -> tuple
 
 
 def image_finder(folder: Path, paths: Sequence[str], base: str) -> Callable[[str], str | None]:
-    """Finds the image (path in NFC) that a caption file in the folder `base` names, suffix or not; None if none or several."""
+    """Finds the image (as `_one_name`) that a caption file in the folder `base` names, suffix or not; None if none or several."""
     # The image folder may be a link, and the file may name either place.
     folders = [composed(f"{root.as_posix()}/") for root in (folder.absolute(), folder.resolve())]
-    whole = set(map(composed, paths))
-    inside = [path for path in whole if not base or path.startswith(f"{composed(base)}/")]
+    whole = set(map(_one_name(paths), paths))
+    inside = [path for path in whole if not base or composed(path).startswith(f"{composed(base)}/")]
     by_stem, by_name = _single(whole, _stem), _single(inside, posixpath.basename)
 
     def find(name: str) -> str | None:
@@ -275,10 +276,17 @@ def image_finder(folder: Path, paths: Sequence[str], base: str) -> Callable[[str
                 return by_name.get(posixpath.basename(given))
             path = given.removeprefix(root)
         else:
-            path = composed(posixpath.normpath(posixpath.join(base, name)))
+            exact = posixpath.normpath(posixpath.join(base, name))
+            path = exact if exact in whole or exact in by_stem else composed(exact)
         return path if path in whole else by_stem.get(path)
 
     return find
+
+
+def _one_name(paths: Iterable[str]) -> Callable[[str], str]:
+    """NFC, except for images whose names differ only in how accents are written: each keeps its own."""
+    twice = {name for name, count in Counter(map(composed, set(paths))).items() if count > 1}
+    return lambda path: path if composed(path) in twice else composed(path)
 
 
 def _single(paths: Iterable[str], part: Callable[[str], str]) -> dict[str, str]:

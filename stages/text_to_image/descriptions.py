@@ -11,6 +11,8 @@ import base64
 import http.client
 import io
 import json
+import queue
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -165,8 +167,7 @@ class ServerModel:
         request = urllib.request.Request(self.address, json.dumps(body).encode(), {"Content-Type": "application/json"})
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on this machine
         try:
-            with opener.open(request, timeout=self.config.timeout) as opened:
-                answer = parse_json(opened.read(MOST), "the answer")
+            answer = parse_json(self._answer(opener, request), "the answer")
         except urllib.error.HTTPError as error:
             said = " ".join(error.read(200).decode("utf-8", "replace").split())
             raise ValueError(f"{self.address} answered {error.code}: {said or error.reason}") from None
@@ -188,6 +189,26 @@ class ServerModel:
         self.name = str(answer.get("model") or self.config.model)
         self.version = str(answer.get("system_fingerprint") or "")
         return text
+
+    def _answer(self, opener: urllib.request.OpenerDirector, request: urllib.request.Request) -> bytes:
+        """Raises what `opener` raises, and TimeoutError when the whole answer is late: its timeout is that of each part."""
+        done: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                with opener.open(request, timeout=self.config.timeout) as opened:
+                    done.put(opened.read(MOST))
+            except Exception as error:  # noqa: BLE001  (raised below)
+                done.put(error)
+
+        threading.Thread(target=ask, daemon=True).start()
+        try:
+            found = done.get(timeout=self.config.timeout)
+        except queue.Empty:
+            raise TimeoutError from None
+        if isinstance(found, Exception):
+            raise found
+        return found
 
 
 # The stage

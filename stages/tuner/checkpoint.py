@@ -28,6 +28,7 @@ import pyarrow as pa
 
 from stages.hashing import file_sha256
 from stages.tuner.weights import Arrays
+from stages.untrusted import open_regular, read_json
 
 WriteArtifact = Callable[[str, Callable[[Path], None]], Path]  # (name below the artifacts folder, write(path)) -> its path
 
@@ -80,7 +81,7 @@ def find_checkpoints(artifacts: Path) -> list[Checkpoint]:
     for path in artifacts.glob(f"{FOLDER}/step-*/{STATE}"):
         # The file may be damaged, or written by another program.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            state = json.loads(path.read_text())
+            state = read_json(path)
             files = {n: {"bytes": int(each["bytes"]), "sha256": str(each["sha256"])} for n, each in state["files"].items()}
             found.append(Checkpoint(int(state["step"]), path.parent, {**state, "files": files}))
     return sorted(found, key=lambda c: -c.step)
@@ -125,7 +126,7 @@ def publish(write_artifact: WriteArtifact, final: Checkpoint, best: Checkpoint |
 
 def header_metadata(path: Path) -> dict[str, str]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(size, path.stat().st_size)))
         return dict(header["__metadata__"])

@@ -126,6 +126,28 @@ def test_a_stage_runs_in_a_thread_without_signal_handlers(tmp_path, tiny_weights
     assert results[0].written == 4
 
 
+FORK = """
+import os, sys
+from pipeline import Project
+p = Project(sys.argv[1])
+p.run("images", progress=False)
+if not os.fork():
+    try:
+        Project(sys.argv[1]).run("images", progress=False)
+    except ValueError as error:
+        print(error, flush=True)
+    os._exit(0)
+print(os.wait()[1])
+"""
+
+
+def test_a_stage_in_a_fork_of_a_process_that_used_a_project_is_one_line(tmp_path, tiny_weights):
+    folder = projects.make(tmp_path / "project", tiny_weights, images=1)
+    done = subprocess.run([sys.executable, "-c", FORK, str(folder)], cwd=projects.ROOT, capture_output=True, text=True)
+    said, code = done.stdout.splitlines()
+    assert 'get_context("spawn")' in said and code == "0"
+
+
 IMPORT = """
 import json, sys, time
 start = time.process_time()

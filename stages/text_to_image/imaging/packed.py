@@ -12,6 +12,7 @@ import struct
 import tarfile
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -248,7 +249,11 @@ def _cell(file: Path, member: Member) -> Any:
                 if getattr(READ, "key", None) != key:
                     READ.key, READ.column = None, None  # the memory of the row group before is freed first
                     _check_size(opened.metadata.row_group(group), member.column)
-                    READ.column = opened.read_row_group(group, columns=[member.column])[member.column]
+                    # As a dictionary: one picture in many rows is then in memory once.
+                    known = [each for each in opened.metadata.schema.names if each in ("bytes", member.column)]
+                    paths = [f"{member.column}.bytes" if each == "bytes" else each for each in known]
+                    with pq.ParquetFile(file, read_dictionary=paths) as read:
+                        READ.column = read.read_row_group(group, columns=[member.column])[member.column]
                     READ.key = key
                 return READ.column[member.offset - first].as_py()
             first += rows
@@ -263,9 +268,63 @@ def _check_size(group: Any, column: str) -> None:
         raise ValueError(f"a row group of {stored:,} bytes has {decoded:,} when it is decoded: it holds no pictures")
 
 
+def _decoded_bytes(file: Any) -> int:
+    """What the compressed buffers of Arrow's messages say that they hold: each begins with its size. 0 if none is compressed."""
+    if file.read(8).rstrip(b"\0") != ARROW:
+        file.seek(0)
+    total = 0
+    with suppress(pa.ArrowException, struct.error, EOFError):  # reading it says what is wrong
+        for message in pa.ipc.MessageReader.open_stream(file):
+            if message.type not in ("record batch", "dictionary"):
+                continue
+            table = _Flat(message.metadata.to_pybytes()).root().table(HEADER)
+            batch = table.table(DATA) if message.type == "dictionary" else table
+            if batch.at(COMPRESSION):
+                for start, length in batch.pairs(BUFFERS):
+                    size = struct.unpack_from("<q", message.body, start)[0] if length >= 8 else 0
+                    total += size if size >= 0 else length
+    return total
+
+
+ARROW = b"ARROW1"  # begins the file format
+HEADER, DATA, BUFFERS, COMPRESSION = 2, 1, 2, 3  # fields of Message, DictionaryBatch and RecordBatch in Arrow's Message.fbs
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """A table of FlatBuffers: its fields are found by a list of offsets."""
+
+    data: bytes
+    start: int = 0
+
+    def root(self) -> _Flat:
+        return _Flat(self.data, struct.unpack_from("<I", self.data)[0])
+
+    def at(self, field: int) -> int:
+        """The place of a field, or 0."""
+        fields = self.start - struct.unpack_from("<i", self.data, self.start)[0]
+        if 4 + 2 * field >= struct.unpack_from("<H", self.data, fields)[0]:
+            return 0
+        offset = struct.unpack_from("<H", self.data, fields + 4 + 2 * field)[0]
+        return self.start + offset if offset else 0
+
+    def table(self, field: int) -> _Flat:
+        place = self.at(field)
+        return _Flat(self.data, place + struct.unpack_from("<I", self.data, place)[0])
+
+    def pairs(self, field: int) -> Iterator[tuple[int, int]]:
+        place = self.table(field).start
+        for number in range(struct.unpack_from("<I", self.data, place)[0]):
+            yield struct.unpack_from("<qq", self.data, place + 4 + 16 * number)
+
+
 def _arrow(file: Path) -> Any:
     """Memory-mapped, in the stream format that `save_to_disk` writes, or the file format."""
     mapped = pa.memory_map(str(file))
+    decoded = _decoded_bytes(mapped)
+    if decoded > max(GROUP_BYTES, GROUP_SHARE * mapped.size()):
+        raise ValueError(f"{mapped.size():,} bytes, {decoded:,} when it is decoded: it holds no pictures")
+    mapped.seek(0)
     try:
         return pa.ipc.open_stream(mapped).read_all()
     except pa.ArrowInvalid:

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.commands.clean import _delete_table
+from pipeline.project.project import Project
+from pipeline.project.runs import read_record
 from pipeline.store.checksums import Checksums
 from pipeline.store.lock import lock_holder, locked, texts_lock
+from pipeline.store.shards import shard_damage
 from pipeline.store.table import TableFolder, Writer
 from tests.pipeline.store.stores import FILES, files
 
@@ -25,6 +28,32 @@ def test_a_writer_refuses_a_link_and_leaves_its_target_alone(name, tmp_path):
     with pytest.raises(ValueError, match="is a link, and nothing is written through links in tables/: delete it"):
         Writer(TableFolder(table, FILES), {}).__enter__()
     assert {path: path.read_bytes() for path in [outside, *outside.rglob("*")] if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["tables", "exports", "weights", "tracking", "queue"])
+def test_a_folder_of_a_project_that_leads_out_of_it_is_refused(name, tmp_path):
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "project.toml").write_text("")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "project" / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(ValueError, match=f"{name} is a link out of the project"):
+        Project(tmp_path / "project")
+    assert not list((tmp_path / "outside").iterdir())
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "run.json", "checksums.jsonl", "shards/1.arrow"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_regular_file_is_damage_and_is_never_waited_for(name, make, tmp_path):
+    table = files(tmp_path / "tables" / "files" / "recipe", 0)
+    path = table.folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    make(path)
+    assert shard_damage(path, 0) == "is no regular file"
+    assert read_record(table) is None or name != "manifest.json"
+    if name != "checksums.jsonl":
+        assert table.checksums.damage(name) == "is no regular file"
+    assert not table.exists or name != "manifest.json"
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_an_incomplete_index_is_one_line_and_is_repaired_by_the_next_run(indexed
     assert searcher(folder).search("count words", "semantic")
 
 
-@pytest.mark.parametrize("damage", ["deleted", "cut", "flipped"])
+@pytest.mark.parametrize("damage", ["deleted", "cut", "flipped", "whole folder"])
 def test_a_damaged_word_index_is_named_by_search_and_verify_and_made_again_by_repair(damage, indexed, tmp_path, capfd):
     folder = tmp_path / "project"
     shutil.copytree(indexed, folder, symlinks=True)
@@ -142,14 +142,17 @@ def test_a_damaged_word_index_is_named_by_search_and_verify_and_made_again_by_re
     before = projects.latentmill(folder, "search", "sort the colours", "--lexical")
     file = max((path for path in files if "_indices" in path.parts), key=lambda path: path.stat().st_size)
     content = file.read_bytes()
-    if damage == "deleted":
+    if damage == "whole folder":
+        shutil.rmtree(words)
+    elif damage == "deleted":
         file.unlink()
     else:
         file.write_bytes(content[: len(content) // 2] if damage == "cut" else b"\xff" + content[1:])
     said = projects.latentmill(folder, "search", "sort the colours", "--lexical", code=2)
-    assert said.count("\n") == 1 and said.endswith(f": run latentmill verify -p {folder} --repair\n") and file.name in said
+    if damage != "whole folder":
+        assert said.count("\n") == 1 and said.endswith(f": run latentmill verify -p {folder} --repair\n") and file.name in said
     (found,) = Project(folder).verify()
-    assert found.file == file.relative_to(words.parents[1]).as_posix()
+    assert found.file == (words if damage == "whole folder" else file).relative_to(words.parents[1]).as_posix()
     assert Project(folder).verify(repair=True) == []
     assert projects.latentmill(folder, "search", "sort the colours", "--lexical") == before
     assert "panicked" not in capfd.readouterr().err

@@ -214,11 +214,17 @@ def test_a_rule_that_cannot_be_used_is_a_row_and_the_others_are_used(rule, folde
         ("*.[ch]*x?z*", "a.c1xyz2.h", "a.o1xyz"),
         ("[!a]*\\**b", "x*1*b", "a*1*b"),
         ("a***b*c", "a12b3c", "a12c"),
+        ("(a", "(a", "a"),
     ],
 )
 def test_rules_with_many_stars_mean_what_they_say_and_take_no_time(rule, ignored, kept):
     rules, wrong = sources._spec([rule])
     assert not wrong and rules.match_file(ignored) and not rules.match_file(kept)
+
+
+def test_a_folder_that_a_later_rule_takes_in_again_is_searched(folder):
+    (folder / "code" / ".gitignore").write_text("/**\n!/flat\n!/flat/words.py\n")
+    assert [path for path in skipped(folder) if "flat" in path or "deep" in path] == ["code/flat/words.py"]
 
 
 def test_text_that_explodes_in_regular_expressions_is_read_in_one_pass():

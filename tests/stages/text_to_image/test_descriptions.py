@@ -32,6 +32,7 @@ class Server:
         self.pictures: list[bytes] = []
         self.answer: Any = None  # in place of the caption: a number is a status, another value the body
         self.stall_after = 10**9  # from this request on, no answer comes
+        self.trickles = False  # the answer has no end
         self.stalled, self.free = threading.Event(), threading.Event()
         server = self
 
@@ -51,6 +52,8 @@ class Server:
                 text = json.dumps(plain if server.answer is None or status != 200 else server.answer)
                 self.send_response(status)
                 self.end_headers()
+                while server.trickles and not server.free.wait(0.1):
+                    self.wfile.write(b" ")
                 self.wfile.write(text.encode())
 
             def log_message(self, *arguments: Any) -> None:
@@ -132,6 +135,13 @@ def test_after_a_kill_no_caption_is_written_twice(project: Path, server: Server)
     counts = [server.pictures.count(each) for each in set(server.pictures)]
     assert sorted(counts) == [1, 1, 2], "only the picture that was asked for when the process died is asked for again"
     assert kept.exists and Project(project).current("descriptions").rows().num_rows == 3
+
+
+def test_a_server_that_answers_byte_by_byte_without_an_end_times_out(project: Path, server: Server) -> None:
+    run(project, "images")
+    server.trickles = True
+    with pytest.raises(ValueError, match=r"did not answer within 1 seconds"):
+        run(project, "descriptions", settings=("descriptions.timeout=1",))
 
 
 @pytest.mark.parametrize(

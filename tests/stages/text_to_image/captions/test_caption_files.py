@@ -188,6 +188,15 @@ def test_a_file_name_in_another_unicode_spelling_is_found(folder):
     assert folder.captions(missing="skip") == {"cafe\u0301.png": ["coffee"]}
 
 
+def test_images_whose_names_differ_in_how_accents_are_written_have_their_own_rows(folder):
+    names = ("cafe\u0301.png", "caf\u00e9.png", "na\u00efve.png")
+    for name in names:
+        folder.add(name)
+    rows = [*((name, text) for name, text in zip(names, ("two", "one", "third"), strict=True)), ("cafe\u0301", "stem")]
+    folder.write("metadata.jsonl", "\n".join(json.dumps({"file_name": name, "text": text}) for name, text in rows))
+    assert folder.captions(missing="skip") == dict(zip(names, (["two", "stem"], ["one"], ["third"]), strict=True))
+
+
 @pytest.mark.parametrize("name", ["data.csv", "metadata.json", "captions.txt.json"])
 def test_a_table_of_captions_under_another_name_is_named_where_captions_are_missing(folder, name):
     folder.write(name, "file_name,text\na.png,a cat\n")

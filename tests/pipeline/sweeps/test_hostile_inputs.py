@@ -1,0 +1,592 @@
+"""Generated hostile sources, rules, queries and containers: one line or a row with the reason, in little time and memory, and
+nothing is lost for another's sake."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import logging
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from tests import projects
+from tests.pipeline.sweeps.forks import Forks
+from tests.stages.models.test_hostile import mutated_bytes, mutated_json
+from tests.stages.retrieval import project as small
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif("sys.platform != 'linux'", reason="disk.c is preloaded on Linux alone")]
+
+SECONDS = 10  # of CPU that one input may take
+FACTOR = 2  # times the memory of the honest input
+NEVER = ("Traceback", "panicked", ".rs:", "Fatal Python", "FutureWarning", "SyntaxWarning", "DeprecationWarning")
+Make = Callable[[Path, random.Random], object]
+HONEST = ("flat/words.py", "flat/paths.py", "deep/lines.py", "deep/dates.py")
+ROOT = projects.ROOT
+
+# Sources
+
+NESTED: dict[str, Callable[[int], str]] = {
+    "brackets.py": lambda n: f"def a(x):\n    return {'(' * n}x{')' * n}\n",
+    "lists.py": lambda n: f"x = {'[' * n}{']' * n}\n",
+    "open.py": lambda n: "(" * n,
+    "else.py": lambda n: "def a(x):\n    if x:\n        pass\n" + "    elif x:\n        pass\n" * n,
+    "blocks.py": lambda n: "".join(f"{' ' * level}if x:\n" for level in range(min(n, 2000))) + " " * min(n, 2000) + "pass\n",
+    "not.py": lambda n: f"x = {'not ' * n}1\n",
+    "plus.py": lambda n: f"x = {'1+' * n}1\n",
+    "dots.py": lambda n: f"x = a{'.b' * n}\n",
+    "calls.py": lambda n: f"x = a{'()' * n}\n",
+    "lambdas.py": lambda n: f"x = {'lambda: ' * n}1\n",
+    "classes.py": lambda n: "".join(f"{' ' * level}class A:\n" for level in range(min(n, 900))) + " " * min(n, 900) + "pass\n",
+    "parameters.py": lambda n: (
+        f"def a({', '.join(f'b{each}' for each in range(n))}):\n    return 1\n    # more\n    # and more\n"
+    ),
+    "functions.py": lambda n: "def a():\n    x = 1\n    return x\n" * (n // 4),
+    "decorators.py": lambda n: "@a\n" * n + "def b():\n    x = 1\n    return x\n",
+    "strings.py": lambda n: '"""' + "a" * n,
+    "quotes.py": lambda n: "'" * n,
+    "doc.py": lambda n: f'def a():\n    """{"word " * n}"""\n    x = 1\n    return x\n',
+    "escapes.py": lambda n: "def a():\n    '''\\ud800 \\N{LATIN SMALL LETTER A} \\x00'''\n    x = 1\n    return x\n" + "\\" * n,
+    "numbers.py": lambda n: f"x = {'9' * n}\n",
+    "format.py": lambda n: "x = " + "f'{" * min(n, 300) + "1" + "}'" * min(n, 300) + "\n",
+    "lines.py": lambda n: "\n" * n * 10,
+    "returns.py": lambda n: "\r" * n,
+    "spaces.py": lambda n: " " * n * 10 + "x\n",
+    "tabs.py": lambda n: "\t" * n + "x\n",
+    "comment.h": lambda n: "/*" * n,
+    "blank.h": lambda n: "\n" * n * 10,
+    "templates.cpp": lambda n: f"{'a<' * n}int{'>' * n} f() {{ return 1; }}\n",
+    "macro.c": lambda n: "#define A \\\n" * n,
+    "braces.c": lambda n: "int f() {" + "{" * n + "}" * n + "}\n",
+    "braces.js": lambda n: "function f() {" + "{" * n + "}" * n + "}\n",
+    "slashes.js": lambda n: "x = " + "/" * n + "\n",
+    "jsx.tsx": lambda n: "<a>" * n,
+    "generics.java": lambda n: f"class A {{ {'B<' * n}C{'>' * n} f() {{ return null; }} }}\n",
+    "types.rs": lambda n: f"fn f() -> {'Vec<' * n}u8{'>' * n} {{ loop {{}} }}\n",
+    "raw.rs": lambda n: f'fn f() {{ let x = r{"#" * n}"a"{"#" * n}; }}\n',
+    "deep.go": lambda n: f"package a\nfunc f() {{ x := {'(' * n}1{')' * n} }}\n",
+    "here.sh": lambda n: "cat <<A\n" * n,
+    "dollars.sh": lambda n: "x=" + "$(" * n + ")" * n + "\n",
+    "heads.md": lambda n: "# a\n" * n,
+    "quotes.md": lambda n: "> " * n + "x\n",
+    "fences.md": lambda n: "```\n" * n,
+    "stars.md": lambda n: "*" * n + "a" + "_" * n,
+    "links.md": lambda n: "[" * n + "](" * n,
+    "cells.ipynb": lambda n: json.dumps({"cells": [{"cell_type": "code", "source": ["x = 1\n"]}] * n}),
+    "deep.ipynb": lambda n: "[" * n,
+    "odd.ipynb": lambda n: json.dumps({"cells": [{"cell_type": 1, "source": {"a": [None] * n}}, None, 5, "x"]}),
+    "coding.py": lambda n: "# -*- coding: rot13 -*-\nqrs n():\n    erghea 1\n" * (n // 100 + 1),
+    "zlib.py": lambda n: "# coding: zlib\nx\n",
+    "utf7.py": lambda n: "# coding: utf-7\n+AGEAYg-\n" + "+" * n,
+    "unknown.py": lambda n: f"# coding: {'x' * n}\nx = 1\n",
+    "merge.py": lambda n: "<<<<<<< a\n" * n + "=======\n>>>>>>> b\n",
+}
+TEXTS = (
+    "x = 1\n",
+    "\ufeff\ufeff",
+    "\x00" * 90,
+    "\u2028\u2029\x85\x0b\x0c\x1c",
+    "\u202edef a():\n",
+    "😀" * 500,
+    "\x1b]0;t\x07",
+    "Z͑ͫ̓ͪ" * 900,
+)
+
+
+def nested(folder: Path, draw: random.Random) -> None:
+    name = draw.choice(list(NESTED))
+    text = NESTED[name](draw.choice((10, 150, 999, 1200, 5_000, 40_000)))
+    path = folder / "code" / f"hostile {name}"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+
+
+def mutated_source(folder: Path, draw: random.Random) -> None:
+    """A file of this repository or of the tests with changed bytes, under the suffix of any language."""
+    choice = draw.choice(
+        [*ROOT.glob("stages/*/*.py"), *ROOT.glob("*.md"), *ROOT.glob("pipeline/page/static/*.js"), ROOT / "Makefile"]
+    )
+    data = choice.read_bytes()[:60_000]
+    for _ in range(draw.randint(1, 9)):
+        data = mutated_bytes(data, draw)
+    suffix = draw.choice(
+        (choice.suffix, ".py", ".c", ".ts", ".rs", ".go", ".java", ".rb", ".sh", ".md", ".ipynb", ".cs", ".php", ".swift")
+    )
+    (folder / "code" / f"hostile{suffix}").write_bytes(data)
+
+
+def odd_text(folder: Path, draw: random.Random) -> None:
+    parts = [draw.choice(TEXTS) for _ in range(draw.randint(1, 20))]
+    data = "".join(parts).encode(draw.choice(("utf-8", "utf-16", "utf-32", "utf-7")), "replace") + draw.randbytes(
+        draw.choice((0, 3))
+    )
+    (folder / "code" / f"hostile{draw.choice(('.py', '.md', '.js', '.ipynb', ''))}").write_bytes(data)
+
+
+def odd_name(folder: Path, draw: random.Random) -> None:
+    name = draw.choice((
+        b"\xff\xfe.py", b"a\nb.py", b"\x1b]0;t\x07.py", b"-rf.py", b"a" * 252 + b".py", b" .py", b"...py", b"CON.py", b"a:b.py",
+        "\u202e.py".encode(), "é.py".encode(), b"e\xcc\x81.py", b"%s%n.py", b"'; drop table x;--.py", b"*.py", b"[z-a].py",
+    ))  # fmt: skip
+    path = os.fsencode(folder / "code") + b"/" + name
+    with open(path, "wb") as file:  # noqa: PTH123  (a name of bytes)
+        file.write(b"def hostile_name():\n    x = 1\n    y = 2\n    z = 3\n    return x + y + z\n")
+
+
+def odd_file(folder: Path, draw: random.Random) -> None:
+    path = folder / "code" / "hostile.py"
+    kind = draw.randrange(9)
+    if kind == 0:
+        os.mkfifo(path)
+    elif kind == 1:
+        with socket.socket(socket.AF_UNIX) as made:
+            here = Path.cwd()
+            os.chdir(path.parent)  # the name of a socket may have 107 bytes
+            made.bind(path.name)
+            os.chdir(here)
+    elif kind in (2, 3, 4, 5, 6):
+        path.symlink_to(("/dev/zero", "/dev/tty", "/proc", "/", "hostile.py")[kind - 2])
+    elif kind == 7:
+        here = os.open(folder / "code", os.O_RDONLY)
+        for _ in range(300):
+            os.mkdir("d", dir_fd=here)
+            here = os.open("d", os.O_RDONLY, dir_fd=here)
+    else:
+        with path.open("wb") as file:
+            file.truncate(10**11)
+
+
+def rules(folder: Path, draw: random.Random) -> None:
+    pieces = (
+        "*",
+        "**",
+        "/",
+        "a",
+        "[",
+        "]",
+        "!",
+        "\\",
+        "?",
+        " ",
+        "{",
+        "}",
+        "#",
+        "[!",
+        "[a-z]",
+        "[z-a]",
+        "**/",
+        "/**",
+        ".",
+        "\t",
+        "é",
+        "[[:alpha:]]",
+        "\x00",
+    )
+    lines = ["".join(draw.choice(pieces) for _ in range(draw.randint(1, 40))) for _ in range(draw.choice((1, 5, 500)))]
+    # Rules of these pieces may leave out anything; the last ones take all honest files in again.
+    text = "\n".join([*lines, *("!/" + str(part) for name in HONEST for part in (Path(name).parent, name))])
+    (folder / "code" / ".gitignore").write_bytes(text.encode())
+    (folder / "code" / ("a" * 60 + ".py")).write_text("x = 1\n")
+    if draw.random() < 0.3:
+        (folder / "code" / ".gitignore").write_bytes(draw.randbytes(3000) + b"\n*.txt\n!*\n!*/\n")
+
+
+# Containers and captions
+
+
+def picture(draw: random.Random, side: int = 80) -> bytes:
+    file = io.BytesIO()
+    noise = np.random.default_rng(draw.randrange(2**32)).integers(0, 256, (side, side, 3), np.uint8)
+    Image.fromarray(noise, "RGB").save(file, "PNG")
+    return file.getvalue()
+
+
+def tar_of(members: list[tuple[tarfile.TarInfo, bytes]], form: int = tarfile.PAX_FORMAT) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=form) as opened:
+        for info, data in members:
+            info.size = len(data)
+            opened.addfile(info, io.BytesIO(data))
+    return file.getvalue()
+
+
+def hostile_tar(folder: Path, draw: random.Random) -> None:
+    names = [
+        "a.png",
+        "b.txt",
+        "../c.png",
+        "/etc/d.png",
+        "e\x1b[31m.png",
+        "x" * 300 + ".png",
+        "f.json",
+        "a.png",
+        "dir/g.png",
+        "\ud800.png",
+    ]
+    members = []
+    for name in draw.sample(names, draw.randint(1, len(names))):
+        info = tarfile.TarInfo(name)
+        if draw.random() < 0.2:
+            info.type = draw.choice((tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE, b"S"))
+            info.linkname = "/etc/passwd"
+        info.pax_headers = {"comment": "y" * draw.choice((0, 100, 100_000))}
+        members.append(
+            (
+                info,
+                picture(draw) if name.endswith("png") else draw.choice((b"{" * 5000, b"a caption", b"\xff\xfe", b'{"text": 5}')),
+            )
+        )
+    if draw.random() < 0.1:
+        members += [(tarfile.TarInfo(f"{number}.png"), b"") for number in range(20_000)]
+    try:
+        data = tar_of(members, draw.choice((tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)))
+    except (ValueError, UnicodeError):
+        data = tar_of([(tarfile.TarInfo("a.png"), picture(draw))])
+    made = bytearray(data)
+    if draw.random() < 0.6:  # a header lies: its size, type, checksum or name
+        at = 512 * draw.randrange(max(1, min(9, len(made) // 512)))
+        field, size = draw.choice(((124, 12), (156, 1), (148, 8), (0, 100), (257, 8), (329, 16)))
+        made[at + field : at + field + size] = draw.choice(
+            (b"\xff" * size, b"7" * size, b"\x80" + b"\x7f" * (size - 1), b"\0" * size, b"-" * size)
+        )
+        if draw.random() < 0.7:  # and its checksum is right
+            made[at + 148 : at + 156] = b" " * 8
+            made[at + 148 : at + 156] = f"{sum(made[at : at + 512]):06o}\0 ".encode()
+    (folder / "images" / "hostile.tar").write_bytes(mutated_bytes(bytes(made), draw) if draw.random() < 0.4 else bytes(made))
+
+
+def hostile_parquet(folder: Path, draw: random.Random) -> None:
+    values = [picture(draw) for _ in range(draw.randint(1, 6))]
+    kind = draw.randrange(6)
+    options: dict[str, Any] = {
+        "compression": draw.choice(("none", "snappy", "zstd", "gzip", "brotli", "lz4")),
+        "store_schema": draw.random() < 0.5,
+    }
+    made = pa.table({"image": pa.array(values, pa.binary()), "text": ["a", None, "c" * 5000, "d", "e", "f"][: len(values)]})
+    if kind == 0:  # one entry of a dictionary in many rows
+        indices = pa.array(np.zeros(draw.choice((10, 30_000)), np.int32))
+        made = pa.table({"image": pa.DictionaryArray.from_arrays(indices, pa.array([draw.randbytes(200_000)], pa.binary()))})
+    elif kind == 1:  # zeros that are small when they are compressed
+        made = pa.table({"image": pa.array([bytes(draw.choice((10_000, 300_000_000)))], pa.binary())})
+        options |= {"compression": "zstd", "use_dictionary": draw.random() < 0.5}
+    elif kind == 2:
+        made = pa.table({"image": pa.array([{"bytes": value, "path": f"{'../' * 9}x"} for value in values])})
+    elif kind == 3:
+        made = pa.table(
+            {
+                draw.choice(("image", "x", "")): draw.choice(
+                    (pa.array([1.0]), pa.array([[b"a"]]), pa.array(["x" * 9]), pa.nulls(5))
+                )
+            }
+        )
+    file = io.BytesIO()
+    pq.write_table(made, file, **options)
+    data = file.getvalue()
+    if kind > 3 or draw.random() < 0.3:
+        for _ in range(draw.randint(1, 4)):  # the footer, where counts and sizes stand
+            changed = bytearray(data)
+            changed[-draw.randint(1, min(len(data), 900))] = draw.choice((0, 0xFF, 0x7F, 0x80, draw.randrange(256)))
+            data = bytes(changed)
+    (folder / "images" / "hostile.parquet").write_bytes(data)
+
+
+def hostile_arrow(folder: Path, draw: random.Random) -> None:
+    values = [picture(draw) for _ in range(3)]
+    made = pa.table({"image": pa.array(values, pa.binary()), "text": ["a", "b", "c"]})
+    kind = draw.randrange(4)
+    if kind == 0:
+        made = pa.table({"image": pa.array([bytes(draw.choice((1000, 300_000_000)))], pa.binary())})
+    elif kind == 1:
+        indices = pa.array(np.zeros(draw.choice((10, 30_000)), np.int32))
+        made = pa.table({"image": pa.DictionaryArray.from_arrays(indices, pa.array([draw.randbytes(200_000)], pa.binary()))})
+    file = io.BytesIO()
+    options = pa.ipc.IpcWriteOptions(compression=draw.choice((None, "zstd", "lz4")))
+    with draw.choice((pa.ipc.new_stream, pa.ipc.new_file))(file, made.schema, options=options) as writer:
+        writer.write_table(made)
+    data = file.getvalue()
+    if kind > 1:
+        for _ in range(draw.randint(1, 3)):
+            changed = bytearray(data)
+            at = draw.randrange(min(len(data), 1500))
+            at = at if draw.random() < 0.5 else len(data) - 1 - at
+            changed[at : at + 8] = draw.choice((b"\xff" * 8, b"\0" * 8, b"\x7f" * 8, draw.randbytes(8)))[: len(changed) - at]
+            data = bytes(changed)
+    (folder / "images" / "hostile.arrow").write_bytes(data)
+
+
+def hostile_zip(folder: Path, draw: random.Random) -> None:
+    import zipfile
+
+    path = folder / "images" / "hostile.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("a.png", picture(draw))
+        file.writestr("../b.png", bytes(draw.choice((10, 100_000_000))))
+    path.write_bytes(mutated_bytes(path.read_bytes(), draw))
+
+
+def hostile_metadata(folder: Path, draw: random.Random) -> None:
+    name = draw.choice(("metadata.jsonl", "metadata.csv", "captions.json", "meta_cap.json"))
+    rows: list[Any] = [{"file_name": "picture0.png", "text": "a"}, {"file_name": "picture1.png", "text": ["b", "c"]}]
+    rows = [mutated_json(row, draw) if draw.random() < 0.5 else row for row in rows] * draw.choice((1, 1, 1, 2_000))
+    text = "\n".join(json.dumps(row) for row in rows) if name.endswith("jsonl") else json.dumps(rows)
+    if name.endswith("csv"):
+        text = "file_name,text\n" + "\n".join(
+            f"picture0.png,{'x' * draw.choice((1, 9000 if len(rows) < 9 else 9))}" for _ in rows
+        )
+    data = text.encode("utf-8", "surrogatepass")
+    (folder / "images" / name).write_bytes(mutated_bytes(data, draw) if draw.random() < 0.7 else data)
+
+
+# Queries
+
+QUERIES = (
+    "", " ", "\x00", "the of and", '"', "'", "a\"b", "(", ")", "AND", "OR NOT", "+a -b", "a~2", "a^9", "*", "?*", "a:b",
+    "field:", "[a TO b]", "\\",
+    "\ud800", "\u202e", "😀", "é" * 50, "-", "--help", "%", "%s", "{}", "$(id)", "; drop table units", "../../etc/passwd",
+    "\n\n", "\r",
+    "\x1b[2J",
+    "0", "-1", "1e999", "nan", "true", "null", "select * from units",
+)  # fmt: skip
+PATTERNS = ("*", "**", "a" * 3000, "*a" * 30 + "b", "[", "[!", "[z-a]", "/", "..", "../*", "\x00", "", "\\")
+REGEXES = (
+    "(a+)+$",
+    "(x|x)*y",
+    "(.*)*b",
+    "(",
+    "[",
+    "*",
+    "a{99999}",
+    "(?P<a>b)(?P<a>c)",
+    "\\",
+    "(?<=a+)b",
+    "(?i)x",
+    "^(([a-z])+.)+[A-Z]([a-z])+$",
+    "",
+)
+
+
+def query_of(draw: random.Random) -> str:
+    text = draw.choice(QUERIES)
+    return draw.choice(
+        (text, text * 1000, " ".join(draw.choice(QUERIES) for _ in range(9)), text + " count words", "count words " * 20_000)
+    )
+
+
+def words_of(draw: random.Random) -> list[str]:
+    """A call of `search` or `find`, PROJECT and CODE for the folders."""
+    words = ["search", "--project", "PROJECT"] if draw.random() < 0.5 else ["find"]
+    if words[0] == "find":
+        words += draw.choice(
+            (
+                [],
+                ["--regex", draw.choice(REGEXES)],
+                ["--path", draw.choice(PATTERNS)],
+                ["--threshold", draw.choice(("nan", "-1", "9", "x"))],
+            )
+        )
+        words += ["--json"] if draw.random() < 0.2 else []
+        return [*words, "--", query_of(draw), "CODE"]
+    words += draw.choice(([], ["--limit", draw.choice(("0", "-1", "999999999", "1e3"))], ["--path", draw.choice(PATTERNS)]))
+    return [*words, "--", query_of(draw)]
+
+
+def call_of(draw: random.Random) -> tuple[str, dict[str, Any]]:
+    number = draw.choice((0, 1, -1, 2**31, 2**63, 10**30))
+    path = draw.choice(
+        (
+            "flat/words.py",
+            "",
+            "\x00",
+            "../" * 9 + "etc/passwd",
+            "/etc/passwd",
+            "flat",
+            "a" * 5000,
+            "flat/words.py\n",
+            "~",
+            "flat/../flat/words.py",
+        )
+    )
+    tool = draw.choice(("search", "search", "related", "read", "status"))
+    given: dict[str, Any] = {
+        "search": {"query": query_of(draw), "path": draw.choice(PATTERNS), "limit": number, "folder": draw.choice(("", path))},
+        "related": {"path": path, "line": number, "limit": draw.choice((5, number))},
+        "read": {"path": path, "first_line": number, "last_line": draw.choice((number, number + 5, 10))},
+        "status": {},
+    }[tool]
+    if draw.random() < 0.3 and given:
+        given[draw.choice(list(given))] = draw.choice((None, [], {}, "x" * 9, 1.5, True, [[1]], "nan"))
+    return tool, given
+
+
+KINDS: dict[str, tuple[str, Make | None]] = {
+    "nested": ("sources", nested),
+    "mutated source": ("sources", mutated_source),
+    "odd text": ("sources", odd_text),
+    "odd name": ("sources", odd_name),
+    "odd file": ("sources", odd_file),
+    "rules": ("sources", rules),
+    "tar": ("pictures", hostile_tar),
+    "Parquet": ("pictures", hostile_parquet),
+    "Arrow": ("pictures", hostile_arrow),
+    "zip": ("pictures", hostile_zip),
+    "metadata": ("pictures", hostile_metadata),
+    "query": ("ask", None),
+    "call": ("call", None),
+}
+
+
+# What runs in a fork: each returns (what became of honest input, error's line or "", CPU seconds, peak memory in MB)
+
+Told = tuple[Any, str, float, int]
+
+
+def _measured(work: Callable[[], Any]) -> Told:
+    hard = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2])) + 3 * SECONDS
+    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
+    signal.alarm(30 * SECONDS)
+    before, said, found = sum(resource.getrusage(resource.RUSAGE_SELF)[:2]), "", None
+    try:
+        found = work()
+    except ValueError as error:
+        said = str(error)
+        assert said and "\n" not in said, repr(said)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return found, said, sum(used[:2]) - before, used.ru_maxrss // 1024
+
+
+def sources(path: str) -> Told:
+    def work() -> Any:
+        projects.build(Path(path), "sources", "units", "pairs", "tokens")
+        rows = small.rows(Path(path), "units")
+        return sorted(row["qualified_name"] for row in rows if row["path"].partition("/")[2] in HONEST)
+
+    return _measured(work)
+
+
+def pictures(path: str) -> Told:
+    def work() -> Any:
+        projects.build(Path(path), "images")
+        rows = small.rows(Path(path), "images")
+        with contextlib.suppress(ValueError):  # a wrong caption file is a mistake of the user, who is told the line
+            projects.build(Path(path), "captions")
+        return sorted(row["path"] for row in rows if row["rejected"] is None and row["path"].startswith("picture"))
+
+    return _measured(work)
+
+
+def ask(path: str, words: list[str]) -> Told:
+    def work() -> Any:
+        places = {"PROJECT": path, "CODE": f"{path}/code"}
+        code, _, err = projects.said(*(places.get(word, word) for word in words))
+        assert code in (0, 2) and not any(each in err for each in NEVER), f"{code}: {err[-900:]}"
+        if code:
+            lines = [line for line in err.splitlines() if line.startswith(("error: ", "Error: "))]
+            assert len(lines) == 1, err[-900:]
+        return []
+
+    return _measured(work)
+
+
+def call(path: str, tool: str, given: dict[str, Any]) -> Told:
+    import asyncio
+
+    from mcp.server.mcpserver.exceptions import ToolError
+
+    from pipeline.commands.retrieval.mcp import make_server
+
+    def work() -> Any:
+        server = make_server([Path(path) / "code"])
+        try:
+            asyncio.run(server.call_tool(tool, given))
+        except ToolError as error:
+            assert "Traceback" not in str(error), error
+        return []
+
+    return _measured(work)
+
+
+# The sweep
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("honest")
+    retrieval, images = place / "code" / "project", place / "images" / "project"
+    retrieval.mkdir(parents=True)
+    small.make(retrieval)
+    projects.make(images, tiny_weights, images=2)
+    asked = place / "asked" / "project"
+    shutil.copytree(retrieval, asked)
+    projects.build(asked)
+    return {"sources": retrieval, "pictures": images, "ask": asked, "call": asked}
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    with Forks(tmp_path_factory.mktemp("forks")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.proof(
+    "a hostile input of either pipeline is one line or a row, within twice the memory, and costs no other its place"
+)
+def test_a_hostile_input_is_one_line_or_a_row_and_nothing_else_is_lost(
+    seed: int, request: pytest.FixtureRequest, tmp_path: Path, cases: Callable[[int, int], int]
+):
+    if not request.config.getoption("--prove"):
+        pytest.skip("a proof: make prove")
+    folders: dict[str, Path] = request.getfixturevalue("honest")
+    forks: Forks = request.getfixturevalue("forks")
+    count = cases(0, 100)
+    plain = {}
+    for name, extra in (("sources", ()), ("pictures", ()), ("ask", (["find", "count words", "CODE"],)), ("call", ("status", {}))):
+        copy = folders[name]
+        if name in ("sources", "pictures"):
+            copy = shutil.copytree(folders[name], tmp_path / f"honest {name}" / "project")
+        forks.call(f"{__name__}:{name}", str(copy), *extra)  # the first call builds the index
+        plain[name] = forks.call(f"{__name__}:{name}", str(copy), *extra).value
+    outcomes, failures = Counter[str](), []
+    for number, kind in zip(range(seed * count, (seed + 1) * count), itertools.cycle(KINDS), strict=False):
+        draw = random.Random(f"{number} {kind}")
+        name, make = KINDS[kind]
+        copy, given = folders[name], []
+        if make:
+            copy = shutil.copytree(folders[name], tmp_path / str(number) / "project", symlinks=True)
+            make(copy, draw)
+        elif name == "ask":
+            given = [words_of(draw)]
+        else:
+            given = list(call_of(draw))
+        try:
+            done = forks.call(f"{__name__}:{name}", str(copy), *given)
+            assert not any(each in done.text for each in NEVER), done.text[-1500:]
+            assert done.value is not None, f"ended with {done.code}: {done.text[-500:]}"
+            found, said, seconds, memory = done.value
+            assert seconds < SECONDS, f"{seconds:.1f} s of CPU"
+            assert memory < FACTOR * plain[name][3], f"{memory} MB, honest {plain[name][3]}"
+            assert found == plain[name][0], f"{found}, {said!r}"
+            outcomes[f"{kind}: {'one line' if said else 'used or a row'}"] += 1
+        except AssertionError as error:
+            failures.append(f"case {number}: {kind} {given or ''}: {error}"[:3000])
+            logging.warning(failures[-1])
+        if make:
+            shutil.rmtree(tmp_path / str(number), ignore_errors=True)
+    request.node.user_properties.append(("of", dict(outcomes)))
+    assert not failures, "\n\n".join(failures)
