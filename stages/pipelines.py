@@ -140,6 +140,7 @@ class Editor:
     stage: str = ""  # whose Run the next two get
     write_files: str = ""  # writes all edits into files of the user and returns a sentence for the user
     undo_files: str = ""  # takes that back
+    written: str = ""  # written(project_folder): true if there is something to take back
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from pipeline.errors import one_line
 from pipeline.page.actions import ACTIONS
 from pipeline.page.door import Behind, Door
 from pipeline.page.settings import answer_form
-from pipeline.page.site import LONGEST, Site
+from pipeline.page.site import LONGEST, LeadsOut, Site
 from stages.pipelines import Folder
 from stages.untrusted import parse_json
 
@@ -56,6 +56,11 @@ ALIVE_SECONDS = 15.0
 DAMAGED = (  # shown for a file that is no picture
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 90 90"><path d="M20 20 L70 70 M70 20 L20 70" stroke="#999" '
     'stroke-width="4"/></svg>'
+)
+LEADS_OUT = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 240 160" fill="#888" font-family="sans-serif" font-size="15">'
+    '<text x="12" y="60">A link out of the folder:</text><text x="12" y="84">it is trained as it is, but</text>'
+    '<text x="12" y="108">the page shows no other folder.</text></svg>'
 )
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
@@ -288,6 +293,8 @@ class ProjectAnswers(Answers[Site]):
         name, size = request.path_params["name"], request.query_params.get("size", "")
         try:
             path = self.site.file(name)
+        except LeadsOut:
+            return Response(LEADS_OUT, 404, media_type="image/svg+xml")
         except (ValueError, OSError):
             return PlainTextResponse("there is no such picture", 404)
         # A browser would lay the user's transparent PNG on its own colour, not on that which is trained.

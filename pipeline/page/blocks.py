@@ -103,7 +103,12 @@ def training_page(project: Project) -> Page | None:
                 "marked_step, round(seconds / 60, 1) as minutes, differs as settings_that_differ from runs",
             ),
             Chart("Loss, mean of the last ten points", smooth, "step", "loss"),
-            Chart("Loss of held-out samples", curve.format("avg(loss)", "validation"), "step", "loss"),
+            Chart(
+                "Loss of held-out samples, which are not trained on",
+                curve.format("avg(loss)", "validation"),
+                "step",
+                "loss",
+            ),
             *(block for block in own if isinstance(block, Chart)),
             Chart("Learning rate", curve.format("max(lr)", "train"), "step", "learning rate"),
             Chart("Norm of the gradient", curve.format("avg(grad_norm)", "train"), "step", "norm", log=True),
@@ -404,4 +409,5 @@ def editor_data(query: Query, block: Editor, chosen: Mapping[str, str], folder: 
         "phrases": [(row["phrase"], row["texts"]) for row in texts.rows(REPEATED)],
         "note": block.note,
         "files": bool(block.write_files),
+        "written": bool(block.written and load(block.written)(folder)),
     }

@@ -41,6 +41,10 @@ LIMITS = Limits(60.0, 2.0)  # of a query on the page
 LONGEST = (160, 384, 2048)  # pixels: sizes in which a picture is shown
 
 
+class LeadsOut(ValueError):  # noqa: N818  (of a picture, not of the program)
+    """A link from a folder that is shown to a place that is not."""
+
+
 class Site:
     def __init__(self, path: str | Path, overrides: Overrides = ()) -> None:
         self.path, self.overrides = Path(path), overrides
@@ -155,8 +159,12 @@ class Site:
             artifacts = (tables / recipe / "artifacts").resolve()
             # RECIPE may not be "..", nor a link that leads elsewhere.
             root = artifacts if artifacts.parent.parent == tables else None
-        if root and rest and "\0" not in rest and (path := (root / rest).resolve()).is_relative_to(root) and path.is_file():
-            return path
+        if root and rest and "\0" not in rest:
+            path = (root / rest).resolve()
+            if path.is_relative_to(root) and path.is_file():
+                return path
+            if not path.is_relative_to(root) and not rest.startswith("/") and ".." not in Path(rest).parts:
+                raise LeadsOut(f"no picture {name}: a link leads out of its folder")
         raise ValueError(f"no picture {name}")
 
     def picture(self, name: str, longest: int) -> bytes:

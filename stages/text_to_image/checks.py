@@ -25,11 +25,11 @@ from PIL import Image
 
 from schemas.text_to_image import CAPTIONS, CHECKS, IMAGES
 from stages.run import Run
-from stages.settings import Section, runtime, selects
+from stages.settings import Section, runtime, selects, setting
 from stages.stage import Stage
 from stages.text_to_image.caption_files import trigger_pattern, trigger_word
 from stages.text_to_image.imaging import packed
-from stages.text_to_image.imaging.decode import ROOM, ImageError, open_file, open_image, pixel_count
+from stages.text_to_image.imaging.decode import BACKGROUND, ROOM, ImageError, open_file, open_image, parse_colour, pixel_count
 from stages.text_to_image.imaging.usable import REFERENCE, first_names, names_copy, usable_paths, usable_rows
 
 Row = dict[str, Any]
@@ -111,17 +111,26 @@ class ChecksConfig(Section):
     imbalance: float = selects(
         10.0, "images of the largest folder per image of the smallest, from which it is named", unit="ratio", bounds=(1.0, 1e9)
     )
+    background: str | None = setting(
+        None,
+        "colour behind transparent pixels; by default that of [latents]",
+        follows="latents.background",
+        unrecorded=(None, BACKGROUND),
+    )
     workers: int = runtime(4, "threads that read and decode", unit="threads", bounds=(1, 64))
+
+    def check(self) -> None:
+        parse_colour(self.background or BACKGROUND)
 
 
 # Measures of one picture
 
 
-def measure(path: Path) -> Row:
+def measure(path: Path, background: str | None = None) -> Row:
     """The measured columns of the table `checks`."""
     try:
         with open_file(path) as file, ROOM.taken(pixel_count(file)):
-            return measure_picture(open_image(file, at_least=LONGEST).convert("L"))
+            return measure_picture(open_image(file, background or BACKGROUND, at_least=LONGEST).convert("L"))
     except ImageError:
         # It could be decoded when `images` read it: no warning here.
         return dict(NOTHING)
@@ -423,7 +432,7 @@ def measure_images(run: Run[ChecksConfig]) -> Iterator[pa.RecordBatch]:
     pending = sorted(run.output.pending.to_pylist(), key=lambda row: str(row["path"]))
     with ThreadPoolExecutor(run.config.workers) as pool:
         for batch in run.report.batches(pending, BATCH, "images"):
-            measured = pool.map(lambda row: measure(folder / row["path"]), batch)
+            measured = pool.map(lambda row: measure(folder / row["path"], run.config.background), batch)
             # These depend on other images: `finish_checks` fills them in.
             empty = {"duplicate_of": None, "similarity": None, "warnings": "", "detail": ""}
             rows = [row | values | empty for row, values in zip(batch, measured, strict=True)]
@@ -459,7 +468,7 @@ def warnings_now(run: Run[ChecksConfig]) -> list[Row]:
     """Images with warnings about the picture alone, measured again and not stored: while no table `captions` can be made."""
     folder, images = run.needs["image_folder"], wanted_checks(run).to_pylist()
     with ThreadPoolExecutor(run.config.workers) as pool:
-        measured = pool.map(lambda row: measure(folder / row["path"]), images)
+        measured = pool.map(lambda row: measure(folder / row["path"], run.config.background), images)
         rows = [row | values for row, values in zip(images, measured, strict=True)]
     paths, found, (_, unpaired) = {row["image_id"]: row["path"] for row in rows}, [], _pairs(run)
     for row in mark_near_duplicates(rows, run.config.similarity):

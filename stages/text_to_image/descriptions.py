@@ -30,7 +30,7 @@ from stages.run import Run
 from stages.settings import Section, runtime, selects, setting, setting_path
 from stages.stage import Stage
 from stages.text_to_image.caption_files import CaptionSources, make_lookups
-from stages.text_to_image.imaging.decode import ImageError, open_image
+from stages.text_to_image.imaging.decode import BACKGROUND, ImageError, open_image, parse_colour
 from stages.text_to_image.imaging.usable import REFERENCE, first_names, usable_paths
 from stages.untrusted import parse_json
 
@@ -62,6 +62,12 @@ class DescriptionsConfig(Section):
         unit="pixels",
         bounds=(32, 4096),
     )
+    background: str | None = setting(
+        None,
+        "colour behind transparent pixels; by default that of [latents]",
+        follows="latents.background",
+        unrecorded=(None, BACKGROUND),
+    )
     timeout: float = runtime(120.0, "seconds that one caption may take on a server", unit="seconds", bounds=(0.01, 86_400.0))
     sources: tuple[Literal["sidecar", "metadata", "filename"], ...] | None = selects(
         None, "where captions are looked for; by default as in [captions]", follows="captions.sources"
@@ -77,6 +83,7 @@ class DescriptionsConfig(Section):
     )
 
     def check(self) -> None:
+        parse_colour(self.background or BACKGROUND)
         if not self.prompt.strip():
             raise ValueError('prompt must be an instruction, such as "Describe this picture", got ""')
         address = urlsplit(self.server)
@@ -261,7 +268,7 @@ def describe_images(run: Run[DescriptionsConfig]) -> Iterator[pa.RecordBatch]:
         path = paths[row["image_id"]][0]
         began = time.perf_counter()
         try:
-            image = open_image(run.needs["image_folder"] / path)
+            image = open_image(run.needs["image_folder"] / path, config.background or BACKGROUND)
             image.thumbnail((config.side, config.side), Image.Resampling.LANCZOS)
             text = " ".join(model.describe(image).split())
         except (ValueError, ImageError) as error:

@@ -76,7 +76,7 @@ class LatentsConfig(Section):
         "which part of an image is trained on: none: all of it; alpha: its opaque part; file: the white part of a mask file, "
         "cat.mask.png or masks/cat.png for cat.jpg",
     )
-    background: str = setting(BACKGROUND, "colour behind transparent pixels, also on the page and the sheets of crops")
+    background: str = setting(BACKGROUND, "colour behind transparent pixels, wherever pictures are read or shown")
     precision: Literal["float32", "bfloat16"] = setting(
         "float32", "dtype that the autoencoder computes in; bfloat16 needs half the memory and is less exact"
     )

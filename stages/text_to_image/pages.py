@@ -245,6 +245,7 @@ where role = 'caption' order by path, position
             "captions",
             "stages.text_to_image.captions.edits:write_sidecars",
             "stages.text_to_image.captions.edits:undo_sidecars",
+            "stages.text_to_image.captions.edits:written_batches",
         ),
     ),
 )
@@ -265,7 +266,7 @@ group by all order by series, x
             "loss",
         ),
         Chart(
-            "Held-out loss by noise level, present run",
+            "Loss of held-out pictures, which are not trained on ([train.validation]), by noise level, present run",
             """
 select 'sigma ' || floor(sigma * 4) / 4 || ' to ' || (floor(sigma * 4) + 1) / 4 as series, step as x, avg(loss) as y
 from train where split = 'validation' and isfinite(loss) and sigma < 1 group by all order by series, x

@@ -23,11 +23,11 @@ from stages.bundled import CHECKOUT, JUDGES
 from stages.hashing import file_sha256
 from stages.models.efficientnet import FEATURES, SIDE, EfficientNet
 from stages.run import Run
-from stages.settings import Section, selects
+from stages.settings import Section, selects, setting
 from stages.stage import Stage
 from stages.text_to_image.caption_files import CaptionSources, make_lookups, trigger_pattern, trigger_word
 from stages.text_to_image.imaging import packed
-from stages.text_to_image.imaging.decode import open_image
+from stages.text_to_image.imaging.decode import BACKGROUND, open_image, parse_colour
 
 IMAGE_WEIGHTS = CHECKOUT / JUDGES / "efficientnet-lite0.safetensors"
 GROUPS = "features.safetensors"  # artifact: the features of the compared groups, computed once per table folder
@@ -45,6 +45,15 @@ class ScoresConfig(Section):
     references: str = selects(
         "references", "folder of real pictures of the style, with captions, none of which is a training image", path=True
     )
+    background: str | None = setting(
+        None,
+        "colour behind transparent pixels; by default that of [latents]",
+        follows="latents.background",
+        unrecorded=(None, BACKGROUND),
+    )
+
+    def check(self) -> None:
+        parse_colour(self.background or BACKGROUND)
 
 
 def wanted_scores(run: Run[ScoresConfig]) -> pa.Table:
@@ -136,9 +145,9 @@ class ImageEncoder:
         unit_D: np.ndarray = feature_D / np.linalg.norm(feature_D)
         return unit_D
 
-    def encode_file(self, path: Path) -> np.ndarray:
+    def encode_file(self, path: Path, background: str | None = None) -> np.ndarray:
         """`encode`. Raises ImageError if the file cannot be decoded."""
-        return self.encode(open_image(path))
+        return self.encode(open_image(path, background or BACKGROUND))
 
 
 # The axis between two groups: the columns `style` and `real`
@@ -198,7 +207,10 @@ class Scorer:
             found: dict[str, np.ndarray] = load_file(self.run.output.artifacts / GROUPS)
             return found
         except (OSError, SafetensorError):  # not written yet, or cut short
-            rows = {name: [self.encoder.encode_file(path) for path in group.values()] for name, group in files.items()}
+            rows = {
+                name: [self.encoder.encode_file(path, self.run.config.background) for path in group.values()]
+                for name, group in files.items()
+            }
         arrays = {name: np.array(group).reshape(len(group), FEATURES) for name, group in rows.items()}
         self.run.output.write(GROUPS, lambda path: save_file(arrays, path))
         return arrays
@@ -206,7 +218,7 @@ class Scorer:
     def score(self, row: Row) -> Row:
         """The complete row of a picture. A score that cannot be computed is None."""
         folder = self.folder if row["kind"] == "real" else self.run.inputs.files(SAMPLES)
-        feature_D = self.encoder.encode_file(folder / row["path"])
+        feature_D = self.encoder.encode_file(folder / row["path"], self.run.config.background)
         # Without the base's previews of the same prompt, since those would put the base's own previews at exactly 0.
         base = self.base.mean(without=without_trigger(row["prompt"], self.trigger))
         # The plain cosine to the training images separates styles badly, because subject and background weigh more than

@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from stages.bundled import CHECKOUT
+from stages.bundled import LETTERING
 from stages.text_to_image.imaging.decode import BACKGROUND, ImageError, open_image
 
 COLUMNS, LINES = 8, 5  # pictures on a sheet
@@ -18,7 +18,6 @@ CELL = 208  # pixels: the longer side of a picture on a sheet
 GAP = 12  # pixels between pictures
 LABEL = 52  # pixels below a picture, for its label
 FONT = 13  # pixels
-LETTERING = CHECKOUT / "data" / "assets" / "fonts" / "DejaVuSans.ttf"  # Pillow's own font has only the letters of ASCII
 LETTERS = 30  # letters on a line of a label
 KEPT = 0.25  # share of its colour that a faded part keeps
 PAPER, INK, BLANK, FRAME = (255, 255, 255), (30, 30, 30), (225, 225, 225), (214, 39, 40)

@@ -118,7 +118,7 @@ def test_a_runtime_setting_computes_nothing(project):
 
 def test_a_significant_setting_computes_its_stage_and_what_reads_it(project):
     projects.edit(project, "[train]", '[latents]\nbackground = "#000000"\n\n[train]')
-    rows(project, latents=4 * RESOLUTIONS, train=STEPS, samples=CHECKPOINTS, scores=CHECKPOINTS)
+    rows(project, latents=4 * RESOLUTIONS, train=STEPS, samples=CHECKPOINTS, scores=CHECKPOINTS + 1)  # the base's too
 
 
 def test_a_mask_computes_the_latents_of_its_image_and_so_does_another(project):

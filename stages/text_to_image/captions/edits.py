@@ -113,9 +113,7 @@ def write_sidecars(run: Run[CaptionsConfig]) -> str:
 
 def undo_sidecars(run: Run[CaptionsConfig]) -> str:
     """Turn the last writing back into edits (called again: the one before); a file or edit that is newer stays as it is."""
-    folder, lines = run.needs["image_folder"], _read(run.root)
-    undone = {line["undone"] for line in lines if "undone" in line}
-    batches = [line["batch"] for line in lines if "batch" in line and line["batch"] not in undone]
+    folder, lines, batches = run.needs["image_folder"], _read(run.root), written_batches(run.root)
     if not batches:
         raise ValueError("no captions were written into files, so there is nothing to undo")
     entries = [line for line in lines if line.get("batch") == batches[-1]]
@@ -141,6 +139,13 @@ def undo_sidecars(run: Run[CaptionsConfig]) -> str:
     _add(run.root, [{"undone": batches[-1]}])
     rest = f"; {len(changed)} were changed since and stay: {first_names(changed)}" if changed else ""
     return f"{len(restored)} files have their old content again; their captions are edits of the project{rest}"
+
+
+def written_batches(project: Path) -> list[int]:
+    """Numbers of the writings that are not undone, the last at the end. Raises ValueError if their file is damaged."""
+    lines = _read(project)
+    undone = {line["undone"] for line in lines if "undone" in line}
+    return [line["batch"] for line in lines if "batch" in line and line["batch"] not in undone]
 
 
 def take_files(run: Run[CaptionsConfig]) -> str:

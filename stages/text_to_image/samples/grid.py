@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import textwrap
+import unicodedata
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+from stages.bundled import LETTERING
 from stages.run import Run
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.drawing import save_png
@@ -60,7 +62,7 @@ def draw_grid(
     scale = min(1.0, CELL / max(size))
     width, height = max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
     page = Image.new("RGB", (LABEL + len(columns) * (width + GAP), HEAD + len(rows) * (height + GAP)), PAPER)
-    draw, font = ImageDraw.Draw(page), ImageFont.load_default(FONT)
+    draw, font = ImageDraw.Draw(page), ImageFont.truetype(LETTERING, FONT)
     draw.text((GAP, GAP), corner, INK, font)
     for column, label in enumerate(columns):
         draw.text((LABEL + column * (width + GAP), GAP), label, INK, font)
@@ -79,6 +81,7 @@ def draw_grid(
 def wrap_label(text: str, height: int) -> str:
     """As many lines of `LETTERS` letters as fit into `height` pixels, at least one; the last is "..." if lines are left over."""
     room = max(1, height // (FONT + 4))
+    text = unicodedata.normalize("NFC", text)  # macOS may write "é" as two characters
     lines = [line for paragraph in text.splitlines() for line in textwrap.wrap(paragraph, LETTERS) or [""]]
     return "\n".join(lines if len(lines) <= room else [*lines[: room - 1], "..."])
 

@@ -107,6 +107,10 @@ def edit(window, address):
     window.execute_script("document.querySelector('textarea[data-key]').closest('li').classList.add('changed')")  # as if typed in
     window.switch_to.window(tabs[0])
     seen = {"said": write(window, "edited <b>here</b>"), "text": window.execute_script(f"return {FIRST}")}
+    seen["in_sight"] = window.execute_script(
+        "scrollTo(0, document.body.scrollHeight); const box = document.querySelector('[data-said]').parentElement"
+        ".getBoundingClientRect(); return scrollY > 500 && box.top >= 0 && box.bottom <= innerHeight"
+    )
     window.switch_to.window(tabs[1])
     seen |= {"second": write(window, "edited there"), "mine": window.execute_script(f"return {FIRST}")}
     seen["theirs"] = window.execute_script("return document.querySelector('.theirs q').textContent")

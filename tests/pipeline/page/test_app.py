@@ -128,6 +128,7 @@ def test_no_path_escapes_from_its_folder(page, folder, name):
     (folder / "images" / "link.png").symlink_to("/etc/passwd")
     answered = page.get(f"/picture/{name}", params={"size": "file"})
     assert answered.status_code == 404 and b"secret" not in answered.content and b"root:" not in answered.content
+    assert (b"A link out of the folder" in answered.content) == name.endswith("link.png")
 
 
 @pytest.mark.parametrize(
@@ -225,10 +226,13 @@ def test_the_button_writes_edits_into_caption_files_and_its_undo_takes_them_back
     for undo, headers, status in ((False, {}, 403), (False, TOKEN, 400), (True, TOKEN, 400), (3, TOKEN, 400)):
         assert page.post("/files/captions", json={"undo": undo}, headers=headers).status_code == status
     page.post("/edit/captions", json={key: {"before": text, "text": "a wolf"}}, headers=TOKEN)
+    unwritten = '<button type="button" data-files="undo" disabled>'
+    assert unwritten in page.get("/fragment/captions").text
     said = page.post("/files/captions", json={"undo": False}, headers=TOKEN)
     assert said.json() == {"said": "1 caption written into 1 file"}
     assert (folder / "images" / "more.txt").read_text() == "a wolf\n"
     assert texts(page)[key] == "a wolf" and ", 0 edited" in page.get("/fragment/captions").text
+    assert unwritten not in page.get("/fragment/captions").text
     assert page.post("/files/captions", json={"undo": True}, headers=TOKEN).status_code == 200
     assert files == {path: path.read_bytes() for path in (folder / "images").iterdir()}
     assert texts(page)[key] == "a wolf" and ", 1 edited" in page.get("/fragment/captions").text

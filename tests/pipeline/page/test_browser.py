@@ -169,6 +169,7 @@ def test_a_caption_edited_in_two_tabs_keeps_both_texts_and_each_undo_goes_one_st
         "edited <b>here</b>",
     )
     assert edited["undone"] == "edited <b>here</b>" and edited["back"]
+    assert edited["in_sight"], "at the end of a long page, Save and what it says are seen"
     lines = (folder / "captions.edits.jsonl").read_text().splitlines()
     assert [json.loads(line)["text"] for line in lines] == ["edited <b>here</b>", "edited there", "edited <b>here</b>", None]
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 from PIL import Image, ImageDraw
 
+from pipeline.project.project import Project
 from pipeline.project.recipe import rows_sha256
 from schemas.text_to_image import CAPTIONS, IMAGES, SAMPLES
 from stages.hashing import file_sha256
@@ -27,7 +28,7 @@ from stages.text_to_image.scores import (
     real_pictures,
     without_trigger,
 )
-from tests import harness
+from tests import harness, projects
 from tests.stages.text_to_image.train.runs import rows_of
 
 pytestmark = pytest.mark.slow
@@ -268,9 +269,18 @@ def test_features_are_read_from_the_artifact_of_the_run_before(scored, monkeypat
     scene, table = scored
     count = []
     encode = ImageEncoder.encode_file
-    monkeypatch.setattr(ImageEncoder, "encode_file", lambda self, path: count.append(path) or encode(self, path))
+    monkeypatch.setattr(ImageEncoder, "encode_file", lambda self, path, *more: count.append(path) or encode(self, path, *more))
     assert harness.run(STAGE, scene.context(stored=table.slice(1))).num_rows == 1
     assert len(count) == 1
+
+
+def test_a_transparent_picture_is_encoded_on_the_colour_of_latents(tmp_path, tiny_weights):
+    folder = projects.make(tmp_path / "project", tiny_weights, images=1)
+    projects.edit(folder, "[train]", '[latents]\nbackground = "#0080ff"\n\n[train]')
+    Image.new("RGBA", (64, 64), (255, 0, 0, 0)).save(tmp_path / "clear.png")
+    encoder, background = ImageEncoder.load(), Project(folder).config.sections["scores"].background
+    expected = encoder.encode(Image.new("RGB", (64, 64), "#0080ff"))
+    assert np.array_equal(encoder.encode_file(tmp_path / "clear.png", background), expected)
 
 
 def test_memory_is_released_when_the_stage_ends(scene):

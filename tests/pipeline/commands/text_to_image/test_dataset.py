@@ -22,11 +22,13 @@ from pipeline.page.app import make_app
 from pipeline.page.command import write_report
 from pipeline.page.site import Site
 from pipeline.project.project import Project
+from stages.bundled import LETTERING
 from stages.hashing import text_sha256
 from stages.run import Problems
 from stages.text_to_image.captions.edits import write_edits
+from stages.text_to_image.checks import measure
 from stages.text_to_image.latents import ImageJob, decode_crops
-from stages.text_to_image.sheets import BLANK, CELL, GAP, LABEL, LETTERING, QUESTION, draw_crop, label
+from stages.text_to_image.sheets import BLANK, CELL, GAP, LABEL, QUESTION, draw_crop, label
 from tests import projects
 from tests.projects import draw, latentmill, make
 
@@ -149,7 +151,7 @@ def test_lint_names_what_a_trigger_hides_and_files_that_say_different_things(tmp
     ):
         assert [said in line for line in printed.splitlines() if line.startswith(f"{path}.png: ")] == [True]
     assert "metadata.jsonl:3" not in printed
-    assert printed.splitlines()[-1] == "0 errors, 0 files not used, 5 images with warnings, 3 of them without a caption"
+    assert "0 errors, 0 files not used, 5 images with warnings, 3 of them without a caption\n" in printed
     shown = page_of(folder, "images", filter="without caption")
     assert [f"picture{number}.png" in shown for number in range(5)] == [True] * 3 + [False] * 2
 
@@ -211,6 +213,8 @@ def test_page_report_and_sheets_of_crops_show_transparent_pictures_on_the_colour
         for each in shown:
             differ = np.asarray(each.convert("RGB").resize((32, 32)), int) - np.asarray(trained.resize((32, 32)), int)
             assert np.abs(differ).mean() < 4, name
+        grey = np.frombuffer(measure(path, project.config.sections["checks"].background)["thumbnail"], np.uint8).reshape(32, 32)
+        assert np.abs(grey - np.asarray(trained.convert("L").resize((32, 32)), int)).mean() < 4, name
     report = write_report(site, tmp_path / "report.html").read_text(encoding="utf-8")
     assert base64.b64encode(site.picture("image_folder/a.png", 256)).decode() in report
     sheet = np.asarray(Image.open(write_crops(project)[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from PIL import Image
 from schemas.text_to_image import CAPTIONS, SAMPLES, TRAIN
 from stages.run import Run
 from stages.text_to_image.samples.config import SamplesConfig
+from stages.text_to_image.samples.grid import draw_grid
 from stages.text_to_image.samples.stage import STAGE
 from stages.tuner import checkpoint
 from tests import harness
@@ -146,6 +148,14 @@ def test_the_grid_has_a_row_per_prompt_and_seed_and_a_column_per_source(root: Pa
         left, top = next(at)
         np.testing.assert_array_equal(page[top : top + SIZE, left : left + SIZE], pixels(run, row))
     assert page.shape == (36 + 4 * 40, 220 + 3 * 40, 3)
+
+
+def test_the_grid_writes_letters_with_accents_also_those_of_two_characters() -> None:
+    def drawn(text: str) -> bytes:
+        return draw_grid([[None]], ["base"], [text], (64, 64)).tobytes()
+
+    assert drawn(unicodedata.normalize("NFD", "Café größe")) == drawn("Café größe")
+    assert len({drawn(letter) for letter in ("\uffff", *"éößŁčЖω")}) == 8  # none is the box of a letter that is missing
 
 
 def test_the_grid_shows_the_first_prompts_and_every_prompt_is_drawn(root: Path, tmp_path: Path) -> None:
