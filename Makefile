@@ -207,7 +207,7 @@ bench: .venv/ready
 .venv/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "latentmill needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; make PYTHON=python3.12 names another")'
 	@$(PYTHON) -c 'import platform, sys; sys.exit(sys.platform == "darwin" and platform.machine() != "arm64" and "latentmill needs a Python for Apple Silicon (arm64), this one is built for Intel and runs under Rosetta; install the one of python.org, then make PYTHON=/usr/local/bin/python3")'
-	@echo "Installing Python packages into .venv, once: about a minute"
+	@echo "Installing Python packages into .venv, once: about 2 GB, some minutes"
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --upgrade pip
 	.venv/bin/python -m pip install --quiet --editable .

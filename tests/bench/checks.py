@@ -153,6 +153,10 @@ def main(images: int, different: int) -> None:
 HEAD = ("planted fault", "pictures, faulty", "area under the curve", "at the default", "at the best threshold")
 TEXT = """# What `latentmill lint` finds
 
+`lint` finds nearly every copy of a picture that was rescaled, saved again, cropped a little, mirrored or relit, and hardly
+ever names two different pictures. It finds a blur of two pixels or more at 512 px, and misses weaker blur and much of what is
+only a little too dark or too bright.
+
 `python -m tests.bench.checks` makes this page (MACHINE).
 The planted sets are made from the test material: photographs, engravings, clip art, emoji, parts of them, and drawn scenes.
 

@@ -9,6 +9,9 @@ from tests.bench.labels import Row, origin
 INTRODUCTION = """\
 # Benchmark of the retriever
 
+On one H200, training and encoding are faster than with PyTorch, compiled; on one thread of a CPU they are slower. The tables
+say by how much, and what a limit of memory costs.
+
 Generated from bench-retriever.jsonl by `python -m tests.bench.retriever --table data/measurements/bench-retriever.jsonl`.
 `python -m tests.bench.retriever` measures. Weights and token ids are random and every token is real. PyTorch "transformers" is
 `T5EncoderModel` with the same LoRA. Seconds are medians. Encoding is of documents alone. A limit is the memory at which MLX

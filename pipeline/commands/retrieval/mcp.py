@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pipeline.commands.retrieval.find import LEAST, CodeFolder, as_dict
+from pipeline.process import version
 
 if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer
@@ -43,7 +44,8 @@ def make_server(folders: Sequence[Path]) -> MCPServer:
     from stages.retrieval.texts import decode, split_lines
 
     served = {str(root): CodeFolder(root) for root in dict.fromkeys(each.resolve() for each in folders)}
-    server = MCPServer("latentmill", instructions=INSTRUCTIONS.format(folders=", ".join(served)), log_level="CRITICAL")
+    instructions = INSTRUCTIONS.format(folders=", ".join(served))
+    server = MCPServer("latentmill", instructions=instructions, version=version(), log_level="CRITICAL")
     worker = ThreadPoolExecutor(1)  # one answer after another: all use one index and one encoder
 
     async def answer(work: Callable[[], T]) -> T:

@@ -42,7 +42,8 @@ def talk(folder: Path, work: Callable[[Callable[..., Awaitable[Any]]], Awaitable
 
     async def main() -> None:
         async with stdio_client(parameters) as streams, ClientSession(*streams) as session:
-            assert "by meaning" in ((await session.initialize()).instructions or "")
+            server = await session.initialize()
+            assert "by meaning" in (server.instructions or "") and server.server_info.version
             tools = [tool.name for tool in (await session.list_tools()).tools]
             assert tools == ["search", "related", "read", "status"]
 
