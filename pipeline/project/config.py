@@ -43,6 +43,7 @@ SYNONYMS = {
     "batch_size": "batch batchsize train_batch_size bs",
     "accumulate": "gradient_accumulation gradient_accumulation_steps grad_accum accumulation_steps",
     "lr": "learning_rate learningrate unet_lr",
+    "lr_ratio": "loraplus_lr_ratio loraplus_unet_lr_ratio",
     "rank": "network_dim dim lora_rank r network_rank",
     "alpha": "network_alpha lora_alpha",
     "variant": "network_type adapter_type network_module",

@@ -65,12 +65,24 @@ class OptimizerConfig(Section):
         bounds=(0.0, 100.0),
     )
 
+    lr_ratio: float = setting(
+        1.0,
+        "LoRA+: the rate of B, the matrix that starts at zero, relative to lr, that of A; 16 in the paper, with a smaller lr; 1: "
+        "both learn at lr",
+        unit="factor",
+        bounds=(1e-3, 1e3),
+        unrecorded=(1.0,),
+    )
+
     def check(self) -> None:
         # Raises for numbers that the method does not have.
         self.method()
+        if self.lr_ratio != 1 and self.kind == "prodigy":
+            raise ValueError('lr_ratio must be 1 with kind = "prodigy", which finds one rate for all arrays')
 
     def method(self) -> Method:
-        numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "kind"}
+        of_step = ("kind", "lr_ratio")
+        numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in of_step}
         return make_optimizer(self.kind, **{name: value for name, value in numbers.items() if value is not None})
 
 
@@ -250,6 +262,8 @@ class TrainingConfig(Section):
             raise ValueError(f"lr must be >= 0.01 with prodigy, which multiplies its own rate by lr, got {self.lr:g}; 1 is usual")
         if self.factor is not None and self.variant != "lokr":
             raise ValueError(f'factor needs variant = "lokr", got "{self.variant}"; leave it out, or choose variant = "lokr"')
+        if self.optimizer.lr_ratio != 1 and self.variant == "lokr":
+            raise ValueError('optimizer.lr_ratio must be 1 with variant = "lokr", which has no B; leave one of them out')
         if self.rslora and self.variant == "lokr":
             raise ValueError('rslora has no effect with variant = "lokr"; leave one of them out')
 

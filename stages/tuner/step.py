@@ -69,7 +69,7 @@ def starting_adapter(
 
 def build_optimizer(config: TrainingConfig) -> OptimizerStep:
     method = config.optimizer.method()
-    return OptimizerStep(Averaged(method, config.ema.decay) if config.ema else method, config.clip)
+    return OptimizerStep(Averaged(method, config.ema.decay) if config.ema else method, config.clip, config.optimizer.lr_ratio)
 
 
 @dataclass
@@ -141,7 +141,7 @@ class TrainingStep:
         self.model, self.objective, self.config = model, objective, config
         self.targets, self.scales = list(targets), target_scales(targets)
         self.optimizer = build_optimizer(config)
-        self.masters = Stacks.of(adapter)
+        self.masters = Stacks.of(adapter, self.optimizer.apart)
         self.state = self.optimizer.method.init(self.masters.arrays) if state is None else state
         mx.eval(self.masters.arrays, self.state)
         self.ranks = Ranks()

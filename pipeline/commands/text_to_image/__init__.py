@@ -24,7 +24,7 @@ OWN = Own(
         "evaluate": f"{HERE}.evaluate:command",
         "export": f"{HERE}.export:command",
         "publish": f"{HERE}.publish:command",
-        **{name: f"{HERE}.combine:{name}_command" for name in ("merge", "resize", "extract")},
+        **{name: f"{HERE}.combine:{name}_command" for name in ("merge", "average", "resize", "extract")},
     },
     methods={"adapter": f"{HERE}.generate:adapter"},
     template="stages.text_to_image.template:TEMPLATE",

@@ -79,6 +79,43 @@ def merge_command(
     write(project, "merge", rank, files, make, **more, **form)
 
 
+@click.command("average")
+@click.option(
+    "--width",
+    type=click.FloatRange(0.01, 0.28),
+    default=0.1,
+    show_default=True,
+    help="Width of the average, relative to the length of the run: 0.05 is near the end, 0.25 over most of it.",
+)
+@click.option("--step", type=int, help="The last checkpoint of the average.  [default: that of the last step]")
+@shared_options
+@with_project
+def average_command(width: float, step: int | None, project: Project, **form: Any) -> None:
+    """Write the average of a run's checkpoints, for any width, after training. Later checkpoints count more, by a power of
+    the step. An average is often smoother than the last step. Draw with the file: latentmill generate --adapter FILE.
+    """
+    from stages.tuner.checkpoint import ADAPTER, find_checkpoints
+
+    table = project.folder("train").folder
+    found = {each.step: each for each in find_checkpoints(table / "artifacts") if step is None or each.step <= step}
+    if len(found) < 2:
+        raise ValueError(f"average needs two checkpoints or more, found {len(found)}: see [train] checkpoint_every")
+    if damaged := next((each for each in found.values() if not each.intact(ADAPTER)), None):
+        raise ValueError(f"the checkpoint of step {damaged.step} is damaged; run: latentmill verify --repair")
+
+    def make() -> tuple[Adapter, str]:
+        from stages.tuner.adapters import combine
+
+        steps = sorted(found)
+        weights = combine.power_weights(steps, width)
+        parts = (read(project.family, found[each].folder / ADAPTER) for each in steps)
+        shown = ", ".join(f"{each} {weight:.2g}" for each, weight in zip(steps, weights, strict=True) if weight >= 0.01)
+        return combine.average(parts, weights), f"steps and their weights: {shown}"
+
+    files = [(found[each].folder / ADAPTER, 1.0) for each in sorted(found)]
+    write(project, "average", None, files, make, width=f"{width:g}", **form)
+
+
 @click.command("resize")
 @click.argument("adapter", default="last")
 @click.option("--rank", type=int, required=True, help=RANK_HELP)

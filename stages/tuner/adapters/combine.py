@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -72,6 +73,32 @@ def norm(arrays: Mapping[str, mx.array], name: str, scale: float) -> float:
         second = own[lora.W2] if lora.W2 in own else own[lora.W2_A] @ own[lora.W2_B]
         return abs(scale) * float(np.linalg.norm(own[lora.W1]) * np.linalg.norm(second))
     return abs(scale) * float(np.linalg.norm(own[lora.DIFF]))
+
+
+def power_weights(steps: Sequence[int], width: float) -> list[float]:
+    """What each of these steps' arrays counts in an average of relative width `width`, as if they had stayed the same since the
+    step before. With one for every step it is the power function average of Karras et al. 2023, arXiv 2312.02696: weight t^gamma,
+    whose standard deviation is `width` times the length of the run. Their sum is 1.
+    """
+    # (gamma + 1) / ((gamma + 2)^2 (gamma + 3)) = width^2
+    gamma = max(root.real for root in np.roots([1, 7, 16 - width**-2, 12 - width**-2]))
+    edges = [(step / steps[-1]) ** (gamma + 1) for step in (0, *steps)]
+    return [float(after - before) for before, after in pairwise(edges)]
+
+
+def average(
+    parts: Iterable[tuple[Mapping[str, mx.array], Mapping[str, float]]], weights: Sequence[float]
+) -> tuple[Arrays, Scales]:
+    """The mean of the arrays of adapters of one run, as a moving average in training is. ValueError if they differ in arrays."""
+    total: Arrays = {}
+    scales: Scales = {}
+    for (arrays, own), weight in zip(parts, weights, strict=True):
+        if total and (arrays.keys() != total.keys() or own != scales):
+            raise ValueError("the checkpoints are not of one run: they have other Linears, ranks or scales")
+        scales = dict(own)
+        total = {key: value * weight + total.get(key, 0.0) for key, value in arrays.items()}
+        mx.eval(total)  # one checkpoint in memory at a time
+    return total, scales
 
 
 def join(parts: Sequence[Part]) -> tuple[Arrays, Scales]:

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from stages.kernels import compiles, dispatch
+from stages.tuner.adapters.lora import B
 from stages.tuner.optimizers.optimizer import Flag, Optimizer, Params, mean_weights
 from stages.tuner.weights import Arrays
 
@@ -29,8 +30,9 @@ class Stacks:
     arrays: Arrays  # by the name of a stack
 
     @classmethod
-    def of(cls, arrays: Mapping[str, mx.array]) -> Stacks:
-        groups = group_by_shape(arrays)
+    def of(cls, arrays: Mapping[str, mx.array], apart: str = "") -> Stacks:
+        """`apart`: no stack has both arrays whose names end with this and others; "": any of one shape."""
+        groups = group_by_shape(arrays, apart)
         return cls(groups, stack(arrays, groups))
 
     def unstack(self) -> Arrays:
@@ -45,17 +47,18 @@ class Stacks:
         return sum(value.nbytes for value in self.arrays.values())
 
 
-def group_by_shape(arrays: Mapping[str, mx.array]) -> Groups:
+def group_by_shape(arrays: Mapping[str, mx.array], apart: str = "") -> Groups:
     """Which arrays share a stack. Depends on names and shapes only."""
     groups: Groups = {}
-    latest: dict[tuple[int, ...], str] = {}
+    latest: dict[tuple[bool, tuple[int, ...]], str] = {}
     # An adapter has hundreds of arrays of a dozen shapes, and a GPU needs longer to launch a small operation than to compute
     # it.
     for name in sorted(arrays):
         shape = tuple(arrays[name].shape)
-        first = latest.get(shape)
+        kind = bool(apart) and name.endswith(apart), shape
+        first = latest.get(kind)
         if len(shape) != 2 or first is None or (len(groups[first]) + 1) * math.prod(shape) > LARGEST:
-            latest[shape] = first = name
+            latest[kind] = first = name
             groups[first] = []
         groups[first].append(name)
     return groups
@@ -123,8 +126,13 @@ WORK_COMPILED = 4  # memory needed if the update is compiled, in the same unit
 
 
 class OptimizerStep:
-    def __init__(self, method: Optimizer, max_norm: float) -> None:
-        self.method, self.max_norm = method, max_norm  # norm of all gradients together; 0: no limit
+    def __init__(self, method: Optimizer, max_norm: float, ratio: float = 1.0) -> None:
+        """`max_norm`: of all gradients together; 0: no limit. `ratio`: rate of B relative to that of all other arrays (LoRA+,
+        Hayou et al. 2024, arXiv 2402.12354); needs stacks `apart`, and a method that is not coupled.
+        """
+        assert ratio == 1 or not method.coupled
+        self.method, self.max_norm, self.ratio = method, max_norm, ratio
+        self.apart = B if ratio != 1 else ""
         self._update = mx.compile(self._clipped_update) if compiles() else self._clipped_update
 
     def __call__(
@@ -153,7 +161,8 @@ class OptimizerStep:
         owners = {key: _owner(key, groups) for key in sorted(state)}
         # One stack after another where possible, so that one's intermediate arrays are freed before the next one's exist.
         for names in [list(groups)] if self.method.coupled else [[name] for name in groups]:
-            own_params, own_state = self._update_stacks(names, params.arrays, gradients, state, owners, (lr, factor, apply))
+            rate = lr * self.ratio if self.apart and names[0].endswith(self.apart) else lr
+            own_params, own_state = self._update_stacks(names, params.arrays, gradients, state, owners, (rate, factor, apply))
             dispatch((own_params, own_state))
             new_params |= own_params
             new_state |= own_state

@@ -163,6 +163,15 @@ def test_strengths_by_block_draw_as_the_file_that_is_exported_or_merged_with_the
     assert "strength_for" in shown and "rank 2" in shown
 
 
+def test_an_average_of_all_checkpoints_is_a_file_that_draws(built, tmp_path):
+    told = projects.latentmill(built, "average", "--width", "0.25", "--out", str(tmp_path / "mean.safetensors"))
+    assert "steps and their weights: 2 " in told and (tmp_path / "mean.safetensors").is_file()
+    row, last = preview(Project(built), 6)
+    drawn = pictures(built, row["prompt"], "--seed", str(row["seed"]), "--adapter", str(tmp_path / "mean.safetensors"))[0]
+    assert not np.array_equal(drawn, last) and not np.array_equal(drawn, preview(Project(built), 0)[1])
+    assert "average needs two checkpoints or more, found 1" in projects.latentmill(built, "average", "--step", "3", code=2)
+
+
 def test_only_a_model_that_the_adapter_fits_may_draw(built):
     said = projects.latentmill(built, "generate", "a", "--family", "klein-4b", code=2)
     assert "samples.family must be tiny or tiny-distilled, which the adapter fits, got 'klein-4b'" in said

@@ -123,6 +123,32 @@ def test_the_norm_of_a_change_is_that_of_what_merging_adds_to_the_weight(variant
     assert combine.norm(arrays, "a", target.scale) == pytest.approx(float(np.linalg.norm(np.array(added))), rel=1e-4)
 
 
+@pytest.mark.parametrize("width", [0.05, 0.1, 0.25])
+def test_an_average_of_checkpoints_is_karras_power_function_average_of_adapters_that_stand_still_between_them(
+    width: float,
+) -> None:
+    # The paper's running form: beta_t = (1 - 1/t)^(gamma + 1), with gamma by its own equation for the width.
+    gamma = max(np.roots([1, 7, 16 - width**-2, 12 - width**-2]).real)
+    assert width**2 == pytest.approx((gamma + 1) / ((gamma + 2) ** 2 * (gamma + 3)))
+    steps, values, running = [20, 45, 80, 100], [3.0, -1.0, 4.0, 2.0], 0.0
+    for t in range(1, 101):
+        beta = (1 - 1 / t) ** (gamma + 1)
+        running = beta * running + (1 - beta) * values[next(n for n, step in enumerate(steps) if t <= step)]
+    weights = combine.power_weights(steps, width)
+    assert sum(weights) == pytest.approx(1)
+    assert float(np.dot(weights, values)) == pytest.approx(running, rel=1e-9)
+
+
+def test_averaged_arrays_are_their_weighted_mean_and_other_ranks_are_refused() -> None:
+    one, other = lora(0, 2), lora(1, 2)
+    scales = dict.fromkeys(NAMES, 0.5)
+    found, kept = combine.average([(one, scales), (other, scales)], [0.25, 0.75])
+    np.testing.assert_allclose(found["one" + A], 0.25 * one["one" + A] + 0.75 * other["one" + A], rtol=1e-6)
+    assert kept == scales
+    with pytest.raises(ValueError, match="not of one run"):
+        combine.average([(one, scales), (lora(1, 2, NAMES[:1]), scales)], [0.5, 0.5])
+
+
 def test_strengths_by_pattern_weigh_the_change_of_linears_and_0_leaves_them_out() -> None:
     arrays, scales = lora(0, 2), dict.fromkeys(NAMES, 1.0)
     found, weighted = combine.weighted(arrays, scales, {NAMES[0]: 0.5, NAMES[1]: 0.0})

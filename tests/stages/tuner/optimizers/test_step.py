@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
+from pipeline.project.recipe import recorded
 from stages.tuner import checkpoint
+from stages.tuner.adapters.lora import A, B
 from stages.tuner.checkpoint import OPTIMIZER, Checkpoint
+from stages.tuner.config import OptimizerConfig
 from stages.tuner.optimizers import METHODS, make_optimizer
 from stages.tuner.optimizers import step as step_module
 from stages.tuner.optimizers.adamw import AdamW
@@ -238,3 +241,30 @@ def test_matrices_of_one_shape_share_a_stack_whatever_the_order_of_names(monkeyp
     assert all(mx.array_equal(back[name], value) for name, value in ARRAYS.items())
     monkeypatch.setattr("stages.tuner.optimizers.step.LARGEST", 3 * 4 * 96)
     assert [len(names) for first, names in group_by_shape(ARRAYS).items() if first.endswith("A")] == [3, 1]
+
+
+def test_lora_plus_is_the_optimizer_of_peft_with_two_rates():
+    torch = pytest.importorskip("torch")
+    from peft import LoraConfig, get_peft_model
+    from peft.optimizers import create_loraplus_optimizer
+
+    lr, ratio, decay = 1e-3, 16.0, 0.01
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(12, 12, bias=False)), LoraConfig(r=12, target_modules=["0"]))
+    theirs = create_loraplus_optimizer(model, torch.optim.AdamW, lr=lr, loraplus_lr_ratio=ratio, loraplus_weight_decay=decay)
+    factors = {("a" + (A if "lora_A" in name else B)): value for name, value in model.named_parameters() if value.requires_grad}
+    # A and B have one shape here, and yet no stack in common.
+    ours = OptimizerStep(AdamW(weight_decay=decay), 0.0, ratio)
+    params = Stacks.of({name: mx.array(value.detach().numpy()) for name, value in factors.items()}, ours.apart)
+    assert len(params.groups) == 2
+    state, generator = ours.method.init(params.arrays), np.random.default_rng(0)
+    for _ in range(20):
+        grads = {name: generator.normal(size=tuple(value.shape)).astype(np.float32) for name, value in factors.items()}
+        for name, value in factors.items():
+            value.grad = torch.from_numpy(grads[name])
+        theirs.step()
+        params, state, _, _ = ours(params, {name: mx.array(value) for name, value in grads.items()}, state, lr, TRUE)
+    for name, value in params.unstack().items():
+        np.testing.assert_allclose(np.array(value), factors[name].detach().numpy(), atol=1e-5)
+    with pytest.raises(ValueError, match="lr_ratio must be 1 with kind"):
+        OptimizerConfig(kind="prodigy", lr_ratio=16.0)
+    assert "lr_ratio" not in recorded(OptimizerConfig()) and recorded(OptimizerConfig(lr_ratio=16.0))["lr_ratio"] == 16.0
