@@ -320,11 +320,22 @@ class _Flat:
 
 def _arrow(file: Path) -> Any:
     """Memory-mapped, in the stream format that `save_to_disk` writes, or the file format."""
+    status = file.stat()
+    _check_arrow(file, status.st_size, status.st_mtime_ns)
+    return _open_arrow(pa.memory_map(str(file)))
+
+
+@functools.lru_cache(maxsize=INDEXES)
+def _check_arrow(file: Path, size: int, mtime_ns: int) -> None:
     mapped = pa.memory_map(str(file))
     decoded = _decoded_bytes(mapped)
-    if decoded > max(GROUP_BYTES, GROUP_SHARE * mapped.size()):
-        raise ValueError(f"{mapped.size():,} bytes, {decoded:,} when it is decoded: it holds no pictures")
+    if decoded > max(GROUP_BYTES, GROUP_SHARE * size):
+        raise ValueError(f"{size:,} bytes, {decoded:,} when it is decoded: it holds no pictures")
     mapped.seek(0)
+    _open_arrow(mapped).validate(full=True)  # with wrong offsets, reading a value ends the process
+
+
+def _open_arrow(mapped: Any) -> Any:
     try:
         return pa.ipc.open_stream(mapped).read_all()
     except pa.ArrowInvalid:

@@ -210,6 +210,10 @@ HOSTILE = {
     "zeros.parquet": (lambda: table(pq.write_table, ZEROS, compression="zstd", use_dictionary=False), ["unreadable"]),
     "cut.arrow": (lambda: table(arrow, [png()])[:-500], ["unreadable"]),
     "zeros.arrow": (lambda: table(compressed, ZEROS), ["unreadable"]),
+    "offsets.arrow": (
+        lambda: table(arrow, [b"\5" * 8, png()]).replace(b"\0\0\0\0\x08\0\0\0", b"\0\0\0\0\xf8\xff\xff\xff"),
+        ["unreadable"],
+    ),
     "junk.arrow": (lambda: b"ARROW1\0\0" + b"\xff" * 500, ["unreadable"]),
     "frames.png": (lambda: animated(2**31), [None]),
     "scans.jpg": (lambda: scans(300), ["bomb"]),
