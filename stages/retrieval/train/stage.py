@@ -20,12 +20,13 @@ from stages.retrieval.train.memory import PairEstimator, forecast
 from stages.retrieval.train.objective import Contrast
 from stages.run import Run
 from stages.stage import Stage
-from stages.tuner import loop
+from stages.tuner import checkpoint, loop
 from stages.tuner.adapters.targets import by_pattern
 from stages.tuner.checkpoint import ADAPTER
 from stages.tuner.control import Control
 from stages.tuner.loop import wanted_rows
 from stages.tuner.order import Order
+from stages.tuner.replay import remake_checkpoints
 from stages.tuner.step import choose_targets
 from stages.tuner.task import InitialAdapter
 from stages.tuner.weights import pack_if_possible
@@ -151,6 +152,12 @@ def train(run: Run[TrainConfig]) -> Iterator[pa.RecordBatch]:
     return loop.train(run, PairTask(run), control)
 
 
+def repair(run: Run[TrainConfig]) -> Iterator[str]:
+    """Train again to recreate damaged checkpoints. One stays damaged if training now gives another adapter."""
+    if checkpoint.damaged_checkpoints(run.output.artifacts):
+        yield from remake_checkpoints(run, PairTask(run))
+
+
 STAGE = Stage(
     reads=(TOKENS, PAIRS, NEGATIVES),
     writes=TRAIN,
@@ -158,6 +165,7 @@ STAGE = Stage(
     needs=("family", "encoder"),
     wants=wanted_samples,
     run=train,
+    repair=repair,
     forecast=forecast,
     snapshot=snapshot,
     divisible=False,

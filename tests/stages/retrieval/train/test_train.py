@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from pipeline import api
 from pipeline.project.project import Project
 from stages.retrieval.encoder import read_adapter
 from stages.retrieval.train.data import PairBatch, PairReader
@@ -113,6 +114,17 @@ def test_a_run_in_two_parts_ends_with_the_bits_of_an_unbroken_run(copy: Path, tm
     compared = [name for name in whole[0] if name not in ("seconds", "read_seconds", "peak_bytes")]
     assert [[row[name] for name in compared] for row in broken] == [[row[name] for name in compared] for row in whole]
     assert adapter(copy, **settings) == adapter(other, **settings)
+
+
+def test_a_damaged_checkpoint_is_made_again_with_the_same_bits(copy: Path) -> None:
+    settings = {"train.steps": 4, "train.checkpoint_every": 2}
+    project.run(copy, "train", overrides=settings)
+    found = api.Project(copy, settings)
+    state = found.current("train").folder / "artifacts" / "checkpoints" / "step-000002" / "state.json"
+    before = {path: path.read_bytes() for path in state.parent.iterdir()}
+    state.write_text("{}")
+    assert found.verify(repair=True) == []
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def test_a_micro_batch_trains_alike_up_to_rounding(copy: Path, tmp_path: Path) -> None:
