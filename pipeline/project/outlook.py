@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class Need:
     stage_name: str
     wanted: int | None = None  # rows that its table should have; None: not known yet
-    missing: int | None = None  # of these, rows that are not stored
-    to_do: str = ""  # the same for the user, such as "1500 steps"
+    missing: int | None = None  # of these, rows that are not stored, or at most so many, as `to_do` says
+    to_do: str = ""  # the same for the user, such as "1500 steps" or "up to 80 previews"
     forecast: Forecast | None = None  # None: it needs little, or the forecast failed
     note: str = ""  # why the forecast failed, or the stage would
     seconds: float | None = None  # for the missing rows, at the speed of the last run; None: no row missing, or no run
@@ -94,15 +94,22 @@ def forecast(project: Project, name: str, seen: Outlook | None = None) -> Foreca
     return stage.forecast(seen)
 
 
+ANEW = "all anew: a new run, since settings, data or weights differ"
+PERHAPS_ANEW = "all anew if the stages above change its data"
+
+
 def needs(project: Project, seen: Outlook, report: Report | None = None) -> Iterator[Need]:
     """Of every stage, in the order in which they run; each reads the tables as the stages before it will leave them."""
     tables: dict[str, Input | None] = {}
+    grown: set[str] = set()
     for name in project.stage_names:
-        yield _need(project, name, seen, tables, report)
+        yield _need(project, name, seen, tables, grown, report)
 
 
-def _need(project: Project, name: str, seen: Outlook, tables: dict[str, Input | None], report: Report | None) -> Need:
-    """`tables`: those of earlier stages, None if not known yet; gets that of this stage."""
+def _need(
+    project: Project, name: str, seen: Outlook, tables: dict[str, Input | None], grown: set[str], report: Report | None
+) -> Need:
+    """`tables`: those of earlier stages, None if not known yet; `grown`: those that will get rows. This stage adds its own."""
     from pipeline.store.rows import missing
     from pipeline.store.shards import overhead_bytes
 
@@ -116,7 +123,7 @@ def _need(project: Project, name: str, seen: Outlook, tables: dict[str, Input | 
     stage = project.stage(name)
     trains = runs.trains(stage.writes)
     to_do = "" if left is None else amount(stage, left // _per_step(project.config.sections[name]) if trains else left)
-    tables[name], anew = None, False
+    tables[name], note_anew = None, ""
     # Once the stage's inputs are known, its rows are counted instead of forecast.
     try:
         inputs = _inputs(project, stage, tables)
@@ -129,16 +136,19 @@ def _need(project: Project, name: str, seen: Outlook, tables: dict[str, Input | 
         rows = stage.wants(run)
         wanted, absent = rows.num_rows, missing(rows, stored)
         left, to_do = absent.num_rows, amount(stage, counted(stage, absent))
-        anew = trains and left == wanted
+        note_anew = ANEW if left == wanted else ""
+        grown |= {name} if left else set()
         if stage.writes.tensors and found:
             overhead = overhead_bytes(stage.writes, rows, found.row_bytes * rows.num_rows)
         tables[name] = _afterwards(stage, folder, run, rows, bool(left))
     except (NotBuilt, NotFetched):
-        anew = trains
+        note_anew = ANEW if grown & {each.name for each in stage.reads} else PERHAPS_ANEW
+        # Some of them may be stored.
+        to_do = f"up to {to_do}" if left and not trains and project.folder(name).exists else to_do
     except ValueError as error:  # a mistake of the user
         note, stops = note or str(error), True
-    if anew and not note and any(run.stage == name for run in runs.find_runs(project)):
-        note = "all anew: a new run, since settings, data or weights differ"
+    if trains and not note and any(run.stage == name for run in runs.find_runs(project)):
+        note = note_anew
     last = project.folder(name)
     run = last.manifest().get("facts", {}).get("run", {}) if last.exists else {}
     written = run.get("rows_written", 0)

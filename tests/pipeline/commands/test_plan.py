@@ -233,6 +233,9 @@ def test_after_every_change_the_plan_counts_what_the_next_run_then_writes(tmp_pa
         do()
         found = projects.planned(Project(folder))
         foretold = {name: found[name].missing for name in CHAIN}
+        if what == "a caption":  # of the base's and the last checkpoint's previews, the base's are stored
+            last = Project(folder, {"samples.checkpoints": "last"})
+            assert projects.planned(last)["samples"].to_do == "up to 2 previews"
         made = projects.written(projects.build(folder, *CHAIN))
         assert foretold == nothing | counts, what
         assert {name: made[name] if count is not None else None for name, count in foretold.items()} == foretold, what
