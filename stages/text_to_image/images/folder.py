@@ -128,7 +128,10 @@ def scan(folder: Path, below: Iterable[str] = ("",)) -> Listing:
     found = [row for each in below for entry in _files_below(folder / each) for row in _rows_of(folder, entry)]
     rows = list({row["path"]: row for row in found}.values())  # one folder may lie in another
     of_others = masks.which_are_masks(row["path"] for row in rows)
-    files = [row for row in rows if row["path"] not in of_others]
+    # A Live Photo is a picture and a film of one name.
+    stems = {_parts(row["path"]) for row in rows if PurePosixPath(row["path"]).suffix.lower() in IMAGE_SUFFIXES}
+    films = {row["path"] for row in rows if row["path"].lower().endswith(".mov") and _parts(row["path"]) in stems}
+    files = [row for row in rows if row["path"] not in of_others and row["path"] not in films]
     return Listing(sorted(files, key=lambda row: str(row["path"])), len(of_others))
 
 

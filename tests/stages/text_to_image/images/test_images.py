@@ -71,8 +71,9 @@ def test_every_file_that_cannot_be_used_is_a_row_with_its_reason_and_is_counted_
     assert all(details[path] for path, verdict in project.verdicts().items() if verdict)
 
 
-def test_captions_licences_and_hidden_files_become_no_rows(project):
+def test_captions_licences_hidden_files_and_the_film_of_a_live_photo_become_no_rows(project):
     draw(project.source / "a.png")
+    (project.source / "a.MOV").write_bytes(b"film")
     draw(project.source / ".hidden.png")
     draw(project.source / ".cache" / "b.png")
     draw(project.source / "__MACOSX" / "c.png")
