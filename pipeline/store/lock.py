@@ -123,7 +123,7 @@ def _written(path: Path) -> dict[str, Any]:
 def _this_process() -> dict[str, str | int]:
     program = Path(sys.argv[0] or "python")
     # For `python -m pipeline`, argv[0] is .../pipeline/__main__.py.
-    name = program.parent.name if program.name == "__main__.py" else program.name
+    name = "latentmill" if program.name == "__main__.py" else program.name
     return {
         "pid": os.getpid(),
         "host": platform.node(),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -22,6 +24,7 @@ select path, captions.image_id, position, text from captions
 join images on images.image_id = captions.image_id and images.rejected is null
 where role = 'caption' order by path, position
 """
+MOST_ALIKE = 3  # pictures of which lint says the same, one per line
 LINT = ("path", "warnings", "detail", "duplicate_of", "blur")  # columns of an answer in CSV or JSON
 
 
@@ -30,15 +33,17 @@ LINT = ("path", "warnings", "detail", "duplicate_of", "blur")  # columns of an a
 @JSON
 @with_project
 def lint(style: str, as_json: bool, project: Project) -> int:
-    """Look for mistakes in the images and captions, and name them all. Errors keep a run from starting: caption files that
-    cannot be read, images without a caption unless captions.missing says what they get. Files that cannot be used are
-    left out. Warnings are near-duplicates, blur, bad exposure, borders, small or very long pictures; no caption, an
-    empty file or the trigger alone, two files that differ, a file that is newer than an edit, equal captions, captions
-    without the trigger. Images with warnings are still used. To exclude images, set the condition `where` in the
-    section [buckets]. The table `checks` is brought up to date first. The exit code is 2 if there are errors.
+    """Look for mistakes in the images and captions. Errors keep a run from starting: caption files that cannot be read,
+    images without a caption unless captions.missing says what they get. Files that cannot be used are left out.
+    Warnings are near-duplicates, blur, bad exposure, borders, small or very long pictures; no caption, an empty file
+    or the trigger alone, two files that differ, a file that is newer than an edit, equal captions, captions without the
+    trigger. What is said of many images is one line; --format csv or json has a row for each. Images with warnings are
+    still used. To exclude images, set the condition `where` in the section [buckets]. The table `checks` is brought up
+    to date first. The exit code is 2 if there are errors.
     """
     from stages.text_to_image.captions.stage import NO_CAPTION, caption_doubts, caption_problems
     from stages.text_to_image.checks import warnings_now
+    from stages.text_to_image.imaging.usable import first_names
 
     bring_up_to_date(project, ["images"], quiet=True)
     problems = caption_problems(project.open("captions"))
@@ -61,9 +66,10 @@ def lint(style: str, as_json: bool, project: Project) -> int:
     if style != "table":
         say_answer(format_answer(LINT, [tuple(row.get(name) for name in LINT) for row in rows], style), style)
         return 2 if problems else 0
-    for row in rows:
-        said = [row["path"], *([row["warnings"]] if row in warned else []), row["detail"]]
-        tell(": ".join(filter(None, said)) + (f" ({row['duplicate_of']})" if row.get("duplicate_of") else ""))
+    for same in _alike(rows):
+        first, names = same[0], [each["path"] for each in same]
+        said = [first_names(names), *([first["warnings"]] if first in warned else []), first["detail"]]
+        tell(": ".join(filter(None, said)) + (f" ({first['duplicate_of']})" if first.get("duplicate_of") else ""))
     bare = sum(NO_CAPTION in row["warnings"] for row in warned)
     tell(
         f"{several(len(problems), 'error')}, {several(len(left_out), 'file')} not used, "
@@ -71,6 +77,15 @@ def lint(style: str, as_json: bool, project: Project) -> int:
         + (f", {bare} of them without a caption" if bare else "")
     )
     return 2 if problems else 0
+
+
+def _alike(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    """Rows that say the same, together if they are more than MOST_ALIKE."""
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["warnings"], row["detail"], row.get("duplicate_of")), []).append(row)
+    for group in groups.values():
+        yield from [group] if len(group) > MOST_ALIKE else [[row] for row in group]
 
 
 def _joined(sign: str, *texts: str) -> str:

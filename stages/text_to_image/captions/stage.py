@@ -346,8 +346,9 @@ def caption_doubts(run: Run[CaptionsConfig]) -> Iterator[Doubt]:
     for image_id, captions in found.captions.items():
         subject = found.subjects[image_id]
         if subject.trigger and captions and all(each.text.strip() == subject.trigger for each in captions):
-            where = "no caption: " if captions[0].source == "folder" else f"{captions[0].origin} is the trigger alone: "
-            yield Doubt(subject.paths[0], NO_CAPTION, f"{where}{instead['trigger']}")
+            no_file = captions[0].source == "folder"
+            said = f"no caption: {instead['trigger']}" if no_file else f"{captions[0].origin} has the trigger alone"
+            yield Doubt(subject.paths[0], NO_CAPTION, said)
     yield from _contradictions(run, found)
     for key, file in newer_files(run, found).items():
         path = found.subjects[key.rpartition(":")[0]].paths[0]

@@ -146,7 +146,7 @@ def test_lint_names_what_a_trigger_hides_and_files_that_say_different_things(tmp
     for path, said in (
         ("picture0", "no caption: the trigger alone is trained"),
         ("picture1", "picture1.txt is empty: the trigger alone is trained"),
-        ("picture2", "picture2.txt is the trigger alone: the trigger alone is trained"),
+        ("picture2", "picture2.txt has the trigger alone"),
         ("picture3", "picture3.txt and metadata.jsonl:1 differ: picture3.txt is trained (captions.sources)"),
     ):
         assert [said in line for line in printed.splitlines() if line.startswith(f"{path}.png: ")] == [True]
@@ -154,6 +154,20 @@ def test_lint_names_what_a_trigger_hides_and_files_that_say_different_things(tmp
     assert "0 errors, 0 files not used, 5 images with warnings, 3 of them without a caption\n" in printed
     shown = page_of(folder, "images", filter="without caption")
     assert [f"picture{number}.png" in shown for number in range(5)] == [True] * 3 + [False] * 2
+
+
+def test_lint_sums_up_what_it_says_of_many_pictures_and_json_names_them_all(tmp_path, tiny_weights):
+    folder = make(tmp_path / "project", tiny_weights, images=5)
+    for number in range(5):
+        Image.new("RGB", (300, 300), (50 * number, 99, 0)).save(folder / "images" / f"picture{number}.png")
+    projects.edit(folder, "[captions]", '[captions]\ntrigger = "ohwx"\nmissing = "trigger"\ntemplate = "{trigger}, {caption}"')
+    for path in (folder / "images").glob("*.txt"):
+        path.unlink()
+    printed = latentmill(folder, "lint")
+    said = "picture0.png, picture1.png, picture2.png and 2 more: no_caption: no caption: the trigger alone is trained"
+    assert [line for line in printed.splitlines() if "no_caption" in line] == [said]
+    printed = latentmill(folder, "lint", "--format", "json")
+    assert len(json.loads(printed[printed.index("[") : printed.rindex("]") + 1])) == 5
 
 
 def test_a_caption_file_that_changes_after_its_edit_is_named_each_time_and_either_can_be_taken(tmp_path, tiny_weights):
