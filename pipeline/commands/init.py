@@ -41,8 +41,7 @@ class Init(click.Command):
 )
 def command(folder: Path, pipeline: str, **options: str) -> None:
     """Make a new project in FOLDER. Writes FOLDER/project.toml and tells what to do next. The option --pipeline names
-    the kind of project. It decides which other options there are. Previews are drawn by the model's distilled twin, in
-    few steps, if its weights are on this machine ([samples] family).
+    the kind of project. It decides which other options there are.
     """
     for line in new_project(folder, options, pipeline):
         tell(line)

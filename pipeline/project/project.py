@@ -139,8 +139,14 @@ class Project:
 
     def family_of(self, stage: str) -> Family:
         """The family that a stage computes with. Raises ValueError if its setting `family` names one that cannot do that."""
-        given = self.config.sections[stage].family if self.stage(stage).drawn_by else ""
-        if not given or given == self.family.name:
+        if not self.stage(stage).drawn_by:
+            return self.family
+        section = self.config.sections[stage]
+        if (given := section.family) in ("", self.family.name):
+            if section.weights:
+                raise ValueError(
+                    f"{stage}.weights must be empty without another {stage}.family: [project] says where its own lie"
+                )
             return self.family
         families: Mapping[str, Family] = load(self.pipeline.families)
         distilled = twin(families, self.family)

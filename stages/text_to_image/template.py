@@ -304,9 +304,17 @@ def _entry(concept: dict[str, Any], file: Path, by_samples: bool) -> str:
 TEMPLATE = Template(
     options=(
         Option("images", "The folder of images, or OneTrainer's concepts.json; only read.", default=None, kind="folder or file"),
-        Option("family", "The model family; `latentmill families` lists them.", default="klein-base-4b"),
+        Option(
+            "family",
+            "The model family; `latentmill families` lists them. Previews are drawn by its distilled twin, in few steps, if that "
+            "is on this machine.",
+            default="klein-base-4b",
+        ),
         Option("weights", "A folder or a hub id; empty: the family's own.", kind="folder or text"),
-        Option("preset", "What is trained: subject, character, style or edit; empty: the usual settings."),
+        Option(
+            "preset",
+            "What is trained: subject, character or style, whose steps follow from the pictures, or edit; empty: usual settings.",
+        ),
         Option("trigger", "A word that stands for your subject; it is put before every caption."),
     ),
     write=project_toml,

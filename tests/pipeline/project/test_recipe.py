@@ -133,3 +133,12 @@ def test_an_unrecorded_column_is_no_part_of_the_recipe():
     added = {field.name for field in stage.writes.columns if field.metadata[b"unrecorded"]}
     assert added == {"folder", "use", "repeats", "weight", "trigger", "concept", "offset", "reference", "reference_of"}
     assert set(recorded) == set(stage.writes.batch.names) - added
+
+
+def test_what_a_project_does_not_use_of_later_features_is_not_in_its_recipes():
+    off = {"train": {"beneath", "allow_distilled", "passes"}, "samples": {"family", "weights", "beneath", "strength_for"}}
+    for name, later in off.items():
+        kind = PIPELINE.stage(name).config
+        assert later <= {field.name for field in dataclasses.fields(kind)}
+        assert not later & recipes.settings_of(kind()).keys()
+    assert "lr_ratio" not in recipes.settings_of(PIPELINE.stage("train").config())["optimizer"]

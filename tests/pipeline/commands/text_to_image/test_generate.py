@@ -175,6 +175,8 @@ def test_an_average_of_all_checkpoints_is_a_file_that_draws(built, tmp_path):
 def test_only_a_model_that_the_adapter_fits_may_draw(built):
     said = projects.latentmill(built, "generate", "a", "--family", "klein-4b", code=2)
     assert "samples.family must be tiny or tiny-distilled, which the adapter fits, got 'klein-4b'" in said
+    with pytest.raises(ValueError, match=r"samples.weights must be empty without another samples.family"):
+        Project(built, {"samples.weights": "somewhere"}).recipe("samples")
 
 
 def wish(seeds: int = 3, **given: Any) -> generate.Wish:
