@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import sysconfig
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -208,6 +209,11 @@ def _read_rules(file: Path) -> tuple[GitIgnoreSpec, str]:
 
 
 def _spec(lines: Iterable[str]) -> tuple[GitIgnoreSpec, str]:
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of "[[", which means itself
+        return _read_spec(lines)
+
+
+def _read_spec(lines: Iterable[str]) -> tuple[GitIgnoreSpec, str]:
     from pathspec import GitIgnoreSpec
 
     patterns, wrong = [], ""

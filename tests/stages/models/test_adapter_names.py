@@ -65,3 +65,9 @@ def test_an_adapter_of_another_model_is_refused(name: str, tmp_path: Path) -> No
     save_file({"lora_unet_down_blocks_0_attn1_to_q.lora_down.weight": pair()[0]}, tmp_path / "lora.safetensors")
     with pytest.raises(ValueError, match=r"names no linear of (FLUX.2|FLUX 3|Z-Image); is the adapter one of another model"):
         family(name).architecture.read_adapter(tmp_path / "lora.safetensors")
+
+
+def test_an_adapter_without_tensors_is_refused_and_not_drawn_as_the_base(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "empty.safetensors")
+    with pytest.raises(ValueError, match=r"empty\.safetensors holds no LoRA, DoRA or LoKr"):
+        family("tiny").architecture.read_adapter(tmp_path / "empty.safetensors")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 from pathlib import Path
@@ -111,6 +113,20 @@ def test_a_hostile_chat_template_is_one_line(
     with pytest.raises(ValueError, match=said) as error:
         PromptTokenizer(tmp_path / "hostile", TINY)("a cat")
     assert "\n" not in str(error.value)
+
+
+def test_no_code_in_the_folder_of_a_tokenizer_runs(tiny_weights: Path, tmp_path: Path) -> None:
+    folder, ran = shutil.copytree(tiny_weights / "tokenizer", tmp_path / "coded"), tmp_path / "ran"
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast as Own\n")
+    about = json.loads((folder / "tokenizer_config.json").read_text())
+    about |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    (folder / "config.json").write_text(
+        json.dumps({"auto_map": {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", "own.Own"]}})
+    )
+    with contextlib.suppress(ValueError):  # refused, or read without that code
+        PromptTokenizer(folder, TINY)
+    assert not ran.exists()
 
 
 def test_a_named_pipe_in_the_tokenizers_folder_is_not_waited_for(tiny_weights: Path, tmp_path: Path) -> None:
