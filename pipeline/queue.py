@@ -31,7 +31,8 @@ from pipeline.terminal import PROGRESS
 
 FILE = "jobs.json"
 JOB = "LATENTMILL_JOB"  # environment variable of a job: its number and the project
-STOPPED = 130  # exit code
+# Exit codes of a stop, also of one that came while a stage began, before it could answer
+STOPPED = (130, 128 + signal.SIGTERM, -signal.SIGTERM)
 KEPT = 100  # ended jobs
 LONGEST = 2000  # characters of a job's words
 LOOK_SECONDS = 0.2  # between two attempts to get the device
@@ -208,10 +209,10 @@ class Queue:
                 _replace(content, job)
 
     def end(self, number: int, code: int) -> None:
-        """Record the exit code of the running job: 0, 130 after a stop, or below 0 if a signal killed it."""
+        """Record the exit code of the running job: 0, 130 after a stop, or below 0 if a signal killed it; see STOPPED."""
         lines = [line for line in self.log(number).splitlines() if line.strip() and not line.startswith("next: ")]
-        said = f"killed by signal {-code}" if code < 0 else lines[-1][:300] if lines else ""
-        states: dict[int, State] = {0: "finished", STOPPED: "stopped"}
+        said = f"killed by signal {-code}" if code < 0 and code not in STOPPED else lines[-1][:300] if lines else ""
+        states: dict[int, State] = {0: "finished", **dict.fromkeys(STOPPED, "stopped")}
         self._put(
             dataclasses.replace(
                 _job(_read(self.folder / FILE), number), state=states.get(code, "failed"), ended=_now(), said=said

@@ -64,6 +64,27 @@ def workers(queue: Queue) -> int:
     return int(json.loads((queue.folder / "worker").read_text())["pid"])
 
 
+@pytest.mark.parametrize("code", [130, 143, -signal.SIGTERM])
+def test_a_stop_that_comes_while_a_stage_begins_is_no_failure(queue, code):
+    queue.pause()
+    number = queue.add(["mark", "a"]).number
+    queue.end(number, code)
+    assert states(queue) == {number: "stopped"} and "killed" not in queue.jobs()[0].said
+
+
+@pytest.mark.parametrize("words", [["view"], ["mark", "--project=/elsewhere"], [], ["mark", "a\0"], ["--help"]])
+def test_a_command_that_was_written_into_the_file_by_hand_is_refused_as_add_would(queue, words):
+    queue.pause()
+    queue.add(["mark", "a"])
+    content = json.loads((queue.folder / FILE).read_text())
+    content["jobs"][0]["words"] = words
+    (queue.folder / FILE).write_text(json.dumps(content | {"paused": False}))
+    for wrong in (queue.jobs, queue.start, queue.work):
+        with pytest.raises(ValueError, match="not a queue as this program writes it"):
+            wrong()
+    assert not marks(queue)
+
+
 def test_jobs_run_one_after_another_in_their_order_and_a_stopped_one_makes_room(queue):
     first, _ = held(queue, "a")
     others = [queue.add(["mark", name]).number for name in "bcd"]

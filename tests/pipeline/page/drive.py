@@ -202,6 +202,113 @@ def by_keyboard(window, address):
     return {"effect": effect, "saved": saved, "wiped": wiped, "marked": marked}
 
 
+# From an empty folder to an adapter
+
+
+def settings(window, address, **values):
+    window.get(f"{address}/settings")
+    for key, text in values.items():
+        window.execute_script("document.getElementsByName(arguments[0])[0].value = arguments[1]", key.replace("__", "."), text)
+    window.execute_script("document.querySelector('button[value=save]').click()")
+    return wait(window, "document.querySelector('#settings [role=status], #settings .error')?.textContent")
+
+
+def click(window, address, what, said, job=""):
+    window.get(address)
+    wait(window, "document.body.dataset.shown")
+    wait(window, f"document.querySelector('[data-do={what}]{job}')")
+    window.execute_script(f"document.querySelector('[data-do={what}]{job}').click()")
+    wait(window, f"[...document.querySelectorAll('[data-said]')].some((place) => place.textContent.includes('{said}'))")
+
+
+STEP = "Number(document.querySelector('[data-progress]')?.textContent.match(/train: (\\d+) of/)?.[1] || 0)"
+
+
+def state(job):
+    rows = "[...document.querySelectorAll('#queue tbody tr')]"
+    return f"{rows}.find((row) => row.cells[0].textContent === '{job}')?.cells[2].textContent"
+
+
+def ends(window, job, wanted):
+    wait(window, f"!/waiting|running/.test({state(job)} || 'waiting')")
+    found = window.execute_script(f"return {state(job)}")
+    assert found == wanted, f"job {job}: {found}, {window.execute_script('return document.body.innerText')}"
+
+
+def begin(window, address, files, more):
+    """Make a project of `files` and, of the same names, `more`; train it, stop, go on, and add a second run behind the first."""
+    chooser = "#pictures input:not([webkitdirectory])"
+    window.get(f"{address}/new")
+    wait(window, f"document.querySelector('{chooser}')")
+    for each in (files, more):
+        window.find_element("css selector", chooser).send_keys("\n".join(each))
+        wait(window, f"{SAID}.startsWith('{len(each)} of {len(each)} files') && !document.querySelector('{chooser}').value")
+    seen = {"uploaded": wait(window, "document.querySelector('#draft strong')?.textContent")}
+    window.execute_script(
+        "const form = document.querySelector('[data-act=create]'); for (const [name, text] of Object.entries(arguments[0]))"
+        " form.elements.namedItem(name).value = text; form.requestSubmit()",
+        {"name": "my cats", "trigger": "ohwx", "preset": "style", "family": "micro"},
+    )
+    wait(window, "location.pathname === '/p/my%20cats/'")
+    project = f"{address}/p/my%20cats"
+    small = {"train__batch_size": "1", "buckets__resolutions": "128", "samples__width": "64", "samples__height": "64"}
+    seen["saved"] = settings(window, project, **small)
+    click(window, f"{project}/", "train", "job 1 is in the queue")
+    window.get(f"{project}/captions")
+    wait(window, "document.querySelector('textarea[data-key]')")
+    click(window, f"{project}/", "cancel", "keeps what it has")
+    ends(window, 1, "stopped")
+    window.get(f"{project}/captions")
+    wait(window, "document.querySelector('textarea[data-key]')")
+    seen["edited"] = write(window, "ohwx, an edited caption")
+    click(window, f"{project}/", "train", "job 2 is in the queue")
+    seen["stopped"] = wait(window, STEP)
+    click(window, f"{project}/", "cancel", "keeps what it has")
+    ends(window, 2, "stopped")
+    click(window, f"{project}/", "train", "job 3 is in the queue")
+    seen["went_on"] = wait(window, STEP)
+    settings(window, project, train__lr="0.002", train__steps="4", train__checkpoint_every="2")
+    click(window, f"{project}/", "train", "job 4 is in the queue")
+    return seen | {"behind": wait(window, state(4)), "killed": wait(window, STEP)}
+
+
+def finish(window, address):
+    """After the server was killed: see that the run went on, end it, and use the result of the second."""
+    project = f"{address}/p/my%20cats"
+    window.get(address)
+    seen = {"told": wait(window, "document.querySelector('.projects strong')?.textContent")}
+    window.get(f"{project}/")
+    seen["went_on"] = wait(window, STEP)
+    click(window, f"{project}/", "cancel", "keeps what it has", '[data-job="3"]')
+    ends(window, 4, "finished")
+    window.get(f"{project}/images")
+    wait(window, "document.querySelector('.cards strong')")
+    card = "[c.querySelector('strong').textContent, c.className]"
+    seen["cards"] = dict(window.execute_script(f"return [...document.querySelectorAll('.cards li')].map((c) => {card})"))
+    window.get(f"{project}/compare")
+    wait(window, "document.querySelector('#compared form')")
+    seen["runs"] = window.execute_script("return document.querySelectorAll('#compared tbody tr').length")
+    window.execute_script("const f = document.querySelector('#compared form'); f.step.value = '2'; f.requestSubmit()")
+    seen["marked"] = wait(window, "document.querySelector('#compared [data-said]').textContent")
+    window.get(f"{project}/draw")
+    wait(window, "document.querySelector('form[data-act]')")
+    window.execute_script(
+        "const f = document.querySelector('form[data-act]'); f.elements.namedItem('argument').value = 'ohwx, a drawn fox';"
+        "f.elements.namedItem('--adapter').value = 'best'; f.elements.namedItem('--steps').value = '2'; f.requestSubmit()"
+    )
+    seen["drawn"] = wait(window, "document.querySelector('img.result[alt^=\"ohwx, a drawn fox\"]')?.alt")
+    window.get(f"{project}/export")
+    wait(window, "document.querySelector('form[data-act]')")
+    window.execute_script("document.querySelector('form[data-act]').requestSubmit()")
+    wait(window, "document.querySelector('a[download][href^=\"export\"]')")
+    return seen | {
+        "bytes": window.execute_async_script(
+            "const done = arguments[0]; fetch(document.querySelector('a[download]').href)"
+            ".then((got) => got.arrayBuffer()).then((got) => done(got.byteLength))"
+        )
+    }
+
+
 def search(window, address, text):
     """Search among the images, and return the names of those that are shown."""
     window.get(f"{address}/images")
@@ -222,6 +329,10 @@ def main():
             window.get(address)
             charts = wait(window, "document.querySelectorAll('[data-chart] svg').length")
             print(json.dumps({"charts": charts, "console": [entry["message"] for entry in window.get_log("browser")]}))
+            return
+        if asked.get("journey"):
+            found = begin(window, address, *asked["journey"]) if asked["journey"] != "finish" else finish(window, address)
+            print(json.dumps(found))
             return
         pages = (*PAGES, f"one?key={asked['one']}")
         seen = {

@@ -19,11 +19,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from pipeline.page.command import write_report
 from pipeline.page.site import Site
 from pipeline.project.project import Project
 from pipeline.project.runs import find_runs
+from pipeline.queue import Queue
 from tests import projects
 from tests.pipeline.page.large import fill
 
@@ -56,11 +58,11 @@ def drive(address: str, folder: Path, **asked: object) -> dict:
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """The address of the page of the project in `folder`, served by a process of its own."""
+    """The address of the page of the project or projects in `folder`, served by a process of its own, which is killed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server = projects.command(folder, "view", "--no-open", "--port", str(port))
+    server = projects.command(folder, "view", "--no-open", "--port", str(port), str(folder))
     try:
         projects.wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, server)
         yield f"http://127.0.0.1:{port}"
@@ -194,3 +196,42 @@ def test_the_report_works_from_the_disk(folder, tmp_path):
     path = write_report(Site(folder), tmp_path / "report.html")
     found = drive(path.as_uri(), tmp_path)
     assert found["charts"] >= 4 and found["console"] == []
+
+
+def test_from_an_empty_folder_to_a_downloaded_adapter_without_a_terminal_and_past_a_killed_server(tmp_path, monkeypatch):
+    import pillow_heif
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("first", "second", "studio"):
+        (tmp_path / name).mkdir()
+    pictures = sorted((projects.ROOT / "data" / "projects" / "example" / "images").glob("*.webp"))[:4]
+    for path in pictures[:3]:
+        shutil.copy(path, tmp_path / "first")
+        (tmp_path / "first" / path.name).with_suffix(".txt").write_text(path.stem)
+    pillow_heif.from_pillow(Image.open(pictures[3]).convert("RGB")).save(tmp_path / "first" / "photo.heic")
+    (tmp_path / "first" / "broken.jpg").write_text("no picture")
+    shutil.copy(pictures[3], tmp_path / "second" / pictures[0].name)  # another picture of the same name
+    files = [sorted(map(str, (tmp_path / name).iterdir())) for name in ("first", "second")]
+    folder = tmp_path / "studio" / "my cats"
+    try:
+        with served(tmp_path / "studio") as address:
+            seen = drive(address, tmp_path, journey=files)
+        with served(tmp_path / "studio") as address:
+            after = drive(address, tmp_path, journey="finish")
+    finally:
+        if folder.exists():  # after a failure, its jobs would go on
+            Queue(folder).pause()
+            for job in Queue(folder).jobs():
+                if job.state in ("running", "waiting"):
+                    Queue(folder).cancel(job.number)
+    assert seen["uploaded"].startswith("9 files") and seen["saved"] == "4 settings saved" and seen["edited"] == "1 saved"
+    assert 0 < seen["stopped"] <= seen["went_on"] <= seen["killed"] < after["went_on"] and seen["behind"] == "waiting"
+    assert after["told"].startswith("train: ") and after["runs"] == 2
+    second = pictures[0].with_stem(f"{pictures[0].stem} 2").name
+    names = {path.name for path in pictures[:3]} | {"broken.jpg", "photo.heic", second}
+    assert after["cards"] == {name: "bad" if name == "broken.jpg" else "" for name in names}
+    assert after["marked"].startswith("step 2 is the best") and after["drawn"].startswith("ohwx, a drawn fox")
+    (file,) = (folder / "exports").glob("*.safetensors")
+    assert after["bytes"] == file.stat().st_size
+    jobs = Queue(folder).jobs()
+    assert [job.state for job in jobs] == [*["stopped"] * 3, *["finished"] * 3] and {job.starts for job in jobs} == {1}
