@@ -13,11 +13,13 @@ import gc
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -69,6 +71,16 @@ SLOW = (  # files and folders whose tests train, draw, start processes, or compa
     "tests/test_readme",
     "tests/test_toy",
 )
+
+
+# Files in memory take a fifth less CPU in all. Not on small machines, nor where libraries that tests compile could not be loaded.
+SHM, ENOUGH = Path("/dev/shm"), 8 << 30
+if (
+    SHM.is_dir()
+    and not os.statvfs(SHM).f_flag & getattr(os, "ST_NOEXEC", 0)
+    and min(shutil.disk_usage(SHM).free, psutil.virtual_memory().available) > ENOUGH
+):
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(SHM))
 
 
 @pytest.fixture(autouse=True)
