@@ -69,7 +69,9 @@ class SamplesConfig(Section):
         bounds=(-10.0, 10.0),
         unrecorded=(None, {}),
     )
-    weights: str = runtime("", "where the transformer of `family` lies: a folder, a file or a hub id; empty: the family's own")
+    weights: str = selects(
+        "", "where the transformer of `family` lies: a folder, a file or a hub id; empty: the family's own", path=True
+    )
     steps: int | None = setting(None, "denoising steps; by default the family's number", unit="steps", bounds=(1, 1000))
     guidance: float | None = setting(
         None,
