@@ -47,7 +47,9 @@ def test_files_of_random_weights_go_through_every_stage(tmp_path: Path, cases: C
 def test_no_recorded_load_took_more_than_the_packed_size_and_three_gigabytes() -> None:
     rows = [json.loads(line) for line in (ROOT / "data" / "measurements" / "true_shapes.jsonl").read_text().splitlines()]
     loads = [row for row in rows if "load_peak_gb" in row]
-    assert {row["family"] for row in loads} == {"klein-base-4b", "klein-base-9b", "dev"}
+    measured = {(row["family"], row.get("layout", "diffusers")) for row in loads}
+    both = {(name, layout) for name in ("flux3-klein-base", "z-image") for layout in ("diffusers", "single files")}
+    assert measured == both | {(name, "diffusers") for name in ("klein-base-4b", "klein-base-9b", "dev")}
     assert all(row["load_peak_gb"] <= row["loaded_gb"] + 3 for row in loads)
     without_gpu = [row for row in loads if "no GPU" in row.get("machine", "")]
     assert without_gpu and all(row["process_after_load_gb"] <= row["loaded_gb"] + 3 for row in without_gpu)

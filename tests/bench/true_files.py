@@ -155,7 +155,7 @@ def write(record: Family, folder: Path, component: str, fp8: bool = False, singl
     """
     from stages.models.random_model import write_tokenizer
 
-    path, plain = path_of(record, folder, component, single), component == "autoencoder" or not fp8
+    path, fp8 = path_of(record, folder, component, single), fp8 and component != "autoencoder"
     if component == "text_encoder":
         tokenizer = folder / (TOKENIZER if single else record.folders[TOKENIZER])
         if record.text_kind == "mistral3":
@@ -163,10 +163,10 @@ def write(record: Family, folder: Path, component: str, fp8: bool = False, singl
         else:
             write_tokenizer(tokenizer, 1024)
     if single:
-        write_shard(path, list(entries(single_file_shapes(record, component), not plain)))
+        write_shard(path, list(entries(single_file_shapes(record, component), fp8)))
         return
     config = dict(getattr(record, component))
     if record.text_kind == "qwen3_vl" and component == "text_encoder":
         config = {"model_type": "qwen3_vl", "text_config": config}
     stem = "model" if component == "text_encoder" else "diffusion_pytorch_model"
-    write_component(path, stem, component_shapes(record, component), config, not plain)
+    write_component(path, stem, component_shapes(record, component), config, fp8)
