@@ -12,7 +12,7 @@ from stages.text_to_image.caption_files import make_lookups, trigger_pattern
 from stages.text_to_image.captions.stage import CaptionsConfig
 from stages.text_to_image.images.folder import REPEATED, Row, no_images, reference_rules, rules, scan
 from stages.text_to_image.images.stage import may_be_image
-from stages.text_to_image.imaging.usable import REFERENCE
+from stages.text_to_image.imaging.usable import REFERENCE, first_names
 
 KINDS = {"jpg": "JPEG", "jpe": "JPEG", "tif": "TIFF", "heif": "HEIC"}
 FOLDER = """\
@@ -60,10 +60,10 @@ class Seen:
         if len({each.trigger for each in self.subjects}) < 2 and trigger:
             return ()
         if trigger and not self.loose:
-            called = ", ".join(f"{each.folder} is '{each.trigger}'" for each in self.subjects)
+            called = first_names([f"{each.folder} is '{each.trigger}'" for each in self.subjects])
             raise ValueError(
-                f'--trigger "{trigger}" would be the word of {len(self.subjects)} subjects ({called}): leave it out, and the '
-                "name of each folder becomes the trigger of its pictures"
+                f'--trigger "{trigger}" (TRIGGER with make) would be the word of {len(self.subjects)} subjects: {called}; leave '
+                "it out, and the name of each folder becomes the trigger of its pictures"
             )
         return self.subjects
 
@@ -88,7 +88,7 @@ class Seen:
             return
         yield f"{several(count, 'picture')} in {self.folder}: {', '.join(f'{n} {kind}' for kind, n in self.kinds.most_common())}"
         named = trigger or self.itself or (self.subjects and not self.loose)
-        without = "the trigger alone will be trained" if named else "write one, or give a trigger"
+        without = "their trigger alone will be trained" if named else "write one, or give a trigger"
         if self.unread:
             yield f"captions: {self.unread}"
         elif self.captioned < count:

@@ -337,6 +337,17 @@ def caption_doubts(run: Run[CaptionsConfig]) -> Iterator[Doubt]:
         yield Doubt("", "", _one_text(config))
         return
     yield from (Doubt("", "", note) for note in (*found.notes, *_one_trigger(found.subjects, config)))
+    edits = read_edits(run.root)
+    by_file = {each.paths[0] for image_id, each in found.subjects.items() if f"{image_id}:0" not in edits}
+    yield from (each for each in _file_doubts(run, found) if each.path in by_file)
+    for key, file in newer_files(run, found).items():
+        path = found.subjects[key.rpartition(":")[0]].paths[0]
+        yield Doubt(path, "newer_caption", f"{file} has changed since the caption was edited on the page: the edit is trained")
+
+
+def _file_doubts(run: Run[CaptionsConfig], found: Found) -> Iterator[Doubt]:
+    """About the files of images whose first caption is not edited."""
+    config = run.config
     instead = {"empty": "the empty text is trained", "trigger": "the trigger alone is trained"}
     instead |= {"filename": "its file name is trained", "skip": "it is left out"}
     if config.missing != "error":
@@ -350,9 +361,6 @@ def caption_doubts(run: Run[CaptionsConfig]) -> Iterator[Doubt]:
             said = f"no caption: {instead['trigger']}" if no_file else f"{captions[0].origin} has the trigger alone"
             yield Doubt(subject.paths[0], NO_CAPTION, said)
     yield from _contradictions(run, found)
-    for key, file in newer_files(run, found).items():
-        path = found.subjects[key.rpartition(":")[0]].paths[0]
-        yield Doubt(path, "newer_caption", f"{file} has changed since the caption was edited on the page: the edit is trained")
 
 
 def _contradictions(run: Run[CaptionsConfig], found: Found) -> Iterator[Doubt]:
@@ -487,7 +495,7 @@ def newer_files(run: Run[CaptionsConfig], found: Found) -> dict[str, str]:
     for edit in _newest(run.root):
         image_id, _, position = edit.key.rpartition(":")
         subject = found.subjects.get(image_id)
-        if edit.text is None or not subject:
+        if edit.text is None or not subject or not position.isdecimal():
             continue
         captions = operate(found.captions.get(image_id, []), run.config, image_id)
         rows = list(_image_rows(image_id, [(subject.fill(run.config, each), each) for each in captions]))

@@ -176,13 +176,13 @@ def test_init_says_what_lies_in_the_folder_and_gives_each_kohya_subject_its_own_
         draw(folder / name, seed=number, size=(64, 64))
     (folder / "10_sks cat" / "a.txt").write_text("sks cat on a sofa")
     options = {"images": str(folder), "family": "tiny", "preset": "subject"}
-    refused = r'--trigger "sks cat" would be the word of 2 subjects \(10_sks cat is .*, 5_blue vase is .*\): leave it out, and'
+    refused = r'--trigger "sks cat" \(TRIGGER with make\) would be the word of 2 subjects: 10_sks .*, 5_blue .*; leave it out'
     with pytest.raises(ValueError, match=refused):
         new_project(made, options | {"trigger": "sks cat"})
     said = new_project(made, options)
     assert said[1:] == [
         f"  3 pictures in {folder}: 2 PNG, 1 JPEG",
-        "  1 with a caption, 2 without: the trigger alone will be trained",
+        "  1 with a caption, 2 without: their trigger alone will be trained",
         "  10_sks cat: 2 pictures, 10 repeats, trigger 'sks cat'",
         "  5_blue vase: 1 picture, 5 repeats, trigger 'blue vase'",
         "  1 picture of the class (regularisation)",

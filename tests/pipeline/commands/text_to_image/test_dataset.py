@@ -168,6 +168,8 @@ def test_lint_sums_up_what_it_says_of_many_pictures_and_json_names_them_all(tmp_
     assert [line for line in printed.splitlines() if "no_caption" in line] == [said]
     printed = latentmill(folder, "lint", "--format", "json")
     assert len(json.loads(printed[printed.index("[") : printed.rindex("]") + 1])) == 5
+    edit(folder, {"picture0.png": "ohwx, a plain picture"})  # an edit is a caption
+    assert "4 images with warnings, 4 of them without a caption" in latentmill(folder, "lint")
 
 
 def test_a_caption_file_that_changes_after_its_edit_is_named_each_time_and_either_can_be_taken(tmp_path, tiny_weights):
