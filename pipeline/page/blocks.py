@@ -143,6 +143,7 @@ def overview(project: Project, query: Query) -> Row:
         data |= queue_data(Queue(project.path))
         stage = data["told"].get("stage", "")
         present = next((run for run in runs if run.current and run.stage == stage), None)
+        data["draws"] = bool(sheets(project))
         data |= {"trains": present is not None, "training": training_facts(present) if present else ""}
     return data
 
@@ -209,12 +210,15 @@ def training_facts(run: TrainingRun) -> str:
 
 def sheet_rows(project: Project, query: Query, sql: str = "{}") -> list[Row]:
     """A query over the first Sheet of the pipeline's pages."""
-    sheet = next((block for page in project.pipeline.pages for block in page.blocks if isinstance(block, Sheet)), None)
     into: Row = {}
     with errors_as_text(into):  # no results yet
-        if sheet:
+        for sheet in sheets(project):
             return query(sql.format(sheet.sql))
     return []
+
+
+def sheets(project: Project) -> list[Sheet]:
+    return [block for page in project.pipeline.pages for block in page.blocks if isinstance(block, Sheet)]
 
 
 def run_colours(runs: Sequence[TrainingRun]) -> dict[str, str]:

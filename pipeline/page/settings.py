@@ -24,13 +24,12 @@ from stages.pipelines import load
 from stages.settings import toml_string
 from stages.untrusted import parse_json, parse_toml
 
+if TYPE_CHECKING:
+    from pipeline.project.outlook import Need
+
 VIEWS = ("basic", "all")
 EACH = 12  # changes whose effects are computed one by one
 SWITCH = "on"  # of a section that is off unless the file has it
-
-
-if TYPE_CHECKING:
-    from pipeline.project.outlook import Need
 
 
 @dataclass
@@ -131,11 +130,12 @@ def _settings(text: str) -> dict[str, Any]:
 def _tell(form: Form, folder: Path, overrides: Overrides, text: str, after: str, values: Mapping[str, Any]) -> None:
     """What the changes do, together and one by one. Raises ValueError if the project would not open."""
     changed = Project(folder, overrides, text=after)
-    now, then = prospect(Project(folder, overrides, text=text)), prospect(changed)
+    known: dict[Any, Any] = {}
+    now, then = prospect(Project(folder, overrides, text=text), known), prospect(changed, known)
     for item in form.changes if len(form.changes) <= EACH else ():
         try:
             alone = Project(folder, overrides, text=edited(text, {item.key: values[item.key]}))
-            found = list(effects(alone, now, then if len(form.changes) == 1 else prospect(alone)))
+            found = list(effects(alone, now, then if len(form.changes) == 1 else prospect(alone, known)))
             item.effect = "; ".join(found) or "nothing is computed again"
         except ValueError as error:  # it needs another change
             item.effect = f"alone: {one_line(error)}"

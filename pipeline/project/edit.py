@@ -110,9 +110,10 @@ class Prospect:
     refused: tuple[Refusal, ...]
 
 
-def prospect(project: Project) -> Prospect:
+def prospect(project: Project, known: dict[Any, Any] | None = None) -> Prospect:
+    """`known`: see `outlook.needs`."""
     seen = outlook.outlook(project)
-    needs = {each.stage_name: each for each in outlook.needs(project, seen)}
+    needs = {each.stage_name: each for each in outlook.needs(project, seen, known=known)}
     tables = {}
     for name in project.stage_names:
         try:

@@ -98,12 +98,25 @@ ANEW = "all anew: a new run, since settings, data or weights differ"
 PERHAPS_ANEW = "all anew if the stages above change its data"
 
 
-def needs(project: Project, seen: Outlook, report: Report | None = None) -> Iterator[Need]:
-    """Of every stage, in the order in which they run; each reads the tables as the stages before it will leave them."""
+def needs(project: Project, seen: Outlook, report: Report | None = None, known: dict[Any, Any] | None = None) -> Iterator[Need]:
+    """Of every stage, in the order in which they run; each reads the tables as the stages before it will leave them.
+
+    `known`: of calls for the same folder at the same time with other settings; a stage that these do not reach is taken from it.
+    """
     tables: dict[str, Input | None] = {}
     grown: set[str] = set()
-    for name in project.stage_names:
-        yield _need(project, name, seen, tables, grown, report)
+    known = {} if known is None else known
+    for place, name in enumerate(project.stage_names, 1):
+        # A forecast may look at any section, the rows of a stage at those before it.
+        sections = project.config.sections if project.stage(name).forecast else project.stage_names[:place]
+        settings = repr([project.config.sections[each] for each in sections])
+        key = name, repr(project.config.project), tuple(project.chain(name)), settings
+        if key not in known:
+            found = _need(project, name, seen, tables, grown, report)
+            known[key] = found, tables[name], grown & {name}
+        found, tables[name], more = known[key]
+        grown |= more
+        yield found
 
 
 def _need(

@@ -183,6 +183,7 @@ def test_a_run_in_another_process_moves_the_charts_without_a_reload(seen):
 def test_a_picture_is_drawn_and_the_adapter_written_from_the_page_and_what_was_typed_stays(seen, folder):
     worked = seen["worked"]
     assert worked["states"] == ["finished"] * 3
+    assert worked["notified"] == "job 1, run samples: finished"
     assert worked["drawn"].startswith("a drawn fox, seed 3") and worked["typed"] == "3"
     (file,) = (folder / "exports").glob("*.safetensors")
     assert worked["file"] == f"{seen['address']}/export/{file.name}"
