@@ -94,6 +94,12 @@ def test_every_panel_answers_over_a_small_project(name, tmp_path):
     assert answer(tables.make(tmp_path), panel.sql).num_rows
 
 
+def test_help_explains_a_command_of_two_pipelines_once():
+    out = latentmill("--help")
+    assert all(len(re.findall(rf"^  {name} ", out, re.MULTILINE)) == 1 for name in ("evaluate", "export"))
+    assert re.search(r"^Commands of retrieval.*; also evaluate and export:$", out, re.MULTILINE)
+
+
 def test_the_families_are_listed_with_licence_and_source():
     out = latentmill("families")
     assert re.search(r"^klein-base-4b +\S.*Apache.* 16.1 GB ", out, re.MULTILINE)

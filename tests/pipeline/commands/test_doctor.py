@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.commands import doctor
-from pipeline.commands.doctor import Machine, command, examine, problems, report
+from pipeline.commands.doctor import ON_CPU, Machine, command, examine, problems, report
 from pipeline.commands.text_to_image import memory
 from stages.text_to_image.memory import capacities
 
@@ -41,7 +41,8 @@ def test_a_sound_mac_has_no_problem_and_its_report_says_what_it_is():
     lines = list(report(MAC))
     assert lines[0].startswith("machine  Apple M3 Max (arm64), 68.7 GB")
     assert "macOS 26.2" in lines[1] and "0.32.4 on Metal" in lines[2]
-    assert "no problem was found" in lines
+    assert "no problem was found" in lines and ON_CPU not in lines
+    assert ON_CPU in report(replace(MAC, backend="CPU"))
     assert any(line.split(maxsplit=1)[0] == "klein-base-4b" and "  16 bits, whole" in line for line in lines)
 
 
@@ -56,7 +57,7 @@ def test_a_sound_mac_has_no_problem_and_its_report_says_what_it_is():
         ({"backend": "CPU"}, "MLX does not use the GPU"),
         ({"memory": 8 * GIB}, "less than 16 GB of memory"),
         ({"files": 256}, "only 256 files may be open: run `ulimit -n 4096`"),
-        ({"free_disk": 10**10}, "only 10 GB of disk are free, 30 are wanted"),
+        ({"free_disk": 10**10}, "30 are wanted: weights of klein-base-4b take 16.1 GB, "),
     ],
 )
 def test_each_problem_of_a_mac_is_one_line_with_its_remedy(change: dict[str, Any], said: str):
