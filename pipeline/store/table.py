@@ -405,7 +405,9 @@ class Writer:
         # Damaged artifacts, so that the stage writes them again. Not in subfolders: those files belong to rows, or to
         # checkpoints, which record digests of their own.
         for path in (table.folder / "artifacts").glob("*"):
-            if path.is_file() and table.checksums.damage(name := f"artifacts/{path.name}"):
+            name = f"artifacts/{path.name}"
+            # Also a folder in the place of a file.
+            if (not path.is_dir() or name in table.checksums.known()) and table.checksums.damage(name):
                 self._set_aside(name)
         for folder in table.whole_folders():
             if any(map(table.checksums.damage, table.checksums.below(folder))):
@@ -442,7 +444,7 @@ class Writer:
             for file in files:
                 # One damaged file spoils a folder that was written whole.
                 name = next((folder for folder in whole if file.startswith(f"{folder}/")), file)
-                if (name in whole and (self.table.folder / name).is_dir()) or (self.table.folder / name).is_file():
+                if (self.table.folder / name).exists():
                     self._set_aside(name)
             rows = self.table.with_files(self._rows)
             if keys:

@@ -41,6 +41,23 @@ def test_a_folder_of_a_project_that_leads_out_of_it_is_refused(name, tmp_path):
     assert not list((tmp_path / "outside").iterdir())
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_took_the_place_of_an_artifact_is_set_aside_and_can_be_written_again(make, tmp_path):
+    table = files(tmp_path / "tables" / "files" / "recipe", 0, 1)
+    inside = files(tmp_path / "tables" / "files" / "other", 0, inside="deep/")
+    for path in (table.folder / "artifacts" / "0.txt", inside.folder / "artifacts" / "deep" / "0.txt"):
+        path.unlink()
+        make(path)
+    found = [damage.file for damage in inside.examine()]
+    with Writer(inside, {}) as writer:
+        writer.remove(found, [])
+        writer.write_artifact("deep/0.txt", lambda path: path.write_text("new") and None)
+    with Writer(table, {}) as writer:
+        assert writer.stored["name"].to_pylist() == ["1"]
+        writer.write_artifact("0.txt", lambda path: path.write_text("new") and None)
+    assert (table.folder / "artifacts" / "0.txt").read_text() == "new"
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "run.json", "checksums.jsonl", "shards/1.arrow"])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_what_is_no_regular_file_is_damage_and_is_never_waited_for(name, make, tmp_path):

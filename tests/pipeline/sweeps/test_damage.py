@@ -182,7 +182,8 @@ def _images(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "losses", losses
     yield "scores", scores
     for path in sorted(folder.glob("tables/samples/*/artifacts/images/*.png")):
-        yield path.name, path.read_bytes
+        if path.is_file():
+            yield path.name, path.read_bytes
 
 
 def _answers(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
