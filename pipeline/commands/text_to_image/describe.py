@@ -34,8 +34,8 @@ HEADER = ("family", "project", "run", "step", "trigger", "resolution", "beneath"
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--linears", is_flag=True, help="Also show each Linear with its rank.")
 def command(file: Path, linears: bool) -> None:
-    """Show what an adapter's FILE holds: format, the models that it fits, rank, and the norm of what it changes by block, with
-    a bar. The blocks that change most matter most; --strength-for of generate, merge and export weighs them.
+    """Show what an adapter's FILE holds. Format, the models that it fits, rank, and by block the norm of what it adds to the
+    weights, with a bar. --strength-for of generate, merge and export weighs blocks.
     """
     for line in describe(file.expanduser(), linears):
         tell(line)
