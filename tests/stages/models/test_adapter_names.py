@@ -1,4 +1,4 @@
-"""Adapters of FLUX 3 and Z-Image by the names that other programs write. tests/pipeline/commands has FLUX.2's."""
+"""Adapters by the names that other programs write. tests/pipeline/commands has more of FLUX.2's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ RANK, ALPHA = 2, 4.0
 OUT = "mode_blocks.image_cond.1.attn.to_out.0"
 Q, REFINER = "layers.0.attention.to_q", "noise_refiner.1.attention.to_out.0"
 KEYS = {  # family -> (name of an array, with {} for what it is; the Linear)
+    "tiny": (("lora_unet_transformer_blocks_0_attn_to_q.{}", "transformer_blocks.0.attn.to_q"),),
     "flux3-tiny": (
         (f"transformer.{OUT}.lora_{{}}.weight", OUT),
         (f"diffusion_model.{OUT}.lora_{{}}.weight", OUT),
@@ -60,7 +61,7 @@ def test_the_adapters_of_other_programs_are_read(name: str, key: str, linear: st
     np.testing.assert_array_equal(np.array(read[f"{linear}.lora_B.weight"]), b)
 
 
-@pytest.mark.parametrize("name", ["tiny", *KEYS])
+@pytest.mark.parametrize("name", KEYS)
 def test_an_adapter_of_another_model_is_refused(name: str, tmp_path: Path) -> None:
     save_file({"lora_unet_down_blocks_0_attn1_to_q.lora_down.weight": pair()[0]}, tmp_path / "lora.safetensors")
     with pytest.raises(ValueError, match=r"names no linear of (FLUX.2|FLUX 3|Z-Image); is the adapter one of another model"):
