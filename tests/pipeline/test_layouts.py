@@ -140,7 +140,7 @@ LAYOUTS = {
         "2 files: 2 usable",
         {f"images/a0{A}": ("apart 0", "sidecar", None), f"images/a1{B}": ("apart 1", "sidecar", None)},
     ),
-    "captions elsewhere": Layout(captions_elsewhere, "1 files: 1 usable", {f"sub/a{A}": ("elsewhere", "sidecar", None)}),
+    "captions elsewhere": Layout(captions_elsewhere, "1 file: 1 usable", {f"sub/a{A}": ("elsewhere", "sidecar", None)}),
     "captions.json, a map": Layout(
         json_map,
         "3 captions: 3 from captions.json",
