@@ -224,7 +224,7 @@ def problems(machine: Machine) -> Iterator[str]:
     if machine.system.startswith("Linux") and machine.backend == "CPU" and not machine.blas:
         yield "no fast BLAS was found: run `pip install mkl`, or install OpenBLAS"
     if machine.free_disk < DISK:
-        size, name = min((download(each), each.name) for each in all_families() if download(each))
+        size, name = min((download(each), each.name) for each in all_families() if download(each) and not each.base)
         yield (
             f"only {machine.free_disk / 1e9:.3g} GB of disk are free, {DISK / 1e9:.0f} are wanted: "
             f"weights of {name} take {format_bytes(size)}, then there are tables and checkpoints"
