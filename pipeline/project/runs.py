@@ -54,20 +54,25 @@ class TrainingRun:
         """By dotted keys, such as "train.lr"."""
         return flatten(self.record.get("settings", {}))
 
-    @functools.cached_property
+    @property  # not kept: of many long runs, the rows would fill the memory of a page
     def rows(self) -> pa.Table:
         """One row per step, split ("train", "validation") and sample, of an unfinished run too."""
         return self.table.committed().select(self.table.schema.stored.names)
 
     @functools.cached_property
+    def _means(self) -> tuple[pa.Table, pa.Table]:
+        rows = self.rows
+        return by_step(rows, "train", "lr", "seconds", "peak_bytes"), by_step(rows, "validation")
+
+    @property
     def steps(self) -> pa.Table:
         """One row per training step: step, loss (mean of its samples), lr, seconds, peak_bytes (so far)."""
-        return by_step(self.rows, "train", "lr", "seconds", "peak_bytes")
+        return self._means[0]
 
-    @functools.cached_property
+    @property
     def held_out(self) -> dict[int, float]:
         """step -> mean loss, without steps whose samples are not all measured yet."""
-        found = by_step(self.rows, "validation")
+        found = self._means[1]
         return dict(zip(found["step"].to_pylist(), found["loss"].to_pylist(), strict=True))
 
     @property
