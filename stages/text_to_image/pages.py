@@ -289,8 +289,9 @@ SAMPLES = Page(
             "Previews by prompt and run",
             """
 select prompt || case when seed = 0 then '' else ', seed ' || seed end as row,
-    coalesce(run_name, 'base') || ', ' || family as column, step, 'samples/' || recipe || '/' || path as picture
-from all_samples
+    coalesce(run_name, 'base') || case when families = 1 then '' else ', ' || family end as column,
+    step, 'samples/' || recipe || '/' || path as picture
+from all_samples, (select count(distinct family) as families from all_samples)
 order by run_name nulls first, family, prompt, seed, step
 """,
         ),
