@@ -224,7 +224,10 @@ class Searcher:
     def read(self, ids: list[str]) -> maxsim.TokenMatrix:
         """Of rows of the table `vectors`."""
         # Unpacked together: a call for each takes 50 ms of CPU time more for the 970 of a query.
-        packed = [self.vectors.read(each) for each in ids]
+        try:
+            packed = [self.vectors.read(each) for each in ids]
+        except KeyError:  # rows of a shard that is gone or cut are left out
+            raise ValueError("vectors of the index are damaged or gone: run latentmill verify --repair") from None
         return maxsim.TokenMatrix(codes.unpack(np.concatenate(packed)), [len(each) for each in packed])
 
     def document(self, place: int) -> np.ndarray:

@@ -38,6 +38,7 @@ from stages.text_to_image.caption_files import (
 from stages.text_to_image.imaging.masks import composed
 from stages.text_to_image.imaging.usable import REFERENCE, first_names, usable_paths, without_ending
 from stages.tuner import draws
+from stages.untrusted import open_regular
 
 Row = dict[str, Any]
 
@@ -459,8 +460,10 @@ def edit_lines(project: Path) -> list[Edit]:
     """Every edit, oldest first. Raises ValueError with file and line if a line is damaged."""
     file, found = project / EDITS, list[Edit]()
     try:
+        with open_regular(file) as content:
+            written_text = content.read().decode()
         # Not splitlines(), which also ends a line where a caption has a Unicode line separator.
-        *lines, last = file.read_text(encoding="utf-8").split("\n")
+        *lines, last = written_text.split("\n")
         written = file.stat().st_mtime  # of edits by an earlier version, which have no time
     except FileNotFoundError:
         return []

@@ -133,6 +133,15 @@ def test_an_incomplete_index_is_one_line_and_is_repaired_by_the_next_run(indexed
     assert searcher(folder).search("count words", "semantic")
 
 
+def test_vectors_that_are_gone_are_one_line(indexed, tmp_path):
+    folder = tmp_path / "project"
+    shutil.copytree(indexed, folder, symlinks=True)
+    for shard in folder.glob("tables/vectors/*/shards/*.arrow"):
+        shard.write_bytes(b"")
+    said = projects.latentmill(folder, "search", "sort the colours", code=2)
+    assert said.endswith(f"error: vectors of the index are damaged or gone: run latentmill verify -p {folder} --repair\n")
+
+
 @pytest.mark.parametrize("damage", ["deleted", "cut", "flipped", "whole folder"])
 def test_a_damaged_word_index_is_named_by_search_and_verify_and_made_again_by_repair(damage, indexed, tmp_path, capfd):
     folder = tmp_path / "project"
