@@ -114,9 +114,10 @@ def use_utf8() -> None:
 def interruptible(say: Callable[[str], None] = lambda line: None) -> Iterator[threading.Event]:
     """Yield an event that the first signal sets (only in the main thread); a second raises KeyboardInterrupt, except SIGHUP.
 
-    The way of Ctrl-C: this event is `run.report.stop()` of the stage, which ends after its batch; runner.commit stores what was
-    yielded; runner.run raises Stopped with "NAME: stopped; N crops done and saved, M to do", and cli.exit_code prints
-    that line and gives 130. A second signal ends in "interrupted; what was saved is kept".
+    The way of Ctrl-C: `say` tells that the current item is finished first; this event is `run.report.stop()` of the stage, which
+    ends after its batch; runner.commit stores what was yielded; if rows are left, runner.run raises Stopped with "NAME: stopped;
+    N crops done and saved, M to do. Run the same command to go on.", and cli.exit_code prints that line and gives 130, the last
+    line but that of make. A second signal ends in "interrupted; what was saved is kept".
     """
     stop = threading.Event()
 

@@ -8,8 +8,8 @@ When a step ends, in this order:
     4. a checkpoint is written, if one is due (checkpoint_every, the last step, the best measurement yet, the age of the last
        checkpoint) or 3 asks for one: adapter, optimizer, average, rows since the last checkpoint, and last state.json; then
        older ones are thinned out, and after the last step the adapters are copied to the top: the result
-    5. the rows are yielded to the runner, whose writer has them on disk at its next commit: stored rows imply that a due
-       checkpoint holds their result; then loss and progress are shown
+    5. the rows are yielded to the runner, whose Writer.append commits them by size or after [project] commit_seconds, and whose
+       tracker sends committed ones: stored rows imply that a due checkpoint holds their result; then loss and progress are shown
     6. the run waits while it is paused
 
 A stop changes 4 and 6: the checkpoint of this step is written, and the run ends after its rows. It is also looked for before

@@ -1,6 +1,7 @@
 """What an optimizer is, `init(params) -> state` and `update(params, grads, state, lr, apply) -> (params, state)`, and what
 the methods share. Beside this file, one file per method; a new one needs its file, its name in MethodName and METHODS of
-`__init__.py`, fields in `OptimizerConfig` for numbers of its own, and a section in data/research/pages/rivals.toml.
+`__init__.py`, in `OptimizerConfig` (stages/tuner/config.py) fields for numbers of its own and a word in the help of `kind`, and a
+section in data/research/pages/rivals.toml; then `make pages`.
 """
 
 from __future__ import annotations
