@@ -48,6 +48,8 @@ class Commands(click.Group):
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             ctx.fail(f"there is no command {name!r}{nearest(name, [*self.list_commands(ctx), *stage_names(args)])}")
+        if not set(args) & set(ctx.help_option_names):
+            require_own(name, args)
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -75,6 +77,17 @@ class Commands(click.Group):
             if new:
                 with formatter.section(f"{title}; also {' and '.join(again)}" if again else title):
                     formatter.write_dl(list(new.items()))
+
+
+def require_own(name: str, arguments: Sequence[str]) -> None:
+    """ValueError if the command needs a project, and is one of other pipelines than the chosen project's alone."""
+    import stages
+    from pipeline.commands import own
+
+    chosen = own_pipeline(arguments)
+    others = [each for each in sorted(stages.PIPELINES) if name in own(each).commands]
+    if chosen and others and name not in {*own_commands(arguments), *WITHOUT_PROJECT}:
+        raise ValueError(f"{name} is a command of {' and '.join(others)}; the project is one of {chosen}")
 
 
 def stage_command(name: str, arguments: Sequence[str]) -> click.Command | None:

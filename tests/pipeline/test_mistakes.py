@@ -1,5 +1,6 @@
 """Wrong input on the command line: one clear line, exit code 2, and nothing is lost."""
 
+import itertools
 import os
 import shutil
 import signal
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from pipeline.cli import exit_code, one_line
+from pipeline.cli import WITHOUT_PROJECT, exit_code, one_line
+from pipeline.commands import own
 from pipeline.commands.init import new_project
 from pipeline.project.project import Project
 from pipeline.store.table import Writer
+from stages import PIPELINES
 from tests import projects
 
 USER = 2
@@ -58,6 +61,16 @@ def test_a_path_with_a_line_break_and_too_little_address_space_are_one_line(tmp_
         done.returncode == 2
         and done.stderr == "error: the limit of address space is 0.9 GB (ulimit -v), less than 4 GB: raise it\n"
     )
+
+
+def test_a_command_of_another_pipeline_alone_says_whose_it_is(tmp_path):
+    folders = {name: tmp_path / name for name in PIPELINES}
+    for name, folder in folders.items():
+        folder.mkdir()
+        (folder / "project.toml").write_text(f'[project]\npipeline = "{name}"\n')
+    for one, other in itertools.permutations(PIPELINES, 2):
+        for command in own(one).commands.keys() - own(other).commands.keys() - WITHOUT_PROJECT:
+            assert f"{command} is a command of {one}" in refused(folders[other], command)
 
 
 def test_a_missing_image_folder_is_named(project):
