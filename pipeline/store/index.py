@@ -32,6 +32,7 @@ CHECKED = ("data/*", "_versions/*.manifest")  # files of the dataset that get a 
 # Errors that are no damage: too little memory, mistakes of the program.
 UNRELATED = (MemoryError, ImportError, TypeError, AttributeError, NameError, AssertionError, NotImplementedError)
 _quiet = threading.Lock()
+os.environ.setdefault("LANCE_LOG", "error")  # read when Lance is imported; its warnings tell a user nothing
 
 
 class DamageError(Exception):
@@ -113,6 +114,8 @@ class Index:
 
     def recover(self) -> tuple[int, pa.Table]:
         """(version, rows) of the newest complete and readable version; newer ones are deleted. (0, no rows) if there is none."""
+        if not self._hint.is_file():  # Lance waits for a named pipe, and warns of a folder at every commit
+            delete(self._hint)
         for version, path in sorted(self._manifests().items(), reverse=True):
             if self._is_committed(version, path):
                 try:

@@ -58,6 +58,17 @@ def test_what_took_the_place_of_an_artifact_is_set_aside_and_can_be_written_agai
     assert (table.folder / "artifacts" / "0.txt").read_text() == "new"
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_took_the_place_of_lances_version_hint_neither_stops_a_writer_nor_is_told_by_lance(make, tmp_path, capfd):
+    table = files(tmp_path / "tables" / "files" / "recipe", 0)
+    hint = table.index.path / "_versions" / "latest_version_hint.json"
+    hint.unlink()
+    make(hint)
+    files(table.folder, 1)
+    assert hint.is_file()
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "run.json", "checksums.jsonl", "shards/1.arrow"])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_what_is_no_regular_file_is_damage_and_is_never_waited_for(name, make, tmp_path):
