@@ -102,7 +102,7 @@ def run(
         if runs.trains(stage.writes) and (count or run_name):
             runs.begin(project, name, software(), run_name, counted(stage, wanted))
         to_do = amount(stage, counted(stage, run.output.pending))
-        needed, disk = announcement(project, name, count, to_do) if count else ("", 0)
+        needed, disk, expected = announcement(project, name, count, to_do) if count else ("", 0, None)
         writer.expect(disk)
         for line in filter(None, [*notes, needed]):
             console.say(line)
@@ -136,8 +136,8 @@ def run(
         else:
             outcome.removed = missing(published, wanted).num_rows
         # A run that had nothing to do leaves the facts of the last one that had.
-        facts = {"rows_written": written, "seconds": round(outcome.seconds, 3), "peak_rss": outcome.peak_rss}
-        facts |= {"peak_mlx": peak, "footprint": outcome.footprint}
+        facts: dict[str, Any] = {"rows_written": written, "seconds": round(outcome.seconds, 3), "peak_rss": outcome.peak_rss}
+        facts |= {"peak_mlx": peak, "footprint": outcome.footprint, "size": expected.size if expected else None}
         writer.finish(wanted, {"run": facts, "versions": software()} if written or left or not folder.exists else {})
         link_table(folder)
     return outcome

@@ -126,6 +126,7 @@ class Forecast:
     plan: str | int | None = None  # the memory plan of training: "whole", "blocks", or how many blocks keep their activations
     remedy: Remedy | None = None  # if `peak` does not fit
     arrays: int = 0  # of `peak`, as MLX counts; 0: all of it
+    size: tuple[int, int] | None = None  # (width, height) of the largest image, by which the time of a row changes
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import NotBuilt
@@ -38,7 +38,7 @@ class Need:
     to_do: str = ""  # the same for the user, such as "1500 steps" or "up to 80 previews"
     forecast: Forecast | None = None  # None: it needs little, or the forecast failed
     note: str = ""  # why the forecast failed, or the stage would
-    seconds: float | None = None  # for the missing rows, at the speed of the last run; None: no row missing, or no run
+    seconds: float | None = None  # for the missing rows, at the speed of the last run of that size; None: none missing, or no run
     overhead: int = 0  # bytes on disk that the table takes besides its tensors
     files: int = 0  # bytes of `forecast.file_bytes` that are not on the disk yet
     stops: bool = False  # the note is a mistake of the user, at which the stage will stop
@@ -89,8 +89,10 @@ def forecast(project: Project, name: str, seen: Outlook | None = None) -> Foreca
     for need in stage.needs:
         if isinstance(project.pipeline.resources[need], Weights):
             project.source(need, name)[0].require(need)
-    if seen is None or stage.drawn_by:
-        seen = outlook(project, seen.budget if seen else None, name)
+    if seen is None:
+        seen = outlook(project, None, name)
+    elif stage.drawn_by:
+        seen = replace(outlook(project, seen.budget, name), rows=seen.rows)
     return stage.forecast(seen)
 
 
@@ -126,9 +128,13 @@ def _need(
     from pipeline.store.rows import missing
     from pipeline.store.shards import overhead_bytes
 
+    def rows_of(schema: TableSchema) -> pa.Table | None:
+        found = tables.get(schema.name)
+        return found.rows if found and found.rows is not None else seen.rows(schema)
+
     stops = False
     try:
-        found, note = forecast(project, name, seen), ""
+        found, note = forecast(project, name, replace(seen, rows=rows_of)), ""
     except ValueError as error:
         found, note, stops = None, str(error), True
     wanted = found.rows if found else None
@@ -165,7 +171,8 @@ def _need(
     last = project.folder(name)
     run = last.manifest().get("facts", {}).get("run", {}) if last.exists else {}
     written = run.get("rows_written", 0)
-    seconds = left * run["seconds"] / written if left and written else None
+    alike = not (found and found.size) or tuple(run.get("size") or found.size) == found.size
+    seconds = left * run["seconds"] / written if left and written and alike else None
     files = files_to_write(project, name, found) if found else 0
     return Need(name, wanted, left, to_do, found, note, seconds, overhead, files, stops)
 
@@ -223,8 +230,8 @@ def amount(stage: Stage, count: int) -> str:
     return several(count, "step" if runs.trains(stage.writes) else stage.unit)
 
 
-def announcement(project: Project, name: str, rows: int, to_do: str) -> tuple[str, int]:
-    """A line for the user: what is to do, disk, memory; "" if nothing is forecast. And the bytes that the stage will write.
+def announcement(project: Project, name: str, rows: int, to_do: str) -> tuple[str, int, Forecast | None]:
+    """A line for the user: what is to do, disk, memory; "" if nothing is forecast. The bytes that it will write. The forecast.
 
     Raises ValueError if memory or disk does not suffice.
     """
@@ -232,9 +239,9 @@ def announcement(project: Project, name: str, rows: int, to_do: str) -> tuple[st
     try:
         found = forecast(project, name, seen)
     except ValueError:  # the stage reports it
-        return "", 0
+        return "", 0, None
     if found is None:
-        return "", 0
+        return "", 0, None
     stage = project.stage(name)
     divided = project.config.project.divides(stage.divisible, rows)  # the workers have memory of their own
     # A stage with a snapshot makes its own plan from its data.
@@ -244,13 +251,13 @@ def announcement(project: Project, name: str, rows: int, to_do: str) -> tuple[st
     require_room(name, [(project.path / "tables", disk)])
     size = f", about {disk / 1e6:.3g} MB on disk" if disk else ""
     if not found.peak:
-        return f"{to_do} to do{size}" if disk else "", disk
+        return f"{to_do} to do{size}" if disk else "", disk, found
     where = "a worker" if divided else f"of {seen.budget / GB:.3g} GB"
     if found.arrays < found.peak and found.arrays:
         memory = f"{found.peak / GB:.3g} GB {where}, {found.arrays / GB:.3g} GB of it arrays"
     else:
         memory = f"{found.peak / GB:.3g} GB for arrays {where}, and up to {PROGRAM_BYTES / GB:.2g} GB for the program"
-    return f"{to_do} to do{size}; estimated peak memory {memory}", disk
+    return f"{to_do} to do{size}; estimated peak memory {memory}", disk, found
 
 
 @dataclass(frozen=True)

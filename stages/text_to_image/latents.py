@@ -368,7 +368,7 @@ def forecast(outlook: Outlook) -> Forecast:
     how = f"images of at most {width} x {height} px"
     needed = memory({})
     advice = remedy if needed.footprint > outlook.budget else None
-    return Forecast(needed.footprint, row_bytes, how=how, remedy=advice, arrays=needed.peak)
+    return Forecast(needed.footprint, row_bytes, how=how, remedy=advice, arrays=needed.peak, size=(width, height))
 
 
 STAGE = Stage(

@@ -103,6 +103,7 @@ def forecast(outlook: Outlook) -> Forecast:
         how=f"{config.width} x {config.height} px, {config.base_bits or 16} bits, most in {part}",
         remedy=cheapest(peak, outlook.budget, cheaper(config, outlook.family)) if most > outlook.budget else None,
         arrays=largest.peak,
+        size=(config.width, config.height),
     )
 
 

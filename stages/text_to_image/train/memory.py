@@ -168,4 +168,4 @@ def forecast(outlook: Outlook) -> Forecast:
     estimator = ImageEstimator(config, architecture, sizes, batch)
     how = f", {config.base_bits} bits, {width} x {height} px"
     found = memory.forecast(estimator, outlook.budget, how, files=sum(estimator.frozen["stored"]))
-    return replace(found, rows=None) if unknown else found
+    return replace(found, size=(width, height), rows=None if unknown else found.rows)
