@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import importlib.metadata
 import io
 import os
 import re
@@ -232,6 +231,8 @@ def allow_open_files(wanted: int = FILES) -> None:
 
 @functools.cache
 def version(package: str = "latentmill") -> str:
+    import importlib.metadata  # 8 ms, which `import pipeline` would take
+
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -17,9 +17,9 @@ from pipeline.store.lock import locked
 from stages.bundled import CHECKOUT
 from stages.hashing import file_sha256
 from stages.models import gguf
-from stages.models.family import TOKENIZER, ModelFamily
+from stages.models.family import TOKENIZER, Family, ModelFamily
 from stages.models.folders import locate
-from stages.models.weights import read_header, weight_files
+from stages.models.weights import read_header, recognise, weight_files
 from stages.settings import setting_path
 from stages.untrusted import read_json
 
@@ -53,8 +53,7 @@ def find(settings: ProjectConfig, project: Path, family: ModelFamily, name: str,
             raise ValueError(f"{key} must be a folder, a file or a hub id (org/name), got {given!r}: {path} does not exist")
         path = _downloaded_component(given, family, name, key, fetch)
     found = path if path.is_file() or _holds(path, name) else locate(path, name, family)
-    recognise = None if name == TOKENIZER else getattr(family.architecture, "recognise", None)
-    if recognise is not None:
+    if name != TOKENIZER and isinstance(family, Family):
         shapes = {tensor: shape for file in weight_files(found) for tensor, shape, *_ in tensors(file)}
         # Weights that are not recognised pass: loading them reports each wrong tensor.
         kind = recognise(shapes, family)
