@@ -114,9 +114,8 @@ class Index:
 
     def recover(self) -> tuple[int, pa.Table]:
         """(version, rows) of the newest complete and readable version; newer ones are deleted. (0, no rows) if there is none."""
-        if (
-            self._hint.exists() and not self._hint.is_file()
-        ):  # Lance waits for a named pipe, and warns of a folder at every commit
+        # Lance waits for a named pipe, and warns of a folder at every commit.
+        if self._hint.exists() and not self._hint.is_file():
             delete(self._hint)
         for version, path in sorted(self._manifests().items(), reverse=True):
             if self._is_committed(version, path):

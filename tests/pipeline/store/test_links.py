@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,6 +68,9 @@ def test_what_took_the_place_of_lances_version_hint_neither_stops_a_writer_nor_i
     files(table.folder, 1)
     assert hint.is_file()
     assert capfd.readouterr().err == ""
+    shutil.rmtree(hint.parent)
+    hint.parent.write_text("no folder of Lance")
+    assert files(table.folder, 2).rows()["name"].to_pylist() == ["2"]
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "run.json", "checksums.jsonl", "shards/1.arrow"])
