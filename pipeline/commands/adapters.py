@@ -57,7 +57,7 @@ def dtype_option(default: str, of: str = "matrices") -> Callable[[F], F]:
     return click.option("--dtype", type=click.Choice(DTYPES), default=default, show_default=True, help=f"The type of the {of}.")
 
 
-def find_adapter(project: Project, text: str, step: int | None = None) -> Path:
+def find_adapter(project: Project, text: str, step: int | None = None, say: Say = silent) -> Path:
     """A file, or a word of `WHICH` for the chosen run, or "best@RUN" for another (name or start of recipe), as `adapter_of`."""
     from pipeline.project import runs
 
@@ -73,7 +73,7 @@ def find_adapter(project: Project, text: str, step: int | None = None) -> Path:
         # A project of its own, because `choose` changes which run it uses.
         project = Project(project.path, fetch=project.fetch)
         runs.choose(project, run)
-    return adapter_of(project, step, which=which)
+    return adapter_of(project, step, say, which)
 
 
 def adapter_of(project: Project, step: int | None, say: Say = silent, which: str = "last") -> Path:

@@ -43,6 +43,7 @@ class TableState:
     interrupted: bool = False  # a run has committed rows and did not finish
     steps: str = ""  # of a training run, such as "97 of 200 steps": what is stored
     surplus: int = 0  # rows that readers see and that are no longer wanted
+    longer: str = ""  # of training: the run has more steps than the settings ask for
     dead: int = 0  # rows that `latentmill clean` would delete
     nbytes: int = 0  # of all files
     peak: int = 0  # peak memory of the last run, bytes
@@ -95,6 +96,8 @@ def state(project: Project, stage_name: str) -> TableState:
             found.steps = f"{total - counted(stage, absent)} of {amount(stage, total)}"
         found.unpublished = missing(wanted, published).num_rows - found.missing
         found.surplus = missing(published.select(wanted.column_names), wanted).num_rows
+        if trains(stage.writes) and not absent.num_rows and (there := counted(stage, published)) > total:
+            found.longer = f"the run has {there} steps, {total} are asked for: make {stage_name} takes the adapter back"
         if folder.exists:
             facts = folder.manifest().get("facts", {}).get("run", {})
             found.peak = facts.get("footprint", facts.get("peak_rss", 0))
@@ -114,6 +117,8 @@ def describe(found: TableState) -> str:
         return f"{stored}; being written by {found.writer}" if found.interrupted else f"being written by {found.writer}"
     if found.note:
         return found.note
+    if found.longer:
+        return found.longer
     if missing or found.unpublished or found.surplus:
         if found.interrupted:
             reasons = [f"interrupted: {stored}"]

@@ -268,9 +268,18 @@ def choose(project: Project, text: str, overrides: Overrides = ()) -> None:
 
 
 def news(project: Project, stage: str) -> Iterator[str]:
-    """Messages before a new run of which an earlier one differs only in its data: it starts at step 0, or from that adapter."""
+    """Messages before a new run of which an earlier one differs only in its data: it starts at step 0, or from that adapter. And
+    before a run that is longer than the settings ask for is taken back.
+    """
     recipe, table = project.recipe(stage), project.current(stage)
     if read_record(table) is not None:
+        asked = getattr(project.config.sections[stage], "steps", AUTO)
+        there = max(table.rows(columns=["step"])["step"].to_pylist(), default=0) if table.exists else 0
+        if isinstance(asked, int) and there > asked:
+            yield (
+                f"the run has {there} steps, {asked} are asked for: its adapter is that of step {asked} again. For the longer "
+                f"one: SET={stage}.steps={there} with make, `export --step {there}`, or {stage}.steps in project.toml"
+            )
         return
     same = [run for run in find_runs(project) if _without_data(run.record.get("recipe", {})) == _without_data(recipe)]
     if not same:

@@ -13,7 +13,7 @@ import pytest
 from pipeline.api import Project
 from pipeline.commands.query import answer
 from pipeline.commands.runs import best, compare, list_runs
-from pipeline.commands.status import render
+from pipeline.commands.status import describe, render, state
 from pipeline.commands.text_to_image.training import since_best
 from pipeline.errors import NotBuilt
 from pipeline.project.runs import choose, find_run, find_runs, news, rename
@@ -104,6 +104,14 @@ def test_an_older_run_goes_on_by_name_and_no_other_run_changes(project):
     third = next(run.recipe for run in find_runs(Project(project)) if not run.name)
     projects.latentmill(project, "train", "--only", "--run", third[:6])
     assert find_run(Project(project), third).steps.num_rows == 6
+
+
+def test_a_run_that_is_longer_than_the_settings_ask_for_is_taken_back_only_with_a_word(project):
+    assert "8 in all" in projects.latentmill(project, "train", "--only", "--set", "train.steps=8")
+    assert describe(state(Project(project), "train")) == "the run has 8 steps, 6 are asked for: make train takes the adapter back"
+    said = projects.latentmill(project, "train", "--only")
+    assert "its adapter is that of step 6 again. For the longer one: SET=train.steps=8 with make, `export --step 8`" in said
+    assert "asked for" not in projects.latentmill(project, "train", "--only")
 
 
 def test_a_continued_run_ends_with_the_bits_of_an_unbroken_one(project):

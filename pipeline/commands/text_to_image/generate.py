@@ -17,8 +17,9 @@ import click
 
 from pipeline.commands.adapters import STRENGTH_FOR, adapter_of, find_adapter, pair_strengths
 from pipeline.options import with_project
-from pipeline.terminal import Terminal, tell
+from pipeline.terminal import Say, Terminal, silent, tell
 from stages.run import Report
+from stages.settings import several
 from stages.untrusted import read_utf8
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def generate(project: Project, wish: Wish, console: Quiet) -> Iterator[Path]:
 
     project = drawn_by(project, wish.family)
     # A picture's id is a hash of everything that decides it, so a picture with that id is not drawn again.
-    rows, adapters, config = wanted_rows(project, wish)
+    rows, adapters, config = wanted_rows(project, wish, console.say)
     recipe = {"stage": GENERATED.name, "version": 1, "columns": GENERATED.recorded, **_weights(project)}
     table = TableFolder(project.path / "tables" / GENERATED.name / recipe_id(recipe), GENERATED)
     artifacts = table.folder / "artifacts"
@@ -148,7 +149,8 @@ def generate(project: Project, wish: Wish, console: Quiet) -> Iterator[Path]:
         if absent:
             from stages.text_to_image.samples.drawing import Adapters, Picture, draw_pictures, latent_path, save_png
 
-            console.say(f"{len(absent)} pictures of {len({row['prompt'] for row in absent})} prompts")
+            prompts = several(len({row["prompt"] for row in absent}), "prompt")
+            console.say(f"{several(len(absent), 'picture')} of {prompts}, {drawn_with(project, adapters)}")
             report = Report(console.say, console.note, console.progress, stop.is_set)
             run = open_drawing(project, config, report, artifacts, writer.write_artifact)
             family = project.family_of("samples").name
@@ -169,6 +171,19 @@ def generate(project: Project, wish: Wish, console: Quiet) -> Iterator[Path]:
                 kept = f"{writer.rows_written} new pictures are kept, and the latents of those that were drawn"
                 raise Stopped(f"generate: stopped; {kept}; {left} are still to do. Run the same command to go on.")
     yield from (artifacts / row["path"] for row in rows)
+
+
+def drawn_with(project: Project, adapters: Sequence[tuple[Path, float]]) -> str:
+    """Such as "with step 60 of run first"; a file that is no run's has its own name."""
+    from pipeline.project.runs import find_runs
+    from stages.models.weights import read_file
+
+    labels = {run.table.folder.resolve(): run.label for run in find_runs(project)}
+    names = []
+    for file, _ in adapters:
+        run = next((labels[each] for each in file.resolve().parents if each in labels), "")
+        names.append(f"step {read_file(file)[1].get('step', '?')} of run {run}" if run else file.name)
+    return f"with {' and '.join(names)}" if names else "without an adapter"
 
 
 def drawn_by(project: Project, family: str) -> Project:
@@ -217,13 +232,15 @@ def release() -> None:
     mx.clear_cache()
 
 
-def wanted_rows(project: Project, wish: Wish) -> tuple[list[dict[str, Any]], list[tuple[Path, float]], SamplesConfig]:
+def wanted_rows(
+    project: Project, wish: Wish, say: Say = silent
+) -> tuple[list[dict[str, Any]], list[tuple[Path, float]], SamplesConfig]:
     """The rows of `generated`, without `seconds`, one per prompt and seed; (file, strength) of the adapters; the settings."""
     if len(wish.prompts) * len(wish.seeds) > MOST:
         raise ValueError(f"generate draws at most {MOST} pictures at once, got {len(wish.prompts) * len(wish.seeds)}")
     config, family = _settings(project, tuple(dict.fromkeys(wish.seeds)), wish.given), project.family_of("samples")
     chosen = [(text, strength) for text, strength in wish.adapters if strength and text != "none"]
-    adapters = [(find_adapter(project, text, wish.step), strength) for text, strength in chosen]
+    adapters = [(find_adapter(project, text, wish.step, say), strength) for text, strength in chosen]
     same: dict[str, Any] = {
         **_facts(adapters),
         "width": config.width,
