@@ -215,7 +215,7 @@ def read_text(path: Path, most: int) -> str:
         # Latin-1 reads any bytes, so nothing but the user's eyes can tell that it is the right one.
         start = error.start
         shown = " ".join(data[max(0, start - 12) : start + 12].decode("latin-1").split())
-        name = shlex.quote(path.name)
+        name = shlex.quote(str(path))
         command = f"iconv -f latin1 -t utf-8 {name} > new.txt && mv new.txt {name}"
         latin = f' (as Latin-1 it reads "{shown}"; if so: {command})' if encoding == "utf-8" and shown.isprintable() else ""
         raise ValueError(

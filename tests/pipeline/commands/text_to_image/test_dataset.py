@@ -99,7 +99,7 @@ def test_lint_names_every_mistake_at_once_a_run_stops_at_all_of_them_and_crops_n
     assert f"{images / 'captions.json'}: not valid JSON" in printed
     assert f"picture0.png: {images / 'picture0.txt'} is not UTF-8: byte 3 is 0xf6; save it as UTF-8" in printed
     assert (
-        '(as Latin-1 it reads "schön"; if so: iconv -f latin1 -t utf-8 picture0.txt' in printed
+        f'(as Latin-1 it reads "schön"; if so: iconv -f latin1 -t utf-8 {images / "picture0.txt"}' in printed
         and "picture1.txt is not UTF-16" in printed
     )
     assert "broken.png: not used: " in printed and "zcopy.png: not used: " in printed
