@@ -83,12 +83,12 @@ def command(
     """
     if merged and style != "diffusers":
         raise ValueError(f"--merged writes the diffusers layout; leave out --style {style}")
+    more: dict[str, Any] = {"dtype": dtype, "step": step, "which": which, "say": say_aside}
+    more |= {"beneath": beneath, "strength_for": strength_for}
     if merged:
-        more: dict[str, Any] = {"dtype": dtype, "step": step, "which": which, "say": say_aside, "beneath": beneath}
-        tell(f"wrote {merge_run(project, out, **more, strength_for=strength_for)}")
+        tell(f"wrote {merge_run(project, out, **more)}")
     else:
-        more = {"dtype": dtype, "step": step, "which": which, "say": say_aside, "beneath": beneath}
-        written = export_run(project, out, style, **more, strength_for=strength_for)
+        written = export_run(project, out, style, **more)
         tell(f"wrote {written}")
         for line in what_to_do(project, written, style):
             tell(line)

@@ -63,7 +63,7 @@ def test_the_plan_counts_steps_and_pictures_and_the_words_of_the_program_are_in_
     assert "1 crop " in shown["latents"] and "3 texts " in shown["embeddings"]  # before weights are downloaded
     assert "1 file " in shown["images"] and "1500 steps " in shown["train"] and "6000" not in shown["train"]
     assert plain[-2:] == verbose[-4:-2] and all(line.endswith(".") for line in plain[-2:])
-    assert plain[-2] == "Memory and disk are computed. Time is known once a stage has run here."
+    assert plain[-2] == "Memory and disk are computed. Time is known once a stage has run here at the same size."
     on_cpu = [line for line in plain if line.startswith("MLX computes on the CPU here")]
     assert bool(on_cpu) == (mx.default_device() == mx.cpu)
     told = "\n".join(verbose)
