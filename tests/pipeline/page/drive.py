@@ -260,6 +260,7 @@ def begin(window, address, files, more):
     wait(window, "location.pathname === '/p/my%20cats/'")
     project = f"{address}/p/my%20cats"
     small = {"train__batch_size": "1", "buckets__resolutions": "128", "samples__width": "64", "samples__height": "64"}
+    small["train__steps"] = "100000"  # which no machine reaches before the run is stopped
     seen["saved"] = settings(window, project, **small)
     click(window, f"{project}/", "train", "job 1 is in the queue")
     window.get(f"{project}/captions")

@@ -225,7 +225,7 @@ def test_from_an_empty_folder_to_a_downloaded_adapter_without_a_terminal_and_pas
             for job in Queue(folder).jobs():
                 if job.state in ("running", "waiting"):
                     Queue(folder).cancel(job.number)
-    assert seen["uploaded"].startswith("9 files") and seen["saved"] == "4 settings saved" and seen["edited"] == "1 saved"
+    assert seen["uploaded"].startswith("9 files") and seen["saved"] == "5 settings saved" and seen["edited"] == "1 saved"
     assert 0 < seen["stopped"] <= seen["went_on"] <= seen["killed"] < after["went_on"] and seen["behind"] == "waiting"
     assert after["told"].startswith("train: ") and after["runs"] == 2
     second = pictures[0].with_stem(f"{pictures[0].stem} 2").name
