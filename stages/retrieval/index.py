@@ -37,6 +37,9 @@ KEPT = (
     "title_vector",
     "words_id",
 )  # the columns on which the freshness of a row depends
+UNIT_COLUMNS = (
+    *("unit_id", "path", "qualified_name", "first_line", "last_line", "signature", "text_id", "title_id", "docstring_words"),
+)
 POOLED_BYTES, ID_BYTES = 2, 68  # of a value of a pooled vector, and of a vector_id
 LEXICAL_BYTES, LEXICAL_SHARE = 20_000, 0.85  # of the full-text index: bytes in all, and per byte of the words; about
 POOLED, WORDS = "pooled-{}.arrow", "words-{}.lance"  # artifacts, by the digest of the rows
@@ -56,7 +59,8 @@ def wanted_index(run: Run[IndexConfig]) -> pa.Table:
 
 def _rows(run: Run[IndexConfig]) -> pa.Table:
     """One row per unit in document order. Raises ValueError if a unit has no vectors of the chosen encoder."""
-    units, sources, vectors = (run.inputs.rows(each) for each in (UNITS, SOURCES, VECTORS))
+    units, sources = run.inputs.rows(UNITS, UNIT_COLUMNS), run.inputs.rows(SOURCES, ("path", "file"))
+    vectors = run.inputs.rows(VECTORS, ("vector_id", "encoder", "text_id", "role", "count"))
     chosen = choose_encoder(set(vectors["encoder"].unique().to_pylist()), run.config.encoder)
     documents = vectors.filter((pc.field("encoder") == chosen) & (pc.field("role") == "document"))
     place = pc.index_in(units["text_id"], documents["text_id"].combine_chunks())
@@ -116,7 +120,7 @@ def write_index(run: Run[IndexConfig]) -> Iterator[pa.RecordBatch]:
         return
     name = digest(rows)
     wanted = {
-        WORDS.format(name): lambda path: lexical.build(path, _words(run, rows)),
+        WORDS.format(name): lambda path: _write_words(run, rows, path),
         POOLED.format(name): lambda path: _write_pooled(run, rows, path),
     }
     for artifact, write in wanted.items():
@@ -129,11 +133,26 @@ def write_index(run: Run[IndexConfig]) -> Iterator[pa.RecordBatch]:
     yield from ()
 
 
-def _words(run: Run[IndexConfig], rows: pa.Table) -> pa.ChunkedArray:
-    """Those of the code and of the docstring, which the vectors of the code do not show."""
-    units = run.inputs.rows(UNITS)
-    both = pc.binary_join_element_wise(units["words"], units["docstring_words"], " ")
-    return both.take(pc.index_in(rows["unit_id"], units["unit_id"].combine_chunks()))
+def numbers(rows: pa.Table) -> np.ndarray:
+    """Int64 of each row: what it is called in the full-text index. Another unit or other words have another number."""
+    ids = (np.frombuffer(bytes.fromhex("".join(rows[name].to_pylist())), ">i8") for name in ("unit_id", "words_id"))
+    unit_N, words_N = (each.reshape(rows.num_rows, -1)[:, 0] for each in ids)
+    return np.asarray(unit_N ^ words_N, np.int64)
+
+
+def _write_words(run: Run[IndexConfig], rows: pa.Table, path: Path) -> None:
+    """The words of the code and of the docstring, which the vectors of the code do not show."""
+    units, called = run.inputs.rows(UNITS, ("unit_id", "words", "docstring_words")), numbers(rows)
+
+    def words(some: np.ndarray) -> pa.ChunkedArray:
+        found = units.take(pc.index_in(rows["unit_id"].take(some), units["unit_id"].combine_chunks()))
+        return pc.binary_join_element_wise(found["words"], found["docstring_words"], " ")
+
+    for earlier in run.output.artifacts.glob(WORDS.format("*")):
+        # What is damaged would get a new checksum.
+        if run.inputs.intact(INDEX, earlier.name) and lexical.revise(path, earlier, called, words):
+            return
+    lexical.build(path, words(np.arange(len(called))), called)
 
 
 def _write_pooled(run: Run[IndexConfig], rows: pa.Table, path: Path) -> None:
@@ -172,7 +191,7 @@ def forecast(outlook: Outlook) -> Forecast | None:
     units, rows = outlook.rows(UNITS), outlook.rows(TOKENS)
     if units is None or rows is None:
         return None
-    words = sum(len(text.encode()) for name in ("words", "docstring_words") for text in units[name].to_pylist())
+    words = sum(pc.sum(pc.binary_length(units[name]), min_count=0).as_py() for name in ("words", "docstring_words"))
     pooled = units.num_rows * (POOLED_BYTES * encoder_sizes(outlook).dimensions + ID_BYTES)
     return Forecast(0, file_bytes=pooled + LEXICAL_BYTES + int(LEXICAL_SHARE * words), how=f"{units.num_rows} units")
 
@@ -214,7 +233,7 @@ class Searcher:
         name = digest(self.rows)
         if not (artifacts / POOLED.format(name)).is_file() or not (artifacts / WORDS.format(name)).is_dir():
             raise ValueError(f"the index in {artifacts} is incomplete or of another state of the project: run make index")
-        self.words = lexical.LexicalIndex(artifacts / WORDS.format(name), len(rows))
+        self.words = lexical.LexicalIndex(artifacts / WORDS.format(name), len(rows), numbers(rows))
         self.ids, self.titles = (self.rows[name].to_pylist() for name in ("vector_id", "title_vector"))
         self.units = ranking.Units(self.rows["path"], self.rows["qualified_name"])
         self.matrix = maxsim.PooledMatrix(
@@ -351,5 +370,5 @@ STAGE = Stage(
     finish=write_index,
     forecast=forecast,
     divisible=False,
-    version=2,  # 2: one vector of a unit instead of those of all its tokens
+    version=3,  # 2: one vector of a unit instead of those of all its tokens; 3: numbers of units in the word index
 )

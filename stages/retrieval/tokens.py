@@ -37,7 +37,7 @@ class TokensConfig(Section):
 
 def wanted_tokens(run: Run[TokensConfig]) -> pa.Table:
     """`text_id` and `role` of every distinct text, by role and text_id."""
-    units = run.inputs.rows(UNITS)
+    units = run.inputs.rows(UNITS, ("text_id", "title_id"))
     titles = units["title_id"].filter(pc.not_equal(units["title_id"], ""))
     documents = pa.chunked_array([*units["text_id"].chunks, *titles.chunks], pa.string()).unique()
     others = run.once(_others)
@@ -56,7 +56,7 @@ def _others(run: Run[TokensConfig]) -> dict[str, Row]:
     found = {row["query_id"]: {"role": "query", "text": row["query"]} for row in pairs}
     if run.config.hard:
         paired = pa.array([row["unit_id"] for row in pairs], pa.string())
-        units = run.inputs.rows(UNITS).select(["unit_id", "name", "text"])
+        units = run.inputs.rows(UNITS, ("unit_id", "name", "text"))
         for row in units.filter(pc.is_in(units["unit_id"], paired)).to_pylist():
             text = texts.without_name(row["text"], row["name"])
             found[texts.text_id("document", text)] = {"role": "document", "text": text}
@@ -65,7 +65,7 @@ def _others(run: Run[TokensConfig]) -> dict[str, Row]:
 
 def _texts(run: Run[TokensConfig], wanted: pa.ChunkedArray) -> dict[str, str]:
     """text_id -> text, of the `wanted` ids."""
-    units, found = run.inputs.rows(UNITS), dict[str, str]()
+    units, found = run.inputs.rows(UNITS, ("text_id", "text", "title_id", "title")), dict[str, str]()
     for key, text in (("title_id", "title"), ("text_id", "text")):
         some = units.select([key, text]).filter(pc.is_in(units[key], wanted.combine_chunks()))
         found |= dict(zip(some[key].to_pylist(), some[text].to_pylist(), strict=True))

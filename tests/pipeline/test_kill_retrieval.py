@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.project.project import Project
 from stages.retrieval import PIPELINE
+from stages.retrieval.index import in_order, numbers
 from stages.retrieval.search.lexical import LexicalIndex
 from tests import projects
 from tests.pipeline.kill_loop import rebuild_under_kills
@@ -64,6 +65,7 @@ def artifacts(folder: Path, stage_name: str) -> dict[str, object]:
         if path.suffix in (".safetensors", ".arrow"):
             found[path.name] = path.read_bytes()
         elif path.suffix == ".lance":
-            index = LexicalIndex(path, table.rows().num_rows)
+            rows = in_order(table.rows())
+            index = LexicalIndex(path, rows.num_rows, numbers(rows))
             found[path.name] = [index.scores(query).tolist() for query in ("parse a header", "json decoder", "utc time")]
     return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +13,67 @@ import pyarrow as pa
 
 from stages.retrieval import texts
 
+STALE = 1 / 32  # of the documents
 FOUND = 1000  # documents per query that get a score; the others have 0
 TABLE = "units.lance"
 
 
-def build(folder: Path, words: Sequence[str] | pa.ChunkedArray) -> None:
-    """`words`: the words of each document, joined by spaces."""
+def build(folder: Path, words: Sequence[str] | pa.ChunkedArray, numbers: np.ndarray | None = None) -> None:
+    """`words`: the words of each document, joined by spaces. `numbers`: what the documents are called; None: their places."""
     import lance
 
-    rows = pa.table({"number": pa.array(range(len(words)), pa.int64()), "words": pa.array(words, pa.string())})
-    table = lance.write_dataset(rows, folder / TABLE)
+    table = lance.write_dataset(_rows(words, range(len(words)) if numbers is None else numbers), folder / TABLE)
     # Lance does not offer to split identifiers: the words come split.
     tokens: dict[str, Any] = {"base_tokenizer": "whitespace", "language": "English", "stem": True, "remove_stop_words": False}
     table.create_scalar_index("words", "INVERTED", with_position=False, **tokens)
 
 
-class LexicalIndex:
-    """An index that `build` wrote. Raises ValueError if there is none, or it has another number of documents."""
+def _rows(words: Sequence[str] | pa.ChunkedArray, numbers: Sequence[int] | np.ndarray) -> pa.Table:
+    return pa.table({"number": pa.array(numbers, pa.int64()), "words": pa.array(words, pa.string())})
 
-    def __init__(self, folder: Path, count: int) -> None:
+
+def revise(
+    folder: Path, earlier: Path, numbers: np.ndarray, words: Callable[[np.ndarray], Sequence[str] | pa.ChunkedArray]
+) -> bool:
+    """Write an index of the documents called `numbers` from that in `earlier`, whose files are linked, and what is new.
+
+    `words`: places -> words. False, and nothing is written, if more than STALE of the documents has changed since `build`:
+    statistics of words are those of the build, and new documents are read whole for every query.
+    """
+    import lance
+
+    table: Any = lance.dataset(earlier / TABLE)
+    known = table.to_table(columns=["number"])["number"].to_numpy()
+    new, gone = np.flatnonzero(~np.isin(numbers, known)), known[~np.isin(known, numbers)]
+    first, *later = [fragment.physical_rows for fragment in table.get_fragments()]
+    deleted = first + sum(later) - len(known)
+    if sum(later) + deleted + len(new) + len(gone) > STALE * len(numbers):
+        return False
+    shutil.copytree(earlier / TABLE, folder / TABLE, copy_function=_link)
+    if len(gone):
+        lance.dataset(folder / TABLE).delete(f"number in ({', '.join(map(str, gone.tolist()))})")
+    if len(new):
+        lance.write_dataset(_rows(words(new), numbers[new]), folder / TABLE, mode="append")
+    return True
+
+
+def _link(source: str, target: str) -> None:
+    # Lance never changes a file. Some file systems have no hard links.
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+class LexicalIndex:
+    """An index that `build` or `revise` wrote. Raises ValueError if there is none, or it has another number of documents."""
+
+    def __init__(self, folder: Path, count: int, numbers: np.ndarray | None = None) -> None:
         import lance
 
         self.count, self.folder = count, folder
+        self.numbers = np.arange(count) if numbers is None else numbers
+        self.order = np.argsort(self.numbers)
         try:
             self.table: Any = lance.dataset(folder / TABLE)
             rows = self.table.count_rows()
@@ -56,13 +97,20 @@ class LexicalIndex:
             except (OSError, ValueError, RuntimeError) as error:
                 reason = " ".join(str(error).split())[:200]
                 raise ValueError(f"{self.folder} cannot be searched ({reason}): run latentmill verify --repair") from None
-            found[rows["number"].to_numpy()] = rows["_score"].to_numpy()
+            found[self._places(rows)] = rows["_score"].to_numpy()
         return found
 
-    def words(self, numbers: np.ndarray) -> list[str]:
+    def _places(self, rows: pa.Table) -> np.ndarray:
+        found: np.ndarray = self.order[np.searchsorted(self.numbers, rows["number"].to_numpy(), sorter=self.order)]
+        return found
+
+    def words(self, places: np.ndarray) -> list[str]:
         """The words of these documents, joined by spaces."""
-        rows = self.table.take(numbers.tolist(), columns=["words"]) if len(numbers) else None
-        return list(rows["words"].to_pylist()) if rows is not None else []
+        if not len(places):
+            return []
+        rows = self.table.to_table(filter=f"number in ({', '.join(map(str, self.numbers[places].tolist()))})")
+        found = dict(zip(self._places(rows).tolist(), rows["words"].to_pylist(), strict=True))
+        return [found[place] for place in places.tolist()]
 
 
 WEIGHTS = tuple(round(0.05 * n, 2) for n in range(21))  # of the semantic scores, from which the best on valid queries is taken

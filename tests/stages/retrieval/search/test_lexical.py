@@ -38,6 +38,30 @@ def test_two_indexes_of_equal_documents_give_equal_scores(index, tmp_path):
     np.testing.assert_array_equal(index.scores("parse the date"), again.scores("parse the date"))
 
 
+def test_a_revised_index_links_what_is_still_there_and_finds_what_a_new_one_finds(tmp_path, monkeypatch):
+    monkeypatch.setattr(lexical, "STALE", 0.5)
+    many = np.array([f"{one} {two}" for one in WORDS for two in ("alpha", "beta", "gamma delta")])
+    called = np.arange(len(many)) * 7 - 40
+    lexical.build(tmp_path / "one", many.tolist(), called)
+    data = {file.name: file.stat().st_ino for file in (tmp_path / "one").rglob("data/*.lance")}
+    now = np.concatenate([many[2:], ["count the zebras"]])[::-1]  # in another order, too
+    numbers = np.concatenate([called[2:], [999]])[::-1]
+    assert lexical.revise(tmp_path / "two", tmp_path / "one", numbers, lambda places: now[places].tolist())
+    there = {file.name: file.stat().st_ino for file in (tmp_path / "two").rglob("data/*.lance")}
+    assert data.items() < there.items()
+    lexical.build(tmp_path / "new", now.tolist())
+    revised, new = lexical.LexicalIndex(tmp_path / "two", len(now), numbers), lexical.LexicalIndex(tmp_path / "new", len(now))
+    for query in ("parse the date", "zebra", "sort beta", "line"):
+        one, other = revised.scores(query), new.scores(query)
+        assert ((one > 0) == (other > 0)).all() and one.argmax() == other.argmax()
+        np.testing.assert_allclose(one, other, rtol=0.3)  # words are weighed as when the first was built
+    assert revised.words(np.array([0, 3])) == new.words(np.array([0, 3])) == [now[0], now[3]]
+    earlier = lexical.LexicalIndex(tmp_path / "one", len(many), called)
+    assert earlier.scores("zebra").sum() == 0 and earlier.scores("parse")[0] > 0
+    monkeypatch.setattr(lexical, "STALE", 0.1)
+    assert not lexical.revise(tmp_path / "three", tmp_path / "two", numbers[1:], lambda places: now[places].tolist())
+
+
 def test_an_index_of_other_documents_is_refused(index, tmp_path):
     with pytest.raises(ValueError, match="has 5 documents, not 6"):
         lexical.LexicalIndex(tmp_path / "words", 6)
