@@ -484,14 +484,17 @@ def test_missing_compares_lists_and_a_hundred_thousand_rows():
     assert missing(rows, stored)["key"].to_pylist() == [name_of(n) for n in range(7, count, 1000)]
 
 
-def test_equal_rows_in_another_order_and_few_rows_are_compared_without_duckdb(monkeypatch):
+def test_equal_rows_in_another_order_few_rows_and_rows_with_a_key_are_compared_without_duckdb(monkeypatch):
     monkeypatch.setitem(sys.modules, "duckdb", None)
     rows = pa.table({"a": range(1000), "b": ["x", None] * 500})
     strict = rows.cast(pa.schema([pa.field("a", pa.int64(), nullable=False), rows.schema.field("b")]))
     assert missing(rows, strict.take(pa.array(range(999, -1, -1)))).num_rows == 0
     assert missing(rows.slice(0, 9), rows.slice(1, 9))["a"].to_pylist() == [0]
+    assert missing(rows, rows.slice(1))["a"].to_pylist() == [0]
+    changed = rows.set_column(1, "b", pa.array(["x", None, None, "x", *["x", None] * 498]))
+    assert missing(changed, rows)["a"].to_pylist() == [2, 3]
     with pytest.raises(ImportError):
-        missing(rows, rows.slice(1))
+        missing(rows.select(["b", "a"]), rows.select(["b", "a"]).slice(1))
 
 
 def test_a_manifest_is_read_again_only_if_it_changed(tmp_path: Path, monkeypatch):
