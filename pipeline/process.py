@@ -183,6 +183,17 @@ def run_apart(words: Sequence[str], *, quiet: bool = False) -> int:
 # The machine
 
 
+def strangers_reach(address: str) -> bool:
+    """False for one address of an own network, and for a name."""
+    import ipaddress  # 8 ms
+
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return found.is_global or found.is_unspecified or found.is_multicast
+
+
 @contextlib.contextmanager
 def kept_awake() -> Iterator[None]:
     """No idle sleep on macOS during the block; nothing elsewhere."""

@@ -16,11 +16,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
+from pipeline.process import strangers_reach
 from pipeline.project import runs
 from pipeline.project.project import Project
 from pipeline.project.recipe import recipe_id
 from stages.stage import Stage
 from stages.tuner.launched import HOSTS, RANK, SECRET, SIZE
+from stages.untrusted import read_json
 
 LOCALHOST = "127.0.0.1"
 GRACE_SECONDS = 20.0  # after a rank failed, until the others are killed: over NCCL they wait for it forever
@@ -48,6 +50,37 @@ def rank_environments(count: int, hosts_file: Path, cuda: Sequence[str] | None) 
         return [{RANK: str(rank), HOSTS: str(hosts_file), **secret} for rank in range(count)]
     shared = {**secret, SIZE: str(count), "NCCL_HOST_IP": LOCALHOST, "NCCL_PORT": str(free_ports(1)[0]), "NCCL_NVLS_ENABLE": "0"}
     return [{RANK: str(rank), "CUDA_VISIBLE_DEVICES": cuda[rank], **shared} for rank in range(count)]
+
+
+def ssh_names(hosts: str, hostfile: str) -> list[str]:
+    """The machine of each rank, as ssh is given it. Raises ValueError unless all addresses are of own networks."""
+    if hosts:
+        names, addresses = hosts.split(","), hosts.split(",")
+    else:
+        found = read_json(Path(hostfile))
+        try:
+            listed = found["hosts"] if isinstance(found, dict) else found
+            names = [str(each["ssh"]) for each in listed]
+            addresses = [str(each) for host in listed for each in host.get("ips", ())]
+        except (KeyError, TypeError, AttributeError):
+            raise ValueError(f"--hostfile {hostfile}: no file of hosts as mlx.distributed_config writes it") from None
+    if public := [each for each in addresses if strangers_reach(each)]:
+        raise ValueError(f"ranks need addresses of your own network, such as 192.168.1.20 or those of a VPN, got {public[0]}")
+    return names
+
+
+def send_secret(names: Sequence[str]) -> str:
+    """Write a new secret into a file in the home of each rank, which no other user can read. Returns its name without the rank.
+
+    As an argument of mlx.launch, all users of these machines could read it.
+    """
+    name, secret = f".latentmill-ranks-{secrets.token_hex(8)}", secrets.token_hex(32)
+    for rank, host in enumerate(names):
+        command = f"umask 077; cat > ~/{name}-{rank}"
+        words = ["sh", "-c", command] if host == LOCALHOST else ["ssh", "-T", "--", host, command]
+        if subprocess.run(words, input=secret, text=True).returncode:
+            raise ValueError(f"{host}: the secret of the run cannot be written there; does `ssh {host}` work?")
+    return name
 
 
 def free_ports(count: int) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from pipeline.process import allow_open_files, kept_awake, replace_process, rest
 from pipeline.project.stage_run import shell_path
 from pipeline.store.disk import atomic_write, format_bytes
 from pipeline.terminal import Terminal, format_seconds, say_aside, tell
-from stages.tuner.launched import SECRET, launched_rank
+from stages.tuner.launched import SECRET_FILE, launched_rank
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
@@ -169,7 +168,7 @@ def launch_command(stage: str, ranks: int | None, hosts: str, hostfile: str, run
     The first process (rank 0) writes all files. The run draws the same samples as a run with one process.
     """
     from pipeline.project import runs
-    from pipeline.ranks import rank_environments, run_ranks, visible_gpus
+    from pipeline.ranks import rank_environments, run_ranks, send_secret, ssh_names, visible_gpus
     from pipeline.runner import run_words
 
     if not runs.trains(project.stage(stage).writes):
@@ -179,7 +178,8 @@ def launch_command(stage: str, ranks: int | None, hosts: str, hostfile: str, run
     words = [*run_words(project, stage, "--only"), *(["--name", run_name] if run_name else [])]
     if hosts or hostfile:
         where = ["--hosts", hosts] if hosts else ["--hostfile", hostfile]
-        os.execv(mlx_launch(), [mlx_launch(), *where, "--env", f"{SECRET}={secrets.token_hex(32)}", "--", *words])
+        name = send_secret(ssh_names(hosts, hostfile))
+        os.execv(mlx_launch(), [mlx_launch(), *where, "--env", f"{SECRET_FILE}={name}", "--", *words])
     count = ranks or project.config.sections[stage].data_parallel
     if not count:
         raise ValueError("launch needs --ranks, --hosts, --hostfile or the setting [train] data_parallel")

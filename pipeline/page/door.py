@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import math
 import secrets
 import socket
@@ -22,6 +21,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 
+from pipeline.process import strangers_reach
 from stages.untrusted import read_utf8
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def address_of(listen: str) -> str:
         found = {str(each[4][0]).partition("%")[0] for each in socket.getaddrinfo(listen, None, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError):
         raise ValueError(f"--listen {listen}: no such address; give this machine's own, such as 192.168.1.20") from None
-    for each in map(ipaddress.ip_address, found):
-        if each.is_global or each.is_unspecified or each.is_multicast:
+    for each in found:
+        if strangers_reach(each):
             raise ValueError(f"--listen {listen}: must be one address of your own network, such as 192.168.1.20, got {each}")
     return min(found, key=lambda each: (":" in each, each))  # IPv4 before IPv6
 

@@ -7,7 +7,21 @@ from pathlib import Path
 
 RANK, SIZE = "MLX_RANK", "MLX_WORLD_SIZE"
 SECRET = "LATENTMILL_RANKS_SECRET"  # text that only the ranks of a run know
+SECRET_FILE = "LATENTMILL_RANKS_SECRET_FILE"  # a file of it in each rank's home, named so and by "-" and the rank
 HOSTS, DEVICES = "MLX_HOSTFILE", "MLX_IBV_DEVICES"  # files that list the ranks, for the backends ring and jaccl
+
+
+def secret() -> str:
+    """The secret of this run; "" if there is none. Its file is deleted. Raises ValueError if it cannot be read."""
+    if name := os.environ.pop(SECRET_FILE, ""):
+        path = Path.home() / f"{name}-{launched_rank()}"
+        try:
+            # In the environment, for this process when it starts itself again.
+            os.environ[SECRET] = path.read_text("ascii", "replace").strip()
+            path.unlink()
+        except OSError as error:
+            raise ValueError(f"{path}, the secret of this run, cannot be read: {error.strerror}") from None
+    return os.environ.get(SECRET, "")
 
 
 def launched_rank() -> int | None:

@@ -13,7 +13,6 @@ import functools
 import hmac
 import itertools
 import json
-import os
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from stages.kernels import dispatch
-from stages.tuner.launched import SECRET, launched_rank
+from stages.tuner.launched import SECRET, launched_rank, secret
 
 T = TypeVar("T")
 
@@ -180,8 +179,8 @@ def connect() -> Ranks:
     """Raises ValueError if the other ranks cannot be reached or have another secret. Must come before the first MLX array."""
     if launched_rank() is None:
         return Ranks()
-    secret = os.environ.get(SECRET, "")
-    if len(secret) < LEAST:
+    known = secret()
+    if len(known) < LEAST:
         raise ValueError(
             f"ranks need the variable {SECRET}, {LEAST} characters or more, the same for each: "
             f"`latentmill launch` sets it; with mlx.launch: --env {SECRET}=$(openssl rand -hex 32)"
@@ -193,6 +192,6 @@ def connect() -> Ranks:
     unsigned = Ranks(group.rank(), group.size(), group)
     # A number of each rank, used once, is in the key: messages of an earlier run are refused too.
     once = unsigned._sent(secrets.token_bytes(SIGNATURE), group.rank(), group.size())
-    ranks = replace(unsigned, key=hmac.digest(secret.encode(), b"".join(once), "sha256"))
+    ranks = replace(unsigned, key=hmac.digest(known.encode(), b"".join(once), "sha256"))
     ranks.each(None)
     return ranks

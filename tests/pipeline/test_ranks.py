@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import pickle
 import shutil
@@ -17,9 +18,9 @@ import numpy as np
 import pytest
 
 from pipeline.project.project import Project
-from pipeline.ranks import _wait, run_ranks
+from pipeline.ranks import _wait, run_ranks, send_secret, ssh_names
 from stages.tuner import checkpoint
-from stages.tuner.launched import launched_rank
+from stages.tuner.launched import SECRET, SECRET_FILE, launched_rank, secret
 from stages.tuner.ranks import Ranks, connect, decode, encode, merged
 from tests import projects
 from tests.pipeline.test_kill_training import FEATURES, prepared
@@ -93,6 +94,20 @@ def test_two_ranks_train_as_one_process_does(ready, alone, tmp_path, cases):
     said = projects.latentmill_process(ranked, "launch", "--ranks", "2")
     assert "2 ranks train together" in said and said.count("lora of rank") == 1, "rank 0 alone talks"
     assert_alike(ranked, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("sys.platform != 'linux'", reason="a second address of this machine")
+def test_ranks_of_two_machines_get_the_secret_of_their_run_over_ssh(ready, tmp_path, monkeypatch):
+    # A stand-in for ssh: it runs the command here.
+    (tmp_path / "ssh").write_text('#!/bin/sh\nfor last; do :; done\nexec bash -c "$last"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    ranked = copy(ready, tmp_path / "ranked" / "project")
+    said = projects.latentmill_process(ranked, "launch", "--hosts", "127.0.0.1,127.0.0.2", "--set", "train.steps=2")
+    assert "2 ranks train together" in said
+    assert not list(tmp_path.glob(".latentmill-*"))
 
 
 @pytest.mark.slow
@@ -240,6 +255,49 @@ def test_a_message_that_this_run_did_not_sign_is_refused_unread(forged, monkeypa
     monkeypatch.setattr("stages.tuner.ranks.decode", lambda content: pytest.fail("read") if content == message[32:] else None)
     with pytest.raises(ValueError, match="a message of rank 1 is not signed by this run"):
         mine.each("mine")
+
+
+HOSTFILE = '{"hosts": [{"ssh": "first.local", "ips": ["192.168.1.20"]}, {"ssh": "second.local", "ips": ["%s"]}]}'
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "0.0.0.0", "::ffff:8.8.8.8"])
+def test_ranks_take_no_address_that_strangers_reach(address, tmp_path):
+    file = tmp_path / "hosts.json"
+    texts = (HOSTFILE % address, json.dumps([{"ssh": "a", "ips": [address]}]))
+    for hosts, text in ((f"192.168.1.20,{address}", ""), ("", texts[0]), ("", texts[1])):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=f"ranks need addresses of your own network, .* got {address}$"):
+            ssh_names(hosts, str(file))
+    file.write_text(HOSTFILE % "10.0.0.2")
+    assert ssh_names("", str(file)) == ["first.local", "second.local"]
+    assert ssh_names("192.168.1.20,second.local", "") == ["192.168.1.20", "second.local"]
+    file.write_text('{"hosts": [["10.0.0.2"]]}')
+    with pytest.raises(ValueError, match=r"hosts\.json: no file of hosts as mlx\.distributed_config writes it"):
+        ssh_names("", str(file))
+
+
+def test_the_secret_of_ranks_on_other_machines_is_in_no_argument_and_read_once(monkeypatch, tmp_path):
+    (tmp_path / "ssh").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said\nshift 3\nexec sh -c "$1"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv(SECRET, raising=False)
+    monkeypatch.setenv(SECRET_FILE, send_secret(["127.0.0.1", "second.local"]))
+    monkeypatch.setenv("MLX_WORLD_SIZE", "2")
+    found = set()
+    for rank in ("0", "1"):
+        monkeypatch.setenv("MLX_RANK", rank)
+        (file,) = tmp_path.glob(f".latentmill-ranks-*-{rank}")
+        assert file.stat().st_mode & 0o077 == 0
+        monkeypatch.setenv(SECRET_FILE, file.name.rpartition("-")[0])
+        found |= {secret(), secret()}
+        assert not file.exists() and os.environ[SECRET] in found
+        monkeypatch.delenv(SECRET)
+    (text,) = found
+    assert len(text) == 64 and text not in (tmp_path / "said").read_text()
+    (tmp_path / "ssh").write_text("#!/bin/sh\nexit 255\n")
+    with pytest.raises(ValueError, match=r"second\.local: the secret of the run cannot be written there"):
+        send_secret(["second.local"])
 
 
 def test_ranks_without_a_secret_are_refused(monkeypatch, tmp_path):

@@ -86,7 +86,9 @@ def test_another_site_cannot_even_try_a_password(page, headers):
     assert enter(page, PASSWORD, **headers)[0] == 403
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0", "::", "8.8.8.8", "2606:4700::1111", "224.0.0.1", "no such.name", ""])
+@pytest.mark.parametrize(
+    "address", ["0.0.0.0", "::", "8.8.8.8", "2606:4700::1111", "224.0.0.1", "::ffff:8.8.8.8", "no such.name", ""]
+)
 def test_an_address_that_others_reach_is_refused(address):
     with pytest.raises(ValueError, match=r"--listen .*such as 192\.168\.1\.20"):
         address_of(address or " ")
