@@ -13,7 +13,7 @@ from pipeline.project.project import Project
 from stages.models.text.encoder import widen
 from stages.text_to_image.families import family
 from tests import projects
-from tests.stages.models.z_image.test_transformer import folded, levelled, theirs
+from tests.stages.models.z_image.test_transformer import CLOSE, folded, levelled, theirs
 from tests.test_end_to_end import close, floats
 
 TINY = family("z-image-tiny")
@@ -150,6 +150,23 @@ def test_a_preview_of_the_base_is_the_picture_that_diffusers_draws(project: Path
     ).images[0]
     assert np.abs(ours - 255 * drawn).max() <= 1.05  # embeddings are stored in bfloat16
     assert ours.std() > 5
+
+
+def test_a_latent_drawn_as_by_turbo_is_that_of_diffusers(weights: Path, pipe: Any) -> None:
+    import torch
+
+    from stages.models import sampling
+
+    turbo, architecture = family("z-image-turbo"), TINY.architecture
+    text = np.random.default_rng(1).standard_normal((7, 64), np.float32)
+    noise_BCHW = torch.tensor(unfolded(np.array(sampling.noise(3, (1, 64, 6, 4)))))
+    given = {"prompt_embeds": [torch.tensor(text)], "latents": noise_BCHW, "height": 96, "width": 64}
+    drawn = pipe(**given, num_inference_steps=turbo.sampling_steps, guidance_scale=0.0, output_type="latent").images
+    model = architecture.load_transformer(weights / "transformer", TINY, mx.float32)
+    settings = {"seed": 3, "steps": turbo.sampling_steps, "guidance": turbo.guidance}
+    *_, got = architecture.draw(model, mx.array(text[None]), 96, 64, **settings)
+    assert (turbo.sampling_steps, turbo.real_cfg) == (8, False)
+    assert np.abs(unfolded(np.array(got)) - drawn.numpy()).max() <= CLOSE * np.abs(drawn.numpy()).max()
 
 
 @pytest.mark.parametrize("style", ["diffusers", "comfyui"])
