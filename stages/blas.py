@@ -10,7 +10,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 SET_THREADS = "MKL_Set_Num_Threads", "openblas_set_num_threads"  # functions of MKL and of OpenBLAS that take one int
+
+SET_NUMPY = "scipy_openblas_set_num_threads64_"
 
 
 def candidates() -> Iterator[str]:
@@ -38,6 +42,15 @@ def set_threads(count: int) -> None:
         if hasattr(opened, name):
             getattr(opened, name)(count)
             return
+
+
+@functools.cache
+def one_thread_of_numpy() -> None:
+    """For products that are small: the OpenBLAS in numpy's wheel lets its idle threads spin for 25 ms after each."""
+    for path in (Path(np.__file__).parents[1] / "numpy.libs").glob("libscipy_openblas*"):
+        opened = ctypes.CDLL(str(path))
+        if hasattr(opened, SET_NUMPY):
+            getattr(opened, SET_NUMPY)(1)
 
 
 @functools.cache

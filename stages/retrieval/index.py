@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.retrieval import INDEX, SOURCES, TOKENS, UNITS, VECTORS
+from stages import blas
 from stages.hashing import text_sha256
 from stages.memory import Forecast, Outlook
 from stages.retrieval import texts
@@ -229,6 +230,7 @@ class Searcher:
         encoder: QueryEncoder | None,
         weight: float = ranking.SENTENCE,
     ) -> None:
+        blas.one_thread_of_numpy()
         self.rows, self.vectors, self.encoder, self.weight = rows, vectors, encoder, weight
         name = digest(self.rows)
         if not (artifacts / POOLED.format(name)).is_file() or not (artifacts / WORDS.format(name)).is_dir():
@@ -242,16 +244,15 @@ class Searcher:
 
     def read(self, ids: list[str]) -> maxsim.TokenMatrix:
         """Of rows of the table `vectors`."""
-        # Unpacked together: a call for each takes 50 ms of CPU time more for the 970 of a query.
         try:
             packed = [self.vectors.read(each) for each in ids]
         except KeyError:  # rows of a shard that is gone or cut are left out
             raise ValueError("vectors of the index are damaged or gone: run latentmill verify --repair") from None
-        return maxsim.TokenMatrix(codes.unpack(np.concatenate(packed)), [len(each) for each in packed])
+        return maxsim.TokenMatrix(np.concatenate(packed), [len(each) for each in packed], codes.unpack)
 
     def document(self, place: int) -> np.ndarray:
         """Float32 (tokens, width), each vector of length 1."""
-        return self.read([self.ids[place]]).vectors_TD
+        return codes.unpack(self.vectors.read(self.ids[place]))
 
     def search(
         self,
@@ -283,7 +284,7 @@ class Searcher:
             scores = found[mode]
             best = places[scores[places] > 0] if mode == "lexical" else places
             scores = scores[best]
-        order = np.lexsort((best, -scores))[:limit]
+        order = maxsim.top(scores, limit)
         answers = self.answers(best[order], scores[order], found)
         return [each for each in self.matched(query, answers) if each.match >= least]
 
@@ -293,7 +294,7 @@ class Searcher:
         """
         weight, meaning, words = ranking.share(query, self.weight), *map(lexical.zscores, (found["semantic"], found["lexical"]))
         sums = weight * meaning + (1 - weight) * words
-        best = places[np.argsort(-sums[places], kind="stable")[:count]]
+        best = np.sort(places[maxsim.top(sums[places], count)])
         for symbol in ranking.symbols(query):
             best = np.union1d(best, np.intersect1d(places, np.flatnonzero(self.units.called(symbol))))
         titles = self.title_scores(best)
@@ -349,7 +350,7 @@ class Searcher:
         """The units most like that at `place`, by its stored vectors; itself left out."""
         others = np.delete(np.arange(len(self.ids)), place)
         scores = self.matrix.scores(self.document(place), others, np.zeros(len(self.ids)), limit)
-        best = others[np.argsort(-scores[others], kind="stable")][:limit]
+        best = others[maxsim.top(scores[others], limit)]
         return self.answers(best, scores[best], {"semantic": scores})
 
     def explain(self, answer: Answer, query_tokens: list[str], document_tokens: list[str]) -> list[tuple[str, str, float]]:

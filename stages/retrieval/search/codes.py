@@ -24,10 +24,17 @@ def pack(vectors_TD: np.ndarray) -> np.ndarray:
 def unpack(packed: np.ndarray) -> np.ndarray:
     """Float32 (T, D), each vector of length 1."""
     width = packed.shape[1] // BYTES * VALUES
-    upper, lower = packed[:, : width // 2], packed[:, width // 2 :]
-    levels_TD = np.concatenate([lower & 3, lower >> 2 & 3, lower >> 4 & 3, lower >> 6], axis=1)
-    levels_TD[:, : width // 2] |= (upper & 15) << 2
-    levels_TD[:, width // 2 :] |= upper >> 4 << 2
-    vectors_TD: np.ndarray = np.subtract(levels_TD, np.float32(LEVELS - 0.5), dtype=np.float32)
+    # numpy shifts bytes one by one, and words of eight with SIMD: a quarter of the time.
+    word = np.dtype(np.uint64 if width % 32 == 0 else np.uint8)
+    each = int.from_bytes(b"\1" * word.itemsize)  # 1 in every byte of a word
+    half, quarter = width // 2 // word.itemsize, width // 4 // word.itemsize
+    words = np.ascontiguousarray(packed).view(word)
+    upper, lower = words[:, :half], words[:, half:]
+    levels = np.empty((len(words), 2 * half), word)
+    np.left_shift(upper & word.type(15 * each), word.type(2), out=levels[:, :half])
+    np.bitwise_and(upper >> word.type(2), word.type(60 * each), out=levels[:, half:])
+    for number in range(VALUES):
+        levels[:, number * quarter : (number + 1) * quarter] |= lower >> word.type(2 * number) & word.type(3 * each)
+    vectors_TD: np.ndarray = np.subtract(levels.view(np.uint8), np.float32(LEVELS - 0.5), dtype=np.float32)
     vectors_TD /= np.sqrt(np.einsum("td,td->t", vectors_TD, vectors_TD))[:, None]
     return vectors_TD

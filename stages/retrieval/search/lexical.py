@@ -72,17 +72,21 @@ class LexicalIndex:
         import lance
 
         self.count, self.folder = count, folder
-        self.numbers = np.arange(count) if numbers is None else numbers
-        self.order = np.argsort(self.numbers)
+        numbers = np.arange(count) if numbers is None else numbers
         try:
             self.table: Any = lance.dataset(folder / TABLE)
-            rows = self.table.count_rows()
+            self.numbers = self.table.to_table(columns=["number"])["number"].to_numpy()
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"{folder} holds no full-text index ({type(error).__name__}); delete it and run make index"
             ) from None
-        if rows != count:
-            raise ValueError(f"{folder} has {rows} documents, not {count}; delete it and run make index")
+        rows_N, self.order = np.argsort(self.numbers), np.argsort(numbers)
+        if not np.array_equal(self.numbers[rows_N], numbers[self.order]):
+            rows = len(self.numbers)
+            raise ValueError(f"{folder} has {rows} documents, not {count} of these; delete it and run make index")
+        self.rows = np.empty(count, np.int64)
+        self.rows[self.order] = rows_N
+        self.numbers = numbers
 
     def scores(self, query: str) -> np.ndarray:
         """BM25, float32 (documents,), of the best FOUND; 0 for all others."""
@@ -108,9 +112,7 @@ class LexicalIndex:
         """The words of these documents, joined by spaces."""
         if not len(places):
             return []
-        rows = self.table.to_table(filter=f"number in ({', '.join(map(str, self.numbers[places].tolist()))})")
-        found = dict(zip(self._places(rows).tolist(), rows["words"].to_pylist(), strict=True))
-        return [found[place] for place in places.tolist()]
+        return list(self.table.take(self.rows[places].tolist(), columns=["words"])["words"].to_pylist())
 
 
 WEIGHTS = tuple(round(0.05 * n, 2) for n in range(21))  # of the semantic scores, from which the best on valid queries is taken

@@ -63,7 +63,7 @@ def test_a_revised_index_links_what_is_still_there_and_finds_what_a_new_one_find
 
 
 def test_an_index_of_other_documents_is_refused(index, tmp_path):
-    with pytest.raises(ValueError, match="has 5 documents, not 6"):
+    with pytest.raises(ValueError, match="has 5 documents, not 6 of these"):
         lexical.LexicalIndex(tmp_path / "words", 6)
     with pytest.raises(ValueError, match="holds no full-text index"):
         lexical.LexicalIndex(tmp_path / "nothing", 5)
