@@ -23,6 +23,7 @@ from pipeline.project.project import Project
 from pipeline.project.runs import by_step, flatten, present_settings
 from pipeline.store.disk import atomic_write
 from pipeline.store.table import Writer
+from stages.untrusted import read_json
 
 FOLDER = "tracking"  # in the project
 FILE = "tracked.json"  # in the run's folder: tracker -> the last step that it has for sure
@@ -75,8 +76,8 @@ class Following:
         self.tracker, self.writer = tracker, writer
         self.version = -1
         self.known: dict[str, int] = {}
-        with suppress(OSError, ValueError):  # without the file, or with a damaged one, all steps are logged again
-            self.known |= json.loads((writer.table.folder / FILE).read_text(encoding="utf-8"))
+        with suppress(OSError, ValueError, TypeError):  # without the file, or with a damaged one, all steps are logged again
+            self.known |= {str(name): int(step) for name, step in dict(read_json(writer.table.folder / FILE)).items()}
         gone = tracker.files is not None and not tracker.files.exists()  # the user has deleted them
         self.last = tracker.open(-1 if gone else self.known.get(tracker.name, -1))
         self.given: list[tuple[float, int]] = []  # (when, last step) of what may still be on its way

@@ -19,7 +19,7 @@ from pipeline.project.config import FILE
 from pipeline.project.edit import edited
 from pipeline.store.disk import atomic_write, format_bytes, open_own, require_room, stamp
 from pipeline.store.lock import PATIENCE, locked
-from stages.untrusted import read_utf8
+from stages.untrusted import parse_json, read_utf8
 
 MOST_FILES = 20_000
 MOST_FILE, MOST_ALL = 4 * 10**9, 200 * 10**9  # bytes
@@ -118,7 +118,7 @@ class Draft:
         if now != self._read[0]:
             try:
                 lines = read_utf8(path, 100_000_000).splitlines() if now else []
-                found = [File(**json.loads(line)) for line in lines]
+                found = [File(**parse_json(line, str(path))) for line in lines]
                 sound = all(isinstance(f.key, str) and isinstance(f.name, str) and type(f.size) is int for f in found)
                 if not sound or not all(_is_safe(part) for f in found for part in (f.key, *f.name.split("/"))):
                     raise ValueError

@@ -43,7 +43,10 @@ def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def unsealed(content: bytes) -> dict[str, Any]:
     """The document of `sealed`, without the checksum. Raises ValueError, with what is wrong in words."""
-    found = json.loads(content)
+    try:
+        found = json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     checksum = found.pop("checksum", None) if isinstance(found, dict) else None
     if checksum is None or checksum != _text_checksum(json.dumps(found, sort_keys=True)):
         raise ValueError("it differs from its checksum")
@@ -164,8 +167,8 @@ def _parse(lines: Iterable[str]) -> dict[str, set[Record]]:
     for line in lines:
         try:
             entry = json.loads(line)
-            name, record = entry["file"], (int(entry["bytes"]), str(entry["xxh3"]))
-        except (ValueError, KeyError, TypeError):
+            name, record = str(entry["file"]), (int(entry["bytes"]), str(entry["xxh3"]))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue
         if _line(name, record) == line:
             found.setdefault(name, set()).add(record)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from stages.run import Run, TensorReader
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.lora import check_fits, merge
 from stages.tuner.blockwise.backprop import BlockwiseForward
+from stages.untrusted import parse_json, read_json
 
 
 class TextTokenizer:
@@ -38,7 +38,9 @@ class TextTokenizer:
             raise ValueError(f"{file} is not a tokenizer.json: {error}") from None
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
-        named = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        named = read_json(config) if config.is_file() else {}
+        if not isinstance(named, dict):
+            raise ValueError(f"{config} is no tokenizer_config.json")
         tokens = [named.get("eos_token") or "</s>", named.get("unk_token") or "<unk>"]
         self.end, self.unknown = (
             self.tokenizer.token_to_id(token["content"] if isinstance(token, dict) else token) for token in tokens
@@ -70,10 +72,10 @@ def read_adapter(path: Path, linears: Mapping[str, tuple[int, int]], strength: f
     try:
         low = adapters.linears({name: value for name, value in arrays.items() if not name.endswith(lora.DIFF)})
         scales = dict.fromkeys(whole, 1.0) | _scales(metadata, arrays, low)
-        if missing := [name for name in json.loads(metadata.get("linears", "[]")) if name not in scales]:
+        if missing := [name for name in parse_json(metadata.get("linears", "[]"), "linears") if name not in scales]:
             raise ValueError(f"the file lacks the arrays of {missing[0]} ({len(missing)} of its Linears); fetch it again")
         check_fits(linears, arrays, scales)
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from None
     if name := adapters.first_not_finite(arrays):
         raise ValueError(f"{path}: {name} holds values that are not finite; choose an earlier checkpoint")
@@ -85,7 +87,7 @@ def read_adapter(path: Path, linears: Mapping[str, tuple[int, int]], strength: f
 def _scales(metadata: Mapping[str, str], arrays: Arrays, linears: list[str]) -> dict[str, float]:
     """From "scales" of the header, or alpha / rank; 1 for a Linear without a rank."""
     if "scales" in metadata:
-        listed = json.loads(metadata["scales"])
+        listed = parse_json(metadata["scales"], "scales")
         return {name: float(listed[name]) for name in linears}
     if "alpha" not in metadata:
         raise ValueError("the header has no alpha: is it an adapter that this program trained?")

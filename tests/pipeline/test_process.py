@@ -129,6 +129,21 @@ def test_a_signal_is_acknowledged_while_native_code_runs(number):
     assert signal.getsignal(number) is before
 
 
+def test_a_closed_terminal_ends_a_run_as_one_ctrl_c_does_however_often_it_says_so(monkeypatch):
+    before = signal.getsignal(signal.SIGHUP)
+    with interruptible() as stop:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.is_set()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with interruptible() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.is_set()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_command_raises_its_limit_of_open_files_as_far_as_the_system_allows():
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard})); "

@@ -83,7 +83,7 @@ def test_nothing_that_a_file_says_reaches_the_terminal_unescaped(tmp_path, capsy
     assert r"red\x1b]0;title\x07\x1b[31m\r\x9b2J\u202etxt.exe\u2028.png (" in said
     with Terminal(ODD) as terminal:
         terminal.say(ODD)
-    tell(ODD, aside=True)
+    tell(f"{ODD} \ud83d", aside=True)
     tell(f"error: {one_line(OSError(errno.ENOENT, 'gone', ODD))}")
     said += "".join(capsys.readouterr()) + projects.latentmill(tmp_path / ODD, "status", code=2)
     said += "".join(projects.said(ODD)[1:])

@@ -36,6 +36,7 @@ from stages.text_to_image.captions.stage import (
     without_trigger,
 )
 from stages.text_to_image.imaging.usable import first_names
+from stages.untrusted import open_regular, parse_json
 
 FILE = "captions.written.jsonl"
 LONGEST = 20_000  # letters of a caption; every text encoder cuts much earlier
@@ -230,12 +231,24 @@ def _without_template(config: Any, subject: Subject, text: str) -> str | None:
 
 
 def _read(project: Path) -> list[dict[str, Any]]:
+    path = project / FILE
     try:
-        return [json.loads(line) for line in (project / FILE).read_bytes().splitlines()]
+        with open_regular(path) as file:
+            lines = file.read().splitlines()
     except FileNotFoundError:
         return []
-    except ValueError as error:
-        raise ValueError(f"{project / FILE} is damaged: {error}") from None
+    found = [parse_json(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+    for number, line in enumerate(found, 1):
+        if not _is_sound(line):
+            raise ValueError(f"{path}:{number}: not as this program writes it: delete the line, and its file stays as it is")
+    return found
+
+
+def _is_sound(line: Any) -> bool:
+    if not isinstance(line, dict) or "undone" in line:
+        return isinstance(line, dict) and isinstance(line["undone"], int)
+    texts = (line.get("file"), line.get("after"), "" if line.get("before") is None else line["before"])
+    return isinstance(line.get("batch"), int) and isinstance(line.get("edits"), dict) and all(isinstance(t, str) for t in texts)
 
 
 def _add(project: Path, lines: list[dict[str, Any]]) -> None:

@@ -120,6 +120,19 @@ def test_the_holder_of_an_odd_lock_file_is_nobody(text, tmp_path):
     assert lock_holder(path) == ""
 
 
+@pytest.mark.parametrize(
+    "line", ["[" * 60_000, '{"file": ["a"], "bytes": 1, "xxh3": ""}', '{"file": "a", "bytes": 1e999, "xxh3": ""}']
+)
+def test_an_odd_line_of_checksums_or_an_odd_manifest_is_damage(line, tmp_path):
+    table = files(tmp_path / "tables" / "files" / "recipe", 0)
+    known = table.checksums.known()
+    with (table.folder / "checksums.jsonl").open("a") as file:
+        file.write(line + "\n")
+    assert Checksums(table.folder).known() == known
+    table.manifest_file.write_text(line)
+    assert not TableFolder(table.folder, FILES).exists
+
+
 def test_a_table_that_is_moved_while_it_is_written_does_not_come_back(tmp_path):
     table = files(tmp_path / "tables" / "files" / "recipe", 0).folder
     with (

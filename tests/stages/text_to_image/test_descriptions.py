@@ -49,12 +49,12 @@ class Server:
                 pixel = Image.open(io.BytesIO(data)).convert("RGB").getpixel((0, 0))
                 status = server.answer if isinstance(server.answer, int) else 200
                 plain = {"model": "eye-1", "choices": [{"message": {"content": f"  a picture\nthat begins with {pixel} "}}]}
-                text = json.dumps(plain if server.answer is None or status != 200 else server.answer)
+                text = json.dumps(plain if server.answer is None or status != 200 else server.answer, default=str)
                 self.send_response(status)
                 self.end_headers()
                 while server.trickles and not server.free.wait(0.1):
                     self.wfile.write(b" ")
-                self.wfile.write(text.encode())
+                self.wfile.write(server.answer if isinstance(server.answer, bytes) else text.encode())
 
             def log_message(self, *arguments: Any) -> None:
                 pass
@@ -150,6 +150,7 @@ def test_a_server_that_answers_byte_by_byte_without_an_end_times_out(project: Pa
         (500, r"picture1.png: http://127.0.0.1:\d+/v1/chat/completions answered 500: .* \(0 of 3 captions are written\)"),
         ({"error": "no such model"}, r"must answer choices with a message, got .*no such model"),
         ({"choices": [{"message": {"content": None}}]}, r"must answer a text, got null"),
+        (b"[" * 60_000, r"must answer JSON"),
     ],
 )
 def test_a_wrong_answer_is_one_line_with_the_image(project: Path, server: Server, answer: Any, said: str) -> None:

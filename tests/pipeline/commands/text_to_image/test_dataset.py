@@ -343,6 +343,22 @@ def test_undo_writes_no_file_that_is_no_caption_of_the_project(mixed):
         assert target.read_text() == "mine"
 
 
+def test_a_caption_with_a_line_separator_is_written_into_its_file_and_taken_back(mixed):
+    projects.edit(mixed, "[captions]", '[captions]\nsources = ["metadata", "sidecar"]')
+    before = (mixed / "images" / "picture0.txt").read_bytes()
+    edit(mixed, {"picture0.png": "ohwx, one\u2028two, film"})
+    latentmill(mixed, "captions", "--sidecars")
+    assert "\u2028" in (mixed / "images" / "picture0.txt").read_text()
+    latentmill(mixed, "captions", "--undo-sidecars")
+    assert (mixed / "images" / "picture0.txt").read_bytes() == before
+
+
+@pytest.mark.parametrize("line", ["[" * 60_000, "7", "{}", '{"undone": []}', '{"batch": 0, "file": 1, "edits": {}}'])
+def test_a_record_of_written_captions_that_another_program_wrote_is_one_line(line, mixed):
+    (mixed / "captions.written.jsonl").write_text(line + "\n")
+    assert "captions.written.jsonl:1: not" in latentmill(mixed, "captions", "--undo-sidecars", code=2)
+
+
 def test_nothing_is_written_if_one_file_cannot_be(mixed):
     projects.edit(mixed, "[captions]", '[captions]\nsources = ["metadata", "sidecar"]')
     edit(mixed, {"picture0.png": "ohwx, one, film", "fox.png": "ohwx, three, film"})
