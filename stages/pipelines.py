@@ -164,7 +164,7 @@ class Form:
     """What the user fills in becomes a job of the queue: `latentmill COMMAND` with the options that are not empty."""
 
     title: str
-    command: str
+    command: str  # with the options that it always has
     button: str
     fields: tuple[Field, ...]
     note: str = ""

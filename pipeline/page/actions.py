@@ -45,7 +45,7 @@ def form_words(block: Form, values: Body) -> list[str]:
             options.append(f"{field.option}={text}")  # one word: a text that begins with - is no option
         elif text:
             arguments.append(text)
-    return [block.command, *options, *(["--", *arguments] if arguments else [])]
+    return [*block.command.split(), *options, *(["--", *arguments] if arguments else [])]
 
 
 def _checked(field: Field, given: Any) -> str:

@@ -268,7 +268,7 @@ class Answers(Generic[S]):
 class ProjectAnswers(Answers[Site]):
     def routes(self) -> list[BaseRoute]:
         changes = [Route(f"/{name}/{{page}}", self.changing(change), methods=["POST"]) for name, change in CHANGES.items()]
-        files = [Route("/export/{name}", self.export), Route("/picture/{name:path}", self.picture)]
+        files = [Route("/export/{name:path}", self.export), Route("/picture/{name:path}", self.picture)]
         settings = Route("/settings", self.settings, methods=["GET", "POST"])
         return [*files, *changes, settings, *super().routes()]
 

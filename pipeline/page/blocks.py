@@ -192,7 +192,8 @@ def newest_pictures(project: Project, query: Query) -> list[Row]:
 
 def last_ended(jobs: Sequence[Job]) -> str:
     last = max((job for job in jobs if job.over), key=lambda job: job.ended, default=None)
-    return f"job {last.number}, {' '.join(last.words)}: {last.state}" if last else ""
+    why = f": {last.said}" if last and last.state == "failed" else ""
+    return f"job {last.number}, {' '.join(last.words)}: {last.state}{why}" if last else ""
 
 
 def training_facts(run: TrainingRun) -> str:
@@ -337,14 +338,22 @@ def sheet_data(rows: list[Row]) -> Row:
 
 
 def form_data(block: Form, folder: Path) -> Row:
-    files = sorted(path for path in (folder / block.folder).glob("*") if path.is_file()) if block.folder else []
+    files = exported(folder, block.folder) if block.folder else {}
     return {
         "fields": block.fields,
         "button": block.button,
         "note": block.note,
         "folder": block.folder,
-        "files": [(path.name, format_bytes(path.stat().st_size)) for path in files],
+        "files": [(name, format_bytes(path.stat().st_size)) for name, path in files.items()],
     }
+
+
+def exported(project: Path, name: str) -> dict[str, Path]:
+    """The files of a folder and of the folders in it by their names there, without links and what is hidden or still written."""
+    root = project.resolve() / name
+    found = sorted(path for pattern in ("*", "*/*") for path in root.glob(pattern) if path.is_file() and path.resolve() == path)
+    names = {path.relative_to(root).as_posix(): path for path in found}
+    return {name: path for name, path in names.items() if not name.startswith(".") and "/." not in name}
 
 
 # Texts that the user may edit

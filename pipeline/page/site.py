@@ -20,6 +20,7 @@ from pipeline.page.blocks import (
     block_data,
     compare_data,
     errors_as_text,
+    exported,
     last_ended,
     listing_data,
     overview,
@@ -123,11 +124,10 @@ class Site:
         return {}
 
     def export(self, name: str) -> Path:
-        """A file of exports/. ValueError if there is none of that name."""
-        path = self.path / "exports" / name
-        if "/" in name or "\0" in name or name.startswith(".") or path.is_symlink() or not path.is_file():
-            raise ValueError(f"no file {name}")
-        return path
+        """A file of exports/ or of a folder in it. ValueError if there is none of that name."""
+        if path := exported(self.path, "exports").get(name):
+            return path
+        raise ValueError(f"no file {name}")
 
     def detail(self, key: str) -> dict[str, Any] | None:
         """None if there is no such input, or if the pipeline has no page about one."""

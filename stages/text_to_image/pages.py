@@ -314,6 +314,10 @@ SCORES = Page(
         ),
     ),
 )
+WHICH = (
+    Field("--which", "Adapter", "last", ("last", "best", "average")),
+    Field("--step", "Checkpoint of step, empty: the adapter's"),
+)
 DRAW = Page(
     "draw",
     "Draw",
@@ -325,7 +329,7 @@ DRAW = Page(
             (
                 Field("", "Prompt, with the trigger word", wanted=True),
                 Field("--adapter", "Adapter", "last", ("last", "best", "average", "none")),
-                Field("--step", "Checkpoint of step, empty: the adapter's"),
+                WHICH[1],
                 Field("--strength", "Strength, empty: 1, as trained"),
                 Field("--seed", "Seed, empty: 0"),
                 Field("--size", "Width x height in pixels"),
@@ -353,12 +357,26 @@ EXPORT = Page(
             "Write the adapter as a file",
             "export",
             "Write the file",
-            (
-                Field("--style", "Names for", "diffusers", ("diffusers", "comfyui")),
-                Field("--which", "Adapter", "last", ("last", "best", "average")),
-                Field("--step", "Checkpoint of step, empty: the adapter's"),
-            ),
+            (Field("--style", "Names for", "diffusers", ("diffusers", "comfyui")), *WHICH),
             "diffusers: for diffusers and ComfyUI; comfyui: the reference's names, for programs that read only those.",
+        ),
+        Form(
+            "Write the whole model, with the adapter in it",
+            "export --merged",
+            "Write the model",
+            WHICH,
+            "The transformer as a folder for diffusers, as large as the base's.",
+        ),
+        Form(
+            "Write a folder for the Hugging Face hub",
+            "publish",
+            "Write the folder",
+            (
+                *WHICH,
+                Field("--licence", "Licence of the adapter, empty: the base model's"),
+                Field("--data-licence", "Whose the pictures are, and their licence"),
+            ),
+            "The adapter, a model card, the settings and the previews. Nothing is uploaded.",
             "exports",
         ),
     ),

@@ -6,6 +6,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from itertools import pairwise
@@ -192,34 +194,57 @@ def test_what_cannot_be_a_job_is_refused_before_it_is_one(queue, words, reason):
     assert not queue.jobs()
 
 
-@pytest.mark.proof("killed at random, alone or all at once, worker and jobs lose no job and run none twice")
-def test_no_job_is_lost_or_run_twice_whatever_is_killed(queue, cases):
-    chance = random.Random(0)
-    added, starts = 0, {}
-    for _ in range(cases(6, 200)):
-        starts |= {job.words[1]: job.starts for job in queue.jobs()}  # of jobs that are forgotten later too
-        while sum(not job.over for job in queue.jobs()) < 2:
-            queue.add(["mark", str(added)])
-            added += 1
-        queue.start()
-        wait(queue.works, "a worker begins")
-        time.sleep(chance.random() * 0.8)  # at any moment of a start, a job or an end
-        which = chance.choice(["worker", "job", "both"])
-        pids, job = [], running(queue)
-        if which != "job":
-            with suppress(ValueError):  # it has the lock, but has not written its number yet
-                pids = [workers(queue)]
-        pids += [job.pid] if which != "worker" and job.pid else []
-        for pid in pids:
-            with suppress(ProcessLookupError):  # it has just ended
-                os.kill(pid, signal.SIGKILL)
+# It keeps two jobs in the queue, as the page's server adds them, and says each that it has added.
+SERVER = """
+import sys, time, pathlib
+from pipeline.queue import Queue
+queue, number, said = Queue(pathlib.Path(sys.argv[1])), int(sys.argv[2]), open(sys.argv[3], "a", buffering=1)
+while True:
+    if sum(not job.over for job in queue.jobs()) < 2:
+        queue.add(["mark", str(number)])
+        print(number, file=said)
+        number += 1
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.proof("killed at random, one or all at once, server, worker and jobs lose no job and run none twice")
+def test_no_job_is_lost_or_run_twice_whatever_is_killed(queue, cases, tmp_path):
+    chance, said = random.Random(0), tmp_path / "said"
+    said.touch()
+    starts: dict[str, int] = {}
+    servers: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(cases(6, 200)):
+            starts |= {job.words[1]: job.starts for job in queue.jobs()}  # of jobs that are forgotten later too
+            if not servers or servers[-1].poll() is not None:
+                following = max(map(int, [*starts, *said.read_text().split()]), default=-1) + 1
+                words = [sys.executable, "-c", SERVER, str(queue.project), str(following), str(said)]
+                servers.append(subprocess.Popen(words, cwd=projects.ROOT))
+            queue.start()
+            wait(queue.works, "a worker begins")
+            time.sleep(chance.random() * 0.8)  # at any moment of an addition, a start, a job or an end
+            which = chance.choice(["server", "worker", "job", "all"])
+            pids, job = [servers[-1].pid] if which in ("server", "all") else [], running(queue)
+            if which in ("worker", "all"):
+                with suppress(ValueError):  # it has the lock, but has not written its number yet
+                    pids.append(workers(queue))
+            pids += [job.pid] if which in ("job", "all") and job.pid else []
+            for pid in pids:
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(pid, signal.SIGKILL)
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
     while not is_idle(queue):
         queue.start()
         time.sleep(0.05)
     jobs, lines = queue.jobs(), marks(queue)
     starts |= {job.words[1]: job.starts for job in jobs}
-    assert len(jobs) == min(added, 100) and {job.state for job in jobs} <= {"finished", "failed"}
-    for number in range(added):
+    assert set(said.read_text().split()) <= set(starts), "what was said to be added is there"
+    assert len(jobs) == min(len(starts), 100) and {job.state for job in jobs} <= {"finished", "failed"}
+    for number in map(int, starts):
         begins, ends = lines.count(f"{number} begins"), lines.count(f"{number} ends")
         job = next((job for job in jobs if job.words[1] == str(number)), None)
         assert begins <= starts[str(number)], "it begins as often as it was started"

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from pipeline.commands.adapters import STEP, dtype_option, which_option
+from pipeline.commands.adapters import STEP, adapter_of, dtype_option, file_name, run_label, which_option
 from pipeline.commands.text_to_image.export import export_run, triggers
 from pipeline.options import with_project
 from pipeline.project.project import Project
@@ -58,7 +58,9 @@ def publish(
     from pipeline.project.runs import flatten, present_settings
     from stages.models.weights import read_file
 
-    target = out or project.path / "exports" / f"{project.name}-hub"
+    steps = read_file(adapter_of(project, step, silent, which))[1].get("step", 0)
+    name = Path(file_name(project.name, run_label(project), steps, "hub", which)).stem
+    target = out or project.path / "exports" / name
     if target.exists():
         raise ValueError(f"{target} exists; move it away or choose another name")
     if not data_licence:

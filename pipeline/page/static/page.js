@@ -8,7 +8,7 @@ let seen = "", ended = null;
 function draw(box) {
   const data = JSON.parse(box.dataset.chart);
   const style = getComputedStyle(document.body), ink = style.color, line = style.getPropertyValue("--line").trim();
-  const axis = (title) => ({title: {text: title}, gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true});
+  const axis = (title) => ({title: {text: title, standoff: 12}, gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true});
   if (!data.traces.length) { box.textContent = "Nothing to show yet."; box.style.height = "auto"; return; }
   if (typeof Plotly === "undefined") { library().then(() => draw(box)); return; }
   Plotly.react(box, data.traces, {
@@ -20,13 +20,9 @@ function draw(box) {
 
 let loading = null;
 function library() {  // of charts: loaded by the first page that has one
-  loading = loading || new Promise((resolve, reject) => {
-    document.head.append(Object.assign(document.createElement("script"), {src: "static/plotly.js", onload: resolve, onerror: reject}));
-  });
-  return loading;
+  const made = (onload, onerror) => Object.assign(document.createElement("script"), {src: "static/plotly.js", onload, onerror});
+  return loading ||= new Promise((resolve, reject) => document.head.append(made(resolve, reject)));
 }
-
-function charts(root) { root.querySelectorAll("[data-chart]").forEach(draw); }
 
 function step(slider) {
   const steps = slider.dataset.steps.split(",").map(Number), now = steps[Number(slider.value)];
@@ -40,7 +36,7 @@ function step(slider) {
   });
 }
 
-function sliders(root) { root.querySelectorAll("input[data-steps]").forEach(step); }
+function ready(root) { root.querySelectorAll("[data-chart]").forEach(draw); root.querySelectorAll("input[data-steps]").forEach(step); }
 
 async function show(update) {
   const answer = await fetch(`fragment/${page}?${chosen}`);
@@ -49,17 +45,24 @@ async function show(update) {
   if (!answer.ok) { main.replaceChildren(Object.assign(document.createElement("p"), {className: "error", textContent: text})); return; }
   const fresh = new DOMParser().parseFromString(text, "text/html");
   const blocks = [...fresh.querySelectorAll(".block")], old = [...main.querySelectorAll(".block")];
+  const had = document.activeElement, place = alike(had).indexOf(had);
   if (!update || blocks.map((b) => b.id).join() !== old.map((b) => b.id).join()) {
     if (update && old.some(typed)) return;
     main.replaceChildren(...blocks);
-    charts(main); sliders(main);
+    ready(main);
   } else {
     blocks.forEach((block, n) => replace(old[n], block));
   }
+  if (!had.isConnected) alike(had)[place]?.focus({preventScroll: true});
   if (update) said(told); else told = "";
   undoable();
   performance.mark("shown");
   document.body.dataset.shown = String(Number(document.body.dataset.shown || 0) + 1);
+}
+
+function alike(element) {  // what has the same place for who uses the keyboard, before and after a refresh
+  const key = (e) => [e.name, e.id, e.dataset.job, e.getAttribute("href"), e.getAttribute("alt"), e.matches("button") && e.textContent].join();
+  return [...main.querySelectorAll(element.tagName)].filter((each) => key(each) === key(element));
 }
 
 function replace(old, block) {
@@ -75,7 +78,7 @@ function replace(old, block) {
   old.replaceWith(block);
   const moved = block.querySelector("input[data-steps]");
   if (moved && value !== null && value !== slider.max) moved.value = value;
-  sliders(block);
+  ready(block);
 }
 
 function typed(block) {  // something in it would be lost: a text, a choice, an answer to a conflict
@@ -87,11 +90,13 @@ function typed(block) {  // something in it would be lost: a text, a choice, an 
 
 function listen() {  // the browser connects again by itself
   const events = new EventSource("events");
-  events.addEventListener("changes", ({data}) => { live.textContent = ""; if (data !== seen) show(true); });
+  events.addEventListener("open", () => { live.textContent = ""; });
+  events.addEventListener("changes", ({data}) => { if (data !== seen) show(true); });
   events.addEventListener("progress", ({data}) => {
-    const told = JSON.parse(data), line = main.querySelector("[data-progress]"), before = ended;
+    const told = JSON.parse(data), line = main.querySelector("[data-progress]"), news = ended !== null && told.ended !== ended;
     ended = told.ended;
-    if (before !== null && before !== ended && window.Notification?.permission === "granted") new Notification(ended, {body: document.title});
+    if (news) live.textContent = ended;
+    if (news && window.Notification?.permission === "granted") new Notification(ended, {body: document.title});
     if (!line || !told.text) return;
     Object.assign(line.querySelector("progress"), {max: told.total, value: told.done});
     line.querySelector("span").textContent = told.text;
@@ -196,7 +201,8 @@ async function save(edits) {
     const conflicts = await post(edits), count = Object.keys(conflicts).length;
     const done = Object.entries(edits).filter(([key]) => !(key in conflicts));
     if (done.length) remember(Object.fromEntries(done));
-    if (!count) await show(false); else done.forEach(([key, edit]) => saved(area(key), edit.text));
+    if (!count) await show(false);
+    else done.forEach(([key, {text}]) => { area(key).dataset.before = text; area(key).closest("li").classList.add("edited"); mark(area(key)); });
     Object.entries(conflicts).forEach(([key, text]) => conflict(area(key), text));
     said(`${done.length} saved${count ? `, ${count} not: they were changed elsewhere meanwhile` : ""}`);
     undoable();
@@ -204,12 +210,6 @@ async function save(edits) {
 }
 
 function area(key) { return main.querySelector(`textarea[data-key="${CSS.escape(key)}"]`); }
-
-function saved(box, text) {
-  box.dataset.before = text;
-  box.closest("li").classList.add("edited");
-  mark(box);
-}
 
 function conflict(box, theirs) {  // both texts stay on the page until the user has chosen
   const item = box.closest("li"), note = document.createElement("div"), mine = document.createElement("button");
@@ -251,7 +251,9 @@ main.addEventListener("click", (event) => {
 });
 main.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && event.target.matches("img.result")) enlarge(event.target);
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && event.target.id === "sql") event.target.form.requestSubmit();
+  if (!event.ctrlKey && !event.metaKey) return;
+  if (event.key === "Enter" && event.target.id === "sql") event.target.form.requestSubmit();
+  if (event.key === "s" && main.querySelector("[data-save]")) { event.preventDefault(); if (unsaved()) save(edited()); }
 });
 main.addEventListener("submit", (event) => {
   if (event.target.method === "post") { event.target.querySelectorAll(".changed").forEach((field) => field.classList.remove("changed")); return; }
@@ -283,15 +285,13 @@ function mark(box) {
 function enlarge(image) {
   const dialog = document.getElementById("large"), link = dialog.querySelector("a");
   const full = single ? image.src : image.src.replace(/size=\d+$/, "size=file");
-  dialog.querySelector("img").src = full;
-  dialog.querySelector("img").alt = image.alt;
+  Object.assign(dialog.querySelector("img"), {src: full, alt: image.alt});
   dialog.querySelector("p").textContent = image.alt;
-  link.href = full;
-  link.hidden = single;
+  Object.assign(link, {href: full, hidden: single});
   dialog.showModal();
 }
 
 addEventListener("beforeunload", (event) => { if (unsaved()) event.preventDefault(); });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts(main));
-if (single) { charts(main); sliders(main); }
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => ready(main));
+if (single) { ready(main); }
 else if (document.body.dataset.whole === undefined) show(false).then(listen);

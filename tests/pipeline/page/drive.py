@@ -8,12 +8,14 @@ import json
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urljoin
 
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
+STUDIO = {"projects": "/", "new-project": "/new"}
 PAGES = ("overview", "images", "captions", "training", "samples", "compare", "scores", "draw", "export", "settings", "sql")
 SECONDS = 600  # until a page counts as hanging, on a busy machine too
 
@@ -28,32 +30,55 @@ def browser(chromium, driver):
 
 
 def wait(window, script):
-    """Wait until a script returns something true, and return that."""
+    """Wait until a script, or a function, returns something true, and return that."""
     began = time.monotonic()
-    while not (found := window.execute_script(f"return {script}")):
+    while not (found := script() if callable(script) else window.execute_script(f"return {script}")):
         assert time.monotonic() - began < SECONDS, script
         time.sleep(0.1)
     return found
 
 
 def resize(window, width, height):
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    """A narrow one is that of a phone, whose scroll bars take no room."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 800}
     window.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+def paint(window, scheme):
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
 
 # Violations of axe-core's rules: the rule, and the first element that breaks it.
 AXE = """
-const done = arguments[0], first = (each) => [each.id, each.nodes[0].html], options = {resultTypes: ["violations"]};
+const [rules, done] = arguments, first = (each) => [each.id, each.nodes[0].html], options = {resultTypes: ["violations"]};
+if (rules.length) options.runOnly = rules;
 axe.run(document, options).then((found) => done(found.violations.map(first)), (error) => done([String(error)]))
 """
 
 
+def violations(window, axe):
+    """Of a page as it is now, and of its colours in the dark and in the light. `axe`: a file, or "" for none."""
+    if not axe:
+        return []
+    window.execute_script(Path(axe).read_text())
+    found = window.execute_async_script(AXE, [])
+    for scheme in ("light", "dark"):
+        paint(window, scheme)
+        found += window.execute_async_script(AXE, ["color-contrast"])
+    return found
+
+
+def overflow(window):
+    """How many pixels the page is wider than the window."""
+    return window.execute_script("return document.documentElement.scrollWidth - innerWidth")
+
+
 def look(window, address, name, width, folder, axe):
-    """Open a page and say what is there. A narrow one is dark. `axe`: a file, or "" """
+    """Open a page and say what is there. A narrow one is dark."""
     resize(window, width, 1000)
-    scheme = {"name": "prefers-color-scheme", "value": "dark" if width < 800 else "light"}
-    window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-    window.get(f"{address}/{'' if name == 'overview' else name}")
+    paint(window, "dark" if width < 800 else "light")
+    window.get(urljoin(f"{address}/", STUDIO.get(name, name.removeprefix("overview"))))
     wait(window, "document.body.dataset.shown || document.body.dataset.whole !== undefined")
     wait(window, "[...document.images].filter(i => !i.hidden && i.getBoundingClientRect().top < 900).every(i => i.complete)")
     charts = "[...document.querySelectorAll('[data-chart]')]"
@@ -61,22 +86,18 @@ def look(window, address, name, width, folder, axe):
     height = window.execute_script("return document.documentElement.scrollHeight")
     resize(window, width, min(height, 6000))
     window.save_screenshot(str(folder / f"{name.split('?')[0]}-{width}.png"))
-    violations = []
-    if axe:
-        window.execute_script(Path(axe).read_text())
-        violations = window.execute_async_script(AXE)
     sent = [json.loads(entry["message"])["message"] for entry in window.get_log("performance")]
     return {
         "page": name,
         "width": width,
-        "scroll": window.execute_script("return document.documentElement.scrollWidth"),
+        "overflow": overflow(window),
         "paint_ms": window.execute_script("return performance.getEntriesByName('first-contentful-paint')[0]?.startTime"),
         "shown_ms": window.execute_script("return performance.getEntriesByName('shown')[0]?.startTime"),
         "console": [entry["message"] for entry in window.get_log("browser")],
         "requests": sorted(
             {m["params"]["request"]["url"].split("?")[0][:120] for m in sent if m["method"] == "Network.requestWillBeSent"}
         ),
-        "violations": violations,
+        "violations": violations(window, axe),
         "nameless": window.execute_script("return [...document.images].filter(i => !i.hasAttribute('alt')).length"),
         "errors": window.execute_script("return [...document.querySelectorAll('.error')].map(e => e.textContent)"),
     }
@@ -96,6 +117,7 @@ FIRST = "document.querySelector('textarea[data-key]').value"
 
 def edit(window, address):
     """Edit the first caption in two tabs, undo it, and return what the page says and shows."""
+    resize(window, 390, 844)
     tabs = [window.current_window_handle]
     window.get(f"{address}/captions")
     wait(window, "document.querySelector('textarea[data-key]') !== null")
@@ -131,10 +153,12 @@ LAST_X = "Math.max(...document.querySelector('[data-chart]').data.map((curve) =>
 
 
 def follow_run(window, address, signal):
-    """Open the page of curves, start the run that waits for the file `signal`, and return the last step before and after."""
+    """Open the page of curves, start the run that waits for the file `signal`, and return the last step before and after, and
+    what has the focus then: it was the table of runs.
+    """
     window.get(f"{address}/training")
     wait(window, "document.querySelector('[data-chart] svg') !== null")
-    window.execute_script("window.sameDocument = true")
+    window.execute_script("window.sameDocument = true; document.querySelector('.wide').focus()")
     before = window.execute_script(f"return {LAST_X}")
     Path(signal).touch()
     wait(window, f"{LAST_X} > {before}")
@@ -142,6 +166,7 @@ def follow_run(window, address, signal):
         "before": before,
         "after": window.execute_script(f"return {LAST_X}"),
         "same": window.execute_script("return sameDocument"),
+        "focus": window.execute_script("return document.activeElement.getAttribute('aria-label')"),
     }
 
 
@@ -210,23 +235,45 @@ def by_keyboard(window, address):
     return {"effect": effect, "saved": saved, "wiped": wiped, "marked": marked}
 
 
-# From an empty folder to an adapter
+# From an empty folder to an adapter, 390 pixels wide and by the keyboard alone
 
 
-def settings(window, address, **values):
-    window.get(f"{address}/settings")
-    for key, text in values.items():
-        window.execute_script("document.getElementsByName(arguments[0])[0].value = arguments[1]", key.replace("__", "."), text)
-    window.execute_script("document.querySelector('button[value=save]').click()")
-    return wait(window, "document.querySelector('#settings [role=status], #settings .error')?.textContent")
+def control(window, key):
+    ActionChains(window).key_down(Keys.CONTROL).send_keys(key).key_up(Keys.CONTROL).perform()
 
 
-def click(window, address, what, said, job=""):
-    window.get(address)
-    wait(window, "document.body.dataset.shown")
-    wait(window, f"document.querySelector('[data-do={what}]{job}')")
-    window.execute_script(f"document.querySelector('[data-do={what}]{job}').click()")
+def fill(window, wanted, text, *keys):
+    """Type over what is in a field, or choose from a list by its first letters."""
+    press(window, wanted)
+    control(window, "a")
+    ActionChains(window).send_keys(text, *keys).perform()
+
+
+def follow(window, wanted, path):
+    """Follow a link to an address that ends so, and wait until the page is whole."""
+    press(window, wanted, Keys.ENTER)
+    wait(window, f"location.pathname.endsWith('{path}') && document.readyState === 'complete'")
+    wait(window, "document.body.dataset.shown || document.body.dataset.whole !== undefined")
+
+
+def to(window, page):
+    """The project's page of that name, "" for Home."""
+    follow(window, f"nav a[href='{page or './'}']", page or "/my%20cats/")
+
+
+def do(window, wanted, said):
+    wait(window, f'document.querySelector("{wanted}")')
+    press(window, wanted, Keys.ENTER)
     wait(window, f"[...document.querySelectorAll('[data-said]')].some((place) => place.textContent.includes('{said}'))")
+
+
+def change(window, **values):
+    """Settings, in the order in which they stand there."""
+    to(window, "settings")
+    for key, text in values.items():
+        fill(window, f"[name='{key.replace('__', '.')}']", text)
+    press(window, "button[value=save]", Keys.ENTER)
+    return wait(window, "document.querySelector('#settings [role=status], #settings .error')?.textContent")
 
 
 STEP = "Number(document.querySelector('[data-progress]')?.textContent.match(/train: (\\d+) of/)?.[1] || 0)"
@@ -243,79 +290,111 @@ def ends(window, job, wanted):
     assert found == wanted, f"job {job}: {found}, {window.execute_script('return document.body.innerText')}"
 
 
-def begin(window, address, files, more):
+class Looks(dict):
+    """What axe and the window's width say of pages in a state that only a journey reaches."""
+
+    def __init__(self, window, axe, folder):
+        super().__init__()
+        self.window, self.axe, self.folder = window, axe, folder
+
+    def at(self, place):
+        self.window.save_screenshot(str(self.folder / f"journey-{place}.png"))
+        self[place] = [overflow(self.window), violations(self.window, self.axe)]
+
+
+def begin(window, address, looks, files, more):
     """Make a project of `files` and, of the same names, `more`; train it, stop, go on, and add a second run behind the first."""
     chooser = "#pictures input:not([webkitdirectory])"
-    window.get(f"{address}/new")
-    wait(window, f"document.querySelector('{chooser}')")
+    window.get(address)
+    wait(window, "document.body.dataset.shown")
+    follow(window, "#projects a", "/new")
     for each in (files, more):
+        press(window, chooser)  # Enter would open a window of the system, which no driver reaches: the field is given the files
         window.find_element("css selector", chooser).send_keys("\n".join(each))
         wait(window, f"{SAID}.startsWith('{len(each)} of {len(each)} files') && !document.querySelector('{chooser}').value")
     seen = {"uploaded": wait(window, "document.querySelector('#draft strong')?.textContent")}
-    window.execute_script(
-        "const form = document.querySelector('[data-act=create]'); for (const [name, text] of Object.entries(arguments[0]))"
-        " form.elements.namedItem(name).value = text; form.requestSubmit()",
-        {"name": "my cats", "trigger": "ohwx", "preset": "style", "family": "micro"},
-    )
-    wait(window, "location.pathname === '/p/my%20cats/'")
-    project = f"{address}/p/my%20cats"
-    small = {"train__batch_size": "1", "buckets__resolutions": "128", "samples__width": "64", "samples__height": "64"}
-    small["train__steps"] = "100000"  # which no machine reaches before the run is stopped
-    seen["saved"] = settings(window, project, **small)
-    click(window, f"{project}/", "train", "job 1 is in the queue")
-    window.get(f"{project}/captions")
+    looks.at("new")
+    for name, text in {"name": "my cats", "trigger": "ohwx", "preset": "style", "family": "micro"}.items():
+        fill(window, f"[data-act=create] [name={name}]", text)
+    press(window, "[data-act=create] button", Keys.ENTER)
+    wait(window, "location.pathname === '/p/my%20cats/' && document.body.dataset.shown")
+    endless = "100000"  # which no machine reaches before the run is stopped
+    small = {"buckets__resolutions": "128", "train__steps": endless, "train__batch_size": "1"}
+    seen["saved"] = change(window, **small, samples__width="64", samples__height="64")
+    to(window, "")
+    do(window, "[data-do=train]", "job 1 is in the queue")
+    to(window, "captions")
     wait(window, "document.querySelector('textarea[data-key]')")
-    click(window, f"{project}/", "cancel", "keeps what it has")
+    to(window, "")
+    do(window, "[data-do=cancel]", "keeps what it has")
     ends(window, 1, "stopped")
-    window.get(f"{project}/captions")
+    to(window, "captions")
     wait(window, "document.querySelector('textarea[data-key]')")
-    seen["edited"] = write(window, "ohwx, an edited caption")
-    click(window, f"{project}/", "train", "job 2 is in the queue")
+    fill(window, "textarea[data-key]", "ohwx, an edited caption")
+    control(window, "s")
+    seen["edited"] = wait(window, SAID)
+    looks.at("captions")
+    to(window, "")
+    do(window, "[data-do=train]", "job 2 is in the queue")
     seen["stopped"] = wait(window, STEP)
-    click(window, f"{project}/", "cancel", "keeps what it has")
+    do(window, "[data-do=cancel]", "keeps what it has")
     ends(window, 2, "stopped")
-    click(window, f"{project}/", "train", "job 3 is in the queue")
+    do(window, "[data-do=train]", "job 3 is in the queue")
     seen["went_on"] = wait(window, STEP)
-    settings(window, project, train__lr="0.002", train__steps="4", train__checkpoint_every="2")
-    click(window, f"{project}/", "train", "job 4 is in the queue")
-    return seen | {"behind": wait(window, state(4)), "killed": wait(window, STEP)}
+    change(window, train__steps="4", train__lr="0.002", train__checkpoint_every="2")
+    to(window, "")
+    do(window, "[data-do=train]", "job 4 is in the queue")
+    seen |= {"behind": wait(window, state(4)), "killed": wait(window, STEP)}
+    looks.at("home")
+    return seen | {"looks": looks}
 
 
-def finish(window, address):
+def finish(window, address, looks):
     """After the server was killed: see that the run went on, end it, and use the result of the second."""
-    project = f"{address}/p/my%20cats"
     window.get(address)
     seen = {"told": wait(window, "document.querySelector('.projects strong')?.textContent")}
-    window.get(f"{project}/")
+    looks.at("projects")
+    follow(window, ".projects a", "/my%20cats/")
     seen["went_on"] = wait(window, STEP)
-    click(window, f"{project}/", "cancel", "keeps what it has", '[data-job="3"]')
+    do(window, "[data-do=cancel][data-job='3']", "keeps what it has")
     ends(window, 4, "finished")
-    window.get(f"{project}/images")
+    to(window, "images")
     wait(window, "document.querySelector('.cards strong')")
     card = "[c.querySelector('strong').textContent, c.className]"
     seen["cards"] = dict(window.execute_script(f"return [...document.querySelectorAll('.cards li')].map((c) => {card})"))
-    window.get(f"{project}/compare")
-    wait(window, "document.querySelector('#compared form')")
+    looks.at("images")
+    to(window, "compare")
     seen["runs"] = window.execute_script("return document.querySelectorAll('#compared tbody tr').length")
-    window.execute_script("const f = document.querySelector('#compared form'); f.step.value = '2'; f.requestSubmit()")
+    press(window, "#compared select", Keys.ARROW_DOWN)
+    press(window, "#compared form button", Keys.ENTER)
     seen["marked"] = wait(window, "document.querySelector('#compared [data-said]').textContent")
-    window.get(f"{project}/draw")
-    wait(window, "document.querySelector('form[data-act]')")
-    window.execute_script(
-        "const f = document.querySelector('form[data-act]'); f.elements.namedItem('argument').value = 'ohwx, a drawn fox';"
-        "f.elements.namedItem('--adapter').value = 'best'; f.elements.namedItem('--steps').value = '2'; f.requestSubmit()"
-    )
-    seen["drawn"] = wait(window, "document.querySelector('img.result[alt^=\"ohwx, a drawn fox\"]')?.alt")
-    window.get(f"{project}/export")
-    wait(window, "document.querySelector('form[data-act]')")
-    window.execute_script("document.querySelector('form[data-act]').requestSubmit()")
-    wait(window, "document.querySelector('a[download][href^=\"export\"]')")
-    return seen | {
-        "bytes": window.execute_async_script(
-            "const done = arguments[0]; fetch(document.querySelector('a[download]').href)"
-            ".then((got) => got.arrayBuffer()).then((got) => done(got.byteLength))"
-        )
-    }
+    looks.at("compare")
+    to(window, "draw")
+    drawn = "[...document.querySelectorAll('img.result[alt^=\"ohwx, a drawn fox\"]')].map((image) => image.alt)"
+    for name, text in {"argument": "ohwx, a drawn fox", "--adapter": "best", "--size": "64x64", "--steps": "2"}.items():
+        fill(window, f"form[data-act] [name='{name}']", text)
+    for seed in range(3):
+        fill(window, "form[data-act] [name='--seed']", str(seed), Keys.ENTER)
+        wait(window, f"{SAID} === 'job {5 + seed} is in the queue'")
+    wait(window, f"{drawn}.length === 3")
+    looks.at("draw")
+    window.refresh()
+    wait(window, "document.body.dataset.shown")
+    seen["drawn"] = window.execute_script(f"return {drawn}")
+    to(window, "export")
+    for block in range(3):
+        press(window, f"form[data-block='{block}'] button", Keys.ENTER)
+        wait(window, f"[...document.querySelectorAll('[data-said]')].some((e) => e.textContent.includes('job {8 + block} is'))")
+    links = "[...document.querySelectorAll('a[download][href^=\"export\"]')].map((link) => link.getAttribute('href'))"
+    wait(window, f"{links}.some((link) => link.endsWith('README.md'))")
+    looks.at("export")
+    seen["files"] = window.execute_script(f"return {links}")
+    got = looks.folder / "downloads"
+    window.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(got)})
+    for link in seen["files"]:
+        press(window, f"a[href='{link}']", Keys.ENTER)
+        wait(window, (got / link.rpartition("/")[2]).exists)  # under another name until it is whole
+    return seen | {"looks": looks}
 
 
 def search(window, address, text):
@@ -339,11 +418,12 @@ def main():
             charts = wait(window, "document.querySelectorAll('[data-chart] svg').length")
             print(json.dumps({"charts": charts, "console": [entry["message"] for entry in window.get_log("browser")]}))
             return
-        if asked.get("journey"):
-            found = begin(window, address, *asked["journey"]) if asked["journey"] != "finish" else finish(window, address)
-            print(json.dumps(found))
+        if asked.get("journey") is not None:
+            resize(window, 390, 844)
+            step, looks = (begin if asked["journey"] else finish), Looks(window, asked["axe"], folder)
+            print(json.dumps(step(window, address, looks, *asked["journey"])))
             return
-        pages = (*PAGES, f"one?key={asked['one']}")
+        pages = (*PAGES, f"one?key={asked['one']}", *(STUDIO if asked["studio"] else ()))
         seen = {
             "looks": [look(window, address, name, width, folder, asked["axe"]) for width in asked["widths"] for name in pages]
         }

@@ -416,10 +416,12 @@ def test_buttons_and_forms_become_jobs_whose_texts_are_no_options(page, held):
         ("run", "samples"),
         ("generate", "--adapter=none", "--seed=7 --file x", "--", "--file /etc/passwd"),
     ]
+    assert do(page, "form", page="export", block=1, **{"--which": "best", "--step": "6", "--style": "comfyui"})[0] == 200
+    assert held.jobs()[-1].words == ("export", "--merged", "--which=best", "--step=6")
     shown = page.get("/fragment/overview").text
     assert "run samples" in shown and 'data-do="cancel" data-job="1"' in shown
     assert do(page, "first", job=2)[0] == do(page, "cancel", job=1)[0] == 200
-    assert {job.number: job.state for job in held.jobs()} == {1: "cancelled", 2: "waiting"}
+    assert {job.number: job.state for job in held.jobs()} == {1: "cancelled", 2: "waiting", 3: "waiting"}
 
 
 @pytest.mark.parametrize(
@@ -484,15 +486,32 @@ def test_no_job_is_begun_without_the_token_or_by_another_site(page, held):
     assert not held.jobs()
 
 
-def test_downloads_are_the_files_of_exports_alone(page, folder):
-    (folder / "exports").mkdir()
-    (folder / "exports" / "cats 1.safetensors").write_bytes(b"adapter")
-    (folder / "exports" / "link").symlink_to(folder / "secret.txt")
-    assert "cats%201.safetensors" in page.get("/fragment/export").text
-    good = page.get("/export/cats%201.safetensors")
-    assert good.content == b"adapter" and good.headers["content-disposition"].startswith("attachment")
-    for name in ("..%2fproject.toml", "link", "%2fetc%2fpasswd", "nothing", "%00"):
+def test_downloads_are_the_files_of_exports_and_of_its_folders_alone(page, folder):
+    exports = folder / "exports"
+    for name in ("cats 1.safetensors", "hub/README.md", "hub/.hidden", ".temporary/config.json", "a/b/deep"):
+        (exports / name).parent.mkdir(parents=True, exist_ok=True)
+        (exports / name).write_bytes(name.encode())
+    (exports / "link").symlink_to(folder / "secret.txt")
+    (exports / "linked").symlink_to(folder / "images")
+    shown = re.findall(r'href="export/([^"]*)"', page.get("/fragment/export").text)
+    assert set(shown) == {"cats%201.safetensors", "hub/README.md"}
+    for name in ("cats%201.safetensors", "hub/README.md"):
+        good = page.get(f"/export/{name}")
+        assert good.text == name.replace("%20", " ") and good.headers["content-disposition"].startswith("attachment")
+    wrong = [
+        "..%2fproject.toml",
+        "hub/..%2f..%2fproject.toml",
+        "link",
+        "linked/picture0.png",
+        "%2fetc%2fpasswd",
+        "hub",
+        "nothing",
+    ]
+    for name in (*wrong, "%00", "hub/.hidden", ".temporary/config.json", "a/b/deep", "hub%2f%2fREADME.md%2f..", ""):
         assert page.get(f"/export/{name}").status_code == 404, name
+    shutil.rmtree(exports)
+    exports.symlink_to(folder / "images")
+    assert page.get("/export/picture0.png").status_code == 404
 
 
 def test_a_queue_file_that_was_damaged_is_one_line_on_the_page(page, held):
