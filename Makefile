@@ -29,7 +29,8 @@ SETTINGS = '$(subst ','\'',$(PROJECT))/project.toml' 2>/dev/null
 # The pipeline of the project, for targets of which two pipelines have one; and whether it has a section [train].
 PIPELINE := $(shell sed -n 's/^ *pipeline *= *"\([a-z_]*\)".*/\1/p' $(SETTINGS))
 TRAINS := $(and $(filter retrieval,$(PIPELINE)),$(shell grep '^ *\[train[].]' $(SETTINGS)))
-TEXT_TO_IMAGE = images captions checks descriptions buckets latents embeddings
+SLIDES := $(shell grep '^ *\[train\.slider\]' $(SETTINGS))
+TEXT_TO_IMAGE = images captions checks descriptions buckets latents embeddings drawings
 RETRIEVAL = sources units pairs tokens negatives vectors
 COMMANDS = lint crops plan status query view report generate panel follow search export verify clean runs best compare
 
@@ -67,6 +68,8 @@ buckets: images checks
 latents: buckets images
 ## embeddings   Encode the captions with the text encoder
 embeddings: captions
+## drawings     Draw what a slider is trained on
+drawings: embeddings
 
 sources: .venv/ready
 units: sources
@@ -90,6 +93,9 @@ else
 train: images captions checks buckets latents embeddings
 	@$(LATENTMILL) run train --only $(ON) $(if $(NAME),--name "$$NAME")
 	@$(LATENTMILL) run samples --only $(ON)
+ifneq ($(SLIDES),)
+train: drawings
+endif
 # All preview prompts are drawn and scored, also those after the first `samples.first_prompts`.
 scores: MORE = --set samples.first_prompts=0
 endif

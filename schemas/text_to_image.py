@@ -90,7 +90,8 @@ CAPTIONS = TableSchema(
             "role",
             pa.string(),
             "use of the text: caption (of an image), empty (for caption dropout, and as negative prompt), trigger (for caption "
-            "dropout to the trigger alone), class (a text with the class word in place of the trigger) or preview (a prompt)",
+            "dropout to the trigger alone), class (a text with the class word in place of the trigger), preview (a prompt), or "
+            "of a slider neutral (a prompt that is drawn to train on) and pole (what a neutral prompt is moved to)",
         ),
         column("text", pa.string(), "text that the text encoder reads, with the template applied"),
         column(
@@ -246,6 +247,24 @@ EMBEDDINGS = TableSchema(
     ),
 )
 
+DRAWINGS = TableSchema(
+    name="drawings",
+    doc="One row per latent that the base drew for a neutral prompt of a slider, to train on.",
+    key=("latent_id",),
+    tensors=(tensor(),),
+    columns=(
+        column("latent_id", pa.string(), "sha256 over caption_id, seed and size, hex"),
+        column("caption_id", pa.string(), "neutral prompt, a value of caption_id in the table captions"),
+        column("seed", pa.int64(), "seed of the starting noise"),
+        column("width", pa.int32(), "width of the picture, pixels"),
+        column("height", pa.int32(), "height of the picture, pixels"),
+        column("image_id", pa.string(), "sha256 of the tensor's bytes, hex: the picture, for training"),
+        column("shape", pa.list_(pa.int32()), "shape of the tensor: 128, height / 16, width / 16"),
+        column("dtype", pa.string(), "dtype of the tensor: bfloat16"),
+        column("seconds", pa.float32(), "time to draw the latent, seconds", measured=True),
+    ),
+)
+
 TRAIN = TableSchema(
     name="train",
     doc="One row per sample that was trained on or validated with: image, caption, noise level, loss, and facts about the step.",
@@ -265,7 +284,7 @@ TRAIN = TableSchema(
             "epoch, a pass over the data: that of the batch, from 0; its last batches are filled from the next pass",
         ),
         column("image_id", pa.string(), "image of the sample: sha256 of its file"),
-        column("latent_id", pa.string(), "crop of the image, a key of the table latents"),
+        column("latent_id", pa.string(), "crop of the image, a key of the table latents; of a slider, of the table drawings"),
         column(
             "caption_id",
             pa.string(),
@@ -302,7 +321,11 @@ SAMPLES = TableSchema(
     retains_dead_rows=True,
     artifact="path",
     columns=(
-        column("adapter_id", pa.string(), "sha256 of the adapter's file, hex; empty for the base model alone"),
+        column(
+            "adapter_id",
+            pa.string(),
+            "sha256 of the adapter's file, hex; strength*sha256 for another strength than 1; empty for the base model alone",
+        ),
         column("step", pa.int32(), "training step of the checkpoint; 0 for the base model and for the file [samples] adapter"),
         column("caption_id", pa.string(), "id of the preview prompt in captions"),
         column("prompt", pa.string(), "text of the preview prompt"),

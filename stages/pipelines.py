@@ -200,8 +200,8 @@ class Pipeline:
     stages: Mapping[str, str]  # table -> module whose STAGE writes it, in the order of the chain
     resources: Mapping[str, Resource] = field(default_factory=dict)  # what stages may need, by name
     families: str = ""  # the table of model families, name -> record; empty: the pipeline uses no model
-    # Optional inputs of stages that are brought up to date before them: "always", or if project.toml has their "section".
-    first: Mapping[str, Literal["always", "section"]] = field(default_factory=dict)
+    # Optional inputs of stages that are brought up to date before them: "always", or if project.toml has this section.
+    first: Mapping[str, str] = field(default_factory=dict)
     results: tuple[str, ...] = ()  # tables that `clean` keeps, because a user came for them; the main one first
     tables: Mapping[str, str] = field(default_factory=dict)  # tables that a command writes, not a stage -> their TableSchema
     views: Mapping[str, View] = field(default_factory=dict)
@@ -231,7 +231,7 @@ class Pipeline:
 
     def chain(self, name: str, sections: Collection[str]) -> list[str]:
         """The stages that run before `name`: `upstream`, and optional ones by `first`. `sections`: of project.toml."""
-        return self._before(name, {each for each, when in self.first.items() if when == "always" or each in sections})
+        return self._before(name, {each for each, when in self.first.items() if when == "always" or when in sections})
 
     def _before(self, name: str, optional: Collection[str]) -> list[str]:
         needed = {name}

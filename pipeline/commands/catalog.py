@@ -217,7 +217,7 @@ def rows_of_results(project: Project, runs: Sequence[TrainingRun]) -> dict[str, 
             table = TableFolder(folder.parent, project.stage(name).writes)
             about = {"recipe": folder.parent.name, "family": _drew(project, table)}
             rows += [
-                {**about, "run_name": labels.get(row["adapter_id"], row["adapter_id"][:8] or None)} | row
+                {**about, "run_name": labels.get(digest := row["adapter_id"].rpartition("*")[2], digest[:8] or None)} | row
                 for row in table.committed().drop_columns(["live"]).to_pylist()
                 if (folder.parent / "artifacts" / row["path"]).is_file()
             ]

@@ -138,7 +138,7 @@ class ProjectConfig(Section):
 class Config:
     project: ProjectConfig  # the section [project]
     sections: Mapping[str, Any]  # stage -> its config dataclass
-    given: frozenset[str] = frozenset()  # sections that the file or an override has
+    given: frozenset[str] = frozenset()  # sections that the file or an override has, and those in them, such as train.ema
 
 
 def load(file: Path, overrides: Overrides = (), text: str | None = None) -> Config:
@@ -169,7 +169,8 @@ def load(file: Path, overrides: Overrides = (), text: str | None = None) -> Conf
             raise ValueError(f"[{name}] is not a section{near} ({place(name)})")
     parser = Parser(sections, place)
     parsed = {name: parser.section(name, raw.get(name, {})) for name in sections}
-    return Config(dataclasses.replace(parsed.pop("project"), pipeline=chosen), follow(parsed), frozenset(raw))
+    inside = [f"{name}.{key}" for name in raw for key, value in raw[name].items() if isinstance(value, Mapping)]
+    return Config(dataclasses.replace(parsed.pop("project"), pipeline=chosen), follow(parsed), frozenset([*raw, *inside]))
 
 
 def read_text(file: Path) -> str:

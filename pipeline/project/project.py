@@ -170,6 +170,8 @@ class Project:
         if isinstance(found, Folder):
             given = getattr(self.config.sections[found.section], found.key)
             paths = [setting_path(path, self.path) for path in ((given,) if isinstance(given, str) else given)]
+            if not paths:
+                return self.path
             # Links are resolved only to find the folder of several paths.
             return without_dots(paths[0]) if len(paths) == 1 else Path(os.path.commonpath([path.resolve() for path in paths]))
         return self.source(name, stage)[0] if isinstance(found, FamilyRecord) else self.component(name, stage)

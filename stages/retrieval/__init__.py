@@ -12,7 +12,7 @@ PIPELINE = Pipeline(
     },
     resources={"family": FamilyRecord(), "encoder": Weights(("head_seed",)), "tokenizer": Weights(("lower_case",))},
     families="stages.retrieval.families:FAMILIES",
-    first={"train": "section"},  # the encoder is tuned if the project says how
+    first={"train": "train"},  # the encoder is tuned if the project says how
     results=("index", "train", "ranks"),
     views=VIEWS,
     basic=("project.family", "sources.roots", "train.steps", "train.rank", "train.lr", "train.batch_size"),

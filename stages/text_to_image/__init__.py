@@ -3,12 +3,14 @@
 from stages.pipelines import FamilyRecord, Folder, Pipeline, Weights
 from stages.text_to_image.pages import DETAIL, LACKS, PAGES, PANELS, RANKING, VIEWS
 
-STAGES = ("images", "captions", "checks", "descriptions", "buckets", "latents", "embeddings", "train", "samples", "scores")
+STAGES = (
+    "images", "captions", "checks", "descriptions", "buckets", "latents", "embeddings", "drawings", "train", "samples", "scores",
+)  # fmt: skip
 
 PIPELINE = Pipeline(
     name="text_to_image",
     doc="a folder of images becomes a LoRA of FLUX.2, FLUX 3 or Z-Image",
-    stages={name: f"stages.text_to_image.{name}" for name in STAGES},
+    stages={name: f"stages.text_to_image.{name}" for name in STAGES} | {"drawings": "stages.text_to_image.samples.drawings"},
     resources={
         "image_folder": Folder("images", "paths"),
         "family": FamilyRecord(),
@@ -18,7 +20,7 @@ PIPELINE = Pipeline(
         "tokenizer": Weights(),
     },
     families="stages.text_to_image.families:FAMILIES",
-    first={"checks": "always"},  # its warnings, and its columns for buckets.where
+    first={"checks": "always", "drawings": "train.slider"},  # of checks, its warnings, and its columns for buckets.where
     results=("train", "samples"),
     tables={"generated": "schemas.text_to_image:GENERATED"},
     views=VIEWS,

@@ -23,6 +23,8 @@ OPTIMIZER = "adamw8bit"  # with a packed base
 
 def image_sizes(outlook: Outlook) -> list[tuple[int, int]]:
     """(width, height) of every crop; without the table `buckets`, a square per resolution."""
+    if outlook.sections["train"].slider:
+        return [(outlook.sections["drawings"].width, outlook.sections["drawings"].height)]
     rows = outlook.rows(BUCKETS)
     if rows is None or not rows.num_rows:
         return [(side, side) for side in outlook.sections["buckets"].resolutions]

@@ -289,7 +289,8 @@ SAMPLES = Page(
             "Previews by prompt and run",
             """
 select prompt || case when seed = 0 then '' else ', seed ' || seed end as row,
-    coalesce(run_name, 'base') || case when families = 1 then '' else ', ' || family end as column,
+    coalesce(run_name, 'base') || case when families = 1 then '' else ', ' || family end
+        || case when adapter_id like '%*%' then ' x ' || split_part(adapter_id, '*', 1) else '' end as column,
     step, 'samples/' || recipe || '/' || path as picture
 from all_samples, (select count(distinct family) as families from all_samples)
 order by run_name nulls first, family, prompt, seed, step

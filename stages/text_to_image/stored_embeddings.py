@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from schemas.text_to_image import EMBEDDINGS
@@ -63,3 +64,10 @@ def embedding_reader(run: Run[Any]) -> TensorReader:
     reader, dtypes = run.inputs.tensors(EMBEDDINGS), run.inputs.rows(EMBEDDINGS)["dtype"]
     packed = len(dtypes) > 0 and dtypes[0].as_py() == INT8
     return UnpackingReader(reader, len(run.needs["family"].text_layers)) if packed else reader
+
+
+def read_embedding(run: Run[Any], caption_id: str) -> mx.array:
+    """(1, text tokens, features), bfloat16."""
+    reader = embedding_reader(run)
+    reader.ahead([caption_id])
+    return mx.array(reader.read(caption_id)).view(mx.bfloat16)[None]

@@ -19,6 +19,7 @@ from stages.text_to_image.imaging.usable import without_ending
 from stages.text_to_image.length import AUTO, explanation, steps_of
 from stages.text_to_image.memory import OPTIMIZER, SIDES, Capacity, capacity, forecasts
 from stages.text_to_image.seen import Seen, look
+from stages.text_to_image.slider import SliderConfig
 from stages.untrusted import read_json
 
 Settings = Mapping[str, Mapping[str, tuple[Any, str]]]  # section -> setting -> (value, reason)
@@ -39,8 +40,10 @@ template = {template}
 
 {sections}
 """
+SLIDER = "slider"  # the preset that takes no pictures
 # Section -> setting -> its first value and a remark. A family's own first values replace them.
-SECTIONS = ("buckets", "latents", "embeddings", "train", "train.data", "samples")
+SECTIONS = ("buckets", "latents", "embeddings", "drawings", "train", "train.data", "train.slider", "samples")
+NO_PICTURES = "[images]\nfolder = []  # a slider is trained on the model's own drawings"
 PREVIEWS = 3  # pairs of a new project for edit training that previews are drawn of
 BEGIN: Settings = {
     "buckets": {"resolutions": ((512, 768), "add 1024 for the last bit of detail, if it fits")},
@@ -87,6 +90,22 @@ PRESETS: Mapping[str, Settings] = {
         },
         "train.data": {"reference_dropout": (0.0, "the model always sees what it edits")},
     },
+    SLIDER: {
+        "drawings": {
+            "width": (512, "the model draws what it trains on; the attribute decides how many pixels it needs"),
+            "height": (512, ""),
+        },
+        "train": {
+            "steps": (1000, "as the paper's code, arXiv 2311.12092; compare the checkpoints"),
+            "rank": (4, "as there: a direction is little to hold"),
+            "lr": (2e-4, "as there"),
+            "checkpoint_every": (200, ""),
+        },
+        "samples": {
+            "checkpoints": ("last", ""),
+            "strengths": ([-2, -1, 1, 2], "one row of previews from end to end, the base in the middle"),
+        },
+    },
 }
 
 
@@ -98,6 +117,9 @@ def project_toml(options: Mapping[str, str]) -> str:
     record = family_record(options["family"])
     record.require_trainable()
     trigger, images, preset = options["trigger"], options["images"], options.get("preset", "")
+    slides = preset == SLIDER
+    if bool(images) is slides:
+        raise ValueError("--images must be left out with --preset slider" if slides else "init needs --images, the image folder")
     seen = _seen(options)
     if seen and seen.itself:
         trigger = trigger or seen.itself.trigger
@@ -109,16 +131,22 @@ def project_toml(options: Mapping[str, str]) -> str:
     if edits:
         pairs = {toml_string(prompt): (paths, "") for prompt, paths in edits.items()}
         settings = {**settings, "samples.prompt_references": pairs}
+    neutral = [text.strip() for text in options.get("neutral", "").split(";") if text.strip()]
+    if slides:
+        poles = {name: (options.get(name, ""), "") for name in ("positive", "negative")}
+        SliderConfig(poles["positive"][0], poles["negative"][0], tuple(neutral))
+        settings = {name: own for name, own in settings.items() if name != "buckets"}
+        settings = {**settings, "train.slider": {**poles, "neutral": (neutral, "what the model draws, and is trained on")}}
     if "twin_weights" in options:
         remark = f"draws in few steps, with the adapter of {record.name}; empty: {record.name} draws"
         drawn = {"family": (options["twin"], remark)}
         drawn |= {"weights": (options["twin_weights"], "")} if options["twin_weights"] else {}
-        settings = {**settings, "samples": {**settings["samples"], **drawn}}
-    prompts = list(edits) or ["a photo of {trigger}" if called else "a photo"]
+        settings = {name: {**own, **drawn} if name in ("samples", "drawings") else own for name, own in settings.items()}
+    prompts = list(edits) or neutral or ["a photo of {trigger}" if called else "a photo"]
     return TEXT.format(
         family=toml_string(record.name),
         weights=toml_string(options["weights"]),
-        images=seen.toml(images, trigger) if seen else concept_folders(Path(images)),
+        images=seen.toml(images, trigger) if seen else NO_PICTURES if slides else concept_folders(Path(images)),
         trigger=toml_string(trigger),
         template=toml_string("{trigger}, {caption}" if called else "{caption}"),
         missing='missing = "trigger"  # what an image without a caption gets\n' if called else "",
@@ -131,11 +159,13 @@ def project_toml(options: Mapping[str, str]) -> str:
 def _seen(options: Mapping[str, str]) -> Seen | None:
     """None of OneTrainer's concepts, which say themselves what they are."""
     images, project = options["images"], Path(options["project"])
-    return None if Path(images).is_file() else look(setting_path(images, project).resolve(), project)
+    return None if not images or Path(images).is_file() else look(setting_path(images, project).resolve(), project)
 
 
 def told(options: Mapping[str, str]) -> list[str]:
     trigger, images = options["trigger"], Path(options["images"])
+    if not options["images"]:
+        return ["it draws the neutral prompts, and learns the difference of the two others from the drawings"]
     if seen := _seen(options):
         return [*seen.lines(trigger), *_length(options, seen.kinds.total())]
     count = concept_folders(images).count("[[images.folder]]")
@@ -303,7 +333,9 @@ def _entry(concept: dict[str, Any], file: Path, by_samples: bool) -> str:
 
 TEMPLATE = Template(
     options=(
-        Option("images", "The folder of images, or OneTrainer's concepts.json; only read.", default=None, kind="folder or file"),
+        Option(
+            "images", "The folder of images, or OneTrainer's concepts.json; only read. Not for a slider.", kind="folder or file"
+        ),
         Option(
             "family",
             "The model family; `latentmill families` lists them. Previews are drawn by its distilled twin, in few steps, if that "
@@ -313,9 +345,13 @@ TEMPLATE = Template(
         Option("weights", "A folder or a hub id; empty: the family's own.", kind="folder or text"),
         Option(
             "preset",
-            "What is trained: subject, character or style, whose steps follow from the pictures, or edit; empty: usual settings.",
+            "What is trained: subject, character or style, whose steps follow from the pictures, edit, or slider, which takes no "
+            "pictures; empty: usual settings.",
         ),
         Option("trigger", "A word that stands for your subject; it is put before every caption."),
+        Option("positive", 'Of a slider: what strengths above 0 lead to, such as "{caption}, very old".'),
+        Option("negative", 'Of a slider: what strengths below 0 lead to, such as "{caption}, very young".'),
+        Option("neutral", 'Of a slider: what it works on, "a man; a woman; a portrait", which is {caption}.'),
     ),
     write=project_toml,
     told=told,

@@ -208,6 +208,11 @@ def pseudo_huber(
     return _weighted_mean(2 * c * square / (mx.sqrt(square + mx.square(c)) + c), weight_B, mask_BL)
 
 
+def moved(v_BLC: mx.array, positive_BLC: mx.array, negative_BLC: mx.array, guidance: float) -> mx.array:
+    """The target of a slider: a prediction moved along the difference of two others. Gandikota et al. 2023, arXiv 2311.12092."""
+    return v_BLC.astype(mx.float32) + guidance * _difference(positive_BLC, negative_BLC)
+
+
 def _difference(v_BLC: mx.array, target_BLC: mx.array) -> mx.array:
     return v_BLC.astype(mx.float32) - target_BLC.astype(mx.float32)
 

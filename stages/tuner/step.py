@@ -252,10 +252,11 @@ class TrainingStep:
             raise ValueError("train: this loss compares all samples of a batch, and cannot be divided among ranks")
         if self.config.micro_batch is not None and whole and not self.objective.separable:
             raise ValueError("[train] micro_batch must be unset: the loss compares all samples of a batch with each other")
+        scales = {name: scale * term.strength for name, scale in self.scales.items()}
         if term.division is None or whole or self.most(batch) >= len(batch.samples):
-            return loss_and_grads(self.model, adapter, self.scales, term.inputs, term.loss, self.memory.plan)
+            return loss_and_grads(self.model, adapter, scales, term.inputs, term.loss, self.memory.plan)
         parts, join = term.division.parts(self.most(batch)), term.division.join
-        return loss_and_grads_in_parts(self.model, adapter, self.scales, parts, join, term.loss, self.memory.plan, self.ranks)
+        return loss_and_grads_in_parts(self.model, adapter, scales, parts, join, term.loss, self.memory.plan, self.ranks)
 
     def _terms(self, batch: MicroBatch, meter: Meter | None) -> Iterator[Term]:
         if meter is None:

@@ -68,6 +68,7 @@ class Term:
     applies: Sequence[bool] | None = None  # which samples have the term; None: all
     names: Mapping[str, Sequence[str]] | None = None  # column -> texts that its values index; a negative index is null
     division: Division | None = None  # what an objective that is not separable needs to be divided
+    strength: float = 1.0  # factor of the adapter in this prediction
 
 
 @dataclass(frozen=True)

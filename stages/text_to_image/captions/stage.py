@@ -37,6 +37,7 @@ from stages.text_to_image.caption_files import (
 )
 from stages.text_to_image.imaging.masks import composed
 from stages.text_to_image.imaging.usable import REFERENCE, first_names, usable_paths, without_ending
+from stages.text_to_image.slider import NEUTRAL, POLE, SliderConfig
 from stages.tuner import draws
 from stages.untrusted import open_regular
 
@@ -116,6 +117,9 @@ class CaptionsConfig(Section):
         "[train.preservation]",
     )
     preview_prompts: tuple[str, ...] = selects((), "prompts that the stage samples draws images for")
+    slider: SliderConfig | None = setting(  # noqa: RUF009
+        None, "the prompts of a slider; by default those of [train.slider]", unrecorded=(None,), follows="train.slider"
+    )
 
     def check(self) -> None:
         if "" in (self.replace or {}):
@@ -569,6 +573,11 @@ def caption_rows(found: Found, config: CaptionsConfig, edits: Mapping[str, str])
         # By this, [samples] prompt_references finds the prompts of all triggers.
         more = {"template": prompt} if len(triggers) > 1 and text != prompt else {}
         rows.append(_row("", "preview", text, "config", "", position, **more))
+    if config.slider:
+        neutral = dict.fromkeys(config.slider.neutral)
+        rows += [_row("", NEUTRAL, text, "config", "train.slider", n) for n, text in enumerate(neutral)]
+        poles = dict.fromkeys(pole for text in neutral for pole in config.slider.poles(text))
+        rows += [_row("", POLE, text, "config", "train.slider", n) for n, text in enumerate(poles)]
     return rows, notes
 
 

@@ -57,7 +57,8 @@ UNKNOWN = {"image_id": "", "format": "", "mode": "", "width": 0, "height": 0, "f
 class ImagesConfig(Section):
     folder: str | tuple[FolderConfig, ...] = selects(
         "images",
-        "image folder, searched with all folders below it; relative to the project; or several [[images.folder]] with path",
+        "image folder, searched with all folders below it; relative to the project; or several [[images.folder]] with path; []: "
+        "no pictures, for a slider",
         path=True,
     )
     layout: Literal["auto", "plain"] = selects(
@@ -218,6 +219,8 @@ def _wanted(files: list[Row]) -> pa.Table:
 def _listing(run: Run[ImagesConfig]) -> Listing:
     """The files of the image folder, with their RULES. Raises ValueError if there is no image to train on."""
     folder, config = run.needs["image_folder"], run.config
+    if config.folder == ():
+        return Listing([], 0)
     below = roots(config.folders, folder, run.root)
     listing = scan(folder, below)
     paths = [row["path"] for row in listing.files]

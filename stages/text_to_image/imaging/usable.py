@@ -26,10 +26,10 @@ def without_ending(path: str) -> list[str]:
 
 
 def usable_rows(images: pa.Table, references: bool = False) -> list[dict[str, Any]]:
-    """Rows that are not rejected, by path. Raises ValueError if there are none, with the reasons."""
+    """Rows that are not rejected, by path. Raises ValueError if all are, with the reasons."""
     rows = [row for row in images.to_pylist() if references or row.get("use") != REFERENCE]
     usable = [row for row in rows if row["rejected"] is None]
-    if not usable:
+    if rows and not usable:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(Counter(row["rejected"] for row in rows).items()))
         raise ValueError(f"none of the {len(rows)} images can be used: {reasons}")
     return sorted(usable, key=lambda row: str(row["path"]))

@@ -24,7 +24,7 @@ from stages.models.weights import reading
 from stages.run import Run
 from stages.text_to_image.beneath import drawn_of, read_beneath
 from stages.text_to_image.imaging.decode import BACKGROUND, CEILING_BYTES, ImageError, open_image
-from stages.text_to_image.samples.config import MULTIPLE, SamplesConfig
+from stages.text_to_image.samples.config import MULTIPLE, DrawingConfig, SamplesConfig
 from stages.text_to_image.samples.memory import drawing_memory, passes
 from stages.text_to_image.weights import CONVERTED, STREAMED, load_transformer, meta_transformer
 from stages.tuner import checkpoint
@@ -112,7 +112,8 @@ def draw_pictures(
                 negative = lambda: embedding(empty())  # noqa: E731
                 path = run.needs["transformer"]
                 beneath = read_beneath(drawn_of(config.beneath), run.root, family, meta_transformer(path, family).linears())
-                return load_sampler(adapters, path, family, config, negative, largest, *places, run.report.say, beneath)
+                weigh = config.strength_for
+                return load_sampler(adapters, path, family, config, negative, largest, *places, run.report.say, beneath, weigh)
 
             with reading("the transformer", run.report.note):
                 sampler = run.reuse(f"sampler {adapters.adapter_id} {loaded}", load)
@@ -225,20 +226,21 @@ def load_sampler(
     adapters: Adapters,
     transformer: Path,
     family: Family,
-    config: SamplesConfig,
+    config: DrawingConfig,
     read_negative: Callable[[], mx.array],
     references: Sequence[mx.array] = (),
     folder: Path | None = None,
     copies: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
     beneath: Sequence[Part] = (),
+    strength_for: Mapping[str, float] | None = None,
 ) -> LatentSampler:
     """Load the transformer once, a converted copy in `copies` preferred. Raises ValueError if an adapter does not fit.
     `beneath`: adapters that are merged into its weights.
     `read_negative`: called only if a step takes two passes. `references`: the largest to be drawn with, for the memory limit.
     """
     model = meta_transformer(transformer, family)
-    parts = read_adapters(adapters, family, model, config.strength_for)  # before the transformer is loaded
+    parts = read_adapters(adapters, family, model, strength_for)  # before the transformer is loaded
     if not references:
         family = family.without_references()
         present = meta_transformer(transformer, family).linears()

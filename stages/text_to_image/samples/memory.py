@@ -13,7 +13,7 @@ from stages.memory import DRAWN_AHEAD, READ, Forecast, Memory, Outlook, Settings
 from stages.models import attention
 from stages.models.family import Family
 from stages.text_to_image.memory import smaller_sides, text_rows
-from stages.text_to_image.samples.config import SamplesConfig
+from stages.text_to_image.samples.config import DrawingConfig, DrawingsConfig, SamplesConfig
 from stages.text_to_image.weights import Packed, weight_bits
 from stages.tuner.blockwise.device import blocks_in_flight
 from stages.tuner.memory import frozen_weights, trace
@@ -61,7 +61,7 @@ def drawing_memory(
     return Memory(held, at_once * work, held + ahead, sum(blocks.stored))
 
 
-def passes(config: SamplesConfig, family: Family) -> int:
+def passes(config: DrawingConfig, family: Family) -> int:
     """Prompts that a denoising step computes: 2 with classifier-free guidance, else 1."""
     guidance = family.guidance if config.guidance is None else config.guidance
     return 2 if family.real_cfg and guidance > 1 else 1
@@ -98,7 +98,7 @@ def forecast(outlook: Outlook) -> Forecast:
     return Forecast(
         most,
         row_bytes=int(PNG * config.width * config.height),
-        rows=None if checkpoints is None else (checkpoints + config.base) * prompts * len(config.seeds),
+        rows=None if checkpoints is None else (checkpoints * len(config.strengths) + config.base) * prompts * len(config.seeds),
         file_bytes=drawing.on_disk,
         how=f"{config.width} x {config.height} px, {config.base_bits or 16} bits, most in {part}",
         remedy=cheapest(peak, outlook.budget, cheaper(config, outlook.family)) if most > outlook.budget else None,
@@ -107,8 +107,42 @@ def forecast(outlook: Outlook) -> Forecast:
     )
 
 
-def cheaper(config: SamplesConfig, family: Family) -> Iterator[Settings]:
-    yield from ({"samples": {"base_bits": bits}} for bits in BITS if bits < (config.base_bits or 16))
-    yield {"samples": {"stream_blocks": True}}
+def forecast_drawings(outlook: Outlook) -> Forecast | None:
+    """None without a slider."""
+
+    def found(outlook: Outlook) -> Memory:
+        config: DrawingsConfig = outlook.sections["drawings"]
+        family, weights, size = outlook.family.without_references(), outlook.weights("transformer"), (config.width, config.height)
+        both, rows = passes(config, family), text_rows(outlook)
+        return drawing_memory(family, weights, config, config.precision, size, both, rows=rows)
+
+    config: DrawingsConfig = outlook.sections["drawings"]
+    slider, memory = outlook.sections["captions"].slider, found(outlook)
+    if slider is None:
+        return None
+    architecture = outlook.family.architecture
+    channels = architecture.transformer_config(outlook.weights("transformer"), outlook.family).latent_channels
+    tokens = config.width * config.height // architecture.pixels_per_token**2
+
+    def peak(settings: Settings) -> int:
+        return found(outlook.changed(settings)).footprint
+
+    return Forecast(
+        memory.footprint,
+        row_bytes=2 * channels * tokens,
+        rows=len(slider.neutral) * len(config.seeds),
+        file_bytes=memory.on_disk,
+        how=f"{config.width} x {config.height} px, {config.base_bits or 16} bits",
+        remedy=cheapest(peak, outlook.budget, cheaper(config, outlook.family, "drawings"))
+        if memory.footprint > outlook.budget
+        else None,
+        arrays=memory.peak,
+        size=(config.width, config.height),
+    )
+
+
+def cheaper(config: DrawingConfig, family: Family, section: str = "samples") -> Iterator[Settings]:
+    yield from ({section: {"base_bits": bits}} for bits in BITS if bits < (config.base_bits or 16))
+    yield {section: {"stream_blocks": True}}
     for lower in smaller_sides(min(config.width, config.height), family.architecture.pixels_per_token):
-        yield {"samples": {"width": lower, "height": lower}}
+        yield {section: {"width": lower, "height": lower}}

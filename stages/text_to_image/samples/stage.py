@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pyarrow as pa
 
 from schemas.text_to_image import CAPTIONS, EMBEDDINGS, SAMPLES, TRAIN
@@ -25,7 +24,7 @@ from stages.text_to_image.samples.config import SamplesConfig
 from stages.text_to_image.samples.drawing import LATENTS, Adapters, Picture, draw_pictures, reference_id, save_png
 from stages.text_to_image.samples.grid import write_grid
 from stages.text_to_image.samples.memory import forecast
-from stages.text_to_image.stored_embeddings import embedding_reader
+from stages.text_to_image.stored_embeddings import read_embedding
 from stages.tuner import checkpoint
 from stages.tuner.checkpoint import ADAPTER, EMA, Checkpoint
 
@@ -107,17 +106,11 @@ def finish_samples(run: Run[SamplesConfig]) -> Iterator[pa.RecordBatch]:
 
 def file_name(row: Row) -> str:
     """The stem of a preview's files: adapter or "base", caption, seed, size, and a hash of the references if any."""
-    source, caption = row["adapter_id"][:ID_DIGITS] or "base", row["caption_id"][:ID_DIGITS]
+    strength, _, digest = row["adapter_id"].rpartition("*")
+    source, caption = f"{strength}{strength and 'x'}{digest[:ID_DIGITS]}" or "base", row["caption_id"][:ID_DIGITS]
     name = f"{source}-{caption}-{row['seed']}-{row['width']}x{row['height']}"
     shown = row.get("reference_id")
     return f"{name}-{hashlib.sha256(shown.encode()).hexdigest()[:ID_DIGITS]}" if shown else name
-
-
-def read_embedding(run: Run[SamplesConfig], caption_id: str) -> mx.array:
-    """(1, text tokens, features), bfloat16."""
-    reader = embedding_reader(run)
-    reader.ahead([caption_id])
-    return mx.array(reader.read(caption_id)).view(mx.bfloat16)[None]
 
 
 def opened_files(run: Run[SamplesConfig]) -> Iterator[Path]:
@@ -135,18 +128,18 @@ def opened_files(run: Run[SamplesConfig]) -> Iterator[Path]:
 class SampleSource:
     """The base model, alone or with one adapter: that of `checkpoint`, or the file `given`."""
 
-    adapter_id: str = ""  # sha256 of the adapter's file; "": the base alone
+    adapter_id: str = ""  # sha256 of the adapter's file, strength*sha256 if that is not 1; "": the base alone
     step: int = 0  # of training
     checkpoint: Checkpoint | None = None
     file: str = ADAPTER  # in `checkpoint`: the adapter, or its moving average
     given: Path | None = None  # the file of [samples] adapter
+    strength: float = 1.0  # 0: the base alone
 
     @property
     def label(self) -> str:
-        if self.given:
-            return self.given.stem
         average = ", average" if self.file == EMA else ""
-        return f"step {self.step}{average}" if self.checkpoint else "base"
+        name = self.given.stem if self.given else f"step {self.step}{average}" if self.checkpoint else "base"
+        return name if self.strength in (0, 1) else f"{name} x {self.strength:g}"
 
     @property
     def adapters(self) -> Adapters:
@@ -158,12 +151,12 @@ class SampleSource:
         file = self.checkpoint.folder / self.file if self.checkpoint else self.given
         if self.checkpoint and not self.checkpoint.intact(self.file):
             raise ValueError(f"{file} is damaged; choose another checkpoint, or train again from an earlier one")
-        return [(file, 1.0)] if file else []
+        return [(file, self.strength)] if file else []
 
 
 def sample_sources(run: Run[SamplesConfig]) -> list[SampleSource]:
-    """The base, the chosen checkpoints by step, and the given adapter; of identical files, only the first."""
-    sources = {"": SampleSource()} if run.config.base else {}
+    """The base, the chosen checkpoints by step, and the given adapter, by strength; of identical files, only the first."""
+    sources: dict[str, SampleSource] = {}
     for each in chosen_checkpoints(run.config.checkpoints, run.inputs.files(TRAIN)):
         files = each.state["files"]
         name = EMA if run.config.average and EMA in files else ADAPTER
@@ -173,7 +166,13 @@ def sample_sources(run: Run[SamplesConfig]) -> list[SampleSource]:
     if given := given_adapter(run):
         digest = file_sha256(given)
         sources.setdefault(digest, SampleSource(digest, given=given))
-    return list(sources.values())
+    drawn = [
+        replace(each, strength=strength, adapter_id=each.adapter_id if strength == 1 else f"{strength:g}*{each.adapter_id}")
+        for strength in run.config.strengths
+        for each in sources.values()
+    ]
+    base = [SampleSource(strength=0.0)] if run.config.base else []
+    return sorted([*base, *drawn], key=lambda each: each.strength)
 
 
 def given_adapter(run: Run[SamplesConfig]) -> Path | None:

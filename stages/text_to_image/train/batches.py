@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from schemas.text_to_image import LATENTS
 from stages.run import Run
 from stages.text_to_image.stored_embeddings import embedding_reader
 from stages.text_to_image.train.config import TrainConfig, ValidationConfig
-from stages.text_to_image.train.data import Crop, Dataset
+from stages.text_to_image.train.data import Crop, Dataset, latent_reader
 from stages.tuner import draws
 from stages.tuner.diffusion import SigmaDistribution, stratified_uniform
 from stages.tuner.order import Order
@@ -30,6 +29,7 @@ class Sample:
     dropped: bool  # `caption_id` is the empty caption, or the trigger word alone
     sigma: float  # noise level, from 0 (clean) to 1 (noise)
     class_id: str = ""  # the class caption: the class word replaces the trigger; "" if the step needs none, or none exists
+    strength: float = 1.0  # of the adapter; of a slider, 1 and -1 in turns
 
 
 @dataclass(frozen=True)
@@ -51,23 +51,23 @@ class TrainingSampler:
         batches: list[list[Sample]] = []
         number = 0
         for at, batch in enumerate(self.order.step(step)):
-            drawn: dict[Hashable, list[Sample]] = {}  # by the rows of their texts
+            drawn: dict[Hashable, list[Sample]] = {}  # by strength and the rows of their texts
             # Drawn for all samples together, since they share one shape, references included.
             alone = draws.uniform(self.seed, "references", step, at) < self.reference_dropout
             for row in batch.rows:
                 crop = self.data.crops[row]
                 sample = self._sample(step, number, batch.epoch, replace(crop, references=()) if alone else crop)
-                drawn.setdefault(self._rows(sample), []).append(sample)
+                drawn.setdefault(self._alike(sample), []).append(sample)
                 number += 1
             batches += drawn.values()
-        # A batch that was divided by its texts has another order.
+        # A batch that was divided has another order.
         places = iter(range(number))
         return [[replace(sample, number=next(places)) for sample in samples] for samples in batches]
 
-    def _rows(self, sample: Sample) -> Hashable:
+    def _alike(self, sample: Sample) -> Hashable:
         # The reader puts the caption where a class caption is missing.
-        read = sample.caption_id, sample.class_id or sample.caption_id
-        return tuple(self.text_rows(self.data.text_rows[each]) for each in read)
+        read = sample.caption_id, sample.class_id or sample.caption_id, *sample.crop.poles
+        return sample.strength, *(self.text_rows(self.data.text_rows[each]) for each in read)
 
     def _sample(self, step: int, number: int, epoch: int, crop: Crop) -> Sample:
         dropped = draws.uniform(self.seed, "dropout", step, number) < self.caption_dropout
@@ -79,7 +79,8 @@ class TrainingSampler:
         replaced = crop.dropped or self.data.empty, self.data.empty_class
         caption, its_class = replaced if dropped else (crop.captions[at], crop.class_of(at))
         needs_class = self.classes_every and step % self.classes_every == 0
-        return Sample(number, epoch, crop, caption, dropped, sigma, its_class if needs_class else "")
+        strength = -1.0 if crop.poles and (step + number) % 2 else 1.0
+        return Sample(number, epoch, crop, caption, dropped, sigma, its_class if needs_class else "", strength)
 
     def noise_of(self, step: int, sample: Sample, shape: tuple[int, ...]) -> np.ndarray:
         """float32; depends on seed, step and the sample's number alone."""
@@ -102,6 +103,9 @@ def build_sampler(config: TrainConfig, data: Dataset, text_rows: Callable[[int],
     )
 
 
+Texts = tuple[np.ndarray, np.ndarray | None]  # text embeddings (B, T, J), and the rows of each; None: all are equally long
+
+
 @dataclass
 class MicroBatch:
     """Samples that are computed at once; the arrays are in host memory, one entry per sample."""
@@ -116,6 +120,7 @@ class MicroBatch:
     class_tokens_B: np.ndarray | None = None  # noqa: N815  (as tokens_B)
     class_B: np.ndarray | None = None  # noqa: N815  (1.0: the sample has a class caption; else 0.0)
     references: tuple[np.ndarray, ...] = ()  # clean latents of each reference, as x0_BCHW at a size of its own
+    poles: tuple[Texts, ...] = ()  # of a slider: of the positive and the negative prompts
 
     @property
     def tokens(self) -> int:
@@ -125,21 +130,23 @@ class MicroBatch:
 
     def select(self, start: int, stop: int) -> MicroBatch:
         beside = tuple(latents_BCHW[start:stop] for latents_BCHW in self.references)
-        own = {name: value[start:stop] for name, value in vars(self).items() if value is not None and name != "references"}
-        return replace(self, **own, references=beside)
+        poles = tuple((words_BTJ[start:stop], None if rows_B is None else rows_B[start:stop]) for words_BTJ, rows_B in self.poles)
+        alone = ("references", "poles")
+        own = {name: value[start:stop] for name, value in vars(self).items() if value is not None and name not in alone}
+        return replace(self, **own, references=beside, poles=poles)
 
 
 class BatchReader:
     def __init__(self, run: Run[Any], mask_floor: float, noise: Callable[[int, Sample, tuple[int, ...]], np.ndarray]) -> None:
         """`noise(step, sample, shape)`: float32. `mask_floor`: replaces every smaller weight of a token."""
-        self.latents, self.embeddings = run.inputs.tensors(LATENTS), embedding_reader(run)
+        self.latents, self.embeddings = latent_reader(run), embedding_reader(run)
         self.mask_floor, self.noise = mask_floor, noise
 
     def prefetch(self, samples: Iterable[Sample]) -> None:
         coming = list(samples)
         beside = [each.latent_id for s in coming for each in s.crop.references]
         self.latents.ahead([*(s.crop.latent_id for s in coming), *beside])
-        self.embeddings.ahead([caption for s in coming for caption in (s.caption_id, s.class_id) if caption])
+        self.embeddings.ahead([caption for s in coming for caption in (s.caption_id, s.class_id, *s.crop.poles) if caption])
 
     def read(self, step: int, samples: list[Sample]) -> MicroBatch:
         latents, embeddings = self.latents, self.embeddings
@@ -149,6 +156,8 @@ class BatchReader:
         batch = MicroBatch(samples, x0_BCHW, noise_BCHW, *texts, token_weights(samples, self.mask_floor))
         shown = zip(*(s.crop.references for s in samples), strict=True)  # by place among the references, that of each sample
         batch.references = tuple(np.stack([latents.read(each.latent_id) for each in of_samples]) for of_samples in shown)
+        places = zip(*(s.crop.poles for s in samples), strict=True)
+        batch.poles = tuple(levelled([embeddings.read(each) for each in of_samples]) for of_samples in places)
         if any(s.class_id for s in samples):
             # A sample without a class caption has its own caption here, and weight 0.
             texts = levelled([embeddings.read(s.class_id or s.caption_id) for s in samples])
@@ -157,7 +166,7 @@ class BatchReader:
         return batch
 
 
-def levelled(texts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray | None]:
+def levelled(texts: Sequence[np.ndarray]) -> Texts:
     """Embeddings (T, J) as one array, the last row of the shorter ones repeated, and the rows of each; None if all are equal."""
     rows = [len(text) for text in texts]
     if len(set(rows)) == 1:

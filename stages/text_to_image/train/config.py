@@ -9,6 +9,7 @@ from typing import Literal
 from stages.settings import SEEDS, Section, runtime, selects, setting
 from stages.text_to_image.beneath import BeneathConfig
 from stages.text_to_image.length import AUTO, steps_of
+from stages.text_to_image.slider import SliderConfig
 from stages.tuner import config as tuner
 from stages.tuner.diffusion import Base, Shift, WeightName
 
@@ -181,6 +182,9 @@ class TrainConfig(tuner.TrainingConfig):
     mask: MaskConfig | None = setting(None, "train where the masks are white")  # noqa: RUF009
     preservation: PreservationConfig | None = setting(None, "keep the meaning of the class word")  # noqa: RUF009
     validation: ValidationConfig | None = setting(None, "images held out, to measure the run by")  # noqa: RUF009
+    slider: SliderConfig | None = setting(  # noqa: RUF009
+        None, "move along the difference of two prompts; trained without pictures", unrecorded=(None,)
+    )
     beneath: tuple[BeneathConfig, ...] = setting(
         (), "adapters that lie frozen beneath the trained one; by content part of the run", unrecorded=((),)
     )
@@ -193,6 +197,13 @@ class TrainConfig(tuner.TrainingConfig):
         "keep the weights as they are computed with, cast and packed, in weights/converted of the project: later loads read "
         "that file alone. It takes the packed size of the model on the disk",
     )
+
+    def check(self) -> None:
+        super().check()
+        pictured: dict[str, object] = {name: getattr(self, name) for name in ("mask", "preservation", "validation")}
+        pictured |= {"data.resolutions": self.data.resolutions, "data.repeats": self.data.repeats}
+        if self.slider and (name := next((name for name, value in pictured.items() if value), "")):
+            raise ValueError(f"{name} must be unset with [train.slider]: it is about pictures, and a slider is trained on none")
 
     @property
     def batch(self) -> int:

@@ -9,11 +9,13 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any
 
-from schemas.text_to_image import BUCKETS, CAPTIONS, EMBEDDINGS, IMAGES, LATENTS
-from stages.run import Run
+from schemas.text_to_image import BUCKETS, CAPTIONS, DRAWINGS, EMBEDDINGS, IMAGES, LATENTS
+from stages.hashing import text_sha256
+from stages.run import Run, TensorReader
 from stages.settings import nearest
 from stages.text_to_image.imaging.masks import composed
 from stages.text_to_image.imaging.usable import REFERENCE, usable_paths
+from stages.text_to_image.slider import NEUTRAL, SliderConfig
 from stages.text_to_image.train.config import DataConfig, TrainConfig, ValidationConfig
 from stages.tuner import draws
 
@@ -36,6 +38,7 @@ class Crop:
     weights: tuple[float, ...] = ()  # for each caption, how often it is drawn; empty: equally
     dropped: str = ""  # caption_id of what its dropped caption becomes; "": `Dataset.empty`
     of_class: bool = False  # a regularisation image
+    poles: tuple[str, ...] = ()  # caption_ids of a slider's positive and negative prompt
 
     @property
     def tokens(self) -> int:
@@ -87,12 +90,56 @@ class Dataset:
         pairs = [(crop.latent_id, crop.image_id, caption) for crop in crops for caption in crop.captions]
         pairs += [(crop.latent_id, crop.image_id, caption) for crop in crops for caption in crop.classes if caption]
         pairs += [(crop.latent_id, crop.image_id, crop.dropped) for crop in crops if crop.dropped]
+        pairs += [(crop.latent_id, crop.image_id, pole) for crop in crops for pole in crop.poles]
         # What replaces a dropped caption belongs to no crop.
         return [*pairs, ("", "", self.empty), *([("", "", self.empty_class)] if self.empty_class else [])]
 
 
 def load_dataset(run: Run[TrainConfig]) -> Dataset:
     """What [train] chooses to train on. Raises ValueError if nothing is left, or if a table lacks rows that the settings need."""
+    data = drawn_dataset(run, run.config.slider) if run.config.slider else pictured_dataset(run)
+    read = {caption for _, _, caption in data.pairs() if caption}
+    if lost := len(read - set(data.text_rows)):
+        raise ValueError(f"train: {lost} of {len(read)} captions have no embedding; run the stage embeddings")
+    return data
+
+
+def drawn_dataset(run: Run[TrainConfig], slider: SliderConfig) -> Dataset:
+    """The drawings of a slider's neutral prompts."""
+    if count := run.inputs.rows(IMAGES).num_rows:
+        raise ValueError(
+            f"[train.slider] is trained on the model's own drawings, not on pictures, of which there are {count}; set [images] "
+            "folder = []"
+        )
+    captions = run.inputs.rows(CAPTIONS).to_pylist()
+    texts = {row["caption_id"]: row["text"] for row in captions if row["role"] == NEUTRAL}
+    empty = next(row["caption_id"] for row in captions if row["role"] == "empty")
+    crops = [
+        Crop(
+            row["latent_id"],
+            row["image_id"],
+            row["width"],
+            row["height"],
+            (row["shape"][1], row["shape"][2]),
+            captions=(row["caption_id"],),
+            resolution=max(row["width"], row["height"]),
+            poles=tuple(map(text_sha256, slider.poles(texts[row["caption_id"]]))),
+        )
+        for row in sorted(run.inputs.rows(DRAWINGS).to_pylist(), key=lambda row: str(row["latent_id"]))
+    ]
+    return Dataset(tuple(crops), empty if run.config.caption_dropout else "", _text_rows(run))
+
+
+def latent_reader(run: Run[TrainConfig]) -> TensorReader:
+    """By the latent_id of a crop."""
+    return run.inputs.tensors(DRAWINGS if run.config.slider else LATENTS)
+
+
+def _text_rows(run: Run[TrainConfig]) -> dict[str, int]:
+    return {row["caption_id"]: row["shape"][0] for row in run.inputs.rows(EMBEDDINGS).to_pylist()}
+
+
+def pictured_dataset(run: Run[TrainConfig]) -> Dataset:
     config = run.config
     paths = usable_paths(run.inputs.rows(IMAGES))
     every = run.inputs.rows(IMAGES).to_pylist()
@@ -137,12 +184,7 @@ def load_dataset(run: Run[TrainConfig]) -> Dataset:
             held.append(crop)
     if not crops:
         raise ValueError(f"[train.validation]: all {len(aside)} images are held out; lower share, or name fewer paths")
-    text_rows = {row["caption_id"]: row["shape"][0] for row in run.inputs.rows(EMBEDDINGS).to_pylist()}
-    data = Dataset(tuple(crops), texts.empty, text_rows, tuple(held), texts.empty_class)
-    read = {caption for _, _, caption in data.pairs() if caption}
-    if lost := len(read - set(text_rows)):
-        raise ValueError(f"train: {lost} of {len(read)} captions have no embedding; run the stage embeddings")
-    return data
+    return Dataset(tuple(crops), texts.empty, _text_rows(run), tuple(held), texts.empty_class)
 
 
 def _latents(run: Run[Any], paths: Container[str], texts: Texts) -> list[Row]:

@@ -109,7 +109,7 @@ class ImageEstimator(Estimator[TrainConfig]):
         held = batch.held and self._trace(batch.held, min(batch.held.samples, c.measured_at_once)).forward_work
         # The sum of earlier gradients is live beside a micro-batch's own, until the optimizer takes it over: a step that sums
         # several has a second copy of the gradient.
-        several = c.accumulate > 1 or batch.shared or samples < batch.samples or c.preservation is not None
+        several = c.accumulate > 1 or batch.shared or samples < batch.samples or bool(c.preservation or c.slider)
         return self._trace(batch, samples, self.adapter if several else 0, held or 0)
 
     def _trace(self, batch: BatchShape, samples: int, summed: int = 0, validation: int = 0) -> Blocks:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from schemas.text_to_image import BUCKETS, CAPTIONS, EMBEDDINGS, IMAGES, LATENTS, TRAIN
+from schemas.text_to_image import BUCKETS, CAPTIONS, DRAWINGS, EMBEDDINGS, IMAGES, LATENTS, TRAIN
 from stages.hashing import file_sha256
 from stages.run import Run
 from stages.stage import Stage
@@ -62,6 +62,7 @@ def repair(run: Run[Any]) -> Iterator[str]:
 
 STAGE = Stage(
     reads=(LATENTS, EMBEDDINGS, BUCKETS, CAPTIONS, IMAGES),
+    optional=(DRAWINGS,),
     writes=TRAIN,
     config=TrainConfig,
     needs=("family", "transformer"),

@@ -16,18 +16,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.text_to_image import CAPTIONS, EMBEDDINGS, LATENTS, TRAIN
+from schemas.text_to_image import CAPTIONS, EMBEDDINGS, TRAIN
 from stages.models.family import Architecture, Family, Transformer
 from stages.models.weights import reading
 from stages.run import Run
 from stages.settings import several
 from stages.text_to_image.beneath import read_beneath
 from stages.text_to_image.caption_files import trigger_word
+from stages.text_to_image.slider import SliderConfig
 from stages.text_to_image.stored_embeddings import embedding_reader
 from stages.text_to_image.train import sound_start
 from stages.text_to_image.train.batches import BatchReader, HeldOutImages, MicroBatch, Sample, build_sampler
 from stages.text_to_image.train.config import LossConfig, PreservationConfig, TrainConfig
-from stages.text_to_image.train.data import Dataset, load_dataset
+from stages.text_to_image.train.data import Dataset, latent_reader, load_dataset
 from stages.text_to_image.train.memory import ImageEstimator, largest_batch
 from stages.text_to_image.weights import CONVERTED, STREAMED, load_transformer, meta_transformer
 from stages.tuner import diffusion
@@ -45,16 +46,25 @@ Loss = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True)
 class FlowMatching:
-    """The model learns the velocity, noise - clean; `preservation` adds a loss that keeps the base's predictions."""
+    """The model learns the velocity, noise - clean, or with a slider the base's prediction moved along a difference of prompts;
+    `preservation` adds a loss that keeps the base's predictions.
+    """
 
     architecture: Architecture
     loss: LossConfig
     preservation: PreservationConfig | None = None
+    slider: SliderConfig | None = None
     separable: bool = True  # a sample's loss depends on that sample alone, so a batch may be divided into micro-batches
 
     def terms(self, model: Transformer, batch: MicroBatch) -> Iterator[Term]:
         x_BLC, target_BLC = self.mix(batch)
-        yield Term(self.inputs(batch, x_BLC, batch.ctx_BTJ, batch.tokens_B), velocity_loss(batch, target_BLC, self.loss))
+        inputs, strength = self.inputs(batch, x_BLC, batch.ctx_BTJ, batch.tokens_B), batch.samples[0].strength
+        if self.slider:
+            neutral, positive, negative = (
+                predict_base(model, each) for each in (inputs, *(self.inputs(batch, x_BLC, *texts) for texts in batch.poles))
+            )
+            target_BLC = diffusion.moved(neutral, positive, negative, strength * self.slider.guidance)
+        yield Term(inputs, velocity_loss(batch, target_BLC, self.loss), strength=strength)
         if batch.class_BTJ is None or batch.class_B is None or self.preservation is None:
             return
         inputs = self.inputs(batch, x_BLC, batch.class_BTJ, batch.class_tokens_B)
@@ -131,7 +141,7 @@ class ImageTask:
 
     @property
     def objective(self) -> FlowMatching:
-        return FlowMatching(self.family.architecture, self.config.loss, self.config.preservation)
+        return FlowMatching(self.family.architecture, self.config.loss, self.config.preservation, self.config.slider)
 
     @property
     def schema(self) -> pa.Schema:
@@ -146,6 +156,8 @@ class ImageTask:
         found = {"family": self.family.name, "resolution": f"{largest}x{largest}"}
         if self.config.beneath:
             found["beneath"] = "; ".join(map(str, self.config.beneath))
+        if slider := self.config.slider:
+            found["slider"] = f"{slider.positive} | {slider.negative}"
         return found | {"trigger": trigger} if trigger else found
 
     def sizes(self, step: int) -> list[int]:
@@ -174,7 +186,7 @@ class ImageTask:
         }
 
     def warnings(self) -> Iterator[str]:
-        crops, latents, embeddings = self.data.crops, self.run.inputs.tensors(LATENTS), embedding_reader(self.run)
+        crops, latents, embeddings = self.data.crops, latent_reader(self.run), embedding_reader(self.run)
         yield from sound_start.check_latents(latents.read(crop.latent_id) for crop in crops[: sound_start.CROPS])
         captions = [crop.captions[0] for crop in crops[: sound_start.CAPTIONS]]
         rows = self.run.inputs.rows(EMBEDDINGS).select(["caption_id", "tokens"])
@@ -185,7 +197,8 @@ class ImageTask:
 
     @property
     def expected_loss(self) -> ExpectedLoss | None:
-        return sound_start.expected_loss(self.config.loss, self.family)
+        # A slider begins at its target's distance from the base, whatever the model knows.
+        return None if self.config.slider else sound_start.expected_loss(self.config.loss, self.family)
 
     def description(self) -> str:
         crops, held, order = self.data.crops, self.data.held, self.sampler.order

@@ -1,0 +1,122 @@
+"""Sliders: the authors' target at both signs, on drawings of the neutral prompts, and no trace in runs without one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from pipeline.project.recipe import recorded, settings_of
+from schemas.text_to_image import CAPTIONS, DRAWINGS, EMBEDDINGS, IMAGES
+from stages.hashing import text_sha256
+from stages.text_to_image.captions.stage import CaptionsConfig
+from stages.text_to_image.slider import SliderConfig
+from stages.text_to_image.train.config import TrainConfig, ValidationConfig
+from stages.text_to_image.train.stage import STAGE
+from stages.tuner.blockwise.backprop import predict_base
+from stages.tuner.diffusion import moved
+from tests.stages.text_to_image.train.runs import BASE, TEXT_ROWS, Run, rows_of, words
+
+SLIDER = SliderConfig("{caption}, old", "{caption}, young", ("a man", "a cat"), guidance=3.0)
+TEXTS = ["", *SLIDER.neutral, *(pole for text in SLIDER.neutral for pole in SLIDER.poles(text))]
+CONFIG = replace(BASE, slider=SLIDER, batch_size=4)
+
+
+def drawn():
+    """The tables of a slider: no picture, a drawing of each neutral prompt at two seeds."""
+    captions = [("neutral", text) for text in SLIDER.neutral] + [("empty", "")]
+    grid = (128, 4, 6)
+    drawings = [(text, seed, n) for n, (text, seed) in enumerate((text, seed) for text in SLIDER.neutral for seed in (0, 1))]
+    size = {"width": 96, "height": 64, "shape": list(grid)}
+    return {
+        "images": rows_of(IMAGES),
+        "captions": rows_of(
+            CAPTIONS, *({"role": role, "caption_id": text_sha256(text), "text": text} for role, text in captions)
+        ),
+        "embeddings": rows_of(
+            EMBEDDINGS,
+            *(
+                {"caption_id": text_sha256(text), "tokens": 3, "shape": [TEXT_ROWS, 24], "tensor": words((TEXT_ROWS, 24), n)}
+                for n, text in enumerate(TEXTS)
+            ),
+        ),
+        "drawings": rows_of(
+            DRAWINGS,
+            *(
+                {"latent_id": f"drawing{n}", "image_id": f"content{n}", "caption_id": text_sha256(text), "seed": seed}
+                | size
+                | {"tensor": words(grid, 50 + n)}
+                for text, seed, n in drawings
+            ),
+        ),
+    }
+
+
+def test_the_target_is_that_of_the_authors_code_at_both_signs():
+    torch = pytest.importorskip("torch")
+    draw = np.random.default_rng(0)
+    predicted, neutral, positive, unconditional = (draw.normal(size=(2, 6, 8)).astype(np.float32) for _ in range(4))
+    t = {"neutral": neutral, "positive": positive, "unconditional": unconditional}
+    t = {name: torch.from_numpy(value) for name, value in t.items()}
+    # PromptEmbedsPair of github.com/rohitgandikota/sliders, trainscripts/textsliders/prompt_util.py.
+    enhance = t["neutral"] + 4.0 * (t["positive"] - t["unconditional"])
+    erase = t["neutral"] - 4.0 * (t["positive"] - t["unconditional"])
+    for guidance, theirs in ((4.0, enhance), (-4.0, erase)):
+        ours = moved(*map(mx.array, (neutral, positive, unconditional)), guidance)
+        np.testing.assert_allclose(np.array(ours), theirs.numpy(), atol=1e-5)
+        loss = float(torch.nn.functional.mse_loss(torch.from_numpy(predicted), theirs))
+        assert float(mx.mean(mx.square(mx.array(predicted) - ours))) == pytest.approx(loss, abs=1e-5)
+
+
+def test_a_step_trains_both_signs_each_against_the_base_moved_its_way(transformer, tmp_path):
+    run = Run(tmp_path, transformer, CONFIG, drawn())
+    training, seen = run.training(), {}
+    for batch in run.micro_batches():
+        (term,) = training.objective.terms(training.model, batch)
+        texts = {sample.crop.captions[0]: sample.crop.poles for sample in batch.samples}
+        assert all(len(poles) == 2 for poles in texts.values())
+        x_BLC, _ = training.objective.mix(batch)
+        inputs = [dict(term.inputs), *(training.objective.inputs(batch, x_BLC, *each) for each in batch.poles)]
+        neutral, positive, negative = (predict_base(training.model, each) for each in inputs)
+        expected = neutral + term.strength * 3.0 * (positive - negative)
+        np.testing.assert_allclose(np.array(term.loss(expected)), 0, atol=1e-5)
+        assert float(mx.min(term.loss(neutral))) > 1e-3
+        seen[term.strength] = len(batch.samples)
+    assert seen == {1.0: 2, -1.0: 2}
+
+
+def test_at_strength_minus_1_the_adapter_gets_the_opposite_gradient(transformer, tmp_path):
+    run = Run(tmp_path, transformer, CONFIG, drawn())
+    training, batch = run.training(), run.micro_batches()[0]
+    (term,) = training.objective.terms(training.model, batch)
+    found = [training._loss_and_grads(batch, replace(term, strength=strength), training.adapter)[1] for strength in (1.0, -1.0)]
+    largest = max(float(mx.abs(value).max()) for value in found[0].values())
+    for key, value in found[0].items():  # B is zero, so the prediction is the same at both
+        np.testing.assert_allclose(np.array(value), -np.array(found[1][key]), atol=1e-6 * largest)
+    run.go()
+    header = mx.load(str(tmp_path / "artifacts/adapter.safetensors"), return_metadata=True)[1]
+    assert header["slider"] == "{caption}, old | {caption}, young"
+
+
+def test_without_a_slider_no_recipe_knows_of_it_and_with_one_the_run_depends_on_drawings_and_prompts(transformer, tmp_path):
+    for config in (TrainConfig(), CaptionsConfig()):
+        assert "slider" not in recorded(config)
+    assert settings_of(CONFIG)["slider"]["positive"] == "{caption}, old"
+    read = {(row["latent_id"], row["image_id"], row["caption_id"]) for row in snapshot(tmp_path, transformer)}
+    assert ("drawing0", "content0", text_sha256("a man, young")) in read and ("", "", text_sha256("")) in read
+
+
+def snapshot(folder, transformer):
+    return STAGE.snapshot(Run(folder, transformer, CONFIG, drawn()).context()).to_pylist()
+
+
+def test_a_slider_beside_pictures_is_refused_and_so_is_what_needs_them(transformer, tmp_path):
+    tables = drawn() | {"images": rows_of(IMAGES, {"path": "a.png", "image_id": "a"})}
+    with pytest.raises(ValueError, match=r"not on pictures, of which there are 1; set \[images\] folder = \[\]"):
+        Run(tmp_path, transformer, CONFIG, tables).go()
+    with pytest.raises(ValueError, match=r"validation must be unset with \[train.slider\]"):
+        replace(CONFIG, validation=ValidationConfig())
+    with pytest.raises(ValueError, match="negative must be another prompt than positive"):
+        SliderConfig("old", "old", ("a",))
