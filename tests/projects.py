@@ -17,8 +17,10 @@ import pytest
 from PIL import Image
 
 from pipeline import cli, runner
+from pipeline.commands.init import new_project
 from pipeline.commands.plan import make_plan
 from pipeline.project.config import Overrides
+from pipeline.project.edit import edited
 from pipeline.project.outlook import Need, needs, outlook
 from pipeline.project.project import Project
 from pipeline.runner import Outcome
@@ -91,6 +93,21 @@ def make(folder: Path, weights: Path, images: int = 4, family: str = "tiny") -> 
     for number in range(images):
         add_image(folder, f"picture{number}.png", seed=number, size=SIZES[number % len(SIZES)])
     (folder / "project.toml").write_text(CONFIG.format(weights=weights, family=family))
+    return folder
+
+
+SLIDER = {"preset": "slider", "positive": "{caption}, old", "negative": "{caption}, young", "neutral": "a man; a cat"}
+
+
+def make_slider(folder: Path, weights: Path) -> Path:
+    """A project that trains a slider, small enough for a test; it has no images."""
+    new_project(folder, {**SLIDER, "family": "tiny", "weights": str(weights)})
+    small = {"embeddings.precision": "float32", "train.precision": "float32", "train.steps": 2, "train.lr": 0.1}
+    small |= {"train.checkpoint_every": 2, "drawings.seeds": [0]}
+    drawn = {"precision": "float32", "width": 64, "height": 64, "steps": 2}
+    small |= {f"{section}.{key}": value for section in ("drawings", "samples") for key, value in drawn.items()}
+    file = folder / "project.toml"
+    file.write_text(edited(file.read_text(), small))
     return folder
 
 

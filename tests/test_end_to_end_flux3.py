@@ -13,8 +13,9 @@ from pipeline.project.project import Project
 from stages.models import sampling
 from stages.models.text.encoder import widen
 from stages.text_to_image.families import family
+from stages.text_to_image.sampler import Adapters, load_sampler
 from stages.text_to_image.samples.config import SamplesConfig
-from stages.text_to_image.samples.drawing import Adapters, encode_image, load_sampler, read_reference
+from stages.text_to_image.samples.drawing import encode_image, read_reference
 from tests import projects
 from tests.stages.models.flux3.test_transformer import given, ours, prepared, random_reference, theirs, windows
 from tests.test_end_to_end import floats

@@ -25,7 +25,6 @@ from tests.stages.retrieval.project import make as make_retrieval
 from tests.toy.project import make as make_toy
 from tests.vision_language import write_model
 
-
 # Without [train.slider], its prompts are drawn, and the pictures are trained on.
 SLIDER = """[captions.slider]
 positive = "{caption}, old"

@@ -10,7 +10,7 @@ STAGES = (
 PIPELINE = Pipeline(
     name="text_to_image",
     doc="a folder of images becomes a LoRA of FLUX.2, FLUX 3 or Z-Image",
-    stages={name: f"stages.text_to_image.{name}" for name in STAGES} | {"drawings": "stages.text_to_image.samples.drawings"},
+    stages={name: f"stages.text_to_image.{name}" for name in STAGES},
     resources={
         "image_folder": Folder("images", "paths"),
         "family": FamilyRecord(),

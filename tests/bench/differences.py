@@ -69,8 +69,8 @@ def pictures(name: str = "micro") -> Iterator[dict[str, Any]]:
     import mlx.core as mx
 
     from stages.text_to_image.families import family
+    from stages.text_to_image.sampler import Adapters, load_sampler
     from stages.text_to_image.samples.config import SamplesConfig
-    from stages.text_to_image.samples.drawing import Adapters, load_sampler
 
     record = family(name)
     folder, load = Path(record.bundled), record.architecture
@@ -95,8 +95,8 @@ def embeddings_of_8_bits(name: str = "micro") -> Iterator[dict[str, Any]]:
 
     from stages.models.text.encoder import widen
     from stages.text_to_image.families import family
+    from stages.text_to_image.sampler import Adapters, load_sampler
     from stages.text_to_image.samples.config import SamplesConfig
-    from stages.text_to_image.samples.drawing import Adapters, load_sampler
     from stages.text_to_image.stored_embeddings import pack, unpack
 
     record, states = family(name), len(family(name).text_layers)

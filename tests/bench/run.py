@@ -157,8 +157,8 @@ def measure_drawing(case: Case) -> dict[str, Any]:
     import mlx.core as mx
 
     from stages.text_to_image.families import family
+    from stages.text_to_image.sampler import drawing_memory
     from stages.text_to_image.samples.config import SamplesConfig
-    from stages.text_to_image.samples.memory import drawing_memory
     from stages.text_to_image.train.profile import profile_settings, random_transformer
     from stages.tuner.blockwise.backprop import model_forward
     from stages.tuner.blockwise.device import configure_scheduler
@@ -189,9 +189,9 @@ def measure_preview(case: Case) -> dict[str, Any]:
     import mlx.core as mx
 
     from stages.text_to_image.families import family
+    from stages.text_to_image.sampler import LatentSampler, drawing_memory, passes
     from stages.text_to_image.samples.config import SamplesConfig
-    from stages.text_to_image.samples.drawing import LatentSampler, decode
-    from stages.text_to_image.samples.memory import drawing_memory, passes
+    from stages.text_to_image.samples.drawing import decode
     from stages.text_to_image.train.profile import profile_settings, random_transformer
     from stages.tuner.blockwise.backprop import model_forward
     from stages.tuner.blockwise.device import configure_scheduler

@@ -14,8 +14,8 @@ from stages.models import autoencoder
 from stages.text_to_image.embeddings.config import EmbeddingsConfig
 from stages.text_to_image.embeddings.memory import encoder_memory
 from stages.text_to_image.families import family
+from stages.text_to_image.sampler import drawing_memory
 from stages.text_to_image.samples.config import SamplesConfig
-from stages.text_to_image.samples.memory import drawing_memory
 from stages.text_to_image.train.memory import BatchShape, ImageEstimator
 from tests.bench.cases import Case
 from tests.bench.labels import configuration, name, size

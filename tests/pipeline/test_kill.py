@@ -41,6 +41,20 @@ def test_a_stage_killed_before_any_fsync_ends_where_an_unbroken_run_ends(
     assert artifacts(folder, stage_name) == artifacts(reference, stage_name)
 
 
+@pytest.mark.slow
+@pytest.mark.proof("a stage that is killed ends where an unbroken run ends")
+def test_drawings_killed_before_any_fsync_end_where_an_unbroken_run_ends(
+    tiny_weights: Path, tmp_path: Path, cases: Callable[[int, int], int]
+):
+    folder = projects.make_slider(tmp_path / "project", tiny_weights)
+    projects.latentmill(folder, "run", "embeddings")
+    syncs = count_syncs(functools.partial(projects.latentmill, folder, "run", "drawings", "--only"))
+    expected = projects.content(folder, "drawings")
+    assert expected.num_rows == 2
+    rebuild_under_kills(folder, "drawings", syncs, cases(1, 20))
+    assert projects.content(folder, "drawings") == expected
+
+
 def artifacts(folder: Path, stage_name: str) -> dict[str, bytes]:
     """The bytes of a stage's artifacts by name; empty for a checkpoint's copy of its rows, which holds clock times."""
     root = Project(folder).current(stage_name).folder / "artifacts"

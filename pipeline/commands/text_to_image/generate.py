@@ -147,7 +147,8 @@ def generate(project: Project, wish: Wish, console: Quiet) -> Iterator[Path]:
         stored = set(writer.stored["picture_id"].to_pylist())
         absent = [row for row in rows if not (artifacts / row["path"]).is_file() or row["picture_id"] not in stored]
         if absent:
-            from stages.text_to_image.samples.drawing import Adapters, Picture, draw_pictures, latent_path, save_png
+            from stages.text_to_image.sampler import Adapters
+            from stages.text_to_image.samples.drawing import Picture, draw_pictures, latent_path, save_png
 
             prompts = several(len({row["prompt"] for row in absent}), "prompt")
             console.say(f"{several(len(absent), 'picture')} of {prompts}, {drawn_with(project, adapters)}")
@@ -342,7 +343,8 @@ class Adapter:
         instead of that of [samples], such as the distilled twin, with its own steps and guidance. Raises ValueError if a size
         is not a multiple of 16 or a value is out of bounds.
         """
-        from stages.text_to_image.samples.drawing import Adapters, Picture, draw_pictures
+        from stages.text_to_image.sampler import Adapters
+        from stages.text_to_image.samples.drawing import Picture, draw_pictures
 
         project, report = drawn_by(self.project, family), Report()
         given = {"width": width, "height": height, "steps": steps, "guidance": guidance}

@@ -70,9 +70,9 @@ def about_previews(project: Project) -> Iterator[str]:
 
 
 def passes(config: SamplesConfig, family: Family) -> int:
-    from stages.text_to_image.samples import memory
+    from stages.text_to_image import sampler
 
-    return (family.sampling_steps if config.steps is None else config.steps) * memory.passes(config, family)
+    return (family.sampling_steps if config.steps is None else config.steps) * sampler.passes(config, family)
 
 
 def seconds_of_pass(project: Project) -> float:

@@ -1,89 +1,14 @@
-"""The settings of the stages `samples` and `drawings`."""
+"""The settings of the stage `samples`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
-from stages.settings import SEEDS, Section, runtime, selects, setting
+from stages.settings import runtime, selects, setting
 from stages.text_to_image.beneath import BeneathConfig
 from stages.text_to_image.imaging.decode import BACKGROUND, parse_colour
-from stages.tuner.weights import BITS, Bits
-
-MULTIPLE = 16  # pixels: widths and heights are multiples of this
-
-
-@dataclass(frozen=True)
-class DrawingConfig(Section):
-    """How a model draws: for previews, and for the drawings that a slider is trained on."""
-
-    width: int = selects(
-        768,
-        "width of a preview, pixels, a multiple of 16; 768 is the larger default training resolution",
-        unit="pixels",
-        bounds=(16, 4096),
-    )
-    height: int = selects(768, "height of a preview, pixels, a multiple of 16", unit="pixels", bounds=(16, 4096))
-    seeds: tuple[int, ...] = selects(
-        (0,), "seeds of the starting noise; each gives one preview per prompt and checkpoint", unit="numbers", bounds=SEEDS
-    )
-    family: str = setting(
-        "",
-        "the model that draws: the distilled twin of the project's family needs few steps and no guidance, such as klein-4b for "
-        "klein-base-4b; empty: the project's family",
-        unrecorded=("",),
-    )
-    weights: str = selects(
-        "", "where the transformer of `family` lies: a folder, a file or a hub id; empty: the family's own", path=True
-    )
-    steps: int | None = setting(None, "denoising steps; by default the family's number", unit="steps", bounds=(1, 1000))
-    guidance: float | None = setting(
-        None,
-        "guidance scale, how strongly the prompt is followed; by default the family's value",
-        unit="factor",
-        bounds=(0.0, 100.0),
-    )
-    precision: Literal["bfloat16", "float32"] = setting(
-        "bfloat16", "dtype that the transformer computes in: bfloat16, or float32 on a CPU"
-    )
-    base_bits: Bits | None = setting(  # noqa: RUF009
-        None,
-        "bits of a weight of the base's blocks: 16, 8 or 4; by default those of [train], with which the adapter was trained",
-        unit="bits",
-        unrecorded=(None, 16),
-        follows="train.base_bits",
-    )
-    base_bits_for: Mapping[str, int] | None = setting(
-        None,
-        "other bits, 16, 8 or 4, by pattern, the longest that matches; by default those of [train], unless base_bits is set here",
-        unit="bits",
-        unrecorded=(None, {}),
-        follows="train.base_bits_for",
-        unless="base_bits",
-    )
-    stream_blocks: bool = runtime(
-        False, "keep the weights of the base's blocks on disk and read each block when it is needed; the same pictures"
-    )
-
-    def check(self) -> None:
-        for name in ("width", "height"):
-            value = getattr(self, name)
-            if value < MULTIPLE or value % MULTIPLE:
-                near = max(1, round(value / MULTIPLE)) * MULTIPLE
-                raise ValueError(f"{name} must be a multiple of {MULTIPLE}, such as {near}, got {value}")
-        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds must be different whole numbers >= 0, like [0, 1], got {list(self.seeds)}")
-        for pattern, bits in (self.base_bits_for or {}).items():
-            if bits not in BITS:
-                raise ValueError(f"base_bits_for must give 16, 8 or 4 bits, got {bits} for {pattern!r}")
-
-
-@dataclass(frozen=True)
-class DrawingsConfig(DrawingConfig):
-    seeds: tuple[int, ...] = selects(
-        (0, 1, 2, 3), "seeds of the starting noise; each gives one drawing per neutral prompt", unit="numbers", bounds=SEEDS
-    )
+from stages.text_to_image.sampler import DrawingConfig
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import hashlib
 import io
 import math
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,19 +18,15 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from schemas.text_to_image import SAMPLES
-from stages.models.adapters import linear_name
-from stages.models.family import Autoencoder, Family, Transformer
+from stages.models.family import Autoencoder
 from stages.models.weights import reading
 from stages.run import Run
 from stages.text_to_image.beneath import drawn_of, read_beneath
 from stages.text_to_image.imaging.decode import BACKGROUND, CEILING_BYTES, ImageError, open_image
-from stages.text_to_image.samples.config import MULTIPLE, DrawingConfig, SamplesConfig
-from stages.text_to_image.samples.memory import drawing_memory, passes
-from stages.text_to_image.weights import CONVERTED, STREAMED, load_transformer, meta_transformer
+from stages.text_to_image.sampler import MULTIPLE, Adapters, LatentSampler, load_sampler, passes
+from stages.text_to_image.samples.config import SamplesConfig
+from stages.text_to_image.weights import CONVERTED, STREAMED, meta_transformer
 from stages.tuner import checkpoint
-from stages.tuner.adapters.combine import Part, join, weighted
-from stages.tuner.adapters.lora import check_fits
-from stages.tuner.blockwise.backprop import BlockwiseForward, model_forward
 from stages.tuner.blockwise.device import configure_scheduler, live_memory_limit
 from stages.untrusted import read_bytes
 
@@ -56,14 +52,6 @@ class Drawn:
     image: Image.Image
     seconds: float  # of denoising, perhaps in an earlier run
     decoding: float  # seconds
-
-
-@dataclass(frozen=True)
-class Adapters:
-    label: str  # in error messages, such as "samples: step 500"
-    adapter_id: str = ""  # sha256 of the files; "": the base alone
-    # (adapter, strength), whose changes are added; several must be plain LoRAs. Called once a picture is to be drawn.
-    files: Callable[[], Sequence[tuple[Path, float]]] = tuple
 
 
 def draw_pictures(
@@ -173,122 +161,6 @@ def save_png(path: Path, image: Image.Image, metadata: Mapping[str, Any]) -> Non
     for key, value in metadata.items():
         info.add_itxt(key, str(value))
     image.save(path, format="PNG", pnginfo=info)
-
-
-# The transformer
-
-
-@dataclass(frozen=True)
-class LatentSampler:
-    label: str  # in error messages, such as "step 500"
-    family: Family
-    model: Transformer
-    predict: BlockwiseForward  # of `model` with its adapters
-    steps: int  # denoising steps
-    guidance: float
-    negative: mx.array | None  # embedding of the empty prompt, (1, T, J); None: one forward pass per step instead of two
-
-    def draw(
-        self,
-        text_1TJ: mx.array,
-        seed: int,
-        width: int,
-        height: int,
-        stop_after: Callable[[], bool] = lambda: False,
-        references: Sequence[mx.array] = (),
-    ) -> mx.array | None:
-        """A float32 latent (1, channels, height / 16, width / 16); None if `stop_after()` ended it before the last step.
-
-        `text_1TJ`: embedding of the prompt. `references`: latents (1, channels, rows, columns). ValueError if not finite.
-        """
-        latents = self.family.architecture.draw(
-            self.model,
-            text_1TJ,
-            height,
-            width,
-            seed=seed,
-            steps=self.steps,
-            guidance=self.guidance,
-            negative_1TJ=self.negative,
-            predict=self.predict,
-            references=references,
-        )
-        latent_1Chw = mx.zeros(0)
-        for step, latent_1Chw in enumerate(latents, 1):  # noqa: B007  (the last one is the image's)
-            if stop_after() and step < self.steps:
-                return None
-        if not mx.all(mx.isfinite(latent_1Chw)).item():
-            raise ValueError(f"{self.label} draws values that are not finite; choose another checkpoint, or lower [train] lr")
-        return latent_1Chw
-
-
-def load_sampler(
-    adapters: Adapters,
-    transformer: Path,
-    family: Family,
-    config: DrawingConfig,
-    read_negative: Callable[[], mx.array],
-    references: Sequence[mx.array] = (),
-    folder: Path | None = None,
-    copies: Path | None = None,
-    say: Callable[[str], None] = lambda line: None,
-    beneath: Sequence[Part] = (),
-    strength_for: Mapping[str, float] | None = None,
-) -> LatentSampler:
-    """Load the transformer once, a converted copy in `copies` preferred. Raises ValueError if an adapter does not fit.
-    `beneath`: adapters that are merged into its weights.
-    `read_negative`: called only if a step takes two passes. `references`: the largest to be drawn with, for the memory limit.
-    """
-    model = meta_transformer(transformer, family)
-    parts = read_adapters(adapters, family, model, strength_for)  # before the transformer is loaded
-    if not references:
-        family = family.without_references()
-        present = meta_transformer(transformer, family).linears()
-        parts = [part_of(part, present) for part in parts]
-    dtype: mx.Dtype = getattr(mx, config.precision)
-    held = dtype.size * sum(array.size for arrays, _, _ in parts for array in arrays.values())
-    shown, both = [(each.shape[2], each.shape[3]) for each in references], passes(config, family)
-    size = (config.width, config.height)
-    memory = drawing_memory(family, transformer, config, config.precision, size, both, held, shown)
-    model = load_transformer(transformer, family, dtype, config, folder=folder, copies=copies, say=say, beneath=beneath)
-    predict = adapted_forward(model, parts)
-    predict.live_bytes = memory.live  # while so many are in use, MLX starts no further operation
-    steps = family.sampling_steps if config.steps is None else config.steps
-    guidance = family.guidance if config.guidance is None else config.guidance
-    return LatentSampler(adapters.label, family, model, predict, steps, guidance, read_negative() if both > 1 else None)
-
-
-def read_adapters(
-    adapters: Adapters, family: Family, model: Transformer, strength_for: Mapping[str, float] | None = None
-) -> list[Part]:
-    """Raises ValueError with the file and a part of it that does not fit `model`, whose weights are not read."""
-    parts: list[Part] = []
-    for file, strength in adapters.files():
-        try:
-            arrays, scales = family.architecture.read_adapter(file)
-            check_fits(model.linears(), arrays, scales)
-        except ValueError as error:
-            raise ValueError(f"{adapters.label}: {file} does not fit {family.name}: {error}") from None
-        try:
-            arrays, scales = weighted(arrays, scales, strength_for)
-        except ValueError as error:
-            raise ValueError(f"samples.strength_for: {error}") from None
-        parts.append((arrays, scales, strength))
-    return parts
-
-
-def part_of(part: Part, linears: Container[str]) -> Part:
-    """What an adapter changes of `linears`."""
-    arrays, scales, strength = part
-    own = {key: value for key, value in arrays.items() if linear_name(key) in linears}
-    return own, {name: scale for name, scale in scales.items() if name in linears}, strength
-
-
-def adapted_forward(model: Transformer, parts: Sequence[Part]) -> BlockwiseForward:
-    if len(parts) == 1:
-        ((arrays, scales, strength),) = parts
-        return model_forward(model, (dict(arrays), dict(scales)), strength)
-    return model_forward(model, join(parts) if parts else None)
 
 
 # References: images that a picture starts from

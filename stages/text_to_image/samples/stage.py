@@ -20,8 +20,9 @@ from stages.stage import Stage
 from stages.text_to_image.beneath import content_of, drawn_of, files_of
 from stages.text_to_image.caption_files import trigger_word
 from stages.text_to_image.imaging.decode import BACKGROUND
+from stages.text_to_image.sampler import Adapters
 from stages.text_to_image.samples.config import SamplesConfig
-from stages.text_to_image.samples.drawing import LATENTS, Adapters, Picture, draw_pictures, reference_id, save_png
+from stages.text_to_image.samples.drawing import LATENTS, Picture, draw_pictures, reference_id, save_png
 from stages.text_to_image.samples.grid import write_grid
 from stages.text_to_image.samples.memory import forecast
 from stages.text_to_image.stored_embeddings import read_embedding

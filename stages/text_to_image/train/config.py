@@ -200,10 +200,10 @@ class TrainConfig(tuner.TrainingConfig):
 
     def check(self) -> None:
         super().check()
-        pictured: dict[str, object] = {name: getattr(self, name) for name in ("mask", "preservation", "validation")}
-        pictured |= {"data.resolutions": self.data.resolutions, "data.repeats": self.data.repeats}
-        if self.slider and (name := next((name for name, value in pictured.items() if value), "")):
-            raise ValueError(f"{name} must be unset with [train.slider]: it is about pictures, and a slider is trained on none")
+        named = [name for name in ("mask", "preservation", "validation") if getattr(self, name)]
+        named += ["data: resolutions and repeats"] if self.data.resolutions or self.data.repeats else []
+        if self.slider and named:
+            raise ValueError(f"{named[0]} must be unset with [train.slider]: it is about pictures, of which a slider has none")
 
     @property
     def batch(self) -> int:

@@ -24,7 +24,8 @@ from stages.models.folders import read_config
 from stages.models.text.decoder import Qwen3Config
 from stages.models.text.encoder import TextEncoder, widen
 from stages.text_to_image.families import family
-from stages.text_to_image.samples.drawing import Adapters, adapted_forward, cut_reference, encode_image, read_adapters
+from stages.text_to_image.sampler import Adapters, adapted_forward, read_adapters
+from stages.text_to_image.samples.drawing import cut_reference, encode_image
 from stages.tuner import checkpoint
 from stages.tuner.adapters.targets import fresh_adapter, select_targets
 

@@ -124,9 +124,9 @@ def test_an_override_is_parsed_like_the_file(tmp_path):
         (
             "steps=7",
             "--set steps=7: an override must be section.key=value, such as --set train.steps=500; "
-            "did you mean train.steps or samples.steps?",
+            "did you mean train.steps or samples.steps or drawings.steps?",
         ),
-        ("epochs=7", "; did you mean train.steps or samples.steps?"),
+        ("epochs=7", "; did you mean train.steps or samples.steps or drawings.steps?"),
         ("rank=7", "; did you mean train.rank?"),
         ("train.steps", "--set train.steps: an override must be section.key=value"),
         ("train.=3", "--set train.=3: an override must be section.key=value"),

@@ -9,8 +9,8 @@ import pytest
 
 from stages.models.family import FOLDERS, twin
 from stages.text_to_image.families import FAMILIES, family
+from stages.text_to_image.sampler import passes
 from stages.text_to_image.samples.config import SamplesConfig
-from stages.text_to_image.samples.memory import passes
 from stages.text_to_image.weights import meta_transformer
 
 ROOT = Path(__file__).parents[3]

@@ -19,8 +19,8 @@ from stages.models.flux2.random_weights import weight
 from stages.text_to_image import PIPELINE
 from stages.text_to_image.families import family, transformer_sizes
 from stages.text_to_image.memory import caption_rows, text_rows
+from stages.text_to_image.sampler import drawing_memory
 from stages.text_to_image.samples.config import SamplesConfig
-from stages.text_to_image.samples.memory import drawing_memory
 from stages.text_to_image.train.memory import BatchShape, ImageEstimator
 from stages.text_to_image.train.profile import profile_settings, random_batch, random_training, random_transformer
 from stages.tuner.blockwise.backprop import model_forward

@@ -14,8 +14,8 @@ import pytest
 
 from stages.models import weights
 from stages.text_to_image.families import family
+from stages.text_to_image.sampler import Adapters, load_sampler
 from stages.text_to_image.samples.config import SamplesConfig
-from stages.text_to_image.samples.drawing import Adapters, load_sampler
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.weights import load_transformer
 

@@ -235,7 +235,7 @@ def test_a_picture_is_committed_as_soon_as_it_is_decoded(built, monkeypatch):
 
 def test_pictures_that_need_more_memory_than_there_is_are_refused_before_anything_is_loaded(built, monkeypatch):
     monkeypatch.setattr("stages.tuner.blockwise.device.memory_budget", lambda *given: 1000)
-    monkeypatch.setattr("stages.text_to_image.samples.drawing.load_transformer", None)
+    monkeypatch.setattr("stages.text_to_image.sampler.load_transformer", None)
     with pytest.raises(ValueError, match=r"generate needs about .* GB of memory, more than"):
         list(generate.generate(Project(built), wish(width=48), projects.Silent()))
     with pytest.raises(ValueError, match=r"generate needs about .* GB of memory, more than"):

@@ -16,7 +16,7 @@ from schemas.text_to_image import TRAIN
 from stages.models import sampling
 from stages.models.flux2.load import load_flux2
 from stages.models.flux2.transformer import Flux2, inputs
-from stages.text_to_image.samples.drawing import Adapters, adapted_forward, read_adapters
+from stages.text_to_image.sampler import Adapters, adapted_forward, read_adapters
 from stages.text_to_image.samples.stage import STAGE, sample_sources
 from stages.tuner import checkpoint
 from stages.tuner.adapters import lora

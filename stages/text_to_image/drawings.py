@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -12,18 +13,60 @@ import numpy as np
 import pyarrow as pa
 
 from schemas.text_to_image import CAPTIONS, DRAWINGS, EMBEDDINGS
+from stages.memory import Forecast, Memory, Outlook, Settings, cheapest
 from stages.models.weights import reading
 from stages.run import Run
+from stages.settings import SEEDS, selects
 from stages.stage import Stage
-from stages.text_to_image.samples.config import DrawingsConfig
-from stages.text_to_image.samples.drawing import Adapters, LatentSampler, load_sampler
-from stages.text_to_image.samples.memory import forecast_drawings
+from stages.text_to_image.memory import text_rows
+from stages.text_to_image.sampler import Adapters, DrawingConfig, LatentSampler, cheaper, drawing_memory, load_sampler, passes
 from stages.text_to_image.slider import NEUTRAL
 from stages.text_to_image.stored_embeddings import read_embedding
 from stages.text_to_image.weights import CONVERTED, STREAMED
 from stages.tuner.blockwise.device import configure_scheduler
 
 WANTED = ("latent_id", "caption_id", "seed", "width", "height")
+
+
+@dataclass(frozen=True)
+class DrawingsConfig(DrawingConfig):
+    seeds: tuple[int, ...] = selects(
+        (0, 1, 2, 3), "seeds of the starting noise; each gives one drawing per neutral prompt", unit="numbers", bounds=SEEDS
+    )
+
+
+def forecast(outlook: Outlook) -> Forecast | None:
+    """None without a slider."""
+
+    def found(outlook: Outlook) -> Memory:
+        config: DrawingsConfig = outlook.sections["drawings"]
+        family, weights, size = outlook.family.without_references(), outlook.weights("transformer"), (config.width, config.height)
+        both, rows = passes(config, family), text_rows(outlook)
+        return drawing_memory(family, weights, config, config.precision, size, both, rows=rows)
+
+    config: DrawingsConfig = outlook.sections["drawings"]
+    slider, memory = outlook.sections["captions"].slider, found(outlook)
+    if slider is None:
+        return None
+    architecture = outlook.family.architecture
+    channels = architecture.transformer_config(outlook.weights("transformer"), outlook.family).latent_channels
+    tokens = config.width * config.height // architecture.pixels_per_token**2
+
+    def peak(settings: Settings) -> int:
+        return found(outlook.changed(settings)).footprint
+
+    return Forecast(
+        memory.footprint,
+        row_bytes=2 * channels * tokens,
+        rows=len(slider.neutral) * len(config.seeds),
+        file_bytes=memory.on_disk,
+        how=f"{config.width} x {config.height} px, {config.base_bits or 16} bits",
+        remedy=cheapest(peak, outlook.budget, cheaper(config, outlook.family, "drawings"))
+        if memory.footprint > outlook.budget
+        else None,
+        arrays=memory.peak,
+        size=(config.width, config.height),
+    )
 
 
 def wanted_drawings(run: Run[DrawingsConfig]) -> pa.Table:
@@ -84,6 +127,6 @@ STAGE = Stage(
     drawn_by=("family", "transformer"),
     wants=wanted_drawings,
     run=draw_latents,
-    forecast=forecast_drawings,
+    forecast=forecast,
     opens=lambda run: iter(()),
 )
