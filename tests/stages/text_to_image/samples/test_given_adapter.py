@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from stages.models.flux2.architecture import FLUX2
-from stages.text_to_image.samples import drawing
+from stages.text_to_image import sampler
 from stages.text_to_image.samples.stage import STAGE, sample_sources
 from tests import harness
 from tests.stages.text_to_image.samples.previews import CONFIG, context, pixels
@@ -132,7 +132,7 @@ def test_a_given_adapter_that_does_not_fit_is_one_line_before_the_transformer_is
 ) -> None:
     rename, named = WRONG[kind]
     file = write(tmp_path, "kohya and musubi", rename)
-    monkeypatch.setattr(drawing, "load_transformer", None)
+    monkeypatch.setattr(sampler, "load_transformer", None)
     config = replace(CONFIG, base=False, checkpoints=(), adapter=str(file))
     with pytest.raises(ValueError, match=r"samples\.adapter: .* does not fit tiny: ") as caught:
         harness.run(STAGE, context(root, tmp_path / "run", config))
