@@ -105,8 +105,8 @@ class UnitInputs:
 
         own = schema.name == self.stage.name
         folder = self.unit.artifacts.parent if own else self.unit.inputs[schema.name].folder
-        checksums, own_name = Checksums(folder), f"artifacts/{name}"
-        return not any(checksums.damage(each) for each in [own_name, *checksums.below(own_name)])
+        checksums, artifact = Checksums(folder), f"artifacts/{name}"
+        return not any(checksums.damage(each) for each in checksums.below(artifact) or [artifact])
 
     def _input(self, schema: TableSchema) -> Input:
         assert schema in (*self.stage.reads, *self.stage.optional), f"{self.stage.name} does not say that it reads {schema.name}"

@@ -12,7 +12,7 @@ import pytest
 from pipeline.api import Project
 from pipeline.project.tables import Table
 from stages.retrieval.index import Searcher, choose_encoder, in_order, read_pooled
-from stages.retrieval.search import codes
+from stages.retrieval.search import codes, lexical
 from stages.retrieval.search.maxsim import pool
 from tests import projects
 from tests.stages.retrieval.project import rows, run
@@ -75,7 +75,9 @@ def test_hybrid_search_with_weight_zero_begins_as_lexical_and_with_one_needs_no_
     assert words == {0.0}
 
 
-def test_words_of_a_docstring_are_found_and_an_edited_docstring_is_taken_up(indexed, tmp_path):
+def test_words_of_a_docstring_are_found_and_an_edited_one_is_taken_up_without_building_all_words_again(
+    indexed, tmp_path, monkeypatch
+):
     folder = tmp_path / "project"
     shutil.copytree(indexed, folder, symlinks=True)
     file = folder / "code" / "flat" / "words.py"
@@ -83,6 +85,8 @@ def test_words_of_a_docstring_are_found_and_an_edited_docstring_is_taken_up(inde
     assert searcher(folder).search("zebra", "lexical") == []
     # Neither its first sentence nor a line of code is another one.
     file.write_text(text.replace("values: the words.", "values: zebras", 1))
+    monkeypatch.setattr(lexical, "STALE", 1.0)
+    monkeypatch.delattr(lexical, "build")
     run(folder, "sources", "units", "pairs", "tokens", "vectors", "index")
     assert [answer.row["qualified_name"] for answer in searcher(folder).search("zebra", "lexical")] == ["count_words"]
 
