@@ -116,9 +116,10 @@ def run(
         if stage.finish:
             commit(stage.finish(run), stage, writer)
             run.output.stored = writer.stored
-        if missing(wanted, writer.stored).num_rows:
-            wanted = stage.wants(run)  # fewer rows now, if early stopping has ended a training run
         absent = missing(wanted, writer.stored)
+        if absent.num_rows:
+            wanted = stage.wants(run)  # fewer rows now, if early stopping has ended a training run
+            absent = missing(wanted, writer.stored)
         written, left, undone = writer.rows_written, absent.num_rows, counted(stage, absent)
         done = max(0, counted(stage, run.output.pending) - undone)
         saved = f"{amount(stage, done)} done and saved, {undone} to do. Run the same command to go on."

@@ -78,14 +78,17 @@ def column(
     measured: bool = False,
     default: str = "",
     unrecorded: bool = False,
+    packed: bool = True,
 ) -> pa.Field:
     """The Arrow field of a column; `doc` says what it holds, and the unit.
 
     `measured`: differs between equal runs, as clock times do. `default`: what `record_batch` fills in for a string column, "" for
-    none. `unrecorded`: not part of the recipe; may be null, and is if a row does not say it.
+    none. `unrecorded`: not part of the recipe; may be null, and is if a row does not say it. `packed`: Lance compresses it.
     """
     marks = {"measured": "yes" if measured else "", "default": default, "unrecorded": "yes" if unrecorded else ""}
-    return pa.field(name, kind, nullable=null or unrecorded, metadata={"doc": doc, **marks})
+    # Lance's own key. Compressing the texts of 72,000 units takes 0.7 s of CPU at each edit of a file, and saves 60 MB.
+    lance = {} if packed else {"lance-encoding:compression": "none"}
+    return pa.field(name, kind, nullable=null or unrecorded, metadata={"doc": doc, **marks, **lance})
 
 
 # Columns that tables of several pipelines have: the state of a file, and the costs of a training step.

@@ -107,7 +107,8 @@ class Outlook:
     family: Any  # the record of the model family, or None
     budget: int  # bytes that the stage may take
     weights: Callable[[str], Path | None] = lambda name: None  # of a component; None: not on this machine
-    rows: Callable[[Any], pa.Table | None] = lambda schema: None  # of a table, by its schema; None: it is not built
+    # Of a table, by its schema, and, if named, these columns of it only; None: it is not built.
+    rows: Callable[..., pa.Table | None] = lambda schema, columns=(): None
 
     def changed(self, settings: Settings) -> Outlook:
         sections = {name: changed(self.sections[name], own) for name, own in settings.items()}

@@ -17,7 +17,7 @@ from stages.settings import several
 from stages.stage import Input
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import pyarrow as pa
@@ -70,9 +70,9 @@ def outlook(project: Project, budget: int | None = None, stage: str = "") -> Out
             return project.component(name, stage, fetch=False)
         return None
 
-    def rows(schema: TableSchema) -> pa.Table | None:
+    def rows(schema: TableSchema, columns: Sequence[str] = ()) -> pa.Table | None:
         with suppress(NotBuilt, NotFetched):  # a table is found by what decides its rows, weights among it
-            return project.rows(schema, schema.name)
+            return project.rows(schema, schema.name, columns)
         return None
 
     family = None
@@ -128,9 +128,9 @@ def _need(
     from pipeline.store.rows import missing
     from pipeline.store.shards import overhead_bytes
 
-    def rows_of(schema: TableSchema) -> pa.Table | None:
+    def rows_of(schema: TableSchema, columns: Sequence[str] = ()) -> pa.Table | None:
         found = tables.get(schema.name)
-        return found.rows if found and found.rows is not None else seen.rows(schema)
+        return found.rows if found and found.rows is not None else seen.rows(schema, columns)
 
     stops = False
     try:

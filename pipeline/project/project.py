@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
@@ -265,12 +265,12 @@ class Project:
                 found[each.name] = replace(one, version=self.folder(each.name).manifest()["lance_version"])
         return found
 
-    def rows(self, schema: TableSchema, reader: str) -> pa.Table:
-        """The rows of a built table. Raises NotBuilt."""
+    def rows(self, schema: TableSchema, reader: str, columns: Sequence[str] = ()) -> pa.Table:
+        """The rows of a built table, with these columns or all. Raises NotBuilt."""
         found = self.built(schema, reader)
-        key = found.folder, None, ()
+        key = found.folder, None, tuple(columns)
         if key not in self.kept.rows:
-            self.kept.rows[key] = found.rows()
+            self.kept.rows[key] = found.rows(columns=columns)
         return self.kept.rows[key]
 
     def open(

@@ -42,6 +42,8 @@ def reconcile(rows: pa.Table, checksums: Checksums, schema: TableSchema) -> pa.T
         (shards / name).unlink(missing_ok=True)
     if damaged & known:
         rows = rows.filter(pc.invert(_in_shards(rows, damaged)))
+    if not unknown:
+        return rows
     key, added = schema.key[0], []
     newest = {name: shard_number(shard) for name, shard in zip(rows[key].to_pylist(), rows["shard"].to_pylist(), strict=True)}
     for shard in unknown:

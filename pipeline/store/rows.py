@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from schemas.table import TableSchema
 
-FEW = 500  # rows compared without DuckDB, which takes 15 ms of CPU to connect
+FEW = 500  # rows compared without DuckDB, which takes 15 ms of CPU to connect, or left out without a copy of the others
 
 
 def missing(wanted: pa.Table, stored: pa.Table) -> pa.Table:
@@ -78,7 +78,16 @@ def newest_per_key(rows: pa.Table, key: tuple[str, ...]) -> pa.Table:
     """The last row of each key; `rows` are in the order in which they were written."""
     positions = rows.select(key).append_column("#", pa.array(np.arange(rows.num_rows)))
     last = positions.group_by(list(key)).aggregate([("#", "max")])["#_max"].to_numpy()
-    return rows if len(last) == rows.num_rows else rows.take(pa.array(np.sort(last), pa.int64()))
+    return taken(rows, np.sort(last))
+
+
+def taken(rows: pa.Table, positions: np.ndarray) -> pa.Table:
+    starts = np.flatnonzero(np.diff(positions, prepend=-2) != 1)  # of runs of consecutive rows
+    if len(starts) > FEW:
+        return rows.take(pa.array(positions, pa.int64()))
+    # Slices copy nothing; to take 72,000 units with their texts costs 0.3 s.
+    runs = zip(positions[starts].tolist(), np.diff(starts, append=len(positions)).tolist(), strict=True)
+    return pa.concat_tables([rows.slice(0, 0), *(rows.slice(first, count) for first, count in runs)])
 
 
 def conform(batch: pa.RecordBatch, schema: TableSchema) -> pa.RecordBatch:

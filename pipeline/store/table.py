@@ -45,7 +45,7 @@ from pipeline.store.disk import (
 from pipeline.store.index import LIVE, DamageError, Index
 from pipeline.store.lock import locked
 from pipeline.store.repair import Damage, examine_shards, reclaimable_bytes, reconcile, repack
-from pipeline.store.rows import conform, matches, newest_per_key
+from pipeline.store.rows import conform, matches, newest_per_key, taken
 from pipeline.store.shards import SHARD_BYTES, ShardReader, damaged_shards, rows_per_shard, shard_files, write_shard
 from schemas.table import TableSchema
 
@@ -322,16 +322,18 @@ class Writer:
         rows = newest_per_key(self._rows, self.schema.key)
         live = pa.array([True] * rows.num_rows, pa.bool_()) if wanted is None else matches(rows, wanted, wanted.column_names)
         rows = rows.set_column(rows.schema.get_field_index(LIVE.name), LIVE, live)
-        if not self.schema.tensors and not self.schema.retains_dead_rows and not pc.all(live).as_py():
-            rows = rows.filter(live)
+        dropped = not self.schema.tensors and not self.schema.retains_dead_rows and not pc.all(live).as_py()
         old = self.table.manifest() if self.table.exists else None
-        unchanged = self.version == self.table.published_version() and rows["live"].equals(self._rows["live"])
+        unchanged = not dropped and self.version == self.table.published_version() and rows["live"].equals(self._rows["live"])
         facts = {**(old or {}).get("facts", {}), **json.loads(json.dumps(facts))}
         if old and unchanged and facts == old["facts"]:
             return old
         with self._disk_errors():
             if not unchanged:
-                self._replace(rows.sort_by([(name, "ascending") for name in self.schema.key]))
+                order = pc.sort_indices(rows, [(name, "ascending") for name in self.schema.key])
+                # At once: a filter and a sort would each copy the texts of all units.
+                kept = order.filter(rows["live"].combine_chunks().take(order)) if dropped else order
+                self._replace(taken(rows, kept.to_numpy()))
             return self._publish(facts)
 
     def collect(self) -> int:

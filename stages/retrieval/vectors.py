@@ -48,8 +48,17 @@ def wanted_vectors(run: Run[VectorsConfig]) -> pa.Table:
     schema = VECTORS.select([], ("vector_id", "encoder", "text_id", "role")).schema
     found = [schema.empty_table()]
     for name in encoders(run):
-        ids = [vector_id(name, text_id) for text_id in texts["text_id"].to_pylist()]
-        found.append(pa.table([ids, [name] * len(ids), texts["text_id"], texts["role"]], schema=schema))
+        # 135,000 ids take 0.4 s to make.
+        stored = run.output.stored.filter(pc.field("encoder") == name)
+        known = stored["vector_id"].take(pc.index_in(texts["text_id"], stored["text_id"].combine_chunks()))
+        new = texts["text_id"].filter(pc.is_null(known)).to_pylist()
+        ids = pc.replace_with_mask(
+            known.combine_chunks(),
+            pc.is_null(known).combine_chunks(),
+            pa.array([vector_id(name, each) for each in new], pa.string()),
+        )
+        encoder = pa.repeat(pa.scalar(name), len(ids))
+        found.append(pa.table([ids, encoder, texts["text_id"], texts["role"]], schema=schema))
     return pa.concat_tables(found)
 
 

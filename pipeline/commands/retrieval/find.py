@@ -202,7 +202,7 @@ def to_encode(project: Project) -> str:
             done = TableFolder(path.parent, VECTORS).manifest().get("facts", {}).get("run", {})
             if done.get("rows_written", 0) >= ENOUGH:
                 rate, of = done["rows_written"] / done["seconds"], "the last folder that was read here"
-    units, texts = (project.rows(schema, "find").num_rows for schema in (UNITS, TOKENS))
+    units, texts = (project.rows(schema, "find", schema.key).num_rows for schema in (UNITS, TOKENS))
     files = project.rows(SOURCES, "find")["skipped"].null_count  # null: read
     seconds = format_seconds(texts / rate)
     return f"{units} functions and passages of {files} files to encode: about {seconds}, at the {rate:.0f} texts/s of {of}"

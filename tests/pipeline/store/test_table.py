@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.store.index import Index
-from pipeline.store.rows import missing
+from pipeline.store.rows import missing, newest_per_key
 from pipeline.store.table import COMMITS, TableFolder, Writer
 from schemas.table import column
 from tests.pipeline.store.stores import (
@@ -495,6 +495,14 @@ def test_equal_rows_in_another_order_few_rows_and_rows_with_a_key_are_compared_w
     assert missing(changed, rows)["a"].to_pylist() == [2, 3]
     with pytest.raises(ImportError):
         missing(rows.select(["b", "a"]), rows.select(["b", "a"]).slice(1))
+
+
+@pytest.mark.parametrize("few", [0, 500])
+def test_the_last_row_of_each_key_stays_in_its_place_whether_slices_or_a_copy_are_made(few, monkeypatch):
+    monkeypatch.setattr("pipeline.store.rows.FEW", few)
+    keys = [7, 3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+    found = newest_per_key(pa.table({"key": keys, "number": range(11)}), ("key",))
+    assert found.to_pylist() == [{"key": keys[place], "number": place} for place in (0, 3, 4, 6, 7, 8, 9, 10)]
 
 
 def test_a_manifest_is_read_again_only_if_it_changed(tmp_path: Path, monkeypatch):

@@ -53,6 +53,12 @@ def test_six_bits_a_value_keep_the_direction_of_a_vector_and_pack_again_to_the_s
         np.testing.assert_array_equal(codes.pack(found), packed)
 
 
+def test_of_equal_scores_the_earlier_are_the_best():
+    scores = np.random.default_rng(0).integers(0, 9, 200).astype(np.float32)
+    for count in (1, 30, 199, 200, 300):
+        np.testing.assert_array_equal(maxsim.top(scores, count), np.argsort(-scores, kind="stable")[:count])
+
+
 def test_a_query_of_another_width_is_refused():
     documents, _ = corpus()
     matrix = TokenMatrix(np.concatenate(documents), [len(each) for each in documents])
