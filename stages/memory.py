@@ -125,7 +125,7 @@ class Forecast:
     file_bytes: int = 0  # on disk, all other files
     how: str = ""  # for the user: how the stage computes
     plan: str | int | None = None  # the memory plan of training: "whole", "blocks", or how many blocks keep their activations
-    remedy: Remedy | None = None  # if `peak` does not fit
+    find_remedy: Callable[[], Remedy | None] = lambda: None  # if `peak` does not fit
     arrays: int = 0  # of `peak`, as MLX counts; 0: all of it
     size: tuple[int, int] | None = None  # (width, height) of the largest image, by which the time of a row changes
 

@@ -114,7 +114,7 @@ def make_plan(project: Project, budget: int | None = None, console: Terminal | N
     found = list(needs(project, seen, Report(progress=console.progress) if console else None))
     absent = downloads(project)
     refused = [
-        refusal(each.stage_name, each.forecast.peak, seen.budget, each.forecast.remedy)
+        refusal(each.stage_name, each.forecast.peak, seen.budget, each.forecast.find_remedy())
         for each in found
         if each.forecast and each.forecast.peak > seen.budget
     ]

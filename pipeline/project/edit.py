@@ -123,8 +123,9 @@ def prospect(project: Project, known: dict[Any, Any] | None = None) -> Prospect:
     refused = []
     for name, each in needs.items():
         if (found := each.forecast) and found.peak > seen.budget:
-            fits = found.remedy if found.remedy and found.remedy.settings and found.remedy.peak <= seen.budget else None
-            refused.append(Refusal(refusal(name, found.peak, seen.budget, found.remedy), fits))
+            remedy = found.find_remedy()
+            fits = remedy if remedy and remedy.settings and remedy.peak <= seen.budget else None
+            refused.append(Refusal(refusal(name, found.peak, seen.budget, remedy), fits))
     return Prospect(needs, tables, seen.budget, tuple(refused))
 
 

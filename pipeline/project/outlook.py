@@ -246,7 +246,7 @@ def announcement(project: Project, name: str, rows: int, to_do: str) -> tuple[st
     divided = project.config.project.divides(stage.divisible, rows)  # the workers have memory of their own
     # A stage with a snapshot makes its own plan from its data.
     if found.peak > seen.budget and stage.snapshot is None and not divided:
-        raise ValueError(refusal(name, found.peak, seen.budget, found.remedy))
+        raise ValueError(refusal(name, found.peak, seen.budget, found.find_remedy()))
     disk = found.row_bytes * rows + files_to_write(project, name, found)
     require_room(name, [(project.path / "tables", disk)])
     size = f", about {disk / 1e6:.3g} MB on disk" if disk else ""

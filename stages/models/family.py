@@ -286,7 +286,11 @@ class Architecture:
 
     def meta_transformer(self, config: Any, dtype: mx.Dtype) -> Transformer:
         """Of arrays that are never computed and take no memory, for names, shapes and estimates."""
-        return self.build_transformer(config, _meta_weights(config, dtype))
+        from stages.models.layers import RotaryShapes
+
+        made = self.build_transformer(config, _meta_weights(config, dtype))
+        made.rope = RotaryShapes(config.axes)
+        return made
 
 
 RETRIEVER_FILES: Mapping[str, tuple[str, ...]] = {
@@ -390,6 +394,8 @@ class Transformer(Protocol):
     @property
     def config(self) -> Any:
         """The sizes, with the attributes of `TransformerConfig`."""
+
+    rope: Callable[[Any], list[mx.array]]  # tables of rotary positions, by ids
 
     @property
     def dtype(self) -> mx.Dtype: ...

@@ -143,6 +143,16 @@ def sinusoid(value_B: mx.array, width: int) -> mx.array:
     return mx.concatenate([mx.cos(angles), mx.sin(angles)], axis=-1)
 
 
+class RotaryShapes:
+    """`RotaryTables` whose values are never computed, for estimates."""
+
+    def __init__(self, axes: Sequence[int]) -> None:
+        self.width = sum(axes)
+
+    def __call__(self, ids_SN: np.ndarray) -> list[mx.array]:
+        return [mx.zeros((len(ids_SN), 1, self.width))] * 2
+
+
 TABLES_KEPT = 32  # rotary tables in memory: one per image shape, 2.4 MB at 1024 px
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import mlx.core as mx
+import numpy as np
 
 from stages import kernels
 from stages.models.attention import plain_linear
@@ -88,7 +89,7 @@ class PictureTransformer:
                 block.weights[match[2]] = weights[name]
             else:
                 self.top[name] = weights[name]
-        self._rope = RotaryTables(config.axes, config.rope_theta)
+        self.rope: Callable[[np.ndarray], list[mx.array]] = RotaryTables(config.axes, config.rope_theta)
 
     @property
     def dtype(self) -> mx.Dtype:

@@ -176,8 +176,8 @@ def forecast(outlook: Outlook) -> Forecast | None:
     vectors = VALUE_BYTES * encoder_sizes(outlook).dimensions * int(documents.sum())
     memory = encoding_memory(outlook, "float32", int(documents.max()))
     peak = memory.footprint + vectors
-    remedy = Remedy({"negatives": {"encoder": ""}}, 0) if peak > outlook.budget else None
-    return Forecast(peak, how="vectors of all documents in memory", remedy=remedy, arrays=memory.peak + vectors)
+    remedy = Remedy({"negatives": {"encoder": ""}}, 0)
+    return Forecast(peak, how="vectors of all documents in memory", find_remedy=lambda: remedy, arrays=memory.peak + vectors)
 
 
 STAGE = Stage(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,10 +119,9 @@ def forecast(outlook: Outlook) -> Forecast:
     mean = (documents.sum() + share * queries.sum()) / (len(documents) + share * len(queries))
     row_bytes = int(encoder_sizes(outlook).dimensions * mean * codes.BYTES / codes.VALUES)
     changes = [{"vectors": {"precision": "bfloat16"}}] if config.precision == "float32" else []
-    needed, remedy = memory({}), cheapest(peak, outlook.budget, changes)
+    needed, remedy = memory({}), functools.partial(cheapest, peak, outlook.budget, changes)
     how = f"{config.precision}, at most {longest} tokens"
-    advice = remedy if needed.footprint > outlook.budget else None
-    return Forecast(needed.footprint, row_bytes, how=how, remedy=advice, arrays=needed.peak)
+    return Forecast(needed.footprint, row_bytes, how=how, find_remedy=remedy, arrays=needed.peak)
 
 
 STAGE = Stage(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import itertools
@@ -360,15 +361,14 @@ def forecast(outlook: Outlook) -> Forecast:
         return memory(settings).footprint
 
     step = architecture.pixels_per_token
-    changes = ({"buckets": {"resolutions": [side]}} for side in smaller_sides((width * height) ** 0.5, step))
-    remedy = cheapest(peak, outlook.budget, changes)
+    changes = [{"buckets": {"resolutions": [side]}} for side in smaller_sides((width * height) ** 0.5, step)]
     channels = architecture.transformer_config(outlook.weights("transformer"), family).latent_channels
     sizes = image_sizes(outlook)
     row_bytes = LATENT_ITEM * channels * sum(width * height for width, height in sizes) // (step * step * len(sizes))
     how = f"images of at most {width} x {height} px"
     needed = memory({})
-    advice = remedy if needed.footprint > outlook.budget else None
-    return Forecast(needed.footprint, row_bytes, how=how, remedy=advice, arrays=needed.peak, size=(width, height))
+    remedy = functools.partial(cheapest, peak, outlook.budget, changes)
+    return Forecast(needed.footprint, row_bytes, how=how, find_remedy=remedy, arrays=needed.peak, size=(width, height))
 
 
 STAGE = Stage(

@@ -197,6 +197,9 @@ class Scorer:
             "references": {row["picture_id"]: self.folder / row["path"] for row in run.once(real_pictures)},
         }
         features = self._group_features(files)
+        self.known: dict[str, np.ndarray] = {}  # features by picture id
+        for name in ("base", "references"):
+            self.known |= zip(files[name], features[name], strict=True)
         self.images, self.real = (FeatureGroup(list(files[name]), features[name]) for name in ("images", "references"))
         self.base = FeatureGroup([without_trigger(row["prompt"], self.trigger) for row in base], features["base"])
 
@@ -217,8 +220,9 @@ class Scorer:
 
     def score(self, row: Row) -> Row:
         """The complete row of a picture. A score that cannot be computed is None."""
-        folder = self.folder if row["kind"] == "real" else self.run.inputs.files(SAMPLES)
-        feature_D = self.encoder.encode_file(folder / row["path"], self.run.config.background)
+        feature_D = self.known.get(row["picture_id"])
+        if feature_D is None:
+            feature_D = self.encoder.encode_file(self.run.inputs.files(SAMPLES) / row["path"], self.run.config.background)
         # Without the base's previews of the same prompt, since those would put the base's own previews at exactly 0.
         base = self.base.mean(without=without_trigger(row["prompt"], self.trigger))
         # The plain cosine to the training images separates styles badly, because subject and background weigh more than

@@ -9,6 +9,7 @@ same bits, unless it no longer fits.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -245,9 +246,9 @@ def forecast(estimator: Estimator[Any], budget: int, how: str, files: int = 0) -
     limit = min(budget, memory_budget(c.memory_gb)) if c.memory_gb else budget
     found, checkpoints = estimator.best(limit), -(-c.steps // c.checkpoint_every)
     files += checkpoints * estimator.adapter + min(checkpoints, c.keep_states) * estimator.state
-    remedy = find_remedy(estimator, limit) if found.footprint > limit else None
     rows = c.steps * c.batch_size * c.accumulate
-    return Forecast(found.footprint, 0, rows, files, f"plan {found.plan}{how}", found.plan, remedy, found.peak)
+    how = f"plan {found.plan}{how}"
+    return Forecast(found.footprint, 0, rows, files, how, found.plan, lambda: find_remedy(estimator, limit), found.peak)
 
 
 def adjust_max_tokens(max_tokens: int, used: int, held: int, peak: int, limit: int) -> int:
@@ -321,7 +322,7 @@ class Blocks:
         at_first_block = self.block_input + self.adapter  # by then the inputs are freed and all gradients exist
         return max(at_tail, at_first_block)
 
-    @property
+    @functools.cached_property
     def block_work(self) -> float:
         """In use while the largest block is differentiated, without weights and the kept inputs of blocks."""
         each = list(zip(self.traffic, self.adapter_saved, strict=True))

@@ -205,7 +205,7 @@ def open_drawing(project: Project, config: SamplesConfig, report: Report, artifa
     seen = outlook(project, stage="samples")
     found = forecast(replace(seen, sections={**seen.sections, "samples": config}))
     if found.peak > seen.budget:
-        raise ValueError(refusal("generate", found.peak, seen.budget, found.remedy))
+        raise ValueError(refusal("generate", found.peak, seen.budget, found.find_remedy()))
     run = project.open("samples", report, artifacts=artifacts, write=write)
     run.config, run.reuse = config, lambda name, load: load()  # a model that stays in memory would be in the way of other stages
     return run

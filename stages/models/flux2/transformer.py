@@ -205,7 +205,7 @@ class Flux2(PictureTransformer):
             shared[stream] = modulation(self._linear(f"{name}.linear", temb_BD), self.config.hidden, count)
         scale_BD, shift_BD = mx.split(self._linear("norm_out.linear", temb_BD), 2, axis=-1)
         shared["out"] = spread([shift_BD, 1 + scale_BD], L)
-        shared["rope"] = self._rope(ids_S4)
+        shared["rope"] = self.rope(ids_S4)
         h_BTD = self._linear("context_embedder", ctx_BTJ.astype(self.dtype))
         h_BLD = self._linear("x_embedder", x_BLC.astype(self.dtype))
         return mx.concatenate([h_BTD, h_BLD], axis=1), shared

@@ -191,7 +191,7 @@ class Flux3(PictureTransformer):
                 raise ValueError("the weights that read reference images were not loaded")
             h_BRD = self._linear(f"x_embedders.{STREAMS['reference']}", references_BRC.astype(self.dtype))
             streams["reference"] = (h_BRD, references_ids_R4, clean_BD)
-        shared: Shared = {f"{stream}_rope": self._rope(ids_S4) for stream, (_, ids_S4, _) in streams.items()}
+        shared: Shared = {f"{stream}_rope": self.rope(ids_S4) for stream, (_, ids_S4, _) in streams.items()}
         joint = []
         for stream, (rows_BSD, _, time_BD) in streams.items():
             own, together = (
@@ -201,7 +201,7 @@ class Flux3(PictureTransformer):
             shared[stream] = own
             joint.append(together)
         shared["joint"] = [mx.concatenate(list(parts), axis=1) for parts in zip(*joint, strict=True)]
-        shared["rope"] = self._rope(np.concatenate([ids_S4 for _, ids_S4, _ in streams.values()]))
+        shared["rope"] = self.rope(np.concatenate([ids_S4 for _, ids_S4, _ in streams.values()]))
         scale_BD, shift_BD = mx.split(self._linear("norm_out.linear", image_BD), 2, axis=-1)
         shared["out"] = spread([shift_BD, 1 + scale_BD], x_BLC.shape[1])
         return mx.concatenate([rows_BSD for rows_BSD, _, _ in streams.values()], axis=1), shared

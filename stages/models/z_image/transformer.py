@@ -248,7 +248,7 @@ class ZImage(PictureTransformer):
         scale_BD = 1 + self._linear(f"{LAST}.adaLN_modulation.1", silu(time_BE))
         ids_T3, ids_L3 = _ids(T, size, h_BLD.shape[1])
         ropes = {"text_rope": ids_T3, "image_rope": ids_L3, "rope": np.concatenate([ids_T3, ids_L3])}
-        shared: Shared = {name: self._rope(ids) for name, ids in ropes.items()}
+        shared: Shared = {name: self.rope(ids) for name, ids in ropes.items()}
         return mx.concatenate([h_BTD, h_BLD], axis=1), shared | {"time": [time_BE], "out": spread([scale_BD], L)}
 
     def leave(self, h_BSD: mx.array, shared: Shared) -> mx.array:

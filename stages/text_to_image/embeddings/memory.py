@@ -90,6 +90,6 @@ def forecast(outlook: Outlook) -> Forecast:
         memory.footprint,
         row_bytes=2 * sum(rows) * stored_words(sizes.hidden_size * states, states, config.stored) // len(rows),
         how=f"text encoder {'layer by layer' if by_layer else 'whole'}{bits}",
-        remedy=find_remedy(config, family, weights, outlook.budget) if memory.footprint > outlook.budget else None,
+        find_remedy=lambda: find_remedy(config, family, weights, outlook.budget),
         arrays=memory.peak,
     )

@@ -47,7 +47,7 @@ def forecast(outlook: Outlook) -> Forecast:
         rows=None if checkpoints is None else (checkpoints * len(config.strengths) + config.base) * prompts * len(config.seeds),
         file_bytes=drawing.on_disk,
         how=f"{config.width} x {config.height} px, {config.base_bits or 16} bits, most in {part}",
-        remedy=cheapest(peak, outlook.budget, cheaper(config, outlook.family)) if most > outlook.budget else None,
+        find_remedy=lambda: cheapest(peak, outlook.budget, cheaper(config, outlook.family)),
         arrays=largest.peak,
         size=(config.width, config.height),
     )
