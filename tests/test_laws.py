@@ -148,42 +148,40 @@ def test_purity_rows_do_not_depend_on_runtime_settings(pipeline, name, finished,
 
 
 @pytest.fixture(scope="module")
-def rebuilt(finished, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[list[list[str]], int]]:
-    """Return a function that builds a stage of a finished project again, once. It returns the columns of each batch, and
-    the bytes by which MLX's active memory grew.
+def rebuilt(finished, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Path, list[list[str]], int]]:
+    """Return a function that builds a stage of a finished project again, once, and commits each batch twice. It returns the
+    project, the columns of each batch, and the bytes by which MLX's active memory grew.
     """
 
     @functools.cache
-    def build_again(pipeline: str, name: str) -> tuple[list[list[str]], int]:
+    def build_again(pipeline: str, name: str) -> tuple[Path, list[list[str]], int]:
         folder = without(finished(pipeline), tmp_path_factory.mktemp("rebuilt") / "project", name)
         seen: list[list[str]] = []
-        before = mx.get_active_memory()
-        with watched(lambda count, batch: seen.append(batch.schema.names)):
+        real, before = Writer.append, mx.get_active_memory()
+
+        def twice(self: Writer, batch: pa.RecordBatch) -> None:
+            seen.append(batch.schema.names)
+            real(self, batch)
+            real(self, batch)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Writer, "append", twice)
             build(folder, name)
-        return seen, mx.get_active_memory() - before
+        return folder, seen, mx.get_active_memory() - before
 
     return build_again
 
 
 @pytest.mark.parametrize(("pipeline", "name"), EVERY_STAGE)
 def test_schema_every_batch_has_exactly_the_columns_of_its_table(pipeline, name, finished, rebuilt):
-    seen, _ = rebuilt(pipeline, name)
+    _, seen, _ = rebuilt(pipeline, name)
     schema = Project(finished(pipeline)).stage(name).writes
     assert seen and all(names == schema.batch.names for names in seen)
 
 
 @pytest.mark.parametrize(("pipeline", "name"), EVERY_STAGE)
-def test_key_a_batch_that_is_committed_twice_changes_nothing(pipeline, name, finished, tmp_path):
-    folder = without(finished(pipeline), tmp_path / "project", name)
-    real = Writer.append
-
-    def twice(self: Writer, batch: pa.RecordBatch) -> None:
-        real(self, batch)
-        real(self, batch)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Writer, "append", twice)
-        build(folder, name)
+def test_key_a_batch_that_is_committed_twice_changes_nothing(pipeline, name, finished, rebuilt):
+    folder, _, _ = rebuilt(pipeline, name)
     assert rows(folder, name) == rows(finished(pipeline), name)
 
 
@@ -227,7 +225,7 @@ def test_commit_a_run_that_fails_in_the_middle_shows_nothing_and_is_completed_by
 
 @pytest.mark.parametrize(("pipeline", "name"), EVERY_STAGE)
 def test_release_mlx_memory_is_back_where_it_was_when_a_stage_ends(pipeline, name, rebuilt):
-    _, grown = rebuilt(pipeline, name)
+    _, _, grown = rebuilt(pipeline, name)
     assert grown <= 4096
 
 

@@ -12,7 +12,7 @@ from tests import projects
 from tests.pipeline.kill_loop import rebuild_under_kills
 from tests.pipeline.killing import count_syncs
 
-STAGE_NAMES = ("images", "captions", "buckets", "latents", "embeddings", "train", "samples")
+STAGE_NAMES = ("samples", "latents", "images", "captions", "buckets", "embeddings", "train")  # in `make test`, the first two
 
 
 @pytest.fixture(scope="module")
@@ -20,25 +20,27 @@ def unbroken(tmp_path_factory, tiny_weights) -> tuple[Path, dict[str, int]]:
     """A finished project, and how often each stage called fsync when it ran in a new process."""
     folder = projects.make(tmp_path_factory.mktemp("unbroken") / "project", tiny_weights, images=5)
     return folder, {
-        name: count_syncs(functools.partial(projects.latentmill, folder, "run", name, "--only")) for name in STAGE_NAMES
+        name: count_syncs(functools.partial(projects.latentmill, folder, "run", name, "--only"))
+        for name in Project(folder).stage_names
+        if name in STAGE_NAMES
     }
 
 
 @pytest.mark.slow
 @pytest.mark.proof("a stage that is killed ends where an unbroken run ends")
-@pytest.mark.parametrize("stage_name", STAGE_NAMES)
 def test_a_stage_killed_before_any_fsync_ends_where_an_unbroken_run_ends(
-    stage_name: str, unbroken: tuple[Path, dict[str, int]], tmp_path: Path, cases: Callable[[int, int], int]
+    unbroken: tuple[Path, dict[str, int]], tmp_path: Path, cases: Callable[[int, int], int]
 ):
     reference, syncs = unbroken
-    folder = tmp_path / "project"
-    shutil.copytree(reference, folder, copy_function=shutil.copy2, symlinks=True)
-    projects.build(folder, "images")
-    rebuild_under_kills(folder, stage_name, syncs[stage_name], cases(1, 20))
-    found, expected = projects.content(folder, stage_name), projects.content(reference, stage_name)
-    columns = [name for name in expected.column_names if name != "inode"]  # a copied file has another inode
-    assert found.select(columns) == expected.select(columns)
-    assert artifacts(folder, stage_name) == artifacts(reference, stage_name)
+    for stage_name in STAGE_NAMES[: cases(2, len(STAGE_NAMES))]:
+        folder = tmp_path / stage_name / "project"
+        shutil.copytree(reference, folder, copy_function=shutil.copy2, symlinks=True)
+        projects.build(folder, "images")
+        rebuild_under_kills(folder, stage_name, syncs[stage_name], cases(1, 20))
+        found, expected = projects.content(folder, stage_name), projects.content(reference, stage_name)
+        columns = [name for name in expected.column_names if name != "inode"]  # a copied file has another inode
+        assert found.select(columns) == expected.select(columns)
+        assert artifacts(folder, stage_name) == artifacts(reference, stage_name)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from tests.pipeline.kill_loop import CLI
 from tests.pipeline.killing import KILLED, count_syncs, run_and_kill
 from tests.pipeline.test_kill import artifacts
 
-KILLS = int(os.environ.get("LATENTMILL_KILLS", "2"))
+KILLS = int(os.environ.get("LATENTMILL_KILLS", "1"))
 FEATURES = """
 accumulate = 2
 base_bits = 8
@@ -98,4 +98,4 @@ def test_training_with_every_feature_on_and_killed_before_any_fsync_ends_where_a
     for stage_name in ("train", "samples"):
         assert projects.content(killed, stage_name) == projects.content(unbroken, stage_name)
         assert artifacts(killed, stage_name) == artifacts(unbroken, stage_name)
-    assert "to the bit" in projects.latentmill_process(killed, "replay", "12")
+    assert "to the bit" in projects.latentmill(killed, "replay", "12")

@@ -29,6 +29,7 @@ def paired(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path
         projects.draw(control / f"picture{number}.png", seed=50 + number, size=projects.SIZES[number])
     projects.draw(control / "stranger.png", seed=60, size=(96, 96))
     projects.edit(folder, "[train]", "[latents]\nflip = true\n\n[train]\nlr = 0.1")
+    projects.edit(folder, 'checkpoints = "all"', 'checkpoints = "last"\nbase = false')
     return folder
 
 

@@ -111,9 +111,13 @@ def test_ranks_of_two_machines_get_the_secret_of_their_run_over_ssh(ready, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_run_whose_rank_is_killed_ends_at_its_last_checkpoint_and_goes_on_alone(rank, ready, alone, tmp_path):
-    ranked = copy(ready, tmp_path / "ranked" / "project")
+@pytest.mark.proof("a run whose rank is killed ends at its last checkpoint and goes on alone")
+def test_a_run_whose_rank_is_killed_ends_at_its_last_checkpoint_and_goes_on_alone(ready, alone, tmp_path, cases):
+    for rank in (1, 0)[: cases(1, 2)]:
+        kill_a_rank(rank, copy(ready, tmp_path / str(rank) / "project"), alone)
+
+
+def kill_a_rank(rank: int, ranked: Path, alone: Path) -> None:
     artifacts = Project(ranked).current("train").folder / "artifacts"
     process = projects.command(ranked, "launch", "--ranks", "2", "--set", "train.checkpoint_every=2", "--set", "train.steps=4000")
     projects.wait_until(lambda: bool(checkpoint.find_checkpoints(artifacts)), process)

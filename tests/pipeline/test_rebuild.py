@@ -65,11 +65,6 @@ def test_an_added_image_computes_its_own_rows(project):
     rows(project, **chain, samples=CHECKPOINTS, scores=CHECKPOINTS + 1)  # the scores compare with all images
 
 
-def test_an_edited_caption_computes_one_embedding_and_no_latent(project):
-    (project / "images" / "picture1.txt").write_text("something else")
-    rows(project, captions=1, embeddings=1, train=STEPS, samples=CHECKPOINTS, scores=CHECKPOINTS)
-
-
 def test_a_caption_that_another_image_already_has_computes_no_embedding(project):
     (project / "images" / "picture1.txt").write_text("picture number 0")
     rows(project, captions=1, train=STEPS, samples=CHECKPOINTS, scores=CHECKPOINTS)
@@ -138,24 +133,10 @@ def test_a_class_word_computes_its_own_captions_and_embeddings_alone(project):
     rows(project, captions=4 + 1, embeddings=4 + 1)
 
 
-def test_going_back_to_an_earlier_setting_computes_nothing(project):
-    before = (project / "project.toml").read_text()
-    projects.edit(project, "[train]", '[latents]\nbackground = "#000000"\n\n[train]')
-    projects.build(project)
-    (project / "project.toml").write_text(before)
-    rows(project)
-
-
 def test_more_steps_go_on_from_the_last(project):
     projects.edit(project, f"steps = {STEPS}\nrank", f"steps = {STEPS + 2}\nrank")
     outcome = projects.written(projects.build(project))
     assert outcome["train"] == 2 and outcome["latents"] == outcome["embeddings"] == 0
-
-
-def test_another_preview_prompt_computes_one_embedding_and_its_samples(project):
-    projects.edit(project, '["a red thing"]', '["a red thing", "a blue thing"]')
-    pictures = CHECKPOINTS + 1
-    rows(project, captions=1, embeddings=1, samples=pictures, scores=2 * pictures)
 
 
 def test_another_family_with_the_same_autoencoder_keeps_the_latents(project, tiny_weights, tmp_path):

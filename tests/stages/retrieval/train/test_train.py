@@ -236,9 +236,15 @@ def test_an_adapter_file_that_lacks_a_linear_or_half_of_one_is_refused(copy: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"micro_batch": 2, "hard_negatives": 2, "accumulate": 2, "ema__decay": 0.5}])
-def test_two_ranks_compare_every_pair_with_the_whole_batch_as_one_process_does(settings, copy: Path, tmp_path: Path) -> None:
-    other = Path(shutil.copytree(copy, tmp_path / "other" / "project"))
+@pytest.mark.proof("two ranks compare every pair with the whole batch as one process does")
+def test_two_ranks_compare_every_pair_with_the_whole_batch_as_one_process_does(base: Path, tmp_path: Path, cases) -> None:
+    every: tuple[dict[str, Any], ...] = ({"micro_batch": 2, "hard_negatives": 2, "accumulate": 2, "ema__decay": 0.5}, {})
+    for number, settings in enumerate(every[: cases(1, 2)]):
+        places = [Path(shutil.copytree(base, tmp_path / str(number) / name / "project")) for name in ("alone", "ranked")]
+        compare_ranks(settings, *places)
+
+
+def compare_ranks(settings: dict[str, Any], copy: Path, other: Path) -> None:
     settings = {"steps": 6, "lr": 1e-3, "checkpoint_every": 3, "validation__every": 3, **settings}
     whole = train(copy, **settings)
     overrides = [f"--set=train.{name.replace('__', '.')}={value}" for name, value in settings.items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import replace
@@ -35,10 +36,16 @@ from tests.stages.text_to_image.samples.previews import (
 )
 
 
-def test_every_prompt_seed_and_source_is_a_row_with_a_picture_that_says_how_it_was_drawn(root: Path, tmp_path: Path) -> None:
-    run = context(root, tmp_path)
+@pytest.fixture(scope="module")
+def whole(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run[Any], pa.Table]:
+    """A run without a stop, and its rows."""
+    run = context(root, tmp_path_factory.mktemp("whole"))
     run.output.provenance = {"recipe": "abc"}
-    rows = harness.run(STAGE, run).to_pylist()
+    return run, harness.run(STAGE, run)
+
+
+def test_every_prompt_seed_and_source_is_a_row_with_a_picture_that_says_how_it_was_drawn(root: Path, whole) -> None:
+    run, rows = whole[0], whole[1].to_pylist()
     assert [(r["step"], r["prompt"], r["seed"]) for r in rows] == [
         (s, p, n) for s in (0, 10, 20) for p in PROMPTS for n in (0, 5)
     ]
@@ -78,17 +85,17 @@ def test_a_step_without_a_checkpoint_is_refused_and_the_steps_with_one_are_named
 
 
 def test_a_stored_preview_is_not_drawn_again_and_loads_no_weights(root: Path, tmp_path: Path) -> None:
-    first = harness.run(STAGE, context(root, tmp_path, replace(CONFIG, seeds=(0,))))
-    more = context(root, tmp_path, stored=first)
+    config = replace(CONFIG, checkpoints=())
+    first = harness.run(STAGE, context(root, tmp_path, replace(config, seeds=(0,))))
+    more = context(root, tmp_path, config, stored=first)
     added = harness.run(STAGE, more)
     assert set(added["seed"].to_pylist()) == {5}
-    again = context(root, tmp_path, stored=pa.concat_tables([first, added]), weights={"train": root / "train"})
+    again = context(root, tmp_path, config, stored=pa.concat_tables([first, added]), weights={"train": root / "train"})
     assert again.output.pending.num_rows == 0 and harness.run(STAGE, again).num_rows == 0
 
 
-def test_a_run_stopped_at_any_row_ends_where_an_unbroken_one_does(root: Path, tmp_path: Path) -> None:
-    whole = context(root, tmp_path / "whole")
-    expected = harness.run(STAGE, whole).select(harness.compared(SAMPLES)).to_pylist()
+def test_a_run_stopped_at_any_row_ends_where_an_unbroken_one_does(root: Path, tmp_path: Path, whole) -> None:
+    unbroken, expected = whole[0], whole[1].select(harness.compared(SAMPLES)).to_pylist()
     stored = SAMPLES.batch.empty_table()
     for _ in range(20):
         calls: Iterator[int] = iter(range(1000))
@@ -99,8 +106,8 @@ def test_a_run_stopped_at_any_row_ends_where_an_unbroken_one_does(root: Path, tm
     got = sorted(stored.select(harness.compared(SAMPLES)).to_pylist(), key=str)
     assert got == sorted(expected, key=str)
     for row in expected:
-        np.testing.assert_array_equal(pixels(part, row), pixels(whole, row))
-    assert (part.output.artifacts / "grid.png").read_bytes() == (whole.output.artifacts / "grid.png").read_bytes()
+        np.testing.assert_array_equal(pixels(part, row), pixels(unbroken, row))
+    assert (part.output.artifacts / "grid.png").read_bytes() == (unbroken.output.artifacts / "grid.png").read_bytes()
 
 
 def files(run: Run[Any]) -> set[str]:
@@ -138,9 +145,8 @@ def test_a_stop_between_two_pictures_leaves_the_rest_of_them_to_the_next_run(roo
     )
 
 
-def test_the_grid_has_a_row_per_prompt_and_seed_and_a_column_per_source(root: Path, tmp_path: Path) -> None:
-    run = context(root, tmp_path)
-    rows = harness.run(STAGE, run).to_pylist()
+def test_the_grid_has_a_row_per_prompt_and_seed_and_a_column_per_source(whole) -> None:
+    run, rows = whole[0], whole[1].to_pylist()
     with Image.open(run.output.artifacts / "grid.png") as image:
         page = np.asarray(image.convert("RGB")).astype(np.float32)
     at = iter([(220 + c * 40, 36 + r * 40) for c in range(3) for r in range(4)])
@@ -165,17 +171,16 @@ def test_the_grid_shows_the_first_prompts_and_every_prompt_is_drawn(root: Path, 
     assert Image.open(run.output.artifacts / "grid.png").height < 2 * (SIZE + 8) + 36
 
 
-def test_the_grid_comes_back_when_it_is_lost_and_follows_the_choice(root: Path, tmp_path: Path) -> None:
-    first = context(root, tmp_path)
-    stored = harness.run(STAGE, first)
-    file = first.output.artifacts / "grid.png"
-    whole = file.read_bytes()
+def test_the_grid_comes_back_when_it_is_lost_and_follows_the_choice(root: Path, tmp_path: Path, whole) -> None:
+    shutil.copytree(whole[0].output.artifacts, tmp_path / "artifacts")
+    stored, file = whole[1], tmp_path / "artifacts" / "grid.png"
+    shown = file.read_bytes()
     before = file.stat().st_mtime_ns
     harness.run(STAGE, context(root, tmp_path, stored=stored))
     assert file.stat().st_mtime_ns == before, "it shows what is wanted: leave it"
     file.unlink()
     harness.run(STAGE, context(root, tmp_path, stored=stored))
-    assert file.read_bytes() == whole
+    assert file.read_bytes() == shown
     harness.run(STAGE, context(root, tmp_path, replace(CONFIG, base=False), stored=stored))
     with Image.open(file) as image:
         assert image.width == 220 + 2 * 40
@@ -197,8 +202,6 @@ def test_previews_that_a_crash_kept_from_the_grid_are_in_the_grid_of_the_next_ru
 
 
 def test_an_adapter_that_was_damaged_is_refused(root: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(root / "train", tmp_path / "train")
     file = tmp_path / "train" / "checkpoints" / "step-000020" / "adapter.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\0")
@@ -226,7 +229,7 @@ def test_an_adapter_that_draws_no_finite_values_leaves_no_picture(root: Path, tm
 
 
 def test_memory_is_released_when_the_stage_ends(root: Path, tmp_path: Path) -> None:
-    run = context(root, tmp_path, replace(CONFIG, seeds=(0,)))
+    run = context(root, tmp_path, replace(CONFIG, seeds=(0,), checkpoints=(10,), base=False))
     mx.clear_cache()
     before = mx.get_active_memory()
     harness.run(STAGE, run)
