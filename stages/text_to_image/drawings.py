@@ -61,9 +61,7 @@ def forecast(outlook: Outlook) -> Forecast | None:
         rows=len(slider.neutral) * len(config.seeds),
         file_bytes=memory.on_disk,
         how=f"{config.width} x {config.height} px, {config.base_bits or 16} bits",
-        remedy=cheapest(peak, outlook.budget, cheaper(config, outlook.family, "drawings"))
-        if memory.footprint > outlook.budget
-        else None,
+        find_remedy=lambda: cheapest(peak, outlook.budget, cheaper(config, outlook.family, "drawings")),
         arrays=memory.peak,
         size=(config.width, config.height),
     )
