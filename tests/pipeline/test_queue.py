@@ -222,7 +222,7 @@ def test_no_job_is_lost_or_run_twice_whatever_is_killed(queue, cases, tmp_path):
                 words = [sys.executable, "-c", SERVER, str(queue.project), str(following), str(said)]
                 servers.append(subprocess.Popen(words, cwd=projects.ROOT))
             queue.start()
-            wait(queue.works, "a worker begins")
+            wait(lambda: queue.works() or servers[-1].poll() is not None, "a worker begins")
             time.sleep(chance.random() * 0.8)  # at any moment of an addition, a start, a job or an end
             which = chance.choice(["server", "worker", "job", "all"])
             pids, job = [servers[-1].pid] if which in ("server", "all") else [], running(queue)
@@ -233,6 +233,8 @@ def test_no_job_is_lost_or_run_twice_whatever_is_killed(queue, cases, tmp_path):
             for pid in pids:
                 with suppress(ProcessLookupError):  # it has just ended
                     os.kill(pid, signal.SIGKILL)
+            if which in ("server", "all"):
+                servers[-1].wait()
     finally:
         for server in servers:
             server.kill()

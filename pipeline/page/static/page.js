@@ -93,7 +93,7 @@ function listen() {  // the browser connects again by itself
   events.addEventListener("open", () => { live.textContent = ""; });
   events.addEventListener("changes", ({data}) => { if (data !== seen) show(true); });
   events.addEventListener("progress", ({data}) => {
-    const told = JSON.parse(data), line = main.querySelector("[data-progress]"), news = ended !== null && told.ended !== ended;
+    const told = JSON.parse(data), line = main.querySelector("[data-progress]"), news = told.ended && ended !== null && told.ended !== ended;
     ended = told.ended;
     if (news) live.textContent = ended;
     if (news && window.Notification?.permission === "granted") new Notification(ended, {body: document.title});
