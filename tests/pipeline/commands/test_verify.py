@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from pipeline.store.table import TableFolder, Writer
 from schemas.text_to_image import GENERATED
 from tests import projects
 from tests.pipeline.store.stores import flip
+from tests.toy import project as toy
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +36,25 @@ def folder(built: Path, tmp_path: Path) -> Path:
     shutil.copytree(built, tmp_path / "project", copy_function=shutil.copy2, symlinks=True)
     projects.build(tmp_path / "project", "images")  # a copied file has another inode
     return tmp_path / "project"
+
+
+READ_ONLY = 'mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" && shift && exec "$@"'
+
+
+def test_damage_of_a_project_that_cannot_be_written_is_named_and_its_repair_refused_in_one_line(tmp_path):
+    namespace = ["unshare", "--mount", "--map-root-user"]
+    if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("needs unshare, to mount a folder read-only")
+    folder = toy.make(tmp_path / "texts")
+    for stage in ("lines", "tokens"):
+        Project(folder).run(stage, progress=False)
+    flip(shard := file(folder, "tokens/*/shards/*.arrow"))
+    words = [sys.executable, "-m", "pipeline", "verify", "--repair", "--project", str(folder)]
+    words = [*namespace, "sh", "-c", READ_ONLY, "sh", str(folder), *words]
+    done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True)
+    damage, error = (done.stdout + done.stderr).splitlines()
+    assert done.returncode == 2 and damage.startswith(f"tokens: {shard} differs from its checksum")
+    assert error.startswith("error: cannot write tokens in ") and "read-only file system; the table is unchanged" in error
 
 
 def file(folder: Path, pattern: str) -> Path:
