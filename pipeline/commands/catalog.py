@@ -75,11 +75,13 @@ def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConne
     import duckdb
     import pyarrow as pa
 
+    from pipeline.commands.rows_of_runs import RowsOfRuns
+
     opened = Project(project) if isinstance(project, str | Path) else project
     catalog = connection or duckdb.connect(config={"autoinstall_known_extensions": "false"})  # a typo must not download anything
     runs = find_runs(opened)
     facts = [run_facts(opened, run) for run in runs]
-    registered = {
+    registered: dict[str, Any] = {
         "tables": pa.Table.from_pylist(list(_tables(opened)), schema=pa.schema(TABLES)),
         "columns": pa.Table.from_pylist(list(_columns(opened)), schema=pa.schema(COLUMNS)),
         "runs": pa.Table.from_pylist(facts, schema=pa.schema(RUNS)),
@@ -93,10 +95,8 @@ def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConne
         else:
             registered[name] = found[0][1] if found else schema.stored.empty_table()
         if trains(schema):
-            own = [
-                ({"run": run.recipe, "run_name": run.label}, run.rows.cast(schema.stored)) for run in runs if run.stage == name
-            ]
-            registered[f"all_{name}"] = _joined(("run", "run_name"), own, schema)
+            own = {(run.recipe, run.label): run.table for run in runs if run.stage == name}
+            registered[f"all_{name}"] = RowsOfRuns(own, schema)
     for name, rows in registered.items():
         catalog.register(name, rows)
     catalog.execute(BF16)
@@ -155,6 +155,8 @@ def _columns(project: Project) -> Iterator[dict[str, Any]]:
 
 def run_facts(project: Project, run: TrainingRun) -> dict[str, Any]:
     """The run's row of the table `runs`, and "different": key -> (value of the run, present value)."""
+    import pyarrow.compute as pc
+
     steps = run.steps
     count = steps["step"][-1].as_py() if steps.num_rows else 0
     snapshot = run.record.get("recipe", {}).get("snapshot") or {}
@@ -163,7 +165,7 @@ def run_facts(project: Project, run: TrainingRun) -> dict[str, Any]:
     result = run.table.folder / "artifacts" / (project.stage(run.stage).result or "-")
     writer = lock_holder(run.table.folder / "lock")
     # The loss of one step is noise.
-    recent = [loss for loss in steps["loss"].to_pylist()[-WINDOW:] if loss is not None]
+    recent = [loss for loss in steps["loss"][-WINDOW:].to_pylist() if loss is not None]
     different = differences(run, flatten(present_settings(project, run.stage))) if settings else {}
     return {
         "run": run.recipe,
@@ -172,7 +174,7 @@ def run_facts(project: Project, run: TrainingRun) -> dict[str, Any]:
         "current": run.current,
         "state": "running" if writer else "finished" if result.exists() else "interrupted",
         "started": run.record.get("started"),
-        "seconds": float(sum(value or 0 for value in steps["seconds"].to_pylist())),
+        "seconds": float(pc.sum(steps["seconds"]).as_py() or 0),
         "steps": count,
         "wanted_steps": wanted if isinstance(wanted, int) else None,
         "loss": sum(recent) / len(recent) if recent else None,
@@ -180,7 +182,7 @@ def run_facts(project: Project, run: TrainingRun) -> dict[str, Any]:
         "best_step": best,
         "best_loss": held_out[best] if best is not None else None,
         "marked_step": run.marked_step,
-        "peak_bytes": max((value or 0 for value in steps["peak_bytes"].to_pylist()), default=0),
+        "peak_bytes": pc.max(steps["peak_bytes"]).as_py() or 0,
         "footprint": (run.table.manifest() if run.table.exists else {}).get("facts", {}).get("run", {}).get("footprint"),
         "data_rows": snapshot.get("rows"),
         "snapshot": snapshot.get("sha256"),

@@ -81,7 +81,8 @@ def training_page(project: Project) -> Page | None:
     if not names:
         return None
     table = f"all_{names[0]}"
-    last = f"(select greatest(1, max(step) // {POINTS}) from {table})"
+    # From `runs`: each look into the rows of all runs reads them.
+    last = f"(select greatest(1, max(steps) // {POINTS}) from runs where stage = '{names[0]}')"
     curve = (
         f"select run_name as series, step // {last} * {last} as x, {{}} as y from {table} where split = '{{}}' "
         "group by all having y is not null order by series, x"

@@ -10,7 +10,7 @@ import datetime
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 FILE = "run.json"
 COLUMNS = {"step", "split", "sample", "loss", "lr", "seconds", "peak_bytes"}  # what the training loop writes
+FACTS = ("lr", "seconds", "peak_bytes")  # of a step
 WINDOW = 50  # steps whose mean is the last loss of a run
 RECIPE = re.compile(r"[0-9a-f]{12}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
@@ -54,15 +55,14 @@ class TrainingRun:
         """By dotted keys, such as "train.lr"."""
         return flatten(self.record.get("settings", {}))
 
-    @property  # not kept: of many long runs, the rows would fill the memory of a page
-    def rows(self) -> pa.Table:
-        """One row per step, split ("train", "validation") and sample, of an unfinished run too."""
-        return self.table.committed().select(self.table.schema.stored.names)
+    def rows(self, columns: Sequence[str] = ()) -> pa.Table:
+        """These columns or all; one row per step, split ("train", "validation") and sample, of an unfinished run too."""
+        return self.table.committed(columns)  # not kept: of many long runs, the rows would fill the memory of a page
 
     @functools.cached_property
     def _means(self) -> tuple[pa.Table, pa.Table]:
-        rows = self.rows
-        return by_step(rows, "train", "lr", "seconds", "peak_bytes"), by_step(rows, "validation")
+        rows = self.rows(["step", "split", "loss", *FACTS])
+        return by_step(rows, "train", *FACTS), by_step(rows, "validation")
 
     @property
     def steps(self) -> pa.Table:

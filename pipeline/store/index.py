@@ -105,12 +105,13 @@ class Index:
     def _name(self, path: Path) -> str:
         return path.relative_to(self.path.parent).as_posix()
 
-    def read_newest(self) -> pa.Table:
+    def read_newest(self, columns: Sequence[str] = ()) -> pa.Table:
         """Rows of the newest version that can be read, of an unfinished run too; none if there is no such version."""
         for version in reversed(self.versions()):
             with suppress(DamageError):  # or a writer has just deleted the version
-                return self.read(version)
-        return self.schema.empty_table()
+                return self.read(version, columns)
+        none = self.schema.empty_table()
+        return none.select(list(columns)) if columns else none
 
     def recover(self) -> tuple[int, pa.Table]:
         """(version, rows) of the newest complete and readable version; newer ones are deleted. (0, no rows) if there is none."""

@@ -96,10 +96,13 @@ class TableFolder:
 
         Raises ValueError if no run has finished or its rows are damaged, DamageError if a given Lance `version` cannot be read.
         """
-        # Whether a file is there is known from other columns.
-        read = [*columns, LIVE.name] if columns and not self.schema.tensors and not self.schema.artifact else []
-        found = self._rows(version, read)
+        found = self._rows(version, self._read_for(columns, LIVE.name))
         return found.select(list(columns)) if columns else found
+
+    def _read_for(self, columns: Sequence[str], *more: str) -> list[str]:
+        """Which columns must be read for `columns`; none: all, as whether a file is there is known from other columns."""
+        known = not self.schema.tensors and not self.schema.artifact
+        return list(dict.fromkeys((*columns, *more))) if columns and known else []
 
     def _rows(self, version: int | None, columns: Sequence[str]) -> pa.Table:
         if version is not None:
@@ -129,9 +132,11 @@ class TableFolder:
         whole = [not check(f"artifacts/{name}") for name in rows[self.schema.artifact].to_pylist()]
         return rows if all(whole) else rows.filter(pa.array(whole, pa.bool_()))
 
-    def committed(self) -> pa.Table:
-        """The newest stored row of each key. `live` is null if the last finished run did not know the row."""
-        return self.with_files(newest_per_key(self.index.read_newest(), self.schema.key))
+    def committed(self, columns: Sequence[str] = ()) -> pa.Table:
+        """The newest stored row of each key, these columns or all. `live` is null if the last finished run had no such row."""
+        rows = self.index.read_newest(self._read_for(columns, *self.schema.key))
+        found = self.with_files(newest_per_key(rows, self.schema.key))
+        return found.select(list(columns)) if columns else found
 
     def reclaimable_bytes(self) -> int:
         """Estimate of what `Writer.collect` frees: unused parts of sparse shards, and artifacts that no row names."""

@@ -258,7 +258,7 @@ TRAINING = Page(
             """
 select run_name || ', sigma ' || floor(sigma * 4) / 4 || ' to ' || (floor(sigma * 4) + 1) / 4 as series,
     step // stretch * stretch as x, avg(loss) as y
-from all_train, (select greatest(1, max(step) // 40) as stretch from all_train)
+from all_train, (select greatest(1, max(steps) // 40) as stretch from runs where stage = 'train')
 where split = 'train' and isfinite(loss) and run in (select run from runs where current) and sigma < 1
 group by all order by series, x
 """,

@@ -17,6 +17,7 @@ from pipeline.commands.status import describe, render, state
 from pipeline.commands.text_to_image.training import since_best
 from pipeline.errors import NotBuilt
 from pipeline.project.runs import choose, find_run, find_runs, news, rename
+from pipeline.store.table import TableFolder
 from stages.models.weights import read_file
 from tests import projects
 from tests.pipeline.commands import tables
@@ -69,6 +70,24 @@ def test_the_rows_of_all_runs_can_be_queried_together(built):
     assert len(counted) == 3
 
 
+def test_a_query_reads_of_all_runs_only_the_columns_that_it_names(built, monkeypatch):
+    read: list[list[str]] = []
+    committed = TableFolder.committed
+
+    def noted(self, columns=()):
+        if self.schema.name == "train":
+            read.append(sorted(columns))
+        return committed(self, columns)
+
+    monkeypatch.setattr(TableFolder, "committed", noted)
+    sql = "select run_name, loss from all_train where sigma > 0.5 and split = 'train'"
+    rows = answer(Project(built), sql).to_pylist()
+    everything = answer(Project(built), "select * from all_train").to_pylist()
+    assert read.count(["loss", "sigma", "split"]) == 3
+    wanted = [row for row in everything if row["sigma"] > 0.5 and row["split"] == "train"]
+    assert rows and rows == [{"run_name": row["run_name"], "loss": row["loss"]} for row in wanted]
+
+
 class Killing(projects.Silent):
     def progress(self, done: int, total: int, unit: str) -> None:
         if done == 2:
@@ -94,11 +113,11 @@ def test_an_older_run_is_exported_by_name(built, tmp_path):
 
 
 def test_an_older_run_goes_on_by_name_and_no_other_run_changes(project):
-    before = {run.recipe: run.rows.num_rows for run in find_runs(Project(project))}
+    before = {run.recipe: run.rows().num_rows for run in find_runs(Project(project))}
     slow = find_run(Project(project), "slow").recipe
     said = projects.latentmill(project, "train", "--only", "--run", "slow", "--set", "train.steps=8")
     assert "2 steps done, 8 in all" in said
-    after = {run.recipe: run.rows.num_rows for run in find_runs(Project(project))}
+    after = {run.recipe: run.rows().num_rows for run in find_runs(Project(project))}
     assert after.pop(slow) > before.pop(slow) and after == before
     assert find_run(Project(project), "slow").steps.num_rows == 8
     third = next(run.recipe for run in find_runs(Project(project)) if not run.name)

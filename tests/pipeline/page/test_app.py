@@ -7,8 +7,11 @@ import base64
 import html
 import io
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -22,6 +25,7 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from pipeline.commands.query import Limits, answer
+from pipeline.page import POOL
 from pipeline.page.app import MOST_BYTES, make_app
 from pipeline.page.command import write_report
 from pipeline.page.site import Site
@@ -484,6 +488,13 @@ def test_no_job_is_begun_without_the_token_or_by_another_site(page, held):
         assert page.post("/do/train", json={}, headers=headers).status_code == 403
     assert page.get("/do/train").status_code == 405
     assert not held.jobs()
+
+
+def test_the_page_takes_arrows_memory_from_the_system_and_its_jobs_choose_for_themselves():
+    code = "import os, pipeline.page, pyarrow; print(pyarrow.default_memory_pool().backend_name, dict(os.environ))"
+    plain = {name: value for name, value in os.environ.items() if name != POOL}
+    said = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True, check=True).stdout
+    assert said.startswith("system ") and POOL not in said
 
 
 def test_downloads_are_the_files_of_exports_and_of_its_folders_alone(page, folder):

@@ -140,6 +140,11 @@ def test_some_columns_of_a_table_are_those_of_all_its_rows(kind: str, tmp_path: 
         writer.finish(table.rows().slice(1).select(list(schema.key)), {})
     assert table.rows().num_rows == 5
     assert table.rows(columns=schema.key).equals(table.rows().select(list(schema.key)))
+    with Writer(table, RECIPE) as writer:
+        writer.append(batch(2, 7))
+    names = [schema.stored.names[-1]]
+    assert table.committed(names).equals(table.committed().select(names))
+    assert table.committed(names).num_rows == table.index.read_newest(names).num_rows - 1
 
 
 def test_a_reader_whose_version_was_just_deleted_reads_the_newer_one(tmp_path: Path):
