@@ -53,7 +53,9 @@ class Outcome:
     left: int = 0  # rows still to compute, if the stage ended early of its own accord
     reason: str = ""  # why it ended early, and what is saved, as a sentence
     done: str = ""  # what was computed, such as "1 picture" or "12 steps"
+    restored: str = ""  # what was taken back from artifacts, the same way
     whole: str = ""  # what there is now, the same way
+    last: int = 0  # of a run that was longer than is asked for: its last step
 
     @property
     def up_to_date(self) -> bool:
@@ -101,8 +103,11 @@ def run(
         count = run.output.pending.num_rows
         if runs.trains(stage.writes) and (count or run_name):
             runs.begin(project, name, software(), run_name, counted(stage, wanted))
-        to_do = amount(stage, counted(stage, run.output.pending))
-        needed, disk, expected = announcement(project, name, count, to_do) if count else ("", 0, None)
+        coming = stage.computes(run, wanted) if stage.computes else run.output.pending
+        back = missing(run.output.pending, coming)
+        needed, disk, expected = "", 0, None
+        if coming.num_rows:
+            needed, disk, expected = announcement(project, name, count, amount(stage, counted(stage, coming)))
         writer.expect(disk)
         for line in filter(None, [*notes, needed]):
             console.say(line)
@@ -121,7 +126,7 @@ def run(
             wanted = stage.wants(run)  # fewer rows now, if early stopping has ended a training run
             absent = missing(wanted, writer.stored)
         written, left, undone = writer.rows_written, absent.num_rows, counted(stage, absent)
-        done = max(0, counted(stage, run.output.pending) - undone)
+        done = max(0, counted(stage, coming) - undone)
         saved = f"{amount(stage, done)} done and saved, {undone} to do. Run the same command to go on."
         if left and stop.is_set():
             raise Stopped(f"{name}: stopped; {saved}")
@@ -132,14 +137,21 @@ def run(
         outcome = Outcome(name, written, 0, wanted.num_rows, time.monotonic() - began, *sizes)
         outcome.done = amount(stage, done if runs.trains(stage.writes) else written)
         outcome.whole = amount(stage, counted(stage, wanted))
+        if back.num_rows:
+            outcome.restored = amount(stage, counted(stage, back))
+            outcome.done = outcome.done if done else ""
         if left:
             outcome.left, outcome.reason = left, f"{reasons[-1]}; {saved}"
         else:
-            outcome.removed = missing(published, wanted).num_rows
-        # A run that had nothing to do leaves the facts of the last one that had.
-        facts: dict[str, Any] = {"rows_written": written, "seconds": round(outcome.seconds, 3), "peak_rss": outcome.peak_rss}
-        facts |= {"peak_mlx": peak, "footprint": outcome.footprint, "size": expected.size if expected else None}
-        writer.finish(wanted, {"run": facts, "versions": software()} if written or left or not folder.exists else {})
+            gone = missing(published, wanted)
+            outcome.removed = gone.num_rows
+            outcome.last = pc.max(gone["step"]).as_py() or 0 if runs.trains(stage.writes) else 0
+        # A run that computed nothing leaves the facts of the last one that did: they tell the speed.
+        computed_count = max(0, written - back.num_rows)
+        facts: dict[str, Any] = {"rows_written": computed_count, "seconds": round(outcome.seconds, 3)}
+        facts |= {"peak_rss": outcome.peak_rss, "peak_mlx": peak, "footprint": outcome.footprint}
+        facts["size"] = expected.size if expected else None
+        writer.finish(wanted, {"run": facts, "versions": software()} if computed_count or left or not folder.exists else {})
         link_table(folder)
     return outcome
 

@@ -42,6 +42,9 @@ class Stage:
     finish: Callable[[Run[Any]], Iterator[pa.RecordBatch]] | None = None
     # Stored rows to compute again although their inputs are unchanged, such as files that could not be read.
     redo: Callable[[Run[Any]], pa.Table] | None = None
+    # For a stage that can take rows back from its artifacts, or repeats stored ones: of the wanted rows (the argument), those
+    # that it computes. Cheap: it compares sizes of files, not their bytes. None: the pending ones.
+    computes: Callable[[Run[Any], pa.Table], pa.Table] | None = None
     # Writes damaged artifacts again that no row names; yields a line for the user about each.
     repair: Callable[[Run[Any]], Iterator[str]] | None = None
     # For a stage whose rows depend on each other: the rows that the whole result depends on. They become part of the recipe.

@@ -93,9 +93,14 @@ def summary(outcome: Outcome) -> str:
     if outcome.left:
         return f"{outcome.stage_name}: {outcome.reason}"
     one = outcome.removed == 1
-    parts = [f"{outcome.done} done"]
-    parts += [f"{outcome.removed} earlier {'one is' if one else 'ones are'} not used any more"] if outcome.removed else []
-    parts += [f"{outcome.whole.partition(' ')[0]} in all", format_seconds(outcome.seconds)]
+    parts = [f"{outcome.restored} taken back from checkpoints"] if outcome.restored else []
+    parts += [f"{outcome.done} done"] if outcome.done else []
+    if outcome.removed and not outcome.last:
+        parts += [f"{outcome.removed} earlier {'one is' if one else 'ones are'} not used any more"]
+    parts += [f"{outcome.whole.partition(' ')[0]} in all"]
+    if outcome.last:
+        parts += [f"those up to {outcome.last} are kept ({outcome.stage_name}.steps = {outcome.last} takes them back)"]
+    parts += [format_seconds(outcome.seconds)]
     parts += [f"peak memory {format_bytes(outcome.footprint)}"]
     parts += [f"{format_bytes(outcome.peak_mlx)} of it in MLX"] if outcome.peak_mlx else []
     return f"{outcome.stage_name}: {', '.join(parts)}"

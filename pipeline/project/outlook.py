@@ -153,13 +153,15 @@ def _need(
         stored = folder.committed().select(stage.writes.stored.names).cast(stage.writes.stored)
         run = project.open(name, report, artifacts=folder.folder / "artifacts", stored=stored, inputs=inputs)
         rows = stage.wants(run)
-        wanted, absent = rows.num_rows, missing(rows, stored)
-        left, to_do = absent.num_rows, amount(stage, counted(stage, absent))
+        absent = missing(rows, stored)
+        run.output.pending = absent
+        coming = stage.computes(run, rows) if stage.computes else absent
+        wanted, left, to_do = rows.num_rows, coming.num_rows, amount(stage, counted(stage, coming))
         note_anew = ANEW if left == wanted else ""
-        grown |= {name} if left else set()
+        grown |= {name} if left or absent.num_rows else set()
         if stage.writes.tensors and found:
             overhead = overhead_bytes(stage.writes, rows, found.row_bytes * rows.num_rows)
-        tables[name] = _afterwards(stage, folder, run, rows, bool(left))
+        tables[name] = _afterwards(stage, folder, run, rows, bool(left or absent.num_rows))
     except (NotBuilt, NotFetched):
         note_anew = ANEW if grown & {each.name for each in stage.reads} else PERHAPS_ANEW
         # Some of them may be stored.

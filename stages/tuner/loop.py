@@ -36,6 +36,7 @@ from typing import Any, Generic, TypeVar
 import mlx.core as mx
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from stages.run import Run
 from stages.shortage import free_memory, held_bytes, is_shortage
@@ -146,20 +147,35 @@ def row_key(row: Row) -> Key:
     return row["step"], row["split"], row["sample"]
 
 
-def find_start(run: Run[Any], last: int) -> Start:
+def computed_rows(run: Run[Any], wanted: pa.Table) -> pa.Table:
+    """Of the wanted rows, those that the next run trains or measures; the others are in the table or in a checkpoint."""
+    last = pc.max(wanted["step"]).as_py() or 0
+    if not run.output.pending.num_rows and checkpoint.published_step(run.output.artifacts) == last:
+        return wanted.slice(0, 0)
+    start = find_start(run, last, Checkpoint.whole)
+    recovered = {row_key(row) for row in start.recovered}
+    lost = {key for row in run.output.pending.to_pylist() if (key := row_key(row))[0] <= start.step} - recovered
+    computed = pc.greater(wanted["step"], start.step)
+    if lost:  # of the measurement at its step
+        repeated = pc.and_(pc.equal(wanted["step"], start.step), pc.equal(wanted["split"], VALIDATION))
+        computed = pc.or_(computed, repeated)
+    return wanted.filter(computed)
+
+
+def find_start(run: Run[Any], last: int, intact: Callable[..., bool] = Checkpoint.intact) -> Start:
     """The newest intact checkpoint before which no row is lost (in neither the table nor an intact checkpoint); else step 0."""
     pending = {row_key(row) for row in run.output.pending.to_pylist()}
     checkpoints = [saved for saved in checkpoint.find_checkpoints(run.output.artifacts) if saved.step <= last]
     held: dict[Key, Row] = {}
     # The rows of the checkpoints are needed only after a kill between a checkpoint and the commit of its rows.
     if checkpoints and any(step <= checkpoints[0].step for step, _, _ in pending):
-        held = {row_key(row): row for saved in checkpoints if saved.intact(ROWS) for row in saved.rows().to_pylist()}
+        held = {row_key(row): row for saved in checkpoints if intact(saved, ROWS) for row in saved.rows().to_pylist()}
     for saved in checkpoints:
         past = sorted(key for key in pending if key[0] <= saved.step)
-        if _usable(saved, last, [key for key in past if key not in held]):
+        if _usable(saved, last, [key for key in past if key not in held], intact):
             if saved is not checkpoints[0]:
                 newest = checkpoints[0]
-                why = "is damaged" if not newest.intact(*newest.state["files"]) else "lacks rows that are lost"
+                why = "is damaged" if not intact(newest, *newest.state["files"]) else "lacks rows that are lost"
                 run.report.say(f"the checkpoint of step {newest.step} {why}; the run goes on from step {saved.step}")
             return Start(saved, [held[key] for key in past if key in held])
     if run.output.stored.num_rows:
@@ -167,7 +183,7 @@ def find_start(run: Run[Any], last: int) -> Start:
     return Start(None, [])
 
 
-def _usable(saved: Checkpoint, last: int, lost: list[Key]) -> bool:
+def _usable(saved: Checkpoint, last: int, lost: list[Key], intact: Callable[..., bool]) -> bool:
     # Rows of the measurement at this step may be lost: it is repeated.
     if any((step, split) != (saved.step, VALIDATION) for step, split, _ in lost):
         return False
@@ -175,7 +191,7 @@ def _usable(saved: Checkpoint, last: int, lost: list[Key]) -> bool:
     # Nothing is left to compute, so no optimizer state is needed. A repeated measurement loads the whole training, and does.
     if saved.step == last and not lost:
         needed.discard(OPTIMIZER)
-    return saved.intact(*needed)
+    return intact(saved, *needed)
 
 
 def load_training(task: Task[Any, Any], start: Checkpoint | None, memory: MemoryPlan | None = None) -> TrainingStep:

@@ -133,6 +133,32 @@ def test_a_run_that_is_longer_than_the_settings_ask_for_is_taken_back_only_with_
     assert "asked for" not in projects.latentmill(project, "train", "--only")
 
 
+def test_steps_that_the_run_takes_back_are_nothing_to_do_and_tell_no_speed(project):
+    def change(steps: int, then: int) -> None:
+        projects.edit(project, f"steps = {steps}\nrank", f"steps = {then}\nrank")
+
+    change(6, 8)
+    projects.build(project, "train", "samples")
+    facts = Project(project).current("train").manifest()["facts"]["run"]
+    change(8, 4)
+    found = projects.planned(Project(project))
+    assert (found["train"].to_do, found["samples"].to_do) == ("0 steps", "0 previews")
+    assert "later" not in projects.latentmill(project, "train", "--only")
+    change(4, 8)
+    assert projects.planned(Project(project))["train"].to_do == "0 steps"
+    said = projects.latentmill(project, "train", "--only")
+    assert "train: 4 steps taken back from checkpoints, 8 in all" in said
+    assert Project(project).current("train").manifest()["facts"]["run"] == facts
+    change(8, 10)
+    need = projects.planned(Project(project))["train"]
+    assert need.to_do == "2 steps" and need.seconds == need.missing * facts["seconds"] / facts["rows_written"]
+    change(10, 7)  # without a checkpoint
+    assert projects.planned(Project(project))["train"].to_do == "1 step"
+    assert "train: 1 step done, 7 in all, those up to 8 are kept (train.steps = 8 takes them back)" in projects.latentmill(
+        project, "train", "--only"
+    )
+
+
 def test_a_continued_run_ends_with_the_bits_of_an_unbroken_one(project):
     third = next(run for run in find_runs(Project(project)) if not run.name)
     projects.latentmill(project, "train", "--only", "--run", third.recipe)

@@ -165,6 +165,7 @@ STAGE = Stage(
     needs=("family", "encoder"),
     wants=wanted_samples,
     run=train,
+    computes=loop.computed_rows,
     repair=repair,
     forecast=forecast,
     snapshot=snapshot,

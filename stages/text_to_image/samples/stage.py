@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from schemas.text_to_image import CAPTIONS, EMBEDDINGS, SAMPLES, TRAIN
 from stages.hashing import file_sha256
@@ -158,7 +159,8 @@ class SampleSource:
 def sample_sources(run: Run[SamplesConfig]) -> list[SampleSource]:
     """The base, the chosen checkpoints by step, and the given adapter, by strength; of identical files, only the first."""
     sources: dict[str, SampleSource] = {}
-    for each in chosen_checkpoints(run.config.checkpoints, run.inputs.files(TRAIN)):
+    last = pc.max(run.inputs.rows(TRAIN, ["step"])["step"]).as_py() or 0
+    for each in chosen_checkpoints(run.config.checkpoints, run.inputs.files(TRAIN), last):
         files = each.state["files"]
         name = EMA if run.config.average and EMA in files else ADAPTER
         # The contents of the file are checked when it is needed, by `SampleSource.files`.
@@ -185,10 +187,15 @@ def given_adapter(run: Run[SamplesConfig]) -> Path | None:
     return file
 
 
-def chosen_checkpoints(chosen: str | tuple[int, ...], folder: Path) -> list[Checkpoint]:
-    """By step. Raises ValueError if a chosen one is missing or damaged."""
-    saved = {one.step: one for one in checkpoint.find_checkpoints(folder)}
+def chosen_checkpoints(chosen: str | tuple[int, ...], folder: Path, last: int) -> list[Checkpoint]:
+    """By step; one after step `last`, of the same run when it was longer, only by its number. Raises ValueError if a chosen one
+    is missing or damaged.
+    """
+    numbered = () if isinstance(chosen, str) else chosen
+    saved = {one.step: one for one in checkpoint.find_checkpoints(folder) if one.step <= last or one.step in numbered}
     for step, problem in sorted(checkpoint.damaged_checkpoints(folder).items()):
+        if step > last and step not in numbered:
+            continue
         # If the checkpoint of step 300 is damaged and 200 is the newest that can be read, "last" means 300 to the user: step
         # 200 must not be taken in its place. Damage before the newest does not matter for "last".
         if step > max(saved, default=0) if chosen == "last" else chosen == "all" or step in chosen:

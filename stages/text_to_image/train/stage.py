@@ -68,6 +68,7 @@ STAGE = Stage(
     needs=("family", "transformer"),
     wants=wanted_samples,
     run=train,
+    computes=loop.computed_rows,
     repair=repair,
     snapshot=snapshot,
     forecast=forecast,

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from schemas.text_to_image import CAPTIONS, EMBEDDINGS, TRAIN
+from schemas.text_to_image import CAPTIONS, EMBEDDINGS
 from stages.run import Run
 from stages.text_to_image.families import family
 from stages.text_to_image.samples.config import SamplesConfig
@@ -31,7 +31,7 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def tables() -> dict[str, pa.Table]:
+def tables(last_step: int = 20) -> dict[str, pa.Table]:
     captions, embeddings = [], []
     draw = np.random.default_rng(0)
     for role, texts in (("empty", [""]), ("preview", PROMPTS), ("caption", ["of an image"])):
@@ -45,17 +45,17 @@ def tables() -> dict[str, pa.Table]:
     return {
         "captions": table_of(CAPTIONS, captions[::-1]),
         "embeddings": table_of(EMBEDDINGS, embeddings),
-        "train": TRAIN.batch.empty_table(),
+        "train": pa.table({"step": pa.array([last_step], pa.int32())}),
     }
 
 
-def context(root: Path, folder: Path, config: SamplesConfig = CONFIG, **given: Any) -> Run:
+def context(root: Path, folder: Path, config: SamplesConfig = CONFIG, last_step: int = 20, **given: Any) -> Run:
     places = {
         "transformer": root / "weights" / "transformer",
         "autoencoder": root / "weights" / "vae",
         "train": root / "train",
     }
-    return harness.context(STAGE, folder, tables(), **({"config": config, "family": TINY, "weights": places} | given))
+    return harness.context(STAGE, folder, tables(last_step), **({"config": config, "family": TINY, "weights": places} | given))
 
 
 def pixels(run: Run[Any], row: dict[str, Any]) -> np.ndarray:

@@ -73,6 +73,12 @@ def test_the_chosen_checkpoints_are_wanted_in_order(root: Path, tmp_path: Path, 
     assert wanted.num_rows == len(steps) * 4
 
 
+def test_of_a_run_made_shorter_no_later_checkpoint_is_drawn_unless_it_is_named(root: Path, tmp_path: Path) -> None:
+    for checkpoints, steps in (("all", [0, 10]), ("last", [0, 10]), ((20,), [0, 20])):
+        wanted = STAGE.wants(context(root, tmp_path, replace(CONFIG, checkpoints=checkpoints), last_step=10))
+        assert list(dict.fromkeys(wanted["step"].to_pylist())) == steps
+
+
 @pytest.mark.parametrize(("prompts", "drawn"), [(0, PROMPTS), (1, PROMPTS[:1]), (100, PROMPTS)])
 def test_only_the_first_prompts_are_drawn_if_a_number_is_set(root: Path, tmp_path: Path, prompts: int, drawn: list[str]) -> None:
     wanted = STAGE.wants(context(root, tmp_path, replace(CONFIG, first_prompts=prompts)))
@@ -220,7 +226,7 @@ def test_an_adapter_that_draws_no_finite_values_leaves_no_picture(root: Path, tm
     ruined = {name: 1e30 * value for name, value in saved.arrays(checkpoint.ADAPTER).items()}
     checkpoint.save(writer_into(tmp_path / "train"), 30, ruined, {}, TRAIN.batch.empty_table(), {"rank": "2", "alpha": "4.0"}, {})
     weights = {"transformer": root / "weights" / "transformer", "train": tmp_path / "train"}
-    run = context(root, tmp_path, replace(CONFIG, base=False), weights=weights)
+    run = context(root, tmp_path, replace(CONFIG, base=False), last_step=30, weights=weights)
     with pytest.raises(
         ValueError, match=r"^samples: step 30 draws values that are not finite; choose .*, or lower \[train\] lr$"
     ):
