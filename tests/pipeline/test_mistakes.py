@@ -92,10 +92,6 @@ def test_images_without_captions_are_counted_and_named(project):
     assert "3" in line and "picture0.png" in line
 
 
-def test_a_stage_that_does_not_exist_gets_the_nearest_name(project):
-    assert "did you mean latents?" in refused(project, "run", "latent")
-
-
 def test_a_stage_without_its_inputs_names_the_command_that_builds_them(project):
     assert "make images" in refused(project, "run", "latents", "--only")
     projects.build(project, "images")

@@ -106,8 +106,14 @@ def test_workers_that_are_killed_lose_and_double_nothing(finished, cluster, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
-def test_a_driver_that_is_killed_or_interrupted_is_continued_by_the_next_run(number, code, cluster, tmp_path):
+@pytest.mark.proof("a driver of a Ray cluster that is killed or interrupted is continued by the next run")
+def test_a_driver_that_is_killed_or_interrupted_is_continued_by_the_next_run(cluster, tmp_path, cases):
+    for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL))[: cases(1, 2)]:
+        (tmp_path / str(code)).mkdir()
+        end_a_driver(number, code, tmp_path / str(code))
+
+
+def end_a_driver(number: int, code: int, tmp_path: Path) -> None:
     (tmp_path / "project.toml").write_text(STAND_IN.format(workers=WORKERS, count=120, seconds=0.1))
     projects.edit(tmp_path, "unit_rows = 1", "unit_rows = 1\ncommit_seconds = 0.0")
     process = projects.command(tmp_path, "run", "waits", "--only")

@@ -6,21 +6,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from stages.text_to_image import PIPELINE
 from stages.text_to_image.families import family
 from tests import projects
 
-NO_ROWS = {
-    "images": 0,
-    "captions": 0,
-    "checks": 0,
-    "descriptions": 0,
-    "buckets": 0,
-    "latents": 0,
-    "embeddings": 0,
-    "train": 0,
-    "samples": 0,
-    "scores": 0,
-}
+NO_ROWS = dict.fromkeys(PIPELINE.stages, 0)
 pytestmark = pytest.mark.slow
 STEPS = 2
 CHECKPOINTS = 2  # each with a picture; the base has another

@@ -159,20 +159,6 @@ def test_steps_that_the_run_takes_back_are_nothing_to_do_and_tell_no_speed(proje
     )
 
 
-def test_a_continued_run_ends_with_the_bits_of_an_unbroken_one(project):
-    third = next(run for run in find_runs(Project(project)) if not run.name)
-    projects.latentmill(project, "train", "--only", "--run", third.recipe)
-    whole = project.parent / "whole"
-    shutil.copytree(project, whole, symlinks=True)
-    shutil.rmtree(whole / "tables" / "train")
-    projects.build(whole, "train")
-    names = ("artifacts", "adapter.safetensors")
-    assert (
-        third.table.folder.joinpath(*names).read_bytes()[-4096:]
-        == (whole / "tables" / "train" / third.recipe).joinpath(*names).read_bytes()[-4096:]
-    )
-
-
 def test_a_run_whose_data_have_changed_is_not_continued_but_can_be_exported(project, tmp_path):
     projects.add_image(project, "new.png", seed=9)
     projects.build(project, "images", "captions", "buckets", "latents", "embeddings")

@@ -73,7 +73,3 @@ def test_a_typical_mistake_in_project_toml_is_answered_with_the_right_setting(tm
     folder = projects.make(tmp_path / "project", tmp_path, images=1)
     (folder / "project.toml").write_text(f"{text}\n")
     assert said in answer(folder, ["status"])
-
-
-def test_they_are_at_least_twenty():
-    assert len(COMMANDS) + len(SETTINGS) >= 20

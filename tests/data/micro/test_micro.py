@@ -28,6 +28,7 @@ from stages.text_to_image.sampler import Adapters, adapted_forward, read_adapter
 from stages.text_to_image.samples.drawing import cut_reference, encode_image
 from stages.tuner import checkpoint
 from stages.tuner.adapters.targets import fresh_adapter, select_targets
+from tests.stages.text_to_image.samples.previews import writer_into
 
 MICRO = family("micro")
 FOLDER = Path(__file__).parents[3] / "data" / "assets" / "micro"
@@ -68,12 +69,6 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[checkpoint.Checkp
     """A checkpoint with a random LoRA on every Linear of the blocks, and its exported file."""
     folder = tmp_path_factory.mktemp("adapter")
 
-    def write_artifact(name: str, write: Any) -> Path:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
-        return path
-
     shapes = Flux2Config.from_dict(MICRO.transformer).shapes()
     linears = {n.removesuffix(".weight"): s for n, s in shapes.items() if "transformer_blocks" in n and len(s) == 2}
     rng = np.random.default_rng(7)
@@ -82,7 +77,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[checkpoint.Checkp
         for name, array in fresh_adapter(select_targets(linears, ["*"], 4, 8.0), 7).items()
     }
     about = {"family": MICRO.name, "project": "random", "rank": "4", "alpha": "8.0"}
-    saved = checkpoint.save(write_artifact, 1, arrays, {}, TRAIN.batch.empty_table(), about, {})
+    saved = checkpoint.save(writer_into(folder), 1, arrays, {}, TRAIN.batch.empty_table(), about, {})
     file = write_adapter(
         saved.folder / checkpoint.ADAPTER, family("micro"), folder / "out", "diffusers", dtype="float32", metadata={}
     )

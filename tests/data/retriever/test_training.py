@@ -14,6 +14,7 @@ from data.research.retriever import corpus, export, judge, maxsim, packages, tok
 from data.research.retriever.batches import END, NAME, Batches, Texts, load
 from data.research.retriever.extract import functions, is_query, sentences
 from data.research.retriever.model import Encoder, Sizes, buckets
+from tests.data.micro.test_training import Clock
 
 TINY = Sizes(pieces=300, width=32, layers=2, heads=2, head=8, inner=24, output=16, dropout=0.0)
 SOURCE = '''
@@ -254,17 +255,6 @@ def test_a_training_writes_a_folder_whose_loss_fell_and_whose_8_bit_weights_are_
     config = json.loads((tmp_path / "retriever" / "config.json").read_text())
     reference = T5EncoderModel(T5Config(**{k: v for k, v in config.items() if k != "quantization"}))
     assert not reference.load_state_dict(body, strict=False).unexpected_keys
-
-
-class Clock:
-    """A clock that advances by 60 ms per reading, so that a training of so many seconds has a fixed number of steps."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def monotonic(self) -> float:
-        self.seconds += 0.06
-        return self.seconds
 
 
 def test_equal_scores_count_against_the_function():

@@ -146,6 +146,7 @@ def _serve() -> None:
 
 
 def _import_all() -> None:
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers would import it, in 1.4 s, and each fork map it
     import transformers
 
     for name in IMPORTED:

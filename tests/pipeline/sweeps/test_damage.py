@@ -205,12 +205,6 @@ def _answers(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 @pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    with Forks(tmp_path_factory.mktemp("forks")) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> dict[str, Path]:
     """A finished project of each pipeline, with edits, exports and jobs."""
     place = tmp_path_factory.mktemp("reference")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,12 +26,6 @@ USES = (
     ("query", "select path, width from images", "--csv", "exports/answer.csv"),
     ("generate", "a red cup"),
 )
-
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory) -> Iterator[Forks]:
-    with Forks(tmp_path_factory.mktemp("forks")) as made:
-        yield made
 
 
 @pytest.mark.proof("a disk that is full in the middle of a command is one line, and nothing is lost once there is room")

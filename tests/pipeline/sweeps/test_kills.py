@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -157,12 +157,6 @@ class Life:
 def _files(folder: Path) -> dict[str, bytes]:
     names = {path: str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     return {name: path.read_bytes() for path, name in names.items() if not name.startswith(".tmp-")}
-
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory) -> Iterator[Forks]:
-    with Forks(tmp_path_factory.mktemp("forks")) as made:
-        yield made
 
 
 @pytest.mark.proof(

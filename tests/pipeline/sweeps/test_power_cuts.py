@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,12 +23,6 @@ USES = (
     ("generate", "a red cup"),
     ("clean", "--runs"),
 )
-
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory) -> Iterator[Forks]:
-    with Forks(tmp_path_factory.mktemp("forks")) as made:
-        yield made
 
 
 def recorded(forks: Forks, folder: Path, record: Path) -> dict[str, dict[str, str]]:

@@ -174,11 +174,8 @@ def test_images_of_which_none_is_usable_are_an_error_that_counts_the_reasons(tmp
     ("wrong", "message"),
     [
         ({"resolutions": (512, 500)}, "resolutions must be multiples of 16, such as 496 or 512, got 500"),
-        ({"resolutions": (8,)}, "must be >= 16 and <= 4096 each, got 8$"),
-        ({"resolutions": (-512,)}, "must be >= 16 and <= 4096 each, got -512$"),
         ({"resolutions": ()}, r"at least one resolution, and none twice, such as \[512, 768\], got \[\]"),
         ({"resolutions": (512, 512)}, r"none twice, .*, got \[512, 512\]"),
-        ({"max_shapes": 0}, "max_shapes must be >= 1 and <= 10000, got 0"),
     ],
 )
 def test_a_wrong_setting_is_an_error_that_names_it_and_the_remedy(wrong, message):

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -281,10 +280,3 @@ def test_a_transparent_picture_is_encoded_on_the_colour_of_latents(tmp_path, tin
     encoder, background = ImageEncoder.load(), Project(folder).config.sections["scores"].background
     expected = encoder.encode(Image.new("RGB", (64, 64), "#0080ff"))
     assert np.array_equal(encoder.encode_file(tmp_path / "clear.png", background), expected)
-
-
-def test_memory_is_released_when_the_stage_ends(scene):
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    harness.run(STAGE, scene.context())
-    assert mx.get_active_memory() <= before + 4096

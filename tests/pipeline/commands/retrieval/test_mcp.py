@@ -22,6 +22,19 @@ CODE = {
 }
 EDITED = "def count_{0}(values):\n    found = [value for value in values if value.is_{0}]\n    return len(found)\n"
 BIRDS = ("herons", "owls", "swifts", "wrens", "larks", "terns", "gulls", "crows")
+HOSTILE = [
+    ("read", {"path": "../secret.py"}, "is no file in"),
+    ("read", {"path": "link.txt"}, "is no file in"),
+    ("read", {"path": "/etc/passwd"}, "is no file in"),
+    ("read", {"path": "sums.py\0.txt"}, "null byte"),
+    ("read", {"path": "x" * 10_000}, "too long"),
+    ("read", {"path": "sums.py", "first_line": 0}, "first_line and last_line must be"),
+    ("read", {"path": "sums.py", "last_line": 10**12}, "first_line and last_line must be"),
+    ("search", {"query": "x", "folder": "/"}, "folder must be one of"),
+    ("search", {"query": " "}, "must have a word"),
+    ("search", {"query": "x", "limit": 10**9}, "limit must be from 1 to 100"),
+    ("related", {"path": "mail.py", "line": 99}, "has no function at line 99"),
+]
 
 
 @pytest.fixture
@@ -61,7 +74,7 @@ def paths(answer: str) -> list[str]:
     return [json.loads(each)["path"] for each in answer.replace("}\n{", "}\0{").split("\0")] if answer else []
 
 
-def test_an_agent_searches_reads_and_finds_what_resembles(folder):
+def test_an_agent_searches_reads_and_finds_what_resembles_and_a_hostile_wish_is_one_line(folder):
     async def work(call):
         assert paths(await call("search", query="send a mail"))[0] == "mail.py"
         assert paths(await call("search", query="send a mail", path="s*.py", threshold=0)) == ["sums.py"]
@@ -70,6 +83,9 @@ def test_an_agent_searches_reads_and_finds_what_resembles(folder):
             "2\t    total = sum(item.price for item in items)"
         )
         assert '"functions": 3' in await call("status")
+        for name, given, line in HOSTILE:
+            said = await call(name, **given)
+            assert said.startswith("error: ") and line in said and "\n" not in said and "hunter2" not in said, (given, said)
 
     talk(folder, work)
 
@@ -88,29 +104,5 @@ def test_every_answer_is_fresh_and_the_memory_of_a_long_session_stays_flat(folde
             assert f"count_{kept}" in await call("search", query=f"how many {kept}", limit=1)
             resident.append(server.memory_info().rss)
         assert resident[-1] < 1.1 * resident[len(resident) // 3]
-
-    talk(folder, work)
-
-
-HOSTILE = [
-    ("read", {"path": "../secret.py"}, "is no file in"),
-    ("read", {"path": "link.txt"}, "is no file in"),
-    ("read", {"path": "/etc/passwd"}, "is no file in"),
-    ("read", {"path": "sums.py\0.txt"}, "null byte"),
-    ("read", {"path": "x" * 10_000}, "too long"),
-    ("read", {"path": "sums.py", "first_line": 0}, "first_line and last_line must be"),
-    ("read", {"path": "sums.py", "last_line": 10**12}, "first_line and last_line must be"),
-    ("search", {"query": "x", "folder": "/"}, "folder must be one of"),
-    ("search", {"query": " "}, "must have a word"),
-    ("search", {"query": "x", "limit": 10**9}, "limit must be from 1 to 100"),
-    ("related", {"path": "mail.py", "line": 99}, "has no function at line 99"),
-]
-
-
-def test_a_hostile_wish_is_one_line_and_nothing_outside_the_folders_is_read(folder):
-    async def work(call):
-        for name, given, line in HOSTILE:
-            said = await call(name, **given)
-            assert said.startswith("error: ") and line in said and "\n" not in said and "hunter2" not in said, (given, said)
 
     talk(folder, work)

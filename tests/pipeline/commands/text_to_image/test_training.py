@@ -1,16 +1,24 @@
 """A stage that ends early of its own accord, through the runner and the console."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from pipeline.commands.run import summary
 from pipeline.commands.text_to_image import training as module
 from tests import projects
 
 
-def test_training_in_segments_ends_with_the_table_of_an_unbroken_run(tmp_path, tiny_weights):
-    whole = projects.make(tmp_path / "whole", tiny_weights, images=2)
-    projects.build(whole, "images", "captions", "buckets", "latents", "embeddings", "train")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, tiny_weights) -> Path:
+    folder = projects.make(tmp_path_factory.mktemp("whole") / "cats", tiny_weights, images=2)
+    projects.build(folder)
+    return folder
+
+
+def test_training_in_segments_ends_with_the_table_of_an_unbroken_run(whole, tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "segments", tiny_weights, images=2)
     projects.edit(folder, "steps = 6\nrank", "steps = 6\nstop_after_steps = 4\nrank")
     first = projects.build(folder, "images", "captions", "buckets", "latents", "embeddings", "train")["train"]
@@ -35,9 +43,7 @@ def test_a_run_that_validation_ends_early_is_up_to_date(tmp_path, tiny_weights):
     assert projects.build(folder, "train")["train"].up_to_date
 
 
-def test_segments_draw_previews_and_end_with_the_tables_of_an_unbroken_run(tmp_path, tiny_weights):
-    whole = projects.make(tmp_path / "whole" / "cats", tiny_weights, images=2)
-    projects.build(whole)
+def test_segments_draw_previews_and_end_with_the_tables_of_an_unbroken_run(whole, tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "segments" / "cats", tiny_weights, images=2)
     said = projects.latentmill(folder, "segments", "--every", "4")
     said = said[said.index("train:") :]  # after the stages before

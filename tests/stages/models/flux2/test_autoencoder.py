@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from stages import kernels
 from stages.models import autoencoder, weights
-from stages.models.autoencoder import arrange, query_rows
+from stages.models.autoencoder import arrange
 from stages.models.flux2 import load as convert
 from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig, load_autoencoder, memory, patchify, unpatchify
 from stages.models.flux2.load import load_flux2
@@ -259,17 +259,6 @@ def test_a_cpu_waits_for_every_strip_and_a_gpu_for_the_oldest_of_what_exceeds_tw
     assert waited_for(monkeypatch, [10] * 22) == [0, 1], "small strips are started far ahead"
     assert waited_for(monkeypatch, [1, 1, 1], work=150) == [0, 1], "what a strip is computed from counts"
     assert waited_for(monkeypatch, [1000]) == [], "a strip that is too large is started all the same"
-
-
-@pytest.mark.parametrize("side", [512, 1024, 2048, 4096])
-@pytest.mark.parametrize("channels", [(3, 128), (128, 128), (128, 256), (256, 256), (512, 512)])
-@pytest.mark.parametrize("device", [mx.cpu, mx.gpu], ids=["cpu", "gpu"])
-def test_no_convolution_and_no_attention_exceeds_the_limit_of_one_kernel(side, channels, device, monkeypatch):
-    monkeypatch.setattr(mx, "default_device", lambda: device)
-    most = autoencoder.strip_rows(side, side, *channels)
-    assert kernels.product_flop(most * side, 9 * channels[0], channels[1]) <= kernels.LIMIT
-    positions = (side // 8) ** 2
-    assert 2 * kernels.product_flop(query_rows(positions, 512), 512, positions) <= kernels.LIMIT
 
 
 def test_strips_that_are_used_are_freed_and_a_freed_strip_is_never_read():

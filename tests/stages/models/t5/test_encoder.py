@@ -14,7 +14,7 @@ from stages.models.t5.model import HEAD, T5, T5Config, buckets
 
 MOST, MEAN = 5e-5, 1e-5  # limits of the largest and the mean absolute difference
 TINY = {"vocab_size": 99, "d_model": 48, "d_kv": 16, "d_ff": 80, "num_layers": 3, "num_heads": 2}  # 2 * 16 differs from 48
-BASE = {"vocab_size": 500, "d_model": 768, "d_kv": 64, "d_ff": 2048, "num_layers": 12, "num_heads": 12}
+BASE = {"vocab_size": 500, "d_model": 768, "d_kv": 64, "d_ff": 2048, "num_layers": 4, "num_heads": 12}
 FORMS = {"gated": (TINY, "gated-gelu"), "relu": (TINY, "relu")}
 
 
@@ -91,7 +91,7 @@ def test_a_tiny_encoder_gives_the_hidden_states_of_transformers(form: str) -> No
 
 
 @pytest.mark.slow
-def test_an_encoder_of_base_size_gives_the_hidden_states_of_transformers_and_the_erf_gelu_does_not(
+def test_an_encoder_of_the_width_of_base_gives_the_hidden_states_of_transformers_and_the_erf_gelu_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     most, mean = differences("base", 2, 256)

@@ -124,25 +124,6 @@ def test_duplicates_follow_the_first_path_as_files_come_and_go(project, probed):
     assert project.verdicts() == {"m.png": None, "z.png": None}
 
 
-def test_a_run_stopped_after_any_batch_ends_where_an_unbroken_one_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(images, "BATCH", 3)
-    (tmp_path / "a").mkdir()
-    whole = Project(tmp_path / "a")
-    for number in range(11):
-        draw(whole.source / f"{number:02}.png", number % 4)
-    (whole.source / "05.png").write_bytes(b"broken")
-    whole.run()
-    for batches in range(5):
-        broken = Project.__new__(Project)
-        broken.__dict__ = whole.__dict__ | {"stored": None, "lines": []}
-        for count, batch in enumerate(STAGE.run(broken.context())):
-            if count == batches:
-                break
-            broken.store(batch.to_pylist())
-        broken.run()
-        assert broken.stored.equals(whole.stored)
-
-
 def stop_at(monkeypatch, name):
     """Return a `stop` that is True once the file `name` is decoded."""
     stop, real = threading.Event(), images.probe
@@ -250,12 +231,6 @@ def test_a_missing_or_empty_folder_is_an_error_that_names_the_remedy(project):
     project.source = draw(project.folder / "a.png")
     with pytest.raises(ValueError, match="is a file, not a folder"):
         project.context()
-
-
-@pytest.mark.parametrize("wrong", [{"min_side": 0}, {"workers": 0}, {"max_pixels": 0}, {"max_pixels": 10**9}])
-def test_a_setting_out_of_range_is_an_error_that_names_it(wrong):
-    with pytest.raises(ValueError, match=rf"^{next(iter(wrong))} must be >= 1"):
-        ImagesConfig(**wrong)
 
 
 def test_masks_of_other_images_become_no_rows_and_are_counted_in_the_summary(project):

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -234,24 +233,13 @@ def test_an_adapter_that_draws_no_finite_values_leaves_no_picture(root: Path, tm
     assert not files(run)
 
 
-def test_memory_is_released_when_the_stage_ends(root: Path, tmp_path: Path) -> None:
-    run = context(root, tmp_path, replace(CONFIG, seeds=(0,), checkpoints=(10,), base=False))
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    harness.run(STAGE, run)
-    assert mx.get_active_memory() == before
-
-
 @pytest.mark.parametrize(
     ("values", "line"),
     [
         ({"checkpoints": "latest"}, 'checkpoints must be "last", "all" or a list of steps .*, got "latest"'),
         ({"width": 1000}, "width must be a multiple of 16, such as 992, got 1000"),
-        ({"height": 0}, "height must be >= 16 and <= 4096, got 0"),
         ({"seeds": (1, 1)}, r"seeds must be different .*, got \[1, 1\]"),
         ({"seeds": ()}, r"seeds must be .*, got \[\]"),
-        ({"steps": 0}, "steps must be >= 1 and <= 1000, got 0"),
-        ({"grid": 0}, "grid must be >= 1 and <= 1000, got 0"),
     ],
 )
 def test_settings_that_allow_no_preview_are_refused(values: dict[str, Any], line: str) -> None:

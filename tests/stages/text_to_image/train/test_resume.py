@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -25,35 +24,12 @@ def whole(transformer: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(tmp_path_factory.mktemp("whole"), transformer, replace(BASE, accumulate=2)).go()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_run_that_is_stopped_and_killed_ends_with_the_bits_of_an_unbroken_one(seed, whole, transformer, tmp_path):
-    draw = random.Random(seed)
-    run = Run(tmp_path, transformer, whole.config)
-    for _ in range(3):
-        at = draw.randint(1, 6)
-        run.go(**({"stop_at": at} if draw.random() < 0.5 else {"kill_at": at, "lose": draw.randint(0, 4)}))
-    run.go()
-    assert run.rows == whole.rows
-    assert run.adapter == whole.adapter
-    final = "checkpoints/step-000007/optimizer.safetensors"
-    assert (run.folder / "artifacts" / final).read_bytes() == (whole.folder / "artifacts" / final).read_bytes()
-
-
 def test_a_stop_writes_a_checkpoint_of_its_step_and_the_next_run_goes_on_from_it(whole, transformer, tmp_path):
     run = Run(tmp_path, transformer, whole.config).go(stop_at=2)
     assert max(step for step, _, _ in run.stored) == 2
     assert [saved.step for saved in checkpoint.find_checkpoints(tmp_path / "artifacts")] == [2]
     first = run.go(kill_at=3).said[-2]
     assert first.endswith("steps 3 to 7")
-
-
-def test_a_damaged_checkpoint_is_passed_over(whole, transformer, tmp_path):
-    run = Run(tmp_path, transformer, whole.config).go(kill_at=6)
-    file = tmp_path / "artifacts" / "checkpoints" / "step-000006" / "optimizer.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    run.go()
-    assert "steps 4 to 7: steps 4 to 6 are computed again, from the checkpoint of step 3" in run.said[-2]
-    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
 
 
 def test_rows_that_a_kill_lost_are_yielded_again_without_training(whole, transformer, tmp_path):
@@ -82,15 +58,6 @@ def test_a_finished_run_loads_nothing_and_writes_nothing(whole):
     assert harness.run(STAGE, whole.context()).num_rows == 0
     assert whole.loaded == 0
     assert before == {path: path.stat().st_mtime_ns for path in whole.folder.rglob("*")}
-
-
-def test_a_finished_run_is_made_longer_and_equals_one_that_was_long_from_the_start(whole, transformer, tmp_path):
-    run = Run(tmp_path, transformer, replace(whole.config, steps=4)).go()
-    assert run.adapter == (run.folder / "artifacts/checkpoints/step-000004/adapter.safetensors").read_bytes()
-    run.config = whole.config
-    run.go()
-    assert run.said[-2].endswith("steps 5 to 7")
-    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
 
 
 def test_a_run_made_shorter_has_the_adapter_of_the_shorter_run(whole, transformer, tmp_path):
@@ -150,9 +117,3 @@ def test_the_interval_of_checkpoints_changes_no_result(whole, transformer, tmp_p
     states = sorted(path.parent.name for path in tmp_path.rglob("optimizer.safetensors"))
     assert states == ["step-000007"]
     assert len(list(tmp_path.rglob("checkpoints/*/adapter.safetensors"))) == 7
-
-
-def test_one_step_alone_gives_its_logged_losses(whole):
-    saved = next(s for s in checkpoint.find_checkpoints(whole.folder / "artifacts") if s.step == 6)
-    found = whole.training(saved).gradient(whole.micro_batches(7))
-    assert found.losses.tolist() == [row["loss"] for row in whole.rows if row["step"] == 7]
