@@ -1,7 +1,7 @@
 """Costs and recall of a search: `python -m tests.bench.search FOLDER`, of a project whose index is built, or of source code that
 `latentmill find` has read before.
 
-Times are of CPU: of a query while the index stays open, as in `search --stdin` and `mcp` (opening it and the first queries are not
+Times are of CPU: of a query while the index stays open, as in `search --stdin` and `mcp` (opening it and the first are not
 counted); for source code, also of a whole process of `find` when nothing has changed and, with `--edit`, when one file has; of
 ripgrep and semble beside, where they are on the PATH. `--recall` compares the ten best by meaning with those of a comparison with
 every unit.
