@@ -114,11 +114,12 @@ def of_processes(folder: Path, rounds: int, edit: Path | None) -> dict[str, floa
 @click.option("--rounds", default=4, show_default=True)
 @click.option("--edit", type=click.Path(path_type=Path, exists=True), help="A Python file of FOLDER; it is restored.")
 @click.option("--recall", "queries", default=0, help="How many docstrings are asked; 0: none.")
+@click.option("--note", default="", help="What the row says besides.")
 @click.option("--table", type=click.Path(path_type=Path), help="A JSONL file to which the row is added.")
-def main(folder: Path, rounds: int, edit: Path | None, queries: int, table: Path | None) -> None:
+def main(folder: Path, rounds: int, edit: Path | None, queries: int, note: str, table: Path | None) -> None:
     code = not (folder / FILE).is_file()
     project = open_project(folder.resolve()) if code else Project(folder)
-    row: dict[str, float | str] = {"folder": folder.name}
+    row: dict[str, float | str] = {"folder": folder.name, **({"note": note} if note else {})}
     if code:
         row |= of_processes(folder, rounds, edit)
         project = open_project(folder.resolve())
