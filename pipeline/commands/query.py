@@ -99,6 +99,9 @@ def command(
     """
     limits = Limits(seconds, memory_gb, unsafe)
     files = {kind: path for kind, path in (("csv", csv_file), ("json", json_file), ("parquet", parquet)) if path}
+    for path in files.values():
+        if path.exists() and (sql or not path.is_dir()):
+            raise ValueError(f"{path} exists; move it away or choose another name")
     if not sql and list(files) != ["parquet"]:
         raise ValueError('no SQL given; for instance: latentmill query "select * from tables"')
     if not sql:
@@ -276,10 +279,15 @@ def _not_built(project: Project, sql: str, catalog: duckdb.DuckDBPyConnection) -
 
 
 def export_parquet(project: Project, out: Path) -> list[Path]:
-    """Write every table as a Parquet file, and a DuckDB database with all of them; files of an earlier export are replaced."""
+    """Write every table as a Parquet file, and a DuckDB database with all of them; files of an earlier export are replaced.
+
+    Raises ValueError if the folder has such files without the database.
+    """
     catalog = open_catalog(project)
     names = [*project.stage_names, *project.pipeline.tables, "tables", "columns"]
     paths = [*(out / f"{name}.parquet" for name in names), out / "catalog.duckdb"]
+    if not paths[-1].exists() and (other := next((path for path in paths if path.exists()), None)):
+        raise ValueError(f"{other} exists and is not of an earlier export; choose another folder")
     with ExitStack() as stack:  # files get their names only when all are written
         *files, database = (stack.enter_context(atomic_write(path)) for path in paths)
         # Every DuckDB from 1.0 on reads this format.

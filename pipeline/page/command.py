@@ -6,6 +6,7 @@ import base64
 import secrets
 import threading
 import webbrowser
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 PICTURE = 256  # pixels: the longer side of a picture in the file
 MOST = 400  # pictures; further ones are left out
+EXTRA = ("starlette", "uvicorn", "plotly", "tomlkit")  # modules of the extra `view`; others bring some of them too
 NEEDED = "the page needs the extra `view`: make view installs it, or: pip install 'latentmill[view]'"
 
 
@@ -41,13 +43,12 @@ def command(port: int, opened: bool, folder: str | None, project: Project | None
     """
     import socket
 
-    try:
-        import uvicorn
+    require_extra()
+    import uvicorn
 
-        from pipeline.page.app import make_app
-        from pipeline.page.studio import Studio, make_studio
-    except ModuleNotFoundError:
-        raise ValueError(NEEDED) from None
+    from pipeline.page.app import make_app
+    from pipeline.page.studio import Studio, make_studio
+
     token = secrets.token_urlsafe(24)
     host, hosts, door = listening(**network)
     if project is None:
@@ -67,6 +68,11 @@ def command(port: int, opened: bool, folder: str | None, project: Project | None
     options: dict[str, Any] = {"log_level": "warning", "server_header": False, "timeout_graceful_shutdown": 1}
     files = {"ssl_certfile": network["certificate"], "ssl_keyfile": network["key"]} if door else {}
     uvicorn.run(app, host=host, port=port, **options, **files)
+
+
+def require_extra() -> None:
+    if not all(map(find_spec, EXTRA)):
+        raise ValueError(NEEDED)
 
 
 def listening(
@@ -91,10 +97,10 @@ def listening(
 @with_project
 def report_command(out: Path | None, project: Project) -> None:
     """Write the pages of a project as one HTML file, to keep or to send. OUT is the file; without it, exports/ of the project."""
-    try:
-        written = write_report(Site(project.path, project.overrides), out or project.path / "exports" / f"{project.name}.html")
-    except ModuleNotFoundError:
-        raise ValueError(NEEDED) from None
+    require_extra()
+    if out and out.exists() and out.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"{out} exists and is not an .html file; choose another name")
+    written = write_report(Site(project.path, project.overrides), out or project.path / "exports" / f"{project.name}.html")
     tell(f"wrote {written}")
 
 

@@ -196,6 +196,7 @@ ROWS = {
     "captions": _captions,
     "checks": _checks,
     "descriptions": lambda: ([],),
+    "drawings": lambda: ([],),
     "buckets": _buckets,
     "latents": _latents,
     "embeddings": _embeddings,

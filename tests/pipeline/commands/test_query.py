@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.commands.catalog import open_catalog
-from pipeline.commands.query import CELL_WIDTH, ROWS_SHOWN, Limits, answer, run_query, write_answer
+from pipeline.commands.query import CELL_WIDTH, ROWS_SHOWN, Limits, answer, export_parquet, run_query, write_answer
 from pipeline.errors import NotBuilt
 from schemas.text_to_image import TRAIN
 from stages.text_to_image import PIPELINE
@@ -67,8 +67,17 @@ def test_answers_are_arrow_tables_too(project: FakeProject, tmp_path: Path) -> N
 
 def test_every_table_has_its_name_and_shows_live_rows_only(project: FakeProject) -> None:
     counts = {stage_name: ask(project, f"select count(*) from {stage_name}")[0][0] for stage_name in STAGE_NAMES}
-    expected = {"images": 7, "captions": 7, "checks": 2, "descriptions": 0, "buckets": 10, "latents": 3, "embeddings": 4}
-    expected |= {"train": 46, "samples": 2, "scores": 3}
+    expected = {
+        "images": 7,
+        "captions": 7,
+        "checks": 2,
+        "descriptions": 0,
+        "drawings": 0,
+        "buckets": 10,
+        "latents": 3,
+        "embeddings": 4,
+    }
+    expected |= {"drawings": 0, "train": 46, "samples": 2, "scores": 3}
     assert counts == expected
 
 
@@ -184,8 +193,6 @@ def test_a_mistake_in_sql_is_one_line_with_the_names_that_exist(project: FakePro
 def test_parquet_files_and_a_catalog_hold_every_table(project: FakeProject, tmp_path: Path) -> None:
     import duckdb
 
-    from pipeline.commands.query import export_parquet
-
     out = tmp_path / "it's out"
     for _ in range(2):  # again: replaced
         paths = export_parquet(project, out)
@@ -250,6 +257,19 @@ def test_an_answer_to_sql_without_rows_is_refused_in_one_line(project: FakeProje
     with pytest.raises(ValueError, match="for instance: select") as caught:
         write_answer(project, sql, tmp_path / "a", kind)
     assert "\n" not in str(caught.value) and not list(tmp_path.glob("*a*"))
+
+
+@pytest.mark.parametrize("kind", ["csv", "json", "parquet"])
+def test_an_answer_replaces_no_file_whatever_it_is(tmp_path: Path, kind: str) -> None:
+    folder = toy.make(tmp_path / "toy")
+    kept = (folder / "project.toml").read_text()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "columns.parquet").write_text("of the user")
+    said = projects.latentmill(folder, "query", "select 1", f"--{kind}", str(folder / "project.toml"), code=2)
+    assert "project.toml exists; move it away or choose another name" in said
+    assert (folder / "project.toml").read_text() == kept
+    with pytest.raises(ValueError, match=r"columns\.parquet exists and is not of an earlier export"):
+        export_parquet(tables.make(tmp_path / "whole", ()), tmp_path / "out")
 
 
 def test_a_failed_answer_leaves_no_file(project: FakeProject, tmp_path: Path) -> None:

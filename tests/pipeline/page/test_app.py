@@ -71,6 +71,16 @@ def texts(page: TestClient) -> dict[str, str]:
     return {key: html.unescape(text) for key, text in found}
 
 
+@pytest.mark.parametrize("command", ["view", "report"])
+@pytest.mark.parametrize("module", ["plotly", "tomlkit"])
+def test_without_a_module_of_the_extra_the_page_does_not_begin(folder, monkeypatch, command, module):
+    monkeypatch.setattr("uvicorn.run", lambda *args, **more: None)
+    monkeypatch.setitem(sys.modules, module, None)
+    more = ("--no-open", "--port", "8799") if command == "view" else ()
+    assert "the page needs the extra `view`" in projects.latentmill(folder, command, *more, code=2)
+    assert not (folder / "exports").exists()
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_every_page_answers_without_an_error_and_escapes_what_files_say(page, name):
     shell = page.get("/" if name == "overview" else f"/{name}")

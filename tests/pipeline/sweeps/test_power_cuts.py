@@ -30,9 +30,10 @@ def recorded(forks: Forks, folder: Path, record: Path) -> dict[str, dict[str, st
     digests of the results that belong to it.
     """
     expected, rows = {}, {}
-    for caption in CAPTIONS:
+    for number, caption in enumerate(CAPTIONS):
         forks.call("tests.pipeline.sweeps.life:write", str(folder / "images/picture0.txt"), caption, watch=folder, record=record)
         for words in USES:
+            words = tuple(word.replace("answer", f"answer{number}") for word in words)
             words = tuple(str(folder / word) if word.startswith("exports/") else word for word in words)
             done = forks.call(
                 "tests.pipeline.sweeps.life:command", str(folder), words, rows, caption, watch=folder, record=record
