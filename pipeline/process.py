@@ -185,7 +185,7 @@ def run_apart(words: Sequence[str], *, quiet: bool = False) -> int:
 
 def strangers_reach(address: str) -> bool:
     """False for one address of an own network, and for a name."""
-    import ipaddress  # 8 ms
+    import ipaddress  # 3 ms, which every command would take
 
     try:
         found = ipaddress.ip_address(address)

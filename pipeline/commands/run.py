@@ -183,8 +183,9 @@ def launch_command(stage: str, ranks: int | None, hosts: str, hostfile: str, run
     words = [*run_words(project, stage, "--only"), *(["--name", run_name] if run_name else [])]
     if hosts or hostfile:
         where = ["--hosts", hosts] if hosts else ["--hostfile", hostfile]
+        program = mlx_launch()
         name = send_secret(ssh_names(hosts, hostfile))
-        os.execv(mlx_launch(), [mlx_launch(), *where, "--env", f"{SECRET_FILE}={name}", "--", *words])
+        os.execv(program, [program, *where, "--env", f"{SECRET_FILE}={name}", "--", *words])
     count = ranks or project.config.sections[stage].data_parallel
     if not count:
         raise ValueError("launch needs --ranks, --hosts, --hostfile or the setting [train] data_parallel")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 THRESHOLD = "Least match of an answer, 0 to 1: how much of the query its code and its words hold."
+MOST_LETTERS = 100_000  # of a line of --stdin
 SPACES = "\u0120\u2581"  # what tokenizers write for the space before a word
 
 
@@ -59,7 +60,7 @@ def command(
     say = give if as_json else tell
     if line := staleness(project):
         say_aside(line)
-    for text in (line.strip() for line in sys.stdin) if stay else [query or ""]:
+    for text in queries() if stay else [query or ""]:
         try:
             answers = session.searcher.search(text, session.mode, limit, patterns, least=threshold)
         except ValueError as error:
@@ -72,6 +73,14 @@ def command(
         say("\n".join(lines) or "nothing found")
         # With --stdin, a program reads the answer before it sends the next query.
         sys.stdout.flush()
+
+
+def queries() -> Iterator[str]:
+    """The lines of standard input. Raises ValueError for a line without an end, which would fill the memory."""
+    while line := sys.stdin.readline(MOST_LETTERS + 1):
+        if len(line) > MOST_LETTERS:
+            raise ValueError(f"--stdin: a query may have {MOST_LETTERS:,} characters, and a line has more")
+        yield line.strip()
 
 
 def staleness(project: Project) -> str:

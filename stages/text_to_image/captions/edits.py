@@ -247,8 +247,10 @@ def _read(project: Path) -> list[dict[str, Any]]:
 def _is_sound(line: Any) -> bool:
     if not isinstance(line, dict) or "undone" in line:
         return isinstance(line, dict) and isinstance(line["undone"], int)
-    texts = (line.get("file"), line.get("after"), "" if line.get("before") is None else line["before"])
-    return isinstance(line.get("batch"), int) and isinstance(line.get("edits"), dict) and all(isinstance(t, str) for t in texts)
+    texts, edits = (line.get("file"), line.get("after")), line.get("edits")
+    if not (isinstance(line.get("batch"), int) and isinstance(edits, dict) and all(isinstance(text, str) for text in texts)):
+        return False
+    return all(isinstance(text, str | None) for text in (line.get("before", 0), *edits.values()))
 
 
 def _add(project: Path, lines: list[dict[str, Any]]) -> None:

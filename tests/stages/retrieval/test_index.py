@@ -207,6 +207,8 @@ def test_the_command_answers_as_text_as_json_and_from_standard_input(indexed, mo
     lines = call("--stdin", "--json", "-n", "1", text="sort colours\n\ncount words\n").splitlines()
     assert [len(json.loads(line).get("results", [])) for line in lines] == [1, 0, 1]
     assert "must have a word" in json.loads(lines[1])["error"]
+    with pytest.raises(ValueError, match="a query may have 100,000 characters, and a line has more"):
+        call("--stdin", text="\0" * 100_001)
     explained = call("sort the colours", "--explain", "-n", "1", "--semantic")
     assert " ~ " in explained
     with pytest.raises(ValueError, match="search needs a query"):

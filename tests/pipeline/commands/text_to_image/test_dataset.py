@@ -353,7 +353,11 @@ def test_a_caption_with_a_line_separator_is_written_into_its_file_and_taken_back
     assert (mixed / "images" / "picture0.txt").read_bytes() == before
 
 
-@pytest.mark.parametrize("line", ["[" * 60_000, "7", "{}", '{"undone": []}', '{"batch": 0, "file": 1, "edits": {}}'])
+ODD = '{"batch": 0, "file": "a.txt", "after": "", "before": null, "edits": {"a:0": 3}}'
+BARE = '{"batch": 0, "file": "a.txt", "after": "", "edits": {}}'
+
+
+@pytest.mark.parametrize("line", ["[" * 60_000, "7", "{}", '{"undone": []}', ODD, BARE])
 def test_a_record_of_written_captions_that_another_program_wrote_is_one_line(line, mixed):
     (mixed / "captions.written.jsonl").write_text(line + "\n")
     assert "captions.written.jsonl:1: not" in latentmill(mixed, "captions", "--undo-sidecars", code=2)

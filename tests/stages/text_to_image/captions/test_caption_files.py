@@ -1,10 +1,14 @@
 """Files of captions: sidecars, metadata, CSV and JSON, which texts are read from them, and what is an error."""
 
 import hashlib
+import itertools
 import json
 import os
+import sys
 
 import pytest
+
+from stages.text_to_image.caption_files import read_metadata
 
 
 def test_a_sidecar_is_the_caption_and_the_row_says_where_it_came_from(captioned):
@@ -214,3 +218,19 @@ def test_an_image_in_a_tar_without_a_caption_is_an_error_of_one_line(folder):
     folder.images[-1]["path"] = "train.tar/1.png"
     with pytest.raises(ValueError, match=r"3 of 3 images have no caption .*train\.tar/1\.png"):
         folder.rows()
+
+
+def test_the_work_for_a_row_of_metadata_does_not_grow_with_the_number_of_rows(tmp_path):
+    def calls(rows):
+        names = [f"{n}.png" for n in range(rows)]
+        (tmp_path / "metadata.jsonl").write_text("".join(f'{{"file_name": "{name}", "text": "x"}}\n' for name in names))
+        count = itertools.count()
+        sys.setprofile(lambda *event: next(count))
+        try:
+            found, wrong = read_metadata(tmp_path, names)
+        finally:
+            sys.setprofile(None)
+        assert len(found) == rows and not wrong
+        return next(count)
+
+    assert calls(3000) < 12 * calls(300)
