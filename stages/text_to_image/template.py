@@ -98,6 +98,7 @@ PRESETS: Mapping[str, Settings] = {
         "train": {
             "steps": (1000, "as the paper's code, arXiv 2311.12092; compare the checkpoints"),
             "rank": (4, "as there: a direction is little to hold"),
+            "alpha": (1.0, "as there"),
             "lr": (2e-4, "as there"),
             "checkpoint_every": (200, ""),
         },

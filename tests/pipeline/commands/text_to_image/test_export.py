@@ -77,6 +77,23 @@ def test_diffusers_loads_either_export_and_gives_the_output_of_the_merged_weight
 
 
 @pytest.mark.parametrize("style", STYLES)
+def test_an_adapter_exported_with_what_lies_beneath_gives_in_diffusers_the_output_of_both_merged(
+    tmp_path: Path, transformer: Any, style: str
+) -> None:
+    names = BLOCKS + OUTSIDE
+    below = trained(tmp_path / "below.safetensors", transformer, names, ranks=2, rank="2", alpha="2")
+    own = trained(tmp_path / "adapter.safetensors", transformer, names, alpha="4")
+    parts = [(*TINY.architecture.read_adapter(tmp_path / "below.safetensors"), 0.5)]
+    settings: dict[str, Any] = {"dtype": "float32", "metadata": {}, "beneath": parts}
+    file = write_adapter(tmp_path / "adapter.safetensors", TINY, tmp_path / "out", style, **settings)
+    both = {name + A: np.concatenate([below[name + A], own[name + A]]) for name in names}
+    both |= {name + B: np.concatenate([0.5 * below[name + B], own[name + B]], 1) for name in names}
+    want = merged(transformer, both, lambda name: 1.0)
+    assert np.abs(want - merged(transformer, own, lambda name: 1.0)).max() > 0.01
+    assert np.abs(through_diffusers(transformer, file) - want).max() < 1e-5
+
+
+@pytest.mark.parametrize("style", STYLES)
 def test_ranks_and_alphas_that_differ_by_target_survive_the_export(tmp_path: Path, transformer: Any, style: str) -> None:
     ranks = {name: 2 + i % 3 for i, name in enumerate(BLOCKS)}
     alphas = {name: 1.0 + i % 5 for i, name in enumerate(BLOCKS)}

@@ -60,7 +60,7 @@ def test_the_target_is_that_of_the_authors_code_at_both_signs():
     predicted, neutral, positive, unconditional = (draw.normal(size=(2, 6, 8)).astype(np.float32) for _ in range(4))
     t = {"neutral": neutral, "positive": positive, "unconditional": unconditional}
     t = {name: torch.from_numpy(value) for name, value in t.items()}
-    # PromptEmbedsPair of github.com/rohitgandikota/sliders, trainscripts/textsliders/prompt_util.py.
+    # PromptEmbedsPair of github.com/rohitgandikota/sliders, train-scripts/textsliders/prompt_util.py.
     enhance = t["neutral"] + 4.0 * (t["positive"] - t["unconditional"])
     erase = t["neutral"] - 4.0 * (t["positive"] - t["unconditional"])
     for guidance, theirs in ((4.0, enhance), (-4.0, erase)):
