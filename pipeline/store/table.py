@@ -384,8 +384,9 @@ class Writer:
                 self.table.index.prune(self.table.published_version())
 
     def _replace(self, rows: pa.Table) -> None:
+        rows = rows.combine_chunks()  # once, and not in the index and here
         self.version = self.table.index.replace(rows)
-        self._rows = rows.combine_chunks()
+        self._rows = rows
         self._commits = 0
 
     def _publish(self, facts: dict[str, Any]) -> dict[str, Any]:
