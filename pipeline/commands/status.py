@@ -38,12 +38,17 @@ class TableState:
     stage_name: str
     recipe: str = "-"  # 12 hex digits
     rows: int = 0  # rows that readers see
-    missing: int | None = None  # wanted rows that are not stored; None if it cannot be known yet
+    missing: int | None = None  # wanted rows that the next run computes; None if it cannot be known yet
+    to_do: str = ""  # the same of training, such as "103 steps"
     unpublished: int = 0  # wanted rows that are stored, but not shown to readers before a run finishes
     interrupted: bool = False  # a run has committed rows and did not finish
     steps: str = ""  # of a training run, such as "97 of 200 steps": what is stored
     surplus: int = 0  # rows that readers see and that are no longer wanted
-    longer: str = ""  # of training: the run has more steps than the settings ask for
+    longer: str = (
+        ""  # of training: the run has, or has in checkpoints, other steps than those that are shown and nothing to compute
+    )
+    anew: str = ""  # of training: what the next run begins, although there is a run; as `latentmill plan` knows it
+    seconds: float | None = None  # that this takes, at the speed of the last run
     dead: int = 0  # rows that `latentmill clean` would delete
     nbytes: int = 0  # of all files
     peak: int = 0  # peak memory of the last run, bytes
@@ -55,6 +60,10 @@ class TableState:
         return f"{self.stage_name}: {_count(self.rows)}, {describe(self)}"
 
 
+PERHAPS = "perhaps a new run (make plan)"
+MOST_READ = 200  # new rows of a stage, with which `status` still asks what training will do
+
+
 def states(project: Project) -> list[TableState]:
     """The state of every table, in the order in which the stages run."""
     stale: dict[str, list[str]] = {}  # table -> the tables among itself and its inputs that are not up to date
@@ -62,8 +71,34 @@ def states(project: Project) -> list[TableState]:
     for each in found:
         inputs = project.stage(each.stage_name).reads
         each.stale_inputs = list(dict.fromkeys(name for read in inputs for name in stale[read.name]))
-        stale[each.stage_name] = each.stale_inputs if describe(each).startswith("up to date") else [each.stage_name]
+        waits = describe(each).startswith(("up to date", "waits for"))
+        stale[each.stage_name] = each.stale_inputs if each.stale_inputs and waits else []
+        if not describe(each).startswith("up to date") and not stale[each.stage_name]:
+            stale[each.stage_name] = [each.stage_name]
+    foresee(project, found)
     return found
+
+
+def foresee(project: Project, found: list[TableState]) -> None:
+    """Tell of stages that train, and have a run, whether the next one is a new run."""
+    from pipeline.project.outlook import ANEW, PERHAPS_ANEW, needs, outlook
+    from pipeline.project.runs import find_runs
+
+    begun = {run.stage for run in find_runs(project)}
+    unsure = [each for each in found if each.stage_name in begun and not each.writer and describe(each) != "up to date"]
+    if not unsure:
+        return
+    # New pictures would be read for the answer.
+    if max(each.missing or 0 for each in found if each not in unsure) > MOST_READ:
+        for each in unsure:
+            each.anew = PERHAPS
+        return
+    with suppress(ValueError, OSError):
+        plan = {need.stage_name: need for need in needs(project, outlook(project))}
+        for each in unsure:
+            need = plan[each.stage_name]
+            each.seconds = need.seconds
+            each.anew = {ANEW: f"a new run of {need.to_do}", PERHAPS_ANEW: PERHAPS}.get(need.note, "")
 
 
 def state(project: Project, stage_name: str) -> TableState:
@@ -88,16 +123,22 @@ def state(project: Project, stage_name: str) -> TableState:
         found.interrupted = bool(committed["live"].null_count)
         stored = committed.select(folder.schema.stored.names).cast(folder.schema.stored)
         published = folder.rows() if folder.exists else stored.slice(0, 0)
-        wanted = stage.wants(project.open(stage.name, artifacts=folder.folder / "artifacts", stored=stored))
+        run = project.open(stage.name, artifacts=folder.folder / "artifacts", stored=stored)
+        wanted = stage.wants(run)
         absent = missing(wanted, stored)
-        found.missing = absent.num_rows
+        run.output.pending = absent
+        coming = stage.computes(run, wanted) if stage.computes else absent
+        found.missing = coming.num_rows
         if trains(stage.writes):
             total = counted(stage, wanted)
-            found.steps = f"{total - counted(stage, absent)} of {amount(stage, total)}"
-        found.unpublished = missing(wanted, published).num_rows - found.missing
+            found.steps = f"{total - counted(stage, coming)} of {amount(stage, total)}"
+            found.to_do = amount(stage, counted(stage, coming))
+        found.unpublished = max(0, missing(wanted, published).num_rows - max(absent.num_rows, found.missing))
         found.surplus = missing(published.select(wanted.column_names), wanted).num_rows
         if trains(stage.writes) and not absent.num_rows and (there := counted(stage, published)) > total:
             found.longer = f"the run has {there} steps, {total} are asked for: make {stage_name} takes the adapter back"
+        elif trains(stage.writes) and absent.num_rows and not found.missing:
+            found.longer = f"the {amount(stage, total)} are in checkpoints: make {stage_name} takes them back"
         if folder.exists:
             facts = folder.manifest().get("facts", {}).get("run", {})
             found.peak = facts.get("footprint", facts.get("peak_rss", 0))
@@ -115,15 +156,22 @@ def describe(found: TableState) -> str:
     stored = f"{found.steps or f'{found.unpublished} of {found.unpublished + missing} rows'} are saved"
     if found.writer:
         return f"{stored}; being written by {found.writer}" if found.interrupted else f"being written by {found.writer}"
+    stale = f"waits for {' and '.join(found.stale_inputs)}"
+    if found.anew and (found.note or found.stale_inputs):
+        return f"{found.note or stale}; then {found.anew}"
+    if found.anew:
+        return f"{found.anew}: make {found.stage_name}"
     if found.note:
         return found.note
+    if found.stale_inputs and (missing or found.longer) and not found.interrupted:
+        return stale
     if found.longer:
         return found.longer
     if missing or found.unpublished or found.surplus:
         if found.interrupted:
             reasons = [f"interrupted: {stored}"]
         else:
-            reasons = [f"{_count(missing)} missing"] if missing else []
+            reasons = [f"{found.to_do or _count(missing)} missing"] if missing else []
             reasons += [f"{_count(found.unpublished)} wanted again"] if found.unpublished else []
         reasons += [f"{_count(found.surplus)} not used any more"] if found.surplus else []
         return f"{', '.join(reasons)}: make {found.stage_name}"

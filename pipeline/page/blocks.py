@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.commands.catalog import run_facts
 from pipeline.commands.runs import differing_settings
-from pipeline.commands.status import describe, states
+from pipeline.commands.status import TableState, describe, states
 from pipeline.project.project import Project
 from pipeline.project.runs import WINDOW, TrainingRun, find_runs, trains
 from pipeline.queue import Job, Queue
@@ -135,6 +135,7 @@ def overview(project: Project, query: Query) -> Row:
         "runs": [run_facts(project, run) for run in runs],
         "disk": f"{format_bytes(disk.free)} of {format_bytes(disk.total)} are free",
         "next": next((f"{each.stage_name}: {describe(each)}" for each in found if each.note or each.missing or each.surplus), ""),
+        "anew": next((_anew(each) for each in found if each.anew), ""),
         "button": "Train" if training_page(project) else "Run",
         "command": " ".join(main_command(project)),
         "pictures": newest_pictures(project, query),
@@ -147,6 +148,11 @@ def overview(project: Project, query: Query) -> Row:
         data["draws"] = bool(sheets(project))
         data |= {"trains": present is not None, "training": training_facts(present) if present else ""}
     return data
+
+
+def _anew(each: TableState) -> str:
+    time = f", about {format_seconds(each.seconds)}" if each.seconds else ""
+    return f"{each.stage_name}: {each.anew}{time}, since settings, data or weights differ. The runs that are there are kept."
 
 
 def main_command(project: Project) -> list[str]:

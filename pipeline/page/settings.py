@@ -136,7 +136,7 @@ def _tell(form: Form, folder: Path, overrides: Overrides, text: str, after: str,
         try:
             alone = Project(folder, overrides, text=edited(text, {item.key: values[item.key]}))
             found = list(effects(alone, now, then if len(form.changes) == 1 else prospect(alone, known)))
-            item.effect = "; ".join(found) or "nothing is computed again"
+            item.effect = "; ".join(found) or "nothing more is computed"
         except ValueError as error:  # it needs another change
             item.effect = f"alone: {one_line(error)}"
     form.budget, form.stages = format_bytes(then.budget), list(_rows(now, then))

@@ -9,13 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from starlette.testclient import TestClient
 
 from pipeline.api import Project
 from pipeline.commands.query import answer
 from pipeline.commands.runs import best, compare, list_runs
-from pipeline.commands.status import describe, render, state
+from pipeline.commands.status import describe, render, state, states
 from pipeline.commands.text_to_image.training import since_best
 from pipeline.errors import NotBuilt
+from pipeline.page.app import make_app
+from pipeline.page.site import Site
+from pipeline.project.outlook import ANEW
 from pipeline.project.runs import choose, find_run, find_runs, news, rename
 from pipeline.store.table import TableFolder
 from stages.models.weights import read_file
@@ -89,8 +93,12 @@ def test_a_query_reads_of_all_runs_only_the_columns_that_it_names(built, monkeyp
 
 
 class Killing(projects.Silent):
+    def __init__(self, at: int = 2) -> None:
+        super().__init__()
+        self.at = at
+
     def progress(self, done: int, total: int, unit: str) -> None:
-        if done == 2:
+        if done == self.at:
             raise SystemExit
 
 
@@ -157,6 +165,35 @@ def test_steps_that_the_run_takes_back_are_nothing_to_do_and_tell_no_speed(proje
     assert "train: 1 step done, 7 in all, those up to 8 are kept (train.steps = 8 takes them back)" in projects.latentmill(
         project, "train", "--only"
     )
+
+
+def test_before_a_new_run_begins_status_and_home_say_so_as_plan_does_and_home_asks(project):
+    def told(stage: str = "train") -> str:
+        return next(describe(each) for each in states(Project(project)) if each.stage_name == stage)
+
+    def home() -> str:
+        page = TestClient(make_app(Site(project)), base_url="http://127.0.0.1:8765").get("/fragment/overview").text
+        return html.unescape(page).partition("Training runs")[0]
+
+    projects.build(project, "images")
+    projects.latentmill(project, "train", "--only", "--set", "train.steps=8")
+    assert "data-sure" not in home()
+    caption = project / "images" / "picture1.txt"
+    before = caption.read_text()
+    caption.write_text("other words")  # and the run is longer than is asked for
+    need = projects.planned(Project(project))["train"]
+    assert (need.to_do, need.note) == ("6 steps", ANEW)
+    assert told() == "waits for captions; then a new run of 6 steps" and told("samples") == "waits for captions"
+    assert 'data-sure="train: a new run of 6 steps, about ' in home() and "The runs that are there are kept.</p>" in home()
+    caption.write_text(before)
+    projects.edit(project, LR.replace("1", "2"), "lr = 0.003")
+    assert told() == "a new run of 6 steps: make train" and "train: a new run of 6 steps" in home()
+    projects.edit(project, "lr = 0.003", LR.replace("1", "2"))
+    projects.build(project, "samples")
+    with pytest.raises(SystemExit):
+        projects.edit(project, "steps = 6\nrank", "steps = 12\nrank")
+        projects.build(project, "train", console=Killing(10))
+    assert told().startswith("interrupted: 10 of 12 steps are saved") and told("samples") == "up to date, but train is not"
 
 
 def test_a_run_whose_data_have_changed_is_not_continued_but_can_be_exported(project, tmp_path):

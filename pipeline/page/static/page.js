@@ -240,6 +240,7 @@ main.addEventListener("click", (event) => {
   else if (target.matches("[data-save]")) save(edited());
   else if (target.matches("[data-undo]")) attempt(undo);
   else if (target.matches("[data-notify]")) Notification.requestPermission().then((answer) => said(`notifications: ${answer}`));
+  else if (target.matches("[data-sure]") && !confirm(`${target.dataset.sure} Begin?`)) return;
   else if (target.matches("[data-do]")) act(target.dataset.do, target.dataset.job ? {job: Number(target.dataset.job)} : {}, main.querySelector("[data-said]"));
   else if (target.matches("[data-files]")) attempt(() => files(target.dataset.files === "undo"));
   else if (target.matches("[data-replace-all]")) attempt(() => replaceAll(target.closest("form")));

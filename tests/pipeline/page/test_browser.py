@@ -147,7 +147,7 @@ def test_axe_finds_no_violation_on_any_page_wide_or_narrow_light_or_dark(seen):
 def test_a_setting_is_changed_and_two_checkpoints_are_compared_and_marked_with_the_keyboard_alone(seen, folder):
     found = seen["keyboard"]
     assert (
-        found["effect"].endswith("train.checkpoint_every = 4: nothing is computed again") and found["saved"] == "1 setting saved"
+        found["effect"].endswith("train.checkpoint_every = 4: nothing more is computed") and found["saved"] == "1 setting saved"
     )
     assert "checkpoint_every = 4\n" in (folder / "project.toml").read_text()
     assert found["wiped"] == "inset(0px 0px 0px 40%)"

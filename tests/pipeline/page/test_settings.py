@@ -64,7 +64,7 @@ def test_check_says_what_a_change_computes_again_and_writes_nothing(page, built)
     answer = send(page, "check", train__lr="2e-3", train__checkpoint_every="3")
     effects = dict(re.findall(r"<li><a [^>]*>([^<]+)</a> = [^:]*: <strong>([^<]*)", answer.text))
     assert effects["train.lr"].startswith("train: a new run of 6 steps")
-    assert effects["train.checkpoint_every"] == "nothing is computed again"
+    assert effects["train.checkpoint_every"] == "nothing more is computed"
     assert 'value="2e-3"' in answer.text and "to do now" in answer.text and answer.status_code == 200
     assert (built / FILE).read_bytes() == before
 
