@@ -30,7 +30,7 @@ def instead_of_project(context: click.Context, param: click.Parameter, value: st
     return value
 
 
-# For a script. Not of `query`, whose --json takes a FILE; there --format json prints.
+# For a script. Not of `query`, whose --json may take a FILE.
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 

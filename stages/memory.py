@@ -127,7 +127,8 @@ class Forecast:
     plan: str | int | None = None  # the memory plan of training: "whole", "blocks", or how many blocks keep their activations
     find_remedy: Callable[[], Remedy | None] = lambda: None  # if `peak` does not fit
     arrays: int = 0  # of `peak`, as MLX counts; 0: all of it
-    size: tuple[int, int] | None = None  # (width, height) of the largest image, by which the time of a row changes
+    # What the time of a row depends on: (width, height) of the largest image; of a drawing, passes and references too.
+    size: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -205,6 +205,7 @@ class Pipeline:
     results: tuple[str, ...] = ()  # tables that `clean` keeps, because a user came for them; the main one first
     tables: Mapping[str, str] = field(default_factory=dict)  # tables that a command writes, not a stage -> their TableSchema
     views: Mapping[str, View] = field(default_factory=dict)
+    null_if_empty: tuple[str, ...] = ()  # columns in which SQL finds NULL for "", so that rows without a value do not join
     follow: str = ""  # a Chain: how `latentmill follow` traces one input through the tables
     panels: tuple[Panel, ...] = ()
     capacity: str = ""  # function(bytes) -> rows of text: what fits into so much memory, the heading first

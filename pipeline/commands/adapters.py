@@ -96,7 +96,8 @@ def adapter_of(project: Project, step: int | None, say: Say = silent, which: str
     if not last.is_file():
         there = f"its checkpoints are {', '.join(map(str, sorted(checkpoints)))}" if checkpoints else "it has no checkpoint yet"
         wanted = "finished adapter" if step is None else f"checkpoint of step {step}"
-        raise ValueError(f"{project.name} has no {wanted} to export; {there}; run: make train PROJECT={project.path}")
+        remedy = "choose one of them" if checkpoints and step is not None else f"run: make train PROJECT={project.path}"
+        raise ValueError(f"{project.name} has no {wanted}; {there}; {remedy}")
     adapter = last.with_name(WHICH[which] + last.suffix)
     if not adapter.is_file():
         raise ValueError(f"{project.name} has no {which} adapter to export: it was trained without [{SECTIONS[which]}]")

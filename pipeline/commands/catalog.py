@@ -93,7 +93,8 @@ def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConne
         if name not in opened.stage_names:
             registered[name] = _joined(("recipe", "family"), found, schema)
         else:
-            registered[name] = found[0][1] if found else schema.stored.empty_table()
+            rows = found[0][1] if found else schema.stored.empty_table()
+            registered[name] = _with_nulls(rows, opened.pipeline.null_if_empty)
         if trains(schema):
             own = {(run.recipe, run.label): run.table for run in runs if run.stage == name}
             registered[f"all_{name}"] = RowsOfRuns(own, schema)
@@ -103,6 +104,17 @@ def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConne
     for name, view in opened.pipeline.views.items():
         catalog.execute(f"create or replace temp view {name} as {view.sql}")
     return catalog
+
+
+def _with_nulls(rows: pa.Table, names: Sequence[str]) -> pa.Table:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    for name in set(names) & set(rows.column_names):
+        place = rows.schema.get_field_index(name)
+        values = pc.if_else(pc.equal(rows[name], ""), pa.scalar(None, pa.string()), rows[name])
+        rows = rows.set_column(place, rows.schema.field(place).with_nullable(True), values)
+    return rows
 
 
 def dicts(catalog: duckdb.DuckDBPyConnection, sql: str, most: int | None = None, **values: Any) -> list[dict[str, Any]]:

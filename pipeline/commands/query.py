@@ -57,6 +57,7 @@ class Limits:
 USUAL = Limits()
 
 
+PRINTED = "-"  # of --json without a file
 FILE = click.Path(path_type=Path, dir_okay=False)
 FORMAT = click.option(
     "--format", "style", type=click.Choice(STYLES), default="table", show_default=True, help="Format of the answer."
@@ -67,7 +68,14 @@ FORMAT = click.option(
 @click.argument("sql", required=False)
 @FORMAT
 @click.option("--csv", "csv_file", type=FILE, help="Write the answer to this file, as CSV.")
-@click.option("--json", "json_file", type=FILE, help="Write the answer to this file, as a JSON array.")
+@click.option(
+    "--json",
+    "json_file",
+    type=FILE,
+    is_flag=False,
+    flag_value=PRINTED,
+    help="Write the answer to this file, as a JSON array; without a file, print it.",
+)
 @click.option(
     "--parquet",
     type=click.Path(path_type=Path),
@@ -95,8 +103,11 @@ def command(
 ) -> None:
     """Answer an SQL query (DuckDB) over the tables of a project. Every table has the name that `latentmill status`
     shows. `select * from tables` lists the tables, `select * from columns` all columns with a description. The answer
-    is printed, or written to a file as CSV, JSON or Parquet. Without --unsafe, the query reads only these tables.
+    is printed, or written to a new file as CSV, JSON or Parquet. Without --unsafe, the query reads only these tables.
+    The image_id of a text that belongs to no image, and of a file that cannot be read, is NULL.
     """
+    if json_file == Path(PRINTED):
+        style, json_file = "json", None
     limits = Limits(seconds, memory_gb, unsafe)
     files = {kind: path for kind, path in (("csv", csv_file), ("json", json_file), ("parquet", parquet)) if path}
     for path in files.values():

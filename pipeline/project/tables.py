@@ -36,10 +36,13 @@ class Table:
         return self._rows
 
     def __getitem__(self, key: str) -> Any:
-        """The row's tensor, an array over the mapped file; of several, a dict by name. Raises KeyError."""
+        """The row's tensor, an array over the mapped file; of several, a dict by name. Raises ValueError for an unknown key."""
         if not self.schema.tensors:
             raise TypeError(f"the rows of {self.schema.name} have no tensors; use to_arrow()")
-        arrays = {each.name: self._reader.read(key, each.name) for each in self.schema.tensors}
+        try:
+            arrays = {each.name: self._reader.read(key, each.name) for each in self.schema.tensors}
+        except KeyError:
+            raise ValueError(f"{self.schema.name} has no row {key!r}; to_arrow()[{self.schema.key[0]!r}] lists them") from None
         arrays |= {t.name: arrays[t.name].view(AS_FLOATS[t.dtype]) for t in self.schema.tensors if t.dtype in AS_FLOATS}
         return arrays if len(arrays) > 1 else next(iter(arrays.values()))
 

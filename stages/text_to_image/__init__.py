@@ -24,6 +24,7 @@ PIPELINE = Pipeline(
     results=("train", "samples"),
     tables={"generated": "schemas.text_to_image:GENERATED"},
     views=VIEWS,
+    null_if_empty=("image_id",),
     lacks=LACKS,
     follow="stages.text_to_image.follow:CHAIN",
     panels=PANELS,

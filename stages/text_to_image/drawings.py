@@ -19,7 +19,16 @@ from stages.run import Run
 from stages.settings import SEEDS, selects
 from stages.stage import Stage
 from stages.text_to_image.memory import text_rows
-from stages.text_to_image.sampler import Adapters, DrawingConfig, LatentSampler, cheaper, drawing_memory, load_sampler, passes
+from stages.text_to_image.sampler import (
+    Adapters,
+    DrawingConfig,
+    LatentSampler,
+    cheaper,
+    drawing_memory,
+    evaluations,
+    load_sampler,
+    passes,
+)
 from stages.text_to_image.slider import NEUTRAL
 from stages.text_to_image.stored_embeddings import read_embedding
 from stages.text_to_image.weights import CONVERTED, STREAMED
@@ -63,7 +72,7 @@ def forecast(outlook: Outlook) -> Forecast | None:
         how=f"{config.width} x {config.height} px, {config.base_bits or 16} bits",
         find_remedy=lambda: cheapest(peak, outlook.budget, cheaper(config, outlook.family, "drawings")),
         arrays=memory.peak,
-        size=(config.width, config.height),
+        size=(config.width, config.height, evaluations(config, outlook.family)),
     )
 
 

@@ -139,6 +139,11 @@ def passes(config: DrawingConfig, family: Family) -> int:
     return 2 if family.real_cfg and guidance > 1 else 1
 
 
+def evaluations(config: DrawingConfig, family: Family) -> int:
+    """Passes of the transformer that a drawing takes."""
+    return passes(config, family) * (config.steps or family.sampling_steps)
+
+
 def cheaper(config: DrawingConfig, family: Family, section: str = "samples") -> Iterator[Settings]:
     yield from ({section: {"base_bits": bits}} for bits in BITS if bits < (config.base_bits or 16))
     yield {section: {"stream_blocks": True}}

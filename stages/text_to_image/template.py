@@ -25,7 +25,7 @@ from stages.untrusted import read_json
 Settings = Mapping[str, Mapping[str, tuple[Any, str]]]  # section -> setting -> (value, reason)
 
 TEXT = """\
-# A latentmill project. Every setting has a default; `latentmill status` tells what each table would cost to rebuild.
+# A latentmill project. Every setting has a default; `latentmill plan` tells what the next run computes.
 
 [project]
 family = {family}

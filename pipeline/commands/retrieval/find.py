@@ -18,6 +18,7 @@ import numpy as np
 
 from pipeline.commands.retrieval.search import THRESHOLD
 from pipeline.terminal import Say, format_seconds, give, hashing_of, say_aside, silent, tell, tell_code
+from stages.settings import several
 
 if TYPE_CHECKING:
     from pipeline.commands.retrieval.search import Session
@@ -158,7 +159,7 @@ def refresh(project: Project, say: Say = silent) -> None:
     from pipeline.terminal import console_for
     from schemas.retrieval import INDEX, SOURCES
 
-    began, made, changed = time.monotonic(), {}, False
+    began, made, removed, changed = time.monotonic(), {}, 0, False
     root = project.config.sections["sources"].roots[0]
     first = not any(project.path.glob(f"tables/{INDEX.name}/*/manifest.json"))
     if first:
@@ -177,6 +178,7 @@ def refresh(project: Project, say: Say = silent) -> None:
             outcome = run(project, name, console)
         made[name], changed = outcome.written, changed or not outcome.up_to_date
         if name == "sources":
+            removed = outcome.removed
             index = project.current(INDEX.name)
             if not changed and index.exists and index.folder.name == known:
                 break
@@ -187,7 +189,9 @@ def refresh(project: Project, say: Say = silent) -> None:
     if changed:
         told = "read" if first else "the folder has changed"
         seconds = format_seconds(time.monotonic() - began)
-        say(f"{told}: {made['sources']} files read, {made['vectors']} texts of functions encoded; {seconds}")
+        parts = [f"{several(made['sources'], 'file')} read"]
+        parts += [f"{removed} gone"] if removed else []
+        say(f"{told}: {', '.join(parts)}, {several(made['vectors'], 'text')} of functions encoded; {seconds}")
 
 
 def to_encode(project: Project) -> str:

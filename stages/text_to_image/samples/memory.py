@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from stages.memory import Forecast, Memory, Outlook, Settings, cheapest
 from stages.text_to_image.memory import text_rows
-from stages.text_to_image.sampler import cheaper, drawing_memory, passes
+from stages.text_to_image.sampler import cheaper, drawing_memory, evaluations, passes
 from stages.text_to_image.samples.config import SamplesConfig
 from stages.tuner.step import choose_targets
 
@@ -49,5 +49,5 @@ def forecast(outlook: Outlook) -> Forecast:
         how=f"{config.width} x {config.height} px, {config.base_bits or 16} bits, most in {part}",
         find_remedy=lambda: cheapest(peak, outlook.budget, cheaper(config, outlook.family)),
         arrays=largest.peak,
-        size=(config.width, config.height),
+        size=(config.width, config.height, evaluations(config, outlook.family), len(config.references)),
     )

@@ -244,6 +244,10 @@ def test_after_every_change_the_plan_counts_what_the_next_run_then_writes(tmp_pa
         assert foretold == nothing | counts, what
         assert {name: made[name] if count is not None else None for name, count in foretold.items()} == foretold, what
         assert found["train"].note == (again if foretold["train"] else ""), what
+    # A row's time is that of the last run only with as many passes.
+    for name, value, known in (("seeds", [7], True), ("steps", 9, False), ("references", ["images/picture0.png"], False)):
+        need = projects.planned(Project(folder, {f"samples.{name}": value}))["samples"]
+        assert need.missing and (need.seconds is not None) == known, name
 
 
 def test_the_plan_ends_with_2_if_a_stage_will_stop_at_a_mistake(tmp_path, tiny_weights):

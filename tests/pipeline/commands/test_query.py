@@ -259,6 +259,14 @@ def test_an_answer_to_sql_without_rows_is_refused_in_one_line(project: FakeProje
     assert "\n" not in str(caught.value) and not list(tmp_path.glob("*a*"))
 
 
+def test_a_text_of_no_image_joins_no_unreadable_file(project: FakeProject, tmp_path: Path) -> None:
+    assert ask(project, "select count(*), count(image_id), count(caption_id) from captions") == [(7, 5, 7)]
+    other = tables.make(tmp_path / "other", ("captions",))
+    tables.write(other, "images", [{"path": name, "image_id": ""} for name in ("broken.jpg", "cut.png")])
+    assert ask(other, "select count(*) from captions join images using (image_id)") == [(0,)]
+    assert ask(other, "select count(*) from unused") == [(0,)]
+
+
 @pytest.mark.parametrize("kind", ["csv", "json", "parquet"])
 def test_an_answer_replaces_no_file_whatever_it_is(tmp_path: Path, kind: str) -> None:
     folder = toy.make(tmp_path / "toy")
@@ -266,6 +274,8 @@ def test_an_answer_replaces_no_file_whatever_it_is(tmp_path: Path, kind: str) ->
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "columns.parquet").write_text("of the user")
     said = projects.latentmill(folder, "query", "select 1", f"--{kind}", str(folder / "project.toml"), code=2)
+    printed = projects.latentmill(folder, "query", "select 1 as n", "--json")
+    assert json.loads(printed) == [{"n": 1}]
     assert "project.toml exists; move it away or choose another name" in said
     assert (folder / "project.toml").read_text() == kept
     with pytest.raises(ValueError, match=r"columns\.parquet exists and is not of an earlier export"):

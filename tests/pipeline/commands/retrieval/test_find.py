@@ -63,7 +63,11 @@ def test_every_answer_is_of_the_files_as_they_are_now(folder):
     (folder / "draw.swift").unlink()
     (folder / "web.py").write_text("def download_page(url):\n    answer = get(url)\n    return answer.text\n")
     paths, said = find("send an email", "code", "--limit", "99")
-    assert paths[0] == "code/Post.kt" and not {"code/Mail.kt", "code/draw.swift"} & set(paths) and "changed: 2 files read" in said
+    assert (
+        paths[0] == "code/Post.kt"
+        and not {"code/Mail.kt", "code/draw.swift"} & set(paths)
+        and "changed: 2 files read, 2 gone, 3 texts" in said
+    )
     paths, said = find("download a page", "code", "--path", "*.py", "--threshold", "0")
     assert (paths[0], set(paths), said) == ("code/web.py", {"code/web.py", "code/broken.py"}, "")
 
