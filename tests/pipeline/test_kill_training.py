@@ -63,6 +63,7 @@ def prepared(folder: Path, weights: Path) -> Path:
     projects.edit(folder, "\n[train]\n", '\n[latents]\nmask = "alpha"\n\n[train]\n')
     projects.edit(folder, "steps = 6", "steps = 12")
     projects.edit(folder, "\n[samples]\n", FEATURES)
+    projects.edit(folder, "width = 64\nheight = 64\nsteps = 2", "width = 32\nheight = 32\nsteps = 1")
     projects.build(folder, "images", "captions", "buckets", "latents", "embeddings")
     return folder
 

@@ -188,7 +188,7 @@ LAYOUTS = {
 
 def project(folder: Path, weights: Path, more: dict[str, str]) -> Path:
     """Write a project.toml with tiny settings and the lines `more` by section into `folder`."""
-    config = CONFIG.format(weights=weights, family="tiny").replace("steps = 6", "steps = 1")
+    config = CONFIG.format(weights=weights, family="tiny").replace("steps = 6", "steps = 1").replace("[64, 96]", "[64]")
     config = config.replace("[captions]\n", f"{more.get('', '')}\n[captions]\n{more.get('captions', '')}")
     write(folder / "project.toml", config)
     return folder

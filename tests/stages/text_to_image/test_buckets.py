@@ -31,7 +31,7 @@ def rows_of(tmp_path, table, **config):
     return run(STAGE, made).to_pylist()
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(SIDES, SIDES, RESOLUTIONS, st.booleans(), SHAPES)
 def test_a_bucket_is_on_the_grid_within_its_area_and_its_crop_has_exactly_its_aspect_ratio(width, height, R, upscale, max_shapes):
     b = choose_bucket(width, height, R, upscale, max_shapes)
@@ -49,14 +49,14 @@ def test_a_bucket_is_on_the_grid_within_its_area_and_its_crop_has_exactly_its_as
         assert b.scale <= 1 and b.width <= width and b.height <= height
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(SIDES, SIDES, RESOLUTIONS, st.booleans(), SHAPES)
 def test_turning_the_image_turns_the_bucket(width, height, R, upscale, max_shapes):
     one, other = choose_bucket(width, height, R, upscale, max_shapes), choose_bucket(height, width, R, upscale, max_shapes)
     assert (one.width, one.height, one.crop_w, one.crop_h) == (other.height, other.width, other.crop_h, other.crop_w)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.integers(64, 6000), st.integers(64, 6000))
 def test_a_higher_resolution_never_gives_noticeably_fewer_tokens(width, height):
     """Exactly monotone it is not: a small image's own shape may crop less and be a few cells smaller."""
@@ -64,7 +64,7 @@ def test_a_higher_resolution_never_gives_noticeably_fewer_tokens(width, height):
     assert all(later >= earlier * 0.85 for earlier, later in itertools.pairwise(tokens))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.integers(64, 6000), st.floats(1 / LONGEST, LONGEST), RESOLUTIONS)
 def test_an_image_with_enough_pixels_is_trained_at_full_area(side, aspect, R):
     width, height = round(side * aspect**0.5), round(side * aspect**-0.5)

@@ -121,13 +121,6 @@ def test_only_missing_texts_are_encoded_with_equal_values(folder: Path, tmp_path
     assert rest.equals(whole.slice(1).combine_chunks())
 
 
-def test_nothing_is_loaded_when_nothing_is_missing(folder: Path, tmp_path: Path) -> None:
-    whole = harness.run(STAGE, context_of(folder, tmp_path))
-    context = context_of(folder, tmp_path, stored=whole)
-    context.need = lambda name: family("dev") if name == "family" else pytest.fail(f"{name} was looked for")
-    assert harness.run(STAGE, context).num_rows == 0
-
-
 def test_a_request_to_stop_takes_effect_after_the_batch(folder: Path, tmp_path: Path) -> None:
     answers = iter([False, True])
     context = context_of(folder, tmp_path, config=EmbeddingsConfig(precision="float32", batch_size=2), stop=lambda: next(answers))
@@ -193,11 +186,6 @@ def test_a_family_that_is_not_supported_is_refused_before_its_weights_are_looked
     context.needs = Lazy(STAGE.needs, lambda name: strange if name == "family" else pytest.fail(f"{name} was looked for"))
     with pytest.raises(ValueError, match="text encoder of tiny is not supported"):
         harness.run(STAGE, context)
-
-
-def test_a_batch_size_out_of_range_is_refused() -> None:
-    with pytest.raises(ValueError, match="batch_size must be >= 1 and <= 64, got 0"):
-        EmbeddingsConfig(batch_size=0)
 
 
 def test_a_row_carries_its_words_in_row_major_order(folder: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import shutil
 from collections import Counter
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from diffusers import AutoencoderKLFlux2
@@ -19,13 +17,13 @@ from PIL import Image
 from pipeline.project.config import Parser
 from pipeline.project.project import Project
 from pipeline.project.recipe import settings_of
-from schemas.text_to_image import BUCKETS, IMAGES, LATENTS
+from schemas.text_to_image import BUCKETS, IMAGES
 from stages.text_to_image.families import family
 from stages.text_to_image.latents import STAGE, LatentsConfig, latent_id
 from stages.text_to_image.train.config import TrainConfig, ValidationConfig
 from stages.text_to_image.train.data import load_dataset
 from tests import projects
-from tests.harness import context, missing, run, table_of
+from tests.harness import context, run, table_of
 
 SIZES = {"wide": (96, 64), "tall": (50, 80), "square": (64, 64)}
 
@@ -108,26 +106,11 @@ def test_rows_are_bit_identical_at_any_batch_size_order_and_number_of_workers(pi
         assert by_id(run(STAGE, made(pictures, tmp_path, weights, turned, config=config))) == first
 
 
-def test_a_row_encoded_alone_equals_the_row_encoded_among_others(pictures, tmp_path, weights):
-    ctx = made(pictures, tmp_path, weights)
-    every = by_id(run(STAGE, ctx))
-    for i in range(ctx.output.pending.num_rows):
-        alone = dataclasses.replace(ctx, output=dataclasses.replace(ctx.output, pending=ctx.output.pending.slice(i, 1)))
-        for key, row in by_id(run(STAGE, alone)).items():
-            assert row == every[key]
-
-
 def test_statistics_are_those_of_the_stored_values(pictures, tmp_path, weights):
     for row in run(STAGE, made(pictures, tmp_path, weights)).to_pylist():
         assert row["mean"] == pytest.approx(values(row).mean(), abs=1e-5)
         assert row["std"] == pytest.approx(values(row).std(), abs=1e-5)
         assert row["absmax"] == np.abs(values(row)).max()
-
-
-def test_a_run_without_pending_rows_loads_no_weights(pictures, tmp_path):
-    ctx = made(pictures, tmp_path, Path("nowhere"))
-    ctx.output.pending = ctx.output.pending.slice(0, 0)
-    assert run(STAGE, ctx).num_rows == 0
 
 
 def test_an_image_that_cannot_be_decoded_gives_rejected_rows_and_the_others_are_encoded(pictures, tmp_path, weights):
@@ -199,11 +182,6 @@ def test_a_stopped_run_yields_the_rows_that_are_done_and_the_next_run_the_others
     assert by_id(part) | by_id(run(STAGE, ctx)) == whole
 
 
-def test_a_complete_table_has_no_pending_rows(pictures, tmp_path, weights):
-    stored = run(STAGE, made(pictures, tmp_path, weights)).drop_columns(["tensor"])
-    assert missing(STAGE.wants(made(pictures, tmp_path, weights)), stored).num_rows == 0
-
-
 def test_memory_is_released_when_a_run_ends_or_is_closed(pictures, tmp_path, weights):
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -252,13 +230,6 @@ def test_a_latent_that_is_not_finite_is_a_rejected_row(pictures, tmp_path, weigh
 def test_a_wrong_setting_is_an_error_that_names_it(wrong):
     with pytest.raises(ValueError, match=rf"latents\.{next(iter(wrong))} must be"):
         Parser({"latents": LatentsConfig}, lambda key: "project.toml [latents]").section("latents", wrong)
-
-
-def test_batches_have_the_columns_of_the_table_in_order(pictures, tmp_path, weights):
-    for batch in STAGE.run(made(pictures, tmp_path, weights, config={"batch_size": 4})):
-        assert batch.schema == LATENTS.batch
-        assert batch.num_rows in (4, 2)
-        assert isinstance(batch, pa.RecordBatch)
 
 
 def test_only_latents_that_are_not_exact_have_another_recipe():

@@ -17,7 +17,7 @@ def counts(order, epochs):
     return Counter(row for epoch in epochs for batch in order.epoch(epoch) for row in batch.rows)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(shapes, sizes, seeds, st.integers(0, 9), st.integers(1, 3))
 def test_every_step_has_as_many_rows_as_the_settings_say(shapes, size, seed, step, accumulate):
     parts = Order(shapes, size, seed, accumulate).step(step + 1)
@@ -25,7 +25,7 @@ def test_every_step_has_as_many_rows_as_the_settings_say(shapes, size, seed, ste
     assert all(len({shapes[row] for row in part.rows}) == 1 for part in parts)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(shapes, sizes, seeds, st.integers(0, 30))
 def test_over_any_ten_epochs_every_row_is_drawn_ten_times_give_or_take_one(shapes, size, seed, first):
     size = min(size, len(shapes))
@@ -33,7 +33,7 @@ def test_over_any_ten_epochs_every_row_is_drawn_ten_times_give_or_take_one(shape
     assert all(abs(drawn[row] - 10) <= 1 for row in range(len(shapes)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 3), sizes, seeds)
 def test_fewer_rows_than_a_batch_repeat_in_it_equally_often(count, size, seed):
     order = Order([(64, 64)] * count, size, seed)
@@ -45,7 +45,7 @@ def test_fewer_rows_than_a_batch_repeat_in_it_equally_often(count, size, seed):
     assert max(drawn.values()) - min(drawn[row] for row in range(count)) <= 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(shapes, sizes, seeds)
 def test_no_row_occurs_twice_in_a_batch_while_others_could_fill_it(shapes, size, seed):
     size = min(size, len(shapes))
@@ -53,7 +53,7 @@ def test_no_row_occurs_twice_in_a_batch_while_others_could_fill_it(shapes, size,
     assert all(len(set(batch.rows)) == size for batch in map(order.batch_at, range(60)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(shapes, sizes, seeds)
 def test_a_batch_has_several_shapes_only_if_one_has_too_few_rows(shapes, size, seed):
     order, many = Order(shapes, size, seed), Counter(shapes)
@@ -118,7 +118,7 @@ rated = st.lists(
 ).filter(lambda rows: any(rate for _, rate in rows))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(rated, seeds)
 def test_rows_occur_as_often_as_their_rates_say_and_take_turns(rows, seed):
     rates = [rate for _, rate in rows]
@@ -131,7 +131,7 @@ def test_rows_occur_as_often_as_their_rates_say_and_take_turns(rows, seed):
         assert max(sizes) - min(sizes) <= 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(rated, sizes, seeds, st.integers(0, 20))
 @example([((64, 64), 0.0)] * 4 + [((64, 64), 0.25)], 5, 0, 0)  # the only row drawn fills its batches alone
 @example([((64, 64), 2.0), *[((64, 64), 0.25)] * 6], 7, 0, 2)  # as many rows as a batch has, but fewer in a pass

@@ -18,7 +18,7 @@ from stages.tuner.adapters.combine import join
 from stages.tuner.adapters.targets import Variant, adapter_metadata, fresh_adapter, select_targets, target_weights
 from tests.stages.text_to_image.train.runs import BASE, TINY, Run
 
-STEPS = 50
+STEPS = 20
 
 
 def adapter(file: Path, transformer: Path, variant: Variant, seed: int) -> Path:
