@@ -27,7 +27,7 @@ def listing(queue: Queue) -> str:
     rows = []
     for job in jobs:
         told = queue.progress(job.number) if job.state == "running" else {}
-        how = f"{told['stage']}: {told['done']} of {told['total']} {told['unit']}" if told else job.said
+        how = f"{told['stage']}: {told['done']} of {told['total']} {told['unit'].removesuffix('s')}s" if told else job.said
         rows.append((job.number, job.state, " ".join(job.words), how))
     table = format_table(("job", "state", "command", "last line"), rows)
     lines = [table if rows else "no job; add one: latentmill queue add train"]

@@ -199,6 +199,7 @@ def work(window, address):
     typed = "document.querySelector('[name=\"--seed\"]').value"
     drawn = wait(window, "document.querySelector('img.result[alt^=\"a drawn fox\"]')?.alt")  # without a reload
     seen = {"notified": notified, "drawn": drawn, "typed": window.execute_script(f"return {typed}")}
+    seen["told"] = wait(window, "document.getElementById('live').textContent")
     ask("export", submit, {"--style": "comfyui"})
     seen["file"] = wait(window, "document.querySelector('a[download][href^=\"export\"]')?.href")
     window.get(address)

@@ -185,6 +185,7 @@ def test_a_picture_is_drawn_and_the_adapter_written_from_the_page_and_what_was_t
     worked = seen["worked"]
     assert worked["states"] == ["finished"] * 3
     assert worked["notified"] == "job 1, run samples: finished"
+    assert worked["told"].startswith("job 2, generate ") and worked["told"].endswith(": finished")
     assert worked["drawn"].startswith("a drawn fox, seed 3") and worked["typed"] == "3"
     (file,) = (folder / "exports").glob("*.safetensors")
     assert worked["file"] == f"{seen['address']}/p/example/export/{file.name}"
