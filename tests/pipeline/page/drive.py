@@ -71,7 +71,7 @@ def violations(window, axe):
 
 def overflow(window):
     """How many pixels the page is wider than the window."""
-    return window.execute_script("return document.documentElement.scrollWidth - innerWidth")
+    return window.execute_script("const root = document.documentElement; return root.scrollWidth - root.clientWidth")
 
 
 def look(window, address, name, width, folder, axe):
@@ -219,8 +219,14 @@ def press(window, wanted, *keys):
     ActionChains(window).send_keys(*keys).perform()
 
 
+def control(window, key):
+    ActionChains(window).key_down(Keys.CONTROL).send_keys(key).key_up(Keys.CONTROL).perform()
+
+
 def by_keyboard(window, address):
-    """Change a setting, compare two checkpoints and mark one, with the keyboard alone; return what the pages say."""
+    """Change a setting, compare two checkpoints and mark one, enlarge a picture and ask in SQL, with the keyboard alone; return
+    what the pages say.
+    """
     window.get(f"{address}/settings")
     press(window, "[name='train.checkpoint_every']", Keys.BACKSPACE, "4", Keys.ENTER)
     effect = wait(window, "document.querySelector('#effects li')?.textContent")
@@ -232,15 +238,20 @@ def by_keyboard(window, address):
     wiped = window.execute_script("return getComputedStyle(document.querySelector('.wipe img + img')).clipPath")
     press(window, "#compared select", Keys.ARROW_DOWN)
     press(window, "#compared form button", Keys.ENTER)
-    marked = wait(window, "document.querySelector('#compared [data-said]').textContent")
-    return {"effect": effect, "saved": saved, "wiped": wiped, "marked": marked}
+    seen = {"effect": effect, "saved": saved, "wiped": wiped}
+    seen["marked"] = wait(window, "document.querySelector('#compared [data-said]').textContent")
+    window.get(f"{address}/samples")
+    wait(window, "document.querySelector('img.result')")
+    press(window, "img.result", Keys.ENTER)
+    seen["large"] = wait(window, "document.querySelector('dialog[open] img')?.alt")
+    window.get(f"{address}/sql")
+    wait(window, "document.getElementById('sql')")
+    press(window, "#sql", "select count(*) as files from images")
+    control(window, Keys.ENTER)
+    return seen | {"answer": wait(window, "document.querySelector('#ask td')?.textContent.trim()")}
 
 
 # From an empty folder to an adapter, 390 pixels wide and by the keyboard alone
-
-
-def control(window, key):
-    ActionChains(window).key_down(Keys.CONTROL).send_keys(key).key_up(Keys.CONTROL).perform()
 
 
 def fill(window, wanted, text, *keys):

@@ -144,13 +144,14 @@ def test_axe_finds_no_violation_on_any_page_wide_or_narrow_light_or_dark(seen):
     assert {(look["page"], look["width"]): look["violations"] for look in seen["looks"] if look["violations"]} == {}
 
 
-def test_a_setting_is_changed_and_two_checkpoints_are_compared_and_marked_with_the_keyboard_alone(seen, folder):
+def test_settings_comparison_pictures_and_sql_are_used_with_the_keyboard_alone(seen, folder):
     found = seen["keyboard"]
     assert (
         found["effect"].endswith("train.checkpoint_every = 4: nothing more is computed") and found["saved"] == "1 setting saved"
     )
     assert "checkpoint_every = 4\n" in (folder / "project.toml").read_text()
     assert found["wiped"] == "inset(0px 0px 0px 40%)"
+    assert found["large"].startswith("ohwx, a chick") and found["answer"] == str(KEPT)
     (run,) = find_runs(Project(folder))
     assert found["marked"] == f"step {run.marked_step} is the best of {run.label}" and run.marked_step is not None
 
