@@ -251,7 +251,7 @@ main.addEventListener("click", (event) => {
   } else if (target.matches("img.result")) enlarge(target);
 });
 main.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && event.target.matches("img.result")) enlarge(event.target);
+  if (event.key === "Enter" && event.target.matches("img.result")) { event.preventDefault(); enlarge(event.target); }  // else it would press Close
   if (!event.ctrlKey && !event.metaKey) return;
   if (event.key === "Enter" && event.target.id === "sql") event.target.form.requestSubmit();
   if (event.key === "s" && main.querySelector("[data-save]")) { event.preventDefault(); if (unsaved()) save(edited()); }
