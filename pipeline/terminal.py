@@ -59,7 +59,8 @@ class Hints:
     def about(self, project: Path, made: Path) -> None:
         """`made`: the project of make without PROJECT."""
         here = project.resolve()
-        near = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
+        # make runs elsewhere than in the project.
+        near = here.relative_to(Path.cwd()) if Path.cwd() in here.parents else here
         quoted = shlex.quote(str(near))
         self.options = {} if here == Path.cwd() else {"latentmill": f" -p {quoted}"}
         self.options |= {} if here == made.resolve() else {"make": f" PROJECT={quoted}"}

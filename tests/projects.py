@@ -149,7 +149,7 @@ def written(outcomes: dict[str, Outcome]) -> dict[str, int]:
 def report(project: Project, budget: int | None = None, verbose: bool = False) -> tuple[list[str], bool]:
     """What `latentmill plan` prints, and whether all fits."""
     found = make_plan(project, budget)
-    return list(found.lines(verbose)), found.fits
+    return list(found.lines(verbose)), found.ready
 
 
 def planned(project: Project) -> dict[str, Need]:

@@ -42,7 +42,7 @@ def command(project: Project, gigabytes: float | None, verbose: bool, as_json: b
         give_json(found.plain())
     for line in () if as_json else found.lines(verbose):
         tell(fold(line))
-    return 0 if found.fits else 2
+    return 0 if found.ready else 2
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Plan:
     hints: list[str]
 
     @property
-    def fits(self) -> bool:
+    def ready(self) -> bool:
         """Into memory and on the disk, and no stage will stop at a mistake."""
         return not (self.refused or any(each.stops for each in self.needs))
 
@@ -99,7 +99,7 @@ class Plan:
             for each in self.needs
         ]
         downloads = {name: each.size or None for name, each in self.absent.items()}
-        facts = {"project": self.project.name, "fits": self.fits, "memory": self.budget, "free_disk": self.free}
+        facts = {"project": self.project.name, "fits": not self.refused, "memory": self.budget, "free_disk": self.free}
         return facts | {"stages": stages, "downloads": downloads, "refused": self.refused, "hints": self.hints}
 
 

@@ -302,6 +302,7 @@ class TrainingRun:
         start, known = self.start.step, max(self.run.output.stored["step"].to_pylist(), default=0)
         if self.start.checkpoint and self.start.recovered:
             return f": the checkpoint of step {start} holds also what the table lacks"
+        known = min(known, self.task.config.steps)  # the run may have been longer
         if known > start:
             again = f"step {known} is" if known == start + 1 else f"steps {start + 1} to {known} are"
             return f": {again} computed again, from the checkpoint of step {start}, with the same result" if start else ""

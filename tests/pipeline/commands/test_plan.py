@@ -18,6 +18,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from pipeline.commands.plan import make_plan
 from pipeline.project.outlook import announcement, downloads, licence_note
 from pipeline.project.project import Project
 from pipeline.project.runs import choose, differences, find_runs, flatten, present_settings
@@ -256,6 +257,7 @@ def test_the_plan_ends_with_2_if_a_stage_will_stop_at_a_mistake(tmp_path, tiny_w
     (folder / "images" / "picture0.txt").write_bytes(b"caf\xe9")
     lines, fits = projects.report(Project(folder))
     assert not fits and any("is not UTF-8" in line for line in lines)
+    assert make_plan(Project(folder)).plain()["fits"], "into memory and on the disk, whatever a stage stops at"
     (folder / "images" / "picture0.txt").write_text("words")
     wrong = {"buckets.where": "blurr < 1", "images.folder": "nowhere"}  # the table checks is not there yet
     for (name, value), told in zip(wrong.items(), ('"blurr"', "nowhere"), strict=True):

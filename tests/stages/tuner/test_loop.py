@@ -50,6 +50,14 @@ def test_a_run_that_goes_on_after_a_kill_says_why_it_does_not_after_the_last_sto
     assert any(line.endswith(f"; {told}") for line in run.go().lines), run.lines
 
 
+def test_a_run_made_shorter_tells_of_no_step_beyond_its_end(tmp_path):
+    run = ToyRun(tmp_path, replace(CONFIG, validation=None)).go(kill_at=5)
+    run.config = replace(run.config, steps=4)
+    run.lines.clear()
+    told = "steps 4 to 4: step 4 is computed again, from the checkpoint of step 3, with the same result"
+    assert any(line.endswith(f"; {told}") for line in run.go().lines), run.lines
+
+
 def test_mlx_is_configured_after_the_ranks_are_connected_and_before_their_first_exchange(tmp_path, monkeypatch):
     asked: list[str] = []
 
