@@ -255,7 +255,7 @@ class Searcher:
 
     def document(self, place: int) -> np.ndarray:
         """Float32 (tokens, width), each vector of length 1."""
-        return codes.unpack(self.vectors.read(self.ids[place]))
+        return codes.unpack(self.read([self.ids[place]]).vectors_TD)
 
     def search(
         self,
