@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -125,7 +125,7 @@ class Forecast:
     file_bytes: int = 0  # on disk, all other files
     how: str = ""  # for the user: how the stage computes
     plan: str | int | None = None  # the memory plan of training: "whole", "blocks", or how many blocks keep their activations
-    find_remedy: Callable[[], Remedy | None] = lambda: None  # if `peak` does not fit
+    find_remedy: Callable[[], Remedy | None] = field(default=lambda: None, compare=False)  # if `peak` does not fit
     arrays: int = 0  # of `peak`, as MLX counts; 0: all of it
     # What the time of a row depends on: (width, height) of the largest image; of a drawing, passes and references too.
     size: tuple[int, ...] | None = None

@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_refused_with_a_button_that_puts_in_settings_that_f
         if name != STAGE.name or project.config.sections["train"].base_bits == 4:
             return made
         return edit.outlook.Forecast(
-            2 * seen.budget, remedy=Remedy({"train": {"base_bits": 4, "optimizer": {"kind": "lion"}}}, 1)
+            2 * seen.budget, find_remedy=lambda: Remedy({"train": {"base_bits": 4, "optimizer": {"kind": "lion"}}}, 1)
         )
 
     monkeypatch.setattr(edit.outlook, "forecast", small)
