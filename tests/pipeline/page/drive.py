@@ -14,6 +14,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.expected_conditions import alert_is_present
 
 STUDIO = {"projects": "/", "new-project": "/new"}
 PAGES = ("overview", "images", "captions", "training", "samples", "compare", "scores", "draw", "export", "settings", "sql")
@@ -273,9 +274,14 @@ def to(window, page):
     follow(window, f"nav a[href='{page or './'}']", page or "/my%20cats/")
 
 
-def do(window, wanted, said):
+def do(window, wanted, said, asked=""):
+    """Press a button; `asked`: words of the question that it asks first."""
     wait(window, f'document.querySelector("{wanted}")')
     press(window, wanted, Keys.ENTER)
+    if asked:
+        question = wait(window, lambda: alert_is_present()(window))
+        assert asked in question.text, question.text
+        question.accept()
     wait(window, f"[...document.querySelectorAll('[data-said]')].some((place) => place.textContent.includes('{said}'))")
 
 
@@ -355,7 +361,7 @@ def begin(window, address, looks, files, more):
     seen["went_on"] = wait(window, STEP)
     change(window, train__steps="4", train__lr="0.002", train__checkpoint_every="2")
     to(window, "")
-    do(window, "[data-do=train]", "job 4 is in the queue")
+    do(window, "[data-do=train]", "job 4 is in the queue", "a new run of 4 steps")
     seen |= {"behind": wait(window, state(4)), "killed": wait(window, STEP)}
     looks.at("home")
     return seen | {"looks": looks}
