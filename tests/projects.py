@@ -96,6 +96,20 @@ def make(folder: Path, weights: Path, images: int = 4, family: str = "tiny") -> 
     return folder
 
 
+# The prompts of a slider, without [train.slider]: they are drawn, and the pictures are trained on.
+PROMPTS = """[captions.slider]
+positive = "{caption}, old"
+negative = "{caption}, young"
+neutral = ["a man", "a cat"]
+
+[drawings]
+precision = "float32"
+width = 64
+height = 64
+steps = 2
+seeds = [0, 1]
+
+"""
 SLIDER = {"preset": "slider", "positive": "{caption}, old", "negative": "{caption}, young", "neutral": "a man; a cat"}
 
 

@@ -25,28 +25,13 @@ from tests.stages.retrieval.project import make as make_retrieval
 from tests.toy.project import make as make_toy
 from tests.vision_language import write_model
 
-# Without [train.slider], its prompts are drawn, and the pictures are trained on.
-SLIDER = """[captions.slider]
-positive = "{caption}, old"
-negative = "{caption}, young"
-neutral = ["a man", "a cat"]
-
-[drawings]
-precision = "float32"
-width = 64
-height = 64
-steps = 2
-seeds = [0]
-
-"""
-
 
 def make_described(folder: Path, weights: Path) -> Path:
     """A project of three images whose captions a model writes too, because it does not look for sidecars."""
     made = projects.make(folder, weights, images=3)
     write_model(made / "eye")
     projects.edit(made, "[captions]", '[descriptions]\nmodel = "eye"\nsources = ["metadata"]\nmost_tokens = 4\n\n[captions]')
-    projects.edit(made, "[buckets]", SLIDER + "[buckets]")
+    projects.edit(made, "[buckets]", projects.PROMPTS + "[buckets]")
     return made
 
 

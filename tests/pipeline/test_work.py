@@ -53,6 +53,7 @@ def finished(tmp_path_factory, tiny_weights) -> Callable[[Pipeline], Path]:
                 make_toy(folder)
             else:
                 projects.make(folder, tiny_weights, images=3)
+                projects.edit(folder, "[buckets]", projects.PROMPTS + "[buckets]")
                 shutil.copy(folder / "images" / "picture1.png", folder / "images" / "copy of picture1.png")
                 (folder / "references").mkdir()
                 projects.draw(folder / "references" / "one.png", seed=90, size=(96, 96))
