@@ -13,7 +13,6 @@ from pipeline.commands.catalog import table_schemas
 from pipeline.options import with_project
 from pipeline.store.disk import stamp
 from pipeline.terminal import Say, silent, tell
-from stages.settings import several
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
@@ -136,5 +135,5 @@ def repair_project(project: Project, found: Sequence[Finding], say: Say, progres
             with console_for(name, progress) as console:
                 made = runner.run(project, name, console).written
                 lost = "what was damaged is removed, and no row that is needed was lost"
-                say(f"{name}: made again: {several(made, 'row')}" if made else f"{name}: {lost}")
+                say(f"{name}: {made} rows were made again" if made else f"{name}: {lost}")
                 runner.repair(project, name, console)
