@@ -37,4 +37,4 @@ class RowsOfRuns(ds.Dataset):  # type: ignore[misc]
             texts = dict(zip(LABELS, labels, strict=True))
             own = [pa.repeat(texts[name], rows.num_rows) if name in texts else rows[name] for name in read]
             parts.append(pa.Table.from_arrays(own, schema=whole))
-        return ds.InMemoryDataset(pa.concat_tables(parts)).scanner(columns=columns, filter=filter)
+        return ds.InMemoryDataset(pa.concat_tables(parts)).scanner(columns=columns, filter=filter, use_threads=False)
