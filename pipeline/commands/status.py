@@ -67,7 +67,7 @@ MOST_READ = 200  # new rows of a stage, with which `status` still asks what trai
 def states(project: Project) -> list[TableState]:
     """The state of every table, in the order in which the stages run."""
     stale: dict[str, list[str]] = {}  # table -> the tables among itself and its inputs that are not up to date
-    found = [state(project, name) for name in project.stage_names]
+    found = [state(project, name) for name in project.listed]
     for each in found:
         inputs = project.stage(each.stage_name).reads
         each.stale_inputs = list(dict.fromkeys(name for read in inputs for name in stale[read.name]))

@@ -108,9 +108,10 @@ def needs(project: Project, seen: Outlook, report: Report | None = None, known: 
     tables: dict[str, Input | None] = {}
     grown: set[str] = set()
     known = {} if known is None else known
-    for place, name in enumerate(project.stage_names, 1):
+    for name in project.listed:
         # A forecast may look at any section, the rows of a stage at those before it.
-        sections = project.config.sections if project.stage(name).forecast else project.stage_names[:place]
+        before = project.stage_names[: project.stage_names.index(name) + 1]
+        sections = project.config.sections if project.stage(name).forecast else before
         settings = repr([project.config.sections[each] for each in sections])
         key = name, repr(project.config.project), tuple(project.chain(name)), settings
         if key not in known:
@@ -187,7 +188,7 @@ def _inputs(project: Project, stage: Stage, tables: Mapping[str, Input | None]) 
     before = project.chain(stage.name)
 
     def find(name: str) -> Input:
-        if found := tables[name]:
+        if found := tables.get(name):
             return found
         if name in before:
             raise not_built(name, stage.name, project.path)

@@ -114,6 +114,16 @@ class Project:
     def stage_names(self) -> tuple[str, ...]:
         return tuple(self.pipeline.stages)
 
+    @property
+    def listed(self) -> tuple[str, ...]:
+        """Without stages that only a setting such as [train.slider] brings, if it is not given and nothing is stored."""
+
+        def has(name: str) -> bool:
+            when = self.pipeline.first.get(name, "always")
+            return when in ("always", name) or when in self.config.given or self.folder(name).exists
+
+        return tuple(name for name in self.stage_names if has(name))
+
     @functools.cached_property
     def family(self) -> Family:
         """Raises ValueError for an unknown family, or if the setting `components` names one that it lacks."""
