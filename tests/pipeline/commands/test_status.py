@@ -49,8 +49,8 @@ def test_before_the_first_run_every_table_names_what_it_needs_and_nothing_is_wri
     said = states_of(folder)
     assert said["images"] == "2 rows missing: make images"
     assert said["captions"] == "waits for images"
-        # A stage that only [train.slider] brings is not listed.
-        assert list(said) == [name for name in Project(folder).stage_names if name != "drawings"]
+    # A stage that only [train.slider] brings is not listed.
+    assert list(said) == [name for name in Project(folder).stage_names if name != "drawings"]
     assert {path.name for path in folder.rglob("*")} >= {"project.toml"} and not list(folder.glob("tables/*/*"))
 
 
