@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.page.blocks import main_command, pages_of
+from pipeline.commands.status import states
+from pipeline.page.blocks import main_command, new_run, pages_of
 from pipeline.page.site import Site
 from pipeline.project.runs import find_run, find_runs, trains
 from pipeline.project.runs import mark as mark_run
@@ -19,6 +20,9 @@ PARTS = 2000  # characters of a field
 
 
 def train(site: Site, body: Body) -> str:
+    """Body: "sure", if the user has agreed to a new run."""
+    if not body.get("sure") and (anew := new_run(states(site.project))):
+        raise ValueError(f"{anew} Press once more to begin it.")
     job = Queue(site.path).add(main_command(site.project))
     return f"job {job.number} is in the queue"
 

@@ -135,7 +135,7 @@ def overview(project: Project, query: Query) -> Row:
         "runs": [run_facts(project, run) for run in runs],
         "disk": f"{format_bytes(disk.free)} of {format_bytes(disk.total)} are free",
         "next": next((f"{each.stage_name}: {describe(each)}" for each in found if each.note or each.missing or each.surplus), ""),
-        "anew": next((_anew(each) for each in found if each.anew), ""),
+        "anew": new_run(found),
         "button": "Train" if training_page(project) else "Run",
         "command": " ".join(main_command(project)),
         "pictures": newest_pictures(project, query),
@@ -150,7 +150,11 @@ def overview(project: Project, query: Query) -> Row:
     return data
 
 
-def _anew(each: TableState) -> str:
+def new_run(found: Sequence[TableState]) -> str:
+    """What the user should know before a run begins although one is there, else ""."""
+    each = next((each for each in found if each.anew), None)
+    if each is None:
+        return ""
     time = f", about {format_seconds(each.seconds)}" if each.seconds else ""
     return f"{each.stage_name}: {each.anew}{time}, since settings, data or weights differ. The runs that are there are kept."
 

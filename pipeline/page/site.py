@@ -64,6 +64,8 @@ class Site:
         if now != self.seen:
             self.project, self.seen = Project(self.path, self.overrides), now
             self.close()
+        else:
+            self.project.refresh()  # the user's files may have changed
 
     def close(self) -> None:
         """It is opened again by the next query."""

@@ -17,6 +17,7 @@ from pipeline.commands.runs import best, compare, list_runs
 from pipeline.commands.status import describe, render, state, states
 from pipeline.commands.text_to_image.training import since_best
 from pipeline.errors import NotBuilt
+from pipeline.page import actions
 from pipeline.page.app import make_app
 from pipeline.page.site import Site
 from pipeline.project.outlook import ANEW
@@ -171,8 +172,11 @@ def test_before_a_new_run_begins_status_and_home_say_so_as_plan_does_and_home_as
     def told(stage: str = "train") -> str:
         return next(describe(each) for each in states(Project(project)) if each.stage_name == stage)
 
+    site = Site(project)
+    client = TestClient(make_app(site), base_url="http://127.0.0.1:8765")
+
     def home() -> str:
-        page = TestClient(make_app(Site(project)), base_url="http://127.0.0.1:8765").get("/fragment/overview").text
+        page = client.get("/fragment/overview").text
         return html.unescape(page).partition("Training runs")[0]
 
     projects.build(project, "images")
@@ -184,6 +188,8 @@ def test_before_a_new_run_begins_status_and_home_say_so_as_plan_does_and_home_as
     need = projects.planned(Project(project))["train"]
     assert (need.to_do, need.note) == ("6 steps", ANEW)
     assert told() == "waits for captions; then a new run of 6 steps" and told("samples") == "waits for captions"
+    with pytest.raises(ValueError, match=r"^train: a new run of 6 steps, .* Press once more to begin it\.$"):
+        actions.train(site, {})  # pressed on a page from before the change
     assert 'data-sure="train: a new run of 6 steps, about ' in home() and "The runs that are there are kept.</p>" in home()
     caption.write_text(before)
     projects.edit(project, LR.replace("1", "2"), "lr = 0.003")

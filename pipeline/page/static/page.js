@@ -109,7 +109,7 @@ async function act(what, body, place) {
     const answer = await send("do", body, what);
     place.textContent = told = answer.said;
     if (answer.go) location.assign(answer.go); else await show(true);
-  } catch (error) { place.textContent = told = error.message; }
+  } catch (error) { place.textContent = told = error.message; await show(true); }
 }
 
 function unsaved() { return main.querySelector(".changed") !== null; }
@@ -241,7 +241,7 @@ main.addEventListener("click", (event) => {
   else if (target.matches("[data-undo]")) attempt(undo);
   else if (target.matches("[data-notify]")) Notification.requestPermission().then((answer) => said(`notifications: ${answer}`));
   else if (target.matches("[data-sure]") && !confirm(`${target.dataset.sure} Begin?`)) return;
-  else if (target.matches("[data-do]")) act(target.dataset.do, target.dataset.job ? {job: Number(target.dataset.job)} : {}, main.querySelector("[data-said]"));
+  else if (target.matches("[data-do]")) act(target.dataset.do, target.dataset.job ? {job: Number(target.dataset.job)} : {sure: target.dataset.sure}, main.querySelector("[data-said]"));
   else if (target.matches("[data-files]")) attempt(() => files(target.dataset.files === "undo"));
   else if (target.matches("[data-replace-all]")) attempt(() => replaceAll(target.closest("form")));
   else if (target.matches("[data-revert]")) attempt(() => revert(target.closest("li").querySelector("textarea")));

@@ -95,7 +95,7 @@ def test_every_page_answers_without_an_error_and_escapes_what_files_say(page, na
 
 def test_the_overview_says_rows_and_size_of_every_table_and_what_a_run_would_do(page, folder):
     cells = [re.sub(r"<[^>]*>|\s+", " ", cell).strip() for cell in page.get("/fragment/overview").text.split("<td>")]
-    for name in Project(folder).stage_names:
+    for name in Project(folder).listed:
         rows, size, state = cells[cells.index(name) + 1 :][:3]
         assert rows.isdecimal() and re.fullmatch(r"[\d.]+ k?M?B", size) and state, name
     assert any(cell.startswith("up to date") for cell in cells)
