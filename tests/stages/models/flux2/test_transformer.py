@@ -196,12 +196,12 @@ def test_positions_are_those_of_diffusers_pipeline() -> None:
 
 def test_rotary_tables_are_reused_by_shape_up_to_a_limit(reference: Any) -> None:
     model = ours(reference)
-    first = model._rope(image_ids(2, 2))
-    assert model._rope(image_ids(2, 2)) is first
+    first = model.rope(image_ids(2, 2))
+    assert model.rope(image_ids(2, 2)) is first
     for width in range(3, 3 + layers.TABLES_KEPT):
-        model._rope(image_ids(2, width))
-    assert model._rope(image_ids(2, 2)) is not first
-    assert len(model._rope.kept) == layers.TABLES_KEPT
+        model.rope(image_ids(2, width))
+    assert model.rope(image_ids(2, 2)) is not first
+    assert len(model.rope.kept) == layers.TABLES_KEPT
 
 
 def test_a_config_without_a_field_is_refused_by_its_name() -> None:

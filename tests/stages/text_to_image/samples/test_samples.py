@@ -177,9 +177,8 @@ def test_the_grid_shows_the_first_prompts_and_every_prompt_is_drawn(root: Path, 
     assert Image.open(run.output.artifacts / "grid.png").height < 2 * (SIZE + 8) + 36
 
 
-def test_the_grid_comes_back_when_it_is_lost_and_follows_the_choice(root: Path, tmp_path: Path, whole) -> None:
-    shutil.copytree(whole[0].output.artifacts, tmp_path / "artifacts")
-    stored, file = whole[1], tmp_path / "artifacts" / "grid.png"
+def test_the_grid_comes_back_when_it_is_lost_and_follows_the_choice(root: Path, tmp_path: Path) -> None:
+    stored, file = harness.run(STAGE, context(root, tmp_path)), tmp_path / "artifacts" / "grid.png"
     shown = file.read_bytes()
     before = file.stat().st_mtime_ns
     harness.run(STAGE, context(root, tmp_path, stored=stored))
