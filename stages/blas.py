@@ -8,9 +8,8 @@ import functools
 import os
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
-
-import numpy as np
 
 SET_THREADS = "MKL_Set_Num_Threads", "openblas_set_num_threads"  # functions of MKL and of OpenBLAS that take one int
 
@@ -47,7 +46,8 @@ def set_threads(count: int) -> None:
 @functools.cache
 def one_thread_of_numpy() -> None:
     """For products that are small: the OpenBLAS in numpy's wheel lets its idle threads spin for 25 ms after each."""
-    for path in (Path(np.__file__).parents[1] / "numpy.libs").glob("libscipy_openblas*"):
+    found = find_spec("numpy")
+    for path in (Path(str(found and found.origin)).parents[1] / "numpy.libs").glob("libscipy_openblas*"):
         opened = ctypes.CDLL(str(path))
         if hasattr(opened, SET_NUMPY):
             getattr(opened, SET_NUMPY)(1)

@@ -46,10 +46,10 @@ def command(port: int, opened: bool, folder: str | None, project: Project | None
     require_extra()
     import uvicorn
 
-    from pipeline.page.app import make_app, share_arenas
+    from pipeline.page.app import make_app, spare_memory
     from pipeline.page.studio import Studio, make_studio
 
-    share_arenas()
+    spare_memory()
     token = secrets.token_urlsafe(24)
     host, hosts, door = listening(**network)
     if project is None:

@@ -104,6 +104,7 @@ def test_a_stage_takes_a_gpu_only_if_it_computes_with_a_model(tmp_path):
     assert [name for name, takes in models.items() if takes] == [
         "latents",
         "embeddings",
+        "drawings",
         "train",
         "samples",
         "scores",

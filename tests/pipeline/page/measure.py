@@ -57,7 +57,7 @@ def serve(folder: Path, port: int) -> None:
     from pipeline.page.site import Site
 
     app.EVENT_SECONDS = EVERY / 2
-    app.share_arenas()
+    app.spare_memory()
     uvicorn.run(app.make_app(Site(folder)), host="127.0.0.1", port=port, log_level="warning")
 
 

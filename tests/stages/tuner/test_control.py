@@ -41,11 +41,11 @@ def test_the_file_stop_ends_the_run_after_the_step_with_a_checkpoint_and_is_remo
     assert run.reasons == ["stopped by the file `stop`"]
     assert (steps(run), max(step for step, _, _ in run.stored)) == ([2], 2)
     assert not (tmp_path / "stop").exists()
-    assert [saved.step for saved in chosen_checkpoints("all", run.folder)] == [2]
+    assert [saved.step for saved in chosen_checkpoints("all", run.folder, 9)] == [2]
     run.go()
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
     # Previews of all checkpoints do not depend on when the run was stopped.
-    assert steps(run) == [2, 3, 6, 7] and [saved.step for saved in chosen_checkpoints("all", run.folder)] == [3, 6, 7]
+    assert steps(run) == [2, 3, 6, 7] and [saved.step for saved in chosen_checkpoints("all", run.folder, 9)] == [3, 6, 7]
 
 
 def test_a_file_stop_left_over_from_before_does_not_end_the_next_run(tmp_path):
