@@ -313,7 +313,7 @@ def test_the_result_of_a_run_or_the_checkpoint_of_a_step_is_exported(tmp_path: P
         return export_run(project, out, "diffusers", dtype="float32", step=step, which=which, say=lines.append)
 
     artifacts = tmp_path / "tables" / "train" / "abc" / "artifacts"
-    with pytest.raises(ValueError, match=r"no finished adapter .* no checkpoint yet; run: make train"):
+    with pytest.raises(ValueError, match=r"no finished adapter; it has no checkpoint yet; run: make train"):
         run()
     for step in (20, 40):
         saved = artifacts / f"checkpoints/step-{step:06d}" / "adapter.safetensors"
