@@ -321,8 +321,8 @@ def test_the_result_of_a_run_or_the_checkpoint_of_a_step_is_exported(tmp_path: P
         trained(saved, transformer, BLOCKS[:1], step=str(step))
         files = {saved.name: {"bytes": saved.stat().st_size, "sha256": file_sha256(saved)}}
         (saved.parent / "state.json").write_text(json.dumps({"step": step, "files": files}))
-    for missing in (None, 30):
-        with pytest.raises(ValueError, match="its checkpoints are 20, 40; choose one of them"):
+    for missing, remedy in ((None, "run: make train"), (30, "choose one of them")):
+        with pytest.raises(ValueError, match=f"its checkpoints are 20, 40; {remedy}"):
             run(missing)
     shutil.copy(saved, artifacts)
     assert run() == tmp_path / "exports" / "cats-abc-000040.safetensors"
