@@ -22,7 +22,7 @@ class SliderConfig(Section):
     )
     guidance: float = setting(
         4.0,
-        "how far the target lies along the difference of the two prompts; what the paper's code takes for large models",
+        "how far the target lies along the difference of the two prompts; not tried on a large model",
         unit="factor",
         bounds=(0.01, 100.0),
     )
