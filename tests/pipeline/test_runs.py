@@ -190,6 +190,7 @@ def test_before_a_new_run_begins_status_and_home_say_so_as_plan_does_and_home_as
     assert told() == "waits for captions; then a new run of 6 steps" and told("samples") == "waits for captions"
     with pytest.raises(ValueError, match=r"^train: a new run of 6 steps, .* Press once more to begin it\.$"):
         actions.train(site, {})  # pressed on a page from before the change
+    assert "<p>captions: 1 row missing" in home()
     assert 'data-sure="train: a new run of 6 steps, about ' in home() and "The runs that are there are kept.</p>" in home()
     caption.write_text(before)
     projects.edit(project, LR.replace("1", "2"), "lr = 0.003")
