@@ -78,7 +78,7 @@ def find_adapter(project: Project, text: str, step: int | None = None, say: Say 
 
 def adapter_of(project: Project, step: int | None, say: Say = silent, which: str = "last") -> Path:
     """The adapter file of the chosen run at `step`, None for its end; a `which` of "best" has a step of its own."""
-    from pipeline.project.runs import read_record
+    from pipeline.project.runs import longer_than_asked, read_record
     from stages.tuner.checkpoint import adapter_damage, find_checkpoints
 
     if which not in WHICH:
@@ -109,6 +109,8 @@ def adapter_of(project: Project, step: int | None, say: Say = silent, which: str
         current = ""
     if table.name != current:
         say(f"note: the project has changed since training; this adapter is from the run with recipe {table.name}")
+    elif step is None and which == "last" and (longer := longer_than_asked(project, "train")):
+        say(f"note: {longer}; this is the longer one's adapter: make train PROJECT={project.path} takes it back")
     return adapter
 
 

@@ -182,6 +182,7 @@ def test_before_a_new_run_begins_status_and_home_say_so_as_plan_does_and_home_as
     projects.build(project, "images")
     projects.latentmill(project, "train", "--only", "--set", "train.steps=8")
     assert "data-sure" not in home()
+    assert "note: the run has 8 steps, 6 are asked for; this is the longer" in projects.latentmill(project, "export")
     caption = project / "images" / "picture1.txt"
     before = caption.read_text()
     caption.write_text("other words")  # and the run is longer than is asked for
