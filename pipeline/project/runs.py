@@ -276,8 +276,11 @@ class Longer(NamedTuple):
 
 
 def longer_than_asked(project: Project, stage: str) -> Longer | None:
-    table, asked = project.current(stage), getattr(project.config.sections.get(stage), "steps", AUTO)
-    there = max(table.rows(columns=["step"])["step"].to_pylist(), default=0) if table.exists else 0
+    table = project.current(stage)
+    if not table.exists:
+        return None
+    asked = getattr(project.config.sections[stage], "steps", AUTO)  # a stage of one's own may train without this setting
+    there = max(table.rows(columns=["step"])["step"].to_pylist(), default=0)
     return Longer(there, asked) if isinstance(asked, int) and there > asked else None
 
 
