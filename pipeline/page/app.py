@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
+import os
 import secrets
 import sys
 import threading
@@ -37,6 +38,7 @@ from starlette.responses import (
 from starlette.routing import BaseRoute, Route
 
 from pipeline.errors import one_line
+from pipeline.page import CHOSEN, POOL
 from pipeline.page.actions import ACTIONS
 from pipeline.page.door import Behind, Door
 from pipeline.page.settings import answer_form
@@ -146,7 +148,9 @@ def spare_memory() -> None:
     """
     import pyarrow as pa
 
-    pa.set_memory_pool(pa.system_memory_pool())
+    pa.default_memory_pool()  # reads POOL, once
+    if not CHOSEN:
+        os.environ.pop(POOL, None)  # not for the processes that the page starts
     if sys.platform.startswith("linux") and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         mallopt(M_ARENA_MAX, 2)
 
