@@ -7,6 +7,7 @@ import base64
 import html
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
