@@ -504,7 +504,7 @@ def test_no_job_is_begun_without_the_token_or_by_another_site(page, held):
 
 
 def test_the_page_takes_arrows_memory_from_the_system_and_its_jobs_choose_for_themselves():
-    code = "import os, pyarrow as pa; from pipeline.page import app; app.spare_memory(); "
+    code = "import os; from pipeline.page import app; import pyarrow as pa; app.spare_memory(); "
     code += "print(pa.default_memory_pool().backend_name, os.environ)"
     plain = {name: value for name, value in os.environ.items() if name != POOL}
     said = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True, check=True).stdout
