@@ -44,9 +44,7 @@ class TableState:
     interrupted: bool = False  # a run has committed rows and did not finish
     steps: str = ""  # of a training run, such as "97 of 200 steps": what is stored
     surplus: int = 0  # rows that readers see and that are no longer wanted
-    longer: str = (
-        ""  # of training: the run has, or has in checkpoints, other steps than those that are shown and nothing to compute
-    )
+    longer: str = ""  # of training: nothing is computed, but the run has other steps, or has them in checkpoints alone
     anew: str = ""  # of training: what the next run begins, although there is a run; as `latentmill plan` knows it
     seconds: float | None = None  # that this takes, at the speed of the last run
     dead: int = 0  # rows that `latentmill clean` would delete

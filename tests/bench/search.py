@@ -64,7 +64,7 @@ def recall(project: Project, count: int) -> float:
     searcher = Session(project, "hybrid").searcher
     known = sorted({query for query in project.rows(UNITS, "search", ("query",))["query"].to_pylist() if query})
     queries = [known[place] for place in np.random.default_rng(0).permutation(len(known))[:count].tolist()]
-    assert searcher.encoder, "the session has an encoder"
+    assert searcher.encoder, "the project has an encoder"
     vectors = [searcher.encoder.encode_queries([query])[0] for query in queries]
     blocks = (searcher.ids[first : first + BLOCK] for first in range(0, len(searcher.ids), BLOCK))
     exact = np.concatenate([searcher.read(block).scores(vectors) for block in blocks], axis=1)
