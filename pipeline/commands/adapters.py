@@ -109,7 +109,7 @@ def adapter_of(project: Project, step: int | None, say: Say = silent, which: str
         current = ""
     if table.name != current:
         say(f"note: the project has changed since training; this adapter is from the run with recipe {table.name}")
-    elif step is None and which == "last" and (longer := longer_than_asked(project, "train")):
+    elif step is None and which == "last" and (longer := longer_than_asked(project, "train")) and not project.fixed:
         say(f"note: {longer}; this is the longer one's adapter: make train PROJECT={project.path} takes it back")
     return adapter
 
