@@ -167,17 +167,30 @@ def _acknowledged(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def run_apart(words: Sequence[str], *, quiet: bool = False) -> int:
-    """Exit code of a command, run as a process of its own; 128 + the signal that ended it. `quiet`: it only writes to stderr."""
-    process = subprocess.Popen(words, stdout=2 if quiet else None, env=os.environ | ({ASIDE: "1"} if quiet else {}))
-    # Ctrl-C reaches both from the terminal, and the process decides what becomes of it. SIGTERM is passed on.
-    handlers = {signal.SIGINT: lambda number, frame: None, signal.SIGTERM: lambda number, frame: process.terminate()}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    """Exit code of a command, run as a process of its own; 128 + the signal that ended it, or that came while it finished.
+    `quiet`: it only writes to stderr.
+    """
+    process: subprocess.Popen[bytes] | None = None
+    asked = 0
+
+    def stop(number: int, frame: Any) -> None:
+        nonlocal asked
+        asked = number
+        # Ctrl-C reaches both from the terminal, and the process decides what becomes of it. SIGTERM is passed on.
+        if number == signal.SIGTERM and process:
+            process.terminate()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        process = subprocess.Popen(words, stdout=2 if quiet else None, env=os.environ | ({ASIDE: "1"} if quiet else {}))
+        if asked:  # before it began
+            process.terminate()
         code = process.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return code if code >= 0 else 128 - code
+    # A process that had done its work takes no notice of the signal: what comes after it must not begin.
+    return 128 - code if code < 0 else code or (128 + asked if asked else 0)
 
 
 # The machine

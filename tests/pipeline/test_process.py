@@ -17,6 +17,7 @@ import pytest
 from pipeline import process
 from pipeline.cli import exit_code
 from pipeline.process import RESTARTED, allow_open_files, explain, interruptible, kept_awake, may_restart, own_command, restarting
+from tests import projects
 
 MEMORY = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)."
 TIMEOUT = "[METAL] Command buffer execution failed: Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)"
@@ -158,3 +159,14 @@ def test_a_command_raises_its_limit_of_open_files_as_far_as_the_system_allows():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     allow_open_files(1)
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_that_comes_while_a_stage_ends_begins_no_further_stage(number):
+    child = f"import signal, sys; signal.signal({number:d}, lambda *_: sys.exit(0)); print('ready', flush=True); signal.pause()"
+    code = f"import sys; from pipeline.process import run_apart; sys.exit(run_apart([sys.executable, '-c', {child!r}]))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, process_group=0) as process:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        # A terminal sends Ctrl-C to all its processes.
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+        assert process.wait(projects.HANG) == 128 + number
