@@ -105,9 +105,9 @@ class Queue:
             job = _job(content, number)
             if job.over:
                 raise ValueError(f"job {number} is {job.state}")
-            if not (job.state == "running" and self.works()):
+            if not (job.state == "running" and job.pid and self.works()):  # without a pid it begins just now, see `_run`
                 _replace(content, dataclasses.replace(job, state="cancelled", ended=_now()))
-            elif job.pid:  # else it begins just now
+            else:
                 with suppress(ProcessLookupError):
                     os.kill(job.pid, signal.SIGTERM)
 
@@ -192,7 +192,7 @@ class Queue:
         return None if content["paused"] else min(ready, key=lambda job: job.state != "running", default=None)
 
     def _run(self, job: Job, handles: tuple[int, ...]) -> None:
-        job = dataclasses.replace(job, state="running", began=job.began or _now(), starts=job.starts + 1)
+        job = dataclasses.replace(job, state="running", began=job.began or _now(), starts=job.starts + 1, pid=0)
         self._put(job)
         words = [*own_command(), job.words[0], "--project", str(self.project), *job.words[1:]]
         told = {PROGRESS: str(self.folder / f"{job.number}.progress"), JOB: f"{job.number} {self.project}"}
@@ -201,6 +201,8 @@ class Queue:
             folder = job.folder if Path(job.folder).is_dir() else self.project
             process = subprocess.Popen(words, cwd=folder, env=os.environ | told, pass_fds=handles, **streams)
         self._put(dataclasses.replace(job, pid=process.pid))
+        if _job(_read(self.folder / FILE), job.number).over:  # cancelled while it began
+            process.terminate()
         code = process.wait()
         self.end(job.number, code)  # if it was killed: otherwise it has done so itself
 

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from pipeline.queue import FILE, Job, Queue
+from pipeline.store.lock import locked
 from tests import projects
 from tests.toy.project import make
 
@@ -64,6 +65,21 @@ def running(queue: Queue) -> Job:
 def workers(queue: Queue) -> int:
     """The worker's process, which wrote its id into the lock."""
     return int(json.loads((queue.folder / "worker").read_text())["pid"])
+
+
+def test_a_job_that_is_cancelled_while_it_begins_does_not_run_on(queue, monkeypatch):
+    queue.pause()
+    job = queue.add(["mark", "a", "--until", str(queue.project / "never")])
+    popen = subprocess.Popen
+
+    def begin(*words, **given):
+        queue.cancel(job.number)
+        return popen(*words, **given)
+
+    monkeypatch.setattr(subprocess, "Popen", begin)
+    with locked(queue.folder / "worker"):
+        queue._run(job, ())
+    assert states(queue) == {job.number: "cancelled"}
 
 
 @pytest.mark.parametrize("code", [130, 143, -signal.SIGTERM])
