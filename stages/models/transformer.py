@@ -21,7 +21,8 @@ from stages.models.layers import EPS, RotaryTables
 
 Shapes = dict[str, tuple[int, ...]]
 Shared = dict[str, Any]  # what all blocks receive: modulations and rotary tables, lists of arrays
-BlockFunction = Callable[..., mx.array]  # (weights, h_BSD, shared, linear) -> h_BSD
+Streams = mx.array | tuple[mx.array, ...]  # one array per stream, (B, rows, D), before the blocks that all pass through together
+BlockFunction = Callable[..., Streams]  # (weights, h, shared, linear) -> h
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,11 @@ class FluxConfig:
         return self.num_attention_heads * self.attention_head_dim
 
 
+def joined(h: Streams) -> mx.array:
+    """h_BSD, the rows of one stream after those of another."""
+    return h if isinstance(h, mx.array) else mx.concatenate(list(h), axis=1)
+
+
 class PictureTransformer:
     """A `family.Transformer`; a subclass adds `enter` and `leave`."""
 
@@ -104,7 +110,7 @@ class PictureTransformer:
     def block(cls, kind: str) -> BlockFunction:
         return cls.kinds[kind]
 
-    def enter(self, *given: Any, **inputs: Any) -> tuple[mx.array, Shared]:
+    def enter(self, *given: Any, **inputs: Any) -> tuple[Streams, Shared]:
         raise NotImplementedError
 
     def leave(self, h_BSD: mx.array, shared: Shared) -> mx.array:
@@ -112,11 +118,11 @@ class PictureTransformer:
 
     def __call__(self, *given: Any, linear_for: Callable[[str], Linear] | None = None, **inputs: Any) -> mx.array:
         """Velocity (B, L, C). Inputs as in `enter`; `linear_for(block name)` gives an adapter's `linear`."""
-        h_BSD, shared = self.enter(*given, **inputs)
+        h, shared = self.enter(*given, **inputs)
         for block in self.blocks:
             linear = linear_for(block.name) if linear_for else plain_linear
-            h_BSD = self.block(block.kind)(block.weights, h_BSD, shared, linear)
-        return self.leave(h_BSD, shared)
+            h = self.block(block.kind)(block.weights, h, shared, linear)
+        return self.leave(joined(h), shared)
 
     def _linear(self, name: str, x: mx.array) -> mx.array:
         """Outside the blocks."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Self, TypeVar
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from stages.memory import (
     AHEAD,
@@ -341,6 +342,7 @@ class Blocks:
 def trace(chain: Chain, inputs: Mapping[str, Any], targets: Sequence[Target] = (), **parts: Any) -> Blocks:
     """Traces a batch through the blocks, computing nothing. `parts`: further fields of the result."""
     h, shared = chain.enter(**inputs)
+    leaves = [leaf for _, leaf in tree_flatten(h)]
     by_kind = {block.kind: block for block in chain.blocks}
     traced = {kind: _trace_linears(chain, block, h, shared) for kind, block in by_kind.items()}
     saved = {target.name: lora.kind_of(target.shapes).saved(target.shapes) for target in targets}
@@ -360,11 +362,11 @@ def trace(chain: Chain, inputs: Mapping[str, Any], targets: Sequence[Target] = (
     given = {"weights": 0, "optimizer_state": 0} | parts
     return Blocks(
         adapter=adapter,
-        block_input=h.nbytes,
+        block_input=sum(leaf.nbytes for leaf in leaves),
         traffic=tuple(traffic),
         kept=tuple(kept),
         adapter_saved=tuple(adapter_saved),
-        itemsize=h.dtype.size,
+        itemsize=leaves[0].dtype.size,
         **given,
     )
 

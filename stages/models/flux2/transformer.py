@@ -1,7 +1,8 @@
 """The FLUX.2 transformer as a chain of blocks. A caller can run block after block, replace its Linears, or call all of it.
 
-The residual stream is one array, text rows before image rows, in the dtype of the weights. Names of weights are those of the
-diffusers layout. Some operations have a gradient of their own, as MLX's keeps more in memory or takes more kernels.
+The double blocks have one array of text rows and one of image rows, the single blocks one of both, text first, in the dtype of
+the weights. Names of weights are those of the diffusers layout. Some operations have a gradient of their own, as MLX's keeps more
+in memory or takes more kernels.
 B batch, T text rows, L image rows, S = T + L rows, C latent channels, J text features, D hidden width, F feed-forward width,
 H heads, K head width.
 """
@@ -30,7 +31,7 @@ from stages.models.layers import (
     swiglu,
     tokens,
 )
-from stages.models.transformer import FluxConfig, PictureTransformer, Shapes, Shared
+from stages.models.transformer import FluxConfig, PictureTransformer, Shapes, Shared, Streams, joined
 
 MODULATIONS = {  # stream of rows -> the Linear that gives its shifts, scales and gates
     "text": "double_stream_modulation_txt",
@@ -126,7 +127,9 @@ def inputs(
     return found
 
 
-def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
+def double_block(
+    weights: dict[str, Any], h: tuple[mx.array, ...], shared: Shared, linear: Linear = plain_linear
+) -> tuple[mx.array, ...]:
     """Separate weights for text and image, one joint attention. `shared` is what `Flux2.enter` returned."""
 
     def apply(name: str, x: mx.array) -> mx.array:
@@ -141,7 +144,7 @@ def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linea
 
     T, width = shared["text"][0].shape[1], weights["attn.norm_q.weight"].shape[0]
     ropes = list(zip(*(mx.split(turn, [T]) for turn in shared["rope"]), strict=True))  # of the text rows, of the image rows
-    h_BTD, h_BLD = mx.split(h_BSD, [T], axis=1)
+    h_BTD, h_BLD = h
     text, image = shared["text"], shared["image"]
     text_in, image_in = modulate(h_BTD, text), modulate(h_BLD, image)
     q_BSHK = joint("attn.add_q_proj", "attn.to_q", ("attn.norm_added_q", "attn.norm_q"))
@@ -152,10 +155,11 @@ def double_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linea
     h_BLD = apply("attn.to_out.0", y_BLD) * image[2] + h_BLD
     h_BTD = apply("ff_context.linear_out", swiglu(apply("ff_context.linear_in", modulate(h_BTD, text[3:])))) * text[5] + h_BTD
     h_BLD = apply("ff.linear_out", swiglu(apply("ff.linear_in", modulate(h_BLD, image[3:])))) * image[5] + h_BLD
-    return mx.concatenate([h_BTD, h_BLD], axis=1)
+    return h_BTD, h_BLD
 
 
-def single_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
+def single_block(weights: dict[str, Any], h: Streams, shared: Shared, linear: Linear = plain_linear) -> mx.array:
+    h_BSD = joined(h)
     mods, rope, hidden = shared["single"], shared["rope"], h_BSD.shape[-1]
     q_norm, k_norm = weights["attn.norm_q.weight"], weights["attn.norm_k.weight"]
     name = "attn.to_qkv_mlp_proj"
@@ -186,8 +190,8 @@ class Flux2(PictureTransformer):
         guidance_B: mx.array | None = None,
         references_BRC: mx.array | None = None,
         references_ids_R4: np.ndarray | None = None,
-    ) -> tuple[mx.array, Shared]:
-        """(h_BSD, what blocks read). Ids: 4 integers; timesteps: noise levels, 0 (clean) to 1. References follow the image."""
+    ) -> tuple[Streams, Shared]:
+        """(h, what blocks read). Ids: 4 integers; timesteps: noise levels, 0 (clean) to 1. References follow the image."""
         temb_BD = self._embed("timestep", timesteps_B)
         if self.config.guidance_embeds:
             if guidance_B is None:
@@ -208,7 +212,7 @@ class Flux2(PictureTransformer):
         shared["rope"] = self.rope(ids_S4)
         h_BTD = self._linear("context_embedder", ctx_BTJ.astype(self.dtype))
         h_BLD = self._linear("x_embedder", x_BLC.astype(self.dtype))
-        return mx.concatenate([h_BTD, h_BLD], axis=1), shared
+        return (h_BTD, h_BLD), shared
 
     def leave(self, h_BSD: mx.array, shared: Shared) -> mx.array:
         """Velocity (B, L, C) of the image tokens."""

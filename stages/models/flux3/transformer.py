@@ -1,7 +1,7 @@
 """The transformer of FLUX 3 Image as a chain of blocks, as `family.Transformer` describes it.
 
-The residual stream is one array: rows of the text, of the image, of reference images. Each of these streams first passes through
-blocks of its own, in which it sees itself alone, then all pass through the joint blocks. Only image rows are at the image's noise
+The residual stream is first an array for each of the text, the image and the reference images, which pass through blocks of their
+own, then one array of all their rows, which passes through the joint blocks. Only image rows are at the image's noise
 level; text and references are at 0. The distilled model, a flow map, also reads the level that a step goes to.
 Sources: diffusers' Flux3Transformer2DModel, whose names of weights these are; flux3-mlx and mflux agree with it.
 B batch, T text rows, L image rows, R reference rows, S = T + L + R, C latent channels, J text features, D hidden width,
@@ -21,7 +21,7 @@ import numpy as np
 from stages.models.attention import plain_linear, rms_norm, silu
 from stages.models.family import Linear
 from stages.models.layers import EPS, attend, modulate, modulation, rotate, sinusoid, split_heads, spread, swiglu, tokens
-from stages.models.transformer import FluxConfig, PictureTransformer, Shapes, Shared
+from stages.models.transformer import FluxConfig, PictureTransformer, Shapes, Shared, Streams, joined
 
 WINDOW = 80  # a text has a multiple of so many rows
 SHIFT = 6.93  # of the noise levels of drawing, towards 1
@@ -123,19 +123,19 @@ def _text_ids(count: int) -> np.ndarray:
     return np.pad(np.arange(count, dtype=np.float64)[:, None], [(0, 0), (3, 0)])
 
 
-def own_block(stream: str, weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
+def own_block(
+    stream: str, weights: dict[str, Any], h: tuple[mx.array, ...], shared: Shared, linear: Linear = plain_linear
+) -> tuple[mx.array, ...]:
     """A block that one stream passes through alone; the identity for references if there are none."""
     if stream not in shared:
-        return h_BSD
-    places = {name: shared[f"{name}_rope"][0].shape[0] for name in STREAMS if name in shared}
-    ends = np.cumsum(list(places.values())).tolist()
-    parts = list(mx.split(h_BSD, ends[:-1], axis=1))
-    at, mods = list(places).index(stream), shared[stream]
-    parts[at] = _block(weights, parts[at], modulate(parts[at], mods), mods[2], shared[f"{stream}_rope"], linear)
-    return mx.concatenate(parts, axis=1)
+        return h
+    at, mods = list(STREAMS).index(stream), shared[stream]
+    y_BSD = _block(weights, h[at], modulate(h[at], mods), mods[2], shared[f"{stream}_rope"], linear)
+    return *h[:at], y_BSD, *h[at + 1 :]
 
 
-def joint_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
+def joint_block(weights: dict[str, Any], h: Streams, shared: Shared, linear: Linear = plain_linear) -> mx.array:
+    h_BSD = joined(h)
     shift_BSD, scale_BSD, gate_BSD = shared["joint"]
     y_BSD = mx.fast.layer_norm(h_BSD, None, None, EPS) * scale_BSD + shift_BSD
     return _block(weights, h_BSD, y_BSD, gate_BSD, shared["rope"], linear)
@@ -172,8 +172,8 @@ class Flux3(PictureTransformer):
         target_B: mx.array | None = None,
         references_BRC: mx.array | None = None,
         references_ids_R4: np.ndarray | None = None,
-    ) -> tuple[mx.array, Shared]:
-        """(h_BSD, what blocks read). `sigma_B`: noise levels, 0 (clean) to 1; `target_B`: those that a step goes to, which a flow
+    ) -> tuple[Streams, Shared]:
+        """(h, what blocks read). `sigma_B`: noise levels, 0 (clean) to 1; `target_B`: those that a step goes to, which a flow
         map reads; None: `sigma_B`, for the velocity at this moment.
         """
         image_BD, clean_BD = (self._embed(EMBEDDERS[0], each_B) for each_B in (sigma_B, mx.zeros_like(sigma_B)))
@@ -204,7 +204,7 @@ class Flux3(PictureTransformer):
         shared["rope"] = self.rope(np.concatenate([ids_S4 for _, ids_S4, _ in streams.values()]))
         scale_BD, shift_BD = mx.split(self._linear("norm_out.linear", image_BD), 2, axis=-1)
         shared["out"] = spread([shift_BD, 1 + scale_BD], x_BLC.shape[1])
-        return mx.concatenate([rows_BSD for rows_BSD, _, _ in streams.values()], axis=1), shared
+        return tuple(rows_BSD for rows_BSD, _, _ in streams.values()), shared
 
     def leave(self, h_BSD: mx.array, shared: Shared) -> mx.array:
         """Velocity (B, L, C) of the image tokens."""

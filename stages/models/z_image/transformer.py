@@ -1,7 +1,7 @@
 """The Z-Image transformer as a chain of blocks, as `family.Transformer` describes it.
 
-The residual stream is one array, text rows before image rows, both padded with a learnt token to multiples of 32, which attention
-reads like any row. The first blocks see the image alone (noise_refiner) or the text alone (context_refiner), the others both.
+The text rows and the image rows are padded with a learnt token to multiples of 32, which attention reads like any row. The first
+blocks see the image alone (noise_refiner) or the text alone (context_refiner), the others both as one array, text first.
 Sources: src/zimage/transformer.py of Tongyi-MAI/Z-Image; diffusers' ZImageTransformer2DModel, whose names of weights these are.
 B batch, T text rows, L image rows, S rows of the stream, C latent channels, J text features, D hidden width, E time features,
 H heads, K head width.
@@ -22,7 +22,7 @@ from stages.models.attention import plain_linear, rms_norm, silu
 from stages.models.family import Linear
 from stages.models.folders import checked_sizes
 from stages.models.layers import attend, rotate, silu_times, sinusoid, split_heads, spread
-from stages.models.transformer import PictureTransformer, Shapes, Shared
+from stages.models.transformer import PictureTransformer, Shapes, Shared, Streams, joined
 from stages.own_gradient import OwnGradient
 
 MULTIPLE = 32  # of the rows of each stream
@@ -153,24 +153,19 @@ def inputs(
     return {"x_BLC": x_BLC, "size": size, "ctx_BTJ": text_BTJ, "sigma_B": sigma_B, "tokens_B": tokens_B}
 
 
-def joint_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
+def joint_block(weights: dict[str, Any], h: Streams, shared: Shared, linear: Linear = plain_linear) -> mx.array:
     """`shared` is what `ZImage.enter` returned; in all blocks."""
-    return _block(weights, h_BSD, shared["rope"], linear, shared["time"][0])
+    return _block(weights, joined(h), shared["rope"], linear, shared["time"][0])
 
 
-def image_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
-    h_BTD, h_BLD = _streams(h_BSD, shared)
-    return mx.concatenate([h_BTD, _block(weights, h_BLD, shared["image_rope"], linear, shared["time"][0])], axis=1)
+def image_block(weights: dict[str, Any], h: tuple[mx.array, ...], shared: Shared, linear: Linear = plain_linear) -> Streams:
+    h_BTD, h_BLD = h
+    return h_BTD, _block(weights, h_BLD, shared["image_rope"], linear, shared["time"][0])
 
 
-def text_block(weights: dict[str, Any], h_BSD: mx.array, shared: Shared, linear: Linear = plain_linear) -> mx.array:
-    h_BTD, h_BLD = _streams(h_BSD, shared)
-    return mx.concatenate([_block(weights, h_BTD, shared["text_rope"], linear), h_BLD], axis=1)
-
-
-def _streams(h_BSD: mx.array, shared: Shared) -> tuple[mx.array, mx.array]:
-    T = shared["text_rope"][0].shape[0]
-    return h_BSD[:, :T], h_BSD[:, T:]
+def text_block(weights: dict[str, Any], h: tuple[mx.array, ...], shared: Shared, linear: Linear = plain_linear) -> Streams:
+    h_BTD, h_BLD = h
+    return _block(weights, h_BTD, shared["text_rope"], linear), h_BLD
 
 
 def _block(
@@ -232,8 +227,8 @@ class ZImage(PictureTransformer):
 
     def enter(
         self, x_BLC: mx.array, size: tuple[int, int], ctx_BTJ: mx.array, sigma_B: mx.array, tokens_B: mx.array | None = None
-    ) -> tuple[mx.array, Shared]:
-        """(h_BSD, what blocks read). `size`: height and width of the image in tokens; `sigma_B`: noise levels, 0 (clean) to 1;
+    ) -> tuple[Streams, Shared]:
+        """(h, what blocks read). `size`: height and width of the image in tokens; `sigma_B`: noise levels, 0 (clean) to 1;
         `tokens_B`: rows of each text that are not there to level the batch, of one multiple of 32; None: all.
         """
         L, T = x_BLC.shape[1], text_rows(ctx_BTJ.shape[1])
@@ -249,7 +244,7 @@ class ZImage(PictureTransformer):
         ids_T3, ids_L3 = _ids(T, size, h_BLD.shape[1])
         ropes = {"text_rope": ids_T3, "image_rope": ids_L3, "rope": np.concatenate([ids_T3, ids_L3])}
         shared: Shared = {name: self.rope(ids) for name, ids in ropes.items()}
-        return mx.concatenate([h_BTD, h_BLD], axis=1), shared | {"time": [time_BE], "out": spread([scale_BD], L)}
+        return (h_BTD, h_BLD), shared | {"time": [time_BE], "out": spread([scale_BD], L)}
 
     def leave(self, h_BSD: mx.array, shared: Shared) -> mx.array:
         """Velocity (B, L, C) of the image tokens."""

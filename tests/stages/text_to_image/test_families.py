@@ -120,9 +120,9 @@ def test_the_inputs_of_every_family_run_through_its_chain_of_blocks(record):
     architecture = record.architecture
     config = architecture.transformer_config(None, record)
     model = architecture.meta_transformer(config, mx.bfloat16)
-    h_BSD, shared = model.enter(**architecture.zero_inputs(config, 2, (4, 6), record.text_tokens))
+    h, shared = model.enter(**architecture.zero_inputs(config, 2, (4, 6), record.text_tokens))
     for block in model.blocks:
-        h_BSD = model.block(block.kind)(block.weights, h_BSD, shared)
+        h = model.block(block.kind)(block.weights, h, shared)
     # The rows of each stream may be padded.
-    assert h_BSD.shape[0] == 2 and h_BSD.shape[1] >= record.text_tokens + 24
-    assert model.leave(h_BSD, shared).shape == (2, 24, config.latent_channels)
+    assert h.shape[0] == 2 and h.shape[1] >= record.text_tokens + 24
+    assert model.leave(h, shared).shape == (2, 24, config.latent_channels)

@@ -133,11 +133,11 @@ def test_a_velocity_does_not_depend_on_the_other_samples_of_a_batch(reference: A
 def test_block_after_block_gives_what_calling_the_model_gives(reference: Any) -> None:
     model, inputs = ours(reference), given()
     at = (mx.array(inputs["x"]), image_ids(*SIZE), mx.array(inputs["ctx"]), text_ids(TEXT), mx.array(SIGMAS), mx.array(GUIDANCE))
-    h_BSD, shared = model.enter(*at)
+    h, shared = model.enter(*at)
     assert all(isinstance(value, mx.array) for _, value in tree_flatten(shared))
     for block in model.blocks:
-        h_BSD = Flux2.block(block.kind)(block.weights, h_BSD, shared)
-    assert mx.array_equal(model.leave(h_BSD, shared), run(model, **inputs))
+        h = Flux2.block(block.kind)(block.weights, h, shared)
+    assert mx.array_equal(model.leave(h, shared), run(model, **inputs))
 
 
 def test_every_linear_of_a_block_is_computed_by_the_callers_function(reference: Any) -> None:
@@ -166,12 +166,11 @@ def test_bfloat16_weights_keep_the_whole_stream_in_bfloat16(reference: Any) -> N
 
     inputs = given()
     at = (mx.array(inputs["x"]), image_ids(*SIZE), mx.array(inputs["ctx"]), text_ids(TEXT), mx.array(SIGMAS), mx.array(GUIDANCE))
-    h_BSD, shared = model.enter(*at)
-    seen.add(h_BSD.dtype)
+    h, shared = model.enter(*at)
     for block in model.blocks:
-        h_BSD = model.block(block.kind)(block.weights, h_BSD, shared, linear)
-        seen.add(h_BSD.dtype)
-    assert seen | {model.leave(h_BSD, shared).dtype} == {mx.bfloat16}
+        seen |= {leaf.dtype for _, leaf in tree_flatten(h)}
+        h = model.block(block.kind)(block.weights, h, shared, linear)
+    assert seen | {h.dtype, model.leave(h, shared).dtype} == {mx.bfloat16}
     assert {name for name, value in tree_flatten(shared) if value.dtype == mx.float32} == {"rope.0", "rope.1"}
     assert layers.rotate(mx.zeros((1, TEXT + 15, 2, 24), mx.bfloat16), *shared["rope"]).dtype == mx.bfloat16
     exact, rounded = run(ours(reference), **inputs), run(model, **inputs).astype(mx.float32)

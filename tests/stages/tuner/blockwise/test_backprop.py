@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages import blas
@@ -187,7 +188,7 @@ def test_float32_adapters_keep_bfloat16_activations_in_bfloat16(plan):
                     return y
 
                 h = model.block(kind)(weights, h, shared, watched)
-                seen.append(h.dtype)
+                seen.extend(leaf.dtype for _, leaf in tree_flatten(h))
                 return h
 
             return run
