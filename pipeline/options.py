@@ -52,9 +52,10 @@ def with_project(function: Callable[..., Any]) -> Callable[..., Any]:
             path = folder
         context.with_resource(hashing_of(context.info_name or ""))
         overrides = split_overrides(context.meta[f"{__name__}.overrides"])
-        hints.about(Path(path), CHECKOUT / EXAMPLE)
+        run = context.meta[f"{__name__}.training_run"]
+        hints.about(Path(path), CHECKOUT / EXAMPLE, overrides, run)
         found = project.Project(path, overrides)
-        if run := context.meta[f"{__name__}.training_run"]:
+        if run:
             runs.choose(found, run, overrides)
         return found
 

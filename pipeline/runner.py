@@ -128,9 +128,8 @@ def run(
         written, left, undone = writer.rows_written, absent.num_rows, counted(stage, absent)
         done = max(0, counted(stage, coming) - undone)
         saved = f"{amount(stage, done)} done and saved, {undone} to do. Run the same command to go on."
-        if left and stop.is_set():
-            raise Stopped(f"{name}: stopped; {saved}")
-        assert not left or reasons, f"{name}: {left} rows that the stage wants were never yielded"
+        stopped = bool(left and stop.is_set())
+        assert not left or stopped or reasons, f"{name}: {left} rows that the stage wants were never yielded"
         # A meter resets the peak that MLX records.
         peak = max(peak_mlx(), meter.peak) if meter else peak_mlx()
         sizes = footprint.peak_resident(), footprint.peak(), peak
@@ -141,7 +140,7 @@ def run(
             outcome.restored = amount(stage, counted(stage, back))
             outcome.done = outcome.done if done else ""
         if left:
-            outcome.left, outcome.reason = left, f"{reasons[-1]}; {saved}"
+            outcome.left, outcome.reason = left, f"{'stopped' if stopped else reasons[-1]}; {saved}"
         else:
             gone = missing(published, wanted)
             outcome.removed = gone.num_rows
@@ -150,9 +149,15 @@ def run(
         computed_count = max(0, written - back.num_rows)
         facts: dict[str, Any] = {"rows_written": computed_count, "seconds": round(outcome.seconds, 3)}
         facts |= {"peak_rss": outcome.peak_rss, "peak_mlx": peak, "footprint": outcome.footprint}
-        facts["size"] = expected.size if expected else None
-        writer.finish(wanted, {"run": facts, "versions": software()} if computed_count or left or not folder.exists else {})
-        link_table(folder)
+        facts |= {"size": expected.size if expected else None, "left": left}
+        # Of a run that was stopped, the steps so far can be used; of another stage, rows that belong together may be missing.
+        uses = [each for each in project.stage_names if stage.writes in project.stage(each).reads]
+        usable = bool(uses) and runs.trains(stage.writes) and writer.stored.num_rows > 0
+        if not stopped or usable:
+            writer.finish(wanted, {"run": facts, "versions": software()} if computed_count or left or not folder.exists else {})
+            link_table(folder)
+        if stopped:
+            raise Stopped(f"{name}: {outcome.reason}" + f" With what there is: latentmill {uses[0]} --only" * usable)
     return outcome
 
 

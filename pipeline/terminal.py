@@ -50,28 +50,34 @@ def shown(text: str) -> str:
 
 
 class Hints:
-    """Adds the project to the commands in what is said, so that they mean the same one when they are pasted."""
+    """Adds project, --set and --run to the commands in what is said, so that they mean the same when they are pasted."""
 
     def __init__(self) -> None:
-        self.options: dict[str, str] = {}
+        self.options: dict[str, list[tuple[str, str]]] = {}  # program -> (the options that say the same, what is added)
         self.commands: Callable[[], Iterable[str]] = tuple  # those that take a project
 
-    def about(self, project: Path, made: Path) -> None:
+    def about(self, project: Path, made: Path, overrides: Sequence[str] = (), run: str = "") -> None:
         """`made`: the project of make without PROJECT."""
         here = project.resolve()
         # make runs elsewhere than in the project.
         near = here.relative_to(Path.cwd()) if Path.cwd() in here.parents else here
-        quoted = shlex.quote(str(near))
-        self.options = {} if here == Path.cwd() else {"latentmill": f" -p {quoted}"}
-        self.options |= {} if here == made.resolve() else {"make": f" PROJECT={quoted}"}
+        quoted, given, chosen = shlex.quote(str(near)), shlex.quote(" ".join(overrides)), shlex.quote(run)
+        own = [] if here == Path.cwd() else [(" PROJECT=| -p | --project ", f" -p {quoted}")]
+        made_by = [] if here == made.resolve() else [(" PROJECT=| -p | --project ", f" PROJECT={quoted}")]
+        own += [(" --set ", f" --set {given}")] * bool(overrides) + [(" --run ", f" --run {chosen}")] * bool(run)
+        made_by += [(" SET=", f" SET={given}")] * bool(overrides) + [(" RUN=", f" RUN={chosen}")] * bool(run)
+        self.options = {program: added for program, added in (("latentmill", own), ("make", made_by)) if added}
 
     def __call__(self, text: str) -> str:
         if not self.options or not any(program in text for program in self.options):
             return text
         names = "|".join(map(re.escape, sorted(self.commands(), key=len, reverse=True)))
-        given = r"(?![\w/-])(?![^`;\n]* (?:PROJECT=|-p |--project ))"
-        found = rf"(?<![\w/.-])({'|'.join(self.options)}) ({names}){given}"
-        return re.sub(found, lambda each: f"{each[0]}{self.options[each[1]]}", text) if names else text
+        found = rf"(?<![\w/.-])({'|'.join(self.options)}) ({names})(?![\w/-])(?=([^`;\n]*))"
+
+        def added(each: re.Match[str]) -> str:
+            return each[0] + "".join(more for given, more in self.options[each[1]] if not re.search(given, each[3]))
+
+        return re.sub(found, added, text) if names else text
 
 
 hints = Hints()

@@ -42,9 +42,11 @@ class TableState:
     to_do: str = ""  # the same of training, such as "103 steps"
     unpublished: int = 0  # wanted rows that are stored, but not shown to readers before a run finishes
     interrupted: bool = False  # a run has committed rows and did not finish
+    usable: bool = False  # it reads a run that was stopped, and could take it as it is
     steps: str = ""  # of a training run, such as "97 of 200 steps": what is stored
     surplus: int = 0  # rows that readers see and that are no longer wanted
     longer: str = ""  # of training: nothing is computed, but the run has other steps, or has them in checkpoints alone
+    again: str = ""  # of training: the steps to compute, if some of them are stored
     anew: str = ""  # of training: what the next run begins, although there is a run; as `latentmill plan` knows it
     seconds: float | None = None  # that this takes, at the speed of the last run
     dead: int = 0  # rows that `latentmill clean` would delete
@@ -65,10 +67,13 @@ MOST_READ = 200  # new rows of a stage, with which `status` still asks what trai
 def states(project: Project) -> list[TableState]:
     """The state of every table, in the order in which the stages run."""
     stale: dict[str, list[str]] = {}  # table -> the tables among itself and its inputs that are not up to date
+    stopped = set[str]()
     found = [state(project, name) for name in project.listed]
     for each in found:
         inputs = project.stage(each.stage_name).reads
         each.stale_inputs = list(dict.fromkeys(name for read in inputs for name in stale[read.name]))
+        each.usable = bool(each.missing) and any(read.name in stopped for read in inputs)
+        stopped |= {each.stage_name} if each.interrupted else set()
         waits = describe(each).startswith(("up to date", "waits for"))
         stale[each.stage_name] = each.stale_inputs if each.stale_inputs and waits else []
         if not describe(each).startswith("up to date") and not stale[each.stage_name]:
@@ -102,7 +107,7 @@ def foresee(project: Project, found: list[TableState]) -> None:
 def state(project: Project, stage_name: str) -> TableState:
     """The state of one table; loads no weights. Leaves `stale_inputs` empty, which `states` fills."""
     from pipeline.errors import NotBuilt, one_line
-    from pipeline.project.outlook import amount, counted
+    from pipeline.project.outlook import amount, counted, repeated
     from pipeline.project.recipe import recipe_id
     from pipeline.project.runs import trains
     from pipeline.project.weights import NotFetched
@@ -131,14 +136,17 @@ def state(project: Project, stage_name: str) -> TableState:
             total = counted(stage, wanted)
             found.steps = f"{total - counted(stage, coming)} of {amount(stage, total)}"
             found.to_do = amount(stage, counted(stage, coming))
+            found.again = repeated(stage, coming, absent)
         found.unpublished = max(0, missing(wanted, published).num_rows - max(absent.num_rows, found.missing))
         found.surplus = missing(published.select(wanted.column_names), wanted).num_rows
         if trains(stage.writes) and not absent.num_rows and (there := counted(stage, published)) > total:
-            found.longer = f"the run has {there} steps, {total} are asked for: make {stage_name} takes the adapter back"
+            found.longer = f"the run has {there} steps, {total} are asked for: "
+            found.longer += f"{found.again}: make {stage_name}" if found.again else f"make {stage_name} takes the adapter back"
         elif trains(stage.writes) and absent.num_rows and not found.missing:
             found.longer = f"the {amount(stage, total)} are in checkpoints: make {stage_name} takes them back"
         if folder.exists:
             facts = folder.manifest().get("facts", {}).get("run", {})
+            found.interrupted |= bool(facts.get("left") and absent.num_rows)
             found.peak = facts.get("footprint", facts.get("peak_rss", 0))
     except NotBuilt as error:
         found.note = f"waits for {error.table}"
@@ -155,6 +163,7 @@ def describe(found: TableState) -> str:
     if found.writer:
         return f"{stored}; being written by {found.writer}" if found.interrupted else f"being written by {found.writer}"
     stale = f"waits for {' and '.join(found.stale_inputs)}"
+    stale += f"; with what there is: latentmill {found.stage_name} --only" if found.usable else ""
     if found.anew and (found.note or found.stale_inputs):
         return f"{found.note or stale}; then {found.anew}"
     if found.anew:
@@ -169,8 +178,9 @@ def describe(found: TableState) -> str:
         if found.interrupted:
             reasons = [f"interrupted: {stored}"]
         else:
-            reasons = [f"{found.to_do or _count(missing)} missing"] if missing else []
+            reasons = [f"{found.to_do or _count(missing)} missing"] if missing and not found.again else []
             reasons += [f"{_count(found.unpublished)} wanted again"] if found.unpublished else []
+        reasons += [found.again] if found.again else []
         reasons += [f"{_count(found.surplus)} not used any more"] if found.surplus else []
         return f"{', '.join(reasons)}: make {found.stage_name}"
     if found.stale_inputs:

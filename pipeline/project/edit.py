@@ -137,9 +137,8 @@ def effects(project: Project, before: Prospect, after: Prospect) -> Iterator[str
             yield f"{name}: {now.note}"
         elif (now.missing, now.to_do) != (then.missing, then.to_do) or _another(name, before, after):
             trains = runs.trains(project.stage(name).writes)
-            anew = trains and now.missing == now.wanted and any(run.stage == name for run in runs.find_runs(project))
             if now.missing:
-                yield f"{name}: {'a new run of ' if anew else ''}{now.to_do}"
+                yield f"{name}: {'a new run of ' if now.note == outlook.ANEW else ''}{now.to_do}"
             elif then.missing and now.missing is not None:
                 yield f"{name}: nothing to do"
             elif _another(name, before, after):

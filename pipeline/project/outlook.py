@@ -158,7 +158,8 @@ def _need(
         run.output.pending = absent
         coming = stage.computes(run, rows) if stage.computes else absent
         wanted, left, to_do = rows.num_rows, coming.num_rows, amount(stage, counted(stage, coming))
-        note_anew = ANEW if left == wanted else ""
+        begun = trains and runs.read_record(folder) is not None
+        note_anew = repeated(stage, coming, absent) if begun else ANEW if left == wanted else ""
         grown |= {name} if left or absent.num_rows else set()
         if stage.writes.tensors and found:
             overhead = overhead_bytes(stage.writes, rows, found.row_bytes * rows.num_rows)
@@ -226,6 +227,26 @@ def counted(stage: Stage, rows: pa.Table) -> int:
     if not runs.trains(stage.writes):
         return int(rows.num_rows)
     return int(pc.count_distinct(rows.filter(pc.equal(rows["split"], "train"))["step"]).as_py())
+
+
+def repeated(stage: Stage, coming: pa.Table, absent: pa.Table) -> str:
+    """What a run will compute although it is stored, in words, and from where; "" if nothing or it does not train."""
+    import pyarrow.compute as pc
+
+    from pipeline.store.rows import missing
+
+    if not runs.trains(stage.writes):
+        return ""
+    steps, again = (
+        pc.min_max(rows.filter(pc.equal(rows["split"], "train"))["step"]).as_py() for rows in (coming, missing(coming, absent))
+    )
+    if again["max"] is None:
+        return ""
+    first, last = steps["min"], steps["max"]
+    those = f"steps {first} to {last}" if last > first else f"step {last}"
+    some = f"those up to {again['max']} " if again["max"] < last else ""
+    why = f", from the checkpoint of step {first - 1}" if first > 1 else f", as no checkpoint up to step {last} can go on"
+    return f"{those}, {some}again with the same result{why}" if some else f"{those} again with the same result{why}"
 
 
 def amount(stage: Stage, count: int) -> str:

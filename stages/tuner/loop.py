@@ -125,7 +125,7 @@ def next_start(run: Run[Any], task: Task[Any, Any]) -> Start | None:
     last = validation.last_step
     if not run.output.pending.num_rows and checkpoint.is_published(artifacts, last, validation.best_step):
         return None
-    start = find_start(run, last)
+    start = find_start(run, last, run.report.say)
     # Later folders would be taken for damaged checkpoints once the run passes them.
     checkpoint.delete_incomplete(artifacts, start.step)
     return start
@@ -152,7 +152,7 @@ def computed_rows(run: Run[Any], wanted: pa.Table) -> pa.Table:
     last = pc.max(wanted["step"]).as_py() or 0
     if not run.output.pending.num_rows and checkpoint.published_step(run.output.artifacts) == last:
         return wanted.slice(0, 0)
-    start = find_start(run, last, Checkpoint.whole)
+    start = find_start(run, last, lambda line: None, Checkpoint.whole)
     recovered = {row_key(row) for row in start.recovered}
     lost = {key for row in run.output.pending.to_pylist() if (key := row_key(row))[0] <= start.step} - recovered
     computed = pc.greater(wanted["step"], start.step)
@@ -162,7 +162,7 @@ def computed_rows(run: Run[Any], wanted: pa.Table) -> pa.Table:
     return wanted.filter(computed)
 
 
-def find_start(run: Run[Any], last: int, intact: Callable[..., bool] = Checkpoint.intact) -> Start:
+def find_start(run: Run[Any], last: int, say: Callable[[str], None], intact: Callable[..., bool] = Checkpoint.intact) -> Start:
     """The newest intact checkpoint before which no row is lost (in neither the table nor an intact checkpoint); else step 0."""
     pending = {row_key(row) for row in run.output.pending.to_pylist()}
     checkpoints = [saved for saved in checkpoint.find_checkpoints(run.output.artifacts) if saved.step <= last]
@@ -176,10 +176,10 @@ def find_start(run: Run[Any], last: int, intact: Callable[..., bool] = Checkpoin
             if saved is not checkpoints[0]:
                 newest = checkpoints[0]
                 why = "is damaged" if not intact(newest, *newest.state["files"]) else "lacks rows that are lost"
-                run.report.say(f"the checkpoint of step {newest.step} {why}; the run goes on from step {saved.step}")
+                say(f"the checkpoint of step {newest.step} {why}; the run goes on from step {saved.step}")
             return Start(saved, [held[key] for key in past if key in held])
     if run.output.stored.num_rows:
-        run.report.say("no checkpoint is left to go on from; the run begins again at step 1 and will end with the same result")
+        say(f"no checkpoint up to step {last} is left to go on from; the run begins again at step 1, with the same result")
     return Start(None, [])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 import shutil
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from pipeline.commands.query import answer
 from pipeline.commands.runs import best, compare, list_runs
 from pipeline.commands.status import describe, render, state, states
 from pipeline.commands.text_to_image.training import since_best
-from pipeline.errors import NotBuilt
+from pipeline.errors import NotBuilt, Stopped
 from pipeline.page import actions
 from pipeline.page.app import make_app
 from pipeline.page.site import Site
@@ -162,10 +163,42 @@ def test_steps_that_the_run_takes_back_are_nothing_to_do_and_tell_no_speed(proje
     need = projects.planned(Project(project))["train"]
     assert need.to_do == "2 steps" and need.seconds == need.missing * facts["seconds"] / facts["rows_written"]
     change(10, 7)  # without a checkpoint
-    assert projects.planned(Project(project))["train"].to_do == "1 step"
+    need = projects.planned(Project(project))["train"]
+    assert (need.to_do, need.note) == ("1 step", "step 7 again with the same result, from the checkpoint of step 6")
+    assert describe(state(Project(project), "train")).endswith(f"7 are asked for: {need.note}: make train")
     assert "train: 1 step done, 7 in all, those up to 8 are kept (train.steps = 8 takes them back)" in projects.latentmill(
         project, "train", "--only"
     )
+
+
+class Interrupting(projects.Silent):
+    """Ctrl-C in the step after `at`."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def progress(self, done: int, total: int, unit: str) -> None:
+        if done == self.at:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_run_that_ctrl_c_stopped_draws_as_it_is_and_made_shorter_than_its_states_says_what_it_computes_again(project):
+    shutil.rmtree(project / "tables" / "train")
+    projects.build(project, "images")
+    with pytest.raises(Stopped, match=r"1 to do. Run the same command to go on\. With what there is: latentmill samples --only$"):
+        projects.build(project, "train", console=Interrupting(4))
+    found = {each.stage_name: describe(each) for each in states(Project(project))}
+    assert found["train"] == "interrupted: 5 of 6 steps are saved: make train"
+    assert found["samples"] == "waits for train; with what there is: latentmill samples --only"
+    assert projects.planned(Project(project))["train"].seconds  # the speed is known
+    assert "samples: 3 previews done" in projects.latentmill(project, "samples", "--only")  # of 2, 4 and 5
+    projects.edit(project, "steps = 6\nrank", "steps = 3\nrank")
+    again = "steps 1 to 3 again with the same result, as no checkpoint up to step 3 can go on"
+    assert projects.planned(Project(project))["train"].note == again  # the states of steps 4 and 5 are kept
+    assert describe(state(Project(project), "train")) == f"the run has 5 steps, 3 are asked for: {again}: make train"
+    said = projects.latentmill(project, "train", "--only")
+    assert said.count("begins again at step 1") == 1 and "train: 3 steps done, 3 in all" in said
 
 
 def test_before_a_new_run_begins_status_and_home_say_so_as_plan_does_and_home_asks(project):

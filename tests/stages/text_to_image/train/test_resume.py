@@ -107,7 +107,7 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(whole, trans
     run = Run(tmp_path, transformer, whole.config).go(stop_at=5)
     shutil.rmtree(tmp_path / "artifacts" / "checkpoints")
     run.go()
-    assert any(line.startswith("no checkpoint is left") for line in run.said)
+    assert any(line.startswith("no checkpoint up to step") for line in run.said)
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
 
 
