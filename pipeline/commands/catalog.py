@@ -207,6 +207,9 @@ def run_facts(project: Project, run: TrainingRun) -> dict[str, Any]:
 
 
 def plain(value: Any) -> str:
+    if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):  # such as [[images.folder]]
+        given = ([f"{key} {plain(one)}" for key, one in each.items() if one not in (None, "", [])] for each in value)
+        return format_cell("; ".join(" ".join(each) for each in given))
     return "unset" if value is None else format_cell(value if isinstance(value, str | float) else json.dumps(value))
 
 

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import click
 
-from pipeline.options import with_project
+from pipeline.options import NAMES, with_project
 from pipeline.project.project import Project
 from pipeline.queue import Queue
 from pipeline.terminal import format_table, tell
 
 
-@click.group("queue", invoke_without_command=True)
+class Group(click.Group):
+    """--project may stand behind the subcommand too, as it does in other commands."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        for place, word in enumerate(args):
+            if word in NAMES or word.startswith(f"{NAMES[0]}="):
+                end = place + (2 if word in NAMES else 1)
+                args = [*args[place:end], *args[:place], *args[end:]]
+                break
+        return super().parse_args(ctx, args)
+
+
+@click.group("queue", cls=Group, invoke_without_command=True)
 @with_project
 @click.pass_context
 def command(context: click.Context, project: Project) -> None:

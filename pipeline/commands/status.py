@@ -45,6 +45,7 @@ class TableState:
     usable: bool = False  # it reads a run that was stopped, and could take it as it is
     steps: str = ""  # of a training run, such as "97 of 200 steps": what is stored
     surplus: int = 0  # rows that readers see and that are no longer wanted
+    stays: bool = False  # such rows stay in the table, for who asks for other settings
     longer: str = ""  # of training: nothing is computed, but the run has other steps, or has them in checkpoints alone
     again: str = ""  # of training: the steps to compute, if some of them are stored
     anew: str = ""  # of training: what the next run begins, although there is a run; as `latentmill plan` knows it
@@ -54,6 +55,7 @@ class TableState:
     peak: int = 0  # peak memory of the last run, bytes
     writer: str = ""  # the process that is writing the table
     note: str = ""  # why the state is not known, or what the table waits for
+    mistake: bool = False  # the note is an error, perhaps only of inputs that are not up to date
     stale_inputs: list[str] = field(default_factory=list)  # tables that it depends on and that are not up to date
 
     def __str__(self) -> str:
@@ -74,6 +76,8 @@ def states(project: Project) -> list[TableState]:
         each.stale_inputs = list(dict.fromkeys(name for read in inputs for name in stale[read.name]))
         each.usable = bool(each.missing) and any(read.name in stopped for read in inputs)
         stopped |= {each.stage_name} if each.interrupted else set()
+        if each.mistake and each.stale_inputs:
+            each.note = f"waits for {' and '.join(each.stale_inputs)}"
         waits = describe(each).startswith(("up to date", "waits for"))
         stale[each.stage_name] = each.stale_inputs if each.stale_inputs and waits else []
         if not describe(each).startswith("up to date") and not stale[each.stage_name]:
@@ -138,6 +142,7 @@ def state(project: Project, stage_name: str) -> TableState:
             found.to_do = amount(stage, counted(stage, coming))
             found.again = repeated(stage, coming, absent)
         found.unpublished = max(0, missing(wanted, published).num_rows - max(absent.num_rows, found.missing))
+        found.stays = stage.writes.retains_dead_rows or bool(stage.writes.tensors)
         found.surplus = missing(published.select(wanted.column_names), wanted).num_rows
         if trains(stage.writes) and not absent.num_rows and (there := counted(stage, published)) > total:
             found.longer = f"the run has {there} steps, {total} are asked for: "
@@ -153,7 +158,7 @@ def state(project: Project, stage_name: str) -> TableState:
     except NotFetched:
         found.note = f"not built, weights are missing: make {stage_name}"
     except (ValueError, OSError) as error:  # OSError: an input file was deleted during the call
-        found.note = one_line(error)
+        found.note, found.mistake = one_line(error), True
     return found
 
 
@@ -181,7 +186,7 @@ def describe(found: TableState) -> str:
             reasons = [f"{found.to_do or _count(missing)} missing"] if missing and not found.again else []
             reasons += [f"{_count(found.unpublished)} wanted again"] if found.unpublished else []
         reasons += [found.again] if found.again else []
-        reasons += [f"{_count(found.surplus)} not used any more"] if found.surplus else []
+        reasons += [f"{_count(found.surplus)} {'of before' if found.stays else 'not used any more'}"] if found.surplus else []
         return f"{', '.join(reasons)}: make {found.stage_name}"
     if found.stale_inputs:
         return f"up to date, but {' and '.join(found.stale_inputs)} {'is' if len(found.stale_inputs) == 1 else 'are'} not"

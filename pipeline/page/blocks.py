@@ -136,9 +136,9 @@ def overview(project: Project, query: Query) -> Row:
         "disk": f"{format_bytes(disk.free)} of {format_bytes(disk.total)} are free",
         "next": next((f"{each.stage_name}: {describe(each)}" for each in found if each.note or each.missing or each.surplus), ""),
         "anew": new_run(found),
-        "button": "Train" if training_page(project) else "Run",
+        "button": button(project, found),
         "command": " ".join(main_command(project)),
-        "pictures": newest_pictures(project, query),
+        "pictures": newest_pictures(project, query, next((run.label for run in runs if run.current), "")),
         "pausing": any(run.current and (run.table.folder / "artifacts" / PAUSE).exists() for run in runs),
     }
     with errors_as_text(data):
@@ -148,6 +148,15 @@ def overview(project: Project, query: Query) -> Row:
         data["draws"] = bool(sheets(project))
         data |= {"trains": present is not None, "training": training_facts(present) if present else ""}
     return data
+
+
+def button(project: Project, found: Sequence[TableState]) -> str:
+    """What the main command begins with: "Train", or the stage if no training is left to do."""
+    left = [each for each in found if describe(each) != "up to date"]
+    training = [place for place, each in enumerate(found) if trains(project.stage(each.stage_name).writes)]
+    if not training:
+        return "Run"
+    return "Train" if not left or found.index(left[0]) <= training[-1] else f"Run {left[0].stage_name}"
 
 
 def new_run(found: Sequence[TableState]) -> str:
@@ -196,9 +205,10 @@ def told(queue: Queue, jobs: Sequence[Job]) -> Row:
     }
 
 
-def newest_pictures(project: Project, query: Query) -> list[Row]:
-    """Picture, row and step of the last step, at most SHOWN_PICTURES."""
-    return sheet_rows(project, query, f"select * from ({{}}) qualify step = max(step) over () limit {SHOWN_PICTURES}")
+def newest_pictures(project: Project, query: Query, label: str) -> list[Row]:
+    """Picture, row and step of the last step, at most SHOWN_PICTURES; of the run `label`, if it has drawn."""
+    first = 'rank() over (order by starts_with("column", $label) desc, step desc)'
+    return sheet_rows(project, query, f"select * from ({{}}) qualify {first} = 1 limit {SHOWN_PICTURES}", label=label)
 
 
 def last_ended(jobs: Sequence[Job]) -> str:
@@ -220,12 +230,12 @@ def training_facts(run: TrainingRun) -> str:
     return f"step {near['step'][-1]}: loss {loss:.4g}, {seconds:.3g} s a step, {memory}"
 
 
-def sheet_rows(project: Project, query: Query, sql: str = "{}") -> list[Row]:
+def sheet_rows(project: Project, query: Query, sql: str = "{}", **values: Any) -> list[Row]:
     """A query over the first Sheet of the pipeline's pages."""
     into: Row = {}
     with errors_as_text(into):  # no results yet
         for sheet in sheets(project):
-            return query(sql.format(sheet.sql))
+            return query(sql.format(sheet.sql), **values)
     return []
 
 

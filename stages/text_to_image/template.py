@@ -260,11 +260,14 @@ def models(budget: int) -> list[dict[str, Any]]:
 
 
 def _fits(found: Capacity, family: Family, budget: int) -> str:
+    import mlx.core as mx
+
     if found.bits is None:
         least = max(each.peak for each in forecasts(family, found.side, 4, budget, True).values())
         return f"does not fit: needs {least / 1e9:.3g} GB, {budget / 1e9:.3g} GB are there"
     bits = "fits" if found.bits == 16 else f"fits at {found.bits} bits"
-    return f"{bits}, streamed from the disk" if found.streamed else bits
+    slow = ", days or weeks on a CPU" if not family.bundled and mx.default_device() == mx.cpu else ""
+    return f"{bits}, streamed from the disk{slow}" if found.streamed else f"{bits}{slow}"
 
 
 def fitting(options: Mapping[str, str], budget: int) -> dict[str, Any]:
@@ -286,6 +289,8 @@ FORM = 'must be OneTrainer\'s list of concepts, such as [{"name": "cat", "path":
 
 def concept_folders(file: Path) -> str:
     """TOML text. A concept's balancing x loss_weight becomes `repeats`, or `weight` with balancing_strategy "SAMPLES"."""
+    if file.suffix.lower() != ".json":
+        raise ValueError(f"{file}: must be a folder of images, such as {file.parent}, or OneTrainer's concepts.json")
     concepts = read_json(file)
     named = isinstance(concepts, list) and all(isinstance(e, dict) and isinstance(e.get("path"), str) for e in concepts)
     if not named:

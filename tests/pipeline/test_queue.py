@@ -172,6 +172,8 @@ def test_a_paused_queue_begins_no_job(queue):
     queue.pause()
     queue.add(["mark", "a"])
     assert not queue.works() and list(states(queue).values()) == ["waiting"]
+    for words in (("queue", "log", "1", "-p", str(queue.project)), ("queue", f"--project={queue.project}", "log", "1")):
+        assert projects.said(*words)[0] == 0
     queue.pause(False)
     wait(lambda: is_idle(queue), "it runs")
 

@@ -214,7 +214,8 @@ def test_before_a_new_run_begins_status_and_home_say_so_as_plan_does_and_home_as
 
     projects.build(project, "images")
     projects.latentmill(project, "train", "--only", "--set", "train.steps=8")
-    assert "data-sure" not in home()
+    assert "data-sure" not in home() and ">Train</button>" in home()
+    assert "<h2>Newest previews, step 6</h2>" in home()  # of another run: this one has drawn nothing
     assert "note: the run has 8 steps, 6 are asked for; this is the longer" in projects.latentmill(project, "export")
     caption = project / "images" / "picture1.txt"
     before = caption.read_text()

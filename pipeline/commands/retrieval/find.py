@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -51,9 +52,10 @@ ENOUGH = 200  # texts of a run that its speed is taken from
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def command(
     query: str, folder: Path, mode: str, limit: int, patterns: tuple[str, ...], regex: str, threshold: float, as_json: bool
-) -> None:
+) -> int:
     """Find code by meaning in FOLDER, by default the current one; it may be a single file. No project is needed: what was
-    read is kept in the cache folder, and changed files are read again first. Files that git ignores are left out.
+    read is kept in the cache folder, and changed files are read again first. Files that git ignores are left out. The exit
+    code is 1 if nothing is found.
     """
     if not query.strip():
         raise ValueError('find needs a query, such as: latentmill find "read a file line by line"')
@@ -61,12 +63,13 @@ def command(
         answers = code.search(query, limit, patterns, regex, threshold)
     if as_json:
         give(json.dumps({"query": query, "mode": mode, "results": [as_dict(each) for each in answers]}, ensure_ascii=False))
-        return
+        return 0 if answers else 1
     for each in answers:
         head, lines = as_text(each)
         tell_code(head, "\n".join(lines), each.row["file"])
     if not answers:
         tell("nothing found")
+    return 0 if answers else 1
 
 
 class CodeFolder:
@@ -228,6 +231,7 @@ def snippet(answer: Answer) -> list[str]:
 
 def as_dict(answer: Answer) -> dict[str, object]:
     row = {name: answer.row[name] for name in ("qualified_name", "first_line", "last_line", "signature")}
+    row["signature"] = re.sub(r":\s*#[^'\"]*\Z", ":", row["signature"])
     scores = {"match": round(answer.match, 4), "score": answer.score, "semantic": answer.semantic, "lexical": answer.lexical}
     return {"path": place(answer), **row, **scores, "snippet": "\n".join(snippet(answer))}
 

@@ -6,8 +6,9 @@ import csv
 import io
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,9 +16,13 @@ from pipeline.commands.query import FORMAT, answer, answer_panel, format_answer,
 from pipeline.commands.run import bring_up_to_date, summary
 from pipeline.options import JSON, with_project
 from pipeline.project.project import Project
+from pipeline.project.weights import NotFetched
 from pipeline.store.lock import texts_lock
 from pipeline.terminal import Terminal, tell
 from stages.settings import several
+
+if TYPE_CHECKING:
+    from stages.text_to_image.captions.stage import Doubt
 
 CAPTIONS = """
 select path, captions.image_id, position, text from captions
@@ -37,9 +42,9 @@ def lint(style: str, as_json: bool, project: Project) -> int:
     images without a caption unless captions.missing says what they get. Files that cannot be used are left out.
     Warnings are near-duplicates, blur, bad exposure, borders, small or very long pictures; no caption, an empty file
     or the trigger alone, two files that differ, a file that is newer than an edit, equal captions, captions without the
-    trigger. What is said of many images is one line; --format csv or json has a row for each. Images with warnings are
-    still used. To exclude images, set the condition `where` in the section [buckets]. The table `checks` is brought up
-    to date first. The exit code is 2 if there are errors.
+    trigger or too long for the text encoder. What is said of many images is one line; --format csv or json has a row
+    for each. Images with warnings are still used. To exclude images, set the condition `where` in the section
+    [buckets]. The table `checks` is brought up to date first. The exit code is 2 if there are errors.
     """
     from stages.text_to_image.captions.stage import NO_CAPTION, caption_doubts, caption_problems
     from stages.text_to_image.checks import warnings_now
@@ -57,7 +62,7 @@ def lint(style: str, as_json: bool, project: Project) -> int:
     rows = [{"path": path, "warnings": "error", "detail": text} for path, text in problems]
     rows += [row | {"warnings": row["rejected"], "detail": f"not used: {row['detail'] or row['rejected']}"} for row in left_out]
     by_path = {row["path"]: row for row in warned}
-    for doubt in caption_doubts(project.open("captions")):
+    for doubt in [*caption_doubts(project.open("captions")), *([] if problems else too_long(project))]:
         row = by_path.setdefault(doubt.path or doubt.detail, {"path": doubt.path, "warnings": "", "detail": ""})
         row |= {"warnings": _joined(", ", row["warnings"], doubt.name), "detail": _joined("; ", row["detail"], doubt.detail)}
     warned = list(by_path.values())
@@ -77,6 +82,28 @@ def lint(style: str, as_json: bool, project: Project) -> int:
         + (f", {bare} of them without a caption" if bare else "")
     )
     return 2 if problems else 0
+
+
+def too_long(project: Project) -> Iterator[Doubt]:
+    """Captions whose end the text encoder will not read; none while its tokenizer is not on this machine."""
+    from schemas.text_to_image import IMAGES
+    from stages.models.text.tokenisation import PromptTokenizer
+    from stages.text_to_image.captions.stage import Doubt, wanted_captions
+
+    most = project.family.text_tokens
+    texts = [row for row in wanted_captions(project.open("captions")).to_pylist() if row["role"] == "caption"]
+    # A token has a letter or more, except of a few scripts; loading the tokenizer takes seconds.
+    texts = [row for row in texts if len(row["text"].encode()) > most / 2]
+    if not texts:
+        return
+    with suppress(NotFetched):
+        tokenized = PromptTokenizer(project.component("tokenizer", fetch=False), project.family)
+        images = project.rows(IMAGES, "lint", ["image_id", "path"]).to_pylist()
+        paths = {row["image_id"]: row["path"] for row in reversed(images)}
+        for row in texts:
+            if dropped := tokenized(row["text"]).dropped:
+                detail = f"{dropped} tokens too long for the text encoder, which reads {most}: the end is cut off"
+                yield Doubt(paths[row["image_id"]], "cut_caption", f"the caption is {detail}")
 
 
 def _alike(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:

@@ -44,6 +44,9 @@ def about_length(project: Project, needs: Mapping[str, Need]) -> Iterator[str]:
     if steps == AUTO:
         steps = rows // config.batch if rows else steps_of(config.passes, pictures, config.batch)
         yield f'train: steps = "auto" is {steps} steps: {explanation(config.passes, pictures, config.batch)}'
+    from stages.tuner.loop import schedule_warnings
+
+    yield from (f"train: {line}" for line in schedule_warnings(replace(config, steps=steps)))
     # The published numbers are of released models.
     if project.family.hub:
         yield from warnings(steps, pictures, config.batch, config.rank)

@@ -33,6 +33,8 @@ function step(slider) {
     const [at, rest] = pictures.filter(([made]) => made <= now).pop() || pictures[0];
     if (image.getAttribute("src") !== common + rest) image.src = common + rest;
     image.alt = `${image.dataset.about}, step ${at}`;
+    const label = image.parentElement.querySelector("span");
+    if (label) label.textContent = `step ${at}`;
   });
 }
 

@@ -39,8 +39,11 @@ def forecast(outlook: Outlook) -> Forecast:
     drawing, decoding = stage_memory(outlook)
     largest = max(drawing, decoding, key=lambda memory: memory.footprint)
     most, part = largest.footprint, "drawing" if largest is drawing else "decoding"
-    checkpoints = 1 if config.checkpoints == "last" else None if config.checkpoints == "all" else len(config.checkpoints)
-    prompts = len(outlook.sections["captions"].preview_prompts)
+    train = outlook.sections["train"]
+    every = None if isinstance(train.steps, str) else -(-train.steps // train.checkpoint_every)
+    chosen = config.checkpoints
+    checkpoints = {"last": 1, "all": every}[chosen] if isinstance(chosen, str) else len(chosen)
+    prompts = len(outlook.sections["captions"].preview_prompts[: config.first_prompts or None])
     return Forecast(
         most,
         row_bytes=int(PNG * config.width * config.height),

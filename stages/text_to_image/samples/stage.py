@@ -31,6 +31,7 @@ from stages.tuner import checkpoint
 from stages.tuner.checkpoint import ADAPTER, EMA, Checkpoint
 
 ID_DIGITS = 16  # hex digits of an id in a file's name
+PASSING = {"timed", "stopped"}  # in the state of checkpoints that only the clock or a stop wrote
 WANTED = ("adapter_id", "step", "caption_id", "prompt", "seed", "width", "height", "reference_id")
 
 Row = dict[str, Any]
@@ -97,6 +98,9 @@ def finish_samples(run: Run[SamplesConfig]) -> Iterator[pa.RecordBatch]:
     wanted = wanted_samples(run).to_pylist()
     if not wanted:
         run.report.say("no previews to draw: set [captions] preview_prompts, and set [samples] base = true or run train first")
+    if run.output.pending.num_rows and run.config.checkpoints == "all" and (passed := passed_over(run, wanted)):
+        steps = " and ".join(map(str, passed))
+        run.report.say(f"not drawn: step {steps}, where the run was stopped; [samples] checkpoints = [...] may name it")
     stored = {tuple(row[name] for name in WANTED): row["path"] for row in run.output.stored.to_pylist()}
     paths = [stored.get(tuple(row.values())) for row in wanted]
     write_grid(run, {source.adapter_id: source.label for source in sample_sources(run)}, wanted, paths)
@@ -104,6 +108,13 @@ def finish_samples(run: Run[SamplesConfig]) -> Iterator[pa.RecordBatch]:
     if None not in paths:
         shutil.rmtree(run.output.artifacts / LATENTS, ignore_errors=True)
     return iter(())
+
+
+def passed_over(run: Run[SamplesConfig], wanted: list[Row]) -> list[int]:
+    """Steps with a checkpoint that "all" leaves out, as the run was stopped there and went on."""
+    drawn = {row["step"] for row in wanted}
+    stopped = {one.step for one in checkpoint.find_checkpoints(run.inputs.files(TRAIN)) if "stopped" in one.state}
+    return sorted(step for step in stopped - drawn if step < max(drawn, default=0))
 
 
 def file_name(row: Row) -> str:
@@ -203,7 +214,7 @@ def chosen_checkpoints(chosen: str | tuple[int, ...], folder: Path, last: int) -
     steps = sorted(saved)
     if isinstance(chosen, str):
         # Of those that only the clock or a stop wrote, the newest alone: else the previews depend on when one stopped.
-        asked = [step for step in steps if step == steps[-1] or not saved[step].state.keys() & {"timed", "stopped"}]
+        asked = [step for step in steps if step == steps[-1] or not saved[step].state.keys() & PASSING]
         return [saved[step] for step in (asked if chosen == "all" else steps[-1:])]
     if absent := [step for step in chosen if step not in saved]:
         existing = ", ".join(map(str, steps)) or "none"

@@ -51,6 +51,13 @@ def test_a_new_project_has_its_familys_own_settings_and_the_usual_ones_for_the_r
     assert sections["samples"].checkpoints == "all"
 
 
+def test_a_picture_in_place_of_its_folder_is_one_line_that_names_the_folder(tmp_path, images):
+    with pytest.raises(
+        ValueError, match=rf"a\.png: must be a folder of images, such as {images}, or OneTrainer's concepts\.json$"
+    ):
+        new_project(tmp_path / "new", {"images": str(images / "a.png"), "family": "micro"})
+
+
 def test_a_distilled_family_is_refused_by_init_plan_and_the_first_stage_with_the_base_to_train_on(tmp_path, images):
     why = r'klein-4b is distilled: .* Train on its base, family = "klein-base-4b"; the LoRA can be used on klein-4b'
     with pytest.raises(ValueError, match=why):

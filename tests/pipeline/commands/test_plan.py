@@ -63,12 +63,21 @@ def test_the_plan_counts_steps_and_pictures_and_the_words_of_the_program_are_in_
     shown = {line.split()[0]: line for line in plain}
     assert "1 crop " in shown["latents"] and "3 texts " in shown["embeddings"]  # before weights are downloaded
     assert "1 file " in shown["images"] and "1500 steps " in shown["train"] and "6000" not in shown["train"]
+    assert "2 previews " in shown["samples"]  # of the base and of the last checkpoint, before there is one
     assert plain[-2:] == verbose[-4:-2] and all(line.endswith(".") for line in plain[-2:])
     assert plain[-2] == "Memory and disk are computed. Time is known once a stage has run here at the same size."
     on_cpu = [line for line in plain if line.startswith("MLX computes on the CPU here")]
     assert bool(on_cpu) == (mx.default_device() == mx.cpu)
     told = "\n".join(verbose)
     assert "16 bits" not in "\n".join(plain) and "16 bits, 128 x 96 px" in told and "6000" in told and "no block twice" in told
+
+
+def test_before_training_the_plan_counts_the_previews_and_says_that_all_steps_are_warm_up(tmp_path):
+    project = klein(tmp_path, '[train]\nsteps = 25\ncheckpoint_every = 10\n[samples]\ncheckpoints = "all"\n')
+    projects.add_image(tmp_path, "a.png", 1)
+    lines, _ = projects.report(project, int(60e9))
+    assert any(line.startswith("samples") and "4 previews " in line for line in lines)  # of the base and steps 10, 20 and 25
+    assert "train: all 25 steps are warm-up, below the full rate: lower [train.schedule] warmup_steps (100)" in lines
 
 
 def test_a_licence_that_is_not_free_is_said_with_what_will_be_downloaded_and_only_then(tmp_path):
@@ -210,7 +219,7 @@ def test_after_every_change_the_plan_counts_what_the_next_run_then_writes(tmp_pa
         return lambda: projects.edit(folder, old, new)
 
     nothing = dict.fromkeys(CHAIN, 0)
-    anew = {"train": 2, "samples": None}
+    anew = {"train": 2, "samples": 2}
     changes: list[tuple[str, Callable[[], object], dict[str, int | None]]] = [
         ("nothing", lambda: None, {}),
         ("a caption", lambda: caption.write_text("other words"), {"captions": 1, "embeddings": 1, **anew}),
@@ -243,7 +252,9 @@ def test_after_every_change_the_plan_counts_what_the_next_run_then_writes(tmp_pa
         assert [found[name].forecast.size for name in ("latents", "train")] == [size, size], what
         made = projects.written(projects.build(folder, *CHAIN))
         assert foretold == nothing | counts, what
-        assert {name: made[name] if count is not None else None for name, count in foretold.items()} == foretold, what
+        most = {"samples"} if foretold["train"] else set()  # the base's preview is stored
+        assert all(found[name].to_do == "up to 2 previews" and made[name] <= 2 for name in most), what
+        assert {name: count if name in most else made[name] for name, count in foretold.items()} == foretold, what
         assert found["train"].note == (again if foretold["train"] else ""), what
     # A row's time is that of the last run only with as many passes.
     for name, value, known in (("seeds", [7], True), ("steps", 9, False), ("references", ["images/picture0.png"], False)):

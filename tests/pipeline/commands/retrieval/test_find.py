@@ -97,8 +97,8 @@ def test_a_regular_expression_and_several_paths_limit_the_answers(folder):
 
 def test_nonsense_finds_nothing(folder):
     for query in ("purple elephants dance over the moon", "qwzx vbnmt plork"):
-        done = CliRunner().invoke(command, [query, "code"], catch_exceptions=False)
-        assert done.stdout == "nothing found\n"
+        done = CliRunner().invoke(command, [query, "code"], catch_exceptions=False, standalone_mode=False)
+        assert (done.stdout, done.return_value) == ("nothing found\n", 1)
 
 
 def test_a_docstring_is_found_that_shares_no_word_with_its_code(folder):

@@ -6,6 +6,7 @@ import base64
 import csv
 import io
 import json
+import re
 import shutil
 import unicodedata
 from pathlib import Path
@@ -170,6 +171,8 @@ def test_lint_sums_up_what_it_says_of_many_pictures_and_json_names_them_all(tmp_
     assert len(json.loads(printed[printed.index("[") : printed.rindex("]") + 1])) == 5
     edit(folder, {"picture0.png": "ohwx, a plain picture"})  # an edit is a caption
     assert "4 images with warnings, 4 of them without a caption" in latentmill(folder, "lint")
+    (folder / "images" / "picture1.txt").write_text("a red thing " * 300)  # named before it is encoded
+    assert re.search(r"picture1\.png: .*\d tokens too long for the text encoder, which reads \d", latentmill(folder, "lint"))
 
 
 def test_a_caption_file_that_changes_after_its_edit_is_named_each_time_and_either_can_be_taken(tmp_path, tiny_weights):
