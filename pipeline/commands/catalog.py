@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -169,6 +170,7 @@ def run_facts(project: Project, run: TrainingRun) -> dict[str, Any]:
     """The run's row of the table `runs`, and "different": key -> (value of the run, present value)."""
     import pyarrow.compute as pc
 
+    run = dataclasses.replace(run)  # what it reads is freed with it: of many long runs, that would fill the memory of a page
     steps = run.steps
     count = steps["step"][-1].as_py() if steps.num_rows else 0
     snapshot = run.record.get("recipe", {}).get("snapshot") or {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -31,10 +31,15 @@ class RowsOfRuns(ds.Dataset):  # type: ignore[misc]
         # DuckDB does not name columns that only the filter needs.
         read = [name for name in self.schema.names if columns is None or name in columns or name in str(filter)]
         whole = pa.schema([self.schema.field(name) for name in read])
-        parts = [whole.empty_table()]
-        for labels, table in self.tables.items():
-            rows = table.committed([name for name in read if name not in LABELS] or self.key)
-            texts = dict(zip(LABELS, labels, strict=True))
-            own = [pa.repeat(texts[name], rows.num_rows) if name in texts else rows[name] for name in read]
-            parts.append(pa.Table.from_arrays(own, schema=whole))
-        return ds.InMemoryDataset(pa.concat_tables(parts)).scanner(columns=columns, filter=filter, use_threads=False)
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            for labels, table in self.tables.items():
+                rows = table.committed([name for name in read if name not in LABELS] or self.key)
+                texts = dict(zip(LABELS, labels, strict=True))
+                for batch in rows.to_batches():
+                    own = [pa.repeat(texts[name], batch.num_rows) if name in texts else batch[name] for name in read]
+                    yield pa.RecordBatch.from_arrays(own, schema=whole)
+
+        return ds.Scanner.from_batches(
+            batches(), schema=whole, columns=columns, filter=filter, use_threads=False, batch_readahead=1
+        )

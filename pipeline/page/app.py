@@ -38,7 +38,7 @@ from starlette.responses import (
 from starlette.routing import BaseRoute, Route
 
 from pipeline.errors import one_line
-from pipeline.page import CHOSEN, POOL
+from pipeline.page import SET
 from pipeline.page.actions import ACTIONS
 from pipeline.page.door import Behind, Door
 from pipeline.page.settings import answer_form
@@ -55,7 +55,7 @@ HOSTS = ("127.0.0.1", "localhost", "[::1]")
 LOOK_SECONDS = 0.3  # between two looks whether the reader of a query is still there
 MOST_BYTES = 4_000_000  # of a request's body
 MOST_FIELDS = 2000  # of a form
-M_ARENA_MAX = -8  # of malloc.h
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of malloc.h
 NO_TOKEN = "an edit needs the token of this page: load it again"
 EVENT_SECONDS = 0.5  # between two looks whether something has changed
 ALIVE_SECONDS = 15.0
@@ -143,16 +143,22 @@ def guarded(routes: Sequence[BaseRoute], hosts: Sequence[str], door: Door | None
 
 
 def spare_memory() -> None:
-    """Arrow's usual pool keeps the most that it ever used, 45 MB after the pages of a large project. With glibc, each thread of
-    Lance, DuckDB and Starlette would keep memory of its own that it has freed: 20 to 30 MB.
+    """Load what the first page needs, by the choices of SPARING, which are not those of the processes that the page starts. With
+    glibc, each thread of Lance, DuckDB and Starlette would keep memory of its own that it has freed, 20 to 30 MB, and blocks of
+    less than 32 MB would be kept once one of them was freed, 5 MB.
     """
+    import duckdb  # noqa: F401
+    import lance  # noqa: F401
     import pyarrow as pa
 
-    pa.default_memory_pool()  # reads POOL, once
-    if not CHOSEN:
-        os.environ.pop(POOL, None)  # not for the processes that the page starts
+    import pipeline.commands.rows_of_runs  # noqa: F401
+
+    pa.default_memory_pool()  # chosen now
+    for name in SET:
+        os.environ.pop(name, None)
     if sys.platform.startswith("linux") and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         mallopt(M_ARENA_MAX, 2)
+        mallopt(M_MMAP_THRESHOLD, 128 * 1024)
 
 
 def release_memory() -> None:

@@ -75,6 +75,8 @@ class Site:
     @functools.cached_property
     def catalog(self) -> duckdb.DuckDBPyConnection:
         opened = open_catalog(self.project)
+        # Each thread has buffers of its own, and the other cores are for training.
+        opened.execute("set threads = 1")
         # Else DuckDB keeps up to 512 MB that its queries have freed; 30 MB after the pages of a large project.
         opened.execute("set allocator_bulk_deallocation_flush_threshold = '1MB'")
         return opened

@@ -8,12 +8,16 @@ import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 from starlette.testclient import TestClient
 
 from pipeline.api import Project
+from pipeline.commands.catalog import run_facts
 from pipeline.commands.query import answer
+from pipeline.commands.rows_of_runs import RowsOfRuns
 from pipeline.commands.runs import best, compare, list_runs
 from pipeline.commands.status import describe, render, state, states
 from pipeline.commands.text_to_image.training import since_best
@@ -66,6 +70,18 @@ def test_every_run_stays_listed_with_the_settings_that_differ(built):
     assert rows["slow"]["best_step"] in (2, 4, 6) and rows["slow"]["best_loss"] > 0 and rows["slow"]["loss"] > 0
     assert rows["slow"]["wanted_steps"] == 6 and rows["slow"]["data_rows"] > 0 and "mlx" in rows["slow"]["versions"]
     assert "lr 0.001" in list_runs(Project(built)) and "6/6" in list_runs(Project(built))
+
+
+def test_the_page_holds_the_rows_of_few_runs_at_a_time(built):
+    project = Project(built)
+    (run, *_), read = find_runs(project), []
+    counted = SimpleNamespace(committed=lambda columns: read.append(columns) or run.table.committed(columns))
+    rows = RowsOfRuns({(str(n), str(n)): counted for n in range(9)}, run.table.schema).scanner(columns=["step"]).to_reader()
+    rows.read_next_batch()
+    assert len(read) < 9, "a query reads the next run when it needs it"
+    runs, before = find_runs(project), pa.total_allocated_bytes()
+    facts = [run_facts(project, run) for run in runs]
+    assert facts and pa.total_allocated_bytes() == before, "and facts keep no rows"
 
 
 def test_the_rows_of_all_runs_can_be_queried_together(built):

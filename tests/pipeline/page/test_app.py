@@ -25,7 +25,7 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from pipeline.commands.query import Limits, answer
-from pipeline.page import POOL
+from pipeline.page import SPARING
 from pipeline.page.app import MOST_BYTES, make_app
 from pipeline.page.command import write_report
 from pipeline.page.site import Site
@@ -503,12 +503,27 @@ def test_no_job_is_begun_without_the_token_or_by_another_site(page, held):
     assert not held.jobs()
 
 
-def test_the_page_takes_arrows_memory_from_the_system_and_its_jobs_choose_for_themselves():
-    code = "import os; from pipeline.page import app; import pyarrow as pa; app.spare_memory(); "
-    code += "print(pa.default_memory_pool().backend_name, os.environ)"
-    plain = {name: value for name, value in os.environ.items() if name != POOL}
-    said = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True, check=True).stdout
-    assert said.startswith("system ") and "MEMORY_POOL" not in said
+def test_what_the_first_page_needs_is_loaded_before_it_and_the_jobs_choose_how_memory_is_taken_for_themselves(folder):
+    code = """if True:
+        import os, sys
+        from starlette.testclient import TestClient
+        from pipeline.page import app, site
+        import pyarrow as pa
+        app.spare_memory()
+        page = TestClient(app.make_app(site.Site(sys.argv[1])), base_url=sys.argv[2])
+        page.get("/static/none")
+        print(pa.default_memory_pool().backend_name, [name for name in os.environ if "MEMORY_POOL" in name or "DUCKDB" in name])
+        there = set(sys.modules)
+        page.get("/")
+        print([name for name in sys.modules if name not in there and name.partition(".")[0] not in sys.stdlib_module_names])
+        page.get("/fragment/overview")
+        large = {"duckdb", "lance", "mlx", "numpy", "PIL", "pyarrow", "pipeline.store.table"}
+        print(sorted(large & set(sys.modules) - there))
+    """
+    plain = {name: value for name, value in os.environ.items() if name not in SPARING}
+    words = [sys.executable, "-c", code, str(folder), HOME]
+    said = subprocess.run(words, env=plain, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == ["system []", "[]", "[]"]
 
 
 def test_downloads_are_the_files_of_exports_and_of_its_folders_alone(page, folder):
