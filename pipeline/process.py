@@ -115,8 +115,8 @@ def interruptible(say: Callable[[str], None] = lambda line: None) -> Iterator[th
 
     The way of Ctrl-C: `say` tells that the current item is finished first; this event is `run.report.stop()` of the stage, which
     ends after its batch; runner.commit stores what was yielded; if rows are left, runner.run raises Stopped with "NAME: stopped;
-    N crops done and saved, M to do. Run the same command to go on.", and cli.exit_code prints that line and gives 130, the last
-    line but that of make. A second signal ends in "interrupted; what was saved is kept".
+    N crops done and saved, M to do. Run the same command to go on.", and cli.exit_code prints that line and gives 130. Training
+    writes a checkpoint first (stages/tuner/loop.py). A second signal ends in "interrupted; what was saved is kept".
     """
     stop = threading.Event()
 
