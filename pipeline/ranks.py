@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import secrets
@@ -48,12 +49,13 @@ def rank_environments(count: int, hosts_file: Path, cuda: Sequence[str] | None) 
     if cuda is None:
         hosts_file.write_text(json.dumps([[f"{LOCALHOST}:{port}"] for port in free_ports(count)]))
         return [{RANK: str(rank), HOSTS: str(hosts_file), **secret} for rank in range(count)]
-    shared = {**secret, SIZE: str(count), "NCCL_HOST_IP": LOCALHOST, "NCCL_PORT": str(free_ports(1)[0]), "NCCL_NVLS_ENABLE": "0"}
+    here = {"NCCL_HOST_IP": LOCALHOST, "NCCL_PORT": str(free_ports(1)[0]), "NCCL_SOCKET_IFNAME": "lo"}
+    shared = {**secret, **here, SIZE: str(count), "NCCL_NVLS_ENABLE": "0"}
     return [{RANK: str(rank), "CUDA_VISIBLE_DEVICES": cuda[rank], **shared} for rank in range(count)]
 
 
-def ssh_names(hosts: str, hostfile: str) -> list[str]:
-    """The machine of each rank, as ssh is given it. Raises ValueError unless all addresses are of own networks."""
+def ssh_names(hosts: str, hostfile: str, trusted_network: bool) -> list[str]:
+    """The machine of each rank, as ssh is given it. Raises ValueError for a public address, or one of a network not trusted."""
     if hosts:
         names, addresses = hosts.split(","), hosts.split(",")
     else:
@@ -61,12 +63,24 @@ def ssh_names(hosts: str, hostfile: str) -> list[str]:
         try:
             listed = found["hosts"] if isinstance(found, dict) else found
             names = [str(each["ssh"]) for each in listed]
-            addresses = [str(each) for host in listed for each in host.get("ips", ())]
+            addresses = [str(each) for host in listed for each in host.get("ips") or [host["ssh"]]]
         except (KeyError, TypeError, AttributeError):
             raise ValueError(f"--hostfile {hostfile}: no file of hosts as mlx.distributed_config writes it") from None
     if public := [each for each in addresses if strangers_reach(each)]:
         raise ValueError(f"ranks need addresses of your own network, such as 192.168.1.20 or those of a VPN, got {public[0]}")
+    if not trusted_network and (others := [each for each in addresses if not _of_this_machine(each)]):
+        raise ValueError(
+            f"{others[0]}: gradients travel between machines neither signed nor encrypted; connect the machines by a cable "
+            "of their own or a VPN such as WireGuard, give those addresses, and add --trusted-network"
+        )
     return names
+
+
+def _of_this_machine(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
 
 
 def send_secret(names: Sequence[str]) -> str:

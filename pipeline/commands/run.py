@@ -163,12 +163,16 @@ def leak_lines(meter: Meter) -> Iterator[str]:
 @click.option("--ranks", type=click.IntRange(1, 1024), help="Processes on this machine: one for each GPU.")
 @click.option("--hosts", default="", metavar="A,B", help="Addresses of the machines, as mlx.launch takes them.")
 @click.option("--hostfile", default="", help="A file of hosts, as mlx.distributed_config writes it.")
+@click.option("--trusted-network", is_flag=True, help="The machines' network is a cable between them, or a VPN.")
 @click.option("--name", "run_name", default="", help="Name the run.")
 @with_project
-def launch_command(stage: str, ranks: int | None, hosts: str, hostfile: str, run_name: str, project: Project) -> int:
+def launch_command(
+    stage: str, ranks: int | None, hosts: str, hostfile: str, trusted_network: bool, run_name: str, project: Project
+) -> int:
     """Train on several processes. Each process computes its share of every batch. STAGE is the stage that trains. With
     --ranks, all processes run on this machine, one for each GPU. With --hosts or --hostfile, `mlx.launch` starts one
-    process on each machine by ssh. The project must then lie in the same folder on all machines.
+    process on each machine by ssh. The project must then lie in the same folder on all machines, and who can change what
+    their network carries can change the training: MLX neither signs nor encrypts gradients.
 
     The first process (rank 0) writes all files. The run draws the same samples as a run with one process.
     """
@@ -184,7 +188,7 @@ def launch_command(stage: str, ranks: int | None, hosts: str, hostfile: str, run
     if hosts or hostfile:
         where = ["--hosts", hosts] if hosts else ["--hostfile", hostfile]
         program = mlx_launch()
-        name = send_secret(ssh_names(hosts, hostfile))
+        name = send_secret(ssh_names(hosts, hostfile, trusted_network))
         os.execv(program, [program, *where, "--env", f"{SECRET_FILE}={name}", "--", *words])
     count = ranks or project.config.sections[stage].data_parallel
     if not count:

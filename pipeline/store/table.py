@@ -371,7 +371,8 @@ class Writer:
             stored = rows.slice(0, count)
             if self.schema.tensors:
                 stored = write_shard(self.table.folder, stored, self.schema)
-            stored = stored.append_column(LIVE, pa.nulls(count, pa.bool_()))
+            # Training yields a row at a time; a chunk of one row takes 10 kB.
+            stored = stored.combine_chunks().append_column(LIVE, pa.nulls(count, pa.bool_()))
             self.version = self.table.index.append(stored)
             self._rows = pa.concat_tables([self._rows, stored])
             self._written_keys.append(stored.select(self.schema.key))
@@ -380,6 +381,7 @@ class Writer:
             self._buffered_since = time.monotonic()
             self._commits += 1
             if self._commits >= COMMITS:
+                self._written_keys = [pa.concat_tables(self._written_keys).combine_chunks()]
                 self._replace(self._rows)
                 self.table.index.prune(self.table.published_version())
 

@@ -182,8 +182,7 @@ def connect() -> Ranks:
     known = secret()
     if len(known) < LEAST:
         raise ValueError(
-            f"ranks need the variable {SECRET}, {LEAST} characters or more, the same for each: "
-            f"`latentmill launch` sets it; with mlx.launch: --env {SECRET}=$(openssl rand -hex 32)"
+            f"ranks need the variable {SECRET}, {LEAST} characters or more, the same for each: `latentmill launch` sets it"
         )
     try:
         group = mx.distributed.init(strict=True, backend="nccl" if mx.cuda.is_available() else "any")

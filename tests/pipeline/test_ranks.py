@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from pipeline.project.project import Project
-from pipeline.ranks import _wait, run_ranks, send_secret, ssh_names
+from pipeline.ranks import _wait, rank_environments, run_ranks, send_secret, ssh_names
 from stages.tuner import checkpoint
 from stages.tuner.launched import SECRET, SECRET_FILE, launched_rank, secret
 from stages.tuner.ranks import Ranks, connect, decode, encode, merged
@@ -191,6 +191,7 @@ def rank_process(launcher: int, rank: int) -> int:
         ),
         (("latents", "--ranks", "2"), "latents: only a stage that trains divides its work among ranks"),
         ((), "launch needs --ranks, --hosts, --hostfile or the setting [train] data_parallel"),
+        (("--hosts", "127.0.0.1,192.168.1.20"), "192.168.1.20: gradients travel between machines neither signed nor encrypted"),
     ],
 )
 def test_ranks_that_cannot_train_are_refused_in_one_line(words, message, ready, capfd):
@@ -271,13 +272,31 @@ def test_ranks_take_no_address_that_strangers_reach(address, tmp_path):
     for hosts, text in ((f"192.168.1.20,{address}", ""), ("", texts[0]), ("", texts[1])):
         file.write_text(text)
         with pytest.raises(ValueError, match=f"ranks need addresses of your own network, .* got {address}$"):
-            ssh_names(hosts, str(file))
-    file.write_text(HOSTFILE % "10.0.0.2")
-    assert ssh_names("", str(file)) == ["first.local", "second.local"]
-    assert ssh_names("192.168.1.20,second.local", "") == ["192.168.1.20", "second.local"]
+            ssh_names(hosts, str(file), trusted_network=True)
     file.write_text('{"hosts": [["10.0.0.2"]]}')
     with pytest.raises(ValueError, match=r"hosts\.json: no file of hosts as mlx\.distributed_config writes it"):
-        ssh_names("", str(file))
+        ssh_names("", str(file), trusted_network=True)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.2", "fe80::1", "second.local", ""])
+def test_ranks_add_gradients_over_a_network_only_if_it_is_said_to_be_trusted(address, tmp_path):
+    file = tmp_path / "hosts.json"
+    file.write_text(json.dumps([{"ssh": "127.0.0.1"}, {"ssh": "second.local", "ips": [address] if address else []}]))
+    other = address or "second.local"
+    for hosts in (f"127.0.0.1,{other}", ""):
+        with pytest.raises(
+            ValueError, match=f"^{other}: gradients travel .* neither signed nor encrypted; .* --trusted-network$"
+        ):
+            ssh_names(hosts, str(file), trusted_network=False)
+        assert ssh_names(hosts, str(file), trusted_network=True) == ["127.0.0.1", other if hosts else "second.local"]
+    assert ssh_names("127.0.0.1,127.0.0.2,::1", "", trusted_network=False) == ["127.0.0.1", "127.0.0.2", "::1"]
+
+
+def test_ranks_of_one_machine_open_no_socket_to_a_network(tmp_path):
+    rank_environments(2, tmp_path / "hosts.json", None)
+    assert all(each.startswith("127.0.0.1:") for (each,) in json.loads((tmp_path / "hosts.json").read_text()))
+    for each in rank_environments(2, tmp_path / "none", ["0", "1"]):
+        assert (each["NCCL_HOST_IP"], each["NCCL_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
 
 
 def test_the_secret_of_ranks_on_other_machines_is_in_no_argument_and_read_once(monkeypatch, tmp_path):

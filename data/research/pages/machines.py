@@ -28,11 +28,14 @@ of the other stages among workers, by Ray. Both leave the tables as one process 
 
 Install latentmill in the same folder on both Macs, connect them by Thunderbolt or Ethernet, and allow `ssh` from the first to
 the second. The project lies in the same folder on both: a shared folder, or a copy (`rsync -a cats/ second.local:$PWD/cats/`)
-made before each run. The copy needs the tables that training reads. Then, on the first:
+made before each run. The copy needs the tables that training reads. MLX neither signs nor encrypts the gradients that the Macs
+add: whoever can read or change what passes between them can read or change the training. So connect them by a cable of their
+own, or by a VPN such as WireGuard; `--trusted-network` says that you did, and without it `launch` refuses every address but this
+machine's. Then, on the first:
 
 ```
 .venv/bin/mlx.distributed_config --hosts first.local,second.local --over ethernet --output-hostfile hosts.json
-.venv/bin/latentmill launch --hostfile hosts.json --project cats --set train.batch_size=2
+.venv/bin/latentmill launch --hostfile hosts.json --trusted-network --project cats --set train.batch_size=2
 ```
 
 Every rank computes its share of each batch, so `batch_size` must be a multiple of the number of ranks. The samples are those

@@ -86,6 +86,17 @@ def test_a_row_whose_key_exists_is_replaced(tmp_path: Path):
     assert texts(table) == ["text 1", "again 2", "later 3"]
 
 
+def test_rows_that_came_one_by_one_take_the_memory_of_a_whole_commit(tmp_path: Path):
+    with Writer(TableFolder(tmp_path / "t", NOTES), RECIPE) as writer:
+        for commit in range(2 * COMMITS):
+            for number in range(3):
+                writer.append(notes(10 * commit + number))
+            writer.flush()
+            assert writer.stored["text"].num_chunks <= writer._commits + 2
+            assert len(writer._written_keys) <= COMMITS + 1
+        assert writer.rows_written == writer.stored.num_rows == 6 * COMMITS
+
+
 def test_a_writer_counts_the_rows_that_it_wrote_itself_by_key(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
     with Writer(table, RECIPE) as writer:
