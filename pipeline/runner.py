@@ -121,7 +121,7 @@ def run(
         if stage.finish:
             commit(stage.finish(run), stage, writer)
             run.output.stored = writer.stored
-        absent = missing(wanted, writer.stored)
+        absent = missing(run.output.pending, writer.stored)  # what was not pending is there
         if absent.num_rows:
             wanted = stage.wants(run)  # fewer rows now, if early stopping has ended a training run
             absent = missing(wanted, writer.stored)

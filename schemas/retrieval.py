@@ -46,29 +46,29 @@ UNITS = TableSchema(
         column("last_line", pa.int32(), "last line of the unit in its file"),
         column("code_lines", pa.int32(), "lines of the body that hold code: without signature, docstring, comments, empty lines"),
         column("signature", pa.string(), "the lines from the first word to the colon that opens the body, on one line"),
-        column("docstring", pa.string(), "the docstring, cleaned of its indentation; empty if there is none", packed=False),
+        column("docstring", pa.string(), "the docstring, cleaned of its indentation; empty if there is none", long=True),
         column(
             "body",
             pa.string(),
             "the body without the docstring, indentation removed; of a class the signatures of its methods",
-            packed=False,
+            long=True,
         ),
         column("query", pa.string(), "first sentence of the docstring, on one line; null without a docstring", null=True),
         column(
             "text",
             pa.string(),
             "the document: module, qualified name, signature and body; comments are kept, docstring and decorators are not",
-            packed=False,
+            long=True,
         ),
         column("text_id", pa.string(), "sha256 of the word document, a line feed and the text, hex; a key of the table tokens"),
         column(
             "words",
             pa.string(),
             "words for lexical search: identifiers split and lower-cased, with name and path, spaced",
-            packed=False,
+            long=True,
         ),
         column(
-            "docstring_words", pa.string(), "words of the docstring, split likewise; an evaluation leaves them out", packed=False
+            "docstring_words", pa.string(), "words of the docstring, split likewise; an evaluation leaves them out", long=True
         ),
         column("title", pa.string(), "a second text: first sentence of the docstring, or the words of the name; may be empty"),
         column("title_id", pa.string(), "as text_id, of the title; empty if there is none"),

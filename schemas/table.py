@@ -18,6 +18,7 @@ STORED_AS = {
     "int8": pa.int8(),
     "uint8": pa.uint8(),
 }
+Among = tuple[str, pa.Array]  # a column and values: the rows that have one of them
 SHARD = pa.field("shard", pa.string(), nullable=False, metadata={"doc": "file under shards/ that holds the row and its tensors"})
 
 
@@ -78,16 +79,18 @@ def column(
     measured: bool = False,
     default: str = "",
     unrecorded: bool = False,
-    packed: bool = True,
+    long: bool = False,
 ) -> pa.Field:
     """The Arrow field of a column; `doc` says what it holds, and the unit.
 
     `measured`: differs between equal runs, as clock times do. `default`: what `record_batch` fills in for a string column, "" for
-    none. `unrecorded`: not part of the recipe; may be null, and is if a row does not say it. `packed`: Lance compresses it.
+    none. `unrecorded`: not part of the recipe; may be null, and is if a row does not say it. `long`: a text that is most of its
+    row. It is not compressed, the writer of its table does not read it, and a run that changes few rows does not write all again.
     """
     marks = {"measured": "yes" if measured else "", "default": default, "unrecorded": "yes" if unrecorded else ""}
+    marks |= {"long": "yes"} if long else {}
     # Lance's own key. Compressing the texts of 72,000 units takes 0.7 s of CPU at each edit of a file, and saves 60 MB.
-    lance = {} if packed else {"lance-encoding:compression": "none"}
+    lance = {"lance-encoding:compression": "none"} if long else {}
     return pa.field(name, kind, nullable=null or unrecorded, metadata={"doc": doc, **marks, **lance})
 
 
@@ -129,6 +132,9 @@ class TableSchema:
             f"{self.name}: its key, a tensor's shape or the artifact is not a column"
         )
         assert len(set(names)) == len(names), f"{self.name}: two columns have the same name: {', '.join(names)}"
+        assert self.short == tuple(self.stored.names) or not (self.tensors or self.artifact or self.retains_dead_rows), (
+            f"{self.name}: a table with long columns has no tensors or files, and keeps no dead rows"
+        )
         assert len(self.key) == 1 or not self.tensors, f"{self.name}: a table with tensors has one key column, got {self.key}"
 
     @property
@@ -150,6 +156,11 @@ class TableSchema:
     def stored(self) -> pa.Schema:
         """The rows on disk as readers see them: the columns, then where the tensors are."""
         return pa.schema([*self.columns, *self.locator])
+
+    @property
+    def short(self) -> tuple[str, ...]:
+        """The columns of `stored` that are not marked `long`."""
+        return tuple(field.name for field in self.stored if not (field.metadata or {}).get(b"long"))
 
     @property
     def recorded(self) -> dict[str, str]:

@@ -108,7 +108,7 @@ class Outlook:
     budget: int  # bytes that the stage may take
     weights: Callable[[str], Path | None] = lambda name: None  # of a component; None: not on this machine
     # Of a table, by its schema, and, if named, these columns of it only; None: it is not built.
-    rows: Callable[..., pa.Table | None] = lambda schema, columns=(): None
+    rows: Callable[..., pa.Table | None] = lambda schema, columns=(), among=None: None
 
     def changed(self, settings: Settings) -> Outlook:
         sections = {name: changed(self.sections[name], own) for name, own in settings.items()}

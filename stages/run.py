@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
 
-    from schemas.table import TableSchema
+    from schemas.table import Among, TableSchema
 
 Config = TypeVar("Config")  # a stage's section of project.toml
 T = TypeVar("T")
@@ -38,8 +38,8 @@ class TensorReader(Protocol):
 class Inputs(Protocol):
     """The tables that a stage reads."""
 
-    def rows(self, schema: TableSchema, columns: Sequence[str] = ()) -> pa.Table:
-        """With these columns or all. ValueError: the table is not built."""
+    def rows(self, schema: TableSchema, columns: Sequence[str] = (), among: Among | None = None) -> pa.Table:
+        """With these columns or all; those `among` some, or all. ValueError: the table is not built."""
 
     def tensors(self, schema: TableSchema) -> TensorReader: ...
 

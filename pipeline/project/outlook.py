@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from pipeline.project.project import Project
     from pipeline.store.table import TableFolder
-    from schemas.table import TableSchema
+    from schemas.table import Among, TableSchema
     from stages.models.family import Family
     from stages.run import Report, Run
     from stages.stage import Stage
@@ -70,9 +70,9 @@ def outlook(project: Project, budget: int | None = None, stage: str = "") -> Out
             return project.component(name, stage, fetch=False)
         return None
 
-    def rows(schema: TableSchema, columns: Sequence[str] = ()) -> pa.Table | None:
+    def rows(schema: TableSchema, columns: Sequence[str] = (), among: Among | None = None) -> pa.Table | None:
         with suppress(NotBuilt, NotFetched):  # a table is found by what decides its rows, weights among it
-            return project.rows(schema, schema.name, columns)
+            return project.rows(schema, schema.name, columns, among)
         return None
 
     family = None
@@ -129,9 +129,9 @@ def _need(
     from pipeline.store.rows import missing
     from pipeline.store.shards import overhead_bytes
 
-    def rows_of(schema: TableSchema, columns: Sequence[str] = ()) -> pa.Table | None:
+    def rows_of(schema: TableSchema, columns: Sequence[str] = (), among: Among | None = None) -> pa.Table | None:
         found = tables.get(schema.name)
-        return found.rows if found and found.rows is not None else seen.rows(schema, columns)
+        return found.rows if found and found.rows is not None else seen.rows(schema, columns, among)
 
     stops = False
     try:

@@ -28,7 +28,7 @@ from stages.stage import Input, Stage, WorkUnit
 
 if TYPE_CHECKING:
     from pipeline.store.table import TableFolder
-    from schemas.table import TableSchema
+    from schemas.table import Among, TableSchema
     from stages.models.family import Family
 
 WRITTEN = ("tables", "exports", "weights", "tracking", "queue")  # a project from elsewhere could have any folder changed
@@ -275,13 +275,9 @@ class Project:
                 found[each.name] = replace(one, version=self.folder(each.name).manifest()["lance_version"])
         return found
 
-    def rows(self, schema: TableSchema, reader: str, columns: Sequence[str] = ()) -> pa.Table:
-        """The rows of a built table, with these columns or all. Raises NotBuilt."""
-        found = self.built(schema, reader)
-        key = found.folder, None, tuple(columns)
-        if key not in self.kept.rows:
-            self.kept.rows[key] = found.rows(columns=columns)
-        return self.kept.rows[key]
+    def rows(self, schema: TableSchema, reader: str, columns: Sequence[str] = (), among: Among | None = None) -> pa.Table:
+        """The rows of a built table, as `stages.run.Inputs.rows`. Raises NotBuilt."""
+        return self.kept.read(self.built(schema, reader), None, columns, among)
 
     def open(
         self,

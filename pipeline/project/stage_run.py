@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.errors import NotBuilt
 from stages.bundled import CHECKOUT
@@ -20,7 +21,7 @@ from stages.stage import Input, Stage, WorkUnit
 
 if TYPE_CHECKING:
     from pipeline.store.table import TableFolder
-    from schemas.table import TableSchema
+    from schemas.table import Among, TableSchema
 
 T = TypeVar("T")
 Write = Callable[[str, Callable[[Path], None]], Path]
@@ -55,6 +56,16 @@ class Kept:
             self.tables[folder] = TableFolder(folder, schema)
         return self.tables[folder]
 
+    def read(self, table: TableFolder, version: int | None, columns: Sequence[str], among: Among | None) -> pa.Table:
+        if among:
+            return table.rows(version, columns, among)
+        # Where files tell which rows there are, all columns are read anyway.
+        columns, wanted = table.read_for(columns), [*columns]
+        key = table.folder, version, tuple(columns)
+        if key not in self.rows:
+            self.rows[key] = table.rows(version, columns)
+        return self.rows[key].select(wanted) if wanted else self.rows[key]
+
     def __enter__(self) -> Kept:
         return self
 
@@ -77,15 +88,13 @@ class UnitInputs:
     def __init__(self, unit: WorkUnit, stage: Stage, kept: Kept) -> None:
         self.unit, self.stage, self.kept = unit, stage, kept
 
-    def rows(self, schema: TableSchema, columns: Sequence[str] = ()) -> pa.Table:
+    def rows(self, schema: TableSchema, columns: Sequence[str] = (), among: Among | None = None) -> pa.Table:
         found = self._input(schema)
-        if found.rows is not None:
-            rows = found.rows.drop_columns([each.name for each in schema.tensors if each.name in found.rows.column_names])
-            return rows.select(list(columns)) if columns else rows
-        key = found.folder, found.version, tuple(columns)
-        if key not in self.kept.rows:
-            self.kept.rows[key] = self.kept.table(found.folder, schema).rows(found.version, columns)
-        return self.kept.rows[key]
+        if found.rows is None:
+            return self.kept.read(self.kept.table(found.folder, schema), found.version, columns, among)
+        rows = found.rows.drop_columns([each.name for each in schema.tensors if each.name in found.rows.column_names])
+        rows = rows.filter(pc.is_in(rows[among[0]], among[1])) if among else rows
+        return rows.select(list(columns)) if columns else rows
 
     def tensors(self, schema: TableSchema) -> TensorReader:
         found = self._input(schema)

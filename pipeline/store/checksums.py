@@ -16,8 +16,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pipeline.store.disk import atomic_write, make_folder, open_own, stamp, sync
 
 FILE = "checksums.jsonl"
@@ -33,7 +31,8 @@ def tensor_checksum(values: Any) -> int:
     import xxhash
 
     # Signed: filters on unsigned columns fail in Lance through DuckDB (lance#2972).
-    return int(np.uint64(xxhash.xxh3_64_intdigest(values)).astype(np.int64))
+    found: int = xxhash.xxh3_64_intdigest(values)
+    return found - 2**64 if found >= 2**63 else found
 
 
 def sealed(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.store.checksums import Checksums
 from pipeline.store.disk import delete, error_number, make_folder, stamp, sync
+from schemas.table import Among
 
 if TYPE_CHECKING:
     import lance
@@ -28,7 +30,10 @@ if TYPE_CHECKING:
 LIVE = pa.field("live", pa.bool_(), metadata={"doc": "wanted by the last finished run; null: written since then"})
 FORMAT = "2.2"  # the newest format that DuckDB's extension for Lance reads
 PINNED = "manifest"  # the Lance tag that protects a version from cleanup
-CHECKED = ("data/*", "_versions/*.manifest")  # files of the dataset that get a checksum
+CHECKED = ("data/*", "_deletions/*", "_versions/*.manifest")  # files of the dataset that get a checksum
+FRAGMENTS = 64  # of a dataset that is revised, at most: each file costs every reader a little
+DELETED = 1 / 8  # of its rows, likewise
+FEW = 2000  # values that Lance is asked for, at most
 # Errors that are no damage: too little memory, mistakes of the program.
 UNRELATED = (MemoryError, ImportError, TypeError, AttributeError, NameError, AssertionError, NotImplementedError)
 _quiet = threading.Lock()
@@ -50,13 +55,19 @@ class Index:
         self._hint = path / "_versions" / "latest_version_hint.json"  # of Lance
         self._synced: set[tuple[str, tuple[int, int, int]]] = set()
 
-    def read(self, version: int, columns: Sequence[str] = ()) -> pa.Table:
-        """Rows of one version, with these columns or all. Raises DamageError; ValueError for other columns than the schema."""
+    def read(self, version: int, columns: Sequence[str] = (), among: Among | None = None) -> pa.Table:
+        """Rows of one version, with these columns or all, `among` some or all. Raises DamageError; ValueError for other columns
+        than the schema.
+        """
         with self._damage_errors(f"read at version {version}"):
             dataset, problems = self._open(version)
             for path, problem in problems.items():
                 raise DamageError(f"{path.name} {problem}")
-            rows = dataset.to_table(columns=[*columns] if columns and {*columns} <= {*dataset.schema.names} else None)
+            some = [*columns] if columns and {*columns} <= {*dataset.schema.names} else None
+            few = among is not None and len(among[1]) <= FEW
+            rows = dataset.to_table(columns=some, filter=pc.field(among[0]).isin(among[1]) if among and few else None)
+            if among and not few:
+                rows = rows.filter(pc.is_in(rows[among[0]], among[1]))
         wanted = pa.schema([self.schema.field(name) for name in columns or self.schema.names])
         try:
             return rows.select(wanted.names).cast(wanted)
@@ -113,7 +124,7 @@ class Index:
         none = self.schema.empty_table()
         return none.select(list(columns)) if columns else none
 
-    def recover(self) -> tuple[int, pa.Table]:
+    def recover(self, columns: Sequence[str] = ()) -> tuple[int, pa.Table]:
         """(version, rows) of the newest complete and readable version; newer ones are deleted. (0, no rows) if there is none."""
         # Lance waits for a named pipe, and warns of a folder at every commit.
         if self._hint.exists() and not self._hint.is_file():
@@ -121,7 +132,7 @@ class Index:
         for version, path in sorted(self._manifests().items(), reverse=True):
             if self._is_committed(version, path):
                 try:
-                    return version, self.read(version)
+                    return version, self.read(version, columns)
                 except DamageError:
                     os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))  # raises where it may not be: no damage
             # A power cut can leave an empty manifest. Without it and the hint, Lance opens the version before.
@@ -133,14 +144,43 @@ class Index:
             shutil.rmtree(self.path)
             sync(self.path.parent)
         self.checksums.forget(name for name in self.checksums.known() if name.startswith(f"{self.path.name}/"))
-        return 0, self.schema.empty_table()
+        none = self.schema.empty_table()
+        return 0, none.select(list(columns)) if columns else none
 
     def append(self, rows: pa.Table) -> int:
         """One commit; returns its version. If writing fails, as on a full disk, the dataset is unchanged."""
-        return self._commit(rows, "append" if self._manifests() else "create")
+        return self._commit(lambda: self._write(rows, "append" if self._manifests() else "create"))
 
     def replace(self, rows: pa.Table) -> int:
-        return self._commit(rows, "overwrite" if self._manifests() else "create")
+        return self._commit(lambda: self._write(rows, "overwrite" if self._manifests() else "create"))
+
+    def revise(self, gone: Sequence[int]) -> int | None:
+        """Without writing the others again, delete the rows at the positions `gone` and mark those written since the last
+        finished run as live: one commit, new rows last. None, and nothing is done, if it is time to `replace` all.
+        """
+        import lance
+
+        dataset: Any = lance.dataset(self.path)
+        fragments = dataset.get_fragments()
+        deleted = len(gone) + sum(each.physical_rows - each.count_rows() for each in fragments)
+        if len(fragments) >= FRAGMENTS or deleted > DELETED * sum(each.physical_rows for each in fragments):
+            return None
+
+        def write() -> lance.LanceDataset:
+            # Without a checksum until both are done, the version of the first does not count.
+            if gone:
+                ids = dataset.to_table(columns=[], with_row_id=True)["_rowid"].take(pa.array(gone)).to_pylist()
+                dataset.delete(f"_rowid in ({', '.join(map(str, ids))})")
+            dataset.update({LIVE.name: "true"}, where=f"{LIVE.name} is null")
+            return dataset
+
+        return self._commit(write)
+
+    def _write(self, rows: pa.Table, mode: str) -> lance.LanceDataset:
+        import lance
+
+        rows = rows.cast(self.schema).combine_chunks()
+        return lance.write_dataset(rows, self.path, mode=mode, data_storage_version=FORMAT)
 
     def prune(self, pinned: int | None) -> None:
         """Delete all versions but the newest and `pinned`, and files that belong to none."""
@@ -175,14 +215,11 @@ class Index:
         # Kills leave data files of no version, which only delete_unverified removes.
         dataset.cleanup_old_versions(older_than=timedelta(0), delete_unverified=True, error_if_tagged_old_versions=False)
 
-    def _commit(self, rows: pa.Table, mode: str) -> int:
-        import lance
-
+    def _commit(self, write: Callable[[], lance.LanceDataset]) -> int:
         make_folder(self.path.parent)
         before = self._files()
         try:
-            rows = rows.cast(self.schema).combine_chunks()
-            dataset = lance.write_dataset(rows, self.path, mode=mode, data_storage_version=FORMAT)
+            dataset = write()
             for path, size in self._data(dataset):
                 if path not in before and path.stat().st_size < size:  # a full disk: Lance reports no error
                     raise OSError(errno.ENOSPC, f"{path} has {path.stat().st_size} of {size} bytes")
@@ -199,9 +236,12 @@ class Index:
         return int(dataset.version)
 
     def _data(self, dataset: lance.LanceDataset) -> Iterator[tuple[Path, int]]:
+        """The files of a version, and how many bytes each must have at least."""
         for fragment in dataset.get_fragments():
             for file in fragment.data_files():
                 yield self.path / "data" / file.path, file.file_size_bytes
+            if deletions := fragment.deletion_file():
+                yield self.path / deletions, 1
 
     def _files(self) -> set[Path]:
         return {path for path in self.path.rglob("*") if path.is_file()}

@@ -22,13 +22,13 @@ def matches(rows: pa.Table, others: pa.Table, columns: list[str]) -> pa.Array:
     """For each row, whether some row of `others` is equal in all `columns`. Nulls are equal."""
     rows, others = rows.select(columns), others.select(columns)
     found = np.zeros(rows.num_rows, bool)
-    if _same_rows(rows, others):  # the common case
-        return pa.array(~found)
     if max(rows.num_rows, others.num_rows) <= FEW:
         known = {*map(repr, others.to_pylist())}
         return pa.array([repr(row) in known for row in rows.to_pylist()], pa.bool_())
     if (by_key := _matches_by_key(rows, others, columns)) is not None:
         return by_key
+    if _same_rows(rows, others):
+        return pa.array(~found)
     if rows.num_rows and others.num_rows:
         # 1M rows: numpy's isin takes 2.9 s, DuckDB 0.1 to 0.3 s.
         import duckdb
@@ -51,6 +51,8 @@ def _matches_by_key(rows: pa.Table, others: pa.Table, columns: list[str]) -> pa.
     if not all(pa.types.is_string(kind) or pa.types.is_integer(kind) for kind in kinds):
         return None
     # 72,000 rows of four columns: 20 ms instead of DuckDB's 90.
+    if 8 * rows.num_rows < others.num_rows:
+        others = others.filter(pc.is_in(others[columns[0]], rows[columns[0]].combine_chunks()))
     key = others[columns[0]].combine_chunks()
     place = pc.index_in(rows[columns[0]], key)
     found = there = pc.is_valid(place)
@@ -77,11 +79,16 @@ def _same_rows(rows: pa.Table, others: pa.Table) -> bool:
 
 def newest_per_key(rows: pa.Table, key: tuple[str, ...]) -> pa.Table:
     """The last row of each key; `rows` are in the order in which they were written."""
+    found = newest_positions(rows, key)
+    return rows if len(found) == rows.num_rows else taken(rows, found)
+
+
+def newest_positions(rows: pa.Table, key: tuple[str, ...]) -> np.ndarray:
+    """Of the last row of each key, in order."""
     if len(key) == 1 and len(rows[key[0]].unique()) == rows.num_rows:
-        return rows
+        return np.arange(rows.num_rows)
     positions = rows.select(key).append_column("#", pa.array(np.arange(rows.num_rows)))
-    last = positions.group_by(list(key)).aggregate([("#", "max")])["#_max"].to_numpy()
-    return taken(rows, np.sort(last))
+    return np.sort(positions.group_by(list(key)).aggregate([("#", "max")])["#_max"].to_numpy())
 
 
 def taken(rows: pa.Table, positions: np.ndarray) -> pa.Table:

@@ -195,7 +195,8 @@ class _Locators:
     dtype: np.dtype
     offset: np.ndarray  # in the shard, bytes
     nbytes: np.ndarray
-    shapes: pa.Array
+    shape_ends: np.ndarray  # in `sizes`, one more than there are rows
+    sizes: np.ndarray
     checksum: np.ndarray
 
 
@@ -213,7 +214,8 @@ class ShardReader:
                 pa.nulls(0, tensor.kind).to_numpy(zero_copy_only=False).dtype,
                 rows[tensor.offset].to_numpy(),
                 rows[tensor.nbytes].to_numpy(),
-                rows[tensor.shape].combine_chunks(),
+                (shapes := rows[tensor.shape].combine_chunks()).offsets.to_numpy(),
+                shapes.values.to_numpy(),
                 rows[tensor.checksum].to_numpy(),
             )
             for tensor in schema.tensors
@@ -245,7 +247,7 @@ class ShardReader:
             raise ValueError(f"{self._table}: row {key} has no tensor; its column `rejected` says why")
         self._read.add(row)
         flat = np.frombuffer(self._map(row), tensor.dtype, count, int(tensor.offset[row]))
-        return flat.reshape(tensor.shapes[row].as_py())
+        return flat.reshape(tensor.sizes[tensor.shape_ends[row] : tensor.shape_ends[row + 1]].tolist())
 
     def ahead(self, keys: Iterable[str]) -> None:
         """Start reading the tensors of `keys`, and release those read before, whose arrays become invalid."""

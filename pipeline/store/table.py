@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -45,13 +46,14 @@ from pipeline.store.disk import (
 from pipeline.store.index import LIVE, DamageError, Index
 from pipeline.store.lock import locked
 from pipeline.store.repair import Damage, examine_shards, reclaimable_bytes, reconcile, repack
-from pipeline.store.rows import conform, matches, newest_per_key, taken
+from pipeline.store.rows import conform, matches, newest_per_key, newest_positions, taken
 from pipeline.store.shards import SHARD_BYTES, ShardReader, damaged_shards, rows_per_shard, shard_files, write_shard
-from schemas.table import TableSchema
+from schemas.table import Among, TableSchema
 
 FLUSH_SECONDS = 30.0  # as long as rows arrive, they are committed at least this often; a kill loses no more work
 # 1,000 commits of 32 rows: 44 MB for 0.7 MB of rows, and a commit takes 4 to 7 ms instead of 1.5.
 LANCE = ".lance"  # suffix of a folder with a data set of Lance
+REVISED = 1 / 32  # of the rows of a table with long columns: if a run changes no more, the others are not written again
 COMMITS = 64  # after this many commits the index is rewritten in one: Lance's manifests grow with every commit
 
 
@@ -91,28 +93,31 @@ class TableFolder:
             raise ValueError(f"{path} is damaged ({error}); run the stage again") from None
         return self._manifest[1]
 
-    def rows(self, version: int | None = None, columns: Sequence[str] = ()) -> pa.Table:
-        """Rows that readers see, without those whose shard or artifact is missing or has another size; with these columns or all.
+    def rows(self, version: int | None = None, columns: Sequence[str] = (), among: Among | None = None) -> pa.Table:
+        """Rows that readers see, without those whose shard or artifact is missing or has another size; with these columns or all,
+        `among` some or all. In the order of the key; of a table with long columns, those of the last runs come last.
 
         Raises ValueError if no run has finished or its rows are damaged, DamageError if a given Lance `version` cannot be read.
         """
-        found = self._rows(version, self._read_for(columns, LIVE.name))
+        wanted = self.read_for(columns)
+        if among:
+            wanted = wanted and [*dict.fromkeys((*wanted, among[0]))]
+        found = self._rows(version, [*wanted, LIVE.name] if wanted else [], among)
         return found.select(list(columns)) if columns else found
 
-    def _read_for(self, columns: Sequence[str], *more: str) -> list[str]:
+    def read_for(self, columns: Sequence[str]) -> list[str]:
         """Which columns must be read for `columns`; none: all, as whether a file is there is known from other columns."""
-        known = not self.schema.tensors and not self.schema.artifact
-        return list(dict.fromkeys((*columns, *more))) if columns and known else []
+        return [] if self.schema.tensors or self.schema.artifact else [*columns]
 
-    def _rows(self, version: int | None, columns: Sequence[str]) -> pa.Table:
+    def _rows(self, version: int | None, columns: Sequence[str], among: Among | None = None) -> pa.Table:
         if version is not None:
-            return self._live_rows(self.index.read(version, columns))
+            return self._live_rows(self.index.read(version, columns, among))
         manifest = self.manifest()
         try:
-            rows = self.index.read(manifest["lance_version"], columns)
+            rows = self.index.read(manifest["lance_version"], columns, among)
         except DamageError as error:
             if self.manifest() != manifest:  # a run has just finished and deleted this version
-                return self._rows(None, columns)
+                return self._rows(None, columns, among)
             raise ValueError(f"{error}; run the stage again") from error
         return self._live_rows(rows)
 
@@ -134,7 +139,8 @@ class TableFolder:
 
     def committed(self, columns: Sequence[str] = ()) -> pa.Table:
         """The newest stored row of each key, these columns or all. `live` is null if the last finished run had no such row."""
-        rows = self.index.read_newest(self._read_for(columns, *self.schema.key))
+        wanted = self.read_for(columns)
+        rows = self.index.read_newest([*dict.fromkeys((*wanted, *self.schema.key))] if wanted else [])
         found = self.with_files(newest_per_key(rows, self.schema.key))
         return found.select(list(columns)) if columns else found
 
@@ -243,8 +249,11 @@ class Writer:
         self._buffer: list[pa.RecordBatch] = []
         self._buffered_bytes = 0
         self._buffered_since = 0.0
-        self._rows = table.index.schema.empty_table()  # all rows of the index, older before newer
+        self._columns = () if table.schema.short == tuple(table.schema.stored.names) else (*table.schema.short, LIVE.name)
+        # All rows of the index, older before newer, without long columns.
+        self._rows = table.index.schema.empty_table().select([*self._columns] or table.index.schema.names)
         self._stored: tuple[pa.Table, pa.Table] | None = None  # `stored` of which `_rows`
+        self._newest: tuple[pa.Table, np.ndarray] | None = None  # `newest` of which `_rows`
         self.version = 0  # of the index; 0 if there is none
         self._commits = 0  # since the index was last rewritten
         self._written_keys = [self._rows.select(self.schema.key)]  # of every row committed by this writer
@@ -277,11 +286,29 @@ class Writer:
 
     @property
     def stored(self) -> pa.Table:
-        """The newest committed row of each key, without tensors; of killed runs too, and rows that are no longer wanted."""
+        """The newest committed row of each key, without tensors and long columns; of killed runs too, and rows that are no longer
+        wanted.
+        """
         if self._stored is None or self._stored[0] is not self._rows:
-            newest = newest_per_key(self._rows, self.schema.key).select(self.schema.stored.names).cast(self.schema.stored)
-            self._stored = self._rows, newest
+            kept = pa.schema([self.schema.stored.field(name) for name in self.schema.short])
+            self._stored = self._rows, taken(self._rows, self.newest).select(kept.names).cast(kept)
         return self._stored[1]
+
+    @property
+    def newest(self) -> np.ndarray:
+        """The positions of the newest rows of each key among all, in order."""
+        if self._newest is None or self._newest[0] is not self._rows:
+            rows, key = self._rows, self.schema.key
+            # Those of finished runs come first, and have different keys.
+            old = rows.slice(0, rows.num_rows - rows[LIVE.name].null_count)
+            if len(key) > 1 or old[LIVE.name].null_count:
+                found = newest_positions(rows, key)
+            else:
+                new = rows.slice(old.num_rows)
+                replaced = pc.is_in(old[key[0]], new[key[0]].combine_chunks()).to_numpy()
+                found = np.concatenate([np.flatnonzero(~replaced), old.num_rows + newest_positions(new, key)])
+            self._newest = rows, found
+        return self._newest[1]
 
     @property
     def rows_written(self) -> int:
@@ -324,7 +351,7 @@ class Writer:
     def finish(self, wanted: pa.Table | None, facts: dict[str, Any]) -> dict[str, Any]:
         """Publish rows that equal one of `wanted` in all its columns (None: all), hide or delete others; return the manifest."""
         self.flush()
-        rows = newest_per_key(self._rows, self.schema.key)
+        rows = taken(self._rows, self.newest)
         live = pa.array([True] * rows.num_rows, pa.bool_()) if wanted is None else matches(rows, wanted, wanted.column_names)
         rows = rows.set_column(rows.schema.get_field_index(LIVE.name), LIVE, live)
         dropped = not self.schema.tensors and not self.schema.retains_dead_rows and not pc.all(live).as_py()
@@ -334,10 +361,11 @@ class Writer:
         if old and unchanged and facts == old["facts"]:
             return old
         with self._disk_errors():
-            if not unchanged:
+            if not unchanged and not self._revise(self.newest[live.to_numpy(zero_copy_only=False)]):
                 order = pc.sort_indices(rows, [(name, "ascending") for name in self.schema.key])
                 # At once: a filter and a sort would each copy the texts of all units.
                 kept = order.filter(rows["live"].combine_chunks().take(order)) if dropped else order
+                rows = self._with_long(rows, self.newest)
                 self._replace(taken(rows, kept.to_numpy()))
             return self._publish(facts)
 
@@ -374,7 +402,7 @@ class Writer:
             # Training yields a row at a time; a chunk of one row takes 10 kB.
             stored = stored.combine_chunks().append_column(LIVE, pa.nulls(count, pa.bool_()))
             self.version = self.table.index.append(stored)
-            self._rows = pa.concat_tables([self._rows, stored])
+            self._rows = pa.concat_tables([self._rows, stored.select(self._rows.column_names)])
             self._written_keys.append(stored.select(self.schema.key))
             self._buffer = rows.slice(count).to_batches()
             self._buffered_bytes = sum(batch.nbytes for batch in self._buffer)
@@ -382,14 +410,41 @@ class Writer:
             self._commits += 1
             if self._commits >= COMMITS:
                 self._written_keys = [pa.concat_tables(self._written_keys).combine_chunks()]
-                self._replace(self._rows)
+                self._replace(self._with_long(self._rows, np.arange(self._rows.num_rows)))
                 self.table.index.prune(self.table.published_version())
 
     def _replace(self, rows: pa.Table) -> None:
+        """`rows`: all columns."""
         rows = rows.combine_chunks()  # once, and not in the index and here
         self.version = self.table.index.replace(rows)
-        self._rows = rows
+        self._rows = rows.select(self._rows.column_names)
         self._commits = 0
+
+    def _with_long(self, rows: pa.Table, positions: np.ndarray) -> pa.Table:
+        """`rows`, which stand at `positions` of the index, with the long columns, too."""
+        if not self._columns:
+            return rows
+        found = taken(self.table.index.read(self.version), positions)
+        return found.set_column(found.schema.get_field_index(LIVE.name), LIVE, rows[LIVE.name])
+
+    def _revise(self, kept: np.ndarray) -> bool:
+        """Delete the rows of a table with long columns that do not stand at `kept`, and mark the others as live. False, and
+        nothing is done, if so many have changed that all are to be written in order.
+        """
+        rest = np.zeros(self._rows.num_rows, bool)
+        rest[kept] = True
+        new = pc.is_null(self._rows[LIVE.name]).to_numpy()
+        gone = np.flatnonzero(~rest)
+        if not self._columns or len(gone) + new.sum() > REVISED * len(rest):
+            return False
+        version = self.table.index.revise(gone.tolist())
+        if version is None:
+            return False
+        self.version = version
+        rows = taken(self._rows, np.concatenate([np.flatnonzero(rest & ~new), np.flatnonzero(rest & new)]))
+        live = pa.array([True] * rows.num_rows, pa.bool_())
+        self._rows = rows.set_column(rows.schema.get_field_index(LIVE.name), LIVE, live)
+        return True
 
     def _publish(self, facts: dict[str, Any]) -> dict[str, Any]:
         live = self._rows["live"]
@@ -422,7 +477,7 @@ class Writer:
         for folder in table.whole_folders():
             if any(map(table.checksums.damage, table.checksums.below(folder))):
                 self._set_aside(folder)
-        self.version, rows = table.index.recover()
+        self.version, rows = table.index.recover(self._columns)
         if table.manifest_file.exists() and not self._has_published_version():
             table.manifest_file.unlink()  # before another version of the index gets the number that it names
             sync(table.folder)

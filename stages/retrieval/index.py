@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -18,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.retrieval import INDEX, SOURCES, TOKENS, UNITS, VECTORS
+from schemas.retrieval import INDEX, SOURCES, UNITS, VECTORS
 from stages import blas
 from stages.hashing import text_sha256
 from stages.memory import Forecast, Outlook
@@ -42,6 +43,7 @@ UNIT_COLUMNS = (
     *("unit_id", "path", "qualified_name", "first_line", "last_line", "signature", "text_id", "title_id", "docstring_words"),
 )
 POOLED_BYTES, ID_BYTES = 2, 68  # of a value of a pooled vector, and of a vector_id
+SAMPLE = 1000  # units whose words are measured for the forecast
 LEXICAL_BYTES, LEXICAL_SHARE = 20_000, 0.85  # of the full-text index: bytes in all, and per byte of the words; about
 POOLED, WORDS = "pooled-{}.arrow", "words-{}.lance"  # artifacts, by the digest of the rows
 
@@ -74,7 +76,7 @@ def _rows(run: Run[IndexConfig]) -> pa.Table:
     if missing := units.filter(pc.and_(pc.is_null(title), pc.not_equal(units["title_id"], "")))["path"].to_pylist():
         raise ValueError(f"{len(missing)} titles have no vectors, such as one in {missing[0]}: run make vectors")
     words = units["docstring_words"].combine_chunks().dictionary_encode()  # most are empty
-    words_ids = pa.array([text_sha256(each)[:16] for each in words.dictionary.to_pylist()], pa.string())
+    words_ids = pa.array([sha256(each.encode()).hexdigest()[:16] for each in words.dictionary.to_pylist()], pa.string())
     found["words_id"] = words_ids.take(words.indices)
     found["file"] = sources["file"].take(pc.index_in(units["path"], sources["path"].combine_chunks()))
     return in_order(pa.table([found[name] for name in INDEX.batch.names], names=INDEX.batch.names).cast(INDEX.batch))
@@ -145,10 +147,12 @@ def numbers(rows: pa.Table) -> np.ndarray:
 
 def _write_words(run: Run[IndexConfig], rows: pa.Table, path: Path) -> None:
     """The words of the code and of the docstring, which the vectors of the code do not show."""
-    units, called = run.inputs.rows(UNITS, ("unit_id", "words", "docstring_words")), numbers(rows)
+    called = numbers(rows)
 
     def words(some: np.ndarray) -> pa.ChunkedArray:
-        found = units.take(pc.index_in(rows["unit_id"].take(some), units["unit_id"].combine_chunks()))
+        ids = rows["unit_id"].take(some).combine_chunks()
+        units = run.inputs.rows(UNITS, ("unit_id", "words", "docstring_words"), ("unit_id", ids))
+        found = units.take(pc.index_in(ids, units["unit_id"].combine_chunks()))
         return pc.binary_join_element_wise(found["words"], found["docstring_words"], " ")
 
     for earlier in run.output.artifacts.glob(WORDS.format("*")):
@@ -191,11 +195,14 @@ def read_pooled(file: Path) -> tuple[pa.Array, np.ndarray]:
 
 
 def forecast(outlook: Outlook) -> Forecast | None:
-    # All columns of 72,000 units take 0.5 s and 300 MB.
-    units, rows = outlook.rows(UNITS, ("words", "docstring_words")), outlook.rows(TOKENS)
-    if units is None or rows is None:
+    units = outlook.rows(UNITS, ("unit_id",))
+    if units is None:
         return None
-    words = sum(pc.sum(pc.binary_length(units[name]), min_count=0).as_py() for name in ("words", "docstring_words"))
+    ids = units["unit_id"].take(np.unique(np.linspace(0, units.num_rows - 1, SAMPLE, dtype=np.int64)))
+    sample = outlook.rows(UNITS, ("words", "docstring_words"), ("unit_id", ids.combine_chunks()))
+    assert sample is not None, "the table was there"
+    words = sum(pc.sum(pc.binary_length(column), min_count=0).as_py() for column in sample.columns)
+    words *= units.num_rows / max(1, sample.num_rows)
     pooled = units.num_rows * (POOLED_BYTES * encoder_sizes(outlook).dimensions + ID_BYTES)
     return Forecast(0, file_bytes=pooled + LEXICAL_BYTES + int(LEXICAL_SHARE * words), how=f"{units.num_rows} units")
 

@@ -65,9 +65,9 @@ def _others(run: Run[TokensConfig]) -> dict[str, Row]:
 
 def _texts(run: Run[TokensConfig], wanted: pa.ChunkedArray) -> dict[str, str]:
     """text_id -> text, of the `wanted` ids."""
-    units, found = run.inputs.rows(UNITS, ("text_id", "text", "title_id", "title")), dict[str, str]()
+    found = dict[str, str]()
     for key, text in (("title_id", "title"), ("text_id", "text")):
-        some = units.select([key, text]).filter(pc.is_in(units[key], wanted.combine_chunks()))
+        some = run.inputs.rows(UNITS, (key, text), (key, wanted.combine_chunks()))
         found |= dict(zip(some[key].to_pylist(), some[text].to_pylist(), strict=True))
     return found | {text_id: row["text"] for text_id, row in run.once(_others).items()}
 

@@ -48,7 +48,7 @@ def wanted_vectors(run: Run[VectorsConfig]) -> pa.Table:
     texts = tokens.filter(pc.or_(pc.equal(tokens["role"], "document"), pc.is_in(tokens["text_id"], held_out)))
     schema = VECTORS.select([], ("vector_id", "encoder", "text_id", "role")).schema
     found = [schema.empty_table()]
-    for name in encoders(run):
+    for name in run.once(encoders):
         # 135,000 ids take 0.4 s to make.
         stored = run.output.stored.filter(pc.field("encoder") == name)
         known = stored["vector_id"].take(pc.index_in(texts["text_id"], stored["text_id"].combine_chunks()))
@@ -77,7 +77,7 @@ def encode_vectors(run: Run[VectorsConfig]) -> Iterator[pa.RecordBatch]:
     from stages.retrieval.encoder import text_encoder
 
     pending, config, done = run.output.pending.to_pylist(), run.config, 0
-    for name, adapter in encoders(run).items() if pending else ():
+    for name, adapter in run.once(encoders).items() if pending else ():
         own = [row for row in pending if row["encoder"] == name]
         if not own or run.report.stop():
             continue

@@ -39,6 +39,10 @@ class TokenMatrix:
     def width(self) -> int:
         return int(self.unpack(self.vectors_TD[:1]).shape[1])
 
+    def unpacked(self) -> TokenMatrix:
+        """The same in float32, for many queries."""
+        return TokenMatrix(self.unpack(self.vectors_TD), np.diff(self.starts_N))
+
     def scores(self, queries: Sequence[np.ndarray]) -> np.ndarray:
         """MaxSim (queries, documents), float32. Each query is (tokens, width), with at least one token."""
         for query in queries:
@@ -124,7 +128,7 @@ class PooledMatrix:
     @cached_property
     def sample(self) -> tuple[np.ndarray, TokenMatrix]:
         places = np.linspace(0, len(self.pooled_ND) - 1, min(SAMPLE, len(self.pooled_ND))).astype(np.int64)
-        return places, self.read(places.tolist())
+        return places, self.read(places.tolist()).unpacked()
 
 
 def _best(scores: np.ndarray, places: np.ndarray, count: int) -> np.ndarray:

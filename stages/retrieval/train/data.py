@@ -51,13 +51,13 @@ def load_dataset(run: Run[TrainConfig]) -> Dataset:
     """Raises ValueError if pairs are too few, a text has no token ids, or hard negatives are asked for and there are none."""
     config = run.config
     rows = used_pairs(run.inputs.rows(PAIRS))
-    counts = dict(zip(*(run.inputs.rows(TOKENS)[name].to_pylist() for name in ("text_id", "count")), strict=True))
-    groups = {row["text_id"]: row["duplicate_group"] for row in rows}
     training = [row for row in rows if row["split"] == "train"]
     if not training:
         raise ValueError(f"train: there are no pairs to train on: of {len(rows)} usable pairs none is in the split train")
     if len(training) < config.batch_size:
         raise ValueError(f"train.batch_size must be <= {len(training)}, the number of training pairs, got {config.batch_size}")
+    counts = dict(zip(*(run.inputs.rows(TOKENS)[name].to_pylist() for name in ("text_id", "count")), strict=True))
+    groups = {row["text_id"]: row["duplicate_group"] for row in rows}
     negatives: dict[str, list[str]] = {}  # pair_id -> text_ids, the hardest first
     if config.hard_negatives:
         for row in sorted(run.inputs.rows(NEGATIVES).to_pylist(), key=lambda row: (row["pair_id"], row["position"])):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from pipeline.store import table as store_table
 from pipeline.store.table import TableFolder, Writer
 from schemas.table import TableSchema, column, tensor
 
@@ -47,6 +48,16 @@ NOTES = TableSchema(
         column("line", pa.int32(), "the key"),
         column("text", pa.string(), "some words"),
         column("remark", pa.string(), "some text or null", null=True),
+    ),
+)
+ARTICLES = TableSchema(
+    name="articles",
+    doc="A table with a long column.",
+    key=("name",),
+    columns=(
+        column("name", pa.string(), "the key"),
+        column("edition", pa.int32(), "how often it was written"),
+        column("text", pa.string(), "many words", long=True),
     ),
 )
 
@@ -116,10 +127,17 @@ def notes(*numbers: int, text: str = "text") -> pa.RecordBatch:
     return pa.RecordBatch.from_pylist(rows, schema=NOTES.batch)
 
 
+def articles(*numbers: int, edition: int = 1) -> pa.RecordBatch:
+    """Rows of ARTICLES named after their numbers."""
+    rows = [{"name": name_of(n), "edition": edition, "text": f"text {n} of {edition}"} for n in numbers]
+    return pa.RecordBatch.from_pylist(rows, schema=ARTICLES.batch)
+
+
 BATCHES: dict[str, tuple[TableSchema, Callable[..., pa.RecordBatch]]] = {
     "vectors": (VECTORS, vectors),
     "pairs": (PAIRS, pairs),
     "notes": (NOTES, notes),
+    "articles": (ARTICLES, articles),
 }
 
 
@@ -173,6 +191,7 @@ def main(arguments: list[str]) -> None:
     """
     folder, name, count = arguments
     schema, make = BATCHES[name]
+    store_table.REVISED = 1.0  # so few rows would all be written again
     with Writer(TableFolder(Path(folder), schema), {}, shard_bytes=3000) as writer:
         first, finished = writer.stored.num_rows, 0
         for number in range(first, first + int(count)):

@@ -59,7 +59,7 @@ def test_a_killed_writer_loses_no_committed_row_and_shows_no_part_of_a_run(tmp_p
         assert stored.num_rows >= max(committed, rows)
         rows = stored.num_rows
         if rows:
-            expected = pa.table(make(*range(rows))).select([f.name for f in schema.columns])
+            expected = pa.table(make(*range(rows))).select([name for name in schema.short if name in schema.batch.names])
             assert missing(expected, stored).num_rows == 0
     assert rows and not list(table.folder.rglob(".tmp-*"))
 

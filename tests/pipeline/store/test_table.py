@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import lance
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -16,11 +17,13 @@ import pytest
 from pipeline.store.index import Index
 from pipeline.store.rows import missing, newest_per_key
 from pipeline.store.table import COMMITS, TableFolder, Writer
-from schemas.table import column
+from schemas.table import Among, column
 from tests.pipeline.store.stores import (
+    ARTICLES,
     BATCHES,
     NOTES,
     VECTORS,
+    articles,
     check_tensors,
     lance_files,
     name_of,
@@ -162,10 +165,10 @@ def test_a_reader_whose_version_was_just_deleted_reads_the_newer_one(tmp_path: P
     table = written(tmp_path / "t", 1, 2)
 
     class Slow(Index):
-        def read(self, version: int, columns: Sequence[str] = ()) -> pa.Table:
+        def read(self, version: int, columns: Sequence[str] = (), among: Among | None = None) -> pa.Table:
             late.index = table.index
             written(table.folder, 3)
-            return super().read(version, columns)
+            return super().read(version, columns, among)
 
     late = TableFolder(table.folder, VECTORS)
     late.index = Slow(table.index.path, table.index.schema)
@@ -196,6 +199,50 @@ def test_a_table_without_tensors_deletes_rows_that_are_not_wanted(tmp_path: Path
         assert (manifest["rows"], manifest["dead"]) == (2, 0)
         assert writer.stored.num_rows == 2
     assert texts(table) == ["text 3", "text 4"]
+
+
+def _editions(table: TableFolder) -> dict[int, str]:
+    rows = table.rows()
+    return dict(zip(numbers(rows), rows["text"].to_pylist(), strict=True))
+
+
+def test_a_run_that_changes_few_rows_of_a_table_with_long_columns_writes_no_others(tmp_path: Path):
+    table, expected = TableFolder(tmp_path / "t", ARTICLES), {n: f"text {n} of 1" for n in range(400)}
+    with Writer(table, RECIPE) as writer:
+        writer.append(articles(*range(400)))
+        writer.finish(None, {})
+    whole = lance_files(table, "data/*")
+
+    def edit(writer: Writer, edition: int, *changed: int, gone: int) -> None:
+        writer.append(articles(*changed, edition=edition))
+        writer.append(articles(gone, edition=edition))
+        expected.update({n: f"text {n} of {edition}" for n in changed})
+        expected.pop(gone)
+        editions = pa.array([int(text.rpartition(" ")[2]) for text in expected.values()], pa.int32())
+        writer.finish(names(*expected).append_column("edition", editions), {})
+        assert writer.stored.column_names == ["name", "edition"]
+        assert dict(zip(numbers(writer.stored), writer.stored["edition"].to_pylist(), strict=True)) == {
+            n: int(text.rpartition(" ")[2]) for n, text in expected.items()
+        }
+
+    with Writer(table, RECIPE) as writer:
+        edit(writer, 2, 3, 500, gone=4)
+        edit(writer, 3, 500, 7, 8, gone=9)
+    assert _editions(table) == expected
+    assert {*whole} < {*lance_files(table, "data/*")} and not list(table.examine())
+    some = table.rows(columns=["text"], among=("edition", pa.array([3], pa.int32())))
+    assert sorted(some["text"].to_pylist()) == ["text 500 of 3", "text 7 of 3", "text 8 of 3"]
+    # The process ends between the deletion and the mark.
+    lance.dataset(table.index.path).delete("edition = 1")
+    assert _editions(table) == expected
+    with Writer(table, RECIPE) as writer:
+        assert writer.stored.num_rows == len(expected)
+    # Many deletions, or many files: all is written again.
+    for edition in range(5, 60):
+        with Writer(table, RECIPE) as writer:
+            edit(writer, edition, *range(edition, edition + 5), gone=399 - edition)
+    assert _editions(table) == expected
+    assert len(lance_files(table, "data/*")) < 40
 
 
 def test_a_row_is_live_only_if_it_equals_its_wanted_row_in_every_wanted_column(tmp_path: Path):
