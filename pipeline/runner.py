@@ -152,12 +152,13 @@ def run(
         facts |= {"size": expected.size if expected else None, "left": left}
         # Of a run that was stopped, the steps so far can be used; of another stage, rows that belong together may be missing.
         uses = [each for each in project.stage_names if stage.writes in project.stage(each).reads]
-        usable = bool(uses) and runs.trains(stage.writes) and writer.stored.num_rows > 0
-        if not stopped or usable:
+        uses = uses if runs.trains(stage.writes) and writer.stored.num_rows else []
+        if not stopped or uses:
             writer.finish(wanted, {"run": facts, "versions": software()} if computed_count or left or not folder.exists else {})
             link_table(folder)
         if stopped:
-            raise Stopped(f"{name}: {outcome.reason}" + f" With what there is: latentmill {uses[0]} --only" * usable)
+            more = f" With what there is: latentmill {uses[0]} --only" if uses else ""
+            raise Stopped(f"{name}: {outcome.reason}{more}")
     return outcome
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,6 +13,12 @@ from pipeline.options import JSON, give_json, with_project
 from pipeline.project.project import Project
 from pipeline.store.disk import format_bytes
 from pipeline.terminal import format_table, tell
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from pipeline.store.table import TableFolder
+    from stages.stage import Stage
 
 
 @click.command("status")
@@ -78,9 +85,9 @@ def states(project: Project) -> list[TableState]:
         stopped |= {each.stage_name} if each.interrupted else set()
         if each.mistake and each.stale_inputs:
             each.note = f"waits for {' and '.join(each.stale_inputs)}"
-        waits = describe(each).startswith(("up to date", "waits for"))
+        waits = settled(each) or describe(each).startswith("waits for")
         stale[each.stage_name] = each.stale_inputs if each.stale_inputs and waits else []
-        if not describe(each).startswith("up to date") and not stale[each.stage_name]:
+        if not settled(each) and not stale[each.stage_name]:
             stale[each.stage_name] = [each.stage_name]
     foresee(project, found)
     return found
@@ -147,7 +154,7 @@ def state(project: Project, stage_name: str) -> TableState:
         if trains(stage.writes) and not absent.num_rows and (there := counted(stage, published)) > total:
             found.longer = f"the run has {there} steps, {total} are asked for: "
             found.longer += f"{found.again}: make {stage_name}" if found.again else f"make {stage_name} takes the adapter back"
-        elif trains(stage.writes) and absent.num_rows and not found.missing:
+        elif trains(stage.writes) and not found.missing and (absent.num_rows or unpublished(stage, folder, wanted)):
             found.longer = f"the {amount(stage, total)} are in checkpoints: make {stage_name} takes them back"
         if folder.exists:
             facts = folder.manifest().get("facts", {}).get("run", {})
@@ -160,6 +167,19 @@ def state(project: Project, stage_name: str) -> TableState:
     except (ValueError, OSError) as error:  # OSError: an input file was deleted during the call
         found.note, found.mistake = one_line(error), True
     return found
+
+
+def unpublished(stage: Stage, folder: TableFolder, wanted: pa.Table) -> bool:
+    """A run that was stopped has all steps that are asked for now, but its adapter is not that of the last one."""
+    import pyarrow.compute as pc
+
+    from stages.tuner.checkpoint import ADAPTER, published_step
+
+    return stage.result == ADAPTER and published_step(folder.folder / "artifacts") != pc.max(wanted["step"]).as_py()
+
+
+def settled(found: TableState) -> bool:
+    return describe(found).startswith("up to date")
 
 
 def describe(found: TableState) -> str:

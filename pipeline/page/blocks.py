@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.commands.catalog import run_facts
 from pipeline.commands.runs import differing_settings
-from pipeline.commands.status import TableState, describe, states
+from pipeline.commands.status import TableState, describe, settled, states
 from pipeline.project.project import Project
 from pipeline.project.runs import WINDOW, TrainingRun, find_runs, trains
 from pipeline.queue import Job, Queue
@@ -134,7 +134,7 @@ def overview(project: Project, query: Query) -> Row:
         "tables": tables,
         "runs": [run_facts(project, run) for run in runs],
         "disk": f"{format_bytes(disk.free)} of {format_bytes(disk.total)} are free",
-        "next": next((f"{each.stage_name}: {describe(each)}" for each in found if each.note or each.missing or each.surplus), ""),
+        "next": next((f"{each.stage_name}: {describe(each)}" for each in found if not settled(each)), ""),
         "anew": new_run(found),
         "button": button(project, found),
         "command": " ".join(main_command(project)),

@@ -152,8 +152,12 @@ def test_an_older_run_goes_on_by_name_and_no_other_run_changes(project):
 
 
 def test_a_run_that_is_longer_than_the_settings_ask_for_is_taken_back_only_with_a_word(project):
+    projects.build(project, "images")
     assert "8 in all" in projects.latentmill(project, "train", "--only", "--set", "train.steps=8")
     assert describe(state(Project(project), "train")) == "the run has 8 steps, 6 are asked for: make train takes the adapter back"
+    for words in (("--set", "train.steps=7"), ("--run", "slow", "--set", "train.steps=7")):  # as make was told
+        said = projects.latentmill(project, "status", *words)
+        assert "SET=train.steps=7" in said and ("RUN=slow" in said) == ("--run" in words), said
     said = projects.latentmill(project, "train", "--only")
     assert "its adapter is that of step 6 again. For the longer one: SET=train.steps=8 with make, `export --step 8`" in said
     assert "asked for" not in projects.latentmill(project, "train", "--only")
@@ -209,6 +213,8 @@ def test_a_run_that_ctrl_c_stopped_draws_as_it_is_and_made_shorter_than_its_stat
     assert found["samples"] == "waits for train; with what there is: latentmill samples --only"
     assert projects.planned(Project(project))["train"].seconds  # the speed is known
     assert "samples: 3 previews done" in projects.latentmill(project, "samples", "--only")  # of 2, 4 and 5
+    kept = Project(project, {"train.steps": 5})  # their adapter is not written yet
+    assert describe(state(kept, "train")) == "the 5 steps are in checkpoints: make train takes them back"
     projects.edit(project, "steps = 6\nrank", "steps = 3\nrank")
     again = "steps 1 to 3 again with the same result, as no checkpoint up to step 3 can go on"
     assert projects.planned(Project(project))["train"].note == again  # the states of steps 4 and 5 are kept
