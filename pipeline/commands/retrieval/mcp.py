@@ -129,7 +129,7 @@ def checked(limit: int) -> int:
 
 def locate(path: str, served: Collection[CodeFolder]) -> tuple[Path, CodeFolder]:
     """The file, and the served folder that it lies in. Raises ValueError if it lies in none; a link counts as where it leads."""
-    for code in served:
+    for code in served if "\0" not in path else ():
         for file in (code.root / path, Path(path)):
             found = file.resolve()
             if found.is_relative_to(code.root) and found.is_file():
