@@ -19,7 +19,7 @@ from tests import projects
 from tests.checkpoints import SINGLE_FILES, autoencoder_as_single_file
 from tests.pipeline.kill_loop import CLI
 from tests.pipeline.killing import KILLED, count_syncs, run_and_kill
-from tests.pipeline.test_damage import GROUPS, TENSORS, flip
+from tests.pipeline.sweeps.test_damage import GROUPS, TENSORS, flip
 from tests.pipeline.test_kill import artifacts
 
 # The other tests of kills and damage use FLUX.2's.
@@ -58,7 +58,7 @@ def test_training_that_is_killed_ends_where_an_unbroken_run_ends(finished: tuple
 def test_a_flipped_bit_in_a_tensor_or_an_adapter_is_named_and_made_good(finished: tuple[Path, Path, int], tmp_path: Path) -> None:
     _, sound, _ = finished
     folder, draw = shutil.copytree(sound, tmp_path / "project", copy_function=shutil.copy2, symlinks=True), random.Random(0)
-    damaged = {group: draw.choice(sorted((folder / "tables").glob(GROUPS[group]))) for group in TENSORS}
+    damaged = {group: draw.choice(sorted(folder.glob(GROUPS["text_to_image"][group]))) for group in TENSORS}
     for path in damaged.values():
         flip(path, draw)
     named = " ".join(str(each) for each in Project(folder).verify())
