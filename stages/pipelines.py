@@ -133,7 +133,7 @@ class Editor:
     """A list of texts that the user may edit. Functions are given as "module:function"."""
 
     title: str
-    sql: str  # columns key, name, text, picture, edited
+    sql: str  # columns key, name, text, picture, edited, suggestion (another text or null)
     write: str  # write(project_folder, {key: new text, None to undo}); ValueError for a text that cannot be used
     read: str  # read(project_folder) -> all edits, key -> text
     note: str = ""  # for the user: what an edit does
@@ -152,6 +152,8 @@ class Field:
     default: str = ""
     choices: tuple[str, ...] = ()  # empty: any text
     wanted: bool = False  # may not be left empty
+    pictures: str = ""  # a folder that the pipeline declares as a resource: names in it, one a line, each an option
+    of: Callable[[Any], bool] = lambda family: True  # whether it is asked for in projects of a family
 
     @property
     def name(self) -> str:
@@ -189,6 +191,9 @@ class Detail:
     boxes: str = ""  # rectangles over the picture: label, x, y, width, height; pixels
     masks: str = ""  # grey pictures: label, columns (pixels per row), values (bytes, row by row)
     draw_mask: str = ""  # "module:function" of (columns, values) -> WebP bytes
+    cards: str = ""  # the page that has it among its cards, which have the column `key`: those before and after it
+    texts: str = ""  # the page that edits its texts, which have its picture
+    rate: str = ""  # a setting, key -> how often per epoch it is trained on; `sql` has the column trained, whether it is at all
 
 
 @dataclass(frozen=True)

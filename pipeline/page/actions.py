@@ -9,6 +9,8 @@ from typing import Any
 from pipeline.commands.status import states
 from pipeline.page.blocks import main_command, new_run, pages_of
 from pipeline.page.site import Site
+from pipeline.project.config import FILE, read_text
+from pipeline.project.edit import edited, save
 from pipeline.project.runs import find_run, find_runs, trains
 from pipeline.project.runs import mark as mark_run
 from pipeline.queue import Queue
@@ -36,16 +38,20 @@ def form(site: Site, body: Body) -> str:
     block = page.blocks[number]
     if not isinstance(block, Form):
         raise ValueError("there is no such form")
-    job = Queue(site.path).add(form_words(block, body))
+    job = Queue(site.path).add(form_words(site, block, body))
     return f"job {job.number} is in the queue"
 
 
-def form_words(block: Form, values: Body) -> list[str]:
-    """The words of the command. Raises ValueError for a field that is empty, too long, or not one of its choices."""
+def form_words(site: Site, block: Form, values: Body) -> list[str]:
+    """The words of the command. Raises ValueError for a field that is empty, too long, not one of its choices, or no picture."""
     options, arguments = [], []
     for field in block.fields:
         text = _checked(field, values.get(field.name, ""))
-        if text and field.option:
+        if field.pictures:
+            options += [
+                f"{field.option}={site.file(f'{field.pictures}/{name}')}" for name in map(str.strip, text.splitlines()) if name
+            ]
+        elif text and field.option:
             options.append(f"{field.option}={text}")  # one word: a text that begins with - is no option
         elif text:
             arguments.append(text)
@@ -122,6 +128,24 @@ def mark(site: Site, body: Body) -> str:
     return f"step {text} is the best of {run.label}" if text else f"no step of {run.label} is marked"
 
 
+def rate(site: Site, body: Body) -> str:
+    """Body: "key" of an input, and "times" that it is trained on per epoch, a text; "": as usual."""
+    key, text, described = str(body.get("key", "")), str(body.get("times", "")).strip(), site.project.pipeline.detail
+    if not described or not described.rate or not any(row["trained"] for row in site.query(described.sql, text=key)):
+        raise ValueError(f"{key[:80]!r} is not trained on")
+    try:
+        times = float(text) if text else None
+    except ValueError:
+        raise ValueError(f"times per epoch must be a number, got {text[:40]!r}") from None
+    now = {name: value for name, value in site.rates().items() if name != key}
+    if times is not None:
+        now[key] = int(times) if times.is_integer() else times
+    before = read_text(site.path / FILE)
+    save(site.path, before, edited(before, {described.rate: now or None}), site.overrides)
+    often = {None: "trained on as usual", 0.0: "left out"}.get(times, f"trained on {text} times per epoch")
+    return f"{often}, from the next run on"
+
+
 def _artifacts(site: Site) -> Path:
     run = next((run for run in find_runs(site.project) if run.current), None)
     if run is None:
@@ -137,5 +161,5 @@ def _number(body: Body, name: str) -> int:
 
 
 ACTIONS: dict[str, Callable[[Site, Body], str]] = {
-    each.__name__: each for each in (train, form, cancel, first, hold, start, checkpoint, sample, pause, resume, mark)
+    each.__name__: each for each in (train, form, cancel, first, hold, start, checkpoint, sample, pause, resume, mark, rate)
 }

@@ -308,10 +308,12 @@ class ProjectAnswers(Answers[Site]):
     def _fragment(self, name: str, chosen: dict[str, str], cancelled: threading.Event) -> Response:
         if name == "one":
             with self.refreshed() as site:
-                found = site.detail(chosen.get("key", ""))
+                found, seen = site.detail(chosen.get("key", ""), chosen), site.seen
             if not found:
                 return PlainTextResponse("there is no such row", 404)
-            return self.render("detail.html", one=found, picture=picture_address)
+            shown = self.render("detail.html", one=found, single=False, picture=picture_address)
+            shown.headers["X-Seen"] = seen
+            return shown
         if name != "sql":
             return super()._fragment(name, chosen, cancelled)
         # Without the lock: a query may take long, and the other pages are answered meanwhile.

@@ -273,7 +273,7 @@ def compare_data(project: Project, query: Query, chosen: Mapping[str, str]) -> R
     }
 
 
-def block_data(query: Query, block: Block, chosen: Mapping[str, str], folder: Path, colours: Mapping[str, str]) -> Row:
+def block_data(query: Query, block: Block, chosen: Mapping[str, str], project: Project, colours: Mapping[str, str]) -> Row:
     """The variables of a block's template. If its query fails, "error" has the message. `colours`: of curves, by name."""
     data: Row = {"kind": type(block).__name__.lower(), "title": block.title}
     with errors_as_text(data):
@@ -289,9 +289,9 @@ def block_data(query: Query, block: Block, chosen: Mapping[str, str], folder: Pa
         elif isinstance(block, Sheet):
             data |= sheet_data(query(block.sql))
         elif isinstance(block, Form):
-            data |= form_data(block, folder)
+            data |= form_data(block, project)
         else:
-            data |= editor_data(query, block, chosen, folder)
+            data |= editor_data(query, block, chosen, project.path)
     return data
 
 
@@ -323,11 +323,8 @@ def _cell(value: Any) -> Any:
 
 def cards_data(query: Query, block: Cards, chosen: Mapping[str, str]) -> Row:
     counts = {"all": "true", **block.filters}
-    name = chosen["filter"] if chosen.get("filter") in counts else "all"
-    order = chosen["order"] if chosen.get("order") in block.orders else next(iter(block.orders), "")
-    find = chosen.get("find", "") if block.searched else ""
-    source = f"select * from ({block.sql}) where contains(lower({block.searched}), lower($find))" if find else block.sql
-    values: Row = {"find": find} if find else {}
+    where, source, values = chosen_cards(block, chosen)
+    name, order, find = where["filter"], where["order"], where["find"]
     sums = ", ".join(f"count(*) filter ({condition}) as n{number}" for number, condition in enumerate(counts.values()))
     numbers = list(query(f"select {sums} from ({source})", **values)[0].values())
     page, pages = page_number(chosen, numbers[list(counts).index(name)])
@@ -338,12 +335,35 @@ def cards_data(query: Query, block: Cards, chosen: Mapping[str, str]) -> Row:
         "filters": list(zip(counts, numbers, strict=True)),
         "filter": name,
         "orders": list(block.orders),
+        "where": where,
         "order": order,
         "searched": bool(block.searched),
         "find": find,
         "page": page,
         "pages": pages,
     }
+
+
+def chosen_cards(block: Cards, chosen: Mapping[str, str]) -> tuple[dict[str, str], str, Row]:
+    """The user's filter, order and search as far as they exist, the SQL of the cards that are searched, and its values."""
+    name = chosen["filter"] if chosen.get("filter") in block.filters else "all"
+    order = chosen["order"] if chosen.get("order") in block.orders else next(iter(block.orders), "")
+    find = chosen.get("find", "") if block.searched else ""
+    source = f"select * from ({block.sql}) where contains(lower({block.searched}), lower($find))" if find else block.sql
+    return {"filter": name, "order": order, "find": find}, source, {"find": find} if find else {}
+
+
+def neighbours(query: Query, block: Cards, chosen: Mapping[str, str], key: str) -> Row:
+    """The card with that key, and the keys "before" and "after" it among the chosen ones, null at the ends; {} if it is none."""
+    where, source, values = chosen_cards(block, chosen)
+    rows = query(
+        f"select * from (select *, lag(key) over near as before, lead(key) over near as after from ({source}) "
+        f"where {block.filters.get(where['filter'], 'true')} "
+        f"window near as (order by {', '.join(filter(None, (block.orders.get(where['order']), 'key')))})) where key = $key",
+        key=key,
+        **values,
+    )
+    return {"where": where, **rows[0]} if rows else {}
 
 
 def sheet_data(rows: list[Row]) -> Row:
@@ -358,10 +378,10 @@ def sheet_data(rows: list[Row]) -> Row:
     return {"columns": columns, "table": list(zip(heads, table, strict=True)), "steps": steps}
 
 
-def form_data(block: Form, folder: Path) -> Row:
-    files = exported(folder, block.folder) if block.folder else {}
+def form_data(block: Form, project: Project) -> Row:
+    files = exported(project.path, block.folder) if block.folder else {}
     return {
-        "fields": block.fields,
+        "fields": [field for field in block.fields if field.of(project.family)],
         "button": block.button,
         "note": block.note,
         "folder": block.folder,

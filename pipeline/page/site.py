@@ -23,6 +23,7 @@ from pipeline.page.blocks import (
     exported,
     last_ended,
     listing_data,
+    neighbours,
     overview,
     pages_of,
     run_colours,
@@ -33,7 +34,7 @@ from pipeline.project.project import Project
 from pipeline.project.runs import find_runs
 from pipeline.queue import Queue
 from pipeline.store.lock import texts_lock
-from stages.pipelines import Editor, Folder, load
+from stages.pipelines import Cards, Editor, Folder, load
 
 if TYPE_CHECKING:
     import duckdb
@@ -102,7 +103,7 @@ class Site:
         if name == "compare":
             return {"compare": compare_data(self.project, self.query, chosen)}
         blocks, colours = pages_of(self.project)[name].blocks, run_colours(find_runs(self.project))
-        return {"blocks": [block_data(self.query, block, chosen, self.path, colours) for block in blocks]}
+        return {"blocks": [block_data(self.query, block, chosen, self.project, colours) for block in blocks]}
 
     def answer(self, sql: str, cancelled: threading.Event | None = None) -> dict[str, Any]:
         """The rows or the "error" of a query, which ends once `cancelled` is set. Uses a project of its own, so that pages are
@@ -136,8 +137,17 @@ class Site:
             return path
         raise ValueError(f"no file {name}")
 
-    def detail(self, key: str) -> dict[str, Any] | None:
-        """None if there is no such input, or if the pipeline has no page about one."""
+    def rates(self) -> dict[str, float]:
+        """How often per epoch inputs are trained on that the user has set apart, by key."""
+        described = self.project.pipeline.detail
+        section, *names = described.rate.split(".") if described else [""]
+        found: Any = self.project.config.sections.get(section)
+        for name in names:
+            found = getattr(found, name, None)
+        return dict(found or {})
+
+    def detail(self, key: str, chosen: Mapping[str, str]) -> dict[str, Any] | None:
+        """None if there is no such input, or if the pipeline has no page about one. `chosen`: of the cards it is among."""
         from pipeline.commands.follow import follow
 
         described = self.project.pipeline.detail
@@ -152,7 +162,16 @@ class Site:
             lines = list(follow(self.project, key))
         except ValueError as error:
             lines = [str(error)]
-        return {"name": key, **found[0], "boxes": boxes, "masks": masks, "lines": lines}
+        card: dict[str, Any] = {}
+        texts: list[dict[str, Any]] = []
+        with errors_as_text({}):  # a table is not built yet
+            if described.cards:
+                (cards,) = (each for each in pages_of(self.project)[described.cards].blocks if isinstance(each, Cards))
+                card = neighbours(self.query, cards, chosen, key)
+            if described.texts:
+                texts = self.texts(described.texts).rows("select * from shown where picture = $of", of=found[0]["picture"])
+        about = {"boxes": boxes, "masks": masks, "lines": lines, "card": card, "texts": texts, "editor": described.texts}
+        return {"name": key, **found[0], **about, "rate": described.rate, "times": self.rates().get(key)}
 
     def file(self, name: str) -> Path:
         """The file of "RESOURCE/PATH" (the user's) or "TABLE/RECIPE/PATH" (a stage's). ValueError if it leads elsewhere."""

@@ -62,6 +62,10 @@ def _item(value: Any) -> Any:
         array = tomlkit.array()
         array.extend(value)
         return array.multiline(len(value) > 1 and sum(len(str(each)) for each in value) > 80)
+    if type(value) is dict and value:
+        inline = tomlkit.inline_table()
+        inline.update(value)
+        return inline
     return tomlkit.table().add(tomlkit.nl()) if value == {} else value
 
 

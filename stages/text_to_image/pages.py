@@ -43,36 +43,32 @@ order by stage, path
 # A sample's raw loss says mostly which noise level was drawn: the loss at one level is several times that at another. The mean of
 # its neighbours by noise level is what such a sample costs; what is left is corrected by its neighbours in time in the same way.
 # Samples count by the square of their noise level: at high levels the loss says whether picture and caption belong to the set, at
-# low levels how much detail the picture has. Numbers instead of the images' ids: DuckDB copies the rows of each window, with ids
-# 15 MB for 20,000 rows.
+# low levels how much detail the picture has.
 HURTING = View(
     f"""
-with numbered as (
-    select image_id, row_number() over (order by image_id) as image from (select distinct image_id from train)
-),
-drawn as (
-    select image, step, sigma::double as sigma, loss, ln(loss) as log_loss from train join numbered using (image_id)
+with drawn as (
+    select image_id, step, sigma::double as sigma, loss, ln(loss) as log_loss from train
     where split = 'train' and loss > 0 and isfinite(loss)
 ),
 level as (
     select *, log_loss - avg(log_loss) over (
-        order by sigma, step, image rows between 50 preceding and 50 following exclude current row) as above_level
+        order by sigma, step, image_id rows between 50 preceding and 50 following exclude current row) as above_level
     from drawn
 ),
 time as (
     select *, above_level - avg(above_level) over (
-        order by step, sigma, image rows between 100 preceding and 100 following exclude current row) as above
+        order by step, sigma, image_id rows between 100 preceding and 100 following exclude current row) as above
     from level
 ),
 per_image as (
-    select image, count(*) as draws, sum(sigma * sigma * above) / nullif(sum(sigma * sigma), 0) as excess,
+    select image_id, count(*) as draws, sum(sigma * sigma * above) / nullif(sum(sigma * sigma), 0) as excess,
         sqrt(greatest(sum(pow(sigma, 4) * above * above) - 2 * excess * sum(pow(sigma, 4) * above)
             + excess * excess * sum(pow(sigma, 4)), 0)) / nullif(sum(sigma * sigma), 0) as excess_error,
         avg(loss) as raw_loss
-    from time group by image
+    from time group by image_id
 )
 select path, image_id, draws, exp(excess) as times_expected, excess, excess_error, raw_loss
-from per_image join numbered using (image) join ({FIRST_PATH}) using (image_id)
+from per_image join ({FIRST_PATH}) using (image_id)
 order by excess desc
 """,
     "images by their loss, corrected for noise level and step. times_expected = exp(excess); excess is the mean over the "
@@ -236,9 +232,10 @@ CAPTIONS = Page(
             f"""
 select captions.image_id || ':' || position as key,
     path || case when source = 'edit' and contains(reason, 'since this edit') then ': ' || reason else '' end as name,
-    text, 'image_folder/' || path as picture,
-    source = 'edit' as edited
+    captions.text, 'image_folder/' || path as picture,
+    source = 'edit' as edited, case when position = 0 then descriptions.text end as suggestion
 from captions join ({FIRST_PATH}) using (image_id)
+left join (select image_id, text from descriptions) as descriptions using (image_id)
 where role = 'caption' order by path, position
 """,
             "stages.text_to_image.captions.edits:write_edits",
@@ -341,6 +338,12 @@ DRAW = Page(
                 Field("--family", "Model, empty: that of the settings; klein-4b for an adapter of klein-base-4b takes 4 steps"),
                 Field("--steps", "Denoising steps"),
                 Field("--guidance", "Guidance scale"),
+                Field(
+                    "--reference",
+                    "Pictures to start from, for edit training: their names on the page Images, one a line; empty: none",
+                    pictures="image_folder",
+                    of=lambda family: family.references != "none",
+                ),
             ),
             "Empty fields are as in [samples] of the settings. A picture that was drawn before is not drawn again.",
         ),
@@ -388,7 +391,11 @@ EXPORT = Page(
 )
 PAGES = (IMAGES, CAPTIONS, TRAINING, SAMPLES, SCORES, DRAW, EXPORT)
 DETAIL = Detail(
-    "select 'image_folder/' || path as picture, width, height from images where path = $text",
+    f"""
+select 'image_folder/' || path as picture, width, height,
+    path in (select path from ({FIRST_PATH})) and path not in (select path from unused) as trained
+from images where path = $text
+""",
     """
 select resolution || ' px' as label,
     crop_x as x, crop_y as y, crop_w as width, crop_h as height
@@ -400,6 +407,9 @@ from latents join images using (image_id)
 where images.path = $text and latents.rejected is null and mask is not null and not flip order by latents.width, latents.height
 """,
     "stages.text_to_image.pages:mask_picture",
+    cards="images",
+    texts="captions",
+    rate="train.data.repeats",
 )
 
 

@@ -56,7 +56,8 @@ async function show(update) {
     blocks.forEach((block, n) => replace(old[n], block));
   }
   if (!had.isConnected) alike(had)[place]?.focus({preventScroll: true});
-  if (update) said(told); else told = "";
+  if (!update) told = "";
+  else if (![...main.querySelectorAll("[data-said]")].some((place) => place.textContent === told)) said(told);
   undoable();
   performance.mark("shown");
   document.body.dataset.shown = String(Number(document.body.dataset.shown || 0) + 1);
@@ -150,7 +151,7 @@ async function upload(input) {  // in parts; what is there already is not sent a
 }
 
 async function post(edits) {  // in parts, each below the largest body that the program takes
-  const parts = [{}], conflicts = {};
+  const parts = [{}], conflicts = {}, editor = main.querySelector("[data-editor]")?.dataset.editor || page;
   let size = 0;
   for (const [key, edit] of Object.entries(edits)) {
     const more = JSON.stringify(edit).length;
@@ -158,7 +159,7 @@ async function post(edits) {  // in parts, each below the largest body that the 
     parts[parts.length - 1][key] = edit;
     size += more;
   }
-  for (const part of parts) Object.assign(conflicts, (await send("edit", part)).conflicts);
+  for (const part of parts) Object.assign(conflicts, (await send("edit", part, editor)).conflicts);
   return conflicts;
 }
 
@@ -247,7 +248,11 @@ main.addEventListener("click", (event) => {
   else if (target.matches("[data-files]")) attempt(() => files(target.dataset.files === "undo"));
   else if (target.matches("[data-replace-all]")) attempt(() => replaceAll(target.closest("form")));
   else if (target.matches("[data-revert]")) attempt(() => revert(target.closest("li").querySelector("textarea")));
-  else if (target.matches("[data-replace]")) {
+  else if (target.matches("[data-use]")) {
+    const box = target.closest("li").querySelector("textarea");
+    box.value = target.dataset.use;
+    mark(box);
+  } else if (target.matches("[data-replace]")) {
     const form = target.closest("form"), find = form.elements.find.value, by = form.elements.replace.value;
     if (find) main.querySelectorAll("textarea[data-key]").forEach((box) => { box.value = box.value.split(find).join(by); mark(box); });
   } else if (target.matches("img.result")) enlarge(target);
@@ -294,6 +299,10 @@ function enlarge(image) {
   dialog.showModal();
 }
 
+addEventListener("keydown", (event) => {  // to the next or previous picture, where the arrows do nothing else
+  const side = {ArrowLeft: "prev", ArrowRight: "next"}[event.key], other = event.altKey || event.ctrlKey || event.metaKey || event.shiftKey;
+  if (side && !other && !event.target.closest("input, textarea, select, .wide")) main.querySelector(`a[rel=${side}]`)?.click();
+});
 addEventListener("beforeunload", (event) => { if (unsaved()) event.preventDefault(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => ready(main));
 if (single) { ready(main); }

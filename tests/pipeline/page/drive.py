@@ -320,6 +320,20 @@ class Looks(dict):
         self[place] = [overflow(self.window), violations(self.window, self.axe)]
 
 
+def turn(window):
+    """Open a picture that can be used, turn to the next and back by arrow keys, and return the names."""
+    to(window, "images")
+    wait(window, "document.querySelector('.cards a')")
+    follow(window, ".cards li:not(.bad) a", "/one")
+    shown = "document.body.dataset.shown && new URLSearchParams(location.search).get('key')"
+    names = [wait(window, shown)]
+    for key in (Keys.ARROW_RIGHT, Keys.ARROW_LEFT):
+        ActionChains(window).send_keys(key).perform()
+        wait(window, f"({shown} || {json.dumps(names[-1])}) !== {json.dumps(names[-1])}")
+        names.append(wait(window, shown))
+    return names
+
+
 def begin(window, address, looks, files, more):
     """Make a project of `files` and, of the same names, `more`; train it, stop, go on, and add a second run behind the first."""
     chooser = "#pictures input:not([webkitdirectory])"
@@ -352,6 +366,10 @@ def begin(window, address, looks, files, more):
     control(window, "s")
     seen["edited"] = wait(window, SAID)
     looks.at("captions")
+    seen["turned"] = turn(window)
+    press(window, "[name=times]", "2", Keys.ENTER)
+    wait(window, "[...document.querySelectorAll('[data-said]')].some((e) => e.textContent.includes('2 times per epoch'))")
+    looks.at("one")
     to(window, "")
     do(window, "[data-do=train]", "job 2 is in the queue")
     seen["stopped"] = wait(window, STEP)
@@ -389,7 +407,14 @@ def finish(window, address, looks):
     looks.at("compare")
     to(window, "draw")
     drawn = "[...document.querySelectorAll('img.result[alt^=\"ohwx, a drawn fox\"]')].map((image) => image.alt)"
-    for name, text in {"argument": "ohwx, a drawn fox", "--adapter": "best", "--size": "64x64", "--steps": "2"}.items():
+    fields = {
+        "argument": "ohwx, a drawn fox",
+        "--adapter": "best",
+        "--size": "64x64",
+        "--steps": "2",
+        "--reference": "photo.heic",
+    }
+    for name, text in fields.items():
         fill(window, f"form[data-act] [name='{name}']", text)
     for seed in range(3):
         fill(window, "form[data-act] [name='--seed']", str(seed), Keys.ENTER)

@@ -15,7 +15,9 @@ import sys
 import threading
 import time
 from pathlib import Path
+from urllib.parse import parse_qs
 
+import pyarrow as pa
 import pytest
 
 pytest.importorskip("starlette")
@@ -32,6 +34,10 @@ from pipeline.page.site import Site
 from pipeline.project.project import Project
 from pipeline.queue import Queue
 from pipeline.store.lock import locked, texts_lock
+from pipeline.store.table import Writer
+from schemas.text_to_image import DESCRIPTIONS
+from stages.text_to_image.families import FAMILIES
+from stages.text_to_image.pages import DRAW
 from tests import projects
 
 HOME = "http://127.0.0.1:8765"
@@ -115,6 +121,64 @@ def test_the_page_about_an_image_shows_its_crops_and_what_became_of_it(page):
     with Image.open(io.BytesIO(base64.b64decode(masks[0]))) as mask:
         assert mask.convert("L").getpixel((0, 0)) < 100 and mask.convert("L").getpixel((0, mask.height - 1)) > 150
     assert page.get("/fragment/one", params={"key": "nothing"}).status_code == 404
+
+
+def test_the_page_about_an_image_leads_to_those_before_and_after_it_in_the_chosen_filter_order_and_search(page):
+    def near(key: str, **chosen: str) -> dict[str, str]:
+        shown = page.get("/fragment/one", params={"key": key, **chosen}).text
+        links = re.findall(r'<a rel="(\w+)" href="one\?([^"]*)"', shown)
+        return {side: parse_qs(html.unescape(query))["key"][0] for side, query in links}
+
+    cards = page.get("/fragment/images", params={"find": "picture"}).text
+    paths = [parse_qs(html.unescape(query)) for query in re.findall(r'href="one\?([^"]*)"', cards)]
+    assert [each["key"] for each in paths] == [[f"picture{n}.png"] for n in range(3)] and paths[0]["find"] == ["picture"]
+    assert near("picture1.png", find="picture") == {"prev": "picture0.png", "next": "picture2.png"}
+    assert near("picture0.png", find="picture") == {"next": "picture1.png"}
+    assert near("picture1.png", find="fox") == near("picture1.png", filter="rejected") == {}
+    assert near("picture1.png", order="most drawn", filter="'; drop table images")["next"] == "picture2.png"
+
+
+def test_a_picture_is_left_out_or_repeated_on_its_page_in_the_settings_that_are_there(page, folder):
+    shown = page.get("/fragment/one", params={"key": "picture1.png"}).text
+    assert 'data-editor="captions"' in shown and shown.count("<textarea") == 1 and 'name="times"' in shown
+    assert 'name="times"' not in page.get("/fragment/one", params={"key": "broken.png"}).text
+    before = (folder / "project.toml").read_text()
+    assert do(page, "rate", key="picture1.png", times="0") == (200, '{"said":"left out, from the next run on"}')
+    assert do(page, "rate", key="more.png", times="2.5")[0] == 200
+    assert Project(folder).config.sections["train"].data.repeats == {"picture1.png": 0, "more.png": 2.5}
+    assert 'name="times" inputmode="decimal" size="6" value="2.5"' in page.get("/fragment/one", params={"key": "more.png"}).text
+    for key, times, reason in (
+        ("broken.png", "2", "is not trained on"),
+        ("../secret.txt", "2", "is not trained on"),
+        ("more.png", "many", "must be a number"),
+        ("more.png", "1e9", "got 1000000000"),
+    ):
+        code, text = do(page, "rate", key=key, times=times)
+        assert code == 400 and reason in text and "\n" not in text, text
+    assert do(page, "rate", key="picture1.png", times="")[0] == do(page, "rate", key="more.png", times=" ")[0] == 200
+    assert Project(folder).config.sections["train"].data.repeats is None
+    assert set(before.splitlines()) <= set((folder / "project.toml").read_text().splitlines())
+
+
+def test_what_the_model_of_descriptions_wrote_is_a_suggestion_beside_another_text(page, folder):
+    (key, before), *_ = texts(page).items()
+    row = {
+        "image_id": key.partition(":")[0],
+        "path": "",
+        "text": "a <b>cat</b>",
+        "prompt": "",
+        "model": "",
+        "version": "",
+        "seconds": 1,
+    }
+    project = Project(folder)
+    with Writer(project.current("descriptions"), {"stage": "descriptions"}) as writer:
+        writer.append(pa.RecordBatch.from_pylist([row], schema=DESCRIPTIONS.batch))
+        writer.finish(None, {})
+    used = 'data-use="a &lt;b&gt;cat&lt;/b&gt;"'
+    assert used in page.get("/fragment/captions").text
+    assert page.post("/edit/captions", json={key: {"before": before, "text": "a <b>cat</b>"}}, headers=TOKEN).status_code == 200
+    assert used not in page.get("/fragment/captions").text
 
 
 def test_pictures_are_small_and_nothing_but_pictures_is_served(page):
@@ -419,7 +483,7 @@ def do(client: TestClient, action: str, **body: object) -> tuple[int, str]:
     return answer.status_code, answer.text
 
 
-def test_buttons_and_forms_become_jobs_whose_texts_are_no_options(page, held):
+def test_buttons_and_forms_become_jobs_whose_texts_are_no_options(page, held, folder):
     assert do(page, "train")[0] == 200
     fields = {
         "argument": "--file /etc/passwd",
@@ -435,10 +499,22 @@ def test_buttons_and_forms_become_jobs_whose_texts_are_no_options(page, held):
     ]
     assert do(page, "form", page="export", block=1, **{"--which": "best", "--step": "6", "--style": "comfyui"})[0] == 200
     assert held.jobs()[-1].words == ("export", "--merged", "--which=best", "--step=6")
+    names = "picture0.png\r\n\r\n more.png "
+    assert do(page, "form", page="draw", block=0, **{"argument": "a fox", "--reference": names})[0] == 200
+    given = [f"--reference={folder / 'images' / name}" for name in ("picture0.png", "more.png")]
+    assert list(held.jobs()[-1].words) == ["generate", *given, "--", "a fox"]
+    assert do(page, "cancel", job=4)[0] == 200
     shown = page.get("/fragment/overview").text
     assert "run samples" in shown and 'data-do="cancel" data-job="1"' in shown
     assert do(page, "first", job=2)[0] == do(page, "cancel", job=1)[0] == 200
-    assert {job.number: job.state for job in held.jobs()} == {1: "cancelled", 2: "waiting", 3: "waiting"}
+    assert {job.number: job.state for job in held.jobs()} == {1: "cancelled", 2: "waiting", 3: "waiting", 4: "cancelled"}
+
+
+def test_references_are_asked_for_only_where_the_model_reads_them(page, folder):
+    (form, _) = DRAW.blocks
+    asked = {name for name in FAMILIES if any(field.pictures and field.of(FAMILIES[name]) for field in form.fields)}
+    assert {"tiny", "klein-base-4b"} <= asked and "z-image" not in asked
+    assert 'name="--reference"' in page.get("/fragment/draw").text
 
 
 @pytest.mark.parametrize(
@@ -447,6 +523,12 @@ def test_buttons_and_forms_become_jobs_whose_texts_are_no_options(page, held):
         ("form", {"page": "draw", "block": 0}, "fill this in"),
         ("form", {"page": "draw", "block": 0, "argument": "a fox", "--adapter": "/etc/passwd"}, "must be one of last, best"),
         ("form", {"page": "draw", "block": 0, "argument": "a" * 2001}, "at most 2000 characters"),
+        (
+            "form",
+            {"page": "draw", "block": 0, "argument": "a", "--reference": "../secret.txt"},
+            "no picture image_folder/../secret",
+        ),
+        ("form", {"page": "draw", "block": 0, "argument": "a", "--reference": "/etc/passwd"}, "no picture"),
         ("form", {"page": "draw", "block": 1}, "no such form"),
         ("form", {"page": "nothing", "block": True}, "no such form"),
         ("cancel", {"job": "1"}, "a whole number"),

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from pipeline.commands.query import answer
 from pipeline.page.command import write_report
 from pipeline.page.site import Site
 from pipeline.project.project import Project
@@ -239,10 +240,14 @@ def test_from_an_empty_folder_to_downloads_on_a_narrow_screen_by_the_keyboard_al
     seen, after, folder = journey["before"], journey["after"], journey["folder"]
     assert seen["uploaded"].startswith("9 files") and seen["saved"] == "5 settings saved" and seen["edited"] == "1 saved"
     assert 0 < seen["stopped"] <= seen["went_on"] <= seen["killed"] < after["went_on"] and seen["behind"] == "waiting"
+    turned = seen["turned"]
+    assert turned[0] == turned[2] != turned[1] and set(turned) <= set(journey["names"])
+    assert Project(folder).config.sections["train"].data.repeats == {turned[0]: 2}
     assert after["told"].startswith("train: ") and after["runs"] == 2
     assert after["cards"] == {name: "bad" if name == "broken.jpg" else "" for name in journey["names"]}
     assert after["marked"].startswith("step 2 is the best")
     assert sorted(alt[:25] for alt in after["drawn"]) == [f"ohwx, a drawn fox, seed {n}" for n in range(3)]
+    assert answer(Project(folder), "select count(reference_id) as n from generated").to_pylist() == [{"n": 3}]
     exported = {path.name: path for path in (folder / "exports").rglob("*") if path.is_file()}
     assert {"diffusion_pytorch_model.safetensors", "config.json", "README.md", "previews.png"} < set(exported)
     assert len(after["files"]) == len(exported)
@@ -254,4 +259,6 @@ def test_from_an_empty_folder_to_downloads_on_a_narrow_screen_by_the_keyboard_al
 
 def test_nothing_overflows_and_axe_finds_nothing_in_any_state_of_that_journey(journey):
     looks = journey["before"]["looks"] | journey["after"]["looks"]
-    assert looks == {place: [0, []] for place in ("new", "captions", "home", "projects", "images", "compare", "draw", "export")}
+    assert looks == {
+        place: [0, []] for place in ("new", "captions", "one", "home", "projects", "images", "compare", "draw", "export")
+    }
