@@ -178,6 +178,9 @@ def run_facts(project: Project, run: TrainingRun) -> dict[str, Any]:
     wanted = settings.get(f"{run.stage}.steps")
     result = run.table.folder / "artifacts" / (project.stage(run.stage).result or "-")
     writer = lock_holder(run.table.folder / "lock")
+    facts = (run.table.manifest() if run.table.exists else {}).get("facts", {}).get("run", {})
+    # The adapter of a run that was stopped while it was made longer is that of fewer steps.
+    left = bool(facts.get("left")) and isinstance(wanted, int) and count < wanted
     # The loss of one step is noise.
     recent = [loss for loss in steps["loss"][-WINDOW:].to_pylist() if loss is not None]
     different = differences(run, flatten(present_settings(project, run.stage))) if settings else {}
@@ -186,7 +189,7 @@ def run_facts(project: Project, run: TrainingRun) -> dict[str, Any]:
         "name": run.name or None,
         "stage": run.stage,
         "current": run.current,
-        "state": "running" if writer else "finished" if result.exists() else "interrupted",
+        "state": "running" if writer else "finished" if result.exists() and not left else "interrupted",
         "started": run.record.get("started"),
         "seconds": float(pc.sum(steps["seconds"]).as_py() or 0),
         "steps": count,
@@ -197,7 +200,7 @@ def run_facts(project: Project, run: TrainingRun) -> dict[str, Any]:
         "best_loss": held_out[best] if best is not None else None,
         "marked_step": run.marked_step,
         "peak_bytes": pc.max(steps["peak_bytes"]).as_py() or 0,
-        "footprint": (run.table.manifest() if run.table.exists else {}).get("facts", {}).get("run", {}).get("footprint"),
+        "footprint": facts.get("footprint"),
         "data_rows": snapshot.get("rows"),
         "snapshot": snapshot.get("sha256"),
         "settings": json.dumps(settings, ensure_ascii=False),

@@ -263,7 +263,12 @@ def compare_data(project: Project, query: Query, chosen: Mapping[str, str]) -> R
         pictures.setdefault(row["row"], {})[f"{row['column']}@{row['step']}"] = row["picture"]
     facts = [run_facts(project, run) | {"label": run.label, "checkpoints": list(run.checkpoints)} for run in runs]
     return {
-        "runs": [fact | {"colour": colours[fact["label"]]} for fact in facts],
+        "runs": [
+            fact
+            | {"colour": colours[fact["label"]]}
+            | {"drawn": {row["step"] for row in rows if row["column"].startswith(fact["label"])}}
+            for fact in facts
+        ],
         "labels": [run.label for run in runs],
         "differ": differing_settings(runs) if len(runs) > 1 else [],
         "sides": sides,

@@ -210,6 +210,7 @@ def test_a_run_that_ctrl_c_stopped_draws_as_it_is_and_made_shorter_than_its_stat
         projects.build(project, "train", console=Interrupting(4))
     found = {each.stage_name: describe(each) for each in states(Project(project))}
     assert found["train"] == "interrupted: 5 of 6 steps are saved: make train"
+    assert next(row["state"] for row in answer(Project(project), "select * from runs where current").to_pylist()) == "interrupted"
     assert found["samples"] == "waits for train; with what there is: latentmill samples --only"
     assert projects.planned(Project(project))["train"].seconds  # the speed is known
     assert "samples: 3 previews done" in projects.latentmill(project, "samples", "--only")  # of 2, 4 and 5
