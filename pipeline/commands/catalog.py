@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,19 +67,35 @@ RUNS = {
 }
 
 
-def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConnection | None = None) -> duckdb.DuckDBPyConnection:
+def open_catalog(
+    project: Project | Path | str,
+    connection: duckdb.DuckDBPyConnection | None = None,
+    tables: Mapping[str, Any] | None = None,
+) -> duckdb.DuckDBPyConnection:
     """A DuckDB connection with every table and view of a project; a table that is not built has columns and no rows.
 
     Beside the stages' tables there are `tables` (what is built), `columns` (what each column holds), `runs`, the rows of all
-    runs (`all_train`), and the function bf16(word), the value of a stored bfloat16. Tensors are left out.
+    runs (`all_train`), and the function bf16(word), the value of a stored bfloat16. Tensors are left out. `tables`: of
+    `read_tables`, if they are read already.
     """
     import duckdb
+
+    opened = Project(project) if isinstance(project, str | Path) else project
+    catalog = connection or duckdb.connect(config={"autoinstall_known_extensions": "false"})  # a typo must not download anything
+    for name, rows in (read_tables(opened) if tables is None else tables).items():
+        catalog.register(name, rows)
+    catalog.execute(BF16)
+    for name, view in opened.pipeline.views.items():
+        catalog.execute(f"create or replace temp view {name} as {view.sql}")
+    return catalog
+
+
+def read_tables(opened: Project) -> dict[str, Any]:
+    """What SQL finds, by name: tables of Arrow, and data sets that are read when a query asks for them."""
     import pyarrow as pa
 
     from pipeline.commands.rows_of_runs import RowsOfRuns
 
-    opened = Project(project) if isinstance(project, str | Path) else project
-    catalog = connection or duckdb.connect(config={"autoinstall_known_extensions": "false"})  # a typo must not download anything
     runs = find_runs(opened)
     facts = [run_facts(opened, run) for run in runs]
     registered: dict[str, Any] = {
@@ -99,12 +115,7 @@ def open_catalog(project: Project | Path | str, connection: duckdb.DuckDBPyConne
         if trains(schema):
             own = {(run.recipe, run.label): run.table for run in runs if run.stage == name}
             registered[f"all_{name}"] = RowsOfRuns(own, schema)
-    for name, rows in registered.items():
-        catalog.register(name, rows)
-    catalog.execute(BF16)
-    for name, view in opened.pipeline.views.items():
-        catalog.execute(f"create or replace temp view {name} as {view.sql}")
-    return catalog
+    return registered
 
 
 def _with_nulls(rows: pa.Table, names: Sequence[str]) -> pa.Table:

@@ -28,8 +28,8 @@ def command(text: str | None, project: Project) -> None:
         tell(line)
 
 
-def follow(project: Project, text: str) -> Iterator[str]:
-    """What every stage computed from one input. Raises ValueError if `text` matches none, or several."""
+def follow(project: Project, text: str, query: Query | None = None) -> Iterator[str]:
+    """What every stage computed from one input. Raises ValueError if `text` matches none, or several. `query`: of its catalog."""
     from pipeline.commands.catalog import dicts, open_catalog
 
     if not project.pipeline.follow:
@@ -37,7 +37,7 @@ def follow(project: Project, text: str) -> Iterator[str]:
     chain: Chain = load(project.pipeline.follow)
     if not text:
         raise ValueError(f"follow needs a text: {chain.text}; with make: make follow WHAT=TEXT")
-    query = functools.partial(dicts, open_catalog(project))
+    query = query or functools.partial(dicts, open_catalog(project))
     row = find_row(project, chain, query, text)
     built = {each["stage"] for each in query("select stage from tables where built")}
     for table, described in chain.describe.items():

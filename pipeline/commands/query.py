@@ -9,7 +9,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
@@ -170,12 +170,17 @@ def run_query(project: Project, sql: str, style: str = "table", limits: Limits =
 
 
 def first_rows(
-    project: Project, sql: str, most: int, limits: Limits, cancelled: threading.Event | None = None
+    project: Project,
+    sql: str,
+    most: int,
+    limits: Limits,
+    cancelled: threading.Event | None = None,
+    tables: Mapping[str, Any] | None = None,
 ) -> tuple[list[str], list[tuple[Any, ...]], int]:
     """Column names, the first rows, and the number of all, of one query that only reads. Raises as `answer` does; once
-    `cancelled` is set, the query ends.
+    `cancelled` is set, the query ends. `tables`: see `open_catalog`.
     """
-    with _catalog_for(project, sql, limits, cancelled) as catalog:
+    with _catalog_for(project, sql, limits, cancelled, tables) as catalog:
         ((text,),) = catalog.execute("select json_serialize_sql($1)", [sql]).fetchall()
         tree = json.loads(text)
         # json_serialize_sql knows only SELECT statements. A syntax error is left to the query itself.
@@ -253,7 +258,11 @@ def _begin(catalog: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
 
 @contextmanager
 def _catalog_for(
-    project: Project, sql: str, limits: Limits, cancelled: threading.Event | None = None
+    project: Project,
+    sql: str,
+    limits: Limits,
+    cancelled: threading.Event | None = None,
+    tables: Mapping[str, Any] | None = None,
 ) -> Iterator[duckdb.DuckDBPyConnection]:
     """The catalog within the limits; DuckDB's errors become a ValueError of one line. Raises NotBuilt if `sql` needs a table."""
     import duckdb
@@ -264,7 +273,7 @@ def _catalog_for(
         sql.encode()
     except UnicodeEncodeError:
         raise ValueError("the SQL must be UTF-8 text, got bytes that are not") from None
-    catalog = open_catalog(project)
+    catalog = open_catalog(project, tables=tables)
     for name in _not_built(project, sql, catalog):
         more = ""
         if trains(project.stage(name).writes):

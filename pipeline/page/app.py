@@ -316,8 +316,7 @@ class ProjectAnswers(Answers[Site]):
             return shown
         if name != "sql":
             return super()._fragment(name, chosen, cancelled)
-        # Without the lock: a query may take long, and the other pages are answered meanwhile.
-        answered = self.site.answer(chosen.get("sql", ""), cancelled)
+        answered = self.site.answer(chosen.get("sql", ""), self.lock, cancelled)
         with self.refreshed() as site:
             data, seen = site.data(name, chosen), site.seen
         data["sql"] |= answered

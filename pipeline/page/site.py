@@ -12,7 +12,7 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.commands.catalog import dicts, open_catalog
+from pipeline.commands.catalog import dicts, open_catalog, read_tables
 from pipeline.commands.query import Limits, first_rows
 from pipeline.page.blocks import (
     ROWS_SHOWN,
@@ -70,12 +70,17 @@ class Site:
 
     def close(self) -> None:
         """It is opened again by the next query."""
+        self.__dict__.pop("tables", None)
         if opened := self.__dict__.pop("catalog", None):
             opened.close()
 
     @functools.cached_property
+    def tables(self) -> dict[str, Any]:
+        return read_tables(self.project)
+
+    @functools.cached_property
     def catalog(self) -> duckdb.DuckDBPyConnection:
-        opened = open_catalog(self.project)
+        opened = open_catalog(self.project, tables=self.tables)
         # Each thread has buffers of its own, and the other cores are for training.
         opened.execute("set threads = 1")
         # Else DuckDB keeps up to 512 MB that its queries have freed; 30 MB after the pages of a large project.
@@ -105,14 +110,17 @@ class Site:
         blocks, colours = pages_of(self.project)[name].blocks, run_colours(find_runs(self.project))
         return {"blocks": [block_data(self.query, block, chosen, self.project, colours) for block in blocks]}
 
-    def answer(self, sql: str, cancelled: threading.Event | None = None) -> dict[str, Any]:
-        """The rows or the "error" of a query, which ends once `cancelled` is set. Uses a project of its own, so that pages are
-        answered meanwhile.
+    def answer(self, sql: str, lock: threading.Lock, cancelled: threading.Event | None = None) -> dict[str, Any]:
+        """The rows or the "error" of a query, which ends once `cancelled` is set. `lock` is held while the tables are read, not
+        while it asks, with a connection of its own: pages are answered meanwhile.
         """
         found: dict[str, Any] = {"text": sql}
         if sql.strip():
             with errors_as_text(found):
-                found |= listing_data(*first_rows(Project(self.path, self.overrides), sql, ROWS_SHOWN, LIMITS, cancelled))
+                with lock:
+                    self.refresh()
+                    project, tables = self.project, self.tables
+                found |= listing_data(*first_rows(project, sql, ROWS_SHOWN, LIMITS, cancelled, tables))
         return found
 
     def described(self) -> dict[str, Any]:
@@ -159,7 +167,7 @@ class Site:
             picture: bytes = load(described.draw_mask)(row["columns"], row["values"])
             masks.append((row["label"], f"data:image/webp;base64,{base64.b64encode(picture).decode()}"))
         try:
-            lines = list(follow(self.project, key))
+            lines = list(follow(self.project, key, self.query))
         except ValueError as error:
             lines = [str(error)]
         card: dict[str, Any] = {}
