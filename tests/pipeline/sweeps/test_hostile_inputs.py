@@ -493,8 +493,9 @@ def ask(path: str, words: list[str]) -> Told:
     def work() -> Any:
         places = {"PROJECT": path, "CODE": f"{path}/code"}
         code, _, err = projects.said(*(places.get(word, word) for word in words))
-        assert code in (0, 2) and not any(each in err for each in NEVER), f"{code}: {err[-900:]}"
-        if code:
+        nothing = code == 1 and words[0] == "find"  # found
+        assert (code in (0, 2) or nothing) and not any(each in err for each in NEVER), f"{code}: {err[-900:]}"
+        if code == 2:
             lines = [line for line in err.splitlines() if line.startswith(("error: ", "Error: "))]
             assert len(lines) == 1, err[-900:]
         return []
