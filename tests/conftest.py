@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -113,11 +114,13 @@ def tiny_weights(seeded_weights: Callable[[str], Path]) -> Path:
 
 
 @pytest.fixture
-def cases(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
+def cases(request: pytest.FixtureRequest) -> Callable[[Any, Any], Any]:
     """A function (small, full) -> how many cases to try: `small`, or `full` under --prove. The number is recorded."""
 
-    def choose(small: int, full: int) -> int:
-        count = min(full, request.config.getoption("--most") or full) if request.config.getoption("--prove") else small
+    def choose(small: Any, full: Any) -> Any:
+        count, most = full if request.config.getoption("--prove") else small, request.config.getoption("--most")
+        if most and isinstance(count, int):  # else sizes
+            count = max(small, min(count, most))
         request.node.user_properties.append(("cases", count))
         return count
 
@@ -129,7 +132,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--prove", action="store_true", help="run proofs in their full form and record them in data/measurements/proofs.jsonl"
     )
-    parser.addoption("--most", type=int, help="under --prove, the most cases that a proof tries; its row has their number")
+    parser.addoption("--most", type=int, help="under --prove, the most cases that a proof tries, but not fewer than in make test")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
