@@ -131,13 +131,18 @@ def mark(site: Site, body: Body) -> str:
 def rate(site: Site, body: Body) -> str:
     """Body: "key" of an input, and "times" that it is trained on per epoch, a text; "": as usual."""
     key, text, described = str(body.get("key", "")), str(body.get("times", "")).strip(), site.project.pipeline.detail
-    if not described or not described.rate or not any(row["trained"] for row in site.query(described.sql, text=key)):
+    now = site.rates()
+    if (
+        not described
+        or not described.rate
+        or not (key in now or any(row["trained"] for row in site.query(described.sql, text=key)))
+    ):
         raise ValueError(f"{key[:80]!r} is not trained on")
     try:
         times = float(text) if text else None
     except ValueError:
         raise ValueError(f"times per epoch must be a number, got {text[:40]!r}") from None
-    now = {name: value for name, value in site.rates().items() if name != key}
+    now.pop(key, None)
     if times is not None:
         now[key] = int(times) if times.is_integer() else times
     before = read_text(site.path / FILE)

@@ -38,7 +38,7 @@ from starlette.responses import (
 from starlette.routing import BaseRoute, Route
 
 from pipeline.errors import one_line
-from pipeline.page import SET
+from pipeline.page import ADDED
 from pipeline.page.actions import ACTIONS
 from pipeline.page.door import Behind, Door
 from pipeline.page.settings import answer_form
@@ -154,7 +154,7 @@ def spare_memory() -> None:
     import pipeline.commands.rows_of_runs  # noqa: F401
 
     pa.default_memory_pool()  # chosen now
-    for name in SET:
+    for name in ADDED:
         os.environ.pop(name, None)
     if sys.platform.startswith("linux") and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         mallopt(M_ARENA_MAX, 2)

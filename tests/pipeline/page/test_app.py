@@ -155,6 +155,9 @@ def test_a_picture_is_left_out_or_repeated_on_its_page_in_the_settings_that_are_
     ):
         code, text = do(page, "rate", key=key, times=times)
         assert code == 400 and reason in text and "\n" not in text, text
+    (folder / "images" / "more.png").write_text("no picture any more")
+    projects.build(folder, "images")
+    assert 'name="times"' in page.get("/fragment/one", params={"key": "more.png"}).text, "training would refuse the name"
     assert do(page, "rate", key="picture1.png", times="")[0] == do(page, "rate", key="more.png", times=" ")[0] == 200
     assert Project(folder).config.sections["train"].data.repeats is None
     assert set(before.splitlines()) <= set((folder / "project.toml").read_text().splitlines())
