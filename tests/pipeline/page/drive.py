@@ -1,7 +1,7 @@
 """Drives Chromium over the pages of a project, in a process of its own: selenium need not be installed beside the tests.
 
-It is called with one JSON object: the page's address, what to do there, a folder for screenshots. It prints one JSON object:
-what was seen.
+It reads JSON objects, one a line: the page's address, what to do there, a folder for screenshots ("" for none). It answers
+each, in a new window of one browser, with a JSON object: what was seen.
 """
 
 import json
@@ -63,10 +63,10 @@ def violations(window, axe):
     if not axe:
         return []
     window.execute_script(Path(axe).read_text())
-    found = window.execute_async_script(AXE, [])
-    for scheme in ("light", "dark"):
+    found = []
+    for scheme, rules in (("light", []), ("dark", ["color-contrast"])):
         paint(window, scheme)
-        found += window.execute_async_script(AXE, ["color-contrast"])
+        found += window.execute_async_script(AXE, rules)
     return found
 
 
@@ -86,7 +86,8 @@ def look(window, address, name, width, folder, axe):
     wait(window, f"{charts}.every(c => c.querySelector('svg') || c.textContent)")
     height = window.execute_script("return document.documentElement.scrollHeight")
     resize(window, width, min(height, 6000))
-    window.save_screenshot(str(folder / f"{name.split('?')[0]}-{width}.png"))
+    if folder:
+        window.save_screenshot(f"{folder}/{name.split('?')[0]}-{width}.png")
     sent = [json.loads(entry["message"])["message"] for entry in window.get_log("performance")]
     return {
         "page": name,
@@ -209,14 +210,26 @@ def work(window, address):
     return seen | {"states": window.execute_script(f"return {rows}")}
 
 
+# Whether the wanted element has the focus. Until atWanted() is called, Tab does not leave it: many are pressed at once.
+AT = """
+const there = () => document.activeElement.matches(arguments[0]);
+window.atWanted?.();
+const stay = (event) => { if (event.key === "Tab" && there()) { event.preventDefault(); event.stopImmediatePropagation(); } };
+window.addEventListener("keydown", stay, true);
+window.atWanted = () => window.removeEventListener("keydown", stay, true);
+return there();
+"""
+
+
 def press(window, wanted, *keys):
     """Press Tab until the element with that selector has the focus, then the keys."""
-    for _ in range(300):
-        if window.execute_script("return document.activeElement.matches(arguments[0])", wanted):
+    for _ in range(15):
+        if window.execute_script(AT, wanted):
             break
-        ActionChains(window).send_keys(Keys.TAB).perform()
+        ActionChains(window).send_keys(Keys.TAB * 20).perform()
     else:
         raise AssertionError(f"Tab does not lead to {wanted}")
+    window.execute_script("window.atWanted()")
     ActionChains(window).send_keys(*keys).perform()
 
 
@@ -316,7 +329,6 @@ class Looks(dict):
         self.window, self.axe, self.folder = window, axe, folder
 
     def at(self, place):
-        self.window.save_screenshot(str(self.folder / f"journey-{place}.png"))
         self[place] = [overflow(self.window), violations(self.window, self.axe)]
 
 
@@ -451,36 +463,43 @@ def search(window, address, text):
     return window.execute_script("return [...document.querySelectorAll('.cards strong')].map(e => e.textContent)")
 
 
+def visit(window, asked):
+    address, folder = asked["address"], asked["folder"]
+    if address.startswith("file:"):
+        window.get(address)
+        charts = wait(window, "document.querySelectorAll('[data-chart] svg').length")
+        return {"charts": charts, "console": [entry["message"] for entry in window.get_log("browser")]}
+    if asked.get("journey") is not None:
+        resize(window, 390, 844)
+        step, looks = (begin if asked["journey"] else finish), Looks(window, asked["axe"], Path(folder))
+        return step(window, address, looks, *asked["journey"])
+    pages = (*PAGES, f"one?key={asked['one']}", *(STUDIO if asked["studio"] else ()))
+    seen = {"looks": [look(window, address, name, width, folder, asked["axe"]) for width in asked["widths"] for name in pages]}
+    if asked["edit"]:
+        seen["edited"] = edit(window, address)
+        seen["keyboard"] = by_keyboard(window, address)
+    if asked["work"]:  # before another process writes the tables
+        seen["worked"] = work(window, address)
+    if asked["signal"]:
+        seen["moved"] = follow_run(window, address, asked["signal"])
+    if asked["search"]:
+        seen["found"] = search(window, address, asked["search"])
+    return seen
+
+
 def main():
-    asked = json.loads(sys.argv[1])
-    address, folder = asked["address"], Path(asked["folder"])
-    window = browser(asked["chromium"], asked["driver"])
+    window = browser(*sys.argv[1:])
     try:
-        if address.startswith("file:"):
-            window.get(address)
-            charts = wait(window, "document.querySelectorAll('[data-chart] svg').length")
-            print(json.dumps({"charts": charts, "console": [entry["message"] for entry in window.get_log("browser")]}))
-            return
-        if asked.get("journey") is not None:
-            resize(window, 390, 844)
-            step, looks = (begin if asked["journey"] else finish), Looks(window, asked["axe"], folder)
-            print(json.dumps(step(window, address, looks, *asked["journey"])))
-            return
-        pages = (*PAGES, f"one?key={asked['one']}", *(STUDIO if asked["studio"] else ()))
-        seen = {
-            "looks": [look(window, address, name, width, folder, asked["axe"]) for width in asked["widths"] for name in pages]
-        }
-        if asked["edit"]:
-            seen["edited"] = edit(window, address)
-        if asked["edit"]:
-            seen["keyboard"] = by_keyboard(window, address)
-        if asked["work"]:  # before another process writes the tables
-            seen["worked"] = work(window, address)
-        if asked["signal"]:
-            seen["moved"] = follow_run(window, address, asked["signal"])
-        if asked["search"]:
-            seen["found"] = search(window, address, asked["search"])
-        print(json.dumps(seen))
+        for line in sys.stdin:
+            before = window.current_window_handle
+            window.switch_to.new_window("tab")
+            after = window.current_window_handle
+            window.switch_to.window(before)
+            window.close()
+            window.switch_to.window(after)
+            for kind in ("browser", "performance"):
+                window.get_log(kind)  # of the tab before
+            print(json.dumps(visit(window, json.loads(line))), flush=True)
     finally:
         window.quit()
 

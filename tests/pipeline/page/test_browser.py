@@ -13,7 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,14 +47,25 @@ projects.build(folder, "train")
 """
 
 
-def drive(address: str, folder: Path, **asked: object) -> dict:
-    usual = {"address": address, "folder": str(folder), "chromium": CHROMIUM, "driver": DRIVER, "widths": [1280, 390], "axe": AXE}
-    usual |= {"one": "", "edit": False, "signal": "", "search": "", "work": False, "studio": False}
-    words = [sys.executable, str(Path(__file__).with_name("drive.py")), json.dumps(usual | asked)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=projects.HANG)
-    assert done.returncode == 0, done.stderr
-    (folder / "seen.json").write_text(done.stdout)
-    return json.loads(done.stdout)
+@pytest.fixture(scope="module")
+def drive() -> Iterator[Callable[..., dict]]:
+    """A function that drives one browser over an address; see drive.py."""
+    words = [sys.executable, str(Path(__file__).with_name("drive.py")), CHROMIUM, DRIVER]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdin and process.stdout and process.stderr
+
+        def order(address: str, folder: Path | str = "", **asked: object) -> dict:
+            usual = {"address": address, "folder": str(folder), "widths": [1280, 390], "axe": AXE}
+            usual |= {"one": "", "edit": False, "signal": "", "search": "", "work": False, "studio": False}
+            process.stdin.write(json.dumps(usual | asked) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+            assert answer, process.stderr.read()
+            return json.loads(answer)
+
+        yield order
+        process.stdin.close()
 
 
 @contextmanager
@@ -93,32 +104,32 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def shots(tmp_path_factory) -> Path:
-    made = Path(os.environ.get("LATENTMILL_SHOTS") or tmp_path_factory.mktemp("shots"))
-    for name in ("example", "large"):
-        (made / name).mkdir(parents=True, exist_ok=True)
-    return made
+def shots(name: str) -> str:
+    """The folder for screenshots, "" without LATENTMILL_SHOTS."""
+    made = Path(os.environ["LATENTMILL_SHOTS"], name) if "LATENTMILL_SHOTS" in os.environ else None
+    if made:
+        made.mkdir(parents=True, exist_ok=True)
+    return str(made or "")
 
 
 @pytest.fixture(scope="module")
-def seen(folder, shots) -> dict:
+def seen(drive, folder) -> dict:
     stage = subprocess.Popen([sys.executable, "-c", LONGER, str(folder)], cwd=projects.ROOT)
     try:
         with served(folder.parent) as address:
             more = {"edit": True, "signal": str(folder / "now"), "work": True, "studio": True}
-            return drive(f"{address}/p/{folder.name}", shots / "example", one="fox.webp", **more) | {"address": address}
+            return drive(f"{address}/p/{folder.name}", shots("example"), one="fox.webp", **more) | {"address": address}
     finally:
         stage.kill()
         stage.wait()
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory, shots) -> dict:
+def large(drive, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("large")
     fill(folder)
     with served(folder) as address:
-        return drive(address, shots / "large", one="00007.png", search="NUMBER 4999", axe="") | {"address": address}
+        return drive(address, shots("large"), one="00007.png", search="NUMBER 4999", axe="") | {"address": address}
 
 
 @pytest.fixture(params=["example", "large"])
@@ -197,14 +208,14 @@ def test_a_word_finds_one_image_of_five_thousand(large):
     assert large["found"] == ["04999.png"]
 
 
-def test_the_report_works_from_the_disk(folder, tmp_path):
+def test_the_report_works_from_the_disk(drive, folder, tmp_path):
     path = write_report(Site(folder), tmp_path / "report.html")
-    found = drive(path.as_uri(), tmp_path)
+    found = drive(path.as_uri())
     assert found["charts"] >= 4 and found["console"] == []
 
 
 @pytest.fixture(scope="module")
-def journey(tmp_path_factory) -> Iterator[dict]:
+def journey(drive, tmp_path_factory) -> Iterator[dict]:
     """What the two halves of a journey have seen, and the "folder" of its project."""
     import pillow_heif
 
