@@ -2,7 +2,7 @@
 
 A test is fast unless it is marked `slow` or lies in one of SLOW; `pytest -m fast` runs in less than a minute. A test marked
 `proof("what it proves")` asks the fixture `cases` how many cases to try: few in `make test`, many under `make prove`
-(`pytest -m proof --prove`), which adds a row per test to data/measurements/proofs.jsonl.
+(`pytest -m proof --prove`), which adds a row per test to data/measurements/proofs.jsonl. With `long=True`, it runs there alone.
 """
 
 from __future__ import annotations
@@ -145,8 +145,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("family_name", "seed"), every, scope="module")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test fast that is not slow."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark every test fast that is not slow, and leave proofs that are `long` to --prove."""
+    if not config.getoption("--prove"):
+        items[:] = [item for item in items if not any(mark.kwargs.get("long") for mark in item.iter_markers("proof"))]
     for item in items:
         if not item.get_closest_marker("slow") and not item.nodeid.startswith(SLOW):
             item.add_marker("fast")

@@ -44,12 +44,15 @@ checkpoint_every = {steps}
 pytestmark = pytest.mark.slow
 
 
-def plant(folder: Path, seed: int, steps: int) -> set[str]:
-    """Write a project with three bad images, and return their names; the seed decides which images become bad."""
+def plant(folder: Path, seed: int, steps: int, count: int) -> set[str]:
+    """Write a project of `count` images with three bad ones, and return their names; the seed decides which become bad."""
     shutil.copytree(EXAMPLE, folder / "images")
     (folder / "project.toml").write_text(CONFIG.format(steps=steps, seed=seed))
     file = folder / "images" / "metadata.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows[count:]:
+        (folder / "images" / row["file_name"]).unlink()
+    rows = rows[:count]
     draw = np.random.default_rng(seed)
     wrong, noise, other = (rows[n] for n in draw.permutation(len(rows))[:3])
     wrong["text"] = "a hammer on a yellow background"
@@ -69,7 +72,7 @@ def test_hurting_finds_planted_bad_images(tmp_path: Path, cases: Callable[[int, 
     seeds = cases(1, 5)
     for seed in range(seeds):
         folder = tmp_path / str(seed)
-        planted = plant(folder, seed, 300 if seeds > 1 else 30)
+        planted = plant(folder, seed, *((300, 24) if seeds > 1 else (20, 16)))
         projects.build(folder, "images", "captions", "buckets", "latents", "embeddings", "train")
         order = {name: f"select path from hurting order by {name} desc limit 3" for name in ("excess", "raw_loss")}
         first = {name: set(answer(Project(folder), sql)["path"].to_pylist()) for name, sql in order.items()}

@@ -189,7 +189,7 @@ def test_a_full_disk_is_one_line_and_the_next_run_continues(project):
 @pytest.mark.parametrize("stage_name", ["latents", "train"])
 def test_an_interrupt_keeps_finished_rows_and_tells_how_to_go_on(project, stage_name):
     projects.edit(project, "steps = 6", "steps = 100000")
-    for number in range(3, 60):
+    for number in range(3, 60 if stage_name == "latents" else 3):
         projects.add_image(project, f"more{number}.png", seed=number)
     projects.build(project, "images", "captions", "buckets", *(["latents", "embeddings"] if stage_name == "train" else []))
     process = projects.command(project, "run", stage_name, "--only")

@@ -180,13 +180,13 @@ def test_a_stage_says_what_it_needs_before_its_first_row_and_nothing_when_it_is_
     assert not any("estimated peak" in line for line in again.lines)
 
 
-def test_besides_arrays_each_stage_takes_less_memory_than_the_plan_says_of_the_program(tmp_path):
+@pytest.mark.proof("besides arrays, a stage takes less memory than the plan says of the program")
+def test_besides_arrays_a_stage_takes_less_memory_than_the_plan_says_of_the_program(tmp_path, cases):
     folder = projects.make(tmp_path / "p", projects.ROOT / "data" / "assets" / "micro", images=2)
     projects.edit(folder, 'family = "tiny"', 'family = "micro"')
     projects.build(folder, "images", "captions", "buckets")
-    for name in ("latents", "embeddings"):
+    for name in ("embeddings", "latents")[: cases(1, 2)]:
         projects.latentmill_process(folder, "run", name, "--only")
-    for name in ("latents", "embeddings"):
         run = Project(folder).current(name).manifest()["facts"]["run"]
         assert 0.1 * PROGRAM_BYTES < run["peak_rss"] - run["peak_mlx"] < PROGRAM_BYTES, run
 
@@ -203,17 +203,13 @@ def test_time_is_forecast_at_the_rate_of_the_last_run(tmp_path, tiny_weights):
     assert later.missing == 2 and later.seconds is not None and later.seconds > 0
 
 
-def test_after_every_change_the_plan_counts_what_the_next_run_then_writes(tmp_path, tiny_weights):
+def test_after_a_change_the_plan_counts_what_the_next_run_then_writes(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "p", tiny_weights, images=2)
     projects.edit(folder, "steps = 6", "steps = 2")
     projects.edit(folder, "[64, 96]", "[64]")
     projects.build(folder, *CHAIN)
-    caption, picture = folder / "images" / "picture0.txt", folder / "images" / "new.png"
+    caption = folder / "images" / "picture0.txt"
     text, again = caption.read_text(), "all anew: a new run, since settings, data or weights differ"
-
-    def remove() -> None:
-        picture.unlink()
-        picture.with_suffix(".txt").unlink()
 
     def change(old: str, new: str) -> Callable[[], None]:
         return lambda: projects.edit(folder, old, new)
@@ -221,24 +217,10 @@ def test_after_every_change_the_plan_counts_what_the_next_run_then_writes(tmp_pa
     nothing = dict.fromkeys(CHAIN, 0)
     anew = {"train": 2, "samples": 2}
     changes: list[tuple[str, Callable[[], object], dict[str, int | None]]] = [
-        ("nothing", lambda: None, {}),
         ("a caption", lambda: caption.write_text("other words"), {"captions": 1, "embeddings": 1, **anew}),
         ("the caption put back", lambda: caption.write_text(text), {"captions": 1}),
-        (
-            "a new picture",
-            lambda: projects.add_image(folder, picture.name, 7),
-            {"images": 1, "captions": 1, "buckets": 1, "latents": 1, "embeddings": 1, **anew},
-        ),
-        ("the picture removed", remove, {}),
-        ("a setting of train", change("rank = 2", "rank = 4"), anew),
-        ("the setting put back", change("rank = 4", "rank = 2"), {}),
         ("a setting of buckets", change("[64]", "[96]"), {"buckets": 2, "latents": 2, **anew}),
-        ("the buckets put back", change("[96]", "[64]"), {"buckets": 2}),
-        (
-            "a preview prompt",
-            change("a red thing", "a blue thing"),
-            {"captions": 1, "embeddings": 1, "samples": 2},
-        ),
+        ("a preview prompt", change("a red thing", "a blue thing"), {"captions": 1, "embeddings": 1, "samples": 2}),
     ]
     for what, do, counts in changes:
         do()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import re
 from pathlib import Path
 
+import duckdb
 import pyarrow.parquet as pq
 import pytest
 
@@ -29,8 +31,13 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> FakeProject:
     return tables.make(tmp_path_factory.mktemp("project"))
 
 
+@functools.cache
+def catalog(path: Path) -> duckdb.DuckDBPyConnection:
+    return open_catalog(FakeProject(path))
+
+
 def ask(project: FakeProject, sql: str) -> list[tuple[object, ...]]:
-    return open_catalog(project).execute(sql).fetchall()
+    return catalog(project.path).execute(sql).fetchall()
 
 
 def shown_queries() -> list[str]:

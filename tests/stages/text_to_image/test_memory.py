@@ -29,6 +29,7 @@ from stages.tuner.memory import MemoryPlan
 TINY = family("tiny")
 WIDE = replace(TINY, transformer=transformer_sizes(2, 3, 4, 256) | {"attention_head_dim": 64, "axes_dims_rope": (16,) * 4})
 BUDGET = int(20e9)
+LARGE = pytest.mark.proof("the estimate of drawing, of the autoencoder and of a step is near the peak at larger sizes", long=True)
 
 
 def peak_beside(before: int) -> int:
@@ -43,7 +44,10 @@ def start() -> int:
     return before
 
 
-@pytest.mark.parametrize(("side", "passes", "bits"), [(128, 1, 16), (128, 2, 4), (256, 2, 16), (512, 1, 4)])
+@pytest.mark.parametrize(
+    ("side", "passes", "bits"),
+    [(128, 1, 16), (128, 2, 4), *(pytest.param(*case, marks=LARGE) for case in ((256, 2, 16), (512, 1, 4)))],
+)
 def test_the_estimate_of_drawing_is_near_its_measured_peak(bits: Any, side: int, passes: int) -> None:
     config = replace(profile_settings(), precision="float32", base_bits=bits)
     model = random_transformer(WIDE, config)
@@ -67,7 +71,9 @@ def flat(weights: dict[str, Any]) -> list[mx.array]:
     return [array for value in weights.values() for array in ([value] if isinstance(value, mx.array) else value)]
 
 
-@pytest.mark.parametrize(("encodes", "side"), [(True, 128), (True, 512), (False, 128), (False, 320)])
+@pytest.mark.parametrize(
+    ("encodes", "side"), [(True, 128), pytest.param(True, 512, marks=LARGE), (False, 128), pytest.param(False, 320, marks=LARGE)]
+)
 def test_the_estimate_of_the_autoencoder_is_near_its_measured_peak(encodes: bool, side: int) -> None:
     sizes = TINY.autoencoder | {"block_out_channels": (32, 32, 64, 64), "norm_num_groups": 8}
     larger: Family = replace(TINY, autoencoder=sizes)
@@ -84,7 +90,9 @@ def test_the_estimate_of_the_autoencoder_is_near_its_measured_peak(encodes: bool
     assert 0.7 < expected.work / peak_beside(before) < 1.4, (expected, peak_beside(before))
 
 
-@pytest.mark.parametrize(("side", "samples", "plan"), [(128, 4, "whole"), (128, 4, "blocks"), (512, 1, "blocks")])
+@pytest.mark.parametrize(
+    ("side", "samples", "plan"), [(128, 4, "whole"), (128, 4, "blocks"), pytest.param(512, 1, "blocks", marks=LARGE)]
+)
 def test_the_estimate_of_training_on_a_cpu_is_within_a_tenth_of_the_peak_of_a_step(side: int, samples: int, plan: str) -> None:
     config, record = profile_settings(rank=16), family("micro")
     shape = BatchShape(samples, side, side, record.text_tokens, record.architecture.pixels_per_token)

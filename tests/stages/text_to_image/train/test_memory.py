@@ -90,7 +90,13 @@ def test_adding_up_gradients_is_estimated_to_need_the_adapters_size_once_more_an
     assert measured[1] - measured[0] == pytest.approx(adapter, rel=0.25)
 
 
-@pytest.mark.parametrize(("samples", "variant"), [(None, "lora"), (1, "lora"), (None, "dora"), (None, "lokr")])
+LONG = pytest.mark.proof("the estimate includes held-out images of every variant and micro-batch", long=True)
+
+
+@pytest.mark.parametrize(
+    ("samples", "variant"),
+    [(1, "lora"), (None, "dora"), pytest.param(None, "lora", marks=LONG), pytest.param(None, "lokr", marks=LONG)],
+)
 def test_the_estimate_includes_held_out_images_that_are_larger_than_all_others(samples, variant, deep, tmp_path):
     aside = ValidationConfig(paths=("image3",), sigmas=(0.2, 0.8))
     config = replace(BASE, memory="blocks", micro_batch=samples, variant=variant, validation=aside)

@@ -40,10 +40,10 @@ def test_a_wrong_guidance_raises_the_loss_and_is_named(tmp_path: Path, cases: Ca
     run_all(guidance_cases(seeds, 8 if seeds == 1 else 50), tmp_path)
 
 
-@pytest.mark.proof("twenty sound runs, with each optimizer and variant at its default rate, give no warning")
+# The short forms of the tests around it have sound runs too.
+@pytest.mark.proof("twenty sound runs, with each optimizer and variant at its default rate, give no warning", long=True)
 def test_a_sound_run_gives_no_warning(tmp_path: Path, cases: Callable[[int, int], int]) -> None:
-    count = cases(1, 20)
-    run_all(sound_cases(count, 12 if count == 1 else 50), tmp_path)
+    run_all(sound_cases(cases(20, 20)), tmp_path)
 
 
 @pytest.mark.proof("500 steps of every optimizer and variant at its default rate lower the loss and end")

@@ -139,8 +139,18 @@ def distance(ours: dict[str, mx.array], theirs: dict[str, mx.array]) -> float:
     return (difference / sum(float(np.square(np.array(grad, np.float64)).sum()) for grad in theirs.values())) ** 0.5
 
 
-@pytest.mark.parametrize("bits", [16, 4])
-@pytest.mark.parametrize("variant", ["lora", "dora", "lokr"])
+LONG = pytest.mark.proof("plans and micro-batches give the same gradient, with every variant and 4 or 16 bits", long=True)
+
+
+@pytest.mark.parametrize(
+    ("variant", "bits"),
+    [
+        ("lora", 16),
+        ("dora", 4),
+        ("lokr", 16),
+        *(pytest.param(*case, marks=LONG) for case in (("lora", 4), ("dora", 16), ("lokr", 4))),
+    ],
+)
 def test_plans_and_micro_batches_give_the_same_gradient_with_masks_and_preservation(variant, bits, transformer, tmp_path):
     run = Run(tmp_path, transformer, replace(EVERYTHING, variant=variant, base_bits=bits, batch_size=3), rich_tables())
     made, batches = step_of(run, 4)
