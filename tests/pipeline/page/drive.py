@@ -35,7 +35,7 @@ def wait(window, script):
     began = time.monotonic()
     while not (found := script() if callable(script) else window.execute_script(f"return {script}")):
         assert time.monotonic() - began < SECONDS, script
-        time.sleep(0.2)
+        time.sleep(0.3)
     return found
 
 
