@@ -206,7 +206,8 @@ class Site:
         path, pipeline = self.file(name), self.project.pipeline
         section, _, key = pipeline.background.partition(".")
         background = getattr(self.project.config.sections[section], key) if section else ""
-        return _thumbnail(pipeline.thumbnail, path, path.stat().st_mtime_ns, longest, background)
+        made = _thumbnail if longest < LONGEST[-1] else _thumbnail.__wrapped__  # a large one is shown once, and has up to 1 MB
+        return made(pipeline.thumbnail, path, path.stat().st_mtime_ns, longest, background)
 
     def texts(self, page: str) -> Texts:
         found = pages_of(self.project).get(page)
@@ -283,7 +284,7 @@ def _plain(text: Any) -> Any:
 
 
 # `changed` is the file's time of change: a key of the cache only.
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)  # as a page shows; the browser keeps them too
 def _thumbnail(function: str, path: Path, changed: int, longest: int, background: str) -> bytes:
     content: bytes = load(function)(path, longest, background)
     return content

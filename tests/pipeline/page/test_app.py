@@ -30,7 +30,7 @@ from pipeline.commands.query import Limits, answer
 from pipeline.page import SPARING
 from pipeline.page.app import MOST_BYTES, make_app
 from pipeline.page.command import write_report
-from pipeline.page.site import Site
+from pipeline.page.site import Site, _thumbnail
 from pipeline.project.project import Project
 from pipeline.queue import Queue
 from pipeline.store.lock import locked, texts_lock
@@ -189,6 +189,17 @@ def test_pictures_are_small_and_nothing_but_pictures_is_served(page):
     assert good.headers["content-type"] == "image/webp" and good.content[:4] == b"RIFF"
     assert page.get("/picture/image_folder/broken.png").headers["content-type"] == "image/svg+xml"
     assert b"picture number" not in page.get("/picture/image_folder/picture0.txt").content
+
+
+def test_the_server_keeps_as_many_small_pictures_as_a_page_shows_and_no_large_one(folder):
+    site, kept = Site(folder), _thumbnail.cache_info
+    before = kept().currsize
+    assert site.picture("image_folder/picture0.png", 2048) and kept().currsize == before
+    names = [f"{n}.png" for n in range(300)]
+    for name in names:
+        os.link(folder / "images" / "picture0.png", folder / "images" / name)
+        site.picture(f"image_folder/{name}", 160)
+    assert before < kept().currsize < len(names)
 
 
 @pytest.mark.parametrize(
