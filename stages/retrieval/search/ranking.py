@@ -132,9 +132,9 @@ def telling(query: str) -> str:
 
 def coverage(query: str, words: str) -> float:
     """Share of the query's words, function words left out, that `words` holds in some form, 0 to 1."""
-    asked = {_stem(word) for word in texts.words(query) if word not in FUNCTION_WORDS}
-    return len(asked & {_stem(word) for word in {*words.split()}}) / len(asked) if asked else 0.0
+    asked = {stem(word) for word in texts.words(query) if word not in FUNCTION_WORDS}
+    return len(asked & {stem(word) for word in {*words.split()}}) / len(asked) if asked else 0.0
 
 
-def _stem(word: str) -> str:
+def stem(word: str) -> str:
     return next((word.removesuffix(end) for end in ENDINGS if word.endswith(end) and len(word) - len(end) >= 3), word)
