@@ -108,7 +108,8 @@ class ModelFamily:
     @property
     def source(self) -> str:
         """Where the weights come from if a project names none, for messages."""
-        return self.hub or (f"{self.bundled}, part of the checkout" if self.bundled else "made by the project")
+        own = "a folder of yours" if self.seeded is None else "made by the project"
+        return self.hub or (f"{self.bundled}, part of the checkout" if self.bundled else own)
 
 
 def choose(families: Mapping[str, F], name: str) -> F:
@@ -293,6 +294,21 @@ class Architecture:
         return made
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How a retriever reads texts: ids of tokens. The default is T5's."""
+
+    end: bool = True  # each text ends with the end token that tokenizer_config.json names
+    special: bool = True  # the tokenizer adds its special tokens; else unknown ones are left out, too
+    query: int | None = None  # comes after the first token of a query, within its length
+    document: int | None = None
+    expansion: int | None = None  # with this, queries are filled up to their length
+    attended: bool = True  # other tokens read those of the expansion
+    skipped: frozenset[int] = frozenset()  # tokens of documents that have no vector
+    query_tokens: int | None = None  # lengths that the model was made for
+    document_tokens: int | None = None
+
+
 RETRIEVER_FILES: Mapping[str, tuple[str, ...]] = {
     "encoder": ("config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model.bin", "[12]_Dense/*"),
     TOKENIZER: ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "spiece.model"),
@@ -313,8 +329,13 @@ class RetrieverFamily(ModelFamily):
     files: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: RETRIEVER_FILES)
 
     sizes: Mapping[str, Any] = field(default_factory=dict)  # content of config.json, for random weights and forecasts of memory
+    trained: bool = True  # adapters can be trained
     lower_case: bool = False  # texts, before they are tokenised
     head_seed: int | None = None  # draws a head for weights without one, to be trained before use; None: that is an error
+
+    def require_trained(self) -> None:
+        if not self.trained:
+            raise ValueError(f"{self.name} is searched with as it is: remove [train], or choose another family to tune")
 
     @property
     def architecture(self) -> RetrieverArchitecture:
@@ -341,6 +362,10 @@ class RetrieverArchitecture:
     write_model: Callable[..., None]
     # write_random_weights(folder, family, seed): a complete model of the family's sizes.
     write_random_weights: Callable[[Path, Any, int], None]
+    # is_model(folder): whether it holds a model of this architecture, by its small files.
+    is_model: Callable[[Path], bool]
+    # reading(folder): how its texts are read.
+    reading: Callable[[Path], Reading] = lambda folder: Reading()
 
     def meta_encoder(self, sizes: Any, dtype: mx.Dtype) -> Any:
         """Of arrays that are never computed and take no memory, for names, shapes and estimates."""

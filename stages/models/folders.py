@@ -10,10 +10,13 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stages.models.family import ModelFamily
 from stages.untrusted import read_json
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 # What follows the name of a single file.
 PRECISION = r"[-_.](fp8|e4m3fn|e5m2|scaled|fp8_?mixed|fp16|f16|bf16|fp32|q\d(_[01ksml])*)"
@@ -44,6 +47,18 @@ def component_config(path: Path | None, default: Mapping[str, Any]) -> dict[str,
     """Sizes: `default` without a config.json that states some, as that of weights quantised for MLX may not."""
     found = read_config(path) if path else {}
     return found if found.keys() & default.keys() else dict(default)
+
+
+def open_tokenizer(file: Path) -> Tokenizer:
+    """Raises ValueError if tokenizer.json is missing or cannot be read."""
+    from tokenizers import Tokenizer
+
+    if not file.is_file():
+        raise ValueError(f"{file} is missing: a retriever needs a tokenizer.json")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001  (the library raises Exception itself)
+        raise ValueError(f"{file} is not a tokenizer.json: {error}") from None
 
 
 CONFIG_BYTES = 1_000_000  # the largest config.json that is read

@@ -6,36 +6,42 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
 from stages.models import adapters
-from stages.models.family import RetrieverFamily
+from stages.models.family import Reading, RetrieverFamily
+from stages.models.folders import open_tokenizer
 from stages.models.t5.model import T5
 from stages.models.weights import read_file
+from stages.retrieval.texts import Role
 from stages.run import Run, TensorReader
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.lora import check_fits, merge
 from stages.tuner.blockwise.backprop import BlockwiseForward
 from stages.untrusted import parse_json, read_json
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def unknown_of(tokenizer: Tokenizer) -> int | None:
+    """The unknown token of the tokenizer itself, whose kinds say it in two ways."""
+    if hasattr(tokenizer.model, "unk_token"):
+        return tokenizer.token_to_id(tokenizer.model.unk_token) if tokenizer.model.unk_token else None
+    found: int | None = parse_json(tokenizer.to_str(), "tokenizer.json")["model"].get("unk_id")
+    return found
+
 
 class TextTokenizer:
     """Raises ValueError if tokenizer.json is missing or cannot be read."""
 
-    def __init__(self, folder: Path, *, lower_case: bool) -> None:
-        from tokenizers import Tokenizer
-
-        self.lower_case = lower_case
+    def __init__(self, folder: Path, *, lower_case: bool, reading: Reading | None = None) -> None:
+        self.lower_case, self.reading = lower_case, reading or Reading()
         file, config = folder / "tokenizer.json" if folder.is_dir() else folder, folder / "tokenizer_config.json"
-        if not file.is_file():
-            raise ValueError(f"{file} is missing: a retriever needs a tokenizer.json")
-        try:
-            self.tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # noqa: BLE001  (the library raises Exception itself)
-            raise ValueError(f"{file} is not a tokenizer.json: {error}") from None
+        self.tokenizer = open_tokenizer(file)
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         named = read_json(config) if config.is_file() else {}
@@ -45,16 +51,31 @@ class TextTokenizer:
         self.end, self.unknown = (
             self.tokenizer.token_to_id(token["content"] if isinstance(token, dict) else token) for token in tokens
         )
+        if not self.reading.special:
+            self.unknown = unknown_of(self.tokenizer)
+        self.end = self.end if self.reading.end else None
 
     def encode(self, many: list[str]) -> list[list[int]]:
         """Each list ends with the end token, if there is one. Nothing is cut."""
-        found = self.tokenizer.encode_batch([text.lower() for text in many] if self.lower_case else many)
+        special = self.reading.special
+        many = [text.lower() for text in many] if self.lower_case else many
+        found = self.tokenizer.encode_batch(many, add_special_tokens=special)
         ids = [each.ids for each in found]
+        if not special:
+            # A text of unknown words alone keeps one.
+            ids = [[each for each in some if each != self.unknown] or some[:1] or [0] for some in ids]
         return [each if self.end is None or (each and each[-1] == self.end) else [*each, self.end] for each in ids]
 
-    def cut(self, ids: list[int], longest: int) -> list[int]:
-        """Keeps the last id, the end token."""
-        return ids if len(ids) <= longest else [*ids[: longest - 1], ids[-1]]
+    def cut(self, ids: list[int], longest: int, role: Role = "document") -> list[int]:
+        """Keeps the last id, the end token, if texts end with one; with the prefix of the role, and expanded."""
+        reading = self.reading
+        prefix = reading.query if role == "query" else reading.document
+        longest -= prefix is not None
+        ids = ids if len(ids) <= longest else [*ids[: longest - 1], ids[-1]] if reading.special else ids[:longest]
+        ids = ids if prefix is None else [ids[0], prefix, *ids[1:]]
+        if role == "query" and reading.expansion is not None:
+            ids = [*ids, *[reading.expansion] * (longest + (prefix is not None) - len(ids))]
+        return ids
 
     def pieces(self, ids: list[int]) -> list[str]:
         """For display; "<7>" for an id without a text."""
@@ -124,28 +145,36 @@ class Encoder:
         scales: dict[str, float],
         tokenizer: TextTokenizer | None,
         query_tokens: int,
+        reading: Reading | None = None,
     ) -> None:
         self.model, self.tokenizer, self.query_tokens = model, tokenizer, query_tokens
+        self.reading = reading or Reading()
+        self.skipped = np.array(sorted(self.reading.skipped), np.int32)
         self.forward = BlockwiseForward(model, adapter, scales, model.dtype)
 
-    def encode_ids(self, many: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def encode_ids(self, many: Sequence[np.ndarray], role: Role = "document") -> list[np.ndarray]:
         """Float32 (tokens, width) per text, each vector of length 1. The texts are computed together, padded to the longest."""
         if not many:
             return []
         ids_BL, real_BL = padded(many, MULTIPLE)
+        if role == "query" and not self.reading.attended:
+            real_BL &= ids_BL != self.reading.expansion
         [vectors_BLE] = self.forward(ids=[mx.array(ids_BL)], real=[mx.array(real_BL)])
         found = np.array(vectors_BLE)
-        return [found[row, : len(ids)] for row, ids in enumerate(many)]
+        vectors = [found[row, : len(ids)] for row, ids in enumerate(many)]
+        if role == "query" or not len(self.skipped):
+            return vectors
+        return [each[~np.isin(ids, self.skipped)] for each, ids in zip(vectors, many, strict=True)]
 
     def query_ids(self, text: str) -> np.ndarray:
         """Cut to `query_tokens` ids, of which the last is the end token."""
         assert self.tokenizer is not None, "this encoder has no tokenizer"
         [ids] = self.tokenizer.encode([text])
-        return np.array(self.tokenizer.cut(ids, self.query_tokens), np.int32)
+        return np.array(self.tokenizer.cut(ids, self.query_tokens, "query"), np.int32)
 
     def encode_queries(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Float32 (tokens, width) per query, each vector of length 1."""
-        return self.encode_ids([self.query_ids(text) for text in texts])
+        return self.encode_ids([self.query_ids(text) for text in texts], "query")
 
 
 def padded(many: Sequence[np.ndarray], step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -171,20 +200,21 @@ def load_encoder(
     """`tokenizer` None: token ids only. `strength`: share of the adapter's change. Raises ValueError if a file does not fit."""
     model = family.architecture.load_encoder(weights, getattr(mx, precision), family.head_seed)
     arrays, scales = read_adapter(adapter, model.linears(), strength) if adapter else ({}, {})
-    found = TextTokenizer(tokenizer, lower_case=family.lower_case) if tokenizer else None
-    return Encoder(model, arrays, scales, found, query_tokens)
+    reading = family.architecture.reading(weights)
+    found = TextTokenizer(tokenizer, lower_case=family.lower_case, reading=reading) if tokenizer else None
+    return Encoder(model, arrays, scales, found, query_tokens, reading)
 
 
 @contextmanager
 def text_encoder(
     run: Run[Any], tokens: TensorReader, adapter: Path | None, *, precision: str = "float32", strength: float = 1.0
-) -> Iterator[Callable[[str], np.ndarray]]:
-    """text_id -> its vectors. The weights are in memory within the block only."""
+) -> Iterator[Callable[[str, Role], np.ndarray]]:
+    """(text_id, role) -> its vectors. The weights are in memory within the block only."""
     weights, family = run.needs["encoder"], run.needs["family"]
     held = [load_encoder(weights, None, family, adapter, precision=precision, strength=strength)]
     try:
         # One text at a time, so that no row depends on another.
-        yield lambda text_id: held[0].encode_ids([tokens.read(text_id)])[0]
+        yield lambda text_id, role: held[0].encode_ids([tokens.read(text_id)], role)[0]
     finally:
         held.clear()  # the function may outlive this
         gc.collect()

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from stages.bundled import RETRIEVER
 from stages.models.family import RetrieverFamily
 
+MODERNBERT = "stages.models.modernbert.files:MODERNBERT_RETRIEVER"
+STATIC = "stages.models.static_embedding:STATIC_RETRIEVER"
+SETTINGS = "config_sentence_transformers.json"
+COLBERT_FILES = {
+    "encoder": ("config.json", "*.safetensors", "*.safetensors.index.json", "[0-9]_Dense/*", SETTINGS, "tokenizer.json"),
+    "tokenizer": ("tokenizer.json", "tokenizer_config.json", SETTINGS),
+}
+STATIC_FILES = {
+    "encoder": ("config.json", "model.safetensors", "modules.json"),
+    "tokenizer": ("tokenizer.json", "tokenizer_config.json"),
+}
 T5 = "stages.models.t5.files:T5_RETRIEVER"
 TINY = {
     "vocab_size": 384,
@@ -63,5 +76,32 @@ _ALL = (
         sizes=TINY,
         begin={"train": {"precision": "float32"}},
     ),
+    RetrieverFamily(
+        name="modernbert",
+        title="ColBERT on ModernBERT in PyLate's layout, such as LateOn-Code; [project] weights names its folder",
+        licence="see its model card",
+        code=MODERNBERT,
+        files=COLBERT_FILES,
+        trained=False,
+    ),
+    RetrieverFamily(
+        name="model2vec",
+        title="a table of token vectors in model2vec's layout, one vector a text; [project] weights names its folder",
+        licence="see its model card",
+        code=STATIC,
+        files=STATIC_FILES,
+        trained=False,
+    ),
 )
 FAMILIES = {family.name: family for family in _ALL}
+
+
+def family_of(folder: Path) -> RetrieverFamily:
+    """The first family whose models look like that in `folder`, by its small files. Raises ValueError if there is none."""
+    for family in _ALL:
+        if family.architecture.is_model(folder):
+            return family
+    raise ValueError(
+        f"{folder} holds no encoder that is known here: its config.json must be of T5 or of ModernBERT, in the layout of "
+        "transformers or PyLate, or the folder one of model2vec"
+    )

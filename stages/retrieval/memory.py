@@ -60,7 +60,8 @@ def encoding_memory(outlook: Outlook, precision: str, tokens: int) -> Memory:
     length = -(-tokens // MULTIPLE) * MULTIPLE
     inputs = {"ids": [mx.zeros((1, length), mx.int32)], "real": [mx.ones((1, length), mx.bool_)]}
     weights = weight_bytes(((shape, 16) for shape in sizes.shapes().values()), dtype.size)
-    blocks = trace(model, inputs, choose_targets(model.linears(), outlook.sections["train"]), weights=weights)
+    targets = choose_targets(model.linears(), outlook.sections["train"]) if outlook.family.trained else []
+    blocks = trace(model, inputs, targets, weights=weights)
     traffic, per_score = T5_WORK[0 if slow_exp(mx.zeros(0, dtype)) else 1]
     scores = sizes.num_heads * length * length * dtype.size
     work = blocks_in_flight() * traffic * max(blocks.traffic) + per_score * scores

@@ -145,12 +145,12 @@ def _semantic(run: Run[NegativesConfig], units: list[Row]) -> Iterator[Search]:
     vectors_TD, end = np.empty((sum(counts), width), np.float16), 0
     with text_encoder(run, run.inputs.tensors(TOKENS), _adapter(run)) as encode:
         for number, (row, count) in enumerate(zip(units, counts, strict=True), 1):
-            vectors_TD[end : end + count] = encode(row["text_id"])
+            vectors_TD[end : end + count] = encode(row["text_id"], "document")
             end += count
             if number % 64 == 0:
                 run.report.progress(number, len(units), "documents encoded")
         matrix = TokenMatrix(vectors_TD, counts)
-        yield lambda pair: matrix.scores([encode(pair["query_id"])])[0]
+        yield lambda pair: matrix.scores([encode(pair["query_id"], "query")])[0]
 
 
 def choose(scores: np.ndarray, own: float, excluded: list[int], config: NegativesConfig) -> list[int]:

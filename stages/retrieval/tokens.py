@@ -77,14 +77,15 @@ def encode_tokens(run: Run[TokensConfig]) -> Iterator[pa.RecordBatch]:
     if not pending:
         return
     known = _texts(run, run.output.pending["text_id"])
-    tokenizer = TextTokenizer(run.needs["tokenizer"], lower_case=run.needs["family"].lower_case)
+    folder, family = run.needs["tokenizer"], run.needs["family"]
+    tokenizer = TextTokenizer(folder, lower_case=family.lower_case, reading=family.architecture.reading(folder))
     longest = {"query": run.config.query_tokens, "document": run.config.document_tokens}
     for some in run.report.batches(pending, run.config.batch_size, "texts"):
         rows = []
         for row, ids in zip(some, tokenizer.encode([known[row["text_id"]] for row in some]), strict=True):
-            kept = tokenizer.cut(ids, longest[row["role"]])
+            kept = tokenizer.cut(ids, longest[row["role"]], row["role"])
             unknown = sum(each == tokenizer.unknown for each in kept)
-            numbers = {"count": len(kept), "truncated": len(ids) - len(kept), "unknown": unknown}
+            numbers = {"count": len(kept), "truncated": max(0, len(ids) - len(kept)), "unknown": unknown}
             rows.append({**row, **numbers, "ids_shape": [len(kept)], "ids": np.array(kept, np.int32)})
         yield TOKENS.record_batch(rows)
 

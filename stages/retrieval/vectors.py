@@ -88,7 +88,7 @@ def encode_vectors(run: Run[VectorsConfig]) -> Iterator[pa.RecordBatch]:
                     return
                 some = own[start : start + config.batch_size]
                 tokens.ahead(row["text_id"] for row in some)
-                yield VECTORS.record_batch(_row(row, encode(row["text_id"])) for row in some)
+                yield VECTORS.record_batch(_row(row, encode(row["text_id"], row["role"])) for row in some)
                 done += len(some)
                 run.report.progress(done, len(pending), "texts")
 

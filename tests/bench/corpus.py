@@ -42,14 +42,13 @@ def installed(count: int) -> Iterator[tuple[Path, list[Row]]]:
                 return
 
 
-def copy_installed(folder: Path, count: int) -> Path:
-    """A folder of code with `count` functions. Returns one of its files, to be edited."""
-    packages, files = Path(sysconfig.get_path("purelib")), [file for file, _ in installed(count)]
-    for file in files:
+def copy_installed(folder: Path, count: int) -> None:
+    """Makes a folder of code with `count` functions."""
+    packages = Path(sysconfig.get_path("purelib"))
+    for file, _ in installed(count):
         target = folder / file
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(packages / file, target)
-    return folder / files[len(files) // 2]
 
 
 @contextmanager
@@ -61,8 +60,8 @@ def made_up() -> Iterator[None]:
     by_id, by_place = draws.normal(size=(2**14, 128)), 0.3 * draws.normal(size=(2**10, 128))
 
     @contextmanager
-    def random_encoder(run: Any, tokens: Any, adapter: Any, **how: Any) -> Iterator[Callable[[str], np.ndarray]]:
-        def encode(text_id: str) -> np.ndarray:
+    def random_encoder(run: Any, tokens: Any, adapter: Any, **how: Any) -> Iterator[Callable[[str, texts.Role], np.ndarray]]:
+        def encode(text_id: str, role: texts.Role) -> np.ndarray:
             ids = tokens.read(text_id)
             vectors = by_id[ids] + by_place[: len(ids)]
             return maxsim.unit(vectors + 1.5 * vectors.mean(axis=0)).astype(np.float32)

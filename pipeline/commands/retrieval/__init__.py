@@ -15,7 +15,7 @@ TEXT = """\
 [project]
 pipeline = "retrieval"
 family = {family}
-
+{weights}
 [sources]
 roots = [{code}]  # folders, or packages such as "package:stdlib"; only read, never written
 
@@ -27,13 +27,14 @@ TUNING = {"steps": 40, "batch_size": 64, "lr": 0.001}  # the short recipe of dat
 
 
 def project_toml(options: Mapping[str, str]) -> str:
-    """`options`: code, family. Raises ValueError for an unknown family."""
+    """`options`: code, family, and weights for others than the family's. Raises ValueError for an unknown family."""
     from stages.retrieval.families import FAMILIES
 
     record = choose(FAMILIES, options["family"])
     settings = TUNING | dict(record.begin.get("train", {}))
     train = "\n".join(f"# {key} = {json.dumps(value)}" for key, value in settings.items())  # JSON is TOML here
-    return TEXT.format(family=toml_string(record.name), code=toml_string(options["code"]), train=train)
+    weights = f"weights = {toml_string(options['weights'])}\n" if options.get("weights") else ""
+    return TEXT.format(family=toml_string(record.name), weights=weights, code=toml_string(options["code"]), train=train)
 
 
 TEMPLATE = Template(

@@ -36,6 +36,7 @@ SETTINGS = "\n[units]\nmin_lines = 1\n\n[pairs]\nqueries = false\n"  # of a proj
 LEAST = 0.3
 # Texts per second: 1,014 in 42.3 s, on two cores of Linux with a load of 7 (27 November 2026).
 RATE, RATE_OF = 24.0, "two busy cores of Linux; no Mac was measured"
+MODEL = "The folder of another encoder: T5, ColBERT on ModernBERT (PyLate), or model2vec."
 ENOUGH = 200  # texts of a run that its speed is taken from
 
 
@@ -49,9 +50,18 @@ ENOUGH = 200  # texts of a run that its speed is taken from
 @click.option("--path", "patterns", multiple=True, help='Only files whose path in FOLDER matches "src/*.py"; may be repeated.')
 @click.option("--regex", default="", help="Only code in which a line matches this regular expression.")
 @click.option("--threshold", default=LEAST, show_default=True, type=click.FloatRange(0, 1), help=THRESHOLD)
+@click.option("--model", type=click.Path(path_type=Path, exists=True, file_okay=False), help=MODEL)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def command(
-    query: str, folder: Path, mode: str, limit: int, patterns: tuple[str, ...], regex: str, threshold: float, as_json: bool
+    query: str,
+    folder: Path,
+    mode: str,
+    limit: int,
+    patterns: tuple[str, ...],
+    regex: str,
+    threshold: float,
+    model: Path | None,
+    as_json: bool,
 ) -> int:
     """Find code by meaning in FOLDER, by default the current one; it may be a single file. No project is needed: what was
     read is kept in the cache folder, and changed files are read again first. Files that git ignores are left out. The exit
@@ -59,7 +69,7 @@ def command(
     """
     if not query.strip():
         raise ValueError('find needs a query, such as: latentmill find "read a file line by line"')
-    with hashing_of("find"), CodeFolder(folder, cast("Mode", mode), say_aside).current() as code:
+    with hashing_of("find"), CodeFolder(folder, cast("Mode", mode), say_aside, model).current() as code:
         answers = code.search(query, limit, patterns, regex, threshold)
     if as_json:
         give(json.dumps({"query": query, "mode": mode, "results": [as_dict(each) for each in answers]}, ensure_ascii=False))
@@ -75,9 +85,9 @@ def command(
 class CodeFolder:
     """A folder of source code that is asked once or, by a program that stays up, many times."""
 
-    def __init__(self, root: Path, mode: Mode = "hybrid", say: Say = silent) -> None:
+    def __init__(self, root: Path, mode: Mode = "hybrid", say: Say = silent, model: Path | None = None) -> None:
         self.root, self.mode, self.say = root.resolve(), mode, say
-        self.project = open_project(self.root)
+        self.project = open_project(self.root, model)
         self.session: Session | None = None
         self._opened: object = None
 
@@ -139,16 +149,29 @@ class CodeFolder:
         return np.flatnonzero(np.fromiter(wanted, bool, len(files)))
 
 
-def open_project(root: Path) -> Project:
-    """The project of the source folder `root` in the cache folder, made if there is none."""
+def open_project(root: Path, model: Path | None = None) -> Project:
+    """The project of the source folder `root` in the cache folder, made if there is none. `model`: the folder of another encoder
+    than the bundled one, each with a project of its own. Raises ValueError if it holds none that is known.
+    """
     from pipeline.commands.retrieval import project_toml
     from pipeline.project.config import FILE
     from pipeline.project.project import Project
     from stages.hashing import text_sha256
 
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "latentmill" / "find" / f"{root.name}-{text_sha256(str(root))[:12]}"
-    text = project_toml({"code": str(root), "family": "retriever-micro"}) + SETTINGS
+    options, settings, name = {"code": str(root), "family": "retriever-micro"}, SETTINGS, [str(root)]
+    if model:
+        from stages.retrieval.families import family_of
+
+        model = model.resolve()
+        family = family_of(model)
+        reading = family.architecture.reading(model)
+        options |= {"family": family.name, "weights": str(model)}
+        name.append(str(model))
+        lengths = {"query_tokens": reading.query_tokens, "document_tokens": reading.document_tokens}
+        settings += "\n[tokens]\n" + "".join(f"{key} = {value}\n" for key, value in lengths.items() if value)
+    folder = cache / "latentmill" / "find" / f"{root.name}-{text_sha256(*name)[:12]}"
+    text = project_toml(options) + settings
     if not (folder / FILE).is_file() or (folder / FILE).read_text(encoding="utf-8") != text:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FILE).write_text(text, encoding="utf-8")

@@ -100,6 +100,7 @@ class Session:
 
     def __init__(self, project: Project, mode: Mode, *, explain: bool = False) -> None:
         from schemas.retrieval import INDEX, VECTORS
+        from stages.models.family import Reading
         from stages.retrieval.encoder import TextTokenizer
         from stages.retrieval.index import Searcher, folder_artifacts, in_order
 
@@ -117,7 +118,11 @@ class Session:
         self.texts: dict[str, str] = {}
         if explain:
             family = cast("RetrieverFamily", project.family)
-            self.tokenizer = TextTokenizer(project.component("tokenizer"), lower_case=family.lower_case)
+            folder = project.component("tokenizer")
+            reading = family.architecture.reading(folder)
+            if reading != Reading():
+                raise ValueError(f"--explain shows a vector per token, which {family.name} has not: leave it out")
+            self.tokenizer = TextTokenizer(folder, lower_case=family.lower_case)
             self.config = project.config.sections["tokens"]
             units = project.folder("units").rows().select(["unit_id", "text"]).to_pylist()
             self.texts = {row["unit_id"]: row["text"] for row in units}

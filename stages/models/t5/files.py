@@ -193,4 +193,8 @@ def write_random_weights(folder: Path, family: Any, seed: int) -> None:
     write_word_tokenizer(folder, config.vocab_size)
 
 
-T5_RETRIEVER = RetrieverArchitecture(read_sizes, load_encoder, load_weights, T5, write_model, write_random_weights)
+def is_model(folder: Path) -> bool:
+    return read_config(folder).get("model_type") == "t5"
+
+
+T5_RETRIEVER = RetrieverArchitecture(read_sizes, load_encoder, load_weights, T5, write_model, write_random_weights, is_model)

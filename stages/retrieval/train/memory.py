@@ -63,6 +63,7 @@ class PairEstimator(Estimator[TrainConfig]):
 
 
 def forecast(outlook: Outlook) -> Forecast:
+    outlook.family.require_trained()
     config: TrainConfig = outlook.sections["train"]
     queries, documents = counts(outlook)
     longest = int(queries.max()), int(documents.max())

@@ -45,6 +45,7 @@ class PairTask:
         config = run.config
         self.run, self.config = run, config
         self.family = run.needs["family"]
+        self.family.require_trained()
         self.data = run.once(load_dataset)
         pools = length_pools([pair.length for pair in self.data.trained], config.batch_size)
         self.order = Order(pools, config.batch_size, config.seed, config.accumulate)

@@ -1,0 +1,1 @@
+"""ModernBERT with projections, the encoder of ColBERT models for code."""
