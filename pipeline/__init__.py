@@ -5,7 +5,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# A standard stream that this process was not given: the next file that is opened would take its number, on Debian ctypes' libffi,
+# which stays open. So this comes before other imports.
+for _number in range(3):
+    try:
+        os.fstat(_number)
+    except OSError:
+        os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, this one
 
 if TYPE_CHECKING:
     from pipeline.api import Project

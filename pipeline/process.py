@@ -63,12 +63,6 @@ class Stream(io.TextIOWrapper):
 
 def open_streams() -> None:
     """Standard streams that can be used, whatever the process was given, and escape what their encoding lacks."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            # It takes the lowest free number, this one: else the next file that is opened would take it.
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115  (of this process until it ends)
     encodings = [getattr(stream, "encoding", None) or "utf-8" for stream in (sys.stdout, sys.stderr)]
     aside = os.environ.pop(ASIDE, "") != ""
