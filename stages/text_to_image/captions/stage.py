@@ -138,6 +138,10 @@ class CaptionsConfig(Section):
             if not extension.startswith(".") or len(extension) < 2:
                 raise ValueError(f'extension must be a dot and a name such as ".txt", got "{extension}"')
 
+    def previews(self, triggers: Sequence[str]) -> dict[str, str]:
+        """Text -> the prompt of the settings that it is made of: with {trigger}, one text for each of `triggers`."""
+        return {prompt.replace("{trigger}", each): prompt for prompt in self.preview_prompts for each in triggers or [""]}
+
     @property
     def where(self) -> CaptionSources:
         return CaptionSources(self.sources, self.extension, self.folder, self.caption_column, self.lines)
@@ -568,8 +572,7 @@ def caption_rows(found: Found, config: CaptionsConfig, edits: Mapping[str, str])
         rows.append(_row("", "trigger", word, "config", "images.folder" if place else "captions.trigger", place))
     if config.class_word:
         rows += _class_rows(rows, subjects, config)
-    prompts = {prompt.replace("{trigger}", each): prompt for prompt in config.preview_prompts for each in triggers or [""]}
-    for position, (text, prompt) in enumerate(prompts.items()):
+    for position, (text, prompt) in enumerate(config.previews(triggers).items()):
         # By this, [samples] prompt_references finds the prompts of all triggers.
         more = {"template": prompt} if len(triggers) > 1 and text != prompt else {}
         rows.append(_row("", "preview", text, "config", "", position, **more))

@@ -43,7 +43,10 @@ def forecast(outlook: Outlook) -> Forecast:
     every = None if isinstance(train.steps, str) else -(-train.steps // train.checkpoint_every)
     chosen = config.checkpoints
     checkpoints = {"last": 1, "all": every}[chosen] if isinstance(chosen, str) else len(chosen)
-    prompts = len(outlook.sections["captions"].preview_prompts[: config.first_prompts or None])
+    captions, folders = outlook.sections["captions"], outlook.sections["images"].folder
+    of_folders = [] if isinstance(folders, str) else [each.trigger for each in folders]
+    triggers = {captions.trigger, *of_folders} - {"", None}
+    prompts = len(list(captions.previews(sorted(triggers)))[: config.first_prompts or None])
     return Forecast(
         most,
         row_bytes=int(PNG * config.width * config.height),

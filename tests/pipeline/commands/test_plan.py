@@ -77,6 +77,10 @@ def test_before_training_the_plan_counts_the_previews_and_says_that_all_steps_ar
     projects.add_image(tmp_path, "a.png", 1)
     lines, _ = projects.report(project, int(60e9))
     assert any(line.startswith("samples") and "4 previews " in line for line in lines)  # of the base and steps 10, 20 and 25
+    folders = "".join(f'[[images.folder]]\npath = "{name}"\ntrigger = "{name}"\n' for name in ("sks", "ohwx"))
+    file = tmp_path / "project.toml"
+    file.write_text(file.read_text().replace('"a fox"', '"{trigger} here", "a sofa"') + folders)
+    assert projects.planned(Project(tmp_path))["samples"].to_do == "12 previews"  # three prompts, of two triggers
     assert "train: all 25 steps are warm-up, below the full rate: lower [train.schedule] warmup_steps (100)" in lines
 
 
