@@ -137,7 +137,7 @@ def test_diffusers_draws_the_picture_that_we_draw(
     assert np.abs(pictures[text] - theirs).max() <= NEAR
 
 
-@pytest.mark.parametrize(("text", "shape"), DRAWN)
+@pytest.mark.parametrize(("text", "shape"), DRAWN[:1])
 def test_with_our_exported_lora_diffusers_draws_the_picture_that_we_draw_with_the_lora(
     diffusers: Any,
     embeddings: Words,
