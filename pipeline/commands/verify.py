@@ -100,6 +100,8 @@ def _damaged_results(project: Project, table: TableFolder, known: set[str], affe
     artifacts, name = table.folder / "artifacts", table.schema.name
     if not (artifacts / checkpoint.FOLDER).is_dir():
         return
+    for path in sorted((artifacts / checkpoint.FOLDER).glob("[!.]*/[!.]*/")):  # else nothing can be written in its place
+        yield Finding(name, table.folder, path.relative_to(table.folder).as_posix(), "is no regular file", (), affects)
     for step, problem in sorted(checkpoint.damaged_checkpoints(artifacts).items()):
         file = f"artifacts/{checkpoint.folder_name(step)}/{checkpoint.STATE}"
         if not any(each.startswith(file.rpartition("/")[0]) for each in known):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -36,6 +37,7 @@ DELETED = 1 / 8  # of its rows, likewise
 FEW = 2000  # values that Lance is asked for, at most
 # Errors that are no damage: too little memory, mistakes of the program.
 UNRELATED = (MemoryError, ImportError, TypeError, AttributeError, NameError, AssertionError, NotImplementedError)
+RUST = re.compile(r",? /\S+\.rs:\d+:\d+")  # where in its code Lance met an error
 _quiet = threading.Lock()
 os.environ.setdefault("LANCE_LOG", "error")  # read when Lance is imported; its warnings tell a user nothing
 
@@ -111,7 +113,7 @@ class Index:
             known = isinstance(error, Exception) or type(error).__name__ == "PanicException"
             if not known or isinstance(error, UNRELATED) or error_number(error) not in (None, errno.ENOENT):
                 raise
-            raise DamageError(f"{self.path} cannot be {what}: {str(error).partition(chr(10))[0]}") from error
+            raise DamageError(f"{self.path} cannot be {what}: {RUST.sub('', str(error).partition(chr(10))[0])}") from error
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.path.parent).as_posix()

@@ -109,6 +109,15 @@ def test_an_index_that_cannot_be_read_at_all_is_rebuilt_from_the_shards(tmp_path
     check_tensors(table)
 
 
+def test_the_reason_of_a_lost_version_names_no_code_of_lance(tmp_path: Path):
+    table = written(tmp_path / "t", *range(3))
+    for path in lance_files(table, "_versions/*.manifest"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"cannot be read at version \d+: .*was not found.*; run the stage again$") as error:
+        table.rows()
+    assert ".rs" not in str(error.value)
+
+
 def test_a_table_without_tensors_that_cannot_be_read_at_all_starts_empty(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
     for _ in range(2):

@@ -147,11 +147,11 @@ def command(path: str, words: list[str]) -> None:
     cli.main([path if word == "PROJECT" else word for word in words])
 
 
-def build(path: str) -> str:
-    """Run all stages one after another. Return the error's line, or ""."""
+def build(path: str, first: bool) -> str:
+    """Run all stages one after another, or the `first`. Return the error's line, or ""."""
     signal.alarm(SECONDS)
     try:
-        projects.build(Path(path))
+        projects.build(Path(path), *Project(Path(path)).stage_names[: int(first)])
     except ValueError as error:
         assert "\n" not in str(error) and str(error), error
         return f"error: {error}"
@@ -290,7 +290,8 @@ def _use(forks: Forks, copy: Path, pipeline: str, group: str, expected: dict[str
 
     def build() -> str:
         """The error's line, or ""."""
-        done = forks.call(f"{__name__}:build", str(copy))
+        # Settings that were cut may ask for a long training.
+        done = forks.call(f"{__name__}:build", str(copy), group == "settings")
         assert not any(each in done.text for each in NEVER), done.text[-1500:]
         assert done.value is not None, f"ended with {done.code}: {done.text[-500:]}"
         said.extend(filter(None, [done.value]))
