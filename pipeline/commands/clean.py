@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from pipeline.commands import own
+from pipeline.commands.status import settled, states
 from pipeline.options import with_project
 from pipeline.project.project import Project
 from pipeline.store.disk import TEMPORARY, abandoned, delete, delete_abandoned, format_bytes, size_of
@@ -40,8 +41,10 @@ def clean(project: Project, *, runs: bool, dry_run: bool) -> Iterator[str]:
     for lock in (project.path / "tables").glob("*/*/lock"):  # a running stage holds the lock of the table that it writes
         if holder := lock_holder(lock):
             raise ValueError(f"{lock.parent} is being written by {holder}; wait for it or stop it")
+    stale = {each.stage_name for each in states(project) if each.stale_inputs or not settled(each)}
     parts = [_clean_leftovers(project, dry_run)]
-    parts += [_clean_table(project, name, runs or name not in project.pipeline.results, dry_run) for name in project.stage_names]
+    for name in project.stage_names:
+        parts.append(_clean_table(project, name, runs or name not in project.pipeline.results, name in stale, dry_run))
     freed = 0
     for line, count in itertools.chain.from_iterable(parts):
         freed += count
@@ -76,7 +79,7 @@ def _clean_leftovers(project: Project, dry_run: bool) -> Iterator[tuple[str, int
                 delete(folder / "damaged")
 
 
-def _clean_table(project: Project, name: str, allowed: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
+def _clean_table(project: Project, name: str, allowed: bool, stale: bool, dry_run: bool) -> Iterator[tuple[str, int]]:
     """(line, bytes) for each deletion in a stage's tables, and for tables of other settings that are kept, with the reason."""
     from pipeline.store.table import Writer, link_table
 
@@ -109,7 +112,9 @@ def _clean_table(project: Project, name: str, allowed: bool, dry_run: bool) -> I
     if not allowed or not current.exists:
         return
     dead, rows = current.usage()["dead"], current.index.read_newest()
-    if dead or current.unnamed_files(rows, rows):
+    if dead and stale:  # some of them may be those that the present settings want
+        yield f"{name}: {dead} rows that the last run did not use kept, because the table is not up to date", 0
+    elif dead or current.unnamed_files(rows, rows):
         if dry_run:
             freed = current.reclaimable_bytes()
         else:

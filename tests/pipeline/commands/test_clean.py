@@ -60,6 +60,20 @@ def test_a_table_of_other_settings_is_kept_while_the_present_one_has_none(projec
     assert files(project) == before
 
 
+def test_rows_that_settings_which_were_set_back_want_are_kept(project):
+    projects.edit(project, "resolutions = [64, 96]", "resolutions = [64]")
+    projects.build(project, "buckets", "latents")
+    projects.edit(project, "resolutions = [64]", "resolutions = [64, 96]")
+    said = cleaned(project)
+    assert any(line.startswith("latents: 3 rows ") and "kept, because the table is not up to date" in line for line in said)
+    projects.build(project, "buckets")
+    cleaned(project)
+    assert projects.planned(Project(project))["latents"].missing == 0
+    projects.edit(project, "resolutions = [64, 96]", "resolutions = [64]")
+    projects.build(project, "buckets", "latents")
+    assert any(line.startswith("latents: 3 rows that are not used any more") for line in cleaned(project))
+
+
 def test_a_trained_run_is_deleted_only_on_request_and_only_if_a_newer_one_exists(project):
     (old,) = (project / "tables" / "train").iterdir()
     (latents,) = (project / "tables" / "latents").iterdir()
