@@ -111,7 +111,7 @@ def run(
         writer.expect(disk)
         for line in filter(None, [*notes, needed]):
             console.say(line)
-        published = folder.rows(columns=wanted.column_names) if folder.exists else wanted.slice(0, 0)
+        published = writer.published.select(wanted.column_names) if folder.exists else wanted.slice(0, 0)
         again = partial(commit, stage=stage, writer=writer, meter=meter, committed=committed)
         if compute or project.config.project.workers != "local" or launched_rank() is not None:
             again(compute(run) if compute else computed(project, stage, run))

@@ -40,12 +40,16 @@ UNITS = TableSchema(
         column("package", pa.string(), "the root and the file's top-level module, joined by a slash"),
         column("module", pa.string(), "dotted name of the file's module"),
         column("name", pa.string(), "name of the function or class; empty for a window of lines"),
-        column("qualified_name", pa.string(), "name with the names of the classes and functions around it, joined by dots"),
+        column(
+            "qualified_name", pa.string(), "name with the names of the classes and functions around it, joined by dots", long=True
+        ),
         column("kind", pa.string(), "function, method, class, code (statements outside), section, cell, or lines (a window)"),
         column("first_line", pa.int32(), "first line of the unit in its file, decorators included, from 1"),
         column("last_line", pa.int32(), "last line of the unit in its file"),
         column("code_lines", pa.int32(), "lines of the body that hold code: without signature, docstring, comments, empty lines"),
-        column("signature", pa.string(), "the lines from the first word to the colon that opens the body, on one line"),
+        column(
+            "signature", pa.string(), "the lines from the first word to the colon that opens the body, on one line", long=True
+        ),
         column("docstring", pa.string(), "the docstring, cleaned of its indentation; empty if there is none", long=True),
         column(
             "body",
@@ -53,7 +57,9 @@ UNITS = TableSchema(
             "the body without the docstring, indentation removed; of a class the signatures of its methods",
             long=True,
         ),
-        column("query", pa.string(), "first sentence of the docstring, on one line; null without a docstring", null=True),
+        column(
+            "query", pa.string(), "first sentence of the docstring, on one line; null without a docstring", null=True, long=True
+        ),
         column(
             "text",
             pa.string(),
@@ -70,7 +76,12 @@ UNITS = TableSchema(
         column(
             "docstring_words", pa.string(), "words of the docstring, split likewise; an evaluation leaves them out", long=True
         ),
-        column("title", pa.string(), "a second text: first sentence of the docstring, or the words of the name; may be empty"),
+        column(
+            "title",
+            pa.string(),
+            "a second text: first sentence of the docstring, or the words of the name; may be empty",
+            long=True,
+        ),
         column("title_id", pa.string(), "as text_id, of the title; empty if there is none"),
     ),
 )
@@ -199,10 +210,14 @@ INDEX = TableSchema(
         column("encoder", pa.string(), "the encoder of the vectors: base, or the sha256 of the adapter file"),
         column("vector_id", pa.string(), "the vectors of the unit's text, a key of the table vectors"),
         column("path", pa.string(), "the file, a value of path in the table sources"),
-        column("qualified_name", pa.string(), "name with the names of the classes and functions around it, joined by dots"),
+        column(
+            "qualified_name", pa.string(), "name with the names of the classes and functions around it, joined by dots", long=True
+        ),
         column("first_line", pa.int32(), "first line of the unit in its file, from 1"),
         column("last_line", pa.int32(), "last line of the unit in its file"),
-        column("signature", pa.string(), "the lines from the first word to the colon that opens the body, on one line"),
+        column(
+            "signature", pa.string(), "the lines from the first word to the colon that opens the body, on one line", long=True
+        ),
         column("file", pa.string(), "where the file lies: relative to the project's folder, or absolute"),
         column("text_id", pa.string(), "the document of the unit, a key of the table tokens"),
         column("title_vector", pa.string(), "the vectors of the unit's title, a key of the table vectors; empty if it has none"),

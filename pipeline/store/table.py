@@ -295,6 +295,13 @@ class Writer:
         return self._stored[1]
 
     @property
+    def published(self) -> pa.Table:
+        """The rows that readers see, without long columns."""
+        live = pc.fill_null(self._rows[LIVE.name], False)
+        rows = self._rows if pc.all(live).as_py() else self._rows.filter(live)
+        return rows.select([name for name in rows.column_names if name != LIVE.name])
+
+    @property
     def newest(self) -> np.ndarray:
         """The positions of the newest rows of each key among all, in order."""
         if self._newest is None or self._newest[0] is not self._rows:
