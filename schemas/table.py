@@ -84,8 +84,9 @@ def column(
     """The Arrow field of a column; `doc` says what it holds, and the unit.
 
     `measured`: differs between equal runs, as clock times do. `default`: what `record_batch` fills in for a string column, "" for
-    none. `unrecorded`: not part of the recipe; may be null, and is if a row does not say it. `long`: a text that is most of its
-    row. It is not compressed, the writer of its table does not read it, and a run that changes few rows does not write all again.
+    none. `unrecorded`: not part of the recipe; may be null, and is if a row does not say it. `long`: a text that its own
+    stage does not need. It is not compressed, the writer of its table does not read it, and a run that changes few rows of such a
+    table writes no others.
     """
     marks = {"measured": "yes" if measured else "", "default": default, "unrecorded": "yes" if unrecorded else ""}
     marks |= {"long": "yes"} if long else {}
