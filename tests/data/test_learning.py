@@ -54,3 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_short_run_moves_the_style_and_lowers_the_validation_loss(folder):
     assert has_learned(*train(folder))
+
+
+def test_a_run_with_a_learning_rate_near_0_does_not_pass_as_learning(folder):
+    style, first, last = train(folder, "train.lr=1e-12", "samples.first_prompts=2", steps=2)
+    assert not has_learned(style, 1.0, 0.5) and not has_learned(1.0, first, last), "neither of the two measures passes"
