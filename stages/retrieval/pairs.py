@@ -87,7 +87,7 @@ def leaks(documents: Sequence[str], held_out: Sequence[str]) -> tuple[np.ndarray
         if shared:
             common = np.bincount(np.concatenate(shared), minlength=len(sizes))
             found = common / (sizes + len(own) - common)
-            position[number] = int(found.argmax())
+            position[number] = int(np.argmax(found))
             likeness[number] = found[position[number]]
     return likeness, position
 

@@ -129,7 +129,7 @@ class Order:
             return self.batch_size
         own: int = sum(math.ceil(self.rates.rates[row]) for row in group if self.shapes[row] == shape)
         least = int(np.floor(self.rates.rates[group]).sum())  # rows of every pass
-        if least >= self.batch_size and self.rates.rates.max() <= 1:
+        if least >= self.batch_size and np.max(self.rates.rates) <= 1:
             return min(self.batch_size, own)  # no row occurs twice in a batch
         # A batch can meet so many passes, and each may draw a row again.
         passes = 1 + -(-(self.batch_size - 1) // least) if least else self.batch_size
