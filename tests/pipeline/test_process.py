@@ -163,7 +163,9 @@ def test_a_command_raises_its_limit_of_open_files_as_far_as_the_system_allows():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_that_comes_while_a_stage_ends_begins_no_further_stage(number):
-    child = f"import signal, sys; signal.signal({number:d}, lambda *_: sys.exit(0)); print('ready', flush=True); signal.pause()"
+    # Not signal.pause: a signal just before it would be lost.
+    ends = f"signal.signal({number:d}, lambda *_: sys.exit(0))"
+    child = f"import signal, sys, time; {ends}; print('ready', flush=True); [time.sleep(0.01) for _ in iter(int, 1)]"
     code = f"import sys; from pipeline.process import run_apart; sys.exit(run_apart([sys.executable, '-c', {child!r}]))"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, process_group=0) as process:
         assert process.stdout and process.stdout.readline() == "ready\n"
