@@ -64,7 +64,7 @@ def test_the_estimate_of_drawing_is_near_its_measured_peak(bits: Any, side: int,
     before = start()
     list(WIDE.architecture.draw(model, text, side, side, **drawing))
     measured = peak_beside(before) + held
-    assert 0.75 < expected.peak / measured < 1.35, (expected, measured)
+    assert 0.75 < expected.peak / measured < 1.4, (expected, measured)
 
 
 def flat(weights: dict[str, Any]) -> list[mx.array]:
