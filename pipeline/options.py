@@ -75,7 +75,7 @@ def with_project(function: Callable[..., Any]) -> Callable[..., Any]:
             "overrides",
             multiple=True,
             metavar="SECTION.KEY=VALUE",
-            help="Override a setting of project.toml, such as train.steps=500. May be repeated, or be several. "
+            help="Override a setting of project.toml, such as train.steps=500. May be repeated; several in one: 'a.b=1 c.d=2'. "
             "With make: SET='...'.",
             **early,
         ),
