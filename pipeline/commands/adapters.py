@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -78,8 +79,8 @@ def find_adapter(project: Project, text: str, step: int | None = None, say: Say 
 
 def adapter_of(project: Project, step: int | None, say: Say = silent, which: str = "last") -> Path:
     """The adapter file of the chosen run at `step`, None for its end; a `which` of "best" has a step of its own."""
-    from pipeline.project.runs import longer_than_asked, read_record
-    from stages.tuner.checkpoint import adapter_damage, find_checkpoints
+    from pipeline.project.runs import read_record
+    from stages.tuner.checkpoint import adapter_damage, find_checkpoints, published_step
 
     if which not in WHICH:
         raise ValueError(f"adapter must be one of {', '.join(WHICH)}, got {which!r}")
@@ -96,7 +97,9 @@ def adapter_of(project: Project, step: int | None, say: Say = silent, which: str
     if not last.is_file():
         there = f"its checkpoints are {', '.join(map(str, sorted(checkpoints)))}" if checkpoints else "it has no checkpoint yet"
         wanted = "finished adapter" if step is None else f"checkpoint of step {step}"
-        remedy = "choose one of them" if checkpoints and step is not None else f"run: make train PROJECT={project.path}"
+        remedy = f"run: make train PROJECT={shlex.quote(str(project.path))}"
+        if checkpoints:
+            remedy = "choose one of them" if step is not None else f"choose one by --step, or {remedy}"
         raise ValueError(f"{project.name} has no {wanted}; {there}; {remedy}")
     adapter = last.with_name(WHICH[which] + last.suffix)
     if not adapter.is_file():
@@ -109,8 +112,15 @@ def adapter_of(project: Project, step: int | None, say: Say = silent, which: str
         current = ""
     if table.name != current:
         say(f"note: the project has changed since training; this adapter is from the run with recipe {table.name}")
-    elif step is None and which == "last" and (longer := longer_than_asked(project, "train")) and not project.fixed:
-        say(f"note: {longer}; this is the longer one's adapter: make train PROJECT={project.path} takes it back")
+    elif step is None and which == "last" and not project.fixed:
+        asked, ends = getattr(project.config.sections["train"], "steps", None), published_step(table / "artifacts") or 0
+        if isinstance(asked, int) and ends > asked:
+            make = f"make train PROJECT={shlex.quote(str(project.path))}"
+            say(
+                f"note: the run has {ends} steps, {asked} are asked for; this is the longer one's adapter: {make} gives the other"
+            )
+        elif newest := max((each for each in checkpoints if isinstance(asked, int) and ends < each <= asked), default=0):
+            say(f"note: this is the adapter of step {ends}; the run was stopped at step {newest}: --step {newest} takes that one")
     return adapter
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pipeline.project.config import FILE as CONFIG
 from pipeline.project.config import Overrides, load
@@ -267,33 +267,17 @@ def choose(project: Project, text: str, overrides: Overrides = ()) -> None:
     project.fix(FixedTable(run.stage, run.table, run.record.get("recipe", {})), config)
 
 
-class Longer(NamedTuple):
-    there: int  # steps of the run
-    asked: int
-
-    def __str__(self) -> str:
-        return f"the run has {self.there} steps, {self.asked} are asked for"
-
-
-def longer_than_asked(project: Project, stage: str) -> Longer | None:
-    table = project.current(stage)
-    if not table.exists:
-        return None
-    asked = getattr(project.config.sections[stage], "steps", AUTO)  # a stage of one's own may train without this setting
-    there = max(table.rows(columns=["step"])["step"].to_pylist(), default=0)
-    return Longer(there, asked) if isinstance(asked, int) and there > asked else None
-
-
 def news(project: Project, stage: str) -> Iterator[str]:
     """Messages before a new run of which an earlier one differs only in its data: it starts at step 0, or from that adapter. And
     before a run that is longer than the settings ask for is taken back.
     """
     recipe, table = project.recipe(stage), project.current(stage)
     if read_record(table) is not None:
-        if longer := longer_than_asked(project, stage):
-            asked, there = longer.asked, longer.there
+        asked = getattr(project.config.sections[stage], "steps", AUTO)  # a stage of one's own may train without this setting
+        there = max(table.rows(columns=["step"])["step"].to_pylist(), default=0) if table.exists else 0
+        if isinstance(asked, int) and there > asked:
             yield (
-                f"{longer}: its adapter is that of step {asked} again. For the longer "
+                f"the run has {there} steps, {asked} are asked for: its adapter is that of step {asked} again. For the longer "
                 f"one: SET={stage}.steps={there} with make, `export --step {there}`, or {stage}.steps in project.toml"
             )
         return

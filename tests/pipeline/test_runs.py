@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 from starlette.testclient import TestClient
 
+from pipeline import runner
 from pipeline.api import Project
 from pipeline.commands.catalog import run_facts
 from pipeline.commands.query import answer
@@ -204,6 +205,12 @@ class Interrupting(projects.Silent):
 
 
 def test_a_run_that_ctrl_c_stopped_draws_as_it_is_and_made_shorter_than_its_states_says_what_it_computes_again(project):
+    projects.build(project, "images", "train")
+    with pytest.raises(Stopped):
+        runner.run(projects.Project(project, ["train.steps=12"]), "train", Interrupting(8))
+    said = projects.latentmill(project, "export", "--set", "train.steps=12")
+    assert re.search(r"note: this is the adapter of step 6; the run was stopped at step (\d+): --step \1 takes that one", said)
+    assert "note" not in projects.latentmill(project, "export")
     shutil.rmtree(project / "tables" / "train")
     projects.build(project, "images")
     with pytest.raises(Stopped, match=r"1 to do. Run the same command to go on\. With what there is: latentmill samples --only$"):
@@ -213,6 +220,8 @@ def test_a_run_that_ctrl_c_stopped_draws_as_it_is_and_made_shorter_than_its_stat
     assert next(row["state"] for row in answer(Project(project), "select * from runs where current").to_pylist()) == "interrupted"
     assert found["samples"] == "waits for train; with what there is: latentmill samples --only"
     assert projects.planned(Project(project))["train"].seconds  # the speed is known
+    refused = projects.latentmill(project, "export", code=2)
+    assert "its checkpoints are 2, 4, 5; choose one by --step, or run: make train PROJECT=" in refused
     assert "samples: 3 previews done" in projects.latentmill(project, "samples", "--only")  # of 2, 4 and 5
     kept = Project(project, {"train.steps": 5})  # their adapter is not written yet
     assert describe(state(kept, "train")) == "the 5 steps are in checkpoints: make train takes them back"
