@@ -321,7 +321,7 @@ def test_the_result_of_a_run_or_the_checkpoint_of_a_step_is_exported(tmp_path: P
         trained(saved, transformer, BLOCKS[:1], step=str(step))
         files = {saved.name: {"bytes": saved.stat().st_size, "sha256": file_sha256(saved)}}
         (saved.parent / "state.json").write_text(json.dumps({"step": step, "files": files}))
-    for missing, remedy in ((None, "run: make train"), (30, "choose one of them")):
+    for missing, remedy in ((None, "choose one by --step, or run: make train"), (30, "choose one of them")):
         with pytest.raises(ValueError, match=f"its checkpoints are 20, 40; {remedy}"):
             run(missing)
     shutil.copy(saved, artifacts)
