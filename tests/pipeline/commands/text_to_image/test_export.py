@@ -304,7 +304,8 @@ def test_the_result_of_a_run_or_the_checkpoint_of_a_step_is_exported(tmp_path: P
         path=tmp_path,
         family=TINY,
         stage=lambda stage_name: SimpleNamespace(result="adapter.safetensors"),
-        config=SimpleNamespace(sections={}),
+        config=SimpleNamespace(sections={"train": SimpleNamespace(steps=40)}),
+        fixed={},
     )
     table = SimpleNamespace(folder=tmp_path / "tables" / "train" / "abc", exists=False)
     project.folder = project.current = lambda stage_name: table
