@@ -53,6 +53,9 @@ class Stage:
     # of the recipe if there is any.
     content: Callable[[Run[Any]], Mapping[str, Any]] | None = None
     forecast: Callable[[Outlook], Forecast | None] | None = None  # None: it needs little
+    # How many seconds the rows of the second argument take, where rows differ in cost. The third has the rows of the last run,
+    # the fourth is the mean time of one of them, None if that is not known. None: each takes the mean.
+    seconds: Callable[[Run[Any], pa.Table, pa.Table, float | None], float | None] | None = None
     # The rows that its table will have after a run, as far as later stages count them: cheap, writes nothing. None: they are not
     # known before it has run.
     foresee: Callable[[Run[Any]], pa.Table] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from stages.tuner.checkpoint import ADAPTER
 from stages.tuner.control import Control
 from stages.tuner.loop import wanted_rows
 from stages.tuner.replay import remake_checkpoints
+from stages.tuner.validation import TRAIN as TRAINED
 
 
 def wanted_samples(run: Run[Any]) -> pa.Table:
@@ -35,6 +37,7 @@ def snapshot(run: Run[Any]) -> pa.Table:
     facts = [("", crop.latent_id, f"rate {crop.rate!r}") for crop in data.crops if crop.rate != 1]
     facts += [("", crop.latent_id, f"weights {list(crop.weights)}") for crop in data.crops if crop.weights]
     facts += [("", crop.latent_id, "held out") for crop in data.held]
+    facts += [("", str(resolution), f"from step {first}") for first, resolution in data.parts]
     shown = [(crop, number, each) for crop in (*data.crops, *data.held) for number, each in enumerate(crop.references, 1)]
     facts += [("", crop.latent_id, f"reference {number} {each.latent_id}") for crop, number, each in shown]
     if run.config.initial:
@@ -60,6 +63,28 @@ def repair(run: Run[Any]) -> Iterator[str]:
         yield from remake_checkpoints(run, ImageTask(run))
 
 
+def seconds(run: Run[Any], coming: pa.Table, last: pa.Table, mean: float | None) -> float | None:
+    """Of a progressive run, by what steps of each resolution took; None if one of those to come has not been computed yet."""
+    parts = run.once(load_dataset).parts
+    if not parts:
+        return None if mean is None else coming.num_rows * mean
+    resolutions = {crop.latent_id: crop.resolution for crop in run.once(load_dataset).crops}
+    costs: dict[Any, dict[Any, float]] = defaultdict(dict)  # by resolution or split, by step or batch
+    counts: Counter[Any] = Counter()
+    for row in last.select(["step", "split", "latent_id", "seconds"]).to_pylist():
+        kind = resolutions.get(row["latent_id"]) if row["split"] == TRAINED else row["split"]
+        costs[kind][row["step"], row["seconds"]] = row["seconds"]
+        counts[kind] += 1
+    total = 0.0
+    for row in coming.select(["step", "split"]).to_pylist():
+        part = max(part for part in parts if part[0] <= max(row["step"], 1))
+        kind = part[1] if row["split"] == TRAINED else row["split"]
+        if not counts[kind]:
+            return None
+        total += sum(costs[kind].values()) / counts[kind]
+    return total
+
+
 STAGE = Stage(
     reads=(LATENTS, EMBEDDINGS, BUCKETS, CAPTIONS, IMAGES),
     optional=(DRAWINGS,),
@@ -72,6 +97,7 @@ STAGE = Stage(
     repair=repair,
     snapshot=snapshot,
     forecast=forecast,
+    seconds=seconds,
     divisible=False,
     version=2,  # 2: every batch is full
     result=ADAPTER,
