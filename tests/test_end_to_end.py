@@ -185,7 +185,7 @@ def test_the_exported_adapter_gives_our_velocity_in_diffusers(project, reference
 
     def adapted(block: str):
         inside = {name.removeprefix(f"{block}."): value for name, value in adapters.items() if name.startswith(f"{block}.")}
-        return lora.adapted_linear(
+        return lora.AdaptedLinear(
             inside, {n.removeprefix(f"{block}."): s for n, s in scales.items() if n.startswith(f"{block}.")}
         )
 

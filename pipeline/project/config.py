@@ -82,7 +82,7 @@ REMARKS = {
     "clip_skip": "no model here has CLIP; which layers of the text encoder are read belongs to the family",
     "enable_bucket bucket_no_upscale min_bucket_reso max_bucket_reso bucket_reso_steps": "there are always buckets, found from "
     "each picture; buckets.resolutions is a list of sizes",
-    "network_dropout rank_dropout module_dropout": "adapters have no dropout here; caption_dropout drops captions, not weights",
+    "network_dropout module_dropout": "train.rank_dropout drops ranks, as kohya's does; there is no other dropout of adapters",
     "cache_latents cache_latents_to_disk cache_text_encoder_outputs": "always; only what has changed is encoded again",
     "text_encoder_lr network_train_unet_only train_text_encoder": "text encoders are never trained",
     "max_token_length": "belongs to the family",

@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from stages import kernels
+from stages.tuner.adapters.lora import Scale
 from stages.tuner.blockwise.backprop import Chain, Loss, Plan, Tree, Values, loss_and_grads, main_losses, predict
 from stages.tuner.ranks import Ranks
 from stages.tuner.weights import Arrays
@@ -117,7 +118,7 @@ Join = Callable[[list[Tree]], Tree]  # predictions of all parts, in order -> the
 def loss_and_grads_in_parts(
     chain: Chain,
     adapters: Arrays,
-    scales: Mapping[str, float],
+    scales: Mapping[str, Scale],
     parts: Sequence[Mapping[str, Any]],
     join: Join,
     loss: Loss,

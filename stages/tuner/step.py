@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from stages.kernels import dispatch
+from stages.tuner.adapters.lora import Scale
 from stages.tuner.adapters.targets import (
     Target,
     fresh_adapter,
@@ -252,7 +253,9 @@ class TrainingStep:
             raise ValueError("train: this loss compares all samples of a batch, and cannot be divided among ranks")
         if self.config.micro_batch is not None and whole and not self.objective.separable:
             raise ValueError("[train] micro_batch must be unset: the loss compares all samples of a batch with each other")
-        scales = {name: scale * term.strength for name, scale in self.scales.items()}
+        scales: dict[str, Scale] = {name: scale * term.strength for name, scale in self.scales.items()}
+        if term.masks:
+            scales |= {name: scales[name] * mask_BR for name, mask_BR in term.masks(self.targets).items()}
         if term.division is None or whole or self.most(batch) >= len(batch.samples):
             return loss_and_grads(self.model, adapter, scales, term.inputs, term.loss, self.memory.plan)
         parts, join = term.division.parts(self.most(batch)), term.division.join

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 import mlx.core as mx
 import pyarrow as pa
 
+from stages.tuner.adapters.targets import Target
 from stages.tuner.blockwise.backprop import Chain, Loss
 from stages.tuner.config import TrainingConfig
 from stages.tuner.weights import Arrays
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from stages.tuner.memory import Estimator
 
 Row = dict[str, Any]
+Masks = Callable[[Sequence[Target]], Mapping[str, mx.array]]  # Linear -> (samples, R), the factor of each rank
 InitialAdapter = tuple[Arrays, dict[str, float]]  # arrays by "<linear><ending>", float32; the scale of each Linear
 
 S = TypeVar("S")  # a sample, before anything of it is read
@@ -69,6 +71,7 @@ class Term:
     names: Mapping[str, Sequence[str]] | None = None  # column -> texts that its values index; a negative index is null
     division: Division | None = None  # what an objective that is not separable needs to be divided
     strength: float = 1.0  # factor of the adapter in this prediction
+    masks: Masks | None = None  # None: every sample has the whole adapter
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class Sample:
     sigma: float  # noise level, from 0 (clean) to 1 (noise)
     class_id: str = ""  # the class caption: the class word replaces the trigger; "" if the step needs none, or none exists
     strength: float = 1.0  # of the adapter; of a slider, 1 and -1 in turns
+    step: int = 0  # from 1; 0: held out
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class TrainingSampler:
         caption, its_class = replaced if dropped else (crop.captions[at], crop.class_of(at))
         needs_class = self.classes_every and step % self.classes_every == 0
         strength = -1.0 if crop.poles and (step + number) % 2 else 1.0
-        return Sample(number, epoch, crop, caption, dropped, sigma, its_class if needs_class else "", strength)
+        return Sample(number, epoch, crop, caption, dropped, sigma, its_class if needs_class else "", strength, step)
 
     def noise_of(self, step: int, sample: Sample, shape: tuple[int, ...]) -> np.ndarray:
         """float32; depends on seed, step and the sample's number alone."""

@@ -12,6 +12,7 @@ from stages.text_to_image.beneath import BeneathConfig
 from stages.text_to_image.length import AUTO, steps_of
 from stages.text_to_image.slider import SliderConfig
 from stages.tuner import config as tuner
+from stages.tuner.adapters.masks import RankMasks
 from stages.tuner.diffusion import Base, Shift, WeightName
 
 LEAST, MOST = 1e-3, 1e3  # of a rate in a setting: an epoch is a list in memory, and has at least one crop
@@ -147,6 +148,17 @@ class DataConfig(Section):
 
 
 @dataclass(frozen=True)
+class TLoraConfig(Section):
+    """T-LoRA: the noisier a sample, the fewer ranks it trains. Soboleva et al. 2025, arXiv 2507.05964."""
+
+    # Pictures are drawn with all ranks, as other programs do it: the file of a LoRA knows no noise level.
+
+    min_rank: int | None = setting(
+        None, "ranks that pure noise trains; unset: half of them, as in the paper", unit="columns", bounds=(1, 4096)
+    )
+
+
+@dataclass(frozen=True)
 class MaskConfig(Section):
     """Image tokens count less in the loss where the mask, from [latents] mask, is dark."""
 
@@ -215,6 +227,16 @@ class TrainConfig(tuner.TrainingConfig):
     mask: MaskConfig | None = setting(None, "train where the masks are white")  # noqa: RUF009
     preservation: PreservationConfig | None = setting(None, "keep the meaning of the class word")  # noqa: RUF009
     validation: ValidationConfig | None = setting(None, "images held out, to measure the run by")  # noqa: RUF009
+    tlora: TLoraConfig | None = setting(  # noqa: RUF009
+        None, "noisy samples train only the first ranks: against overfitting on few pictures", unrecorded=(None,)
+    )
+    rank_dropout: float = setting(
+        0.0,
+        "share of the ranks that a sample leaves out, at random in each Linear: kohya's rank_dropout; LoRA only",
+        unit="share",
+        bounds=(0.0, 0.9),
+        unrecorded=(0.0,),
+    )
     slider: SliderConfig | None = setting(  # noqa: RUF009
         None, "move along the difference of two prompts; trained without pictures", unrecorded=(None,)
     )
@@ -237,6 +259,18 @@ class TrainConfig(tuner.TrainingConfig):
         named += [f"data.{name}" for name in ("resolutions", "progressive", "repeats") if getattr(self.data, name)]
         if self.slider and named:
             raise ValueError(f"{named[0]} must be unset with [train.slider]: it is about pictures, of which a slider has none")
+
+        for name, chosen in (("tlora", self.tlora), ("rank_dropout", self.rank_dropout)):
+            if chosen and self.variant != "lora":
+                raise ValueError(f'{name} needs variant = "lora", got "{self.variant}"; leave one of them out')
+        if self.tlora and (self.tlora.min_rank or 0) > self.rank:
+            raise ValueError(f"tlora: min_rank must be at most the rank, {self.rank}, got {self.tlora.min_rank}")
+
+    @property
+    def masks(self) -> RankMasks | None:
+        if not self.tlora and not self.rank_dropout:
+            return None
+        return RankMasks(self.seed, bool(self.tlora), self.tlora.min_rank if self.tlora else None, self.rank_dropout)
 
     @property
     def batch(self) -> int:

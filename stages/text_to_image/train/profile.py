@@ -52,7 +52,7 @@ def random_training(family: Family, config: TrainConfig, memory: MemoryPlan | No
     """`memory`: None computes no block twice and has no limit."""
     model = random_transformer(family, config)
     targets = choose_targets(model.linears(), config)
-    objective = FlowMatching(family.architecture, config.loss, config.preservation)
+    objective = FlowMatching(family.architecture, config.loss, config.preservation, masks=config.masks)
     return TrainingStep(model, objective, targets, config, starting_adapter(model, targets, config), memory=memory)
 
 

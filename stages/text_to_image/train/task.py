@@ -32,6 +32,7 @@ from stages.text_to_image.train.data import Dataset, latent_reader, load_dataset
 from stages.text_to_image.train.memory import ImageEstimator, largest_batch
 from stages.text_to_image.weights import CONVERTED, STREAMED, load_transformer, meta_transformer
 from stages.tuner import diffusion
+from stages.tuner.adapters.masks import RankMasks
 from stages.tuner.adapters.targets import check_initial
 from stages.tuner.blockwise.backprop import predict_base
 from stages.tuner.checkpoint import adapter_damage
@@ -54,24 +55,26 @@ class FlowMatching:
     loss: LossConfig
     preservation: PreservationConfig | None = None
     slider: SliderConfig | None = None
+    masks: RankMasks | None = None
     separable: bool = True  # a sample's loss depends on that sample alone, so a batch may be divided into micro-batches
 
     def terms(self, model: Transformer, batch: MicroBatch) -> Iterator[Term]:
         x_BLC, target_BLC = self.mix(batch)
+        masks = functools.partial(self.masks, batch.samples) if self.masks else None
         inputs, strength = self.inputs(batch, x_BLC, batch.ctx_BTJ, batch.tokens_B), batch.samples[0].strength
         if self.slider:
             neutral, positive, negative = (
                 predict_base(model, each) for each in (inputs, *(self.inputs(batch, x_BLC, *texts) for texts in batch.poles))
             )
             target_BLC = diffusion.moved(neutral, positive, negative, strength * self.slider.guidance)
-        yield Term(inputs, velocity_loss(batch, target_BLC, self.loss), strength=strength)
+        yield Term(inputs, velocity_loss(batch, target_BLC, self.loss), strength=strength, masks=masks)
         if batch.class_BTJ is None or batch.class_B is None or self.preservation is None:
             return
         inputs = self.inputs(batch, x_BLC, batch.class_BTJ, batch.class_tokens_B)
         weight_B = self.preservation.weight * mx.array(batch.class_B)
         # How far the adapter moves the prediction: the target is the prediction of the base without it.
         preserved = functools.partial(diffusion.mse, target_BLC=predict_base(model, inputs), weight_B=weight_B)
-        yield Term(inputs, preserved, "preservation", [bool(one) for one in batch.class_B])
+        yield Term(inputs, preserved, "preservation", [bool(one) for one in batch.class_B], masks=masks)
 
     def validation_term(self, model: Transformer, batch: MicroBatch) -> Term:
         """Mean squared error, weighted by a mask if there is one."""
@@ -141,7 +144,8 @@ class ImageTask:
 
     @property
     def objective(self) -> FlowMatching:
-        return FlowMatching(self.family.architecture, self.config.loss, self.config.preservation, self.config.slider)
+        c = self.config
+        return FlowMatching(self.family.architecture, c.loss, c.preservation, c.slider, c.masks)
 
     @property
     def schema(self) -> pa.Schema:

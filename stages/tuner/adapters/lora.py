@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -26,6 +26,7 @@ from stages.tuner.weights import Arrays, QuantizedWeight, Weight, row_chunks, se
 Linear = Callable[[str, Any, mx.array], mx.array]  # (name within the block, weight, x) -> y
 Shapes = Mapping[str, tuple[int, ...]]  # of the arrays of one Linear, by suffix
 Pair = tuple[mx.array, mx.array]  # A and B, in the dtype of x
+Scale = float | mx.array  # of an adapter; an array (samples, R) is one factor for each sample and rank, of a LoRA alone
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 MAGNITUDE = ".lora_magnitude_vector"  # (O,); PEFT's name
@@ -36,15 +37,21 @@ ZERO_AT_START = (B, W2, W2_B, DIFF)  # arrays that start at zero, so that a fres
 NORM_CHUNK = 1 << 24  # values of a weight that exist in float32 at once for DoRA's norms: 64 MB
 
 
-def adapted_linear(adapters: Mapping[str, mx.array], scales: Mapping[str, float]) -> Linear:
-    """The function that computes the Linears of one block with their adapters. Names are within the block."""
+@dataclass(frozen=True)
+class AdaptedLinear:
+    """Computes the Linears of one block with their adapters. Names are within the block."""
+
+    adapters: Mapping[str, mx.array]
+    scales: Mapping[str, Scale]
 
     # The arrays are cast to the dtype of x here, inside the gradient: float32 arrays would widen all activations.
-    def apply(name: str, weight: Any, x: mx.array) -> mx.array:
-        own = arrays_of_linear(adapters, name)
-        return kind_of(own).output(x, weight, own, scales[name]) if own else product(x, weight)
+    def __call__(self, name: str, weight: Any, x: mx.array) -> mx.array:
+        own = arrays_of_linear(self.adapters, name)
+        return kind_of(own).output(x, weight, own, self.scales[name]) if own else product(x, weight)
 
-    return apply
+    def of_samples(self, which: Callable[[mx.array], mx.array]) -> AdaptedLinear:
+        """For a part of the batch, which `which` selects from an array of all samples."""
+        return replace(self, scales={n: which(s) if isinstance(s, mx.array) else s for n, s in self.scales.items()})
 
 
 def merge(weight: Weight, arrays: Mapping[str, mx.array], scale: float) -> mx.array:
@@ -98,7 +105,7 @@ def linear_shape(arrays: Mapping[str, mx.array]) -> tuple[int, ...]:
 # The product of a Linear
 
 
-def product(x: mx.array, weight: Weight, pair: Pair | None = None, scale: float = 1.0) -> mx.array:
+def product(x: mx.array, weight: Weight, pair: Pair | None = None, scale: Scale = 1.0) -> mx.array:
     """x W^T + scale (x A^T) B^T as one operation, or x W^T without `pair`. No gradient for `weight`, which may be packed."""
     # A packed W is unpacked for the product and again for its gradient, and kept for neither. Over thousands of tokens this
     # is faster than a quantised product, which unpacks every tile of W once per tile of tokens.
@@ -140,7 +147,10 @@ def product(x: mx.array, weight: Weight, pair: Pair | None = None, scale: float 
     return forward(x, *(pair or ()))
 
 
-def _scaled(x: mx.array, scale: float) -> mx.array:
+def _scaled(x: mx.array, scale: Scale) -> mx.array:
+    if isinstance(scale, mx.array):
+        samples, ranks = scale.shape
+        return x * scale.reshape(samples, *[1] * (x.ndim - 2), ranks).astype(x.dtype)
     # Without an operation if the scale is 1.
     return x if scale == 1 else scale * x
 
@@ -158,7 +168,7 @@ def _flat(x: mx.array) -> mx.array:
 # LoRA and DoRA
 
 
-def _lora_output(x: mx.array, weight: Weight, own: Mapping[str, mx.array], scale: float) -> mx.array:
+def _lora_output(x: mx.array, weight: Weight, own: Mapping[str, mx.array], scale: Scale) -> mx.array:
     return product(x, weight, (own[A].astype(x.dtype), own[B].astype(x.dtype)), scale)
 
 
@@ -286,7 +296,7 @@ class Kind:
     name: str  # in messages
     suffixes: tuple[str, ...]
     linear: Callable[[Shapes], tuple[int, ...]]  # (outputs, inputs) of the Linear, from the shapes of the arrays
-    output: Callable[[mx.array, Weight, Mapping[str, mx.array], float], mx.array]  # (x, weight, arrays, scale) -> y
+    output: Callable[[mx.array, Weight, Mapping[str, mx.array], Any], mx.array]  # (x, weight, arrays, scale) -> y
     merged: Callable[[mx.array, Mapping[str, mx.array], float], mx.array]  # (float32 weight, arrays, scale) -> its successor
     saved: Callable[[Shapes], int]  # values per token kept for the gradient, besides the Linear's input and output
     scaled: bool = True  # False: the scale is always 1

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from stages.kernels import compiles, dispatch
 from stages.tuner.adapters import lora
-from stages.tuner.adapters.lora import Linear
+from stages.tuner.adapters.lora import Linear, Scale
 from stages.tuner.blockwise.device import cores, live_memory_limit
 from stages.tuner.weights import Arrays, StoredWeight, read_all
 
@@ -61,7 +61,7 @@ class Chain(Protocol):
 def loss_and_grads(
     chain: Chain,
     adapters: Arrays,
-    scales: Mapping[str, float],
+    scales: Mapping[str, Scale],
     inputs: Mapping[str, Any],
     loss: Loss,
     plan: Plan = "whole",
@@ -98,13 +98,13 @@ def main_losses(found: mx.array | Values) -> mx.array:
     return found["loss"] if isinstance(found, dict) else found
 
 
-def predict(chain: Chain, adapters: Arrays, scales: Mapping[str, float], inputs: Mapping[str, Any]) -> Tree:
+def predict(chain: Chain, adapters: Arrays, scales: Mapping[str, Scale], inputs: Mapping[str, Any]) -> Tree:
     chain = on_cores(chain, inputs)
     return _forward(chain, inputs, BlockwiseBackprop(chain, adapters, scales).forward)
 
 
 def predict_base(chain: Chain, inputs: Mapping[str, Any]) -> Tree:
-    chain, linear = on_cores(chain, inputs), lora.adapted_linear({}, {})
+    chain, linear = on_cores(chain, inputs), lora.AdaptedLinear({}, {})
     return _forward(chain, inputs, lambda n, weights, h, shared: chain.block(chain.blocks[n].kind)(weights, h, shared, linear))
 
 
@@ -172,7 +172,7 @@ def kept_blocks(plan: Plan, blocks: int) -> int:
 class BlockwiseBackprop:
     """The blocks of a model with their adapters, forward and backward. Raises ValueError as `loss_and_grads` does."""
 
-    def __init__(self, chain: Chain, adapters: Arrays, scales: Mapping[str, float]) -> None:
+    def __init__(self, chain: Chain, adapters: Arrays, scales: Mapping[str, Scale]) -> None:
         self.chain = chain
         self.compiled = compiled_functions(chain)
         names = [block.name for block in chain.blocks]
@@ -213,8 +213,8 @@ class BlockwiseBackprop:
 
 
 def forward_function(chain: Chain, kind: str) -> Callable[..., Tree]:
-    def forward(adapters: Arrays, weights: Tree, h: Tree, shared: Tree, scales: dict[str, float]) -> Tree:
-        return chain.block(kind)(weights, h, shared, lora.adapted_linear(adapters, scales))
+    def forward(adapters: Arrays, weights: Tree, h: Tree, shared: Tree, scales: dict[str, Scale]) -> Tree:
+        return chain.block(kind)(weights, h, shared, lora.AdaptedLinear(adapters, scales))
 
     return forward
 
@@ -223,7 +223,7 @@ def _backward(chain: Chain, kind: str) -> Callable[..., Any]:
     forward = forward_function(chain, kind)
 
     def backward(
-        adapters: Arrays, weights: Tree, h: Tree, shared: Tree, scales: dict[str, float], cotangent: Tree
+        adapters: Arrays, weights: Tree, h: Tree, shared: Tree, scales: dict[str, Scale], cotangent: Tree
     ) -> tuple[Tree, Arrays]:
         def run(h: Tree, adapters: Arrays) -> Tree:
             return forward(adapters, weights, h, shared, scales)
@@ -235,11 +235,11 @@ def _backward(chain: Chain, kind: str) -> Callable[..., Any]:
 
 def _tail(chain: Chain, kinds: tuple[str, ...], loss: Callable[..., mx.array | Values]) -> Callable[..., Any]:
     def tail(
-        adapters: list[Arrays], weights: list[Tree], h: Tree, shared: Tree, scales: list[dict[str, float]], given: Arrays
+        adapters: list[Arrays], weights: list[Tree], h: Tree, shared: Tree, scales: list[dict[str, Scale]], given: Arrays
     ) -> tuple[mx.array | Values, Tree, list[Arrays]]:
         def run(adapters: list[Arrays], h: Tree) -> tuple[mx.array, mx.array | Values]:
             for kind, own, weight, scale in zip(kinds, adapters, weights, scales, strict=True):
-                h = chain.block(kind)(weight, h, shared, lora.adapted_linear(own, scale))
+                h = chain.block(kind)(weight, h, shared, lora.AdaptedLinear(own, scale))
             losses_B = loss(chain.leave(h, shared), **given)
             return main_losses(losses_B).mean(), losses_B
 
@@ -349,27 +349,26 @@ class DividedChain:
         self.chain, self.streams, self.blocks = chain, streams, chain.blocks
 
     def enter(self, **inputs: Any) -> tuple[Tree, Tree]:
-        parts = len(self.streams)
-
-        def own_samples(n: int, value: Any) -> Any:
-            if not isinstance(value, mx.array):
-                return value
-            return value[value.shape[0] * n // parts : value.shape[0] * (n + 1) // parts]
-
-        found = [self.chain.enter(**tree_map(functools.partial(own_samples, n), inputs)) for n in self._each()]
+        found = [self.chain.enter(**tree_map(functools.partial(self._samples, n), inputs)) for n in self._each()]
         return [h for h, _ in found], [shared for _, shared in found]
 
     def block(self, kind: str) -> BlockFunction:
         function = self.chain.block(kind)
 
         def run(weights: Mapping[str, Any], h: Tree, shared: Tree, linear: Linear) -> Tree:
-            return [function(weights, h[n], shared[n], linear) for n in self._each()]
+            assert isinstance(linear, lora.AdaptedLinear)
+            own = [linear.of_samples(functools.partial(self._samples, n)) for n in range(len(self.streams))]
+            return [function(weights, h[n], shared[n], own[n]) for n in self._each()]
 
         return run
 
     def leave(self, h: Tree, shared: Tree) -> Tree:
         first, *others = [self.chain.leave(h[n], shared[n]) for n in self._each()]
         return tree_map(lambda *parts: mx.concatenate(parts), first, *others)
+
+    def _samples(self, n: int, value: Any) -> Any:
+        parts = len(self.streams)
+        return value[value.shape[0] * n // parts : value.shape[0] * (n + 1) // parts] if isinstance(value, mx.array) else value
 
     def _each(self) -> Iterator[int]:
         # What the caller builds for part n joins the queue of its stream.

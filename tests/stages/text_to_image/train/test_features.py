@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from stages.text_to_image.train.config import LossConfig, ValidationConfig
+from stages.text_to_image.train.config import LossConfig, TLoraConfig, ValidationConfig
 from stages.text_to_image.train.stage import STAGE
 from stages.text_to_image.train.task import ImageTask
 from stages.tuner import checkpoint
@@ -97,6 +97,7 @@ def test_a_stop_within_an_accumulation_ends_the_step_first(transformer, tmp_path
         {"variant": "lokr", "factor": 4},
         {"rank_for": {"attn.to_q": 4, "attn.*": 1}, "alpha_for": {"attn.to_q": 1.0}},
         {"rslora": True, "alpha": 2.0, "memory": "blocks"},
+        {"tlora": TLoraConfig(min_rank=1), "rank_dropout": 0.3, "rank": 4, "accumulate": 2, "base_bits": 4, "memory": "blocks"},
         {"base_bits": 4, "base_bits_for": {"single_transformer_blocks.*": 8}, "micro_batch": 1},
     ],
     ids=lambda change: " ".join(map(str, change)),

@@ -185,7 +185,7 @@ def test_preservation_is_the_gradient_of_the_distance_to_the_base(transformer, t
     def loss_of_base(adapter: dict[str, mx.array]) -> mx.array:
         def linear_for(block: str) -> Any:
             own = {name.removeprefix(block + "."): a for name, a in adapter.items() if name.startswith(block + ".")}
-            return lora.adapted_linear(own, {name.removeprefix(block + "."): s for name, s in made.scales.items()})
+            return lora.AdaptedLinear(own, {name.removeprefix(block + "."): s for name, s in made.scales.items()})
 
         return 3.0 * mx.mean(mx.square(made.model(**inputs, linear_for=linear_for) - base_BLC))
 

@@ -47,7 +47,7 @@ from tests.stages.tuner.blockwise.test_backprop import assert_same
 def test_a_linear_adds_the_scaled_adapter_and_returns_the_dtype_of_its_input():
     draw = np.random.default_rng(0)
     W, A, B, x = (draw.normal(size=s).astype(np.float32) for s in ((6, 8), (2, 8), (6, 2), (3, 8)))
-    apply = lora.adapted_linear({"q.lora_A.weight": mx.array(A), "q.lora_B.weight": mx.array(B)}, {"q": 0.5})
+    apply = lora.AdaptedLinear({"q.lora_A.weight": mx.array(A), "q.lora_B.weight": mx.array(B)}, {"q": 0.5})
     np.testing.assert_allclose(np.array(apply("q", mx.array(W), mx.array(x))), x @ (W + 0.5 * B @ A).T, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(np.array(apply("k", mx.array(W), mx.array(x))), x @ W.T, rtol=1e-4, atol=1e-5)
     assert apply("q", mx.array(W).astype(mx.bfloat16), mx.array(x).astype(mx.bfloat16)).dtype == mx.bfloat16
@@ -75,7 +75,7 @@ def test_output_and_gradients_equal_pefts(variant):
     names = list(arrays)
 
     def run(x, *values):
-        return lora.adapted_linear(dict(zip(names, values, strict=True)), {"q": target.scale})("q", weight, x)
+        return lora.AdaptedLinear(dict(zip(names, values, strict=True)), {"q": target.scale})("q", weight, x)
 
     (y,), (dx, *grads) = mx.vjp(run, [x, *arrays.values()], [dy])
     module = in_peft(variant, weight, lora.arrays_of_linear(arrays, "q"), target)
@@ -99,7 +99,7 @@ def test_a_fresh_adapter_changes_no_bit_of_the_output(variant, dtype, bits):
     weight, x = normal(5, 24, 128).astype(dtype), normal(6, 3, 128).astype(dtype)
     base = weight if bits == 16 else pack(weight, bits)
     fresh = fresh_adapter(target, 0, {"q": base})
-    y = lora.adapted_linear(fresh, target_scales(target))("q", base, x)
+    y = lora.AdaptedLinear(fresh, target_scales(target))("q", base, x)
     assert y.dtype == dtype
     assert mx.array_equal(y, product(x, base))
     assert lora.largest_change(fresh).item() == 0
@@ -175,7 +175,7 @@ def test_float32_adapters_keep_bfloat16_activations_and_their_gradients_in_bfloa
     names = list(arrays)
 
     def run(x, *values):
-        return lora.adapted_linear(dict(zip(names, values, strict=True)), target_scales(target))("q", weight, x)
+        return lora.AdaptedLinear(dict(zip(names, values, strict=True)), target_scales(target))("q", weight, x)
 
     (y,), (dx, *grads) = mx.vjp(run, [x, *arrays.values()], [mx.ones((3, OUT), mx.bfloat16)])
     assert y.dtype == dx.dtype == mx.bfloat16
@@ -188,7 +188,7 @@ def test_a_magnitude_is_not_rounded_to_half_precision():
     arrays = fresh_adapter(target, 0, {"q": weight})
 
     def run(magnitude):
-        return lora.adapted_linear({**arrays, "q.lora_magnitude_vector": magnitude}, {"q": 1.0})("q", weight, x)
+        return lora.AdaptedLinear({**arrays, "q.lora_magnitude_vector": magnitude}, {"q": 1.0})("q", weight, x)
 
     (y,), (grad,) = mx.vjp(run, [arrays["q.lora_magnitude_vector"] * (1 + 3 / 256)], [mx.ones((4096, 8), mx.bfloat16)])
     assert y[0, 0].item() == 1.515625  # 1.5 (1 + 3/256), rounded once; with 1 + 3/256 rounded first it were 1.5234375
@@ -254,7 +254,7 @@ def test_a_difference_starts_at_zero_and_is_added_to_the_weight():
     assert not mx.any(arrays["head.linear.diff"]).item()
     rng = np.random.default_rng(0)
     weight, diff, x = (mx.array(rng.normal(size=shape), mx.float32) for shape in ((3, 4), (3, 4), (5, 4)))
-    y = lora.adapted_linear({"linear.diff": diff}, {"linear": 1.0})("linear", weight, x)
+    y = lora.AdaptedLinear({"linear.diff": diff}, {"linear": 1.0})("linear", weight, x)
     assert mx.allclose(y, x @ (weight + diff).T, atol=1e-6).item()
     assert mx.allclose(merge(weight, {lora.DIFF: diff}, 1.0), weight + diff).item()
     assert lora.linear_shape({lora.DIFF: diff}) == (3, 4)

@@ -133,7 +133,7 @@ def close(found: mx.array, wanted: mx.array, bound: float) -> bool:
 
 
 def outputs(arrays, scales, weight, x):
-    return lora.adapted_linear(arrays, scales)("q", weight, x)
+    return lora.AdaptedLinear(arrays, scales)("q", weight, x)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -110,7 +110,7 @@ LOSS = functools.partial(squared, target=normal(9, 2, 12, 8))
 def linear_for(adapters, scales):
     def of(block):
         inside = {n.removeprefix(f"{block}."): a for n, a in adapters.items() if n.startswith(f"{block}.")}
-        return lora.adapted_linear(inside, {n.removeprefix(f"{block}."): s for n, s in scales.items()})
+        return lora.AdaptedLinear(inside, {n.removeprefix(f"{block}."): s for n, s in scales.items()})
 
     return of
 
