@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import mlx.core as mx
@@ -28,6 +30,23 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _compile = functools.cache(mx.compile)
+
+
+_DIFFERENTIATED = ContextVar("differentiated", default=True)
+
+
+@contextmanager
+def forward_only() -> Iterator[None]:
+    """Nothing that is computed, or traced by mx.compile, within it is differentiated: kernels without a gradient may serve."""
+    token = _DIFFERENTIATED.set(False)
+    try:
+        yield
+    finally:
+        _DIFFERENTIATED.reset(token)
+
+
+def differentiated() -> bool:
+    return _DIFFERENTIATED.get()
 
 
 def exact() -> bool:

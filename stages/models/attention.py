@@ -29,7 +29,8 @@ def attention(q_BHLK: mx.array, k_BHSK: mx.array, v_BHSK: mx.array, scale: float
     L = q_BHLK.shape[2]
     if mask is None and fused_gradient(q_BHLK):
         # Rows of queries do not depend on each other: the extra ones are cut off again.
-        q_BHLK = mx.pad(q_BHLK, [(0, 0), (0, 0), (0, -L % FUSED_ROWS), (0, 0)]) if L % FUSED_ROWS else q_BHLK
+        if kernels.differentiated() and L % FUSED_ROWS:
+            q_BHLK = mx.pad(q_BHLK, [(0, 0), (0, 0), (0, -L % FUSED_ROWS), (0, 0)])
         y_BHLK = mx.fast.scaled_dot_product_attention(q_BHLK, k_BHSK, v_BHSK, scale=scale)
         return one_layout(y_BHLK[:, :, :L])
     if mask is None and blocked_gradient(q_BHLK):

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-from stages.kernels import compiles, dispatch
+from stages.kernels import compiles, dispatch, forward_only
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.lora import Linear, Scale
 from stages.tuner.blockwise.device import cores, live_memory_limit
@@ -144,7 +144,7 @@ class BlockwiseForward:
 
             def run(n: int, weights: Tree, h: Tree, shared: Tree) -> Tree:
                 # One compiled function per kind of block.
-                function = compiled(forward_function, chain.blocks[n].kind)
+                function = compiled(_undifferentiated, chain.blocks[n].kind)
                 return function(self.adapters[n], weights, h, shared, self.scales[n])
 
             prediction: mx.array = _forward(chain, inputs, run)
@@ -217,6 +217,10 @@ def forward_function(chain: Chain, kind: str) -> Callable[..., Tree]:
         return chain.block(kind)(weights, h, shared, lora.AdaptedLinear(adapters, scales))
 
     return forward
+
+
+def _undifferentiated(chain: Chain, kind: str) -> Callable[..., Tree]:
+    return forward_only()(forward_function(chain, kind))
 
 
 def _backward(chain: Chain, kind: str) -> Callable[..., Any]:

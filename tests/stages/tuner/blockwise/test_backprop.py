@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages import blas
+from stages.models import attention
 from stages.models.family import Block
 from stages.models.flux2.transformer import Flux2, Flux2Config, image_ids, text_ids
 from stages.models.t5.model import T5, T5Config
@@ -234,6 +235,19 @@ def test_a_compiled_block_takes_every_array_of_a_step_as_an_argument(plan, monke
     for (plain_B, plain), (losses_B, grads) in zip(steps[:2], steps[2:], strict=True):
         assert mx.allclose(losses_B, plain_B, rtol=1e-5)
         assert_same(grads, plain)
+
+
+def test_only_what_is_differentiated_pads_the_rows_of_attention_for_the_fused_gradient(monkeypatch):
+    model, padded, pad = tiny(), [], mx.pad
+    monkeypatch.setattr(attention, "fused_gradient", lambda q: True)
+    monkeypatch.setattr(mx, "pad", lambda x, *rest: padded.append(x.shape) or pad(x, *rest))
+    drawn = model_forward(model, None)(**batch())
+    assert not padded
+    adapters, scales = trained(model)
+    loss_and_grads(model, adapters, scales, batch(), loss_of(), "blocks")
+    assert padded
+    monkeypatch.undo()
+    assert mx.allclose(drawn, model_forward(model, None)(**batch()), rtol=1e-5, atol=1e-5)
 
 
 def test_a_live_memory_limit_changes_no_gradient():
