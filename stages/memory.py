@@ -52,9 +52,8 @@ AHEAD, AHEAD_ON_GPU = 0.5, 0.1
 LAST = 0.25  # share of one block's working memory that the operations started last may add
 GROWTH_LIMIT = 0.9  # share of the limit that a micro-batch twice as large must stay below
 
-# Drawing on a GPU.
-# Blocks whose working memory may be in use before MLX waits; the work that it has started comes on top. At 1.5 a step of FLUX 3 at
-# 512 px waited in each block (one H100: 34 ms, 29 from 1.7 on).
+# Drawing on a GPU. Blocks whose working memory may be in use before MLX waits; the work that it has started comes on top. At 1.5
+# a step of FLUX 3 at 512 px waited in each block (one H100: 34 ms, 29 ms from 1.7 on).
 DRAWN_AHEAD = 1.75
 READ = 0.75  # share of the next block read from disk before a block is computed
 
