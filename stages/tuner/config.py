@@ -272,6 +272,11 @@ class TrainingConfig(Section):
         """Patterns of Linears that are trained in full instead of with an adapter. Subclasses override it."""
         return ()
 
+    @property
+    def orthogonal(self) -> bool:
+        """Whether LoRAs start with orthogonal factors. Subclasses override it."""
+        return False
+
     def learning_rate(self) -> Schedule:
         s = self.schedule
         return Schedule(self.lr, s.shape, s.warmup_steps, s.decay_steps, s.floor)

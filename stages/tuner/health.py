@@ -52,7 +52,7 @@ def check_health(
         )
     # An adapter from `initial` is not zero at the start: the check would see nothing.
     if step == MOVED_BY and not config.initial:
-        adapter, names = training.adapter, [target.name for target in training.targets]
+        adapter, names = training.arrays, [target.name for target in training.targets]
         # The largest values of the arrays that start at zero, `B` of LoRA and `w2` of LoKr, in one transfer for all Linears.
         moved: Any = mx.stack([lora.largest_change(lora.arrays_of_linear(adapter, name)) for name in names]).tolist()
         still = [name for name, most in zip(names, moved, strict=True) if most == 0]

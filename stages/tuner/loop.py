@@ -49,7 +49,7 @@ from stages.tuner.control import Control
 from stages.tuner.health import LossCheck, check_health, checks_update
 from stages.tuner.memory import MemoryPlan, after_shortage, choose_plan, shortage
 from stages.tuner.ranks import Ranks, connect, merged
-from stages.tuner.step import StepResult, TrainingStep, choose_targets, starting_adapter
+from stages.tuner.step import StepResult, TrainingStep, choose_targets, resumed, starting_adapter
 from stages.tuner.task import M, Row, S, Task
 from stages.tuner.validation import TRAIN, VALIDATION, Validation, measured_steps
 
@@ -199,8 +199,10 @@ def load_training(task: Task[Any, Any], start: Checkpoint | None, memory: Memory
     initial = None if start else task.initial_adapter()
     model = task.load_model()
     targets = choose_targets(model.linears(), task.config)
-    adapter = start.arrays(checkpoint.ADAPTER) if start else starting_adapter(model, targets, task.config, initial)
-    state = start.arrays(OPTIMIZER) if start else None
+    if start:
+        adapter, state = resumed(start.arrays(checkpoint.ADAPTER), start.arrays(OPTIMIZER))
+    else:
+        adapter, state = starting_adapter(model, targets, task.config, initial), None
     return TrainingStep(model, task.objective, targets, task.config, adapter, state, memory)
 
 
@@ -288,7 +290,7 @@ class TrainingRun:
             say(f"the run began with {before} ranks and goes on with {ranks.size}: the same samples and gradients up to rounding")
         elif ranks.size > 1:
             say(f"{ranks.size} ranks train together, each on its share of every batch")
-        values = sum(value.size for value in self.training.adapter.values())
+        values = sum(value.size for value in self.training.masters.arrays.values())
         each = sorted({target.rank for target in self.training.targets})
         adapter = f"{task.config.variant} of rank {' to '.join(map(str, sorted({each[0], each[-1]})))}"
         steps = self.steps
@@ -457,7 +459,7 @@ def save_checkpoint(
     own = {**run.output.provenance, **task.metadata, **adapter_metadata(training.targets)}
     state = {"skipped": skipped, "plan": training.memory.plan, "max_tokens": training.memory.max_tokens, **facts}
     adapter, average = training.adapter, training.average
-    return checkpoint.save(write or run.output.write, step, adapter, training.state, rows, metadata or own, state, average)
+    return checkpoint.save(write or run.output.write, step, adapter, training.resumable, rows, metadata or own, state, average)
 
 
 class Loader(Generic[S, M]):

@@ -151,7 +151,9 @@ class Estimator(Generic[C]):
         """`model`: of arrays that are never computed. `inside`: names of the weights of its blocks."""
         self.config, self.model, self.targets, self.dtype = config, model, targets, getattr(mx, config.precision)
         self.frozen = frozen_weights(model, shapes, inside, self.dtype.size, stream)
-        adapter = {target.name + end: mx.zeros(shape) for target in targets for end, shape in target.shapes.items()}
+        arrays = {target.name + end: mx.zeros(shape) for target in targets for end, shape in target.shapes.items()}
+        adapter, start = lora.split_start(arrays)
+        self.frozen["weights"] += sum(value.nbytes for value in start.values())
         stacks = Stacks.of(adapter)
         # In bytes: the adapter, the optimizer's state, and its work.
         self.adapter = sum(value.nbytes for value in adapter.values())
@@ -346,7 +348,8 @@ def trace(chain: Chain, inputs: Mapping[str, Any], targets: Sequence[Target] = (
     by_kind = {block.kind: block for block in chain.blocks}
     traced = {kind: _trace_linears(chain, block, h, shared) for kind, block in by_kind.items()}
     saved = {target.name: lora.kind_of(target.shapes).saved(target.shapes) for target in targets}
-    adapter = sum(4 * math.prod(shape) for target in targets for shape in target.shapes.values())
+    shapes = (shape for target in targets for end, shape in target.shapes.items() if end not in lora.START)
+    adapter = sum(4 * math.prod(shape) for shape in shapes)
     traffic, adapter_saved = [], []
     kept: list[int] = []
     trained = {target.name for target in targets}

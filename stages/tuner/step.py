@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from stages.kernels import dispatch
+from stages.tuner.adapters import lora
 from stages.tuner.adapters.lora import Scale
 from stages.tuner.adapters.targets import (
     Target,
@@ -34,6 +35,7 @@ from stages.tuner.ranks import Ranks
 from stages.tuner.task import InitialAdapter, MicroBatch, Model, Objective, Term
 from stages.tuner.weights import Arrays
 
+TRAINED_PREFIX = "trained."  # keys in a checkpoint's state
 Found = tuple[mx.array, Sequence[bool] | None, Sequence[str] | None]  # values, which samples have them, texts that they index
 
 
@@ -53,6 +55,7 @@ def choose_targets(linears: Mapping[str, tuple[int, int]], config: TrainingConfi
             variant=config.variant,
             rslora=config.rslora,
             factor=config.factor,
+            orthogonal=config.orthogonal,
             whole=config.trained_whole,
         )
     except ValueError as error:
@@ -66,6 +69,12 @@ def starting_adapter(
     weights = target_weights(model.blocks, targets) if config.variant == "dora" else None
     fresh = fresh_adapter(targets, config.seed, weights)
     return start_from_adapter(*start, targets, fresh, weights) if start else fresh
+
+
+def resumed(adapter: Arrays, state: Arrays) -> tuple[Arrays, Arrays | None]:
+    """(arrays to train, optimizer's state) from the arrays of a checkpoint."""
+    trained = {name.removeprefix(TRAINED_PREFIX): a for name, a in state.items() if name.startswith(TRAINED_PREFIX)}
+    return trained or adapter, {name: a for name, a in state.items() if not name.startswith(TRAINED_PREFIX)}
 
 
 def build_optimizer(config: TrainingConfig) -> OptimizerStep:
@@ -142,23 +151,37 @@ class TrainingStep:
         self.model, self.objective, self.config = model, objective, config
         self.targets, self.scales = list(targets), target_scales(targets)
         self.optimizer = build_optimizer(config)
-        self.masters = Stacks.of(adapter, self.optimizer.apart)
+        trained, self.frozen = lora.split_start(adapter)
+        self.masters = Stacks.of(trained, self.optimizer.apart)
         self.state = self.optimizer.method.init(self.masters.arrays) if state is None else state
-        mx.eval(self.masters.arrays, self.state)
+        mx.eval(self.masters.arrays, self.state, self.frozen)
         self.ranks = Ranks()
         # May be changed between steps.
         self.memory = memory or MemoryPlan(max_samples=config.micro_batch if isinstance(config.micro_batch, int) else None)
         self.earlier_peak = 0  # bytes: the peak before MLX's own count was last reset
 
     @property
+    def arrays(self) -> Arrays:
+        """The arrays that are trained, and frozen ones of an orthogonal start. They share memory with the training state: use
+        them before the next step.
+        """
+        return self.masters.unstack() | self.frozen
+
+    @property
     def adapter(self) -> Arrays:
-        """Shares memory with the training state: use it before the next step."""
-        return self.masters.unstack()
+        """As files hold it, and as it is drawn. Shares memory as `arrays` does."""
+        return lora.as_stored(self.arrays)
 
     @property
     def average(self) -> Arrays | None:
         average = averages(self.state)
-        return unstack(average, self.masters.groups) if average else None
+        return lora.as_stored(unstack(average, self.masters.groups) | self.frozen) if average else None
+
+    @property
+    def resumable(self) -> Arrays:
+        """What a checkpoint holds besides the adapter, to go on from: the optimizer's state, and what `adapter` does not tell."""
+        hidden = self.arrays if self.frozen else {}
+        return self.state | {TRAINED_PREFIX + name: value for name, value in hidden.items()}
 
     @property
     def peak(self) -> int:
@@ -218,20 +241,21 @@ class TrainingStep:
         """Gives all ranks the adapter and the state of rank 0: chips of different kinds round an update differently."""
         if self.ranks.size == 1:
             return
-        arrays, state = ({name: np.array(a) for name, a in part.items()} for part in (self.masters.arrays, self.state))
-        given = self.masters.groups, arrays, state
-        groups, arrays, state = self.ranks.first(given if self.ranks.leads else None) or given
+        parts = self.masters.arrays, self.state, self.frozen
+        arrays, state, frozen = ({name: np.array(a) for name, a in part.items()} for part in parts)
+        given = self.masters.groups, arrays, state, frozen
+        groups, arrays, state, frozen = self.ranks.first(given if self.ranks.leads else None) or given
         if not self.ranks.leads:
             self.masters = Stacks(groups, {name: mx.array(value) for name, value in arrays.items()})
-            self.state = {name: mx.array(value) for name, value in state.items()}
-            mx.eval(self.masters.arrays, self.state)
+            self.state, self.frozen = ({name: mx.array(value) for name, value in part.items()} for part in (state, frozen))
+            mx.eval(self.masters.arrays, self.state, self.frozen)
 
     def gradient(self, batches: Sequence[MicroBatch], meter: Meter | None = None) -> StepGradient:
         """Lazy. With ranks, of this rank's share: the step's gradient is the mean over ranks (the sum, if not separable)."""
         count = sum(len(batch.samples) for batch in batches)
         # With packed weights, each Linear casts its own arrays as it is computed: a cast copy of the adapter takes more memory.
-        cast = self.config.base_bits == 16
-        adapter = (self.masters.cast(self.model.dtype) if cast else self.masters).unstack()
+        cast = self.config.base_bits == 16 and not self.frozen  # what is subtracted first must not be rounded before
+        adapter = (self.masters.cast(self.model.dtype) if cast else self.masters).unstack() | self.frozen
         found = StepGradient()
         for batch in self.split(batches):
             found.largest_tokens = max(found.largest_tokens, min(self.most(batch), len(batch.samples)) * batch.tokens)

@@ -156,6 +156,9 @@ class TLoraConfig(Section):
     min_rank: int | None = setting(
         None, "ranks that pure noise trains; unset: half of them, as in the paper", unit="columns", bounds=(1, 4096)
     )
+    start: Literal["orthogonal", "zero"] = setting(
+        "orthogonal", "how the adapter starts; orthogonal: the paper's, whose ranks are independent, files have twice the rank"
+    )
 
 
 @dataclass(frozen=True)
@@ -265,6 +268,14 @@ class TrainConfig(tuner.TrainingConfig):
                 raise ValueError(f'{name} needs variant = "lora", got "{self.variant}"; leave one of them out')
         if self.tlora and (self.tlora.min_rank or 0) > self.rank:
             raise ValueError(f"tlora: min_rank must be at most the rank, {self.rank}, got {self.tlora.min_rank}")
+
+        for name, given in (("initial", self.initial), ("optimizer.lr_ratio", self.optimizer.lr_ratio != 1)):
+            if self.orthogonal and given:
+                raise ValueError(f'{name} must be unset with tlora\'s start = "orthogonal"; set [train.tlora] start = "zero"')
+
+    @property
+    def orthogonal(self) -> bool:
+        return self.tlora is not None and self.tlora.start == "orthogonal"
 
     @property
     def masks(self) -> RankMasks | None:

@@ -4,6 +4,8 @@
     DoRA   y = x W'^T, W' = m (W + s B A) / |W + s B A| row by row; m starts as |W|. Liu et al. 2024, arXiv 2402.09353
     LoKr   y = x (W + scale w1 (x) w2)^T, (x) the Kronecker product. LyCORIS, Yeh et al. 2024, arXiv 2309.14859. w1 (a, b), and
            w2 (c, d) whole or w2_a (c, R) times w2_b (R, d), with a c = O and b d = I
+    ortho  y = x W^T + scale (x q^T l p^T - x q0^T l0 p0^T), a LoRA that starts with orthogonal factors; q (R, I), p (O, R),
+           l (R,) are trained, q0 and p0 l0 kept. Only in training: files hold a LoRA. Soboleva et al. 2025, arXiv 2507.05964
     whole  y = x (W + D)^T, for Linears that are small or fresh, such as a projection head; files hold D, not W + D
 
 In names of arrays: O outputs, c a chunk of them, I inputs, R rank, N tokens.
@@ -32,7 +34,9 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 MAGNITUDE = ".lora_magnitude_vector"  # (O,); PEFT's name
 W1, W2, W2_A, W2_B = ".lokr_w1", ".lokr_w2", ".lokr_w2_a", ".lokr_w2_b"
 DIFF = ".diff"  # (O, I); LyCORIS' name
-SUFFIXES = (A, B, MAGNITUDE, W1, W2, W2_A, W2_B, DIFF)
+Q, P, LAMBDA = ".ortho_q", ".ortho_p", ".ortho_lambda"
+START = Q0, P0 = ".ortho_q0", ".ortho_p0"  # frozen; P0 is p0 times l0
+SUFFIXES = (A, B, MAGNITUDE, W1, W2, W2_A, W2_B, DIFF, Q, P, LAMBDA, Q0, P0)
 ZERO_AT_START = (B, W2, W2_B, DIFF)  # arrays that start at zero, so that a fresh adapter changes nothing
 NORM_CHUNK = 1 << 24  # values of a weight that exist in float32 at once for DoRA's norms: 64 MB
 
@@ -68,7 +72,10 @@ def arrays_of_linear(adapters: Mapping[str, mx.array], name: str) -> Arrays:
 
 def largest_change(adapters: Mapping[str, mx.array]) -> mx.array:
     """Largest absolute value of the arrays that start at zero: 0 before the first update. Lazy."""
-    return mx.max(mx.stack([mx.max(mx.abs(value)) for name, value in adapters.items() if name.endswith(ZERO_AT_START)]))
+    changes = [value for name, value in adapters.items() if name.endswith(ZERO_AT_START)]
+    stems = [name.removesuffix(P) for name in adapters if name.endswith(P)]
+    changes += [adapters[stem + P] * adapters[stem + LAMBDA] - adapters[stem + P0] for stem in stems]
+    return mx.max(mx.stack([mx.max(mx.abs(value)) for value in changes]))
 
 
 def split_by_block(blocks: Sequence[str], values: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -218,6 +225,35 @@ def _add_gain_vjp(primals: Any, dz: mx.array, _: mx.array) -> tuple[mx.array, mx
     return dz + gain_O.astype(y.dtype) * dz, by_gain_O.astype(gain_O.dtype)
 
 
+def _ortho_output(x: mx.array, weight: Weight, own: Mapping[str, mx.array], scale: Scale) -> mx.array:
+    twice = mx.concatenate([scale, scale], axis=-1) if isinstance(scale, mx.array) else scale
+    return _lora_output(x, weight, _ortho_pair(own), twice)
+
+
+def _ortho_merged(wide_OI: mx.array, own: Mapping[str, mx.array], scale: float) -> mx.array:
+    return _lora_merged(wide_OI, _ortho_pair(own), scale)
+
+
+def _ortho_pair(own: Mapping[str, mx.array]) -> Arrays:
+    """A LoRA of twice the rank; both its halves have the ranks in order."""
+    # q l p - q0 l0 p0 = q0 (l p - l0 p0) + (q - q0) l p. In half precision the difference of two products would be rounding.
+    up_OR = own[P] * own[LAMBDA]
+    return {A: mx.concatenate([own[Q0], own[Q] - own[Q0]]), B: mx.concatenate([up_OR - own[P0], up_OR], axis=1)}
+
+
+def as_stored(adapters: Mapping[str, mx.array]) -> Arrays:
+    """As files hold an adapter: orthogonal starts as LoRAs of twice the rank."""
+    names = [key.removesuffix(Q) for key in adapters if key.endswith(Q)]
+    pairs = {name + end: value for name in names for end, value in _ortho_pair(arrays_of_linear(adapters, name)).items()}
+    return {key: value for key, value in adapters.items() if not key.endswith((Q, P, LAMBDA, *START))} | pairs
+
+
+def split_start(adapters: Mapping[str, mx.array]) -> tuple[Arrays, Arrays]:
+    """(trained arrays, frozen ones)."""
+    frozen = {key: value for key, value in adapters.items() if key.endswith(START)}
+    return {key: value for key, value in adapters.items() if key not in frozen}, frozen
+
+
 # LoKr
 
 
@@ -325,6 +361,14 @@ KINDS = (
         _lokr_merged,
         lambda s: min(s[W1][1] * s[W2][0], s[W1][0] * s[W2][1]),
         scaled=False,
+    ),
+    Kind(
+        "a LoRA with an orthogonal start",
+        (Q, P, LAMBDA, Q0, P0),
+        lambda s: (s[P][0], s[Q][1]),
+        _ortho_output,
+        _ortho_merged,
+        lambda s: 2 * s[Q][0],
     ),
     Kind("a whole difference", (DIFF,), lambda s: s[DIFF], _whole_output, _whole_merged, lambda s: 0, scaled=False),
 )

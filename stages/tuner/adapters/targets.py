@@ -34,6 +34,7 @@ class Target:
     variant: Variant | Literal["full"] = "lora"
     rslora: bool = False  # scale alpha / sqrt(rank): Kalajdzievski 2023, arXiv 2312.03732
     factor: int | None = None  # most rows, and columns, of LoKr's w1; None: no such limit
+    orthogonal: bool = False  # start, of a LoRA
 
     @property
     def scale(self) -> float:
@@ -48,6 +49,9 @@ class Target:
             return {lora.DIFF: (self.outputs, self.inputs)}
         if self.variant == "lokr":
             return lora.lokr_shapes(self.outputs, self.inputs, self.rank, self.factor)
+        if self.orthogonal:
+            down, up = (self.rank, self.inputs), (self.outputs, self.rank)
+            return {lora.Q: down, lora.P: up, lora.LAMBDA: (self.rank,), lora.Q0: down, lora.P0: up}
         pair: dict[str, tuple[int, ...]] = {A: (self.rank, self.inputs), B: (self.outputs, self.rank)}
         return pair | {lora.MAGNITUDE: (self.outputs,)} if self.variant == "dora" else pair
 
@@ -63,6 +67,7 @@ def select_targets(
     variant: Variant = "lora",
     rslora: bool = False,
     factor: int | None = None,
+    orthogonal: bool = False,
     whole: Sequence[str] = (),
 ) -> list[Target]:
     """The Linears to train, in the order of `linears`; those trained in full (`whole`) last. Raises ValueError."""
@@ -83,7 +88,7 @@ def select_targets(
                 narrow = f"{min(outputs, inputs)} for {name} ({outputs} x {inputs})"
                 raise ValueError(f"rank must be <= {narrow}, got {own_rank:g}: a larger one adds nothing; see rank_for")
             own_alpha = by_pattern(name, alphas, own_rank if alpha is None else alpha)
-            targets.append(Target(name, outputs, inputs, int(own_rank), float(own_alpha), variant, rslora, factor))
+            targets.append(Target(name, outputs, inputs, int(own_rank), float(own_alpha), variant, rslora, factor, orthogonal))
     if not targets:
         raise ValueError("rank_for must leave at least one target a rank above 0, got rank 0 for all of them")
     return targets + [Target(name, *shape, 1, 1.0, "full") for name, shape in trained_whole.items()]
@@ -137,11 +142,12 @@ def adapter_metadata(targets: Iterable[Target]) -> dict[str, str]:
     """Header of an adapter's file. "scales" is there only where alpha / rank of a Linear is not its scale."""
     chosen = list(targets)
     first = chosen[0]
-    metadata = {"variant": first.variant, "rank": str(first.rank), "alpha": f"{first.alpha:g}"}
+    times = 2 if first.orthogonal else 1
+    metadata = {"variant": first.variant, "rank": str(times * first.rank), "alpha": f"{first.alpha:g}"}
     # Without "scales", readers divide the one alpha by the rank of each Linear's own arrays: with alpha 8 in the header, a
     # Linear of rank 16 and alpha 16 would get 0.5 instead of 1. Linears that always have scale 1 are not compared.
     scaled = [target for target in chosen if lora.kind_of(target.shapes).scaled]
-    if any(target.scale != float(metadata["alpha"]) / target.rank for target in scaled):
+    if any(target.scale != float(metadata["alpha"]) / (times * target.rank) for target in scaled):
         metadata["scales"] = json.dumps(target_scales(chosen))
     return metadata
 
@@ -160,6 +166,9 @@ def fresh_adapter(targets: Iterable[Target], seed: int, weights: Mapping[str, We
     """Float32 arrays that change nothing yet; random values depend only on seed, key and shape. Only DoRA needs `weights`."""
     arrays: Arrays = {}
     for target in targets:
+        if target.orthogonal:
+            arrays |= {target.name + suffix: value for suffix, value in _orthogonal_start(target, seed).items()}
+            continue
         for suffix, shape in target.shapes.items():
             if suffix == lora.MAGNITUDE:
                 assert weights is not None, "DoRA's magnitudes start as the norms of the weights' rows"
@@ -175,6 +184,34 @@ def fresh_adapter(targets: Iterable[Target], seed: int, weights: Mapping[str, We
                 # Within 1 / sqrt(columns): Kaiming's bound with a = sqrt(5), as in PEFT and LyCORIS.
                 arrays[target.name + suffix] = mx.array((2 * unit - 1) * np.float32(1 / math.sqrt(shape[1])))
     return arrays
+
+
+def _orthogonal_start(target: Target, seed: int) -> Arrays:
+    """The last `rank` singular vectors and values of a matrix of normal values with standard deviation 1 / rank."""
+
+    def columns(rows: int, purpose: str) -> np.ndarray:
+        normal = draws.normal((rows, target.rank), seed, f"init {target.name}{purpose}").astype(np.float64)
+        # Singular vectors of such a matrix are uniform, as these columns are: no decomposition of the large matrix is needed.
+        orthogonal, upper = np.linalg.qr(normal)
+        return (orthogonal * np.sign(np.diag(upper))).astype(np.float32)
+
+    down_RI, up_OR = columns(target.inputs, lora.Q).T, columns(target.outputs, lora.P)
+    values_R = (smallest_singular_values(target.outputs, target.inputs, target.rank) / target.rank).astype(np.float32)
+    q, p, values = mx.array(down_RI), mx.array(up_OR), mx.array(values_R)
+    return {lora.Q: q, lora.P: p, lora.LAMBDA: values, lora.Q0: q, lora.P0: p * values}
+
+
+def smallest_singular_values(rows: int, columns: int, count: int) -> np.ndarray:
+    """What is expected of a matrix of standard normal values, largest of the `count` first. Marchenko and Pastur 1967."""
+    small, large = min(rows, columns), max(rows, columns)
+    low, high = 1 - math.sqrt(small / large), 1 + math.sqrt(small / large)
+    # Nodes that are dense at both edges, where the density is 0 or has its peak.
+    s = low + (high - low) * (1 - np.cos(np.linspace(0, np.pi, 20_001))) / 2
+    middle = (s[1:] + s[:-1]) / 2
+    share = np.cumsum(np.sqrt((high**2 - middle**2) * (middle**2 - low**2)) / middle * np.diff(s))
+    wanted = (np.arange(count, 0, -1) - 0.5) / small
+    found: np.ndarray = np.interp(wanted, np.concatenate([[0], share / share[-1]]), s) * math.sqrt(large)
+    return found
 
 
 def start_from_adapter(

@@ -229,10 +229,12 @@ def _backward(chain: Chain, kind: str) -> Callable[..., Any]:
     def backward(
         adapters: Arrays, weights: Tree, h: Tree, shared: Tree, scales: dict[str, Scale], cotangent: Tree
     ) -> tuple[Tree, Arrays]:
-        def run(h: Tree, adapters: Arrays) -> Tree:
-            return forward(adapters, weights, h, shared, scales)
+        trained, frozen = lora.split_start(adapters)
 
-        return _vjp(run, h, adapters, cotangent)
+        def run(h: Tree, trained: Arrays) -> Tree:
+            return forward(trained | frozen, weights, h, shared, scales)
+
+        return _vjp(run, h, trained, cotangent)
 
     return backward
 
@@ -241,13 +243,15 @@ def _tail(chain: Chain, kinds: tuple[str, ...], loss: Callable[..., mx.array | V
     def tail(
         adapters: list[Arrays], weights: list[Tree], h: Tree, shared: Tree, scales: list[dict[str, Scale]], given: Arrays
     ) -> tuple[mx.array | Values, Tree, list[Arrays]]:
-        def run(adapters: list[Arrays], h: Tree) -> tuple[mx.array, mx.array | Values]:
-            for kind, own, weight, scale in zip(kinds, adapters, weights, scales, strict=True):
-                h = chain.block(kind)(weight, h, shared, lora.AdaptedLinear(own, scale))
+        split = [lora.split_start(own) for own in adapters]
+
+        def run(trained: list[Arrays], h: Tree) -> tuple[mx.array, mx.array | Values]:
+            for kind, own, (_, frozen), weight, scale in zip(kinds, trained, split, weights, scales, strict=True):
+                h = chain.block(kind)(weight, h, shared, lora.AdaptedLinear(own | frozen, scale))
             losses_B = loss(chain.leave(h, shared), **given)
             return main_losses(losses_B).mean(), losses_B
 
-        (_, losses_B), (grads, by_input) = mx.value_and_grad(run, argnums=(0, 1))(adapters, h)
+        (_, losses_B), (grads, by_input) = mx.value_and_grad(run, argnums=(0, 1))([trained for trained, _ in split], h)
         return losses_B, by_input, grads
 
     return tail
