@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from pipeline.project.project import Project
+from pipeline.project.stage_run import shell_path
 from pipeline.terminal import Say, silent
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -80,7 +80,7 @@ def find_adapter(project: Project, text: str, step: int | None = None, say: Say 
 def adapter_of(project: Project, step: int | None, say: Say = silent, which: str = "last") -> Path:
     """The adapter file of the chosen run at `step`, None for its end; a `which` of "best" has a step of its own."""
     from pipeline.project.runs import read_record
-    from stages.tuner.checkpoint import adapter_damage, find_checkpoints, published_step
+    from stages.tuner.checkpoint import adapter_damage, find_checkpoints
 
     if which not in WHICH:
         raise ValueError(f"adapter must be one of {', '.join(WHICH)}, got {which!r}")
@@ -97,7 +97,7 @@ def adapter_of(project: Project, step: int | None, say: Say = silent, which: str
     if not last.is_file():
         there = f"its checkpoints are {', '.join(map(str, sorted(checkpoints)))}" if checkpoints else "it has no checkpoint yet"
         wanted = "finished adapter" if step is None else f"checkpoint of step {step}"
-        remedy = f"run: make train PROJECT={shlex.quote(str(project.path))}"
+        remedy = f"run: make train PROJECT={shell_path(project.path)}"
         if checkpoints:
             remedy = "choose one of them" if step is not None else f"choose one by --step, or {remedy}"
         raise ValueError(f"{project.name} has no {wanted}; {there}; {remedy}")
@@ -106,22 +106,32 @@ def adapter_of(project: Project, step: int | None, say: Say = silent, which: str
         raise ValueError(f"{project.name} has no {which} adapter to export: it was trained without [{SECTIONS[which]}]")
     if damage := adapter_damage(adapter):
         raise ValueError(f"{adapter} {damage}; run: latentmill verify --repair, or export another step")
-    try:
-        current = project.current("train").folder.name
-    except ValueError:
-        current = ""
-    if table.name != current:
-        say(f"note: the project has changed since training; this adapter is from the run with recipe {table.name}")
-    elif step is None and which == "last" and not project.fixed:
-        asked, ends = getattr(project.config.sections["train"], "steps", None), published_step(table / "artifacts") or 0
-        if isinstance(asked, int) and ends > asked:
-            make = f"make train PROJECT={shlex.quote(str(project.path))}"
-            say(
-                f"note: the run has {ends} steps, {asked} are asked for; this is the longer one's adapter: {make} gives the other"
-            )
-        elif newest := max((each for each in checkpoints if isinstance(asked, int) and ends < each <= asked), default=0):
-            say(f"note: this is the adapter of step {ends}; the run was stopped at step {newest}: --step {newest} takes that one")
+    if not project.fixed:
+        for line in notes(project, table, step is None and which == "last", checkpoints):
+            say(f"note: {line}")
     return adapter
+
+
+def notes(project: Project, table: Path, last: bool, checkpoints: Iterable[int]) -> Iterator[str]:
+    """What the next run would give in place of this one's adapter. `last`: it is that of the end of the run in `table`."""
+    from pipeline.project.outlook import ANEW, next_run
+    from stages.tuner.checkpoint import published_step
+
+    make, this = f"make train PROJECT={shell_path(project.path)}", f"this adapter is from the run {run_label(project)}"
+    need = next_run(project, "train")
+    if need is None or not need.table:
+        yield f"{this}; what {make} does is known once the stages before it have run"
+    elif need.note == ANEW:
+        yield f"settings, data or weights have changed since: {this}, {make} begins a new run of {need.to_do}"
+    elif need.table != table.name:
+        yield f"{this}; {make} goes on with the run {need.earlier or need.table}"
+    elif last:
+        ends = published_step(table / "artifacts") or 0
+        asked = getattr(project.config.sections["train"], "steps", None)
+        if isinstance(asked, int) and ends > asked:
+            yield f"this is the adapter of step {ends}; {asked} steps are asked for: {make} gives it"
+        elif newest := max((each for each in checkpoints if isinstance(asked, int) and ends < each <= asked), default=0):
+            yield f"this is the adapter of step {ends}; the run was stopped at step {newest}: --step {newest} takes that one"
 
 
 def pair_strengths(adapters: Sequence[str], strengths: Sequence[float]) -> list[tuple[str, float]]:

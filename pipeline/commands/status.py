@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -13,12 +12,6 @@ from pipeline.options import JSON, give_json, with_project
 from pipeline.project.project import Project
 from pipeline.store.disk import format_bytes
 from pipeline.terminal import format_table, tell
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from pipeline.store.table import TableFolder
-    from stages.stage import Stage
 
 
 @click.command("status")
@@ -53,10 +46,12 @@ class TableState:
     steps: str = ""  # of a training run, such as "97 of 200 steps": what is stored
     surplus: int = 0  # rows that readers see and that are no longer wanted
     stays: bool = False  # such rows stay in the table, for who asks for other settings
-    longer: str = ""  # of training: nothing is computed, but the run has other steps, or has them in checkpoints alone
+    longer: str = ""  # of training: the run has other steps than are asked for, or has them in checkpoints alone
     again: str = ""  # of training: the steps to compute, if some of them are stored
-    anew: str = ""  # of training: what the next run begins, although there is a run; as `latentmill plan` knows it
+    then: str = ""  # of training that has a run: what the next one does, as `latentmill plan` knows it
+    anew: bool = False  # that is a new run, or perhaps one
     seconds: float | None = None  # that this takes, at the speed of the last run
+    unchanged: bool = False  # as `latentmill plan` knows it, whatever the tables that it depends on become
     dead: int = 0  # rows that `latentmill clean` would delete
     nbytes: int = 0  # of all files
     peak: int = 0  # peak memory of the last run, bytes
@@ -70,7 +65,6 @@ class TableState:
 
 
 PERHAPS = "perhaps a new run (make plan)"
-MOST_READ = 200  # new rows of a stage, with which `status` still asks what training will do
 
 
 def states(project: Project) -> list[TableState]:
@@ -94,31 +88,32 @@ def states(project: Project) -> list[TableState]:
 
 
 def foresee(project: Project, found: list[TableState]) -> None:
-    """Tell of stages that train, and have a run, whether the next one is a new run."""
-    from pipeline.project.outlook import ANEW, PERHAPS_ANEW, needs, outlook
+    """Ask the plan what cannot be told from the tables as they are: those that a table depends on will be others."""
+    from pipeline.project.outlook import ANEW, FEW, PERHAPS_ANEW, needs, outlook
     from pipeline.project.runs import find_runs
 
     begun = {run.stage for run in find_runs(project)}
-    unsure = [each for each in found if each.stage_name in begun and not each.writer and describe(each) != "up to date"]
-    if not unsure:
-        return
-    # New pictures would be read for the answer.
-    if max(each.missing or 0 for each in found if each not in unsure) > MOST_READ:
-        for each in unsure:
-            each.anew = PERHAPS
+    training = [each for each in found if each.stage_name in begun and not each.writer and describe(each) != "up to date"]
+    # Not while a stage runs: the page asks every second.
+    others = [] if any(each.writer for each in found) else [each for each in found if each.stale_inputs and each.missing == 0]
+    if not training and not others:
         return
     with suppress(ValueError, OSError):
-        plan = {need.stage_name: need for need in needs(project, outlook(project))}
-        for each in unsure:
+        plan = {need.stage_name: need for need in needs(project, outlook(project), most=FEW)}
+        for each in found:
             need = plan[each.stage_name]
-            each.seconds = need.seconds
-            each.anew = {ANEW: f"a new run of {need.to_do}", PERHAPS_ANEW: PERHAPS}.get(need.note, "")
+            each.unchanged = need.unchanged and need.table == each.recipe
+        for each in training:
+            need = plan[each.stage_name]
+            each.seconds, each.anew = need.seconds, need.note in (ANEW, PERHAPS_ANEW)
+            known = {ANEW: f"a new run of {need.to_do}", PERHAPS_ANEW: PERHAPS}
+            each.then = known.get(need.note, f"{need.to_do} of {need.note}" if need.earlier and need.missing else need.note)
 
 
 def state(project: Project, stage_name: str) -> TableState:
     """The state of one table; loads no weights. Leaves `stale_inputs` empty, which `states` fills."""
     from pipeline.errors import NotBuilt, one_line
-    from pipeline.project.outlook import amount, counted, repeated
+    from pipeline.project.outlook import amount, counted, repeated, taken_back
     from pipeline.project.recipe import recipe_id
     from pipeline.project.runs import trains
     from pipeline.project.weights import NotFetched
@@ -147,15 +142,12 @@ def state(project: Project, stage_name: str) -> TableState:
             total = counted(stage, wanted)
             found.steps = f"{total - counted(stage, coming)} of {amount(stage, total)}"
             found.to_do = amount(stage, counted(stage, coming))
-            found.again = repeated(stage, coming, absent)
+            found.again = repeated(stage, run.config, coming, absent)
         found.unpublished = max(0, missing(wanted, published).num_rows - max(absent.num_rows, found.missing))
         found.stays = stage.writes.retains_dead_rows or bool(stage.writes.tensors)
         found.surplus = missing(published.select(wanted.column_names), wanted).num_rows
-        if trains(stage.writes) and not absent.num_rows and (there := counted(stage, published)) > total:
-            found.longer = f"the run has {there} steps, {total} are asked for: "
-            found.longer += f"{found.again}: make {stage_name}" if found.again else f"make {stage_name} takes the adapter back"
-        elif trains(stage.writes) and not found.missing and (absent.num_rows or unpublished(stage, folder, wanted)):
-            found.longer = f"the {amount(stage, total)} are in checkpoints: make {stage_name} takes them back"
+        if trains(stage.writes):
+            found.longer = taken_back(stage, folder, wanted, coming, absent)
         if folder.exists:
             facts = folder.manifest().get("facts", {}).get("run", {})
             found.interrupted |= bool(facts.get("left") and absent.num_rows)
@@ -169,15 +161,6 @@ def state(project: Project, stage_name: str) -> TableState:
     return found
 
 
-def unpublished(stage: Stage, folder: TableFolder, wanted: pa.Table) -> bool:
-    """A run that was stopped has all steps that are asked for now, but its adapter is not that of the last one."""
-    import pyarrow.compute as pc
-
-    from stages.tuner.checkpoint import ADAPTER, published_step
-
-    return stage.result == ADAPTER and published_step(folder.folder / "artifacts") != pc.max(wanted["step"]).as_py()
-
-
 def settled(found: TableState) -> bool:
     return describe(found).startswith("up to date")
 
@@ -189,16 +172,17 @@ def describe(found: TableState) -> str:
         return f"{stored}; being written by {found.writer}" if found.interrupted else f"being written by {found.writer}"
     stale = f"waits for {' and '.join(found.stale_inputs)}"
     stale += f"; with what there is: latentmill {found.stage_name} --only" if found.usable else ""
-    if found.anew and (found.note or found.stale_inputs):
-        return f"{found.note or stale}; then {found.anew}"
+    if found.then and (found.note or found.stale_inputs):
+        return f"{found.note or stale}; then {found.then}"
     if found.anew:
-        return f"{found.anew}: make {found.stage_name}"
+        return f"{found.then}: make {found.stage_name}"
     if found.note:
         return found.note
     if found.stale_inputs and (missing or found.longer) and not found.interrupted:
         return stale
     if found.longer:
-        return found.longer
+        what = f"{found.again}: make {found.stage_name}" if found.again else f"make {found.stage_name} takes them back"
+        return f"{found.longer}: {what}"
     if missing or found.unpublished or found.surplus:
         if found.interrupted:
             reasons = [f"interrupted: {stored}"]
@@ -208,9 +192,7 @@ def describe(found: TableState) -> str:
         reasons += [found.again] if found.again else []
         reasons += [f"{_count(found.surplus)} {'of before' if found.stays else 'not used any more'}"] if found.surplus else []
         return f"{', '.join(reasons)}: make {found.stage_name}"
-    if found.stale_inputs:
-        return f"up to date, but {' and '.join(found.stale_inputs)} {'is' if len(found.stale_inputs) == 1 else 'are'} not"
-    return "up to date"
+    return stale if found.stale_inputs and not found.unchanged else "up to date"
 
 
 def _count(rows: int) -> str:

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.commands.catalog import run_facts
 from pipeline.commands.runs import differing_settings
@@ -21,6 +21,9 @@ from pipeline.store.disk import format_bytes
 from pipeline.terminal import format_seconds
 from stages.pipelines import Block, Cards, Chart, Editor, Form, Listing, Page, Query, Sheet, load
 from stages.tuner.control import PAUSE
+
+if TYPE_CHECKING:
+    from pipeline.store.table import TableFolder
 
 CELL = 240  # letters of a cell
 ROWS_SHOWN = 200  # rows of a table
@@ -135,6 +138,7 @@ def overview(project: Project, query: Query) -> Row:
         "runs": [run_facts(project, run) for run in runs],
         "disk": f"{format_bytes(disk.free)} of {format_bytes(disk.total)} are free",
         "next": next((f"{each.stage_name}: {describe(each)}" for each in found if not settled(each)), ""),
+        "then": next_training(found),
         "anew": new_run(found),
         "button": button(project, found),
         "command": " ".join(main_command(project)),
@@ -159,13 +163,19 @@ def button(project: Project, found: Sequence[TableState]) -> str:
     return "Train" if not left or found.index(left[0]) <= training[-1] else f"Run {left[0].stage_name}"
 
 
-def new_run(found: Sequence[TableState]) -> str:
-    """What the user should know before a run begins although one is there, else ""."""
-    each = next((each for each in found if each.anew), None)
+def next_training(found: Sequence[TableState]) -> str:
+    """What training that has a run will do next, if that is more than to go on with it; else ""."""
+    each = next((each for each in found if each.then), None)
     if each is None:
         return ""
     time = f", about {format_seconds(each.seconds)}" if each.seconds else ""
-    return f"{each.stage_name}: {each.anew}{time}, since settings, data or weights differ. The runs that are there are kept."
+    why = ", since settings, data or weights differ. The runs that are there are kept" if each.anew else ""
+    return f"{each.stage_name}: {each.then}{time}{why}."
+
+
+def new_run(found: Sequence[TableState]) -> str:
+    """What the user should know before a run begins although one is there, else ""."""
+    return next_training(found) if any(each.anew for each in found) else ""
 
 
 def main_command(project: Project) -> list[str]:
@@ -206,9 +216,23 @@ def told(queue: Queue, jobs: Sequence[Job]) -> Row:
 
 
 def newest_pictures(project: Project, query: Query, label: str) -> list[Row]:
-    """Picture, row and step of the last step, at most SHOWN_PICTURES; of the run `label`, if it has drawn."""
-    first = 'rank() over (order by starts_with("column", $label) desc, step desc)'
-    return sheet_rows(project, query, f"select * from ({{}}) qualify {first} = 1 limit {SHOWN_PICTURES}", label=label)
+    """Picture, row and step of the last step, at most SHOWN_PICTURES; of the run `label`, if it has drawn, and of pictures that
+    the table still has, if there are any.
+    """
+    here = [f"{name}/{path}" for name in project.pipeline.results for path in used_files(project.folder(name))]
+    first = 'rank() over (order by starts_with("column", $label) desc, picture in (select unnest($here)) desc, step desc)'
+    sql = f"select * from ({{}}) qualify {first} = 1 limit {SHOWN_PICTURES}"
+    return sheet_rows(project, query, sql, label=label, here=here)
+
+
+def used_files(table: TableFolder) -> list[str]:
+    """RECIPE/PATH of the rows that readers see or will see; none if rows have no path."""
+    import pyarrow.compute as pc
+
+    if "path" not in table.schema.stored.names:
+        return []
+    rows = table.committed(["path", "live"])
+    return [f"{table.folder.name}/{path}" for path in rows.filter(pc.fill_null(rows["live"], True))["path"].to_pylist()]
 
 
 def last_ended(jobs: Sequence[Job]) -> str:

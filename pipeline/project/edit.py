@@ -109,7 +109,6 @@ class Prospect:
     """What the next run would do."""
 
     needs: Mapping[str, Need]  # by stage
-    tables: Mapping[str, str]  # stage -> recipe, where it is known
     budget: int  # bytes of memory to use
     refused: tuple[Refusal, ...]
 
@@ -118,19 +117,13 @@ def prospect(project: Project, known: dict[Any, Any] | None = None) -> Prospect:
     """`known`: see `outlook.needs`."""
     seen = outlook.outlook(project)
     needs = {each.stage_name: each for each in outlook.needs(project, seen, known=known)}
-    tables = {}
-    for name in project.stage_names:
-        try:
-            tables[name] = project.current(name).folder.name
-        except ValueError:  # an input or weights are missing
-            continue
     refused = []
     for name, each in needs.items():
         if (found := each.forecast) and found.peak > seen.budget:
             remedy = found.find_remedy()
             fits = remedy if remedy and remedy.settings and remedy.peak <= seen.budget else None
             refused.append(Refusal(refusal(name, found.peak, seen.budget, remedy), fits))
-    return Prospect(needs, tables, seen.budget, tuple(refused))
+    return Prospect(needs, seen.budget, tuple(refused))
 
 
 def effects(project: Project, before: Prospect, after: Prospect) -> Iterator[str]:
@@ -150,5 +143,5 @@ def effects(project: Project, before: Prospect, after: Prospect) -> Iterator[str
 
 
 def _another(name: str, before: Prospect, after: Prospect) -> bool:
-    then, now = before.tables.get(name), after.tables.get(name)
+    then, now = before.needs[name].table, after.needs[name].table
     return bool(then and now and then != now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +44,9 @@ class Need:
     overhead: int = 0  # bytes on disk that the table takes besides its tensors
     files: int = 0  # bytes of `forecast.file_bytes` that are not on the disk yet
     stops: bool = False  # the note is a mistake of the user, at which the stage will stop
+    table: str = ""  # the recipe of the table that it will write; "": not known yet
+    earlier: str = ""  # the run that training goes back to, since inputs or settings are those of before
+    unchanged: bool = False  # that table is what the next run leaves
 
     @property
     def writes(self) -> int:
@@ -99,15 +103,22 @@ def forecast(project: Project, name: str, seen: Outlook | None = None) -> Foreca
 
 ANEW = "all anew: a new run, since settings, data or weights differ"
 PERHAPS_ANEW = "all anew if the stages above change its data"
+FEW = 200  # new files that are read for an answer that was not asked for
 
 
-def needs(project: Project, seen: Outlook, report: Report | None = None, known: dict[Any, Any] | None = None) -> Iterator[Need]:
+def needs(
+    project: Project,
+    seen: Outlook,
+    report: Report | None = None,
+    known: dict[Any, Any] | None = None,
+    most: float = math.inf,
+) -> Iterator[Need]:
     """Of every stage, in the order in which they run; each reads the tables as the stages before it will leave them.
 
     `known`: of calls for the same folder at the same time with other settings; a stage that these do not reach is taken from it.
+    `most`: new files that are read; beyond, later stages are not known.
     """
     tables: dict[str, Input | None] = {}
-    grown: set[str] = set()
     known = {} if known is None else known
     for name in project.listed:
         # A forecast may look at any section, the rows of a stage at those before it.
@@ -116,17 +127,22 @@ def needs(project: Project, seen: Outlook, report: Report | None = None, known: 
         settings = repr([project.config.sections[each] for each in sections])
         key = name, repr(project.config.project), tuple(project.chain(name)), settings
         if key not in known:
-            found = _need(project, name, seen, tables, grown, report)
-            known[key] = found, tables[name], grown & {name}
-        found, tables[name], more = known[key]
-        grown |= more
+            known[key] = _need(project, name, seen, tables, report, most), tables[name]
+        found, tables[name] = known[key]
         yield found
 
 
+def next_run(project: Project, name: str) -> Need | None:
+    """What the next run of a stage that trains will do, with the stages before it; None if that cannot be said."""
+    with suppress(ValueError, OSError):
+        return next(each for each in needs(project, outlook(project), most=FEW) if each.stage_name == name)
+    return None
+
+
 def _need(
-    project: Project, name: str, seen: Outlook, tables: dict[str, Input | None], grown: set[str], report: Report | None
+    project: Project, name: str, seen: Outlook, tables: dict[str, Input | None], report: Report | None, most: float
 ) -> Need:
-    """`tables`: those of earlier stages, None if not known yet; `grown`: those that will get rows. This stage adds its own."""
+    """`tables`: those of earlier stages, None if not known yet. This stage adds its own."""
     from pipeline.store.rows import missing
     from pipeline.store.shards import overhead_bytes
 
@@ -144,12 +160,13 @@ def _need(
     stage = project.stage(name)
     trains = runs.trains(stage.writes)
     to_do = "" if left is None else amount(stage, left // _per_step(project.config.sections[name]) if trains else left)
-    tables[name], note_anew = None, ""
+    tables[name], table, earlier, unchanged, of_run = None, "", "", False, ""
     # Once the stage's inputs are known, its rows are counted instead of forecast.
     try:
         inputs = _inputs(project, stage, tables)
         try:
             folder = project.current(name, inputs)
+            table = folder.folder.name
         except NotFetched:  # nothing can be stored that weights computed which are not here
             folder = project.kept.table(project.path / "tables" / name / "none", stage.writes)
         stored = folder.committed().select(stage.writes.stored.names).cast(stage.writes.stored)
@@ -160,20 +177,27 @@ def _need(
         coming = stage.computes(run, rows) if stage.computes else absent
         wanted, left, to_do = rows.num_rows, coming.num_rows, amount(stage, counted(stage, coming))
         lasts = partial(stage.seconds, run, coming) if stage.seconds else None
-        begun = trains and runs.read_record(folder) is not None
-        note_anew = repeated(stage, coming, absent) if begun else ANEW if left == wanted else ""
-        grown |= {name} if left or absent.num_rows else set()
+        if trains and runs.read_record(folder) is not None:
+            earlier = _earlier(project, folder)
+            parts = [taken_back(stage, folder, rows, coming, absent), repeated(stage, run.config, coming, absent)]
+            known = f"the earlier run {earlier}" + ("" if left or any(parts) else " as it is") if earlier else ""
+            of_run = ": ".join(filter(None, [known, *parts]))
+        else:
+            of_run = ANEW if left == wanted else ""
         if stage.writes.tensors and found:
             overhead = overhead_bytes(stage.writes, rows, found.row_bytes * rows.num_rows)
-        tables[name] = _afterwards(stage, folder, run, rows, bool(left or absent.num_rows))
+        lacks = bool(left or absent.num_rows)
+        unchanged = not lacks and folder.exists and _equal(folder.rows(), rows)
+        if stage.reads or coming.num_rows <= most:
+            tables[name] = Input(folder.folder) if unchanged else _afterwards(stage, folder, run, rows, lacks)
     except (NotBuilt, NotFetched):
-        note_anew = ANEW if grown & {each.name for each in stage.reads} else PERHAPS_ANEW
+        of_run = PERHAPS_ANEW
         # Some of them may be stored.
         to_do = f"up to {to_do}" if left and not trains and project.folder(name).exists else to_do
     except ValueError as error:  # a mistake of the user
         note, stops = note or str(error), True
     if trains and not note and any(run.stage == name for run in runs.find_runs(project)):
-        note = note_anew
+        note = of_run
     last = project.folder(name)
     run = last.manifest().get("facts", {}).get("run", {}) if last.exists else {}
     written = run.get("rows_written", 0)
@@ -183,7 +207,7 @@ def _need(
     if left:
         seconds = lasts(last.committed(), mean) if lasts and last.exists else None if mean is None else left * mean
     files = files_to_write(project, name, found) if found else 0
-    return Need(name, wanted, left, to_do, found, note, seconds, overhead, files, stops)
+    return Need(name, wanted, left, to_do, found, note, seconds, overhead, files, stops, table, earlier, unchanged)
 
 
 def _per_step(config: Any) -> int:
@@ -204,17 +228,43 @@ def _inputs(project: Project, stage: Stage, tables: Mapping[str, Input | None]) 
 
 
 def _afterwards(stage: Stage, folder: TableFolder, run: Run[Any], wanted: pa.Table, lacks: bool) -> Input | None:
-    """The stage's table after its next run; None if it is not known yet."""
-    from pipeline.store.rows import matches, missing
+    """The stage's table after its next run, which changes it; None if it is not known yet."""
+    from pipeline.store.rows import matches
 
-    if not lacks and folder.exists:
-        published = folder.rows()
-        if published.num_rows == wanted.num_rows and not missing(wanted, published).num_rows:
-            return Input(folder.folder)
     if stage.foresee:
         return Input(folder.folder, rows=stage.foresee(run))
     stored = run.output.stored
     return None if lacks else Input(folder.folder, rows=stored.filter(matches(stored, wanted, wanted.column_names)))
+
+
+def _equal(published: pa.Table, wanted: pa.Table) -> bool:
+    from pipeline.store.rows import missing
+
+    return published.num_rows == wanted.num_rows and not missing(wanted, published).num_rows
+
+
+def _earlier(project: Project, folder: TableFolder) -> str:
+    """The label of the run in `folder`, unless it is the one that readers see now."""
+    try:
+        present = project.current(folder.schema.name).folder
+    except ValueError:  # it waits for others
+        present = project.folder(folder.schema.name).folder
+    if folder.folder == present:
+        return ""
+    return next(run.label for run in runs.find_runs(project) if run.table.folder == folder.folder)
+
+
+def taken_back(stage: Stage, folder: TableFolder, wanted: pa.Table, coming: pa.Table, absent: pa.Table) -> str:
+    """Of a training run whose steps are all there, but whose result is that of another one, in words; else ""."""
+    import pyarrow.compute as pc
+
+    from stages.tuner.checkpoint import ADAPTER, published_step
+
+    total = counted(stage, wanted)
+    if folder.exists and not absent.num_rows and (there := counted(stage, folder.rows())) > total:
+        return f"the run has {there} steps, {total} are asked for"
+    lags = stage.result == ADAPTER and published_step(folder.folder / "artifacts") != pc.max(wanted["step"]).as_py()
+    return f"the {amount(stage, total)} are in checkpoints" if not coming.num_rows and (absent.num_rows or lags) else ""
 
 
 def files_to_write(project: Project, name: str, found: Forecast) -> int:
@@ -234,7 +284,7 @@ def counted(stage: Stage, rows: pa.Table) -> int:
     return int(pc.count_distinct(rows.filter(pc.equal(rows["split"], "train"))["step"]).as_py())
 
 
-def repeated(stage: Stage, coming: pa.Table, absent: pa.Table) -> str:
+def repeated(stage: Stage, config: Any, coming: pa.Table, absent: pa.Table) -> str:
     """What a run will compute although it is stored, in words, and from where; "" if nothing or it does not train."""
     import pyarrow.compute as pc
 
@@ -250,7 +300,11 @@ def repeated(stage: Stage, coming: pa.Table, absent: pa.Table) -> str:
     first, last = steps["min"], steps["max"]
     those = f"steps {first} to {last}" if last > first else f"step {last}"
     some = f"those up to {again['max']} " if again["max"] < last else ""
-    why = f", from the checkpoint of step {first - 1}" if first > 1 else f", as no checkpoint up to step {last} can go on"
+    why = f", from the checkpoint of step {first - 1}"
+    if first == 1:
+        kept = getattr(config, "keep_states", 0)  # a stage of one's own may train without this setting
+        why = f", as no checkpoint up to step {last} can go on"
+        why += f" ({stage.name}.keep_states = {kept})" if kept else ""
     return f"{those}, {some}again with the same result{why}" if some else f"{those} again with the same result{why}"
 
 

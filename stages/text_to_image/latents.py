@@ -129,6 +129,21 @@ def wanted_latents(run: Run[LatentsConfig]) -> pa.Table:
     return LATENTS.select(list(wanted.values()), WANTED)
 
 
+def foreseen_latents(run: Run[LatentsConfig]) -> pa.Table:
+    """Of crops that are not encoded yet, what is known before, as if all could be."""
+    step = run.needs["family"].architecture.pixels_per_token
+    known = {row["latent_id"]: row for row in run.output.stored.to_pylist()}
+    nothing: Row = {field.name: None for field in LATENTS.stored}
+
+    def foreseen(row: Row) -> Row:
+        grid = row["height"] // step, row["width"] // step
+        mask = bytes([255]) * (grid[0] * grid[1]) if row["mask_id"] else None
+        return nothing | row | {"shape": [1, *grid], "mask": mask}
+
+    rows = [known.get(row["latent_id"]) or foreseen(row) for row in wanted_latents(run).to_pylist()]
+    return pa.Table.from_pylist(rows, schema=pa.schema([field.with_nullable(True) for field in LATENTS.stored]))
+
+
 def jittered(bucket: Row, number: int, share: float) -> Row:
     """A smaller crop inside that of `bucket`, with its aspect ratio and trained size; sides shrink by up to `share`."""
     # The draws depend on the image, the trained size and the number alone.
@@ -378,6 +393,7 @@ STAGE = Stage(
     config=LatentsConfig,
     needs=("image_folder", "family", "autoencoder"),
     wants=wanted_latents,
+    foresee=foreseen_latents,
     run=encode_latents,
     forecast=forecast,
     opens=opened_files,

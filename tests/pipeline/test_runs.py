@@ -155,13 +155,18 @@ def test_an_older_run_goes_on_by_name_and_no_other_run_changes(project):
 def test_a_run_that_is_longer_than_the_settings_ask_for_is_taken_back_only_with_a_word(project):
     projects.build(project, "images")
     assert "8 in all" in projects.latentmill(project, "train", "--only", "--set", "train.steps=8")
-    assert describe(state(Project(project), "train")) == "the run has 8 steps, 6 are asked for: make train takes the adapter back"
+    assert describe(state(Project(project), "train")) == "the run has 8 steps, 6 are asked for: make train takes them back"
     for words in (("--set", "train.steps=7"), ("--run", "slow", "--set", "train.steps=7")):  # as make was told
         said = projects.latentmill(project, "status", *words)
         assert "SET=train.steps=7" in said and ("RUN=slow" in said) == ("--run" in words), said
     said = projects.latentmill(project, "train", "--only")
     assert "its adapter is that of step 6 again. For the longer one: SET=train.steps=8 with make, `export --step 8`" in said
     assert "asked for" not in projects.latentmill(project, "train", "--only")
+
+
+def newest_previews(project: Path) -> str:
+    page = TestClient(make_app(Site(project)), base_url="http://127.0.0.1:8765").get("/fragment/overview").text
+    return page.partition("Newest previews, ")[2].partition("<")[0]
 
 
 def test_steps_that_the_run_takes_back_are_nothing_to_do_and_tell_no_speed(project):
@@ -175,6 +180,9 @@ def test_steps_that_the_run_takes_back_are_nothing_to_do_and_tell_no_speed(proje
     found = projects.planned(Project(project))
     assert (found["train"].to_do, found["samples"].to_do) == ("0 steps", "0 previews")
     assert "later" not in projects.latentmill(project, "train", "--only")
+    assert newest_previews(project) == "step 8"
+    projects.build(project, "samples")
+    assert newest_previews(project) == "step 4", "those of step 8 are no rows of samples any more"
     change(4, 8)
     assert projects.planned(Project(project))["train"].to_do == "0 steps"
     said = projects.latentmill(project, "train", "--only")
@@ -185,8 +193,9 @@ def test_steps_that_the_run_takes_back_are_nothing_to_do_and_tell_no_speed(proje
     assert need.to_do == "2 steps" and need.seconds == need.missing * facts["seconds"] / facts["rows_written"]
     change(10, 7)  # without a checkpoint
     need = projects.planned(Project(project))["train"]
-    assert (need.to_do, need.note) == ("1 step", "step 7 again with the same result, from the checkpoint of step 6")
-    assert describe(state(Project(project), "train")).endswith(f"7 are asked for: {need.note}: make train")
+    again = "the run has 8 steps, 7 are asked for: step 7 again with the same result, from the checkpoint of step 6"
+    assert (need.to_do, need.note) == ("1 step", again)
+    assert describe(state(Project(project), "train")) == f"{need.note}: make train"
     assert "train: 1 step done, 7 in all, those up to 8 are kept (train.steps = 8 takes them back)" in projects.latentmill(
         project, "train", "--only"
     )
@@ -226,9 +235,10 @@ def test_a_run_that_ctrl_c_stopped_draws_as_it_is_and_made_shorter_than_its_stat
     kept = Project(project, {"train.steps": 5})  # their adapter is not written yet
     assert describe(state(kept, "train")) == "the 5 steps are in checkpoints: make train takes them back"
     projects.edit(project, "steps = 6\nrank", "steps = 3\nrank")
-    again = "steps 1 to 3 again with the same result, as no checkpoint up to step 3 can go on"
+    again = "the run has 5 steps, 3 are asked for: steps 1 to 3 again with the same result, "
+    again += "as no checkpoint up to step 3 can go on (train.keep_states = 2)"
     assert projects.planned(Project(project))["train"].note == again  # the states of steps 4 and 5 are kept
-    assert describe(state(Project(project), "train")) == f"the run has 5 steps, 3 are asked for: {again}: make train"
+    assert describe(state(Project(project), "train")) == f"{again}: make train"
     said = projects.latentmill(project, "train", "--only")
     assert said.count("begins again at step 1") == 1 and "train: 3 steps done, 3 in all" in said
 
@@ -248,13 +258,16 @@ def test_before_a_new_run_begins_status_and_home_say_so_as_plan_does_and_home_as
     projects.latentmill(project, "train", "--only", "--set", "train.steps=8")
     assert "data-sure" not in home() and ">Train</button>" in home()
     assert "<h2>Newest previews, step 6</h2>" in home()  # of another run: this one has drawn nothing
-    assert "note: the run has 8 steps, 6 are asked for; this is the longer" in projects.latentmill(project, "export")
+    assert "note: this is the adapter of step 8; 6 steps are asked for: make train" in projects.latentmill(project, "export")
     caption = project / "images" / "picture1.txt"
     before = caption.read_text()
     caption.write_text("other words")  # and the run is longer than is asked for
     need = projects.planned(Project(project))["train"]
     assert (need.to_do, need.note) == ("6 steps", ANEW)
     assert told() == "waits for captions; then a new run of 6 steps" and told("samples") == "waits for captions"
+    for words in (("export",), ("generate", "a thing", "--steps", "1", "--set", "train.steps=4")):
+        said, steps = projects.latentmill(project, *words), 4 if "--set" in words else 6
+        assert re.search(rf"note: .* have changed since: .*make train .*PROJECT=.* begins a new run of {steps} steps\n", said), said
     with pytest.raises(ValueError, match=r"^train: a new run of 6 steps, .* Press once more to begin it\.$"):
         actions.train(site, {})  # pressed on a page from before the change
     assert "<p>captions: 1 row missing" in home()
@@ -267,7 +280,30 @@ def test_before_a_new_run_begins_status_and_home_say_so_as_plan_does_and_home_as
     with pytest.raises(SystemExit):
         projects.edit(project, "steps = 6\nrank", "steps = 12\nrank")
         projects.build(project, "train", console=Killing(10))
-    assert told().startswith("interrupted: 10 of 12 steps are saved") and told("samples") == "up to date, but train is not"
+    assert told().startswith("interrupted: 10 of 12 steps are saved")
+    assert told("samples") == "waits for train" and projects.planned(Project(project))["samples"].to_do.startswith("up to ")
+
+
+def test_inputs_as_before_give_the_run_of_before_and_plan_status_home_and_export_say_so(project):
+    projects.edit(project, LR.replace("1", "2"), "lr = 0.005")  # the run `fast`
+    projects.edit(project, "[64, 96]", "[64]")
+    projects.build(project, "images", "buckets", "latents", "train")
+    present = next(run.recipe for run in find_runs(Project(project)) if run.current)
+    projects.latentmill(project, "clean")
+    projects.edit(project, "[64]", "[64, 96]")  # whose latents are deleted
+    assert projects.planned(Project(project))["latents"].missing
+    for steps, to_do, note in ((6, "0 steps", "the earlier run fast as it is"), (8, "2 steps", "the earlier run fast")):
+        opened = Project(project, {"train.steps": steps})
+        need = projects.planned(opened)["train"]
+        assert (need.to_do, need.note) == (to_do, note)
+        then = note if steps == 6 else f"2 steps of {note}"
+        assert next(describe(each) for each in states(opened) if each.stage_name == "train") == f"waits for buckets; then {then}"
+    said = projects.latentmill(project, "export")
+    assert f"note: this adapter is from the run {present}; make train PROJECT={project} goes on with the run fast\n" in said
+    page = TestClient(make_app(Site(project)), base_url="http://127.0.0.1:8765").get("/fragment/overview").text
+    assert "train: the earlier run fast as it is." in page and "data-sure" not in page
+    assert not projects.written(projects.build(project, "buckets", "latents", "train"))["train"]
+    assert next(run.label for run in find_runs(Project(project)) if run.current) == "fast"
 
 
 def test_a_run_whose_data_have_changed_is_not_continued_but_can_be_exported(project, tmp_path):

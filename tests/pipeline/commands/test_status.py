@@ -89,7 +89,7 @@ def test_a_table_whose_inputs_are_stale_names_them(project):
     projects.draw(project / "images" / "picture1.png", seed=77, size=(140, 100))
     said = states_of(project)
     assert said["images"] == "1 row missing, 1 row not used any more: make images"
-    assert said["captions"] == said["latents"] == "up to date, but images is not"
+    assert said["captions"] == said["latents"] == "waits for images"
 
 
 def test_rows_that_are_wanted_again_are_not_called_missing(project):

@@ -114,7 +114,7 @@ def test_the_command_draws_the_preview_to_the_bit_and_draws_no_picture_twice(bui
     assert answer(Project(built), "from generated").num_rows == 4
     said = projects.latentmill(built, "generate", "a third thing", "--size", "32x32", "--set", "train.lr=0.2")
     assert f"1 picture of 1 prompt, with step 6 of run {Project(built).current('train').folder.name}" in said
-    assert "note: the project has changed since training" in said
+    assert "note: settings, data or weights have changed since: this adapter is from the run" in said
     base = pictures(built, row["prompt"], "--adapter", "none", "--size", "96x32")
     assert base[0].shape == (32, 96, 3)
 

@@ -114,7 +114,7 @@ def test_a_run_is_merged_in_bfloat16_into_the_projects_exports_and_nothing_is_ov
     trained_variant(artifacts / "adapter.safetensors", tiny_transformer(), "rslora")
     project: Any = SimpleNamespace(name="cats", path=tmp_path, family=family("tiny"), component=lambda name, fetch: base)
     project.stage = lambda stage_name: SimpleNamespace(result="adapter.safetensors")
-    project.fixed, project.config = {}, SimpleNamespace(sections={"train": SimpleNamespace(steps=70)})
+    project.fixed = True
     table = SimpleNamespace(folder=tmp_path / "tables" / "train" / "abc", exists=False)
     project.folder = project.current = lambda stage_name: table
     out = merge_run(project, None, dtype="bfloat16")
