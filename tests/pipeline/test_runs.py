@@ -267,7 +267,7 @@ def test_before_a_new_run_begins_status_and_home_say_so_as_plan_does_and_home_as
     assert told() == "waits for captions; then a new run of 6 steps" and told("samples") == "waits for captions"
     for words in (("export",), ("generate", "a thing", "--steps", "1", "--set", "train.steps=4")):
         said, steps = projects.latentmill(project, *words), 4 if "--set" in words else 6
-        assert re.search(rf"note: .* have changed since: .*make train .*PROJECT=.* begins a new run of {steps} steps\n", said), said
+        assert re.search(rf"note: .* changed since: .*make train .*PROJECT=.* begins a new run of {steps} steps\n", said), said
     with pytest.raises(ValueError, match=r"^train: a new run of 6 steps, .* Press once more to begin it\.$"):
         actions.train(site, {})  # pressed on a page from before the change
     assert "<p>captions: 1 row missing" in home()
