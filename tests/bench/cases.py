@@ -47,6 +47,7 @@ class Case:
     ranks: int = 1  # processes that train together, one for each GPU, each with a batch of one image
     workers: int = 1  # processes of a Ray cluster that compute units which only wait
     steps: int = 6  # measured ones, after two to warm up
+    prompts: int = 1  # in one batch of a denoising step: 2 with guidance, up to 1024 image tokens
     text_rows: int = 0  # of the caption, in training and drawing; 0: the most that the family reads
     weights: str = ""  # folder with files of the text encoder's weights; empty: random weights are made
 

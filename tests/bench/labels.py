@@ -49,6 +49,7 @@ def name(row: Row) -> str:
     words = [kind, row["dtype"], *([f"{row['bits']}-bit"] if row["bits"] < 16 else [])]
     words += [word for word, key in (("exact", "exact"), ("streamed", "stream")) if row.get(key)]
     words += [f"{rows} text rows"] if (rows := row.get("text_rows")) else []
+    words += [f"{prompts} prompts"] if (prompts := row.get("prompts", 1)) > 1 else []
     return ", ".join([*words, *([f"PyTorch {row['plan']}"] if row["backend"] == "torch" else [])])
 
 

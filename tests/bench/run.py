@@ -168,12 +168,12 @@ def measure_drawing(case: Case) -> dict[str, Any]:
     record = family(case.family).without_references()
     config = profile_settings(base_bits=case.bits, stream_blocks=case.stream)
     packed = SamplesConfig(base_bits=case.bits, stream_blocks=case.stream)  # type: ignore[arg-type]
-    memory = drawing_memory(record, None, packed, config.precision, (case.width, case.height), 1)
+    memory = drawing_memory(record, None, packed, config.precision, (case.width, case.height), case.prompts)
     model = random_transformer(record, config)
     predict = model_forward(model, None)
     predict.live_bytes = memory.live if case.memory_limited else None
     grid = case.height // 16, case.width // 16
-    inputs = record.architecture.zero_inputs(model.config, 1, grid, case.text_rows or record.text_tokens)
+    inputs = record.architecture.zero_inputs(model.config, case.prompts, grid, case.text_rows or record.text_tokens)
     inputs |= {name: mx.random.normal(inputs[name].shape) for name in ("x_BLC", "ctx_BTJ")}
     mx.eval(inputs["x_BLC"], inputs["ctx_BTJ"])
     mx.clear_cache()

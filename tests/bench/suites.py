@@ -141,6 +141,10 @@ def shapes(family: str) -> Iterator[Case]:
         yield from (Case(family, px, px, kind="draw", bits=bits, memory_limited=True) for bits in (16, 8, 4))
         if torch:
             yield Case(family, px, px, "compiled", backend="torch", kind="draw")
+    if FAMILIES[family].real_cfg:
+        yield from (Case(family, 512, 512, kind="draw", prompts=2, bits=bits, memory_limited=True) for bits in (16, 8, 4))
+        if torch:
+            yield Case(family, 512, 512, "compiled", backend="torch", kind="draw", prompts=2)
     for px in (1024, 512):
         yield Case(family, px, px, "whole", memory_limited=True)
         yield from (Case(family, px, px, **encode, exact=exact, memory_limited=True) for exact in (True, False))

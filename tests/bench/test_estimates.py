@@ -54,7 +54,7 @@ def estimate(row: dict) -> Memory:
     record, pixels = family(row["family"]).without_references(), (row["width"], row["height"])
     if row["kind"] == "draw":
         packed = SamplesConfig(base_bits=row["bits"], stream_blocks=row.get("stream", False))
-        return drawing_memory(record, None, packed, row["dtype"], pixels, 1)
+        return drawing_memory(record, None, packed, row["dtype"], pixels, row.get("prompts", 1))
     if row["kind"] == "text_encoder":
         return encoder_memory(EmbeddingsConfig(precision=row["dtype"], bits=row["bits"]), record, None, False)
     if row["kind"] != "train":

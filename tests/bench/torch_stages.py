@@ -52,7 +52,15 @@ def maybe_compiled(case: Case, function: Any) -> Any:
 def drawing(case: Case, family: Family, dtype: Any) -> Callable[[], Any]:
     """One denoising forward pass of diffusers' transformer."""
     run, given = maybe_compiled(case, transformer(family, dtype)), MODULES[family.code].inputs(case, family, dtype)
+    given = {name: _repeated(value, case.prompts) for name, value in given.items()}
     return lambda: run(**given)
+
+
+def _repeated(value: Any, prompts: int) -> Any:
+    # Arrays of one sample, and lists of samples; positions that all samples share have a first axis of rows.
+    if isinstance(value, list):
+        return value * prompts
+    return value.repeat_interleave(prompts, 0) if torch.is_tensor(value) and value.shape[0] == 1 else value
 
 
 def encoding(case: Case, family: Family, dtype: Any) -> Callable[[], Any]:
