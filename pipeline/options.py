@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 NAMES = ("--project", "-p")
 EXAMPLE = "data/projects/example"  # the project of make, unless PROJECT names another
+SETTING = r"[A-Za-z_]\w*(?:\.\w+)+\s*="
 FOLDER = "."  # the project, unless --project names another
 
 
@@ -51,6 +52,11 @@ def with_project(function: Callable[..., Any]) -> Callable[..., Any]:
                 return None
             path = folder
         context.with_resource(hashing_of(context.info_name or ""))
+        words = context.meta.get("arguments", ())
+        for before, given, word in zip(words, words[1:], words[2:], strict=False):
+            # Else the command would take it for something of its own.
+            if re.match(SETTING, word) and (before == "--set" or given.startswith("--set=")):
+                raise ValueError(f"--set takes one word, or several in quotes: --set '{given.removeprefix('--set=')} {word}'")
         overrides = split_overrides(context.meta[f"{__name__}.overrides"])
         run = context.meta[f"{__name__}.training_run"]
         hints.about(Path(path), CHECKOUT / EXAMPLE, overrides, run)
@@ -88,7 +94,7 @@ def with_project(function: Callable[..., Any]) -> Callable[..., Any]:
 def split_overrides(texts: Iterable[str]) -> tuple[str, ...]:
     """("a.b=1 c.d=[64, 96]",) gives ("a.b=1", "c.d=[64, 96]")."""
     # Only where `section.key=` begins: values may contain spaces.
-    return tuple(each for text in texts for each in re.split(r"\s+(?=[A-Za-z_]\w*(?:\.\w+)+\s*=)", text.strip()))
+    return tuple(each for text in texts for each in re.split(rf"\s+(?={SETTING})", text.strip()))
 
 
 def give_json(value: Any) -> None:

@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
+from stages.bundled import shell_path
 from stages.hashing import hashing_shown
 
 WAIT_SECONDS = 1.0  # the bar appears after this time, since a stage that has nothing to do is over by then
@@ -59,11 +60,10 @@ class Hints:
     def about(self, project: Path, made: Path, overrides: Sequence[str] = (), run: str = "") -> None:
         """`made`: the project of make without PROJECT."""
         here = project.resolve()
-        # make runs elsewhere than in the project.
         near = here.relative_to(Path.cwd()) if Path.cwd() in here.parents else here
         quoted, given, chosen = shlex.quote(str(near)), shlex.quote(" ".join(overrides)), shlex.quote(run)
         own = [] if here == Path.cwd() else [(" PROJECT=| -p | --project ", f" -p {quoted}")]
-        made_by = [] if here == made.resolve() else [(" PROJECT=| -p | --project ", f" PROJECT={quoted}")]
+        made_by = [] if here == made.resolve() else [(" PROJECT=| -p | --project ", f" PROJECT={shell_path(near)}")]
         own += [(" --set ", f" --set {given}")] * bool(overrides) + [(" --run ", f" --run {chosen}")] * bool(run)
         made_by += [(" SET=", f" SET={given}")] * bool(overrides) + [(" RUN=", f" RUN={chosen}")] * bool(run)
         self.options = {program: added for program, added in (("latentmill", own), ("make", made_by)) if added}

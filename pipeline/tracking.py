@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -169,7 +170,7 @@ class Trackio(Tracker):
         folder = asked or str(run.folder / "trackio")
         self.run, self.folder, self.files = run, folder, Path(folder)
         self.name = f"trackio {asked or ''}".strip()
-        self.where = f"TRACKIO_DIR={folder} trackio show --project {run.project}"
+        self.where = f"TRACKIO_DIR={shlex.quote(folder)} trackio show --project {shlex.quote(run.project)}"
 
     def open(self, last: int) -> int:
         if Trackio.process not in ("", self.folder):

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import click
 
 from pipeline.project.project import Project
-from pipeline.project.stage_run import shell_path
 from pipeline.terminal import Say, silent
+from stages.bundled import shell_path
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -128,8 +128,9 @@ def notes(project: Project, table: Path, last: bool, checkpoints: Iterable[int])
     elif last:
         ends = published_step(table / "artifacts") or 0
         asked = getattr(project.config.sections["train"], "steps", None)
+        again = f", after {need.to_do} again" if need.missing else ""
         if isinstance(asked, int) and ends > asked:
-            yield f"this is the adapter of step {ends}; {asked} steps are asked for: {make} gives it"
+            yield f"this is the adapter of step {ends}; {asked} steps are asked for: {make} gives it{again}"
         elif newest := max((each for each in checkpoints if isinstance(asked, int) and ends < each <= asked), default=0):
             yield f"this is the adapter of step {ends}; the run was stopped at step {newest}: --step {newest} takes that one"
 

@@ -13,8 +13,8 @@ import click
 import stages
 from pipeline.commands import own as own_of
 from pipeline.project import config
-from pipeline.project.stage_run import shell_path
 from pipeline.terminal import tell
+from stages.bundled import shell_path
 from stages.pipelines import Template, load
 from stages.settings import from_home
 

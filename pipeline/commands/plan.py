@@ -82,7 +82,9 @@ class Plan:
         if "time" in names:
             yield "Memory and disk are computed, time is at the speed of the last run."
         else:
-            yield "Memory and disk are computed. Time is known once a stage has run here at the same size."
+            unknown = any(each.forecast and each.missing for each in self.needs)
+            later = " Time is known once a stage has run here at the same size." if unknown else ""
+            yield f"Memory and disk are computed.{later}"
         yield "A dash means little, or not known before the stages above have run."
         if verbose:
             beside = any(each.forecast and 0 < each.forecast.arrays < each.forecast.peak for each in self.needs)

@@ -16,14 +16,15 @@ from pipeline.commands import own
 from pipeline.notify import notifying
 from pipeline.options import with_project
 from pipeline.process import allow_open_files, kept_awake, replace_process, restarting, run_apart
-from pipeline.project.stage_run import shell_path
 from pipeline.store.disk import atomic_write, format_bytes
 from pipeline.terminal import Terminal, format_seconds, say_aside, tell
+from stages.bundled import shell_path
 from stages.tuner.launched import SECRET_FILE, launched_rank
 
 if TYPE_CHECKING:
     from pipeline.project.project import Project
     from pipeline.runner import Outcome
+    from stages.stage import Stage
     from stages.tuner.blockwise.meter import Meter
 
 
@@ -120,8 +121,21 @@ def results(project: Project, stage_name: str) -> list[str]:
         more = {"export": "", "generate": " WHAT='...'"}
         known = own(project.config.project.pipeline).commands
         lines.append(f"next: make view {where}")
-        lines += [f"next: make {name} {where}{given}" for name, given in more.items() if name in known]
+        if step := unfinished(project, stage):
+            words = {"export": "export", "generate": "generate '...'"}
+            lines += [f"next: latentmill {what} --step {step}" for name, what in words.items() if name in known]
+        else:
+            lines += [f"next: make {name} {where}{given}" for name, given in more.items() if name in known]
     return lines
+
+
+def unfinished(project: Project, stage: Stage) -> int | None:
+    """The newest checkpoint of a run that the stage reads and that has not ended once."""
+    from stages.tuner.checkpoint import find_checkpoints
+
+    results = {project.current(read.name).folder / "artifacts": project.stage(read.name).result for read in stage.reads}
+    lacking = [folder for folder, result in results.items() if result and not (folder / result).exists()]
+    return next((saved.step for folder in lacking for saved in find_checkpoints(folder)), None)
 
 
 def stage_report(meter: Meter, project: Project, stage_name: str) -> Iterator[str]:

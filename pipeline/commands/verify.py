@@ -32,7 +32,7 @@ def command(repair: bool, project: Project) -> int:
     file is damaged at the end, else 0.
     """
     if found := verify(project, repair, tell, progress=True):
-        tell(f"{len(found)} damaged" + ("" if repair else f"; run: latentmill verify --repair --project {project.path}"))
+        tell(f"{len(found)} damaged" + ("" if repair else "; run: latentmill verify --repair"))
         return DAMAGED
     tell("everything that has a checksum agrees with it")
     return 0

@@ -271,6 +271,8 @@ def news(project: Project, stage: str) -> Iterator[str]:
     """Messages before a new run of which an earlier one differs only in its data: it starts at step 0, or from that adapter. And
     before a run that is longer than the settings ask for is taken back.
     """
+    from pipeline.terminal import format_seconds
+
     recipe, table = project.recipe(stage), project.current(stage)
     if read_record(table) is not None:
         asked = getattr(project.config.sections[stage], "steps", AUTO)  # a stage of one's own may train without this setting
@@ -295,7 +297,7 @@ def news(project: Project, stage: str) -> Iterator[str]:
         seconds, steps = sum(before.steps["seconds"].to_pylist()) / before.steps.num_rows, config.steps
         steps = before.steps.num_rows if steps == AUTO else steps
         yield (
-            f"{steps} steps take about {seconds * steps / 60:.3g} min, by the speed of {before.label}; to start from its "
+            f"{steps} steps take about {format_seconds(seconds * steps)}, by the speed of {before.label}; to start from its "
             f"adapter instead, with fewer steps and a new optimizer state: "
             f"--set '{stage}.initial=\"{adapter.relative_to(project.path)}\"'"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.errors import NotBuilt
-from stages.bundled import CHECKOUT
+from stages.bundled import shell_path
 from stages.pipelines import load
 from stages.run import Output, Report, Run, TensorReader
 from stages.stage import Input, Stage, WorkUnit
@@ -131,12 +130,6 @@ def not_built(table: str, reader: str, project: Path) -> NotBuilt:
         f"run: make {table} PROJECT={shell_path(project)}",
         table,
     )
-
-
-def shell_path(folder: Path) -> str:
-    """Quoted, for `make PROJECT=` in the checkout: relative only if that leads to the same folder from there."""
-    usable = folder.is_absolute() or (CHECKOUT / folder).resolve() == folder.resolve()
-    return shlex.quote(str(folder if usable else folder.resolve()))
 
 
 class ArrayReader:

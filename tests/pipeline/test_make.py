@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from pipeline.options import split_overrides
-from pipeline.project.stage_run import shell_path
-from stages.bundled import CHECKOUT
+from stages.bundled import CHECKOUT, shell_path
 from tests import projects
 
 # Below `make test`, an inner make would print "Entering directory" and take over the options of the outer one.
@@ -134,6 +133,13 @@ def test_set_holds_several_settings_whose_values_may_hold_spaces():
         "train.noise.mean = 1",
         "a.b=c d",
     )
+
+
+def test_a_setting_after_that_of_set_is_no_argument_of_the_command(tmp_path):
+    folder = projects.make(tmp_path / "p", tmp_path, images=1)
+    for words in (("--set", "train.steps=1", "train.lr=2"), ("--set=train.steps=1", "train.lr=2")):
+        said = projects.latentmill(folder, "export", *words, code=2)
+        assert said.endswith("--set takes one word, or several in quotes: --set 'train.steps=1 train.lr=2'\n")
 
 
 def test_a_projects_folder_is_written_so_that_make_finds_it(tmp_path, monkeypatch):

@@ -129,8 +129,9 @@ def test_a_command_in_what_is_said_names_the_project_unless_it_would_be_taken_wi
     said = terminal.Hints()
     said.commands = lambda: ("train", "latents", "panel", "evaluate")
     said.about(tmp_path / "my cats", made=tmp_path / "example")
-    assert said("not built: make latents") == "not built: make latents PROJECT='my cats'"
-    assert said("run: latentmill train, or make train") == "run: latentmill train -p 'my cats', or make train PROJECT='my cats'"
+    own = f"PROJECT='{tmp_path}/my cats'"  # make runs in the checkout
+    assert said("not built: make latents") == f"not built: make latents {own}"
+    assert said("run: latentmill train, or make train") == f"run: latentmill train -p 'my cats', or make train {own}"
     assert said("`latentmill panel unused` says why") == "`latentmill panel -p 'my cats' unused` says why"
     for whole in (
         "run: make train PROJECT=/x",

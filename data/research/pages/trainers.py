@@ -34,6 +34,10 @@ Of kohya's folders, `init` writes one `[[images.folder]]` each, with the repeats
 `trigger = ""` leaves all captions of a folder as they are, as kohya does. One `--trigger` for several subjects is refused: it
 would stand before the captions of each.
 
+The folder's name stays the caption of pictures that have no other: with `trigger = "zwx vase"` in project.toml, those of
+`5_blue vase` are trained with "zwx vase, blue vase". With `layout = "plain"` in `[images]`, names of folders mean nothing, and
+`captions.missing = "trigger"`, which `init` writes, gives them "zwx vase" alone.
+
 ## Names
 
 {names}

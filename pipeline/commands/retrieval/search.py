@@ -86,7 +86,7 @@ def queries() -> Iterator[str]:
 def staleness(project: Project) -> str:
     """A line if files have changed since the table `sources` read them, else "". The later tables are not looked at."""
     from pipeline.commands.status import state
-    from pipeline.project.stage_run import shell_path
+    from stages.bundled import shell_path
 
     sources = state(project, "sources")
     changed = max(sources.missing or 0, sources.surplus)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -40,7 +41,8 @@ def command(
     """
     folder = publish(project, out, which=which, step=step, dtype=dtype, licence=licence, data_licence=data_licence, say=say_aside)
     tell(f"wrote {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
-    tell(f"read {folder / CARD}; nothing was uploaded. To do it: hf upload NAME/{project.name} {folder}")
+    words = shlex.join([f"NAME/{project.name}", str(folder)])
+    tell(f"read {folder / CARD}; nothing was uploaded. To do it: hf upload {words}")
 
 
 def publish(
