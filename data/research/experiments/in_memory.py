@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.project.project import Project
-from stages.run import Report
+from stages.run import Report, Run
 from stages.stage import Input
 
 
@@ -44,14 +44,7 @@ class MemoryTables:
         """The rows of a stage, tensors included; they replace those of an earlier run."""
         stage, artifacts = project.stage(name), self.folder / name / "artifacts"
         artifacts.mkdir(parents=True, exist_ok=True)
-        run = project.open(
-            name,
-            report,
-            artifacts=artifacts,
-            inputs={name: Input(self.files.get(name, artifacts).parent, rows=rows) for name, rows in self.rows.items()},
-            write=functools.partial(_write, artifacts),
-            provenance={"recipe": "in memory"},
-        )
+        run = self.open(project, name, report)
         run.config, run.needs = config or run.config, needs or run.needs
         run.output.pending = stage.wants(run)
         found = pa.Table.from_batches(stage.run(run), stage.writes.batch)
@@ -62,6 +55,17 @@ class MemoryTables:
             found = found.take(sorted(places.values()))  # a row whose key exists replaces it
         self.rows[name], self.files[name] = found, artifacts
         return found
+
+    def open(self, project: Project, name: str, report: Report | None = None) -> Run[Any]:
+        artifacts = self.folder / name / "artifacts"
+        return project.open(
+            name,
+            report,
+            artifacts=artifacts,
+            inputs={name: Input(self.files.get(name, artifacts).parent, rows=rows) for name, rows in self.rows.items()},
+            write=functools.partial(_write, artifacts),
+            provenance={"recipe": "in memory"},
+        )
 
 
 def _write(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
