@@ -247,7 +247,7 @@ class Searcher:
             raise ValueError(f"the index in {artifacts} is incomplete or of another state of the project: run make index")
         self.words = lexical.LexicalIndex(artifacts / WORDS.format(name), len(rows), numbers(rows))
         self.ids, self.titles = (self.rows[name].to_pylist() for name in ("vector_id", "title_vector"))
-        self.units = ranking.Units(self.rows["path"], self.rows["qualified_name"])
+        self.units = ranking.Units(*(self.rows[name] for name in ("path", "qualified_name", "signature")))
         self.matrix = maxsim.PooledMatrix(
             read_pooled(artifacts / POOLED.format(name))[1], lambda places: self.read([self.ids[place] for place in places])
         )

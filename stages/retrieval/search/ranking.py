@@ -7,7 +7,8 @@ jsonschema, tqdm and pylint as queries; the page data/docs/code.md says what eac
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from pathlib import PurePosixPath
 
 import numpy as np
@@ -35,13 +36,19 @@ def share(query: str, sentence: float = SENTENCE) -> float:
 
 
 class Units:
-    """What the rules know of each unit. `paths` begin with the name of their root; `names` are qualified."""
+    """What the rules know of each unit. `paths` begin with the name of their root; `names` are qualified; `signatures` are empty
+    for what is neither function nor class.
+    """
 
-    def __init__(self, paths: pa.ChunkedArray, names: pa.ChunkedArray) -> None:
+    def __init__(self, paths: pa.ChunkedArray, names: pa.ChunkedArray, signatures: pa.ChunkedArray) -> None:
         files = paths.combine_chunks().dictionary_encode()
         self.files, self.names = files.indices.to_numpy(), names
         below = (PurePosixPath(path.partition("/")[2]).with_suffix("") for path in files.dictionary.to_pylist())
         self.aside = np.array([bool(ASIDE.search(str(path))) for path in below], bool)[self.files]
+        statements = pc.equal(signatures, "").to_numpy()
+        parsed = np.bincount(self.files[~statements], minlength=len(files.dictionary)) > 0
+        special = pc.match_substring_regex(names, r"(^|\.)__\w+__$").to_numpy().astype(bool)
+        self.minor = statements & parsed[self.files] | special
 
     def called(self, symbol: str) -> np.ndarray:
         """Whether a unit has this name: that of push is also Stack.push, that of Stack.push only that."""
@@ -58,7 +65,9 @@ def symbols(query: str) -> list[str]:
 
 
 FILE = 0.1  # share of the best other answer of its file that each gets
-LESS = 0.5  # factor of tests and examples
+LESS = 0.75  # factor of tests and examples
+MINOR = 0.8  # factor of statements beside functions, and of special methods
+WORDED = 0.5  # by which a unit rises whose name has all words of the query
 FREE, LATER = 3, 0.5  # answers of a file that count in full; the factor of each further one
 NAMED = 1.0  # by which a unit rises that a sentence names
 
@@ -78,8 +87,20 @@ def file_coherence(scores: np.ndarray, places: np.ndarray, units: Units, query: 
     return scores + FILE * np.maximum(other, 0)
 
 
+def name_words(scores: np.ndarray, places: np.ndarray, units: Units, query: str) -> np.ndarray:
+    """A unit rises with the share of the query's words that its name and its class's have."""
+    asked = stems(texts.words(query))
+    shared = [len(asked & stems(texts.words(name))) for name in units.names.take(places).to_pylist()]
+    return scores + WORDED * np.array(shared) / max(1, len(asked))
+
+
+def minor_down(scores: np.ndarray, places: np.ndarray, units: Units, query: str) -> np.ndarray:
+    """Statements beside functions, such as constants and imports, and special methods such as __init__ count four fifths."""
+    return np.where(units.minor[places] & (scores > 0), MINOR * scores, scores)
+
+
 def tests_down(scores: np.ndarray, places: np.ndarray, units: Units, query: str) -> np.ndarray:
-    """Tests and examples count half, unless the query is about such."""
+    """Tests and examples count three quarters, unless the query is about such."""
     if ABOUT.search(query):
         return scores
     return np.where(units.aside[places] & (scores > 0), LESS * scores, scores)
@@ -105,7 +126,7 @@ def exact_symbol(scores: np.ndarray, places: np.ndarray, units: Units, query: st
     return found
 
 
-RULES: tuple[Rule, ...] = (file_coherence, tests_down, later_down, exact_symbol)
+RULES: tuple[Rule, ...] = (name_words, minor_down, file_coherence, tests_down, later_down, exact_symbol)
 
 
 def reorder(scores: np.ndarray, places: np.ndarray, units: Units, query: str, rules: Sequence[Rule] = RULES) -> np.ndarray:
@@ -132,9 +153,15 @@ def telling(query: str) -> str:
 
 def coverage(query: str, words: str) -> float:
     """Share of the query's words, function words left out, that `words` holds in some form, 0 to 1."""
-    asked = {stem(word) for word in texts.words(query) if word not in FUNCTION_WORDS}
-    return len(asked & {stem(word) for word in {*words.split()}}) / len(asked) if asked else 0.0
+    asked = stems(texts.words(query))
+    return len(asked & stems(words.split())) / len(asked) if asked else 0.0
 
 
+def stems(words: Iterable[str]) -> set[str]:
+    """Without function words."""
+    return {stem(word) for word in {*words} - FUNCTION_WORDS}
+
+
+@lru_cache(1 << 16)
 def stem(word: str) -> str:
     return next((word.removesuffix(end) for end in ENDINGS if word.endswith(end) and len(word) - len(end) >= 3), word)

@@ -10,7 +10,8 @@ from stages.retrieval.search import ranking
 
 PATHS = ["code/a.py", "code/a.py", "code/a.py", "code/a.py", "code/b.py", "code/tests/test_a.py"]
 NAMES = ["parse", "Stack.push", "LIMIT, Nest", "Stack", "Other.push", "test_push"]
-UNITS = ranking.Units(pa.chunked_array([PATHS]), pa.chunked_array([NAMES]))
+SIGNATURES = ["def parse()", "def push()", "", "class Stack:", "def push()", "def test_push()"]
+UNITS = ranking.Units(*(pa.chunked_array([each]) for each in (PATHS, NAMES, SIGNATURES)))
 PLACES = np.arange(6)
 
 
@@ -31,10 +32,23 @@ def test_a_unit_that_is_the_whole_query_comes_first_and_one_that_a_sentence_name
     assert after(ranking.exact_symbol, [1, 2, 0, 3, 0, 5], "push it and parse the rest") == [1, 2, 0, 3, 0, 5]
 
 
-def test_tests_count_half_unless_the_query_is_about_tests():
-    assert after(ranking.tests_down, [1, 1, 1, 1, 1, 4]) == [1, 1, 1, 1, 1, 2]
+def test_tests_count_three_quarters_unless_the_query_is_about_tests():
+    assert after(ranking.tests_down, [1, 1, 1, 1, 1, 4]) == [1, 1, 1, 1, 1, 3]
     assert after(ranking.tests_down, [1, 1, 1, 1, 1, -4]) == [1, 1, 1, 1, 1, -4]
     assert after(ranking.tests_down, [1, 1, 1, 1, 1, 4], "a test of the pile") == [1, 1, 1, 1, 1, 4]
+
+
+def test_a_unit_rises_with_the_words_of_the_query_in_its_name():
+    assert after(ranking.name_words, [1, 1, 1, 1, 1, 1], "what is pushed on the stacks") == [1, 1.5, 1, 1.25, 1.25, 1.25]
+    assert after(ranking.name_words, [1, 1, 1, 1, 1, 1], "is it") == [1, 1, 1, 1, 1, 1]
+
+
+def test_statements_beside_functions_and_special_methods_count_four_fifths():
+    assert after(ranking.minor_down, [1, 1, 1, 1, 1, -4]) == [1, 1, 0.8, 1, 1, -4]
+    names = ["Stack.__init__", "__main", "lines 1 to 40"]
+    files = [["code/a.py", "code/a.py", "code/b.lua"], names, ["def __init__(self)", "def __main()", ""]]
+    units = ranking.Units(*(pa.chunked_array([each]) for each in files))
+    assert ranking.minor_down(np.ones(3), np.arange(3), units, "put on a pile").tolist() == [0.8, 1, 1]
 
 
 def test_from_the_fourth_answer_of_a_file_on_each_counts_half():
