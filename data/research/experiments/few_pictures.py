@@ -32,7 +32,6 @@ from data import DOCS, EXAMPLE, MEASUREMENTS
 from data.research.experiments.in_memory import MemoryTables
 from data.research.experiments.processes import append, call_all
 from data.research.experiments.report import with_table
-from data.research.experiments.runs import BEFORE
 from data.research.experiments.scoring import Scorer
 from data.research.experiments.slider import interval
 from data.research.experiments.tables import markdown
@@ -69,6 +68,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "LoRA+, rates of A / 4, of B x 4": {"train.optimizer.lr_ratio": 16.0, "train.lr": RATE / 4},
     "LoRA+, rate of A / 16": {"train.optimizer.lr_ratio": 16.0, "train.lr": RATE / 16},
 }
+BEFORE = ("images", "captions", "buckets", "latents", "embeddings")
 MEASURES = ("loss", "style", "agreement")
 
 Row = dict[str, Any]

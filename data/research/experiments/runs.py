@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from data import EXAMPLE
+from data.research.experiments.scoring import captions
 from pipeline import runner
 from pipeline.project.project import Project
 from pipeline.terminal import Quiet
@@ -150,12 +151,6 @@ def fingerprint() -> str:
     """Return a sha256 of the example's pictures and captions. It identifies the data that the results were measured on."""
     files = (path for folder in ("images", "references") for path in sorted((EXAMPLE / folder).iterdir()))
     return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)).hexdigest()
-
-
-def captions(folder: Path) -> dict[str, str]:
-    """Return file name -> caption of a folder with a metadata.jsonl."""
-    rows = (json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines())
-    return {row["file_name"]: row["text"] for row in rows}
 
 
 def _copy(source: Path, folder: Path, texts: dict[str, str]) -> None:

@@ -5,6 +5,7 @@ In names: D picture features, N texts, E sentence embedding, H W pixels.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,15 @@ from PIL import Image
 
 from data import EXAMPLE
 from data.research.experiments.agreement import Agreement
-from data.research.experiments.runs import captions
 from stages.text_to_image.scores import FeatureGroup, ImageEncoder, axis_position
 
 Row = dict[str, Any]
+
+
+def captions(folder: Path) -> dict[str, str]:
+    """Return file name -> caption of a folder with a metadata.jsonl."""
+    rows = (json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines())
+    return {row["file_name"]: row["text"] for row in rows}
 
 
 class Scorer:
