@@ -54,7 +54,7 @@ GROWTH_LIMIT = 0.9  # share of the limit that a micro-batch twice as large must 
 
 # Drawing on a GPU. Blocks whose working memory may be in use before MLX waits; the work that it has started comes on top. At 1.5
 # a step of FLUX 3 at 512 px waited in each block (one H100: 34 ms, 29 ms from 1.7 on).
-DRAWN_AHEAD = 1.75
+DRAWN_AHEAD = 1.7
 READ = 0.75  # share of the next block read from disk before a block is computed
 
 # Text encoders. Pairs while a text is encoded by T5, for devices that compute exp step by step, and for all others (CPU).
