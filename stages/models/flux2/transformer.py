@@ -143,7 +143,8 @@ def double_block(
         return mx.concatenate(parts, axis=1)
 
     T, width = shared["text"][0].shape[1], weights["attn.norm_q.weight"].shape[0]
-    ropes = list(zip(*(mx.split(turn, [T]) for turn in shared["rope"]), strict=True))  # of the text rows, of the image rows
+    # Of the text rows, of the image rows.
+    ropes = list(zip(*(mx.split(turn, [T], axis=-3) for turn in shared["rope"]), strict=True))
     h_BTD, h_BLD = h
     text, image = shared["text"], shared["image"]
     text_in, image_in = modulate(h_BTD, text), modulate(h_BLD, image)
