@@ -128,11 +128,13 @@ def notes(project: Project, table: Path, last: bool, checkpoints: Iterable[int])
     elif last:
         ends = published_step(table / "artifacts") or 0
         asked = getattr(project.config.sections["train"], "steps", None)
-        again = f", after {need.to_do} again" if need.missing else ""
-        if isinstance(asked, int) and ends > asked:
-            yield f"this is the adapter of step {ends}; {asked} steps are asked for: {make} gives it{again}"
-        elif newest := max((each for each in checkpoints if isinstance(asked, int) and ends < each <= asked), default=0):
+        if not isinstance(asked, int):
+            return
+        if newest := max((each for each in checkpoints if ends < each <= asked), default=0):
             yield f"this is the adapter of step {ends}; the run was stopped at step {newest}: --step {newest} takes that one"
+        elif ends > asked or (ends < asked and need.missing):  # else it has ended early
+            after = f", after {need.to_do}" if need.missing else ""
+            yield f"this is the adapter of step {ends}; {asked} steps are asked for: {make} gives that one{after}"
 
 
 def pair_strengths(adapters: Sequence[str], strengths: Sequence[float]) -> list[tuple[str, float]]:

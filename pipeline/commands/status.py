@@ -64,7 +64,7 @@ class TableState:
         return f"{self.stage_name}: {_count(self.rows)}, {describe(self)}"
 
 
-PERHAPS = "perhaps a new run (make plan)"
+PERHAPS = "a new run if its data change"
 
 
 def states(project: Project) -> list[TableState]:

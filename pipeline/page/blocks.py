@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.commands.catalog import run_facts
 from pipeline.commands.runs import differing_settings
-from pipeline.commands.status import TableState, describe, settled, states
+from pipeline.commands.status import PERHAPS, TableState, describe, settled, states
 from pipeline.project.project import Project
 from pipeline.project.runs import WINDOW, TrainingRun, find_runs, trains
 from pipeline.queue import Job, Queue
@@ -169,7 +169,8 @@ def next_training(found: Sequence[TableState]) -> str:
     if each is None:
         return ""
     time = f", about {format_seconds(each.seconds)}" if each.seconds else ""
-    why = ", since settings, data or weights differ. The runs that are there are kept" if each.anew else ""
+    why = ", since settings, data or weights differ" if each.anew and each.then != PERHAPS else ""
+    why += ". The runs that are there are kept" if each.anew else ""
     return f"{each.stage_name}: {each.then}{time}{why}."
 
 

@@ -262,6 +262,8 @@ def test_before_a_new_run_begins_status_and_home_say_so_as_plan_does_and_home_as
     assert "data-sure" not in home() and ">Train</button>" in home()
     assert "<h2>Newest previews, step 6</h2>" in home()  # of another run: this one has drawn nothing
     assert "note: this is the adapter of step 8; 6 steps are asked for: make train" in projects.latentmill(project, "export")
+    said = projects.latentmill(project, "export", "--set", "train.steps=9")
+    assert "this is the adapter of step 8; 9 steps are asked for: make train" in said and "that one, after 1 step\n" in said
     caption = project / "images" / "picture1.txt"
     before = caption.read_text()
     caption.write_text("other words")  # and the run is longer than is asked for
