@@ -20,6 +20,7 @@ from stages.text_to_image.families import family
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.memory import BatchShape, ImageEstimator
 from stages.tuner import diffusion
+from stages.tuner.adapters import lora
 from stages.tuner.adapters.targets import fresh_adapter, select_targets, target_scales, target_weights
 from stages.tuner.blockwise.backprop import loss_and_grads
 from stages.tuner.blockwise.device import BUFFER_MB, live_memory_limit
@@ -68,18 +69,20 @@ def estimate_and_measure(heads: int, width: int, side: int, bits: int, rank: int
     shapes = [(shape, own[name]) for name, shape in c.shapes().items()]
     assert weight_bytes(shapes, 4) == sum(array.nbytes for _, array in tree_flatten(arrays))
     model = Flux2(c, arrays)
-    targets = select_targets(model.linears(), ["*"], rank, variant=variant)
-    adapter = fresh_adapter(targets, 0, target_weights(model.blocks, targets))
+    kind = {"orthogonal": True} if variant == "orthogonal" else {"variant": variant}
+    targets = select_targets(model.linears(), ["*"], rank, **kind)
+    adapter, start = lora.split_start(fresh_adapter(targets, 0, target_weights(model.blocks, targets)))
     optimizer_step = OptimizerStep(AdamW(), 1.0)
     masters = Stacks.of(adapter)
     state = optimizer_step.method.init(masters.arrays)
     batch, target = inputs(c, side, side), mx.zeros((1, side * side, c.in_channels))
-    mx.eval(masters.arrays, state, batch["x_BLC"], batch["ctx_BTJ"], target, list(arrays.values()))
+    mx.eval(masters.arrays, start, state, batch["x_BLC"], batch["ctx_BTJ"], target, list(arrays.values()))
     del arrays, adapter
     scores = heads * (side * side + TEXT) ** 2 * 4
     meta_model = Flux2(c, {name: mx.zeros(shape) for name, shape in c.shapes().items()})
     given = {name: (shape, own[name]) for name, shape in c.shapes().items()}
     frozen = frozen_weights(meta_model, given, (name for name in given if "transformer_blocks." in name), 4)
+    frozen["weights"] += nbytes(start)
     more = {"optimizer_work": optimizer_step.working_bytes(masters), "scores": scores, "saved_scores": scores}
     found = trace(meta_model, batch, targets, **frozen, **more, optimizer_state=nbytes(state))
     assert found.adapter == masters.nbytes
@@ -89,7 +92,7 @@ def estimate_and_measure(heads: int, width: int, side: int, bits: int, rank: int
     mx.reset_peak_memory()
     loss_of_target = functools.partial(diffusion.mse, target_BLC=target)
     with live_memory_limit(1):
-        losses, grads = loss_and_grads(model, masters.unstack(), target_scales(targets), batch, loss_of_target, plan)
+        losses, grads = loss_and_grads(model, masters.unstack() | start, target_scales(targets), batch, loss_of_target, plan)
         mx.eval(losses, grads)
         mx.eval(optimizer_step(masters, grads, state, 1e-4, mx.array(True)))
     return found, mx.get_peak_memory() - before
@@ -102,6 +105,7 @@ MEASURED = [
     *((*MODELS[0], "blocks", variant) for variant in ("dora", "lokr")),
     *(pytest.param(*model, plan, "lora", marks=LONG) for model in (MODELS[0], *MODELS[2:]) for plan in ("blocks", 3, "whole")),
     *(pytest.param(*MODELS[1], "whole", variant, marks=LONG) for variant in ("dora", "lokr")),
+    *(pytest.param(*MODELS[1], plan, "orthogonal", marks=LONG) for plan in ("blocks", "whole")),
 ]
 
 
