@@ -159,6 +159,8 @@ def forecast(outlook: Outlook) -> Forecast:
     unknown = config.steps == AUTO and not used
     config = config.settled(len(used))
     family, architecture = outlook.family, outlook.family.architecture
+    if not unknown:
+        config.data.parts(int(config.steps))  # raises if one has no step
     width, height = largest_image(outlook, config.data.left_out)
     batch = BatchShape(config.batch_size, width, height, text_rows(outlook), architecture.pixels_per_token)
     shown = max((row["reference"] or 0 for row in known.to_pylist()), default=0) if known is not None else 0

@@ -212,6 +212,8 @@ def test_of_a_progressive_run_the_plan_counts_steps_of_each_size_at_what_such_a_
     projects.edit(folder, "\n[samples]\n", "\n[train.data]\nprogressive = {64 = 0.5, 96 = 0.5}\n\n[samples]\n")
     projects.build(folder, "images", "captions", "buckets", "latents", "embeddings")
     assert any("64 px from step 1 on, 96 px from step 4 on" in line for line in projects.report(Project(folder))[0])
+    told, ready = projects.report(Project(folder, {"train.data.progressive": {"64": 0.95, "96": 0.05}}))
+    assert any("a share of 0.05 of 6 steps leaves no step for 96" in line for line in told) and not ready
     for known in (False, True):  # up to step 2, none had 96 px
         projects.latentmill(folder, "run", "train", "--only", "--set", "train.stop_after_steps=2")
         need, stored = projects.planned(Project(folder))["train"], Project(folder).current("train").committed()
