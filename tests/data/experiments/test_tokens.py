@@ -53,7 +53,7 @@ def test_tokens_that_skip_a_range_keep_their_values_and_gradients_by_blocks_are_
                 zip(model.blocks, lora.split_by_block(names, adapter)[0], scales_of, strict=True)
             ):
                 among = inside if number <= last else shared
-                h = model.block(block.kind)(block.weights, h, among, lora.adapted_linear(own, scale))
+                h = model.block(block.kind)(block.weights, h, among, lora.AdaptedLinear(own, scale))
                 if number == last:
                     place = mx.array(np.eye(height * width, dtype=np.float32)[:, np.array(stay)])
                     skipped = image * (1 - place.sum(1))[:, None]
