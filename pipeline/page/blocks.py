@@ -131,17 +131,19 @@ def overview(project: Project, query: Query) -> Row:
     tables = [
         {"name": each.stage_name, "rows": each.rows, "size": format_bytes(each.nbytes), "state": describe(each)} for each in found
     ]
+    words = main_command(project)
+    own = [each for each in found if each.stage_name in (*project.chain(words[-1]), words[-1])]
     disk = shutil.disk_usage(project.path)
     runs = find_runs(project)
     data: Row = {
         "tables": tables,
         "runs": [run_facts(project, run) for run in runs],
         "disk": f"{format_bytes(disk.free)} of {format_bytes(disk.total)} are free",
-        "next": next((f"{each.stage_name}: {describe(each)}" for each in found if not settled(each)), ""),
+        "next": next((f"{each.stage_name}: {describe(each)}" for each in own if not settled(each)), ""),
         "then": next_training(found),
         "anew": new_run(found),
-        "button": button(project, found),
-        "command": " ".join(main_command(project)),
+        "button": button(project, own),
+        "command": " ".join(words),
         "pictures": newest_pictures(project, query, next((run.label for run in runs if run.current), "")),
         "pausing": any(run.current and (run.table.folder / "artifacts" / PAUSE).exists() for run in runs),
     }

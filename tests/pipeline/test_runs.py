@@ -260,6 +260,7 @@ def test_before_a_new_run_begins_status_and_home_say_so_as_plan_does_and_home_as
     projects.build(project, "images")
     projects.latentmill(project, "train", "--only", "--set", "train.steps=8")
     assert "data-sure" not in home() and ">Train</button>" in home()
+    assert "<p>train: the run has 8 steps" in home(), "not checks, which the command leaves alone"
     assert "<h2>Newest previews, step 6</h2>" in home()  # of another run: this one has drawn nothing
     assert "note: this is the adapter of step 8; 6 steps are asked for: make train" in projects.latentmill(project, "export")
     said = projects.latentmill(project, "export", "--set", "train.steps=9")
@@ -326,6 +327,7 @@ def test_train_says_that_changed_data_begin_a_new_run_and_what_the_alternative_i
     projects.build(project, "images", "captions", "buckets", "latents", "embeddings", "train", console=console)
     said = " ".join(console.lines)
     assert "the data have changed since the run fast" in said and "from step 0; fast is kept" in said
+    assert re.search(r" 6 steps take about (\d\.\d s|\d+ s|\d+ min \d+ s), by the speed of fast", said), said
     assert 'train.initial="tables/train/' in said
     console = projects.Silent()
     projects.build(project, "train", console=console)

@@ -259,6 +259,7 @@ def test_after_a_change_the_plan_counts_what_the_next_run_then_writes(tmp_path, 
         assert {name: count if name in most else made[name] for name, count in foretold.items()} == foretold, what
         note = f"the earlier run {first} as it is" if what == "the caption put back" else again if foretold["train"] else ""
         assert found["train"].note == note, what
+    assert not any("Time is known" in line for line in projects.report(Project(folder))[0]), "nothing is left to do"
     # A row's time is that of the last run only with as many passes.
     for name, value, known in (("seeds", [7], True), ("steps", 9, False), ("references", ["images/picture0.png"], False)):
         need = projects.planned(Project(folder, {f"samples.{name}": value}))["samples"]
