@@ -205,7 +205,7 @@ def _need(
     mean = run["seconds"] / written if written and alike else None
     seconds = None
     if left:
-        seconds = lasts(last.committed(), mean) if lasts and last.exists else None if mean is None else left * mean
+        seconds = lasts(last.committed, mean) if lasts and last.exists else None if mean is None else left * mean
     files = files_to_write(project, name, found) if found else 0
     return Need(name, wanted, left, to_do, found, note, seconds, overhead, files, stops, table, earlier, unchanged)
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 from schemas.text_to_image import BUCKETS, CAPTIONS, DRAWINGS, EMBEDDINGS, IMAGES, LATENTS, TRAIN
 from stages.hashing import file_sha256
 from stages.run import Run
-from stages.stage import Stage
+from stages.stage import Columns, Stage
 from stages.text_to_image.beneath import content_of
 from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.data import load_dataset
@@ -63,7 +63,7 @@ def repair(run: Run[Any]) -> Iterator[str]:
         yield from remake_checkpoints(run, ImageTask(run))
 
 
-def seconds(run: Run[Any], coming: pa.Table, last: pa.Table, mean: float | None) -> float | None:
+def seconds(run: Run[Any], coming: pa.Table, last: Columns, mean: float | None) -> float | None:
     """Of a progressive run, by what steps of each resolution took; None if one of those to come has not been computed yet."""
     parts = run.once(load_dataset).parts
     if not parts:
@@ -71,17 +71,18 @@ def seconds(run: Run[Any], coming: pa.Table, last: pa.Table, mean: float | None)
     resolutions = {crop.latent_id: crop.resolution for crop in run.once(load_dataset).crops}
     costs: dict[Any, dict[Any, float]] = defaultdict(dict)  # by resolution or split, by step or batch
     counts: Counter[Any] = Counter()
-    for row in last.select(["step", "split", "latent_id", "seconds"]).to_pylist():
+    for row in last(["step", "split", "latent_id", "seconds"]).to_pylist():
         kind = resolutions.get(row["latent_id"]) if row["split"] == TRAINED else row["split"]
         costs[kind][row["step"], row["seconds"]] = row["seconds"]
         counts[kind] += 1
+    means = {kind: sum(own.values()) / counts[kind] for kind, own in costs.items()}
     total = 0.0
     for row in coming.select(["step", "split"]).to_pylist():
         part = max(part for part in parts if part[0] <= max(row["step"], 1))
         kind = part[1] if row["split"] == TRAINED else row["split"]
-        if not counts[kind]:
+        if kind not in means:
             return None
-        total += sum(costs[kind].values()) / counts[kind]
+        total += means[kind]
     return total
 
 
