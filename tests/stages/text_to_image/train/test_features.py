@@ -36,7 +36,8 @@ def transformer(wide: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(transformer: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return Run(tmp_path_factory.mktemp("whole"), transformer, EVERYTHING, rich_tables()).go()
+    config = replace(EVERYTHING, tlora=TLoraConfig(1), rank_dropout=0.25)
+    return Run(tmp_path_factory.mktemp("whole"), transformer, config, rich_tables()).go()
 
 
 def files(run: Run) -> dict[str, bytes]:
