@@ -228,10 +228,11 @@ bench: .venv/ready
 	@touch $@
 
 # torch is installed first, in a command of its own: together with other packages a resolver may prefer its CUDA build.
+# --no-compile: tests import a quarter of these files, and Python compiles those then.
 .venv/test: .venv/ready
 	@echo "Installing PyTorch, diffusers and what else the tests compare with, once: some minutes"
-	.venv/bin/python -m pip install --quiet torch==2.13.0
-	.venv/bin/python -m pip install --quiet --editable ".[test]"
+	.venv/bin/python -m pip install --quiet --no-compile torch==2.13.0
+	.venv/bin/python -m pip install --quiet --no-compile --editable ".[test]"
 	@touch $@
 
 .venv/check: .venv/ready

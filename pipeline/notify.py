@@ -12,7 +12,6 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from urllib.request import Request, urlopen
 
 import click
 
@@ -52,6 +51,8 @@ def _notify(way: str, told: dict[str, str]) -> None:
     def send() -> None:
         try:
             if way.startswith(("http://", "https://")):
+                from urllib.request import Request, urlopen
+
                 body = json.dumps(told | {"content": told["text"]}).encode()  # "text" and "content": what chat programs show
                 with urlopen(Request(way, body, {"Content-Type": "application/json"}), timeout=SECONDS):
                     return

@@ -4,7 +4,8 @@ import pytest
 from tests.bench import cpu
 
 
-def test_both_sides_take_steps_in_turns_and_give_ratios(monkeypatch):
+@pytest.mark.proof("the comparison with PyTorch on a CPU takes steps on both sides", long=True)
+def test_both_sides_take_steps_in_turns_and_give_ratios():
     pytest.importorskip("peft")
     row = cpu.compare(cpu.Shape(batch=1, pixels=64, rank=2), 1, 1)
     assert row["least_s_ratio"] == row["mlx_least_s"] / row["torch_least_s"]

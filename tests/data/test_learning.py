@@ -17,7 +17,7 @@ PROMPTS = 6
 SHORT = (
     "train.schedule.decay_steps=20",
     "train.validation.share=0.2",
-    "samples.steps=8",
+    "samples.steps=4",
     "samples.guidance=1.0",
     'scores.references=""',
 )

@@ -140,11 +140,17 @@ DAMAGE: dict[str, Callable[[Path, random.Random], object]] = {
 
 
 def command(path: str, words: list[str]) -> None:
-    """Run `latentmill WORDS` with the project's path in place of PROJECT, and end the process with its exit code."""
+    """Run `latentmill WORDS --project PATH`, and end the process with its exit code."""
     from pipeline import cli
 
     signal.alarm(SECONDS)
-    cli.main([path if word == "PROJECT" else word for word in words])
+    cli.main([*words, "--project", path])
+
+
+def use(path: str, many: list[list[str]]) -> list[tuple[int, str]]:
+    """Run commands one after another; return the exit code of each and what it said."""
+    signal.alarm(SECONDS)
+    return [(code, out + err) for code, out, err in (projects.said(*words, "--project", path) for words in many)]
 
 
 def build(path: str, first: bool) -> str:
@@ -278,15 +284,18 @@ def _use(forks: Forks, copy: Path, pipeline: str, group: str, expected: dict[str
     """Use a project with one damaged file in every way. Return what became of the damage, or raise AssertionError."""
     said: list[str] = []
 
+    def heard(words: tuple[str, ...], code: int, text: str) -> int:
+        found = [each for each in NEVER if each in text]
+        assert not found, f"{words} says {found}:\n{text[-1500:]}"
+        if code == 2:
+            lines = text.splitlines()
+            assert sum(line.startswith(("error: ", "Error: ")) for line in lines) == 1, f"{words}: {text[-1500:]}"
+            said.extend(lines[-1:])
+        return code
+
     def run(*words: str) -> int:
         done = forks.call(f"{__name__}:command", str(copy), words)
-        found = [each for each in NEVER if each in done.text]
-        assert not found, f"{words} says {found}:\n{done.text[-1500:]}"
-        lines = done.text.splitlines()
-        if done.code == 2:
-            assert sum(line.startswith(("error: ", "Error: ")) for line in lines) == 1, f"{words}: {done.text[-1500:]}"
-            said.extend(lines[-1:])
-        return done.code
+        return heard(words, done.code, done.text)
 
     def build() -> str:
         """The error's line, or ""."""
@@ -308,8 +317,11 @@ def _use(forks: Forks, copy: Path, pipeline: str, group: str, expected: dict[str
 
     own = group in OWN
     counts = ", ".join(f"(select count(*) from {name.removeprefix('table ')})" for name in expected if name.startswith("table "))
-    for words in (("status",), ("queue",), ("query", f"select {counts}"), ("follow", INPUT[pipeline]), ("clean", "--dry-run")):
-        run(*words, "--project", "PROJECT")
+    many = [("status",), ("queue",), ("query", f"select {counts}"), ("follow", INPUT[pipeline]), ("clean", "--dry-run")]
+    used = forks.call(f"{__name__}:use", str(copy), many)
+    heard(("all",), 0, used.text)
+    for words, (code, text) in zip(many, used.value, strict=True):
+        heard(words, code, text)
     if group in READ:
         build()
     if not own:
@@ -317,10 +329,10 @@ def _use(forks: Forks, copy: Path, pipeline: str, group: str, expected: dict[str
             name: value for name, value in differing(whole=False).items() if "error: " not in value and not name.endswith(".png")
         }
         assert not silent, f"silent: {silent}"  # a preview is a file that the user opens with other programs
-    named = run("verify", "--project", "PROJECT") == 1
-    left = run("verify", "--repair", "--project", "PROJECT")
+    named = run("verify") == 1
+    left = run("verify", "--repair")
     built = build()
-    again = run("verify", "--project", "PROJECT")
+    again = run("verify")
     if own:
         return "the user's own file"
     unlike = differing(whole=True)
