@@ -259,7 +259,7 @@ class TrainConfig(tuner.TrainingConfig):
     def check(self) -> None:
         super().check()
         named = [name for name in ("mask", "preservation", "validation") if getattr(self, name)]
-        named += [f"data.{name}" for name in ("resolutions", "progressive", "repeats") if getattr(self.data, name)]
+        named += [f"[train.data] {name}" for name in ("resolutions", "progressive", "repeats") if getattr(self.data, name)]
         if self.slider and named:
             raise ValueError(f"{named[0]} must be unset with [train.slider]: it is about pictures, of which a slider has none")
 
