@@ -58,7 +58,8 @@ class Section:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _check_value(field, getattr(self, field.name))
+            if (value := getattr(self, field.name)) is not field.default:
+                _check_value(field, value)
         self.check()
 
     def check(self) -> None:
@@ -76,7 +77,7 @@ def follow(sections: Mapping[str, Any]) -> dict[str, Any]:
             set_already = getattr(section, field.name) is not None or (unless and getattr(section, unless) is not None)
             if key and not set_already and hasattr(sections.get(other), key):
                 changes[field.name] = getattr(sections[other], key)
-        found[name] = dataclasses.replace(section, **changes)
+        found[name] = dataclasses.replace(section, **changes) if changes else section
     return found
 
 

@@ -317,15 +317,23 @@ def nested_sections(sections: Mapping[str, type], many: bool = False) -> Iterabl
     """(dotted name, dataclass, whether it is an item of a list) of the sections and of those inside them, such as "train.ema"."""
     for name, kind in sections.items():
         yield name, kind, many
-        for key, hint in hints_of(kind).items():
-            for each in members(hint):
-                listed = typing.get_origin(each) is tuple
-                item = typing.get_args(each)[0] if listed else each
-                if isinstance(item, type) and is_dataclass(item):
-                    yield from nested_sections({f"{name}.{key}": item}, listed)
+        for key, item, listed in _inside(kind):
+            yield from nested_sections({f"{name}.{key}": item}, listed)
 
 
-# Evaluating the annotations, which are text, takes most of the time of opening a project.
+# Without what these two remember, opening a project would take several times as long.
+@functools.cache
+def _inside(kind: type) -> list[tuple[str, type, bool]]:
+    found = []
+    for key, hint in hints_of(kind).items():
+        for each in members(hint):
+            listed = typing.get_origin(each) is tuple
+            item = typing.get_args(each)[0] if listed else each
+            if isinstance(item, type) and is_dataclass(item):
+                found.append((key, item, listed))
+    return found
+
+
 @functools.cache
 def hints_of(kind: type) -> Mapping[str, Any]:
     return typing.get_type_hints(kind)

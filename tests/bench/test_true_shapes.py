@@ -25,7 +25,7 @@ FORMS: tuple[tuple[str, ...], ...] = (  # family, options
 )
 
 
-@pytest.mark.proof("files of random weights go through every stage: folders and single files, in fp8 and in bfloat16")
+@pytest.mark.proof("files of random weights go through every stage: folders and single files, in fp8 and bfloat16", long=True)
 def test_files_of_random_weights_go_through_every_stage(tmp_path: Path, cases: Callable[[int, int], int]) -> None:
     for number, (name, *options) in enumerate(FORMS[: cases(1, len(FORMS))]):
         out, folder = tmp_path / f"{number}.jsonl", tmp_path / str(number)

@@ -35,7 +35,7 @@ def test_a_disk_that_is_full_at_any_byte_is_one_line_and_loses_nothing(
     folder, generator, refused = life.make(tmp_path / "project", tiny_weights), random.Random(12), Counter[str]()
     (folder / "exports").mkdir()
     expected = forks.call("tests.pipeline.sweeps.life:completed", str(folder)).value
-    wanted = cases(3, 60)
+    wanted = cases(2, 60)
     while refused.total() < wanted:
         words = generator.choice(USES)
         if words[0] == "run":
