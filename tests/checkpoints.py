@@ -22,7 +22,7 @@ HIDDEN = 32
 
 
 def mistral_tokenizer() -> Any:
-    """Return a transformers tokenizer of Mistral's form, with a token for each byte."""
+    """With a token for each byte."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -38,7 +38,7 @@ def mistral_tokenizer() -> Any:
 
 
 def mistral_encoder() -> Any:
-    """Return transformers' Mistral3 with 40 layers and a vision tower, all small."""
+    """40 layers and a vision tower, all small."""
     import torch
     from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
@@ -68,7 +68,6 @@ def mistral_encoder() -> Any:
 
 
 def dev_pipeline() -> Any:
-    """Return diffusers' pipeline of FLUX.2 dev with small components of random weights, in float32."""
     import torch
     from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2Pipeline, Flux2Transformer2DModel
 
@@ -92,15 +91,12 @@ def dev_pipeline() -> Any:
 
 
 def write_dev(folder: Path) -> Path:
-    """Write a small FLUX.2 dev of random weights into `folder`, as diffusers saves it, and return the folder."""
     dev_pipeline().save_pretrained(folder)
     return folder
 
 
 def as_single_file(arrays: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a transformer's weights under the names of Black Forest Labs' single files, with `prefix` before each. `arrays` are
-    torch tensors by diffusers name.
-    """
+    """diffusers' names -> those of Black Forest Labs' single files, after `prefix`."""
     import torch
 
     from stages.models.flux2 import load
@@ -129,9 +125,7 @@ def as_single_file(arrays: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def flux3_as_single_file(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Return a transformer's weights under the names of FLUX 3's single file: the inverse of diffusers' own conversion. `arrays`
-    are arrays or torch tensors by diffusers name.
-    """
+    """The inverse of diffusers' own conversion."""
     inside = {"attn.to_q": "q_proj", "attn.to_k": "k_proj", "attn.to_v": "v_proj", "attn.to_out.0": "attn_out"}
     inside |= {"ff.linear_in": "mlp_in", "ff.linear_out": "mlp_out", "target_timestep_embedder.linear_": "ref_time_in."}
     inside |= {"timestep_embedder.linear_": "time_in.", "time_in.1": "time_in.in_layer", "time_in.2": "time_in.out_layer"}
@@ -150,7 +144,7 @@ def flux3_as_single_file(arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def z_image_as_single_file(arrays: dict[str, Any], prefix: str = "model.diffusion_model.") -> dict[str, Any]:
-    """Return a transformer's weights under the names of ComfyUI's file of Z-Image, as `flux3_as_single_file`."""
+    """As `flux3_as_single_file`, in ComfyUI's names."""
     found: dict[str, Any] = {"norm_final.weight": np.ones(64, np.float32)}
     for name, value in arrays.items():
         if name.endswith("to_q.weight"):
@@ -164,16 +158,13 @@ def z_image_as_single_file(arrays: dict[str, Any], prefix: str = "model.diffusio
 
 
 def stacked(parts: list[Any]) -> Any:
-    """Return arrays or torch tensors below each other."""
     import torch
 
     return torch.cat(parts) if isinstance(parts[0], torch.Tensor) else np.concatenate(parts)
 
 
 def autoencoder_as_single_file(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an autoencoder's weights under the names of Black Forest Labs' ae.safetensors. `state` are torch tensors by
-    diffusers name. It is the reverse of what the loader does, written down independently.
-    """
+    """In the names of ae.safetensors: the reverse of what the loader does, written down independently."""
     found = {}
     for key, value in state.items():
         if key == "bn.num_batches_tracked":

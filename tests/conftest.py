@@ -86,7 +86,7 @@ if (
 
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
-    """Undo changes of the environment variables after each test. Some stages set variables for the rest of their process."""
+    """Some stages set variables for the rest of their process."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
@@ -128,7 +128,6 @@ def cases(request: pytest.FixtureRequest) -> Callable[[Any, Any], Any]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --prove and --most."""
     parser.addoption(
         "--prove", action="store_true", help="run proofs in their full form and record them in data/measurements/proofs.jsonl"
     )
@@ -136,9 +135,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Choose the rounds of a sweep, each a family and a seed: one in `make test`; with --prove, `ROUNDS` of its module, by
-    family.
-    """
+    """A sweep's rounds, each a family and a seed: one in `make test`; with --prove, `ROUNDS` of its module, by family."""
     if {"family_name", "seed"} <= set(metafunc.fixturenames):
         rounds = metafunc.module.ROUNDS if metafunc.config.getoption("--prove") else {"tiny": 1}
         every = [(name, seed) for name, count in rounds.items() for seed in range(count)]
@@ -186,10 +183,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def _commit() -> str:
-    """Return the commit of the code under test, with "-dirty" if files differ from it. Return "" without git.
-
-    Changes of data/measurements/proofs.jsonl do not count, so that the first row of a run does not mark the next row as dirty.
-    """
+    """With "-dirty" if tracked files differ from it, but for data/measurements/proofs.jsonl; "" without git."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False).stdout.strip()

@@ -45,7 +45,7 @@ def context(
     stop: Callable[[], bool] = lambda: False,
     source: Path | None = None,
 ) -> Run[Any]:
-    """Return the context of a stage whose inputs are `tables`, by name; tables with tensors have their `tensor` column."""
+    """`tables`: the inputs by name; those with tensors have their `tensor` column."""
     needs = {"family": family, "image_folder": source or folder, **(weights or {})}
     (folder / "artifacts").mkdir(parents=True, exist_ok=True)
     inputs = {}
@@ -93,7 +93,7 @@ def run(stage: Stage, made: Run[Any]) -> pa.Table:
 
 
 def collect(stage: Stage, batches: Iterable[pa.RecordBatch]) -> pa.Table:
-    """Join batches to one table. Each must have the columns of the stage's schema."""
+    """Each batch must have the columns of the stage's schema."""
     found = []
     for batch in batches:
         assert batch.schema.names == stage.writes.batch.names

@@ -81,14 +81,13 @@ class Silent(Quiet):
 
 
 def draw(path: Path, seed: int, size: tuple[int, int]) -> None:
-    """Write a smooth random picture of `size` (width, height) pixels; the seed decides the picture."""
     generator = np.random.default_rng(seed)
     coarse = Image.fromarray(generator.integers(0, 256, (6, 6, 3), dtype=np.uint8), "RGB")
     coarse.resize(size, Image.Resampling.BICUBIC).save(path)
 
 
 def make(folder: Path, weights: Path, images: int = 4, family: str = "tiny") -> Path:
-    """Write a project with captioned images and return its folder. `weights` is the folder of the family's weights."""
+    """`weights`: the folder of the family's weights."""
     (folder / "images").mkdir(parents=True)
     for number in range(images):
         add_image(folder, f"picture{number}.png", seed=number, size=SIZES[number % len(SIZES)])
@@ -126,7 +125,6 @@ def make_slider(folder: Path, weights: Path) -> Path:
 
 
 def copied(source: Path, folder: Path) -> Path:
-    """Copy a project's settings and images without its tables into a new folder, and return it."""
     folder.mkdir(parents=True)
     shutil.copy(source / "project.toml", folder)
     shutil.copytree(source / "images", folder / "images")
@@ -134,14 +132,12 @@ def copied(source: Path, folder: Path) -> Path:
 
 
 def add_image(folder: Path, name: str, seed: int, size: tuple[int, int] = (128, 96), caption: str = "") -> None:
-    """Add an image and its caption file to a project."""
     path = folder / "images" / name
     draw(path, seed, size)
     path.with_suffix(".txt").write_text(caption or f"picture number {seed}")
 
 
 def edit(folder: Path, old: str, new: str) -> None:
-    """Replace the text `old` in project.toml by `new`; it must be there."""
     file = folder / "project.toml"
     text = file.read_text()
     assert old in text
@@ -149,7 +145,7 @@ def edit(folder: Path, old: str, new: str) -> None:
 
 
 def build(folder: Path, *stage_names: str, console: Silent | None = None) -> dict[str, Outcome]:
-    """Run stages in this process, in the given order or all in that of the chain. Returns each stage's outcome by name."""
+    """In this process, in the given order or all in that of the chain."""
     outcomes = {}
     for stage_name in stage_names or Project(folder).stage_names:
         outcomes[stage_name] = runner.run(Project(folder, fetch=True), stage_name, console or Silent())
@@ -161,18 +157,16 @@ def written(outcomes: dict[str, Outcome]) -> dict[str, int]:
 
 
 def report(project: Project, budget: int | None = None, verbose: bool = False) -> tuple[list[str], bool]:
-    """What `latentmill plan` prints, and whether all fits."""
     found = make_plan(project, budget)
     return list(found.lines(verbose)), found.ready
 
 
 def planned(project: Project) -> dict[str, Need]:
-    """What `latentmill plan` finds, by stage."""
     return {each.stage_name: each for each in needs(project, outlook(project))}
 
 
 def content(folder: Path, stage_name: str, overrides: Overrides = ()) -> pa.Table:
-    """Return a table for comparison: rows sorted by key, columns in which equal runs agree, and the bytes of the tensors."""
+    """For comparison: rows sorted by key, columns in which equal runs agree, and the bytes of the tensors."""
     found = Project(folder, overrides).current(stage_name)
     rows = found.rows().sort_by([(name, "ascending") for name in found.schema.key])
     table = rows.select(compared(found.schema))
@@ -187,7 +181,6 @@ def content(folder: Path, stage_name: str, overrides: Overrides = ()) -> pa.Tabl
 
 
 def command(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start `latentmill ARGUMENTS --project FOLDER` as a process, with captured output."""
     words = [sys.executable, "-m", "pipeline", *arguments, "--project", str(folder)]
     return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -201,18 +194,14 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) ->
 
 
 def latentmill(folder: Path, *arguments: str, code: int = 0) -> str:
-    """Run `latentmill ARGUMENTS --project FOLDER` in this process and return its standard output and error.
-
-    The exit code must be `code`. A bug is an exception, as `pipeline.cli.main` would print a traceback for it. Stages of a chain
-    run in this process too.
-    """
+    """In this process, with its chain: standard output and error. A bug is an exception, whose traceback `cli.main` prints."""
     found, out, err = said(*arguments, "--project", str(folder))
     assert found == code, f"{arguments}: {found}\n{out}\n{err}"
     return out + err
 
 
 def said(*arguments: str) -> tuple[int, str, str]:
-    """Run `latentmill ARGUMENTS` in this process, as `pipeline.cli.main` does, and return (exit code, output, errors)."""
+    """(exit code, output, errors), as of `pipeline.cli.main`, in this process."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
         for module in ("pipeline.commands.run", "pipeline.commands.text_to_image.training"):
@@ -230,9 +219,7 @@ def _here(words: list[str], *, quiet: bool = False) -> int:
 
 
 def latentmill_process(folder: Path, *arguments: str, code: int = 0) -> str:
-    """Run `latentmill ARGUMENTS --project FOLDER` in a new process, and return its standard output and error. The exit code
-    must be `code`, and no traceback may be printed.
-    """
+    """In a new process: standard output and error, without a traceback."""
     process = command(folder, *arguments)
     out, err = process.communicate(timeout=HANG)
     assert process.returncode == code, f"{arguments}: {process.returncode}\n{out}\n{err}"

@@ -69,7 +69,7 @@ def test_what_a_pipeline_refers_to_by_text_exists(pipeline: Pipeline):
 
 
 def makefile_edges() -> dict[str, set[str]]:
-    """Target -> the targets that it depends on, from the Makefile's text."""
+    """Target -> the targets that it depends on."""
     edges: dict[str, set[str]] = {}
     for line in (ROOT / "Makefile").read_text().splitlines():
         found = re.match(r"^([a-z]+):(?!=)\s*([a-z ./]*)$", line)
@@ -79,7 +79,7 @@ def makefile_edges() -> dict[str, set[str]]:
 
 
 def reachable(edges: dict[str, set[str]], target: str) -> set[str]:
-    """All targets that `target` depends on, directly or not."""
+    """Directly or not."""
     seen: set[str] = set()
     todo = list(edges[target])
     while todo:

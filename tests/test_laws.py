@@ -136,9 +136,7 @@ def test_purity_rows_do_not_depend_on_runtime_settings(pipeline, name, finished,
 
 @pytest.fixture(scope="module")
 def rebuilt(finished, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Path, list[list[str]], int]]:
-    """Return a function that builds a stage of a finished project again, once, and commits each batch twice. It returns the
-    project, the columns of each batch, and the bytes by which MLX's active memory grew.
-    """
+    """A stage built again, each batch committed twice: (project, columns of each batch, bytes by which MLX's memory grew)."""
 
     @functools.cache
     def build_again(pipeline: str, name: str) -> tuple[Path, list[list[str]], int]:

@@ -61,7 +61,7 @@ class Case:
 
     @classmethod
     def from_json(cls, text: str) -> Case:
-        """Parse a JSON object with some of the fields. ValueError if it is not one, or has an unknown field."""
+        """ValueError for anything but an object with some of the fields."""
         known = [field.name for field in fields(cls)]
         try:
             given = json.loads(text)

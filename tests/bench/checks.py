@@ -34,17 +34,13 @@ STAGES = ("images", "captions", "checks", "checks")
 
 
 def thumbnails(pictures: Sequence[Image.Image]) -> np.ndarray:
-    """Return small grey copies of `pictures`, uint8 (pictures, 32, 32). The stage `checks` compares them to find
-    near-duplicates.
-    """
+    """Small grey copies, uint8 (pictures, 32, 32), which the stage `checks` compares to find near-duplicates."""
     found = [np.frombuffer(measure_picture(each.convert("L"))["thumbnail"], np.uint8) for each in pictures]
     return np.stack(found).reshape(-1, SIDE, SIDE)
 
 
 def duplicates(count: int) -> str:
-    """Return a table in Markdown about finding near-duplicates: recall by kind of copy, and precision, at several
-    thresholds. `count` is the number of different pictures.
-    """
+    """Recall by kind of copy, and precision, at several thresholds, among `count` different pictures."""
     originals = list(planted.different(count))
     chosen = np.random.default_rng(0).choice(count, COPIES, replace=False).tolist()
     groups = [*range(count), *(n for _ in planted.CHANGES for n in chosen)]
@@ -63,18 +59,13 @@ def duplicates(count: int) -> str:
 
 
 def values(column: str, change: Callable[[Image.Image], Image.Image] | None = None, real: bool = False) -> list[float]:
-    """Return a measured column, such as the blur, for every photograph of the tests. `change` is applied to each photograph
-    before; None changes nothing. With `real`, all real pictures of the tests are measured instead.
-    """
+    """A measured column, such as the blur, of every photograph after `change`; `real`: of all real pictures of the tests."""
     pictures = planted.real() if real else planted.photographs()
     return [float(measure_picture((change(each) if change else each).convert("L"))[column]) for each in pictures]
 
 
 def roc() -> Iterator[tuple[str, ...]]:
-    """Yield lines of a table about finding planted faults: the fault, the number of pictures, the area under the ROC curve,
-    and the pair (false, true) of positive rates, first at the default threshold and then at the threshold with the fewest
-    errors.
-    """
+    """Lines of a table about finding planted faults; (false, true) positive rates at the default and at the best threshold."""
     sharp, usual = values("blur", real=True), values("brightness")
     for radius in (1, 2, 3, 4, 6):
         marked = values("blur", lambda each, radius=radius: planted.blurred(each, radius))  # type: ignore[misc]
@@ -88,9 +79,7 @@ def roc() -> Iterator[tuple[str, ...]]:
 
 
 def line(name: str, normal: Sequence[float], marked: Sequence[float], limit: float) -> tuple[str, ...]:
-    """Return one line of the table of `roc`. `name` is the fault. `normal` and `marked` are the measured values of pictures
-    without and with the fault. A picture counts as found if its value is at least `limit`.
-    """
+    """`normal`, `marked`: the measured values of pictures without and with the fault, found if at least `limit`."""
     area = np.mean([(m > n) + 0.5 * (m == n) for n in normal for m in marked])
     best = max(sorted({*normal, *marked}), key=lambda each: rate(marked, each) - rate(normal, each))
     rates = [f"{rate(normal, each):.2f}, {rate(marked, each):.2f}" for each in (limit, best)]
@@ -98,12 +87,11 @@ def line(name: str, normal: Sequence[float], marked: Sequence[float], limit: flo
 
 
 def rate(found: Sequence[float], limit: float) -> float:
-    """Return the share of `found` that is at least `limit`."""
     return float(np.mean([each >= limit for each in found]))
 
 
 def cost(count: int) -> Iterator[tuple[str, ...]]:
-    """Yield lines of a table: stage, seconds, CPU seconds and peak memory, for a folder of `count` different pictures."""
+    """Stage, seconds, CPU seconds and peak memory, for a folder of `count` different pictures."""
     with tempfile.TemporaryDirectory() as folder:
         project = Path(folder)
         (project / "images").mkdir()

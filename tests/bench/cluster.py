@@ -38,10 +38,7 @@ seconds = {seconds}
 
 
 def measure_commits(rows: int, pixels: int) -> dict[str, Any]:
-    """Commit `rows` random latents of square images of `pixels` to a new table, and publish it. Returns rows and megabytes of
-    tensors per second, the seconds of publishing, and the bytes of a row in the index and in memory. The table lies below the
-    folder LATENTMILL_BENCH_FOLDER, or the system's temporary folder.
-    """
+    """Rows and megabytes per second of committing random latents of square images of `pixels`, and the bytes of a row."""
     shape = (128, pixels // 16, pixels // 16)
     size = int(np.prod(shape))
     values = np.random.default_rng(0).integers(0, 1 << 14, ROWS_PER_BATCH * size, dtype=np.uint16)
@@ -83,11 +80,7 @@ def measure_commits(rows: int, pixels: int) -> dict[str, Any]:
 
 
 def measure_workers(workers: int, count: int, seconds: float) -> dict[str, Any]:
-    """Compute `count` work units that only wait `seconds` each, on `workers` Ray workers of this machine. Return a dict:
-    units per second between the first and the last result, the speed relative to one worker without overhead, and the
-    overhead of a unit in milliseconds. `driver_cpu_ms` and `worker_cpu_ms` are the CPU times that a unit costs this process
-    and its worker.
-    """
+    """`count` units that only wait `seconds` each: units per second, the speed relative to one worker, overhead and CPU in ms."""
     arrived: list[float] = []
     used: list[tuple[float, float]] = []  # CPU seconds of this process and of the workers
     processes: set[int] = set()
@@ -122,7 +115,6 @@ def measure_workers(workers: int, count: int, seconds: float) -> dict[str, Any]:
 
 
 def cpu_seconds(processes: Iterable[int]) -> tuple[float, float]:
-    """Return the CPU seconds that this process and the given other `processes` have used since their start."""
     import psutil
 
     times = [psutil.Process(process).cpu_times() for process in processes]

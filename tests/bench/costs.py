@@ -66,7 +66,6 @@ plan. The last columns say where each was measured.
 
 
 def cost_sections(rows: list[Row]) -> Iterator[str]:
-    """Yield the sections on checksums, the CPU, streamed blocks, strips, kernels and differences, each only if it has rows."""
     yield from checksums_section(rows)
     yield from cpu_section([row for row in rows if row["kind"] == "cpu"])
     yield from streamed_section(rows)
@@ -77,7 +76,7 @@ def cost_sections(rows: list[Row]) -> Iterator[str]:
 
 
 def checksums_section(rows: list[Row]) -> Iterator[str]:
-    """Yield the section on checksums: a line for each family and size with a row and a training step to compare with."""
+    """A line for each family and size with a row and a training step to compare with."""
     newest = {(row["family"], size(row)): row for row in rows if row["kind"] == "checksums"}
     steps = [row for row in rows if row["kind"] == "train" and row["backend"] == "mlx" and row.get("ranks", 1) == 1]
     pairs = [(row, [step for step in steps if (step["family"], size(step)) == key]) for key, row in newest.items()]
@@ -99,9 +98,7 @@ def checksums_line(row: Row, step: Row) -> str:
 
 
 def cpu_section(rows: list[Row]) -> Iterator[str]:
-    """Yield the lines of the section that compares a training step on a CPU with PyTorch's. If several rows have the same
-    number of threads, the last is shown.
-    """
+    """If several rows have the same number of threads, the last is shown."""
     newest = list({(row["threads"], row["batch"], row["pixels"]): row for row in rows}.values())
     yield from heading("Beside PyTorch on a CPU", CPU, newest)
     yield from table("| | seconds | CPU seconds | GB | where |", (cpu_line(row) for row in newest))
@@ -116,12 +113,11 @@ def cpu_line(row: Row) -> str:
 
 
 def of_strips(row: Row) -> bool:
-    """Return True if a row compares sizes of the autoencoder's strips: it then has no limit on live memory."""
+    """It then has no limit on live memory."""
     return "strip_mb" in row and not row["memory_limited"]
 
 
 def streamed_section(rows: list[Row]) -> Iterator[str]:
-    """Yield the section on frozen blocks on disk: a line for each pair of rows, one streamed and one in memory."""
     training = [row for row in rows if row["kind"] in ("train", "streaming")]
     pairs = [(row, kept) for row in training if row.get("stream") and (kept := in_memory(row, training))]
     yield from heading("Frozen blocks on disk (stream_blocks)", STREAMED, pairs)
@@ -129,7 +125,7 @@ def streamed_section(rows: list[Row]) -> Iterator[str]:
 
 
 def in_memory(streamed: Row, rows: list[Row]) -> Row | None:
-    """Return the newest row with the same settings and machine whose blocks were in memory, or None."""
+    """The newest row with the same settings and machine whose blocks were in memory."""
     same = ("kind", "family", "bits", "px", "width", "height", "plan", "optimizer", "text_rows", "chip", "run")
     found = [row for row in rows if not row.get("stream") and all(row.get(key) == streamed.get(key) for key in same)]
     return found[-1] if found else None
@@ -166,7 +162,6 @@ def kernels_section(rows: list[Row]) -> Iterator[str]:
 
 
 def float16_section(rows: list[Row]) -> Iterator[str]:
-    """Yield the section on training in float16."""
     yield from heading("Training in float16 without loss scaling", HALF, rows)
     lines = (
         f"| {row['family']}, {row['px']} px, batch {row['batch']}, {row['steps']} steps, seed {row['seed']} |"
@@ -190,13 +185,11 @@ def difference_line(row: Row) -> str:
 
 
 def heading(title: str, text: str, rows: Sequence[object]) -> Iterator[str]:
-    """Yield a heading and the text below it; nothing if there are no rows."""
     if rows:
         yield from (f"## {title}", "", *text.splitlines(), "")
 
 
 def table(head: str, lines: Iterator[str]) -> Iterator[str]:
-    """Yield a table with `head` as its first line; nothing if there are no lines."""
     found = list(lines)
     if found:
         yield from (head, "|" + "---|" * (head.count("|") - 1), *found, "")

@@ -37,15 +37,13 @@ PASSIVE = {
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a training step: samples of a batch, width and height in pixels, and the rank of the adapter."""
-
     batch: int = 4
     pixels: int = 192
     rank: int = 32
 
 
 class Side:
-    """One side of the comparison: a process that takes a training step when it is asked to."""
+    """A process that takes a training step when it is asked to."""
 
     def __init__(self, name: str, shape: Shape, threads: int) -> None:
         self.name, self.rows = name, list[dict[str, float]]()
@@ -54,7 +52,7 @@ class Side:
         self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def step(self) -> None:
-        """Take one step and keep its row: seconds, CPU seconds, and peak memory of the process in GB."""
+        """Keeps its row: seconds, CPU seconds, and peak memory of the process in GB."""
         assert self.process.stdin and self.process.stdout
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write("step\n")
@@ -65,12 +63,11 @@ class Side:
         self.rows.append(json.loads(line))
 
     def close(self) -> None:
-        """End the process."""
         with contextlib.suppress(BrokenPipeError):
             self.process.communicate()
 
     def summary(self, warm: int) -> dict[str, float]:
-        """Return least and median seconds and least CPU seconds of the steps after the first `warm`, and the peak memory, GB."""
+        """Of the steps after the first `warm`; the peak memory in GB."""
         rows = self.rows[warm:]
         seconds = [row["s"] for row in rows]
         return {
@@ -82,7 +79,7 @@ class Side:
 
 
 def compare(shape: Shape, threads: int, steps: int) -> dict[str, Any]:
-    """Take `steps` steps on each side in turns, after two to warm up. Returns a row with both sides and their ratios."""
+    """In turns, after two steps to warm up."""
     sides = [Side(name, shape, threads) for name in SIDES]
     try:
         for _ in range(steps + 2):
@@ -101,7 +98,6 @@ def compare(shape: Shape, threads: int, steps: int) -> dict[str, Any]:
 
 
 def mlx_step(shape: Shape) -> Callable[[], Any]:
-    """Build the trainer's step for `micro` and return the function that takes it."""
     import stages  # noqa: F401  (a fast BLAS, before MLX)
     from stages.tuner.blockwise.device import configure_scheduler
 
@@ -119,7 +115,6 @@ def mlx_step(shape: Shape) -> Callable[[], Any]:
 
 
 def torch_step(shape: Shape) -> Callable[[], Any]:
-    """Build the same step in PyTorch, with diffusers and peft, and return the function that takes it."""
     import torch
     from diffusers import Flux2Transformer2DModel
     from peft import LoraConfig

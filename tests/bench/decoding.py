@@ -47,7 +47,7 @@ REASONS = {
 
 
 def ours(path: Path) -> np.ndarray | str:
-    """Return the pixels of a file as our code decodes them, (height, width, 3), or the reason for which it is refused."""
+    """(height, width, 3), or the reason for which it is refused."""
     try:
         return np.asarray(open_image(path, "#ffffff"))
     except ImageError as error:
@@ -55,9 +55,7 @@ def ours(path: Path) -> np.ndarray | str:
 
 
 def theirs(path: Path) -> tuple[np.ndarray | str, str]:
-    """Return (pixels, conversion) of a file as libvips decodes it, or (error message, conversion). The
-    conversion is "ICC", "CMYK" or "range" if libvips would have to convert colours, else "".
-    """
+    """(pixels or error message, conversion): "ICC", "CMYK" or "range" if libvips would have to convert colours, else ""."""
     pyvips = importlib.import_module("pyvips")
     conversion = ""
     try:
@@ -75,7 +73,7 @@ def theirs(path: Path) -> tuple[np.ndarray | str, str]:
 
 
 def from_imagemagick(path: Path) -> np.ndarray | None:
-    """Return the pixels of a file's first frame as ImageMagick decodes them, or None if it cannot, or is not installed."""
+    """Of the first frame; None if it cannot, or is not installed."""
     program = shutil.which("magick") or shutil.which("convert")
     if program is None:
         return None
@@ -96,9 +94,7 @@ def bilinear(plane: np.ndarray, size: int, axis: int) -> np.ndarray:
 
 
 def with_bilinear_chroma(path: Path) -> np.ndarray | None:
-    """Return the pixels of an 8-bit AVIF file with 4:2:0 chroma, full range, BT.601: FFmpeg's planes, chroma interpolated
-    bilinearly in float64. Return None for other files, or if the package av is not installed.
-    """
+    """An 8-bit AVIF file with 4:2:0 chroma, full range, BT.601: FFmpeg's planes, chroma bilinear in float64. None: others."""
     head = path.read_bytes()[:64]
     if importlib.util.find_spec("av") is None or head[4:8] != b"ftyp" or b"avif" not in head:
         return None
@@ -159,16 +155,13 @@ def compare(path: Path) -> tuple[str, str]:
 
 
 def compared(folder: Path) -> Iterator[tuple[Path, str, str]]:
-    """Yield (path, result, detail) of every file below a folder, as `compare` returns them."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             yield path, *compare(path)
 
 
 def shares(counts: Counter[str]) -> tuple[int, int, int]:
-    """Return three numbers of files that libvips and we decode without conversion: those equal to libvips' pixels, those equal
-    to those of any reference, and all.
-    """
+    """Of files decoded without conversion: those equal to libvips' pixels, those equal to those of any reference, and all."""
     any_reference = counts["equal"] + sum(counts[f"equal to {name}"] for name in OTHERS)
     return counts["equal"], any_reference, any_reference + counts["differs"]
 

@@ -53,7 +53,6 @@ class Images:
     """The autoencoder with one random image of `size` (width, height)."""
 
     def __init__(self, family: Family, size: tuple[int, int], dtype: Any) -> None:
-        """Draw weights and one image of `size` (width, height) pixels."""
         module = autoencoder_module(family)
         config = module.AutoencoderConfig.from_dict(family.autoencoder)
         weights = {key: autoencoder.arrange(key, value) for key, value in random_weights(config.shapes(), dtype).items()}
@@ -84,7 +83,6 @@ class Captions:
     """The text encoder with one random caption, padded to the family's number of text tokens."""
 
     def __init__(self, family: Family, dtype: Any, bits: int = 16) -> None:
-        """Draw weights, packed to `bits` bits within the layers, and one caption."""
         config = text_encoder_sizes(None, family)
         self.layers = family.text_layers
 

@@ -14,7 +14,7 @@ from stages.tuner.blockwise.device import BUFFER_VARIABLE
 
 
 def describe(backend: str) -> dict[str, Any]:
-    """Return the columns of a row that say where it was measured. `backend` is "mlx" or "torch"."""
+    """Where a row was measured. `backend`: "mlx" or "torch"."""
     version = importlib.metadata.version(backend)
     if backend == "torch" and (found := gpu_by_torch()):
         chip = found
@@ -34,14 +34,14 @@ def describe(backend: str) -> dict[str, Any]:
 
 
 def gpu_by_torch() -> str:
-    """Return the name of the GPU that PyTorch computes on; empty if it computes on the CPU."""
+    """Empty on the CPU."""
     import torch
 
     return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
 
 
 def installed_version() -> str:
-    """Return the version of the installed package latentmill; empty if the code runs without being installed."""
+    """Empty if the code runs without being installed."""
     try:
         return importlib.metadata.version("latentmill")
     except importlib.metadata.PackageNotFoundError:
@@ -49,10 +49,7 @@ def installed_version() -> str:
 
 
 def commit(file: Path = Path(__file__)) -> str:
-    """Return the short hash of the commit that `file` belongs to, with "-dirty" if the checkout differs from it.
-
-    Empty if git is not installed or does not track the file.
-    """
+    """With "-dirty" if the checkout differs from it; "" without git, or if it does not track the file."""
     git = ["git", "-C", str(file.parent)]
     try:
         tracked = subprocess.run([*git, "ls-files", "--error-unmatch", file.name], capture_output=True, check=False)

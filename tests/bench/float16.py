@@ -27,7 +27,6 @@ PRECISIONS = ("float32", "float16")
 
 
 def training(precision: str, seed: int) -> Any:
-    """Return a `TrainingStep` of `micro` that computes in `precision`, with a new adapter."""
     import mlx.core as mx
 
     from stages.text_to_image.families import family
@@ -46,7 +45,7 @@ def training(precision: str, seed: int) -> Any:
 
 
 def example() -> tuple[np.ndarray, np.ndarray]:
-    """Return latents (images, channels, height, width) in float32 and embeddings (images, rows, features) in bfloat16 words."""
+    """Latents (images, channels, height, width) in float32 and embeddings (images, rows, features) in bfloat16 words."""
     import mlx.core as mx
     from PIL import Image
 
@@ -64,7 +63,6 @@ def example() -> tuple[np.ndarray, np.ndarray]:
 
 
 def batches(seed: int, steps: int, size: int, latents: np.ndarray, ctx: np.ndarray) -> Iterator[MicroBatch]:
-    """Yield the batch of every step: `size` of the images with captions, noise and noise levels drawn from `seed`."""
     from stages.text_to_image.train.batches import Sample
     from stages.text_to_image.train.data import Crop
 
@@ -79,13 +77,11 @@ def batches(seed: int, steps: int, size: int, latents: np.ndarray, ctx: np.ndarr
 
 
 def gradient(step: Any, batch: MicroBatch) -> np.ndarray:
-    """Return the gradient of all arrays of the adapter as one float32 array."""
     grads = step.gradient([batch]).grads
     return np.concatenate([np.array(value).astype(np.float32).ravel() for value in getattr(grads, "arrays", grads).values()])
 
 
 def compare(seed: int, steps: int, size: int, given: tuple[np.ndarray, np.ndarray]) -> dict[str, Any]:
-    """Return the row of one seed. Gradients are compared at the first, the middle and the last step."""
     runs = {precision: training(precision, seed) for precision in PRECISIONS}
     losses: dict[str, list[float]] = {precision: [] for precision in PRECISIONS}
     seconds: dict[str, list[float]] = {precision: [] for precision in PRECISIONS}

@@ -46,7 +46,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Finished:
-    """What a process took: seconds, CPU seconds, and peak memory in GB."""
+    """Seconds, CPU seconds, and peak memory in GB."""
 
     seconds: float
     cpu_seconds: float
@@ -54,7 +54,7 @@ class Finished:
 
 
 def check_script(path: Path) -> Path:
-    """Return the absolute path of the script. Raises ClickException if it is not the file that the comparison was written for."""
+    """Raises ClickException if it is not the file that the comparison was written for."""
     if not path.is_file():
         raise click.ClickException(f"SCRIPT must be the path of {NAME}, got {str(path)!r}")
     found = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -66,7 +66,7 @@ def check_script(path: Path) -> Path:
 
 
 def measure(command: list[str], log: Path, **variables: str) -> Finished:
-    """Run a command and return what it took. Its output goes to `log`. Raises ClickException if it fails."""
+    """Output goes to `log`. Raises ClickException if the command fails."""
     began = time.perf_counter()
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env={**os.environ, **variables})
@@ -78,9 +78,7 @@ def measure(command: list[str], log: Path, **variables: str) -> Finished:
 
 
 def our_settings(steps: int, seed: int, prompts: int) -> list[str]:
-    """Return the settings of our run that differ from those of `data/projects/example`. `prompts` is the number of preview
-    prompts.
-    """
+    """Those that differ from `data/projects/example`."""
     known = tomllib.loads((EXAMPLE / "project.toml").read_text())["captions"]["preview_prompts"]
     return [
         f"captions.preview_prompts={json.dumps(known[:prompts])}",
@@ -99,7 +97,6 @@ def our_settings(steps: int, seed: int, prompts: int) -> list[str]:
 
 
 def make_project(folder: Path, initial: Path | None = None) -> Path:
-    """Copy `data/projects/example` into a folder and return it. `initial` is an adapter to copy too, as initial.safetensors."""
     if not folder.exists():
         shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("tables", "exports", ".*"))
     if initial:
@@ -114,7 +111,7 @@ def run_ours(folder: Path, stage: str, changes: list[str]) -> Finished:
 
 
 def write_dataset(project: Path, folder: Path, changes: list[str]) -> list[tuple[int, int]]:
-    """Write the training images and their captions as the script reads them. Returns the (height, width) of the buckets."""
+    """Returns the (height, width) of the buckets."""
     from pipeline.project.project import Project
 
     folder.mkdir(exist_ok=True)
@@ -132,7 +129,6 @@ def write_dataset(project: Path, folder: Path, changes: list[str]) -> list[tuple
 
 
 def script_arguments(data: Path, out: Path, sizes: list[tuple[int, int]], steps: int, seed: int, lr: float) -> list[str]:
-    """Return the arguments of the script for a run that is like ours."""
     from stages.models.flux2.transformer import Flux2Config
     from stages.text_to_image.families import family
 
@@ -180,9 +176,7 @@ def _installed(name: str) -> bool:
 
 
 def results(folder: Path, changes: list[str], step: int) -> Row:
-    """Return the mean loss of held-out images after `step`, and the style scores of the previews, of a project whose previews are
-    scored: AUC against the base's previews, mean agreement, and mean nearness to real pictures.
-    """
+    """Mean loss of held-out images after `step`; of previews: AUC against the base's, agreement, nearness to real pictures."""
     from data.research.experiments.agreement import with_agreement
     from pipeline.commands.text_to_image.evaluate import auc
     from pipeline.project.project import Project
@@ -201,9 +195,7 @@ def results(folder: Path, changes: list[str], step: int) -> Row:
 
 
 def costs(whole: Finished, start: Finished, steps: int) -> Row:
-    """Return seconds and CPU seconds a sample, peak memory, and seconds of a second start. `whole` is the run of `steps` steps,
-    `start` a run of one step with all caches in place.
-    """
+    """`whole`: the run of `steps` steps; `start`: one of one step with all caches in place."""
     samples = max(1, steps - 1) * BATCH
     return {
         "seconds_a_sample": (whole.seconds - start.seconds) / samples,
@@ -214,7 +206,6 @@ def costs(whole: Finished, start: Finished, steps: int) -> Row:
 
 
 def compare(script: Path, work: Path, steps: int, seed: int, lr: float, prompts: int) -> dict[str, Row]:
-    """Train with both programs in the folder `work` and return a row for each: ours and theirs."""
     ours, changes = make_project(work / "ours"), [*our_settings(steps, seed, prompts), f"train.lr={lr}"]
     for stage in BEFORE:
         run_ours(ours, stage, changes)

@@ -21,14 +21,13 @@ def terminal_line(row: Row | None) -> str:
 
 
 def rates(row: Row) -> str:
-    """Format what a row of the kind "commit" or "workers" says beside seconds and memory; empty for other kinds."""
+    """What a row of the kind "commit" or "workers" says beside seconds and memory."""
     if "rows_s" in row:
         return f"  {row['rows_s']:.0f} rows/s, {row['mb_s']:.0f} MB/s"
     return f"  {row['speed']:.2f} x one worker, {row['overhead_ms']:.1f} ms a unit" if "overhead_ms" in row else ""
 
 
 def number(value: float | None, form: str) -> str:
-    """Format a number; None gives an empty text."""
     return "" if value is None else format(value, form)
 
 
@@ -38,9 +37,7 @@ def size(row: Row) -> str:
 
 
 def name(row: Row) -> str:
-    """Return the name of what a row measures: the configuration of a training step, "loader", "checksums", or an encoder
-    with its dtype.
-    """
+    """The configuration of a training step, "loader", "checksums", or an encoder with its dtype."""
     kind = row["kind"].replace("_", " ")
     if kind == "workers":
         return f"{row['workers']} Ray worker{'s' if row['workers'] > 1 else ''}"

@@ -48,7 +48,7 @@ plan's estimate, and on CUDA {BUFFER_VARIABLE}={BUFFER_MB} limits the work in fl
 
 
 def page(rows: list[Row]) -> Iterator[str]:
-    """Yield the lines of the page in Markdown. If several rows have the same configuration, the last is shown."""
+    """If several rows have the same configuration, the last is shown."""
     good = [row for row in rows if "error" not in row]
     training = [row for row in good if row["kind"] == "train"]
     yield from INTRODUCTION.splitlines()
@@ -68,14 +68,12 @@ def page(rows: list[Row]) -> Iterator[str]:
 
 
 def comparison_runs(training: list[Row]) -> list[list[Row]]:
-    """Return the training rows of the last run in which PyTorch trained the family that is compared with it."""
     compared = [row for row in training if row["family"] == COMPARED and row["backend"] == "torch"]
     runs = {row["family"]: row["run"] for row in compared if row.get("run")}
     return [[row for row in training if (row["family"], row.get("run")) == pair] for pair in runs.items()]
 
 
 def comparison_table(run: list[Row]) -> Iterator[str]:
-    """Yield the section that compares the configurations of one family in one run."""
     found = {(size(row), configuration(row)): row for row in run}
     yield f"## Comparison: {run[0]['family']}, one run"
     yield ""
@@ -95,7 +93,7 @@ def comparison_table(run: list[Row]) -> Iterator[str]:
 
 
 def counted(rows: list[Row]) -> dict[str, list[Row]]:
-    """Return our rows that say what was announced and what the driver counted, by family; of equal configurations the last."""
+    """Of our rows that say what was announced and what the driver counted; of equal configurations the last."""
     ours = {identity(row): row for row in rows if {"announced_gb", "footprint_gb"} <= row.keys()}
     return {family: [row for row in ours.values() if row["family"] == family] for family, *_ in ours}
 
@@ -132,17 +130,14 @@ def stage_size(row: Row) -> str:
 
 
 def ratio(row: Row, peer: Row | None) -> str:
-    """Format seconds and GB of a row as multiples of another row's; empty without one, or if it is the same row."""
+    """Multiples of another row's seconds and GB."""
     if peer is None or peer is row:
         return ""
     return f"{row['s'] / peer['s']:.2f} / {row['peak_gb'] / peer['peak_gb']:.2f}"
 
 
 def per_token(row: Row, run: list[Row]) -> str:
-    """Format a row's seconds per token as a multiple of those at the nearest size with a multiple of FUSED tokens.
-
-    Empty if the row's own tokens are such a multiple, or if the run has no such size in this configuration.
-    """
+    """A multiple of those at the nearest size with a multiple of FUSED tokens; "" if it is such a size, or the run has none."""
     tokens = row.get("tokens", 0)
     peers = [other for other in run if configuration(other) == configuration(row) and other.get("tokens")]
     fused = [other for other in peers if other["tokens"] % FUSED == 0]
@@ -153,7 +148,7 @@ def per_token(row: Row, run: list[Row]) -> str:
 
 
 def training_table(family: str, rows: list[Row]) -> Iterator[str]:
-    """Yield the section of a family's training steps: a line per configuration, a column per size, "seconds / GB"."""
+    """A line per configuration, a column per size, "seconds / GB"."""
     sizes = sorted({(row["width"] * row["height"], size(row)) for row in rows})
     cells = {(configuration(row), size(row)): f"{row['s']:.3f} / {row['peak_gb']:.1f}" for row in rows}
     yield f"## Training {family}: seconds per step / GB at the peak"
@@ -168,7 +163,6 @@ def training_table(family: str, rows: list[Row]) -> Iterator[str]:
 
 
 def encoding_table(rows: list[Row]) -> Iterator[str]:
-    """Yield the section on encoding one image or caption and on reading one sample; nothing without rows."""
     if not rows:
         return
     yield "## Encoding and reading"
@@ -184,7 +178,7 @@ def encoding_table(rows: list[Row]) -> Iterator[str]:
 
 
 def failures(rows: list[Row]) -> Iterator[str]:
-    """Yield one line for each configuration that failed and has no measurement in `rows`."""
+    """Of configurations without a measurement in `rows`."""
     measured = {identity(row) for row in rows if "error" not in row}
     failed = {identity(row): row for row in rows if "error" in row and identity(row) not in measured}
     yield from (f"- Failed: {row['family']} {size(row)}, {name(row)}: {row['error']}" for row in failed.values())

@@ -25,12 +25,12 @@ class Meter:
         self.copying = 0.0  # seconds of writing a converted copy
 
     def highest(self) -> float:
-        """Return the peak of MLX's memory so far, in GB. Peaks before a load are included."""
+        """MLX's, in GB; peaks before a load are included."""
         self.peak = max(self.peak, mx.get_peak_memory())
         return round(self.peak / 1e9, 2)
 
     def timed(self, load: Callable[..., Any], into: Row) -> Callable[..., Any]:
-        """Return a function that calls `load` and writes the seconds and the peak memory of the call into the row `into`."""
+        """Seconds and peak memory of a call of `load` go into the row `into`."""
 
         @functools.wraps(load)
         def measured(*given: Any, **named: Any) -> Any:
@@ -54,7 +54,6 @@ class Meter:
         return measured
 
     def count_copying(self) -> None:
-        """Count the seconds of writing converted copies from now on."""
         write = weights._write
 
         def measured(*given: Any) -> None:
@@ -72,14 +71,12 @@ def evaluate(model: Any) -> None:
 
 
 def process_peak() -> float:
-    """Return the largest memory that this process has taken so far, in GB."""
+    """GB."""
     return round(peak_resident() / 1e9, 2)
 
 
 class OwnMemory:
-    """The memory of this process without mapped files, in GB. It is read every 10 ms while the `with` block runs. `before` is
-    the memory at the start of the block, and `peak` the largest that was read.
-    """
+    """Memory of this process without mapped files, in GB, read every 10 ms: at the start of the block, and the largest."""
 
     def __enter__(self) -> OwnMemory:
         self.before = self.peak = self._now()

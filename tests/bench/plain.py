@@ -30,7 +30,6 @@ class PlainTraining(TrainingStep):
     """A training step that ignores `plan`: the whole model is differentiated as one graph, and nothing is compiled."""
 
     def gradient(self, micros: Sequence[MicroBatch], meter: Meter | None = None) -> StepGradient:
-        """Compute the gradient of one micro-batch. With a meter, its phases batch and gradients are measured."""
         (micro,) = micros
         phase: Callable[[str], Any] = meter.phase if meter else lambda name: nullcontext()
         with phase("batch"):
@@ -45,7 +44,6 @@ class PlainTraining(TrainingStep):
 
 
 def random_plain_training(family: Family, config: TrainConfig) -> PlainTraining:
-    """Build a plain training step on random weights, as `profile.random_training` builds the trainer's."""
     model = random_transformer(family, config)
     targets = choose_targets(model.linears(), config)
     objective = FlowMatching(family.architecture, config.loss, config.preservation)

@@ -38,15 +38,12 @@ EMPTY: dict[str, Any] = {"string": "", "bool": False, "float": 0.0, "double": 0.
 
 
 def empty_row(schema: TableSchema) -> dict[str, Any]:
-    """Return one row of a table without its tensors: null where a column allows it, else an empty value of its type."""
+    """Null where a column allows it, else an empty value of its type."""
     return {field.name: None if field.nullable else EMPTY[str(field.type)] for field in schema.columns}
 
 
 def write_random_rows(folder: Path, schema: TableSchema, shape: tuple[int, ...], count: int) -> pa.Table:
-    """Write `count` rows, each with one random 16-bit tensor of `shape`, as shards; return their stored rows.
-
-    The keys are "00000000", "00000001" and so on.
-    """
+    """Each with one random 16-bit tensor of `shape`, under the keys "00000000", "00000001" and so on."""
     generator, tensor = np.random.default_rng(0), schema.batch.field("tensor")
     stored = []
     for start in range(0, count, ROWS_PER_SHARD):
@@ -61,7 +58,7 @@ def write_random_rows(folder: Path, schema: TableSchema, shape: tuple[int, ...],
 
 
 def anonymous_memory() -> int:
-    """Return the anonymous resident memory of this process in bytes, or 0 where the system does not report it (macOS)."""
+    """Bytes, or 0 where the system does not report it (macOS)."""
     status = Path("/proc/self/status")
     if not status.exists():
         return 0
@@ -70,7 +67,7 @@ def anonymous_memory() -> int:
 
 
 def read_steps(readers: tuple[ShardReader, ShardReader], count: int) -> Iterator[tuple[float, int]]:
-    """Read the `count` rows of both readers in shuffled order; yield (seconds, anonymous memory in bytes) of every step."""
+    """In shuffled order; (seconds, anonymous memory in bytes) of every step."""
     import mlx.core as mx
 
     order = [f"{row:08d}" for row in np.random.default_rng(1).permutation(count)]
@@ -115,9 +112,7 @@ class UncheckedReader(ShardReader):
 
 
 def time_sample(readers: list[ShardReader], key: str, released: str) -> float:
-    """Read one sample as a training step does, and return the CPU seconds of this thread. `released` is the key of the sample
-    that was read before: its pages are given back first.
-    """
+    """CPU seconds of this thread for one sample; the pages of `released`, read before, are given back first."""
     import mlx.core as mx
 
     for reader in readers:
@@ -128,9 +123,7 @@ def time_sample(readers: list[ShardReader], key: str, released: str) -> float:
 
 
 class SampleReader:
-    """A reader of one sample per step for the data loader of training. `readers` are those of the sample's tensors, and `order`
-    the keys of the samples by step.
-    """
+    """One sample per step, of the tensors of `readers` under the keys `order`."""
 
     def __init__(self, readers: list[ShardReader], order: list[str]) -> None:
         self.readers, self.order = readers, order
@@ -139,20 +132,16 @@ class SampleReader:
         return [[self.order[step % len(self.order)]]]
 
     def prefetch(self, samples: Iterable[str]) -> None:
-        """Start to read samples from disk, and release those that were read before."""
         keys = list(samples)
         for reader in self.readers:
             reader.ahead(keys)
 
     def read(self, step: int, samples: list[str]) -> list[np.ndarray]:
-        """Return the tensors of the samples of `step`, copied into memory of their own."""
         return [np.stack([reader.read(key) for key in samples]) for reader in self.readers]
 
 
 def time_waits(readers: list[ShardReader], order: list[str], steps: int, step_s: float) -> float:
-    """Return the median seconds that the training loop waits for a sample which its data loader reads in the background. The
-    device's work of a step is a wait of `step_s` seconds.
-    """
+    """Median seconds that training waits for a sample read in the background; the device's work is a wait of `step_s`."""
     reader = SampleReader(readers, order)
     loss = types.SimpleNamespace(separable=False)
     task: Any = types.SimpleNamespace(objective=loss, draw=reader.draw, reader=lambda: reader)

@@ -29,7 +29,7 @@ from tests.bench.retriever_page import page
 
 
 def time_calls(call: Callable[[], Any], count: int) -> dict[str, float]:
-    """Call `call` count + 3 times. Return the seconds of the first call, and the median and least of the last `count`."""
+    """`count` + 3 calls: seconds of the first, and the median and least of the last `count`."""
     seconds = []
     for _ in range(count + 3):
         began = time.perf_counter()
@@ -39,7 +39,6 @@ def time_calls(call: Callable[[], Any], count: int) -> dict[str, float]:
 
 
 def measure_mlx(case: RetrieverCase) -> dict[str, float]:
-    """Return time and peak memory of a case in MLX, by the trainer's own step."""
     from stages.tuner.blockwise.device import configure_scheduler
 
     configure_scheduler()  # as in training, before the first MLX array
@@ -91,7 +90,6 @@ def random_batch(case: RetrieverCase) -> Any:
 
 
 def run(case: RetrieverCase) -> dict[str, Any]:
-    """Measure a case and return its row."""
     if case.backend == "torch":
         from tests.bench.retriever_torch import DEVICE, measure_torch
 

@@ -43,7 +43,7 @@ class RetrieverCase:
         return {**SIZES[self.size], "feed_forward_proj": "gated-gelu"}
 
     def ids(self) -> tuple[np.ndarray, np.ndarray]:
-        """Random token ids of queries and documents, without padding."""
+        """Without padding."""
         rng = np.random.default_rng(0)
         most = self.config["vocab_size"]
         return tuple(rng.integers(2, most, (self.batch, n)).astype(np.int32) for n in (self.query, self.document))  # type: ignore[return-value]

@@ -20,7 +20,6 @@ starts no further operation until an earlier one has ended. On a CPU, the peak i
 
 
 def page(rows: list[Row]) -> Iterator[str]:
-    """Yield the lines of the page: a table per size of encoder, with a line for every row that is no failure."""
     good = [row for row in rows if "error" not in row]
     yield from INTRODUCTION.splitlines()
     for size, dtype in dict.fromkeys((row["size"], row["dtype"]) for row in good):
@@ -38,7 +37,6 @@ def page(rows: list[Row]) -> Iterator[str]:
 
 
 def line(row: Row) -> str:
-    """Return the line of one row: its configuration, samples per second, seconds of a batch, and peak memory in GB."""
     words = [row["kind"], "MLX" if row["backend"] == "mlx" else "PyTorch", row["plan"]]
     words += [f"micro-batch {row['micro_batch']}"] if row["micro_batch"] else []
     words += ["without cuDNN's attention"] if row.get("unfused") else []

@@ -34,7 +34,6 @@ class LoraLinear(nn.Module):
         self.scale = ALPHA / max(rank, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x W^T + scale (x A^T) B^T."""
         y = x @ self.weight.T
         if self.down is None or self.up is None:
             return y
@@ -42,8 +41,6 @@ class LoraLinear(nn.Module):
 
 
 class Layer(nn.Module):
-    """One gated T5 layer."""
-
     def __init__(self, case: RetrieverCase, dtype: torch.dtype) -> None:
         super().__init__()
         c = case.config
@@ -56,7 +53,7 @@ class Layer(nn.Module):
         self.norms = nn.ParameterList(nn.Parameter(torch.ones(width, device=DEVICE, dtype=dtype), False) for _ in range(2))
 
     def forward(self, h: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """Return the output of the layer for h (batch, tokens, width). `bias` is (1, heads, tokens, tokens)."""
+        """h: (batch, tokens, width). `bias`: (1, heads, tokens, tokens)."""
         B, L, _ = h.shape
         x = F.rms_norm(h, h.shape[-1:], self.norms[0], 1e-6)
         q, k, v = (each(x).view(B, L, self.heads, -1).transpose(1, 2) for each in (self.q, self.k, self.v))
@@ -67,8 +64,6 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A gated T5 encoder with a projection head that is trained in full."""
-
     def __init__(self, case: RetrieverCase, dtype: torch.dtype) -> None:
         super().__init__()
         c = case.config
@@ -79,7 +74,7 @@ class Encoder(nn.Module):
         self.tables = {n: torch.tensor(buckets(n, 32, 128), device=DEVICE).long() for n in (case.query, case.document)}
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the normalised states of token ids, (batch, tokens, width)."""
+        """Normalised states, (batch, tokens, width)."""
         h = self.embedding[ids]
         bias = self.bias[self.tables[ids.shape[1]]].permute(2, 0, 1)[None].contiguous()
         for layer in self.layers:
@@ -102,7 +97,6 @@ def transformers_encoder(case: RetrieverCase, dtype: torch.dtype) -> nn.Module:
 
 
 def measure_torch(case: RetrieverCase, time_calls: Callable[[Callable[[], Any], int], dict[str, float]]) -> dict[str, float]:
-    """Return time and peak memory of a case in PyTorch."""
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     dtype = getattr(torch, case.dtype)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def time_steps(step: Callable[[], Any], count: int) -> dict[str, float]:
-    """Call `step` count + 2 times and return seconds: of the first call, and the median, least and most of the last `count`."""
+    """`count` + 2 calls: seconds of the first, and the median, least and most of the last `count`."""
     seconds = []
     for _ in range(count + 2):
         began = time.perf_counter()
@@ -103,9 +103,7 @@ def measure_training(case: Case) -> dict[str, Any]:
 
 
 def measure_encoder(case: Case) -> dict[str, Any]:
-    """Measure how long it takes to encode or decode one image with the autoencoder, or to encode one caption, and how much
-    memory. Return the columns of the row. `case` says which of them is measured.
-    """
+    """One image by the autoencoder, or one caption."""
     import mlx.core as mx
 
     from stages.models import autoencoder
@@ -219,14 +217,12 @@ def measure_preview(case: Case) -> dict[str, Any]:
 
 
 def measure_exactness(case: Case) -> dict[str, Any]:
-    """Difference between a latent in full float32 and one with MLX's defaults, with the seconds of both."""
     from tests.bench.differences import exactness
 
     return exactness(case.width, case.family)
 
 
 def measure_loader(case: Case) -> dict[str, Any]:
-    """Time of reading the latents and embeddings of 24 samples per step of the case."""
     from stages.text_to_image.families import family
     from tests.bench.reading import read_epoch
 
@@ -260,10 +256,7 @@ def measure_waiting(case: Case) -> dict[str, Any]:
 
 
 def run(case: Case) -> dict[str, Any]:
-    """Measure a case and return its row: the fields of the case, the measurements, and where they were made.
-
-    ValueError for an unknown kind or plan.
-    """
+    """ValueError for an unknown kind or plan."""
     if case.kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {case.kind!r}")
     if case.backend == "torch" and case.kind == "train" and case.plan not in TORCH_PLANS:
@@ -294,7 +287,7 @@ def machine_memory() -> dict[str, float]:
 
 
 def run_on_ranks(case: Case) -> int:
-    """Run a case in `case.ranks` processes on this machine, of which the first prints the row. Returns the exit code."""
+    """In `case.ranks` processes on this machine, of which the first prints the row."""
     from pipeline.ranks import rank_environments, run_ranks, visible_gpus
 
     command = [sys.executable, "-m", "tests.bench.run", case.to_json()]

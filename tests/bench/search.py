@@ -53,9 +53,7 @@ BESIDE = {"rg": ("rg", "-n", "-i", "file"), "semble": ("semble", "search", QUERI
 
 
 def measure(project: Project, mode: str, rounds: int) -> tuple[float, float]:
-    """Return the median milliseconds of CPU time and of elapsed time of a query. Every query of `QUERIES` is
-    asked `rounds` times, after one round that is not counted. `mode` is "semantic", "lexical" or "hybrid".
-    """
+    """Median milliseconds of CPU time and of elapsed time of a query, after one round that is not counted."""
     session = Session(project, mode)  # type: ignore[arg-type]
     used, elapsed = [], []
     for number in range((rounds + 1) * len(QUERIES)):

@@ -11,7 +11,7 @@ from tests.bench.run import time_steps
 
 
 def measure(family: str, px: int, megabytes: int, in_flight: int, steps: int, decodes: bool) -> dict[str, float]:
-    """Return time and peak of encoding (or decoding) one image in float32 in strips of so many megabytes."""
+    """Of one image in float32 in strips of so many megabytes."""
     import mlx.core as mx
 
     from stages.models import autoencoder

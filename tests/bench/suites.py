@@ -129,9 +129,7 @@ def bars(family: str = COMPARED, large: str = "dev", px: int = 1024) -> Iterator
 
 
 def shapes(family: str) -> Iterator[Case]:
-    """Every stage of a family at 1024 and 512 px and every width of weights, and PyTorch compiled beside. What the goals are
-    about comes first.
-    """
+    """Every stage of a family at 1024 and 512 px and every width of weights, and PyTorch compiled beside."""
     torch = importlib.util.find_spec("torch") is not None
     encode: dict[str, Any] = {"kind": "autoencoder", "dtype": "float32"}
     for px in (1024, 512):

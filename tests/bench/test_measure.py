@@ -20,7 +20,7 @@ SMALL = '{"family": "tiny", "width": 64, "height": 64}'
 
 
 def invoke(*arguments):
-    """Run the command in this process; return (exit code, output)."""
+    """(exit code, output)."""
     done = CliRunner().invoke(measure.main, [str(argument) for argument in arguments])
     return done.exit_code, done.output
 

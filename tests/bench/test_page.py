@@ -41,7 +41,7 @@ def test_a_failure_that_was_measured_in_another_run_is_not_on_the_page():
 
 
 def run_with_pytorch(run, torch_s=0.2):
-    """The rows of one run: four of ours, and PyTorch's in `torch_s` seconds and 10 GB."""
+    """Four of ours, and PyTorch's in `torch_s` seconds and 10 GB."""
     ours = GPU | {"run": run, "peak_gb": 11.0, "buffer_mb": "200", "tokens": 4608, "first_s": 30.0}
     rows = [asdict(Case(memory_limited=True)) | ours | {"s": 0.25}]
     rows += [asdict(Case(memory_limited=True, bits=4)) | ours | {"s": 0.3, "peak_gb": 5.5}]

@@ -71,7 +71,6 @@ MODULES = {
 
 
 def on_device(make: Callable[[], Any], dtype: Any) -> Any:
-    """Build a model on the GPU in `dtype`, ready to compute."""
     torch.set_default_dtype(dtype)
     with torch.device(DEVICE):
         model = make()
@@ -93,9 +92,7 @@ def autoencoder(family: Family, dtype: Any) -> Any:
 
 
 def adapted(model: Any, family: Family, rank: int) -> list[Any]:
-    """Freeze `model`, and give those Linears of its blocks a LoRA that a new project of the family trains. Returns what is
-    trained.
-    """
+    """A LoRA on those Linears of its blocks that a new project of the family trains; returns what is trained."""
     model.requires_grad_(False)
     patterns = family.begin.get("train", {}).get("targets", ("*",))
     blocks = [(name, part) for name, part in model.named_modules() if type(part).__name__ in model._repeated_blocks]

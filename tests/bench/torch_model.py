@@ -20,8 +20,6 @@ TEXT_TOKENS = 512
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the transformer, and the rank of the LoRA."""
-
     heads: int
     head_width: int
     mlp_width: int
@@ -31,7 +29,6 @@ class Sizes:
 
     @property
     def width(self) -> int:
-        """Width of the stream."""
         return self.heads * self.head_width
 
     @classmethod
@@ -85,7 +82,6 @@ def swiglu(x: Any) -> Any:
 
 
 def head_norms(sizes: Sizes) -> nn.ModuleList:
-    """Frozen RMSNorms of queries and keys."""
     norms = [nn.RMSNorm(sizes.head_width, 1e-6, device=DEVICE, dtype=torch.bfloat16) for _ in "qk"]
     return nn.ModuleList(norms).requires_grad_(False)
 
@@ -124,13 +120,11 @@ class Stream(nn.Module):
         self.norms = head_norms(sizes)
 
     def project(self, h: Any, modulation: Any) -> list[Any]:
-        """Queries, keys and values of the stream's tokens."""
         x = modulated_norm(h, modulation)
         q, k, v = (linear(x).unflatten(-1, self.heads) for linear in self.qkv)
         return [self.norms[0](q), self.norms[1](k), v]
 
     def finish(self, h: Any, y: Any, modulation: Any) -> Any:
-        """Add the attention's output `y` and the MLP to the stream."""
         h = h + modulation[2] * self.out(y)
         return h + modulation[5] * self.down(swiglu(self.into(modulated_norm(h, modulation[3:]))))
 

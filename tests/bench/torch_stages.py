@@ -21,10 +21,7 @@ TimeSteps = Callable[[Callable[[], Any], int], dict[str, float]]
 
 
 def measure_torch_stage(case: Case, time_steps: TimeSteps) -> dict[str, Any]:
-    """Return time and memory of one forward pass: columns s, first_s, least_s, most_s, peak_gb, reserved_gb, version.
-
-    The case's kind is "draw", "autoencoder", "decode" or "text_encoder". Its plan is "eager" or "compiled".
-    """
+    """Kind "draw", "autoencoder", "decode" or "text_encoder", plan "eager" or "compiled"; one forward pass."""
     torch.manual_seed(0)
     if case.exact:
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
@@ -45,7 +42,6 @@ def measure_torch_stage(case: Case, time_steps: TimeSteps) -> dict[str, Any]:
 
 
 def maybe_compiled(case: Case, function: Any) -> Any:
-    """Compile a module or function if the case asks for it."""
     return torch.compile(function) if "compiled" in case.plan else function
 
 

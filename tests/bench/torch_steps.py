@@ -23,11 +23,7 @@ TimeSteps = Callable[[Callable[[], Any], int], dict[str, float]]
 
 
 def measure_torch(case: Case, time_steps: TimeSteps) -> dict[str, Any]:
-    """Return time and memory of a case's training steps: columns s, first_s, least_s, most_s, peak_gb, reserved_gb, version.
-
-    The case's plan is "eager" or "compiled", with or without "+checkpoint". `time_steps(step, count)` calls `step`
-    repeatedly and returns the seconds.
-    """
+    """Plan "eager" or "compiled", with or without "+checkpoint"."""
     step = training_step(case)
     torch.cuda.reset_peak_memory_stats()
     times = time_steps(step, case.steps)
@@ -36,7 +32,6 @@ def measure_torch(case: Case, time_steps: TimeSteps) -> dict[str, Any]:
 
 
 def training_step(case: Case) -> Callable[[], None]:
-    """Build the model of a case and return the function that trains it one step on random inputs."""
     torch.manual_seed(0)
     family = FAMILIES[case.family]
     if family.code in BLOCKS:
@@ -59,7 +54,6 @@ def training_step(case: Case) -> Callable[[], None]:
 
 
 def flux2_loss(case: Case, family: Family) -> tuple[list[Any], Callable[[], Any]]:
-    """What is trained, and the function that computes the loss of a random batch."""
     sizes = Sizes.of(family, case.rank)
     blocks = make_blocks(sizes)
     if "compiled" in case.plan:

@@ -32,7 +32,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class Entry(NamedTuple):
-    """One tensor of a file: its name, its dtype as safetensors spells it, and its shape."""
+    """dtype as safetensors spells it."""
 
     name: str
     dtype: str
@@ -40,7 +40,7 @@ class Entry(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The bytes of the tensor."""
+        """Bytes."""
         return math.prod(self.shape) * SIZES[self.dtype]
 
 
@@ -51,9 +51,7 @@ def normal_values() -> np.ndarray:
 
 @functools.lru_cache(maxsize=8)
 def repeated(dtype: str, inputs: int) -> np.ndarray:
-    """Return `BLOCK` random values as bytes of a file, for a matrix with `inputs` columns. bfloat16 values have the
-    standard deviation 1 / sqrt(inputs). fp8 values are 64 times as large, because a scale of 1/64 belongs to them.
-    """
+    """`BLOCK` random values, deviation 1 / sqrt(inputs); of fp8 64 times as large, because a scale of 1/64 belongs to them."""
     values = normal_values() * np.float32(inputs**-0.5)
     with mx.stream(mx.cpu):
         made = mx.to_fp8(mx.array(64 * values)) if dtype == "F8_E4M3" else mx.array(values).astype(mx.bfloat16).view(mx.uint16)
@@ -61,7 +59,7 @@ def repeated(dtype: str, inputs: int) -> np.ndarray:
 
 
 def entries(shapes: Shapes, fp8: bool) -> Iterator[Entry]:
-    """Yield every tensor of a component. With `fp8`, matrices are in fp8, and each has a scale."""
+    """With `fp8`, matrices are in fp8, and each has a scale."""
     for name, shape in shapes.items():
         packed = fp8 and len(shape) == 2 and name.endswith(".weight")
         yield Entry(name, "F8_E4M3" if packed else "BF16", shape)
@@ -70,7 +68,7 @@ def entries(shapes: Shapes, fp8: bool) -> Iterator[Entry]:
 
 
 def write_values(entry: Entry, out: BinaryIO) -> None:
-    """Write the values of a tensor: norms of ones, biases and means of zeros, matrices of random values."""
+    """Norms of ones, biases and means of zeros, matrices of random values."""
     if entry.dtype == "F32":
         out.write(np.float32(1 / 64).tobytes())
         return
@@ -97,10 +95,7 @@ def write_shard(file: Path, shard: list[Entry]) -> None:
 
 
 def write_component(folder: Path, stem: str, shapes: Shapes, config: dict[str, Any], fp8: bool = False) -> None:
-    """Write the files of one model component into `folder`: config.json, shards of at most SHARD bytes, and the index of
-    the shards. `stem` begins the names of the files. `shapes` maps the names of tensors to shapes. With `fp8`, matrices are
-    in fp8.
-    """
+    """config.json, shards of at most SHARD bytes, and their index; `stem` begins the names of the files."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     shards: list[list[Entry]] = [[]]
@@ -117,7 +112,7 @@ def write_component(folder: Path, stem: str, shapes: Shapes, config: dict[str, A
 
 
 def component_shapes(record: Family, component: str) -> Shapes:
-    """Return the shapes of a component's tensors by name. Layers of the text encoder that are never read are left out."""
+    """Without layers of the text encoder that are never read."""
     if component == "transformer":
         return dict(record.architecture.transformer_config(None, record).shapes())
     if component == "autoencoder":
@@ -128,7 +123,6 @@ def component_shapes(record: Family, component: str) -> Shapes:
 
 
 def single_file_shapes(record: Family, component: str) -> Shapes:
-    """As `component_shapes`, by the names of the makers' single file."""
     import torch
 
     shapes = component_shapes(record, component)
@@ -138,21 +132,16 @@ def single_file_shapes(record: Family, component: str) -> Shapes:
 
 
 def bytes_of(record: Family, component: str, fp8: bool = False) -> int:
-    """Return roughly how many bytes the files of a component take. `record` is the model family. With `fp8`, matrices are
-    in fp8.
-    """
+    """Roughly."""
     return sum(entry.size for entry in entries(component_shapes(record, component), fp8))
 
 
 def path_of(record: Family, folder: Path, component: str, single: bool = False) -> Path:
-    """Return the file or folder of a component that `write` writes."""
     return folder / (record.single_files[component][0] if single else record.folders[component])
 
 
 def write(record: Family, folder: Path, component: str, fp8: bool = False, single: bool = False) -> None:
-    """Write one component of the model family `record`, at its released sizes, below `folder`. The text encoder comes with
-    a small tokenizer. With `single`, it is the makers' single file.
-    """
+    """At its released sizes. The text encoder comes with a small tokenizer. `single`: the makers' single file."""
     from stages.models.random_model import write_tokenizer
 
     path, fp8 = path_of(record, folder, component, single), fp8 and component != "autoencoder"

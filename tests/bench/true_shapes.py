@@ -98,7 +98,7 @@ steps = 2
 
 
 def load_only(project: Project, again: bool) -> None:
-    """Load the transformer of the stage `train`. With `again`, its converted copy must exist, and it is read."""
+    """With `again`, its converted copy must exist, and it is read."""
     copies = project.path / CONVERTED
     assert bool(list(copies.glob("*.safetensors"))) == again, "the converted copy is read the second time"
     config = project.config.sections["train"]
@@ -108,10 +108,7 @@ def load_only(project: Project, again: bool) -> None:
 
 
 def run_stage(project: Path, name: str, tables: MemoryTables | None) -> Row:
-    """Run the stage `name` of the project, and return its seconds and its peaks in GB. The names "load" and "again" load the
-    transformer alone instead. `tables` holds tables in memory; with None, they are on disk. A stage that loads a large
-    model also has its estimated peak, and the memory of the process without mapped files.
-    """
+    """Seconds and peaks in GB; "load" and "again" load the transformer alone. `tables`: in memory, None: on disk."""
     with OwnMemory() as own:
         row = timed_stage(project, name, tables)
     stage = "train" if name in (LOAD, AGAIN) else name
@@ -121,7 +118,7 @@ def run_stage(project: Path, name: str, tables: MemoryTables | None) -> Row:
 
 
 def timed_stage(project: Path, name: str, tables: MemoryTables | None) -> Row:
-    """Run a stage as `run_stage` does, and return its seconds, and its peaks as MLX and the system count them."""
+    """Peaks as MLX and the system count them."""
     begun, meter, found = time.perf_counter(), Meter(), Row()
     mx.reset_peak_memory()
     if loader := LOADERS.get("train" if name in (LOAD, AGAIN) else name):
@@ -141,9 +138,7 @@ def timed_stage(project: Path, name: str, tables: MemoryTables | None) -> Row:
 
 
 def run_step(project: Path, names: tuple[str, ...], in_memory: bool) -> None:
-    """Run the stages `names` in this process, and print one line of JSON for each. With `in_memory`, the tables are read
-    from a file before, and written to it after.
-    """
+    """Prints one line of JSON for each stage; tables `in_memory` are kept in a file from one process to the next."""
     file, tables = project.parent / "tables.pickle", None
     if in_memory:
         tables = MemoryTables(project.parent / "artifacts")
@@ -157,9 +152,7 @@ def run_step(project: Path, names: tuple[str, ...], in_memory: bool) -> None:
 
 
 def write_component(given: argparse.Namespace, weights: Path, component: str) -> Row:
-    """Write the files of a component and return a row about them. If the disk has no room for bfloat16, the matrices are
-    written in fp8.
-    """
+    """If the disk has no room for bfloat16, the matrices are written in fp8."""
     begun, record = time.perf_counter(), families.family(given.family)
     weights.mkdir(parents=True, exist_ok=True)
     small = component == "autoencoder"
@@ -173,7 +166,6 @@ def write_component(given: argparse.Namespace, weights: Path, component: str) ->
 
 
 def write_project(given: argparse.Namespace, project: Path, weights: Path) -> None:
-    """Write a project with two images and its settings into the folder `project`. `weights` is the folder of the weights."""
     if not project.is_dir():
         projects.make(project, weights, images=2)
     settings = {
@@ -188,7 +180,6 @@ def write_project(given: argparse.Namespace, project: Path, weights: Path) -> No
 
 
 def report(given: argparse.Namespace, row: Row) -> None:
-    """Print a row, and add it to the file `--out`."""
     about = {"family": given.family, "layout": "single files" if given.single else "diffusers", "machine": machine()}
     line = json.dumps({**about, "date": datetime.date.today().isoformat(), "commit": commit(), **row}) + "\n"
     sys.stdout.write(line)
@@ -199,22 +190,20 @@ def report(given: argparse.Namespace, row: Row) -> None:
 
 
 def write_missing(given: argparse.Namespace, weights: Path, component: str) -> None:
-    """Write the files of a component unless they exist, and report it. "" is no component."""
+    """ "" is no component."""
     if component and not true_files.path_of(families.family(given.family), weights, component, given.single).exists():
         report(given, write_component(given, weights, component))
 
 
 def machine() -> str:
-    """Return what a row says of the machine: `2 cores, 24 GB, Linux x86_64, no GPU`."""
+    """Such as "2 cores, 24 GB, Linux x86_64, no GPU"."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     gpu = "no GPU" if mx.default_device() == mx.cpu else mx.device_info().get("device_name", "GPU")
     return f"{os.cpu_count()} cores, {round(memory / 2**30)} GB, {platform.system()} {platform.machine()}, {gpu}"
 
 
 def start(given: argparse.Namespace, names: tuple[str, ...]) -> bool:
-    """Run the stages `names` in a process of their own, and report the lines that it prints. If it fails, report a line
-    with `error` and return False.
-    """
+    """In a process of their own. False if it fails, which is a line with `error`."""
     words = [sys.executable, "-m", "tests.bench.true_shapes", given.family, str(given.folder), "--step", *names]
     words += ["--memory"] if given.memory else []
     with tempfile.TemporaryFile("w+") as errors:
@@ -231,7 +220,6 @@ def start(given: argparse.Namespace, names: tuple[str, ...]) -> bool:
 
 
 def main() -> None:
-    """Write the missing files of weights, and run all stages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family")
     parser.add_argument("folder", type=Path)

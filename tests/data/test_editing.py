@@ -88,9 +88,7 @@ def project(folder: Path) -> Path:
 
 
 def score(folder: Path, *settings: str) -> float:
-    """Train, and draw held-out subjects with every reference, all from the same noise. Return the share of the pictures whose
-    background has the hue of the reference. The base paints a background without a name in white.
-    """
+    """The share of held-out pictures whose background has the hue of the reference; the base paints it white."""
     for name in ("images", "captions", "buckets", "latents", "embeddings", "train"):
         runner.run(Project(folder, settings), name, projects.Silent())
     adapter = Api(folder, settings).adapter()

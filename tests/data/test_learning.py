@@ -25,9 +25,7 @@ STAGE_NAMES = ("images", "captions", "buckets", "latents", "embeddings", "train"
 
 
 def train(folder: Path, *settings: str, steps: int = 40) -> tuple[float, float, float]:
-    """Train for some steps. Return the AUC of the adapter's style against the base's, and the first and the last validation
-    loss.
-    """
+    """(AUC of the adapter's style against the base's, first and last validation loss)."""
     prompts = tomllib.loads((EXAMPLE / "project.toml").read_text())["captions"]["preview_prompts"][:PROMPTS]
     length = tuple(f"train.{name}={steps}" for name in ("steps", "checkpoint_every", "validation.every"))
     chosen = (*SHORT, *length, f"captions.preview_prompts={prompts}", *settings)

@@ -35,7 +35,6 @@ def run_and_kill(number: int, module: str, *arguments: str) -> tuple[int, str]:
 
 
 def count_syncs(run: Callable[[], object]) -> int:
-    """Call `run` in this process, and return how often it called fsync."""
     calls: list[int] = []
     sync = os.fsync
 

@@ -21,14 +21,13 @@ STAGES = ("latents", "embeddings", "train", "samples")
 
 
 def give(monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
-    """Set the memory budget of every stage to `budget` bytes."""
     monkeypatch.setattr(device, "memory_budget", lambda limit_gb=None: budget)
     for name in ("text_to_image.embeddings.stage", "tuner.memory"):
         monkeypatch.setattr(f"stages.{name}.memory_budget", lambda limit_gb=None: budget)
 
 
 def peak_of(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run the stage `name`, and return the peak of its memory in bytes."""
+    """Bytes."""
     gc.collect()
     mx.clear_cache()
     before, set_limit = mx.get_active_memory(), mx.set_memory_limit

@@ -31,7 +31,7 @@ class Layout:
 
 
 def picture(path: Path, number: int) -> Path:
-    """Copy the real picture `number` to `path`, whose suffix is replaced by the picture's own."""
+    """Its suffix is the picture's own."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return Path(shutil.copy(PICTURES[number], path.with_suffix(PICTURES[number].suffix)))
 
@@ -187,7 +187,6 @@ LAYOUTS = {
 
 
 def project(folder: Path, weights: Path, more: dict[str, str]) -> Path:
-    """Write a project.toml with tiny settings and the lines `more` by section into `folder`."""
     config = CONFIG.format(weights=weights, family="tiny").replace("steps = 6", "steps = 1").replace("[64, 96]", "[64]")
     config = config.replace("[captions]\n", f"{more.get('', '')}\n[captions]\n{more.get('captions', '')}")
     write(folder / "project.toml", config)
@@ -195,7 +194,7 @@ def project(folder: Path, weights: Path, more: dict[str, str]) -> Path:
 
 
 def texts(folder: Path) -> dict[str, tuple[str, str, str | None]]:
-    """Return the training texts of a project by the path of their image: (text, source, reason)."""
+    """By the path of their image: (text, source, reason)."""
     made = Project(folder)
     paths = {row["image_id"]: row["path"] for row in made.current("images").rows().to_pylist()}
     rows = [row for row in made.current("captions").rows().to_pylist() if row["role"] == "caption"]

@@ -37,7 +37,7 @@ def weights(tmp_path, tiny_weights) -> Path:
 
 
 def refused(folder: Path, *arguments: str) -> str:
-    """Run a command that must fail with exit code 2, and return its one line that begins with "error: "."""
+    """The one line that begins with "error: ", of exit code 2."""
     code, out, err = projects.said(*arguments, "--project", str(folder))
     assert code == USER, f"{code}\n{out}\n{err}"
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
@@ -122,7 +122,6 @@ def test_missing_weights_are_named(project, weights):
 
 
 def use(project: Path, weights: Path) -> None:
-    """Change the project's weights, and build the tables that need none."""
     lines = (project / "project.toml").read_text().splitlines()
     lines = [f'weights = "{weights}"' if line.startswith("weights") else line for line in lines]
     (project / "project.toml").write_text("\n".join(lines))

@@ -57,7 +57,7 @@ class Again(Exception):  # noqa: N818
 
 
 def attempt(message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int) -> list[str]:
-    """Return the lines said by a run that fails after its newest checkpoint went from `before` to `after`."""
+    """Lines said by a run that fails after its newest checkpoint went from `before` to `after`."""
     steps, said = iter([before, after]), []
     monkeypatch.setattr(process, "newest_checkpoint", lambda artifacts: next(steps))
 

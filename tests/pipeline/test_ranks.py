@@ -168,7 +168,6 @@ def test_a_rank_that_cannot_start_ends_those_that_run(monkeypatch):
 
 
 def rank_process(launcher: int, rank: int) -> int:
-    """The process id of a rank that `latentmill launch` has started."""
     import psutil
 
     for child in psutil.Process(launcher).children():

@@ -34,7 +34,7 @@ COMMON = WorkUnit("no.stage", None, pa.table({}), pa.table({}), {}, {}, Path(), 
 
 @pytest.fixture
 def cluster() -> Iterator[None]:
-    """A Ray cluster of this machine that claims two GPUs and 3 GB of memory."""
+    """Of this machine; it claims two GPUs and 3 GB of memory."""
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": 4, "num_gpus": 2, "memory": 3_000_000_000, "include_dashboard": False}

@@ -31,9 +31,7 @@ TABLES = ("latents", "embeddings", "train")
 
 @dataclass
 class Source:
-    """The values of a small model of `family`: torch tensors by component, and the folder in diffusers' layout that they are
-    from.
-    """
+    """torch tensors by component, and the folder in diffusers' layout that they are from."""
 
     family: str
     folder: Path
@@ -64,9 +62,7 @@ def small(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def file_name(given: Source, component: str, form: str = "", spelling: int = 0) -> str:
-    """Return the usual name of a component's single file. `form`, such as "-fp8.safetensors", replaces the suffix. `spelling` is
-    0 for the names of Black Forest Labs and 1 for others in use.
-    """
+    """`form`, such as "-fp8.safetensors", replaces the suffix; `spelling`: 0 Black Forest Labs' names, 1 others in use."""
     name = families.FAMILIES[given.family].single_files[component][spelling]
     return name.removesuffix(".safetensors") + form if form else name
 
@@ -137,7 +133,6 @@ def fp8(dtype: str, scales: str, ending: str) -> Callable[[Source, Path], dict[s
 
 
 def from_single_file(values: Tensors, like: Tensors) -> Tensors:
-    """Return a transformer's values by diffusers name, from those by the names of a single file."""
     import torch
 
     from stages.models.flux2.load import to_diffusers
@@ -162,7 +157,6 @@ def mlx_quantised(given: Source, folder: Path) -> dict[str, Tensors]:
 
 
 def quantised(tensors: Tensors, bits: int, group: int, rename: Callable[[str], str]) -> tuple[dict[str, mx.array], Tensors]:
-    """Return the arrays of a file in which MLX has quantised every matrix that it can, and the values that they stand for."""
     import torch
 
     stored, dense = {}, {}
@@ -210,7 +204,7 @@ LAYOUTS: dict[str, Callable[[Source, Path], dict[str, Tensors]]] = {
 
 
 def results(folder: Path, weights: Path, family: str) -> dict[str, Any]:
-    """Run a project on `weights` and return what weights decide: tables, the adapter and the pixels of the pictures."""
+    """What weights decide: tables, the adapter and the pixels of the pictures."""
     projects.make(folder, weights, images=2)
     projects.edit(folder, 'family = "tiny"', f'family = "{family}"')
     projects.edit(folder, "resolutions = [64, 96]", "resolutions = [64]")

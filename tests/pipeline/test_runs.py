@@ -38,9 +38,7 @@ LR = "lr = 0.001"
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory, tiny_weights) -> Path:
-    """A project with the finished runs `slow` and `fast`, which differ in train.lr and have previews, and a third of 2 of 6
-    steps.
-    """
+    """The finished runs `slow` and `fast`, which differ in train.lr and have previews, and a third of 2 of 6 steps."""
     folder = projects.make(tmp_path_factory.mktemp("runs") / "project", tiny_weights, images=4)
     projects.edit(folder, "[train]\n", "[train.validation]\nshare = 0.25\nevery = 2\n\n[train]\nlr = 0.001\n")
     projects.build(folder, "images", "captions", "buckets", "latents", "embeddings", "train", "samples")

@@ -36,7 +36,6 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Pa
 
 
 def adapter_of(folder: Path) -> bytes:
-    """Return the newest adapter file of the table `train`."""
     files = (folder / "tables" / "train").rglob("adapter.safetensors")
     return max(files, key=lambda file: file.stat().st_mtime_ns).read_bytes()
 

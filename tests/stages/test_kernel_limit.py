@@ -74,15 +74,13 @@ def metal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def short(name: str) -> Any:
-    """Return the record of the model family `name`, with one block of each kind in its transformer. All widths are true."""
+    """With one block of each kind; all widths are true."""
     record = family(name)
     return replace(record, transformer={**record.transformer, "num_layers": 1, "num_single_layers": 1})
 
 
 def training_kernels(name: str, side: int, samples: int, **settings: Any) -> list[Kernel]:
-    """Return the kernels that the gradient of one micro-batch needs. `side` is that of the images in pixels, and `samples`
-    is their number.
-    """
+    """Those of one micro-batch; `side` in pixels."""
     record, config = short(name), replace(profile_settings(), precision="bfloat16", **settings)
     architecture = record.architecture
     sizes = architecture.transformer_config(None, record)

@@ -28,7 +28,6 @@ class TokensConfig(Section):
 
 
 def wanted_tokens(run: Run[Any]) -> pa.Table:
-    """One row per line."""
     return run.inputs.rows(LINES).select(["line_id"]).sort_by("line_id")
 
 

@@ -81,7 +81,6 @@ def wanted_samples(run: Run[Any]) -> pa.Table:
 
 
 def train(run: Run[Any]) -> Iterator[pa.RecordBatch]:
-    """Train from the newest checkpoint to the last step."""
     return loop.train(run, LineTask(run), Control(run, run.config))
 
 

@@ -92,7 +92,7 @@ def pictures(embeddings: Words) -> dict[str, np.ndarray]:
 def by_us(
     words: Words, text: str, shape: Shape, adapter: checkpoint.Checkpoint | None = None, images: tuple[Image.Image, ...] = ()
 ) -> np.ndarray:
-    """Draw a picture as the samples stage does, without rounding it to bytes: (H,W,3), 0 to 1."""
+    """As the samples stage does, without rounding to bytes: (H,W,3), 0 to 1."""
     model = load_flux2(FOLDER / "transformer", MICRO, mx.float32)
     prompt, negative = (mx.array(words[t]).view(mx.bfloat16)[None] for t in (text, ""))
     adapters = Adapters("saved", files=lambda: [(adapter.folder / checkpoint.ADAPTER, 1.0)] if adapter else [])

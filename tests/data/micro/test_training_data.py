@@ -37,7 +37,7 @@ def red_disc(alpha=255, hidden=(0, 255, 0)):
 
 
 def drawn(height, width, scale=0.8, shift=(0, 0), background=BLUE, sprite=None):
-    """Compose one picture: (H,W,3), 0 to 1."""
+    """(H,W,3), 0 to 1."""
     sprite = red_disc() if sprite is None else sprite
     picture = compose(sprite, torch.tensor([background]), height, width, scale, torch.tensor([shift]))
     assert picture.shape == (1, 3, height, width) and picture.dtype == torch.float32

@@ -56,7 +56,7 @@ def many(count: int) -> corpus.Pairs:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Return a folder with a small corpus and its tokenizer, and the functions in it."""
+    """A folder with a small corpus and its tokenizer, and the functions in it."""
     folder = tmp_path_factory.mktemp("carry")
     pairs = many(200)
     pieces = tokenizer.train([text for f in pairs.functions for text in (f.text, *f.queries)], TINY.pieces)

@@ -31,7 +31,7 @@ def browser(chromium, driver):
 
 
 def wait(window, script):
-    """Wait until a script, or a function, returns something true, and return that."""
+    """Until a script, or a function, returns something true, which is returned."""
     began = time.monotonic()
     while not (found := script() if callable(script) else window.execute_script(f"return {script}")):
         assert time.monotonic() - began < SECONDS, script
@@ -71,12 +71,11 @@ def violations(window, axe):
 
 
 def overflow(window):
-    """How many pixels the page is wider than the window."""
     return window.execute_script("const root = document.documentElement; return root.scrollWidth - root.clientWidth")
 
 
 def look(window, address, name, width, folder, axe):
-    """Open a page and say what is there. A narrow one is dark."""
+    """A narrow one is dark."""
     resize(window, width, 1000)
     paint(window, "dark" if width < 800 else "light")
     window.get(urljoin(f"{address}/", STUDIO.get(name, name.removeprefix("overview"))))
@@ -118,7 +117,6 @@ FIRST = "document.querySelector('textarea[data-key]').value"
 
 
 def edit(window, address):
-    """Edit the first caption in two tabs, undo it, and return what the page says and shows."""
     resize(window, 390, 844)
     tabs = [window.current_window_handle]
     window.get(f"{address}/captions")
@@ -155,9 +153,7 @@ LAST_X = "Math.max(...document.querySelector('[data-chart]').data.map((curve) =>
 
 
 def follow_run(window, address, signal):
-    """Open the page of curves, start the run that waits for the file `signal`, and return the last step before and after, and
-    what has the focus then: it was the table of runs.
-    """
+    """Starts the run that waits for the file `signal`; the focus was on the table of runs."""
     window.get(f"{address}/training")
     wait(window, "document.querySelector('[data-chart] svg') !== null")
     window.execute_script("window.sameDocument = true; document.querySelector('.wide').focus()")
@@ -210,9 +206,6 @@ def control(window, key):
 
 
 def by_keyboard(window, address):
-    """Change a setting, compare two checkpoints and mark one, enlarge a picture and ask in SQL, with the keyboard alone; return
-    what the pages say.
-    """
     window.get(f"{address}/settings")
     press(window, "[name='train.checkpoint_every']", Keys.BACKSPACE, "4", Keys.ENTER)
     effect = wait(window, "document.querySelector('#effects li')?.textContent")
@@ -305,7 +298,6 @@ class Looks(dict):
 
 
 def turn(window):
-    """Open a picture that can be used, turn to the next and back by arrow keys, and return the names."""
     to(window, "images")
     wait(window, "document.querySelector('.cards a')")
     follow(window, ".cards li:not(.bad) a", "/one")
@@ -429,7 +421,6 @@ def finish(window, address, looks):
 
 
 def search(window, address, text):
-    """Search among the images, and return the names of those that are shown."""
     window.get(f"{address}/images")
     wait(window, "document.querySelector('input[name=find]') !== null")
     window.execute_script(

@@ -18,9 +18,7 @@ IMAGES, STEPS, EVERY, PROMPTS = 5000, 20_000, 250, 8
 
 
 def fill(folder: Path) -> None:
-    """Write the project into the folder `folder`. The first pictures have one mistake each: blurred, small, near-duplicate,
-    without caption.
-    """
+    """The first pictures have one mistake each: blurred, small, near-duplicate, without caption."""
     (folder / "images").mkdir(exist_ok=True)
     (folder / "project.toml").write_text('[project]\nfamily = "tiny"\n')
     project, draw = FakeProject(folder), random.Random(0)

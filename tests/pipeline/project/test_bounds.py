@@ -18,7 +18,7 @@ def sections(pipeline):
 
 
 def numeric_settings():
-    """Yield (sections, section, field, kind, shape) for every setting that can hold a number. shape(x) is a value with x."""
+    """(sections, section, field, kind, shape) of every setting that can hold a number; shape(x) is a value with x."""
     for pipeline_name in stages.PIPELINES:
         found = sections(stages.pipeline(pipeline_name))
         for section, config, _ in nested_sections(found):
@@ -31,7 +31,7 @@ def numeric_settings():
 
 
 def numeric(member):
-    """Return the type of the numbers that an annotated type holds, None if it holds none, and how to make a value of one."""
+    """The type of the numbers that an annotated type holds, or None, and how to make a value of one."""
     origin, arguments = typing.get_origin(member), typing.get_args(member)
     if member in NUMBERS:
         return member, lambda x: x

@@ -60,8 +60,6 @@ class Hub(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers the requests of the hub client: what a repository holds, and its files."""
-
     protocol_version = "HTTP/1.1"
     server: Hub
 
@@ -153,7 +151,7 @@ def server(tiny_weights: Path) -> Iterator[Hub]:
 
 
 def start(server: Hub, folder: Path) -> subprocess.Popen[str]:
-    """Start a process that loads the transformer and the tokenizer from the hub. `folder` has its cache."""
+    """`folder` has its cache."""
     place = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "0"}
     place |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     words = [sys.executable, "-c", CODE, REPOSITORY, str(folder), "klein-4b"]

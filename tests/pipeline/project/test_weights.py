@@ -244,7 +244,6 @@ def with_encoder(project: Path, encoder: Path | str, name: str = "text_encoder")
 
 
 def quantised(source: Path, folder: Path) -> Path:
-    """Write the text encoder in `source` to `folder`, quantised to 4 bits in the format of mlx-lm."""
     folder.mkdir()
     stored, settings = {}, {"group_size": 32, "bits": 4}
     for key, value in mx.load(str(source / "model.safetensors")).items():

@@ -79,9 +79,7 @@ def flip(path: Path, place: int = -20) -> None:
 
 
 def files(folder: Path, *numbers: int, inside: str = "") -> TableFolder:
-    """Return a finished table with the schema FILES and one row per number. Each row has a small file in the folder
-    `inside` of the artifacts.
-    """
+    """A finished table with the schema FILES; each row has a small file in the folder `inside` of the artifacts."""
     table = TableFolder(folder, FILES)
     with Writer(table, {}) as writer:
         for number in numbers:

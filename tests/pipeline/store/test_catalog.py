@@ -59,12 +59,10 @@ def test_a_copy_that_followed_the_links_gets_links_again_in_the_next_run(project
 
 
 def other_settings(folder: Path) -> None:
-    """Give the table `tokens` another recipe."""
     projects.edit(folder, "[project]", "[tokens]\nmost = 8\n\n[project]")
 
 
 def linked(folder: Path) -> Path:
-    """The folder of the table to which the link of `tokens` leads."""
     return (folder / "tables" / "tokens.lance").resolve().parent
 
 

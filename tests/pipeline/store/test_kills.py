@@ -19,7 +19,6 @@ ROWS = 40  # that a process would add if it were not killed
 
 
 def before_a_sync(table: TableFolder, number: int) -> str:
-    """Add rows in a process that kills itself just before its fsync `number`. Returns what the process said."""
     return run_and_kill(number, STORES, str(table.folder), table.schema.name, str(ROWS))[1]
 
 

@@ -62,9 +62,7 @@ class Done:
 
 
 def note(value: Any) -> None:
-    """Store `value` (JSON) for the process that started this fork. It replaces the value of an earlier call. The value
-    survives a kill of the fork.
-    """
+    """Kept for the process that started this fork, in place of an earlier one, also if the fork is killed."""
     if notes is None:
         return
     text = json.dumps(value).encode()
@@ -78,7 +76,7 @@ def mark(text: str) -> None:
 
 
 class Forks:
-    """The process that is forked, a context manager: `with Forks(folder) as forks:`. disk.c is compiled into `folder`."""
+    """The process that is forked. disk.c is compiled into `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.library = folder / "disk.so"
@@ -159,9 +157,7 @@ def _import_all() -> None:
 
 
 def _fork(order: Mapping[str, Any], steps: mmap.mmap) -> dict[str, Any]:
-    """Call a function in a fork, and return the fields of `Done` as a dict. `order` says what to call. `steps` is shared
-    memory in which the number of steps is counted.
-    """
+    """The fields of `Done`. `steps` is shared memory in which the number of steps is counted."""
     assert notes is not None
     steps[:8] = bytes(8)
     notes[:4] = bytes(4)

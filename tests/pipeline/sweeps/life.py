@@ -27,9 +27,7 @@ SETTINGS = (
 
 
 def make(folder: Path, weights: Path, images: int = 3, family: str = "tiny") -> Path:
-    """Write the project of the sweeps into `folder`, and return its path. It is small, its stages commit several times, and
-    its adapter has a moving average.
-    """
+    """A small project whose stages commit several times, and whose adapter has a moving average."""
     projects.make(folder, weights, images, family)
     for old, new in SETTINGS:
         projects.edit(folder, old, new)
@@ -37,15 +35,11 @@ def make(folder: Path, weights: Path, images: int = 3, family: str = "tiny") -> 
 
 
 def build(path: str, *names: str) -> None:
-    """Run the stages `names` of the project at `path`. Without names, run all stages."""
     projects.build(Path(path), *names)
 
 
 def command(path: str, words: Sequence[str], before: Acknowledged, caption: str = "") -> None:
-    """Run `latentmill WORDS --project PATH`, and end the process with the command's exit code. The number of committed rows
-    of each table is noted during the run, beginning with `before`. It is also written into the record of steps, with the
-    files below exports/ at the end.
-    """
+    """Ends the process with the exit code; notes, and writes into the record of steps, the committed rows from `before` on."""
     from pipeline import cli
     from pipeline.commands import clean
     from pipeline.store.table import Writer
@@ -91,9 +85,7 @@ def write(path: str, text: str) -> None:
 
 
 def recover(path: str, marked: Mapping[str, Any], caption: str) -> dict[str, Any]:
-    """Use a project after a power cut. Return what was lost, the temporary files that are left, and the digests of all
-    results.
-    """
+    """What was lost, the temporary files that are left, and the digests of all results."""
     from pipeline.commands.clean import clean
     from pipeline.project.project import Project
 
@@ -114,9 +106,7 @@ def _digest(file: Path) -> str:
 
 
 def lost(path: str, acknowledged: Mapping[str, int]) -> list[str]:
-    """Show the status of a project whose process was killed. Return one line for each table that has fewer rows than were
-    committed.
-    """
+    """One line for each table that has fewer rows than were committed."""
     from pipeline.commands.status import states
     from pipeline.project.project import Project
     from pipeline.store.table import TableFolder
@@ -136,16 +126,13 @@ def lost(path: str, acknowledged: Mapping[str, int]) -> list[str]:
 
 
 def damaged(path: str) -> list[str]:
-    """Return the damage that `verify` finds, one line each."""
     from pipeline.api import Project
 
     return [str(each) for each in Project(path).verify()]
 
 
 def leftovers(path: str) -> list[str]:
-    """Return the temporary and damaged files of a project, and the files that no row names. Clean the project with --runs
-    first.
-    """
+    """Temporary, damaged and unnamed files, after `clean --runs`."""
     from pipeline.project.project import Project
 
     project, found = Project(Path(path)), []
@@ -161,13 +148,12 @@ def temporary(path: str) -> list[str]:
 
 
 def completed(path: str) -> dict[str, str]:
-    """Run all stages of the project. Return a digest of each table with its artifacts, and of an export."""
     projects.build(Path(path))
     return digests(path)
 
 
 def digests(path: str) -> dict[str, str]:
-    """Return a digest of each table with its artifacts, and of an export. Equal results have equal digests."""
+    """Of each table with its artifacts, and of an export."""
     from pipeline.commands.text_to_image.export import export_run
     from pipeline.project.project import Project
 

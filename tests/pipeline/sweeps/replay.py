@@ -22,7 +22,7 @@ HEAD = struct.Struct("<IIIIQq")
 
 @dataclass
 class Step:
-    """One step of the record. `kind` is its letter in disk.c, `path` and `other` are names, and `data` is what was written."""
+    """`kind` is its letter in disk.c."""
 
     kind: str
     inode: int
@@ -34,7 +34,7 @@ class Step:
 
 @dataclass
 class Node:
-    """A file, a folder or a link, as the process sees it. A folder has `names`, and a link has a `target`."""
+    """A file, a folder with `names` or a link with a `target`, as the process sees it."""
 
     names: dict[str, Node] | None = None
     target: str = ""
@@ -93,7 +93,6 @@ class Disk:
         return node
 
     def apply(self, step: Step) -> None:
-        """Replay the next step of the record."""
         self.time += 1
         if step.kind == "N":
             self.marked = json.loads(step.path)
@@ -159,7 +158,7 @@ class Disk:
                 yield from self._folders(each)
 
     def cut(self, kind: str, generator: random.Random, folder: Path) -> None:
-        """Write what the disk holds after a power cut into a new folder. `kind` is one of CUTS."""
+        """Write what the disk holds after a power cut into a new folder."""
         names, data = _copy_names(self.top), {}
         until = {"synced": 0, "journal": generator.randint(self._last_synced(), self.time)}.get(kind, self.time)
         own: dict[int, int] = {}
@@ -182,9 +181,7 @@ class Disk:
 
 
 def _torn(change: Change, generator: random.Random, kind: str) -> Change:
-    """Return a copy of a change, of which a random part did not reach the disk: pages are zeros, or the end is missing.
-    With the kind `holes`, there are only pages of zeros.
-    """
+    """A copy of which a random part did not reach the disk: pages are zeros, or the end is missing, except with `holes`."""
     if change.offset < 0:
         return change
     if kind != "holes" and generator.random() < 0.5:
@@ -220,7 +217,7 @@ def _folders(node: Node) -> Iterator[Node]:
 
 
 def _copy_names(top: Node) -> dict[int, dict[str, Node]]:
-    """Return the names in all folders at the beginning of the record: id of a folder -> its names."""
+    """Id of a folder -> its names at the beginning of the record."""
     return {id(folder): dict(folder.names or {}) for folder in _folders(top)}
 
 

@@ -165,9 +165,7 @@ def build(path: str, first: bool) -> str:
 
 
 def results(path: str, pipeline: str, whole: bool) -> dict[str, str]:
-    """Name -> digest of what a user came for: adapters, previews and an export, or answers; `whole`: and of all tables. Absent,
-    or the error's line.
-    """
+    """Digests of what a user came for: adapters, previews and an export, or answers; `whole`: and of all tables."""
     signal.alarm(SECONDS)
     found: dict[str, str] = {}
 

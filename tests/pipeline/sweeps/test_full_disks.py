@@ -69,7 +69,7 @@ def _full(folder: Path, words: tuple[str, ...]) -> list[str]:
 
 
 def _write(forks: Forks, folder: Path, words: tuple[str, ...], record: Path) -> int:
-    """Run a command to its end. Return how many bytes it wrote."""
+    """How many bytes it wrote."""
     done = forks.call("tests.pipeline.sweeps.life:command", str(folder), _full(folder, words), {}, watch=folder, record=record)
     assert done.code == 0, done.text
     written = sum(len(step.data) for step in read(record) if step.kind == "W")

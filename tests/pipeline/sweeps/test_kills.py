@@ -51,9 +51,7 @@ def _replace(file: Path, old: str, new: str, on: bool) -> None:
 
 
 class Life:
-    """A project that is edited and used while its processes are killed. For each state of the edits, a reference project is
-    built without a kill.
-    """
+    """Edited and used while its processes are killed; for each state of the edits, a reference is built without a kill."""
 
     def __init__(self, forks: Forks, place: Path, weights: Path, family: str, seed: int) -> None:
         self.forks, self.folder, self.reference = forks, place / "project", place / "unbroken" / "project"
@@ -71,7 +69,6 @@ class Life:
         return done
 
     def run(self, words: tuple[str, ...], kill: int = 0) -> Done:
-        """Run a command. It is killed before its step `kill` on the disk (0: never)."""
         exports = self.folder / "exports"
         words = tuple(word.format(exports=exports) for word in words)
         done = self.forks.call(
@@ -85,7 +82,6 @@ class Life:
         return done
 
     def killed(self, words: tuple[str, ...]) -> bool:
-        """Run a command and kill it before a random step. Return False if it ended before that step."""
         known = self.steps.get(" ".join(word.format(exports=self.folder / "exports") for word in words), 40)
         if self.run(words, self.generator.randint(1, max(known, 2))).code == 0:
             return False
@@ -100,9 +96,7 @@ class Life:
         return True
 
     def export(self, words: tuple[str, ...]) -> None:
-        """Kill a command that writes below exports/. Check that the files it left are complete, and that it can be run
-        again.
-        """
+        """The files that a kill leaves below exports/ are complete, and the command can be run again."""
         exports = self.folder / "exports"
         shutil.rmtree(exports, ignore_errors=True)
         exports.mkdir()
@@ -117,7 +111,6 @@ class Life:
         assert [name for name in left if left[name] != found[name] and not name.endswith(".html")] == [], words
 
     def edit(self) -> State:
-        """Edit the images, the captions and the settings at random. Return the state of the edits."""
         state = tuple(self.generator.random() < 0.5 for _ in EDITS)
         self.apply(self.folder, state)
         return state
@@ -127,7 +120,6 @@ class Life:
             change(folder, on)
 
     def unbroken(self, state: State) -> dict[str, str]:
-        """Return the digests of a project that was built without a kill in the state `state` of the edits."""
         if state not in self.expected:
             shutil.rmtree(self.reference / "tables", ignore_errors=True)
             self.apply(self.reference, state)
@@ -135,7 +127,7 @@ class Life:
         return self.expected[state]
 
     def turn(self, kills: int) -> None:
-        """Edit the project, run all its stages under at most `kills` kills, and compare it with one that was never killed."""
+        """At most `kills` kills, then a comparison with one that was never killed."""
         state, most = self.edit(), self.kills.total() + kills
         for name in life.STAGES:
             if self.generator.random() < 0.3:

@@ -26,9 +26,7 @@ USES = (
 
 
 def recorded(forks: Forks, folder: Path, record: Path) -> dict[str, dict[str, str]]:
-    """Use a project, edit a caption, use the project again, and record each step on the disk. Return, for each caption, the
-    digests of the results that belong to it.
-    """
+    """For each caption, the digests of the results that belong to it."""
     expected, rows = {}, {}
     for number, caption in enumerate(CAPTIONS):
         forks.call("tests.pipeline.sweeps.life:write", str(folder / "images/picture0.txt"), caption, watch=folder, record=record)

@@ -19,7 +19,7 @@ Tensor = tuple[str, tuple[int, ...], int, bytes]
 
 
 def file_of(tensors: list[Tensor], alignment: int = 32, architecture: str = "flux") -> bytes:
-    """Return the bytes of a GGUF file of (name, shape, number of the kind, bytes)."""
+    """Entries are (name, shape, number of the kind, bytes)."""
 
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()
@@ -37,7 +37,7 @@ def file_of(tensors: list[Tensor], alignment: int = 32, architecture: str = "flu
 
 
 def blocks(kind: gguf.Kind, count: int) -> bytes:
-    """Return random bytes of `count` blocks, with finite scales."""
+    """With finite scales."""
     made = np.random.default_rng(kind.size).integers(0, 256, (count, kind.size), np.uint8)
     half = np.frombuffer(np.float16(0.0123).tobytes(), np.uint8)
     places = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind.name]
@@ -66,9 +66,7 @@ def test_every_kind_of_block_is_what_mlx_reads(kind: str, tmp_path: Path) -> Non
 
 
 def by_the_specification(raw: bytes, kind: str) -> np.ndarray:
-    """Return the values of blocks of Q4_K or Q5_K, one number after another. MLX does not read Q5_K, and of Q4_K only
-    every second group of 32 as the specification has it.
-    """
+    """One number after another: MLX does not read Q5_K, and of Q4_K only every second group of 32 as the specification has it."""
     made = []
     for at in range(0, len(raw), gguf.KINDS[NUMBERS[kind]].size):
         block = raw[at : at + gguf.KINDS[NUMBERS[kind]].size]
@@ -154,7 +152,6 @@ def test_overlapping_tensors_are_refused(tmp_path: Path) -> None:
 
 
 def packed(array: np.ndarray) -> tuple[bytes, np.ndarray]:
-    """Return a matrix in Q8_0, and the values that it then has."""
     groups = array.reshape(-1, 32)
     scale = (np.abs(groups).max(-1, keepdims=True) / 127).astype(np.float16)
     rounded = np.round(groups / np.maximum(scale.astype(np.float32), 1e-12)).clip(-127, 127).astype(np.int8)

@@ -103,7 +103,6 @@ def mutated_header(data: bytes, draw: random.Random) -> bytes:
 
 
 def mutate(file: Path, draw: random.Random) -> None:
-    """Change the content of a file, by its kind."""
     data = file.read_bytes()
     if file.suffix == ".safetensors" and draw.random() < 0.7:
         file.write_bytes(mutated_header(data, draw))
@@ -138,7 +137,7 @@ class Child:
         self.process = subprocess.Popen(words, cwd=ROOT, text=True, env=environment, **pipes)
 
     def read(self, kind: str, folder: Path, seconds: float = SECONDS) -> tuple[int, str]:
-        """Return (peak memory in MB, what happened) for one input. AssertionError if the process ends or hangs."""
+        """(peak memory in MB, what happened). AssertionError if the process ends or hangs."""
         stdin, stdout, stderr = self.process.stdin, self.process.stdout, self.process.stderr
         assert stdin and stdout and stderr
         stdin.write(f"{kind} {folder}\n")

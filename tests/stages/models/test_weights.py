@@ -259,7 +259,6 @@ def reference() -> Any:
 
 
 def loaded(path: Path) -> dict[str, mx.array]:
-    """Return the weights that `load_flux2` reads, in float32, by diffusers name."""
     found: dict[str, mx.array] = {}
     load_flux2(path, TINY, mx.float32, lambda name, weight: found.setdefault(name, weight))
     return found

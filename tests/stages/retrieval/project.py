@@ -56,7 +56,7 @@ def {verb}_{thing}(values, {thing}_limit=3):
 
 
 def write(folder: Path, verbs: int = 4, things: int = 4) -> Path:
-    """Write a source tree: one module per thing, one function per verb in each. Returns the folder."""
+    """One module per thing, one function per verb in each."""
     for position, thing in enumerate(THINGS[:things]):
         place = folder / ("deep" if position % 2 else "flat") / f"{thing}.py"
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def write(folder: Path, verbs: int = 4, things: int = 4) -> Path:
 
 
 def make(folder: Path, text: str = SPLIT, **size: int) -> Path:
-    """A project with a source tree in its folder code. `text` is the rest of project.toml. Returns the project's folder."""
+    """`text`: the rest of project.toml."""
     write(folder / "code", **size)
     (folder / "project.toml").write_text(CONFIG + text)
     return folder

@@ -18,7 +18,7 @@ SHAPES = st.sampled_from([1, 2, 9, 256])
 
 
 def images(*sizes, rejected=()):
-    """Make a table of usable images of these sizes, with the ids 0, 1, ..., then one rejected image per reason."""
+    """Usable images of these sizes, with the ids 0, 1, ..., then one rejected image per reason."""
     rows = []
     for number, (width, height, reason) in enumerate([*((*s, None) for s in sizes), *((9, 9, r) for r in rejected)]):
         row = {"path": f"{number}.png", "image_id": str(number), "bytes": 1, "mtime_ns": 1, "inode": 1, "format": "PNG"}

@@ -242,9 +242,7 @@ COLUMNS = ("crop_x", "crop_y", "crop_w", "crop_h")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path:
-    """A project of four images, with two further crops for three of them. The fourth has a reference image, and so no
-    further crops.
-    """
+    """Four images, with two further crops for three of them; the fourth has a reference image, and so none."""
     made = projects.make(tmp_path_factory.mktemp("jitter") / "project", tiny_weights)
     (made / "images" / "control").mkdir()
     projects.draw(made / "images" / "control" / "picture0.png", seed=9, size=projects.SIZES[0])

@@ -37,7 +37,7 @@ ADAPTER = "a" * 64
 
 
 def disc(path: Path, colour: str, *, striped: bool, size: int = 64) -> Path:
-    """Write a picture of a disc on white; the trained style has stripes all over."""
+    """On white; the trained style has stripes all over."""
     image = Image.new("RGB", (size, size), "white")
     draw = ImageDraw.Draw(image)
     draw.ellipse((12, 12, size - 12, size - 12), COLOURS[colour])

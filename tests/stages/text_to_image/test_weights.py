@@ -29,7 +29,7 @@ def published(tiny_weights: Path, tmp_path: Path) -> Path:
 
 
 def load(path: Path, folder: Path | None, config: TrainConfig = CONFIG) -> tuple[dict[str, Any], list[str]]:
-    """Load a transformer, and return its weights by name, and the lines that the user sees."""
+    """(weights by name, the lines that the user sees)."""
     said: list[str] = []
     return flat(load_transformer(path, TINY, mx.float32, config, copies=folder, keep=True, say=said.append)), said
 

@@ -60,7 +60,7 @@ def nbytes(arrays: dict) -> int:
 
 @functools.cache
 def estimate_and_measure(heads: int, width: int, side: int, bits: int, rank: int, variant: str, plan: Any) -> tuple[Blocks, int]:
-    """Return the estimate of a training step's memory, and the measured peak in bytes."""
+    """Bytes."""
     c = config(heads, width)
     own = {name: bits if "transformer_blocks." in name else 16 for name in c.shapes()}
     arrays = {

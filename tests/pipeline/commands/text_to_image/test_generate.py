@@ -32,7 +32,7 @@ def built(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path:
 
 
 def preview(project: Project, step: int) -> tuple[dict[str, Any], np.ndarray]:
-    """The row and the pixels of the preview of a step; 0 is the base."""
+    """0 is the base."""
     table = project.current("samples")
     (row,) = [row for row in table.rows().to_pylist() if row["step"] == step]
     with Image.open(table.folder / "artifacts" / row["path"]) as image:

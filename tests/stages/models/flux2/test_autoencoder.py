@@ -241,7 +241,7 @@ def test_strips_follow_from_shapes_and_are_larger_on_a_gpu_with_inexact_products
 
 
 def waited_for(monkeypatch, sizes: list[int], work: int = 0) -> list[int]:
-    """Return which strips of the given sizes (in values) a queue waits for, in order, while these strips are started."""
+    """Which strips of these sizes, in values, a queue waits for, in order, while they are started."""
     found: list[int] = []
     monkeypatch.setattr(mx, "eval", lambda strip: found.append(strip.tolist()[0]))
     queue = autoencoder.StripQueue()

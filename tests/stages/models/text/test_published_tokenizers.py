@@ -67,7 +67,7 @@ PROMPTS = PLAIN + LONG
 
 
 def recorder() -> Any:
-    """Return a module that stands for a text encoder of diffusers, and keeps what it is given in `given`."""
+    """It stands for a text encoder of diffusers, and keeps what it is given in `given`."""
     import torch
 
     class Recorder(torch.nn.Module):

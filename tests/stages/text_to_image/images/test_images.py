@@ -125,7 +125,7 @@ def test_duplicates_follow_the_first_path_as_files_come_and_go(project, probed):
 
 
 def stop_at(monkeypatch, name):
-    """Return a `stop` that is True once the file `name` is decoded."""
+    """True once the file `name` is decoded."""
     stop, real = threading.Event(), images.probe
 
     def probe(file, max_pixels):

@@ -45,9 +45,7 @@ def drawn_by_diffusers(
     adapter: dict[str, mx.array] | None,
     references: Sequence[Image.Image] = (),
 ) -> np.ndarray:
-    """Draw a preview with diffusers' klein pipeline, from the tables' embeddings, with the adapter merged into its weights.
-    `references` are its argument `image`.
-    """
+    """By the klein pipeline, from the tables' embeddings, with the adapter merged; `references`: its argument `image`."""
     import torch
     from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Transformer2DModel
 

@@ -116,7 +116,7 @@ def pictures() -> tuple[list[np.ndarray], list[str]]:
 
 @functools.cache
 def tables(plant: str = "") -> Tables:
-    """Return the tables of a run on pictures with captions, encoded by micro with the mistake `plant`, or none."""
+    """Pictures with captions, encoded by micro with the mistake `plant`, or none."""
     pixels, texts = pictures()
     with PLANTS[plant]() as record:
         autoencoder = MICRO.architecture.load_autoencoder(WEIGHTS / "vae", MICRO, mx.float32)
@@ -146,9 +146,7 @@ def tables(plant: str = "") -> Tables:
 
 
 def write_guided(folder: Path) -> Path:
-    """Write a transformer like micro's that reads a guidance value, and return its folder. At 1 it is micro. At 4 its
-    predictions are those for less noise than there is, so they exaggerate what they see, as guidance does.
-    """
+    """micro, reading a guidance value: at 1 it is micro, at 4 it predicts for less noise than there is, as guidance does."""
     model = load_flux2(WEIGHTS / "transformer", MICRO, mx.float32)
     much_1D, little_1D = (model._embed("timestep", mx.array([sigma])) for sigma in (0.9, 0.1))
     moved_D = (little_1D - much_1D)[0]
@@ -192,8 +190,6 @@ class Case:
 
 @dataclass
 class Result:
-    """The rows that a run has written, and the lines that it has said."""
-
     rows: list[dict[str, Any]]
     said: list[str] = field(default_factory=list)
 
@@ -203,7 +199,6 @@ class Result:
 
     @property
     def ratios(self) -> list[float]:
-        """The losses over those of a model that knows nothing, at noise levels where the two are comparable."""
         return [row["loss"] / uninformed_mse(row["sigma"]) for row in self.rows if 0.4 <= row["sigma"] <= 0.9]
 
 
@@ -217,7 +212,6 @@ def sound_cases(count: int = 20, steps: int = 50) -> list[Case]:
 
 
 def long_cases(count: int = len(RATES) * len(VARIANTS), steps: int = 500) -> list[Case]:
-    """Return a run of 500 steps for every optimizer and variant at its default rate."""
     pairs = [(kind, variant) for variant in VARIANTS for kind in RATES][:count]
     return [
         Case(f"long {kind} {variant}", _config(kind, variant, steps=steps, batch_size=1), falls=steps >= 200)
@@ -226,7 +220,7 @@ def long_cases(count: int = len(RATES) * len(VARIANTS), steps: int = 500) -> lis
 
 
 def planted_cases(seeds: int = 3) -> list[Case]:
-    """Return runs whose latents or embeddings are wrong. They are named before the first step."""
+    """Latents or embeddings are wrong, which is named before the first step."""
     return [
         Case(f"{plant} {seed}", replace(CONFIG, steps=1, seed=seed), plant, warning=pattern)
         for plant, pattern in MISTAKES.items()
@@ -235,7 +229,6 @@ def planted_cases(seeds: int = 3) -> list[Case]:
 
 
 def guidance_cases(seeds: int = 3, steps: int = 50) -> list[Case]:
-    """Return runs of a model that reads a guidance value, each with the right one and with a wrong one."""
     return [
         Case(
             f"guidance {guidance:g} {seed}",
@@ -254,7 +247,6 @@ def _config(kind: str, variant: str, **settings: Any) -> TrainConfig:
 
 
 def run(case: Case, folder: Path) -> Result:
-    """Run a case. Its files lie below `folder`, which must be new."""
     folder.mkdir(parents=True)
     (folder / "images").mkdir()
     (folder / "project.toml").write_text('[project]\nfamily = "micro"\n')
@@ -270,7 +262,6 @@ def run(case: Case, folder: Path) -> Result:
 
 
 def problem(case: Case, result: Result) -> str:
-    """Return what is wrong with the result of a run, or "" if nothing is."""
     if len(result.rows) != case.config.steps * case.config.batch_size:
         return f"{len(result.rows)} rows"
     if len(result.warnings) != bool(case.warning) or not re.search(case.warning, "\n".join(result.warnings)):
@@ -283,7 +274,6 @@ def problem(case: Case, result: Result) -> str:
 
 
 def work(case: Case) -> dict[str, Any]:
-    """Run a case in a folder of its own, and return its row."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         result = run(case, Path(folder, "run"))
@@ -300,7 +290,6 @@ def work(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run all cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--workers", type=int, default=6)

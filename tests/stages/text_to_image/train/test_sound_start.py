@@ -53,7 +53,7 @@ def test_five_hundred_steps_are_stable(tmp_path: Path, cases: Callable[[int, int
 
 
 def checked(losses: list[float], *, past: int = 0) -> list[str]:
-    """Return what is said about losses of one sample per step. The first `past` of them are rows of an earlier process."""
+    """Lines about losses of one sample per step, the first `past` of an earlier process."""
     said: list[str] = []
     rows = [{"step": n, "split": "train", "loss": loss} for n, loss in enumerate(losses, 1)]
     expected = ExpectedLoss(lambda row: 2.0, "nobody", (0.2, 1.0), "measured", "look")

@@ -14,6 +14,6 @@ class InterpolationMode(Enum):
 class RandomCrop:
     @staticmethod
     def get_params(image: Any, output_size: tuple[int, int]) -> tuple[int, int, int, int]:
-        """Return (top, left, height, width) of a random crop. `output_size` is (height, width), in pixels."""
+        """(top, left, height, width) of a random crop."""
         height, width = output_size
         return random.randint(0, image.height - height), random.randint(0, image.width - width), height, width

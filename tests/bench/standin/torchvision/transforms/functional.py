@@ -10,17 +10,15 @@ from PIL import Image
 
 
 def resize(image: Any, size: list[int], interpolation: Any) -> Any:
-    """Resize an image. `size` is [height, width], in pixels."""
+    """`size`: [height, width] in pixels."""
     return image.resize((size[1], size[0]), interpolation.value)
 
 
 def crop(image: Any, top: int, left: int, height: int, width: int) -> Any:
-    """Cut a rectangle out of an image."""
     return image.crop((left, top, left + width, top + height))
 
 
 def center_crop(image: Any, size: tuple[int, int]) -> Any:
-    """Cut the centre out of an image. `size` is (height, width), in pixels."""
     height, width = size
     return crop(image, round((image.height - height) / 2), round((image.width - width) / 2), height, width)
 
@@ -30,10 +28,10 @@ def hflip(image: Any) -> Any:
 
 
 def to_tensor(image: Any) -> Any:
-    """Return an image as a float32 tensor (channels, height, width) from 0 to 1."""
+    """float32 (channels, height, width), 0 to 1."""
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
 
 
 def normalize(x: Any, mean: list[float], std: list[float]) -> Any:
-    """Return (x - mean) / std, with one mean and one standard deviation for all channels."""
+    """One mean and one standard deviation for all channels."""
     return (x - mean[0]) / std[0]
