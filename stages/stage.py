@@ -3,7 +3,7 @@
 # Imports nothing large, so that a pipeline's commands are listed quickly.
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from stages.memory import Forecast, Outlook
     from stages.run import Run
     from stages.settings import Section
-
-
-Columns = Callable[[Sequence[str]], "pa.Table"]
 
 
 @dataclass(frozen=True)
@@ -56,9 +53,6 @@ class Stage:
     # of the recipe if there is any.
     content: Callable[[Run[Any]], Mapping[str, Any]] | None = None
     forecast: Callable[[Outlook], Forecast | None] | None = None  # None: it needs little
-    # How many seconds the rows of the second argument take, where rows differ in cost. The third gives columns of the rows of the
-    # last run, the fourth is the mean time of one of them, None if that is not known. None: each takes the mean.
-    seconds: Callable[[Run[Any], pa.Table, Columns, float | None], float | None] | None = None
     # The rows that its table will have after a run, as far as later stages count them: cheap, writes nothing. None: they are not
     # known before it has run.
     foresee: Callable[[Run[Any]], pa.Table] | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import NotBuilt
@@ -150,7 +149,7 @@ def _need(
         found = tables.get(schema.name)
         return found.rows if found and found.rows is not None else seen.rows(schema, columns, among)
 
-    stops, lasts = False, None
+    stops = False
     try:
         found, note = forecast(project, name, replace(seen, rows=rows_of)), ""
     except ValueError as error:
@@ -176,7 +175,6 @@ def _need(
         run.output.pending = absent
         coming = stage.computes(run, rows) if stage.computes else absent
         wanted, left, to_do = rows.num_rows, coming.num_rows, amount(stage, counted(stage, coming))
-        lasts = partial(stage.seconds, run, coming) if stage.seconds else None
         if trains and runs.read_record(folder) is not None:
             earlier = _earlier(project, folder)
             parts = [taken_back(stage, folder, rows, coming, absent), repeated(stage, run.config, coming, absent)]
@@ -202,10 +200,7 @@ def _need(
     run = last.manifest().get("facts", {}).get("run", {}) if last.exists else {}
     written = run.get("rows_written", 0)
     alike = not (found and found.size) or tuple(run.get("size") or found.size) == found.size
-    mean = run["seconds"] / written if written and alike else None
-    seconds = None
-    if left:
-        seconds = lasts(last.committed, mean) if lasts and last.exists else None if mean is None else left * mean
+    seconds = left * run["seconds"] / written if left and written and alike else None
     files = files_to_write(project, name, found) if found else 0
     return Need(name, wanted, left, to_do, found, note, seconds, overhead, files, stops, table, earlier, unchanged)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,19 +21,19 @@ SIDES = (512, 768, 1024)  # pixels
 OPTIMIZER = "adamw8bit"  # with a packed base
 
 
-def image_sizes(outlook: Outlook, without: Container[int] = ()) -> list[tuple[int, int]]:
-    """(width, height) of every crop; without the table `buckets`, a square per resolution. `without`: resolutions to ignore."""
+def image_sizes(outlook: Outlook) -> list[tuple[int, int]]:
+    """(width, height) of every crop; without the table `buckets`, a square per resolution."""
     if outlook.sections["train"].slider:
         return [(outlook.sections["drawings"].width, outlook.sections["drawings"].height)]
     rows = outlook.rows(BUCKETS)
     if rows is None or not rows.num_rows:
-        return [(side, side) for side in outlook.sections["buckets"].resolutions if side not in without] or [(0, 0)]
-    kept = [row for row in rows.to_pylist() if row["rejected"] is None and row["resolution"] not in without]
+        return [(side, side) for side in outlook.sections["buckets"].resolutions]
+    kept = [row for row in rows.to_pylist() if row["rejected"] is None]
     return [(row["width"], row["height"]) for row in kept] or [(0, 0)]
 
 
-def largest_image(outlook: Outlook, without: Container[int] = ()) -> tuple[int, int]:
-    return max(image_sizes(outlook, without), key=lambda size: (size[0] * size[1], size))
+def largest_image(outlook: Outlook) -> tuple[int, int]:
+    return max(image_sizes(outlook), key=lambda size: (size[0] * size[1], size))
 
 
 def caption_rows(outlook: Outlook) -> list[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,10 +123,8 @@ class Order:
         return [Batch(epoch, batches[n]) for n in draws.permutation(len(batches), self.seed, "batches", epoch)]
 
     def most(self, shape: Hashable) -> int:
-        """Upper bound on the rows of this shape in a batch. A row that occurs twice counts twice."""
-        group = next((rows for rows in self.groups if any(self.shapes[row] == shape for row in rows)), None)
-        if group is None:  # its rows have the rate 0
-            return 0
+        """Upper bound on the rows of this shape (of rate > 0) in a batch. A row that occurs twice counts twice."""
+        group = next(rows for rows in self.groups if any(self.shapes[row] == shape for row in rows))
         if all(self.shapes[row] == shape for row in group):
             return self.batch_size
         own: int = sum(math.ceil(self.rates.rates[row]) for row in group if self.shapes[row] == shape)
@@ -189,28 +187,3 @@ class Order:
         first = [n for n, row in enumerate(shuffled) if row not in taken][:missing]
         chosen = set(first)
         return [shuffled[n] for n in first] + [row for n, row in enumerate(shuffled) if n not in chosen]
-
-
-class Successive:
-    """One order after another, each from its first step on. They have the same rows, of which each draws some.
-
-    No order begins again: a step draws what it would draw if its order had drawn all steps before. So where two have the same
-    groups, the second completes the pass that the first has begun.
-    """
-
-    def __init__(self, orders: Mapping[int, Order]) -> None:
-        """`orders`: first step -> order; the first is 1."""
-        assert min(orders) == 1, orders
-        self.orders = dict(sorted(orders.items()))
-        first = self.orders[1]
-        self.batch_size, self.accumulate, self.per_epoch = first.batch_size, first.accumulate, first.per_epoch
-
-    def step(self, step: int) -> list[Batch]:
-        return self.orders[max(first for first in self.orders if first <= step)].step(step)
-
-    def most(self, shape: Hashable) -> int:
-        return max(order.most(shape) for order in self.orders.values())
-
-    @property
-    def sharing(self) -> list[Hashable]:
-        return list(dict.fromkeys(shape for order in self.orders.values() for shape in order.sharing))

@@ -33,7 +33,7 @@ strata = 4
 
 [train.data]
 dropped = "trigger"
-progressive = {64 = 0.5, 96 = 0.5}
+resolutions = {64 = 2, 96 = 1}
 
 [train.validation]
 every = 4

@@ -7,21 +7,19 @@ text tokens stay, and positions go along. Measurements are of the whole model.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import pyarrow as pa
 
 from stages.models.family import Block, Linear
 from stages.own_gradient import OwnGradient
 from stages.run import Run
 from stages.text_to_image.train.batches import BatchReader, MicroBatch, Sample
 from stages.text_to_image.train.task import FlowMatching, ImageTask
-from stages.tuner import draws, loop
-from stages.tuner.control import Control
+from stages.tuner import draws
 
 
 @dataclass(frozen=True)
@@ -187,8 +185,3 @@ class RoutedTask(ImageTask):
 
     def load_model(self) -> Any:
         return Routed(super().load_model(), self.route)
-
-
-def train(run: Run[Any], route: Route) -> Iterator[pa.RecordBatch]:
-    """As the stage train, with routing."""
-    return loop.train(run, RoutedTask(run, route), Control(run, run.config))

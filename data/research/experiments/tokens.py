@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import functools
 import json
 import logging
 import pickle
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +30,20 @@ import numpy as np
 import pyarrow as pa
 
 from data import DOCS, EXAMPLE, MEASUREMENTS
-from data.research.experiments import routing
 from data.research.experiments.in_memory import MemoryTables
 from data.research.experiments.processes import run_all
 from data.research.experiments.report import with_table
-from data.research.experiments.routing import Route
+from data.research.experiments.routing import Route, RoutedTask
 from data.research.experiments.scoring import Scorer
 from data.research.experiments.tables import markdown
 from pipeline.commands.intervals import PERCENTILES, RESAMPLES
 from pipeline.project.project import Project
 from schemas.text_to_image import TRAIN
+from stages.run import Run
+from stages.text_to_image.train.batches import Sample, build_sampler
+from stages.text_to_image.train.task import ImageTask
+from stages.tuner import loop
+from stages.tuner.control import Control
 from stages.tuner.validation import VALIDATION
 
 LOG = logging.getLogger("tokens")
@@ -69,18 +72,44 @@ class Plan:
         routed = self.route.work(image_tokens(FULL), TEXT, BLOCKS) if self.route else 1.0
         return routed * tokens / (image_tokens(FULL) + TEXT)
 
-    def settings(self, steps: int) -> Settings:
+    def shares(self, steps: int) -> Mapping[int, float]:
         # A run at a small size alone ends with one step at full size, so that held-out pictures are measured there.
-        parts = {px: min(share, 1 - 1 / steps) for px, share in self.parts.items()} if FULL not in self.parts else self.parts
-        parts = {px: parts.get(px, 0.0) for px in SIDES} | ({} if FULL in parts else {FULL: 1 / steps})
-        drawn = "train.data.resolutions" if self.mixed else "train.data.progressive"
+        one = 1 / steps
+        return self.parts if FULL in self.parts else {px: min(share, 1 - one) for px, share in self.parts.items()} | {FULL: one}
+
+    def turns(self, steps: int) -> dict[int, int]:
+        """The first step of each size -> px."""
+        shares = sorted(self.shares(steps).items())
+        return {round(sum(share for _, share in shares[:n]) * steps) + 1: px for n, (px, _) in enumerate(shares)}
+
+    def task(self, run: Run[Any], steps: int) -> ImageTask:
+        if self.route:
+            return RoutedTask(run, self.route)
+        return ImageTask(run) if self.mixed else SizesInTurn(run, self.turns(steps))
+
+    def settings(self, steps: int) -> Settings:
+        shares = self.shares(steps)
         return {
-            drawn: {str(px): share for px, share in parts.items()},
+            "train.data.resolutions": {str(px): shares.get(px, 0.0) for px in SIDES},
             "train.steps": steps,
             "train.checkpoint_every": steps,
             "train.validation.every": steps,
             "train.schedule.decay_steps": steps - WARMUP,
         }
+
+
+class SizesInTurn(ImageTask):
+    """Draws one size after the other. A step draws what it would draw if all steps before had had its size."""
+
+    def __init__(self, run: Run[Any], turns: Mapping[int, int]) -> None:
+        super().__init__(run)
+        self.samplers = {}
+        for first, px in turns.items():
+            crops = tuple(replace(crop, rate=float(crop.resolution == px)) for crop in self.data.crops)
+            self.samplers[first] = build_sampler(self.config, replace(self.data, crops=crops), self.sampler.text_rows)
+
+    def draw(self, step: int) -> list[list[Sample]]:
+        return self.samplers[max(first for first in self.samplers if first <= step)].step(step)
 
 
 def image_tokens(px: int) -> int:
@@ -133,8 +162,11 @@ class Bench:
         plan = RUNS[name][0]
         more = plan.settings(steps) | {"train.seed": seed}
         tables = self.tables.branch(Path(tempfile.mkdtemp(dir=self.folder)))
-        compute = functools.partial(routing.train, route=plan.route) if plan.route else None
-        rows = tables.run(project(more), "train", compute=compute).to_pylist()
+
+        def train(run: Run[Any]) -> Iterator[pa.RecordBatch]:
+            return loop.train(run, plan.task(run, steps), Control(run, run.config))
+
+        rows = tables.run(project(more), "train", compute=train).to_pylist()
         held = [row for row in rows if row["split"] == VALIDATION and row["width"] * row["height"] > SIDES[-2] ** 2]
         found: Row = {"kind": "run", "run": name, "seed": seed, "steps": steps, "work": round(plan.work * steps, 1)}
         found["held"] = [round(row["loss"], 5) for row in held if row["step"] == steps]

@@ -47,9 +47,6 @@ def about_length(project: Project, needs: Mapping[str, Need]) -> Iterator[str]:
     from stages.tuner.loop import schedule_warnings
 
     yield from (f"train: {line}" for line in schedule_warnings(replace(config, steps=steps)))
-    if not needs["train"].stops and (parts := config.data.parts(steps)):
-        told = [f"{resolution} px from step {first} on" for first, resolution in parts]
-        yield f"train: {', '.join(told)} (train.data.progressive)"
     # The published numbers are of released models.
     if project.family.hub:
         yield from warnings(steps, pictures, config.batch, config.rank)

@@ -17,7 +17,7 @@ from stages.text_to_image.train.config import TrainConfig, ValidationConfig
 from stages.text_to_image.train.data import Crop, Dataset, latent_reader
 from stages.tuner import draws
 from stages.tuner.diffusion import SigmaDistribution, stratified_uniform
-from stages.tuner.order import Order, Successive
+from stages.tuner.order import Order
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TrainingSampler:
 
     data: Dataset
     seed: int
-    order: Order | Successive  # which crops form each batch
+    order: Order  # which crops form each batch
     noise: SigmaDistribution
     caption_dropout: float  # probability that a sample gets the caption `data.empty`
     strata: int = 1  # steps in a row that cover the noise levels evenly
@@ -90,16 +90,11 @@ class TrainingSampler:
 
 def build_sampler(config: TrainConfig, data: Dataset, text_rows: Callable[[int], int] = int) -> TrainingSampler:
     n = config.noise
-
-    def order(rates: Sequence[float] | None) -> Order:
-        return Order([crop.shape for crop in data.crops], config.batch_size, config.seed, config.accumulate, rates)
-
-    parts = {first: order(data.rates_at(resolution)) for first, resolution in data.parts}
     scale = {} if n.scale is None else {"scale": n.scale}
     return TrainingSampler(
         data,
         config.seed,
-        Successive(parts) if parts else order(data.rates),
+        Order([crop.shape for crop in data.crops], config.batch_size, config.seed, config.accumulate, data.rates),
         SigmaDistribution(n.base, n.mean, n.std, n.shift, n.shift_factor, **scale),
         config.caption_dropout,
         n.strata,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -78,14 +77,6 @@ class DataConfig(Section):
         unit="draws, relative",
         bounds=(0.0, MOST),
     )
-    progressive: Mapping[str, float] | None = setting(
-        None,
-        "share of the steps at each resolution, the smallest first: {512 = 0.75, 1024 = 0.25}; 0: never; unset: every step "
-        "draws from all. With another number of steps it is another run",
-        unit="share of the steps",
-        bounds=(0.0, 1.0),
-        unrecorded=(None,),
-    )
     repeats: Mapping[str, float] | None = setting(
         None,
         'how often per epoch the images of a folder occur: {"rare" = 3, "blurred" = 0}; the longest path that matches; others 1',
@@ -116,35 +107,11 @@ class DataConfig(Section):
             for key, value in (getattr(self, name) or {}).items():
                 if value and not LEAST <= value <= MOST:
                     raise ValueError(f"{name} must be 0, or {LEAST:g} to {MOST:g}, got {value:g} for {key!r}")
-        for name in ("resolutions", "progressive"):
-            for key in getattr(self, name) or {}:
-                if not key.isdecimal():
-                    raise ValueError(f"{name} must name values of [buckets] resolutions, such as 512, got {key!r}")
+        for key in self.resolutions or {}:
+            if not key.isdecimal():
+                raise ValueError(f"resolutions must name values of [buckets] resolutions, such as 512, got {key!r}")
         if self.resolutions is not None and not any(self.resolutions.values()):
             raise ValueError("resolutions must have a value above 0; with none, nothing is left to train on")
-        if self.progressive is not None:
-            if self.resolutions is not None:
-                raise ValueError("resolutions must be unset with progressive, which says when each resolution is drawn")
-            if abs(math.fsum(self.progressive.values()) - 1) > 1e-6:
-                got = math.fsum(self.progressive.values())
-                raise ValueError(f"progressive must have shares that add up to 1, got {got:g} in all")
-
-    @property
-    def left_out(self) -> set[int]:
-        """Resolutions that are never drawn."""
-        return {int(key) for key, value in ((self.progressive or self.resolutions) or {}).items() if not value}
-
-    def parts(self, steps: int) -> tuple[tuple[int, int], ...]:
-        """(first step, resolution) of each part of a progressive run; () of another. Raises ValueError if a part has no step."""
-        shares = sorted((int(key), share) for key, share in (self.progressive or {}).items() if share)
-        ends = [round(math.fsum(share for _, share in shares[: n + 1]) * steps) for n in range(len(shares))]
-        for (resolution, share), start, end in zip(shares, [0, *ends], ends, strict=False):
-            if start == end:
-                raise ValueError(
-                    f"[train.data] progressive: a share of {share:g} of {steps} steps leaves no step for {resolution}; at least "
-                    f"{1 / steps:.2g} is one step, and 0 leaves it out"
-                )
-        return tuple((start + 1, resolution) for (resolution, _), start in zip(shares, [0, *ends], strict=False))
 
 
 @dataclass(frozen=True)
@@ -259,7 +226,7 @@ class TrainConfig(tuner.TrainingConfig):
     def check(self) -> None:
         super().check()
         named = [name for name in ("mask", "preservation", "validation") if getattr(self, name)]
-        named += [f"[train.data] {name}" for name in ("resolutions", "progressive", "repeats") if getattr(self.data, name)]
+        named += [f"[train.data] {name}" for name in ("resolutions", "repeats") if getattr(self.data, name)]
         if self.slider and named:
             raise ValueError(f"{named[0]} must be unset with [train.slider]: it is about pictures, of which a slider has none")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any
@@ -66,21 +66,12 @@ class Dataset:
     text_rows: dict[str, int]  # caption_id -> rows of its embedding
     held: tuple[Crop, ...] = ()  # crops that are never trained on: the run is measured by them
     empty_class: str = ""  # caption_id of the class word alone, if a dropped caption becomes the trigger and classes are used
-    parts: tuple[tuple[int, int], ...] = ()  # of a progressive run, (first step, resolution) of each; (): all sizes in every step
 
     @property
     def rates(self) -> list[float] | None:
         """None if every crop occurs exactly once per epoch."""
         found = [crop.rate for crop in self.crops]
         return None if set(found) == {1.0} else found
-
-    def rates_at(self, resolution: int) -> list[float]:
-        """Of a part of a progressive run. An image without crops of that resolution is drawn at its next lower one."""
-        sizes: dict[str, set[int]] = defaultdict(set)
-        for crop in self.crops:
-            sizes[crop.image_id].add(crop.resolution)
-        drawn = {image: max((each for each in own if each <= resolution), default=min(own)) for image, own in sizes.items()}
-        return [crop.rate if crop.resolution == drawn[crop.image_id] else 0.0 for crop in self.crops]
 
     @property
     def pictures(self) -> set[str]:
@@ -193,8 +184,7 @@ def pictured_dataset(run: Run[TrainConfig]) -> Dataset:
             held.append(crop)
     if not crops:
         raise ValueError(f"[train.validation]: all {len(aside)} images are held out; lower share, or name fewer paths")
-    data = Dataset(tuple(crops), texts.empty, _text_rows(run), tuple(held), texts.empty_class)
-    return replace(data, parts=config.data.parts(int(config.settled(len(data.pictures), data.share).steps)))
+    return Dataset(tuple(crops), texts.empty, _text_rows(run), tuple(held), texts.empty_class)
 
 
 def _latents(run: Run[Any], paths: Container[str], texts: Texts) -> list[Row]:
@@ -381,22 +371,18 @@ def rates(config: DataConfig, crops: Sequence[tuple[int, str]]) -> list[float]:
 
 
 def _weights(config: DataConfig, present: Iterable[int]) -> dict[int, float]:
-    """Relative frequency by resolution; the largest is 1. Of a progressive run, 1 for each that has a part."""
+    """Relative frequency by resolution; the largest is 1."""
     resolutions = sorted(present)
-    name, called = ("resolutions", "weight") if config.progressive is None else ("progressive", "share")
-    chosen = getattr(config, name)
-    if chosen is None:
+    if config.resolutions is None:
         return dict.fromkeys(resolutions, 1.0)
-    given = {int(key): float(weight) for key, weight in chosen.items()}
+    given = {int(name): float(weight) for name, weight in config.resolutions.items()}
     names = ", ".join(map(str, resolutions))
     for resolution in given:
         if resolution not in resolutions:
-            raise ValueError(f"[train.data] {name}: no crop has {resolution}; there are {names}")
+            raise ValueError(f"[train.data] resolutions: no crop has {resolution}; there are {names}")
     for resolution in resolutions:
         if resolution not in given:
-            raise ValueError(f"[train.data] {name}: {resolution} has no {called}; 0 leaves it out; there are {names}")
-    if config.progressive is not None:
-        return {resolution: float(given[resolution] > 0) for resolution in resolutions}
+            raise ValueError(f"[train.data] resolutions: {resolution} has no weight; 0 leaves it out; there are {names}")
     return {resolution: given[resolution] / max(given.values()) for resolution in resolutions}
 
 

@@ -159,9 +159,7 @@ def forecast(outlook: Outlook) -> Forecast:
     unknown = config.steps == AUTO and not used
     config = config.settled(len(used))
     family, architecture = outlook.family, outlook.family.architecture
-    if not unknown:
-        config.data.parts(int(config.steps))  # raises if one has no step
-    width, height = largest_image(outlook, config.data.left_out)
+    width, height = largest_image(outlook)
     batch = BatchShape(config.batch_size, width, height, text_rows(outlook), architecture.pixels_per_token)
     shown = max((row["reference"] or 0 for row in known.to_pylist()), default=0) if known is not None else 0
     batch = replace(batch, references=(batch.grid,) * shown)  # none is larger than the largest image

@@ -213,8 +213,6 @@ class ImageTask:
             line += f"; batches mix {len(order.sharing)} sizes, because there are fewer pictures of each than a batch has"
         if sum(crop.rate > 0 for crop in crops) < order.batch_size:
             line += "; crops repeat within a batch, because there are fewer than a batch has"
-        for first, resolution in self.data.parts:
-            line += f"{';' if first == 1 else ','} {resolution} px from step {first} on"
         if held:
             line += f"; held out: {several(len({crop.image_id for crop in held}), 'image')}"
         if count := sum(bool(crop.references) for crop in crops):

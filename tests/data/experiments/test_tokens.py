@@ -1,6 +1,7 @@
 """The experiment about fewer tokens a step: routing computes what its paper says, and the page shows the committed rows."""
 
 import functools
+from collections import Counter
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +18,7 @@ from stages.tuner.adapters import lora
 from stages.tuner.adapters.targets import target_scales
 from stages.tuner.blockwise.backprop import loss_and_grads, predict
 from stages.tuner.step import choose_targets, starting_adapter
+from tests.stages.text_to_image.train.test_task import Project
 
 
 def test_tokens_that_skip_a_range_keep_their_values_and_gradients_by_blocks_are_those_of_the_whole():
@@ -75,5 +77,15 @@ def test_tokens_that_skip_a_range_keep_their_values_and_gradients_by_blocks_are_
 def test_runs_at_equal_work_compute_as_many_tokens_as_the_plain_one_and_have_valid_settings(name):
     plan, steps = tokens.RUNS[name][0], tokens.steps_of(name, 300)
     assert not tokens.RUNS[name][1] or plan.work * steps == pytest.approx(300, rel=0.003)
-    data = tokens.project(plan.settings(steps)).config.sections["train"].data
-    assert data.parts(steps)[-1][1] == tokens.FULL if data.progressive else data.resolutions["192"] == 0.25
+    data, turns = tokens.project(plan.settings(steps)).config.sections["train"].data, plan.turns(steps)
+    assert max(turns.items())[1] == tokens.FULL and {str(px) for px in turns.values()} == {
+        px for px, share in data.resolutions.items() if share
+    }
+
+
+def test_sizes_in_turn_have_each_size_in_its_part_and_every_picture_equally_often():
+    made = tokens.SizesInTurn(Project(), {1: 512, 301: 768})
+    samples = [(step, sample.crop) for step in range(1, 401) for batch in made.draw(step) for sample in batch]
+    assert {(step > 300, crop.resolution) for step, crop in samples} == {(False, 512), (True, 768)}
+    counts = Counter(crop.image_id for _, crop in samples)
+    assert max(counts.values()) - min(counts.values()) <= 6

@@ -207,21 +207,6 @@ def test_time_is_forecast_at_the_rate_of_the_last_run(tmp_path, tiny_weights):
     assert later.missing == 2 and later.seconds is not None and later.seconds > 0
 
 
-def test_of_a_progressive_run_the_plan_counts_steps_of_each_size_at_what_such_a_step_took(tmp_path, tiny_weights):
-    folder = projects.make(tmp_path / "p", tiny_weights, images=2)
-    projects.edit(folder, "\n[samples]\n", "\n[train.data]\nprogressive = {64 = 0.5, 96 = 0.5}\n\n[samples]\n")
-    projects.build(folder, "images", "captions", "buckets", "latents", "embeddings")
-    assert any("64 px from step 1 on, 96 px from step 4 on" in line for line in projects.report(Project(folder))[0])
-    told, ready = projects.report(Project(folder, {"train.data.progressive": {"64": 0.95, "96": 0.05}}))
-    assert any("a share of 0.05 of 6 steps leaves no step for 96" in line for line in told) and not ready
-    for known in (False, True):  # up to step 2, none had 96 px
-        projects.latentmill(folder, "run", "train", "--only", "--set", "train.stop_after_steps=2")
-        need, stored = projects.planned(Project(folder))["train"], Project(folder).current("train").committed()
-        assert need.missing == 6 - stored.num_rows and (need.seconds is not None) == known
-    rows = {row["step"]: row["seconds"] for row in stored.to_pylist()}
-    assert need.seconds == pytest.approx(2 * rows[4])
-
-
 def test_after_a_change_the_plan_counts_what_the_next_run_then_writes(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "p", tiny_weights, images=2)
     projects.edit(folder, "steps = 6", "steps = 2")

@@ -44,8 +44,6 @@ def test_repeats_are_of_whole_folders_and_the_longest_path_counts():
     [
         (DataConfig(resolutions={"512": 1}), "resolutions: 768 has no weight; 0 leaves it out; there are 512, 768"),
         (DataConfig(resolutions={"512": 1, "768": 1, "1024": 1}), "no crop has 1024; there are 512, 768"),
-        (DataConfig(progressive={"512": 1}), "progressive: 768 has no share; 0 leaves it out; there are 512, 768"),
-        (DataConfig(progressive={"512": 0.5, "1024": 0.5}), "progressive: no crop has 1024; there are 512, 768"),
         (DataConfig(repeats={"rar": 2}), "no image that is trained on has the path 'rar'; did you mean \"rare\""),
     ],
 )
@@ -83,19 +81,6 @@ def test_paths_hold_out_every_image_that_they_match_by_any_of_its_paths():
         (lambda: DataConfig(resolutions={"512px": 1}), "such as 512, got '512px'"),
         (lambda: DataConfig(resolutions={"512": 0}), "must have a value above 0"),
         (lambda: DataConfig(resolutions={}), "must have a value above 0"),
-        (
-            lambda: DataConfig(progressive={"512": 0.75, "1024": 0.2}),
-            "progressive must have shares that add up to 1, got 0.95",
-        ),
-        (
-            lambda: DataConfig(progressive={"large": 1}),
-            "progressive must name values of .*, such as 512, got 'large'",
-        ),
-        (lambda: DataConfig(progressive={"512": 1}, resolutions={"512": 1}), "resolutions must be unset with progressive"),
-        (
-            lambda: DataConfig(progressive={"512": 0.9, "768": 0.1}).parts(4),
-            "0.1 of 4 steps leaves no step for 768",
-        ),
         (lambda: DataConfig(repeats={"a": -1}), "repeats must be >= 0 and <= 1000 each, got -1 for 'a'"),
         (lambda: DataConfig(repeats={"a": 1e9}), r"repeats must be .*, got 1000000000.0 for 'a'"),
         (lambda: DataConfig(repeats={"a": 1e-9}), "repeats must be .*, got 1e-09 for 'a'"),

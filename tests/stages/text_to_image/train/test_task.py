@@ -20,7 +20,6 @@ from stages.text_to_image.train.config import (
     ValidationConfig,
 )
 from stages.text_to_image.train.memory import largest_batch
-from stages.text_to_image.train.stage import snapshot
 from stages.text_to_image.train.task import ImageTask
 from stages.tuner import draws
 from stages.tuner.loop import Loader, wanted_rows
@@ -126,31 +125,6 @@ def test_the_largest_batch_is_found_among_crops_that_the_first_epochs_do_not_hav
     assert {sample.crop.width for sample in drawn(made, 8)} == {32}
     batch = largest_batch(made.sampler, 16)
     assert (batch.samples, batch.width, batch.height, batch.text_rows) == (3, 48, 48, 2)
-
-
-def test_a_progressive_run_draws_each_size_in_its_part_and_an_image_without_that_size_at_the_next_lower_one():
-    config, project = DataConfig(progressive={"768": 0.25, "512": 0.75}), Project()
-    latents = [row for row in project.tables["latents"].to_pylist() if (row["image_id"], row["width"]) != ("image4", 48)]
-    project.tables["latents"] = table(LATENTS, latents)
-    places = project.tables["buckets"].to_pylist()
-    places = [row | ({"rejected": "same_crop"} if (row["image_id"], row["width"]) == ("image4", 48) else {}) for row in places]
-    project.tables["buckets"] = table(BUCKETS, places)
-    made = task(project, data=config, steps=400)
-    assert made.data.parts == ((1, 512), (301, 768))
-    samples = [(step, sample.crop) for step in range(1, 401) for batch in made.draw(step) for sample in batch]
-    assert {crop.width for step, crop in samples if step <= 300} == {32}
-    last = [crop for step, crop in samples if step > 300]
-    assert {(crop.image_id, crop.width) for crop in last} == {(f"image{n}", 32 if n == 4 else 48) for n in range(6)}
-    counts = [sum(crop.image_id == f"image{n}" for _, crop in samples) for n in range(6)]
-    assert max(counts) - min(counts) <= 6
-    assert task(project, data=config, steps=400).draw(307) == made.draw(307)
-    batch = largest_batch(made.sampler, 16)
-    assert (batch.width, batch.height) == (48, 48)
-    small = task(Project(), data=DataConfig(progressive={"512": 1, "768": 0}))
-    assert largest_batch(small.sampler, 16).width == 32
-    project.root = None
-    facts = [row["caption_id"] for row in snapshot(project).to_pylist() if row["image_id"] in ("512", "768")]
-    assert facts == ["from step 1", "from step 301"]  # another number of steps is another run
 
 
 def test_crops_that_are_left_out_are_neither_drawn_nor_needed():
