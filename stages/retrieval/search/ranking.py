@@ -1,7 +1,7 @@
 """The order of answers: how much words and meaning count for a query, and the rules that follow their sum.
 
-The numbers were chosen on the 20 questions of the set "tune" in tests/bench/questions.jsonl and on docstrings of joblib,
-jsonschema, tqdm and pylint as queries; the page data/docs/code.md says what each rule changed.
+The numbers were chosen on the questions in tests/bench/questions.jsonl and on docstrings of eight packages as queries; the page
+data/docs/code.md says what each rule changed.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def symbols(query: str) -> list[str]:
 FILE = 0.1  # share of the best other answer of its file that each gets
 LESS = 0.75  # factor of tests and examples
 MINOR = 0.8  # factor of statements beside functions, and of special methods
-WORDED = 0.5  # by which a unit rises whose name has all words of the query
-FREE, LATER = 3, 0.5  # answers of a file that count in full; the factor of each further one
+WORDED = 1.0  # by which a unit rises whose name has all words of the query
+FREE, LATER = 3, 0.8  # answers of a file that count in full; the factor of each further one, as often as it is further
 NAMED = 1.0  # by which a unit rises that a sentence names
 
 Rule = Callable[[np.ndarray, np.ndarray, Units, str], np.ndarray]  # of the scores of units, their places, all units, the query
@@ -107,7 +107,7 @@ def tests_down(scores: np.ndarray, places: np.ndarray, units: Units, query: str)
 
 
 def later_down(scores: np.ndarray, places: np.ndarray, units: Units, query: str) -> np.ndarray:
-    """From the fourth answer of a file on, each counts half of the one before."""
+    """From the fourth answer of a file on, each counts less: that one four fifths, the next four fifths of that, and so on."""
     seen: dict[int, int] = {}
     found = scores.copy()
     for number in np.argsort(-scores, kind="stable").tolist():

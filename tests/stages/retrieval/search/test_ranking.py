@@ -39,7 +39,7 @@ def test_tests_count_three_quarters_unless_the_query_is_about_tests():
 
 
 def test_a_unit_rises_with_the_words_of_the_query_in_its_name():
-    assert after(ranking.name_words, [1, 1, 1, 1, 1, 1], "what is pushed on the stacks") == [1, 1.5, 1, 1.25, 1.25, 1.25]
+    assert after(ranking.name_words, [1, 1, 1, 1, 1, 1], "what is pushed on the stacks") == [1, 2, 1, 1.5, 1.5, 1.5]
     assert after(ranking.name_words, [1, 1, 1, 1, 1, 1], "is it") == [1, 1, 1, 1, 1, 1]
 
 
@@ -51,9 +51,12 @@ def test_statements_beside_functions_and_special_methods_count_four_fifths():
     assert ranking.minor_down(np.ones(3), np.arange(3), units, "put on a pile").tolist() == [0.8, 1, 1]
 
 
-def test_from_the_fourth_answer_of_a_file_on_each_counts_half():
-    assert after(ranking.later_down, [4, 3, 2, 1, 1, 1]) == [4, 3, 2, 0.5, 1, 1]
-    assert after(ranking.later_down, [1, 2, 3, 4, 1, 1]) == [0.5, 2, 3, 4, 1, 1]
+def test_from_the_fourth_answer_of_a_file_on_each_counts_less():
+    assert after(ranking.later_down, [4, 3, 2, 1, 1, 1]) == [4, 3, 2, 0.8, 1, 1]
+    assert after(ranking.later_down, [1, 2, 3, 4, 1, 1]) == [0.8, 2, 3, 4, 1, 1]
+    one_file = ranking.Units(*(pa.chunked_array([[each] * 6]) for each in ("code/a.py", "f", "def f()")))
+    scores = ranking.later_down(np.ones(6), PLACES, one_file, "put on a pile")
+    assert [round(score, 6) for score in scores.tolist()] == [1, 1, 1, 0.8, 0.64, 0.512]
 
 
 def test_an_answer_rises_with_the_best_other_one_of_its_file():
