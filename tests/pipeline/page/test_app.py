@@ -563,7 +563,7 @@ def test_an_action_that_cannot_be_is_one_line_and_no_job(page, held, action, bod
 
 def test_sample_now_ends_the_run_with_a_checkpoint_draws_and_goes_on_as_the_next_job(page, held, folder):
     projects.edit(folder, "steps = 6\n", "steps = 5000\n")
-    projects.edit(folder, "checkpoint_every = 2", "checkpoint_every = 5000")
+    projects.edit(folder, "checkpoint_every = 2", "checkpoint_every = 20")
     held.pause(False)
     assert do(page, "train")[0] == 200
     pause = []
