@@ -1,23 +1,18 @@
 """Wrong input on the command line: one clear line, exit code 2, and nothing is lost."""
 
 import itertools
-import os
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from pipeline.cli import WITHOUT_PROJECT, exit_code, one_line
 from pipeline.commands import own
 from pipeline.commands.init import new_project
 from pipeline.project.project import Project
-from pipeline.store.table import Writer
 from stages import PIPELINES
 from tests import projects
 
@@ -98,18 +93,9 @@ def test_a_stage_without_its_inputs_names_the_command_that_builds_them(project):
     assert "make buckets" in refused(project, "run", "latents", "--only")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("resolutions", "resolution", "did you mean resolutions?"),
-        ("[64, 96]", "[500]", "496 or 512"),
-        ("steps = 6", 'steps = "six"', "must be a whole number"),
-        ('"tiny"', '"tinny"', "tiny"),
-    ],
-)
-def test_a_mistake_in_the_project_file_stops_before_anything_is_written(project, old, new, said):
-    projects.edit(project, old, new)
-    assert said in refused(project, "run", "images", "--only")
+def test_a_mistake_in_the_project_file_stops_before_anything_is_written(project):
+    projects.edit(project, "resolutions", "resolution")
+    assert "did you mean resolutions?" in refused(project, "run", "images", "--only")
     assert not (project / "tables").exists()
 
 
@@ -137,52 +123,6 @@ def test_truncated_weights_are_refused_with_the_name_of_the_file(project, weight
     assert file.name in refused(project, "run", "latents", "--only")
     file.write_bytes(whole)
     projects.latentmill(project, "run", "latents", "--only")
-
-
-def test_weights_of_another_shape_are_refused_with_the_name_of_the_tensor(project, weights):
-    use(project, weights)
-    file = next((weights / "text_encoder").glob("*.safetensors"))
-    arrays = load_file(file)
-    name = "model.layers.0.self_attn.q_proj.weight"
-    arrays[name] = np.zeros((3, 3), np.float32)
-    save_file(arrays, file)
-    assert name.removeprefix("model.") in refused(project, "run", "embeddings", "--only")
-
-
-def test_weights_whose_header_is_not_json_are_refused(project, weights):
-    use(project, weights)
-    file = next((weights / "vae").glob("*.safetensors"))
-    file.write_bytes(struct.pack("<Q", 10) + b"not json at all")
-    assert file.name in refused(project, "run", "latents", "--only")
-
-
-def test_a_second_writer_is_refused_with_the_process_that_writes(project):
-    folder = Project(project).current("images")
-    with Writer(folder, Project(project).recipe("images")):
-        line = refused(project, "run", "images", "--only")
-    assert "images" in line and str(os.getpid()) in line
-    projects.latentmill(project, "run", "images", "--only")
-
-
-LIMITED = """
-import resource, signal, sys
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-from pipeline.cli import main
-main(sys.argv[2:])
-"""
-
-
-def test_a_full_disk_is_one_line_and_the_next_run_continues(project):
-    """A limit on the size of files makes a write fail as a full disk does."""
-    projects.build(project, "images", "captions", "buckets")
-    words = [sys.executable, "-B", "-c", LIMITED, "6000", "run", "latents", "--only", "--project", str(project)]
-    done = subprocess.run(words, cwd=projects.ROOT, capture_output=True, text=True, timeout=projects.HANG)
-    assert done.returncode == USER, done.stderr
-    assert "Traceback" not in done.stderr and "latents" in done.stderr
-    assert not Project(project).current("latents").exists
-    projects.latentmill(project, "run", "latents", "--only")
-    assert projects.content(project, "latents").num_rows == 6
 
 
 @pytest.mark.parametrize("stage_name", ["latents", "train"])

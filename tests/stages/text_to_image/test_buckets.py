@@ -165,11 +165,6 @@ def test_the_summary_of_each_resolution_is_given_once_and_only_for_new_rows(tmp_
     assert len(lines) == 2
 
 
-def test_images_of_which_none_is_usable_are_an_error_that_counts_the_reasons(tmp_path):
-    with pytest.raises(ValueError, match="none of the 3 images can be used: 1 bomb, 2 truncated"):
-        rows_of(tmp_path, images(rejected=["truncated", "bomb", "truncated"]))
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -115,12 +115,6 @@ def test_the_batch_size_changes_no_value(folder: Path, tmp_path: Path, precision
     assert first.equals(second)
 
 
-def test_only_missing_texts_are_encoded_with_equal_values(folder: Path, tmp_path: Path) -> None:
-    whole = harness.run(STAGE, context_of(folder, tmp_path))
-    rest = harness.run(STAGE, context_of(folder, tmp_path, stored=whole.slice(0, 1)))
-    assert rest.equals(whole.slice(1).combine_chunks())
-
-
 def test_a_request_to_stop_takes_effect_after_the_batch(folder: Path, tmp_path: Path) -> None:
     answers = iter([False, True])
     context = context_of(folder, tmp_path, config=EmbeddingsConfig(precision="float32", batch_size=2), stop=lambda: next(answers))

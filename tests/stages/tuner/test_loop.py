@@ -86,12 +86,6 @@ def test_a_damaged_checkpoint_is_made_again_with_all_that_its_state_says(tmp_pat
     assert saved.state["timed"] and before[checkpoint.STATE] == after[checkpoint.STATE] and before == after
 
 
-def test_a_finished_run_loads_no_model(whole):
-    whole.loaded = 0
-    whole.go()
-    assert whole.loaded == 0
-
-
 def test_a_run_made_longer_equals_one_that_was_long_from_the_start(whole, tmp_path):
     run = ToyRun(tmp_path / "artifacts", replace(CONFIG, steps=4)).go()
     assert checkpoint.published_step(run.folder) == 4
@@ -147,14 +141,6 @@ def test_an_average_of_the_adapter_is_published_beside_it_and_resumes_to_the_bit
     broken = ToyRun(tmp_path / "b", config).go(stop_at=3).go()
     averages = [(run.folder / checkpoint.EMA).read_bytes() for run in (straight, broken)]
     assert averages[0] == averages[1] != straight.adapter
-
-
-def test_patience_ends_a_run_early_and_publishes_its_last_step_and_its_best(tmp_path):
-    config = replace(CONFIG, validation=replace(CONFIG.validation, every=1, patience=2, min_delta=100.0))
-    run = ToyRun(tmp_path / "artifacts", config).go()
-    assert checkpoint.published_step(run.folder) == 2
-    assert any(line.startswith("ended after step 2") for line in run.lines)
-    assert (run.folder / checkpoint.BEST).exists()
 
 
 @pytest.mark.parametrize("step", [1, 5])

@@ -24,15 +24,13 @@ from stages.tuner.adapters import lora
 from stages.tuner.adapters.targets import fresh_adapter, select_targets, target_scales, target_weights
 from stages.tuner.blockwise.backprop import loss_and_grads
 from stages.tuner.blockwise.device import BUFFER_MB, live_memory_limit
-from stages.tuner.checkpoint import Checkpoint
 from stages.tuner.config import OptimizerConfig
-from stages.tuner.memory import Blocks, adjust_max_tokens, choose_plan, frozen_weights, trace, weight_bytes
+from stages.tuner.memory import Blocks, adjust_max_tokens, frozen_weights, trace, weight_bytes
 from stages.tuner.optimizers import step
 from stages.tuner.optimizers.adamw import AdamW
 from stages.tuner.optimizers.step import OptimizerStep, Stacks
 from stages.tuner.step import choose_targets
 from stages.tuner.weights import UNPACKED_CHUNK, pack_if_possible
-from tests.stages.tuner.toy import CONFIG, ToyEstimator
 
 SIZES = {"num_layers": 2, "num_single_layers": 3, "joint_attention_dim": 64, "timestep_guidance_channels": 32}
 TEXT = 32
@@ -218,10 +216,3 @@ def test_unpacked_weights_are_no_allowance_for_working_ahead():
     assert packed.memory("blocks").peak > bare.memory("blocks").peak
     assert packed.memory("blocks", limit).live == bare.memory("blocks", limit).live > bare.memory("blocks").peak
     assert packed.memory("whole", limit).live == limit - round(0.25 * packed.block_work) < limit
-
-
-def test_a_resumed_run_goes_on_with_the_micro_batch_of_its_checkpoint():
-    estimator = ToyEstimator(replace(CONFIG, micro_batch="auto"))
-    start = Checkpoint(3, Path(), {"plan": "whole", "max_tokens": 44})
-    assert choose_plan(estimator, start, print).max_tokens == 44
-    assert choose_plan(estimator, None, print).max_tokens == estimator.samples * estimator.tokens

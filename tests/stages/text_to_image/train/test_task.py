@@ -270,11 +270,3 @@ def test_a_row_without_a_split_is_a_row_of_training():
     row = {f.name: EMPTY.get(f.type, 0) for f in TRAIN.batch if f.name != "split"}
     batch = TRAIN.record_batch([row])
     assert conform(batch, TRAIN)["split"].to_pylist() == ["train"]
-
-
-def test_the_adapter_names_its_family_the_largest_resolution_and_the_trigger():
-    project = Project()
-    largest = max(row["resolution"] for row in project.tables["buckets"].to_pylist() if row["rejected"] is None)
-    found = task(project).metadata
-    assert found == {"family": "tiny", "resolution": f"{largest}x{largest}", "trigger": "word"}
-    assert "trigger" not in task(Project().without("captions", "trigger")).metadata
