@@ -214,6 +214,6 @@ def test_an_implausible_number_of_steps_is_refused(project):
 
 
 def test_an_export_to_a_place_where_no_file_can_be_made_is_one_line(project):
-    projects.build(project)
+    projects.build(project, "images", "captions", "buckets", "latents", "embeddings", "train")
     (project / "file").write_text("")
     assert "file" in refused(project, "export", str(project / "file" / "cats.safetensors"))
