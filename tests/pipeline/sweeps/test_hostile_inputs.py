@@ -16,7 +16,7 @@ import signal
 import socket
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -535,13 +535,6 @@ def honest(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> dict
     shutil.copytree(retrieval, asked)
     projects.build(asked)
     return {"sources": retrieval, "pictures": images, "ask": asked, "call": asked}
-
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
-    with Forks(tmp_path_factory.mktemp("forks")) as made:
-        yield made
 
 
 @pytest.mark.parametrize("seed", range(5))

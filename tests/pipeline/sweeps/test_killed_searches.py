@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from pipeline.store import table
-from tests.pipeline.sweeps.forks import KILLED, Forks, note
+from tests.pipeline.sweeps.forks import KILLED, note
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif("sys.platform != 'linux'", reason="disk.c is preloaded on Linux alone")]
 QUERY = "how many birds are counted"
@@ -27,9 +28,15 @@ def _found(answers: list[dict[str, Any]]) -> Found:
     return sorted(rows)
 
 
+def _in_fork(root: str) -> None:
+    os.environ["XDG_CACHE_HOME"] = str(Path(root).with_name("cache"))
+    table.REVISED = 1.0  # so few functions would all be written again
+
+
 def find(root: str) -> Found:
     from pipeline.commands.retrieval.find import CodeFolder, as_dict
 
+    _in_fork(root)
     with CodeFolder(Path(root)).current() as code:
         found = _found([as_dict(answer) for answer in code.search(QUERY, LIMIT, threshold=0)])
     note(found)
@@ -40,6 +47,7 @@ def serve(root: str) -> Found:
     """As an agent asks: the tool `search` of `latentmill mcp`."""
     from pipeline.commands.retrieval.mcp import make_server
 
+    _in_fork(root)
     server = make_server([Path(root)])
     answer = asyncio.run(server.call_tool("search", {"query": QUERY, "limit": LIMIT, "threshold": 0}))
     found = _found([json.loads(part.text) for part in answer.content])
@@ -78,32 +86,29 @@ class Folder:
 
 
 @pytest.mark.proof("find and mcp are killed while they take up edits, and every answer is complete and of the files as they are")
-def test_after_a_kill_every_answer_is_of_the_files_as_they_are(tmp_path, monkeypatch, cases):
+def test_after_a_kill_every_answer_is_of_the_files_as_they_are(forks, tmp_path, cases):
     cache = tmp_path / "cache"
     cache.mkdir()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    monkeypatch.setattr(table, "REVISED", 1.0)  # so few functions would all be written again
     draws = random.Random(0)
     folder, killed, count = Folder(tmp_path / "code", draws), 0, cases(4, 200)
     root, ways = str(folder.root), [f"{__name__}:{each.__name__}" for each in (find, serve)]
-    with Forks(tmp_path) as forks:
-        first = forks.call(ways[0], root, watch=cache)
-        assert first.value == folder.answer
-        folder.edit()
-        refreshed = forks.call(ways[1], root, watch=cache)
-        assert refreshed.value == folder.answer
-        while killed < count:
-            anew = draws.random() < 0.05
-            if anew:
-                shutil.rmtree(cache)
-                cache.mkdir()
-            # A kill may follow a kill before anything else is asked.
-            for _ in range(draws.choice([1, 1, 2, 3])):
-                folder.edit()
-                step = draws.randint(1, (first if anew else refreshed).steps)
-                done = forks.call(draws.choice(ways), root, watch=cache, kill=step)
-                killed += done.code == KILLED
-                assert (done.noted if done.code == KILLED else done.value) in (None, folder.answer)
-            for way in draws.sample(ways, 2):
-                done = forks.call(way, root)
-                assert done.value == folder.answer, f"after {killed} kills, the last before step {step}: {done.text}"
+    first = forks.call(ways[0], root, watch=cache)
+    assert first.value == folder.answer
+    folder.edit()
+    refreshed = forks.call(ways[1], root, watch=cache)
+    assert refreshed.value == folder.answer
+    while killed < count:
+        anew = draws.random() < 0.05
+        if anew:
+            shutil.rmtree(cache)
+            cache.mkdir()
+        # A kill may follow a kill before anything else is asked.
+        for _ in range(draws.choice([1, 1, 2, 3])):
+            folder.edit()
+            step = draws.randint(1, (first if anew else refreshed).steps)
+            done = forks.call(draws.choice(ways), root, watch=cache, kill=step)
+            killed += done.code == KILLED
+            assert (done.noted if done.code == KILLED else done.value) in (None, folder.answer)
+        for way in draws.sample(ways, 2):
+            done = forks.call(way, root)
+            assert done.value == folder.answer, f"after {killed} kills, the last before step {step}: {done.text}"
