@@ -7,7 +7,8 @@ data/measurements/slider.jsonl, the table in data/docs/experiments/slider.md is 
 
 The slider is trained on eight subjects and drawn on eight others. *Colour* is the place of a picture's border between the base's
 pictures of the same subject for the negative prompt (0) and the positive one (1), by mean RGB. *Agreement* is the cosine of
-agreement.py with a sentence that names the subject and a background of a third colour, or none.
+agreement.py with a sentence that names the subject and a background of a third colour, or none. *Subject* is that less the mean
+cosine with the sentences of the other seven subjects, on which the background has the same effect.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import logging
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ LOG = logging.getLogger("slider")
 PAGE, FILE = DOCS / "experiments" / "slider.md", MEASUREMENTS / "slider.jsonl"
 STAGES = ("captions", "embeddings", "drawings")
 STRENGTHS = (-2.0, -1.0, 0.0, 1.0, 2.0)
+NEGATIVE_POLE, POSITIVE_POLE = "the base, negative prompt", "the base, positive prompt"
+NAMES = [*(f"{strength:g}" for strength in STRENGTHS), NEGATIVE_POLE, POSITIVE_POLE]
 POSITIVE, NEGATIVE = "{caption} on a yellow background", "{caption} on a blue background"
 # Subject -> the sentence that its pictures are compared with
 SUBJECTS = {
@@ -139,8 +143,14 @@ class Bench:
         drawn = self._pictures(tables, seeded | drawing)
         drawn |= {(0.0, subject): self.base[subject] for subject in SUBJECTS}
         found: Row = {"seed": seed, "loss": [float(losses[:20].mean()), float(losses[-20:].mean())], "train_seconds": seconds}
-        for name, measure in (("colour", self.colour), ("agreement", self.agrees)):
+        measures: dict[str, Callable[[Image.Image, str], float]]
+        measures = {"colour": self.colour, "agreement": self.agrees, "subject": self.shows}
+        for name, measure in measures.items():
             found[name] = {f"{each:g}": [round(measure(drawn[each, s], s), 4) for s in SUBJECTS] for each in STRENGTHS}
+            # The base's own pictures for both prompts, without any adapter.
+            for pole, prompt in ((NEGATIVE_POLE, NEGATIVE), (POSITIVE_POLE, POSITIVE)):
+                pictures = ((s, self.base[prompt.replace("{caption}", s)]) for s in SUBJECTS)
+                found[name][pole] = [round(measure(picture, s), 4) for s, picture in pictures]
         return found
 
     def colour(self, picture: Image.Image, subject: str) -> float:
@@ -148,7 +158,15 @@ class Bench:
         return float((border(picture) - low_3) @ (high_3 - low_3) / np.square(high_3 - low_3).sum())
 
     def agrees(self, picture: Image.Image, subject: str) -> float:
-        return float(self.agreement.score(self.agreement.encoder.encode(picture), SUBJECTS[subject])["agreement"])
+        return self._cosines(picture)[subject]
+
+    def shows(self, picture: Image.Image, subject: str) -> float:
+        cosines = self._cosines(picture)
+        return cosines.pop(subject) - float(np.mean(list(cosines.values())))
+
+    def _cosines(self, picture: Image.Image) -> dict[str, float]:
+        features = self.agreement.encoder.encode(picture)
+        return {each: float(self.agreement.score(features, text)["agreement"]) for each, text in SUBJECTS.items()}
 
 
 def border(picture: Image.Image) -> np.ndarray:
@@ -165,17 +183,23 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """By strength: means over seeds and subjects, and paired differences, from the next lower strength and from the base."""
-    lines = []
-    for place, strength in enumerate(STRENGTHS):
-        colour_RNS, agreement_RNS = (
-            np.array([[row[name][f"{each:g}"] for each in STRENGTHS] for row in rows]) for name in ("colour", "agreement")
-        )
-        step = interval(colour_RNS[:, place] - colour_RNS[:, place - 1]) if place else "-"
-        change = interval(agreement_RNS[:, place] - agreement_RNS[:, STRENGTHS.index(0.0)]) if strength else "-"
-        means = [f"{colour_RNS[:, place].mean():.2f}", f"{agreement_RNS[:, place].mean():.3f}"]
-        lines.append((f"{strength:g}", means[0], step, means[1], change))
-    return markdown(("strength", "colour", "more than one strength lower", "agreement", "change from the base"), lines)
+    """By strength, and of the base with either prompt: means over seeds and subjects, and differences paired by both."""
+    values_RNS = {
+        name: np.array([[row[name][each] for each in NAMES] for row in rows]) for name in ("colour", "agreement", "subject")
+    }
+    lines, base = [], NAMES.index("0")
+    for place, name in enumerate(NAMES):
+        colour_RNS = values_RNS["colour"]
+        further = 0 < place < len(STRENGTHS)
+        cells = [name, f"{colour_RNS[:, place].mean():.2f}"]
+        cells += [interval(colour_RNS[:, place] - colour_RNS[:, place - 1]) if further else "-"]
+        for measure in ("subject", "agreement"):
+            found_RNS = values_RNS[measure]
+            change = interval(found_RNS[:, place] - found_RNS[:, base]) if place != base else "-"
+            cells += [f"{found_RNS[:, place].mean():.3f}", change]
+        lines.append(tuple(cells))
+    head = ("strength", "colour", "more than one strength lower", "subject", "change from the base")
+    return markdown((*head, "agreement", "change from the base"), lines)
 
 
 def interval(differences_RS: np.ndarray) -> str:
