@@ -6,7 +6,18 @@ import mlx.core as mx
 import numpy as np
 
 from data import EXAMPLE
-from data.research.experiments.few_pictures import BASE, PLAIN, RUNS, MaskedForward, masks_of, names_of, table
+from data.research.experiments.few_pictures import (
+    BASE,
+    FILE,
+    PAGE,
+    PLAIN,
+    RUNS,
+    MaskedForward,
+    masks_of,
+    names_of,
+    read_rows,
+    table,
+)
 from pipeline.project.project import Project
 from stages.tuner.adapters import lora
 from stages.tuner.blockwise.backprop import BlockwiseForward
@@ -46,3 +57,7 @@ def test_the_table_pairs_a_method_with_plain_lora_by_seed_and_picture_and_has_a_
     assert lines[1].split(" | ")[0].strip("| ") == PLAIN
     for place, line in enumerate(lines[2:], 1):
         assert line.count(f"+{0.25 * place:.3f} (+{0.25 * place:.3f} to +{0.25 * place:.3f})") == 3
+
+
+def test_the_page_shows_the_committed_rows():
+    assert table(read_rows(FILE)) in PAGE.read_text()
