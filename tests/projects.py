@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import shutil
 import subprocess
 import sys
@@ -128,6 +129,18 @@ def copied(source: Path, folder: Path) -> Path:
     folder.mkdir(parents=True)
     shutil.copy(source / "project.toml", folder)
     shutil.copytree(source / "images", folder / "images")
+    return folder
+
+
+def without(source: Path, folder: Path, name: str) -> Path:
+    """A copy of a finished project in which the table `name` was never built. The user's files are the same, inodes included."""
+
+    def copy(each: str, to: str) -> None:
+        first, *inside = Path(each).relative_to(source).parts
+        (os.link if inside and first != "tables" else shutil.copy2)(each, to)
+
+    shutil.copytree(source, folder, copy_function=copy, symlinks=True)
+    shutil.rmtree(folder / "tables" / name)
     return folder
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from stages.pipelines import Pipeline, Weights
 from stages.retrieval import PIPELINE as RETRIEVAL
 from stages.text_to_image import PIPELINE as TEXT_TO_IMAGE
 from tests import projects, toy
+from tests.projects import without
 from tests.stages.retrieval.project import make as make_retrieval
 from tests.toy.project import make as make_toy
 from tests.vision_language import write_model
@@ -91,17 +90,6 @@ def build(folder: Path, *names: str, overrides: dict[str, Any] | None = None) ->
     """Run these stages, by default all, each with a new Project as a process of its own would have."""
     for name in names or Project(folder).stage_names:
         runner.run(Project(folder, overrides or {}, fetch=True), name, projects.Silent())
-
-
-def without(source: Path, folder: Path, name: str) -> Path:
-    """A copy of a finished project in which the table `name` was never built. The user's files are the same, inodes included."""
-
-    def copy(each: str, to: str) -> None:
-        (shutil.copy2 if "tables" in Path(each).relative_to(source).parts else os.link)(each, to)
-
-    shutil.copytree(source, folder, copy_function=copy, symlinks=True)
-    shutil.rmtree(folder / "tables" / name)
-    return folder
 
 
 def rows(folder: Path, name: str, overrides: dict[str, Any] | None = None) -> pa.Table:

@@ -15,7 +15,7 @@ import pytest
 from pipeline.ranks import free_ports
 from tests import projects
 from tests.pipeline.test_ray_workers import STAGES, assert_same_table
-from tests.pipeline.test_work import without
+from tests.projects import without
 
 pytest.importorskip("ray", reason='needs Ray: pip install "latentmill[ray]"')
 HIDE = "mount -t tmpfs none {folder} && exec {ray} start --head --block --node-ip-address 127.0.0.1 --port {port} \

@@ -21,7 +21,8 @@ from pipeline.project.project import Project
 from stages.run import Report
 from tests import projects
 from tests.bench.cluster import STAND_IN
-from tests.pipeline.test_work import artifacts, without
+from tests.pipeline.test_work import artifacts
+from tests.projects import without
 
 ray = pytest.importorskip("ray", reason='needs Ray: pip install "latentmill[ray]"')
 from pipeline import on_ray  # noqa: E402

@@ -19,7 +19,8 @@ from stages.text_to_image.captions.stage import CaptionsConfig
 from stages.text_to_image.images.folder import FolderConfig
 from stages.text_to_image.images.stage import ImagesConfig
 from stages.text_to_image.samples.config import SamplesConfig
-from tests.pipeline.test_work import DIVISIBLE, ROWS, finished, without  # noqa: F401  a fixture
+from tests.pipeline.test_work import DIVISIBLE, ROWS, finished  # noqa: F401  a fixture
+from tests.projects import without
 
 CLOCKS = ("inode", "mtime_ns", "seconds")
 

@@ -20,6 +20,7 @@ from stages.run import Run
 from stages.stage import Artifact, WorkUnit
 from stages.text_to_image import PIPELINE
 from tests import projects, toy
+from tests.projects import without
 from tests.toy.project import make as make_toy
 
 ROWS = 2  # in a unit
@@ -62,16 +63,6 @@ def finished(tmp_path_factory, tiny_weights) -> Callable[[Pipeline], Path]:
         return made[pipeline.name]
 
     return project
-
-
-def without(source: Path, folder: Path, name: str) -> Path:
-    """A copy of a finished project in which the table `name` was never built."""
-    shutil.copytree(source, folder, copy_function=shutil.copy2, symlinks=True)
-    first = Project(folder).stage_names[0]
-    if name != first:
-        projects.build(folder, first)  # copied files have other inodes
-    shutil.rmtree(folder / "tables" / name)
-    return folder
 
 
 @pytest.fixture(scope="module")
