@@ -321,7 +321,6 @@ def nested_sections(sections: Mapping[str, type], many: bool = False) -> Iterabl
             yield from nested_sections({f"{name}.{key}": item}, listed)
 
 
-# Without what these two remember, opening a project would take several times as long.
 @functools.cache
 def _inside(kind: type) -> list[tuple[str, type, bool]]:
     found = []
@@ -334,6 +333,7 @@ def _inside(kind: type) -> list[tuple[str, type, bool]]:
     return found
 
 
+# Evaluating the annotations, which are text, would take most of the time of opening a project.
 @functools.cache
 def hints_of(kind: type) -> Mapping[str, Any]:
     return typing.get_type_hints(kind)
