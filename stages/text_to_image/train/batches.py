@@ -80,7 +80,7 @@ class TrainingSampler:
         replaced = crop.dropped or self.data.empty, self.data.empty_class
         caption, its_class = replaced if dropped else (crop.captions[at], crop.class_of(at))
         needs_class = self.classes_every and step % self.classes_every == 0
-        strength = -1.0 if crop.poles and (step + number) % 2 else 1.0
+        strength = -1.0 if crop.poles and (step + number) % 2 else crop.strength
         return Sample(number, epoch, crop, caption, dropped, sigma, its_class if needs_class else "", strength, step)
 
     def noise_of(self, step: int, sample: Sample, shape: tuple[int, ...]) -> np.ndarray:

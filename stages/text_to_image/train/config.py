@@ -91,6 +91,11 @@ class DataConfig(Section):
         bounds=(0.0, MOST),
         unrecorded=(1.0,),
     )
+    backwards: tuple[str, ...] = setting(
+        (),
+        'images trained at strength -1, the other end of a slider of pictures, by wildcards on their paths: "young/*"',
+        unrecorded=((),),
+    )
     reference_dropout: float = setting(
         0.0,
         "share of batches trained without their references; 0: the model always sees what it edits",
@@ -226,7 +231,7 @@ class TrainConfig(tuner.TrainingConfig):
     def check(self) -> None:
         super().check()
         named = [name for name in ("mask", "preservation", "validation") if getattr(self, name)]
-        named += [f"[train.data] {name}" for name in ("resolutions", "repeats") if getattr(self.data, name)]
+        named += [f"[train.data] {name}" for name in ("resolutions", "repeats", "backwards") if getattr(self.data, name)]
         if self.slider and named:
             raise ValueError(f"{named[0]} must be unset with [train.slider]: it is about pictures, of which a slider has none")
 

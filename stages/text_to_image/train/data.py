@@ -39,6 +39,7 @@ class Crop:
     dropped: str = ""  # caption_id of what its dropped caption becomes; "": `Dataset.empty`
     of_class: bool = False  # a regularisation image
     poles: tuple[str, ...] = ()  # caption_ids of a slider's positive and negative prompt
+    strength: float = 1.0  # of the adapter; -1: the picture shows the other end of a slider
 
     @property
     def tokens(self) -> int:
@@ -154,10 +155,12 @@ def pictured_dataset(run: Run[TrainConfig]) -> Dataset:
     drawn = [(row, rate) for row, rate in zip(latents, found, strict=True) if rate]
     if not drawn:
         raise ValueError(f"[train.data]: nothing to train on: resolutions and repeats leave out all {len(latents)} crops")
+    trained = {row["image_id"]: paths[row["image_id"]] for row, _ in drawn}
+    other_end = matching(config.data.backwards, trained, "[train.data] backwards")
     aside: frozenset[str] = frozenset()
     if config.validation:
-        # Regularisation images show the class of the subject, not the subject, and are never held out.
-        own = {row["image_id"] for row, _ in drawn if images[row["image_id"]]["use"] is None}
+        # Regularisation images show the class of the subject, not the subject, and are never held out. Measured is strength 1.
+        own = {image_id for image_id in trained if images[image_id]["use"] is None} - other_end
         aside = held_out(config.validation, {image_id: paths[image_id] for image_id in own})
     crops, held = [], []
     for row, rate in drawn:
@@ -177,6 +180,7 @@ def pictured_dataset(run: Run[TrainConfig]) -> Dataset:
             weights=texts.weights.get(image, ()),
             dropped=texts.dropped.get(images[image]["trigger"], ""),
             of_class=images[image]["use"] is not None,
+            strength=-1.0 if image in other_end else 1.0,
         )
         if image not in aside:
             crops.append(crop)
@@ -184,6 +188,8 @@ def pictured_dataset(run: Run[TrainConfig]) -> Dataset:
             held.append(crop)
     if not crops:
         raise ValueError(f"[train.validation]: all {len(aside)} images are held out; lower share, or name fewer paths")
+    if all(crop.strength < 0 for crop in crops):
+        raise ValueError(f"[train.data] backwards: {list(config.data.backwards)} leaves no image that is trained at strength 1")
     return Dataset(tuple(crops), texts.empty, _text_rows(run), tuple(held), texts.empty_class)
 
 
@@ -386,14 +392,19 @@ def _weights(config: DataConfig, present: Iterable[int]) -> dict[int, float]:
     return {resolution: given[resolution] / max(given.values()) for resolution in resolutions}
 
 
+def matching(wildcards: Sequence[str], paths: Mapping[str, Sequence[str]], setting: str) -> frozenset[str]:
+    """The image_ids of which one of all paths matches. Raises ValueError if none does, unless there are no wildcards."""
+    patterns = [composed(each) for each in wildcards]
+    found = {i for i, own in paths.items() if any(fnmatchcase(composed(path), p) for path in own for p in patterns)}
+    if wildcards and not found:
+        raise ValueError(f"{setting}: {list(wildcards)} matches none of the {len(paths)} images")
+    return frozenset(found)
+
+
 def held_out(config: ValidationConfig, paths: Mapping[str, Sequence[str]]) -> frozenset[str]:
     """The image_ids to hold out. `paths`: all paths of each image. Raises ValueError if `config.paths` matches none."""
     if config.paths:
-        patterns = [composed(pattern) for pattern in config.paths]
-        found = {i for i, own in paths.items() if any(fnmatchcase(composed(path), p) for path in own for p in patterns)}
-        if not found:
-            raise ValueError(f"[train.validation] paths: {list(config.paths)} matches none of the {len(paths)} images")
-        return frozenset(found)
+        return matching(config.paths, paths, "[train.validation] paths")
     # The choice depends on image_ids and seed alone. Each image has a draw of its own, which added images do not change.
     drawn = sorted((draws.uniform(config.seed, f"held out {image_id}"), image_id) for image_id in paths)
     below = [image_id for u, image_id in drawn if u < config.share][: config.most]

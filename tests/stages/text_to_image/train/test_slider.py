@@ -13,7 +13,7 @@ from schemas.text_to_image import CAPTIONS, DRAWINGS, EMBEDDINGS, IMAGES
 from stages.hashing import text_sha256
 from stages.text_to_image.captions.stage import CaptionsConfig
 from stages.text_to_image.slider import SliderConfig
-from stages.text_to_image.train.config import TrainConfig, ValidationConfig
+from stages.text_to_image.train.config import DataConfig, TrainConfig, ValidationConfig
 from stages.text_to_image.train.stage import STAGE
 from stages.tuner.blockwise.backprop import predict_base
 from stages.tuner.diffusion import moved
@@ -120,3 +120,37 @@ def test_a_slider_beside_pictures_is_refused_and_so_is_what_needs_them(transform
         replace(CONFIG, validation=ValidationConfig())
     with pytest.raises(ValueError, match="negative must be another prompt than positive"):
         SliderConfig("old", "old", ("a",))
+
+
+def test_pictures_of_the_other_end_are_trained_at_strength_minus_1_in_batches_of_their_own_and_not_held_out(
+    transformer, tmp_path
+):
+    other_end = {"image1", "image2"}
+    data, validation = DataConfig(backwards=("image[12]",)), ValidationConfig(share=1.0, most=100)
+    with pytest.raises(ValueError, match="leaves no image that is trained at strength 1"):
+        Run(tmp_path / "all", transformer, replace(BASE, data=data, validation=validation)).task()
+    run = Run(tmp_path, transformer, replace(BASE, data=data, batch_size=4))
+    task = run.task()
+    signs = {-1.0: set(), 1.0: set()}
+    for step in range(1, 20):
+        for samples in task.draw(step):
+            assert len({sample.strength for sample in samples}) == 1
+            signs[samples[0].strength] |= {sample.crop.image_id for sample in samples}
+    assert signs == {-1.0: other_end, 1.0: {f"image{n}" for n in range(7)} - other_end}
+    training, strengths = run.training(), set()
+    for batch in run.micro_batches():
+        (term,) = training.objective.terms(training.model, batch)
+        assert term.strength == batch.samples[0].strength
+        strengths.add(term.strength)
+    assert strengths <= {1.0, -1.0} and "backwards" not in settings_of(BASE).get("data", {})
+
+
+def test_a_slider_of_pictures_needs_pictures_of_both_ends_and_is_no_slider_of_prompts(transformer, tmp_path):
+    for paths, message in (
+        (("old/*",), "matches none of the 7 images"),
+        (("*",), "leaves no image that is trained at strength 1"),
+    ):
+        with pytest.raises(ValueError, match=rf"\[train.data\] backwards: .* {message}"):
+            Run(tmp_path, transformer, replace(BASE, data=DataConfig(backwards=paths))).task()
+    with pytest.raises(ValueError, match=r"\[train.data\] backwards must be unset with \[train.slider\]"):
+        replace(CONFIG, data=DataConfig(backwards=("old/*",)))
