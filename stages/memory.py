@@ -110,6 +110,8 @@ class Outlook:
     weights: Callable[[str], Path | None] = lambda name: None  # of a component; None: not on this machine
     # Of a table, by its schema, and, if named, these columns of it only; None: it is not built.
     rows: Callable[..., pa.Table | None] = lambda schema, columns=(), among=None: None
+    # The folder of the artifacts of a table, by its schema, to which the next run of an earlier stage adds; None: not known.
+    files: Callable[..., Path | None] = lambda schema: None
 
     def changed(self, settings: Settings) -> Outlook:
         sections = {name: changed(self.sections[name], own) for name, own in settings.items()}
@@ -130,6 +132,7 @@ class Forecast:
     arrays: int = 0  # of `peak`, as MLX counts; 0: all of it
     # What the time of a row depends on: (width, height) of the largest image; of a drawing, passes and references too.
     size: tuple[int, ...] | None = None
+    at_most: bool = False  # there may be fewer rows
 
 
 @dataclass(frozen=True)

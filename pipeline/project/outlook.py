@@ -96,7 +96,7 @@ def forecast(project: Project, name: str, seen: Outlook | None = None) -> Foreca
     if seen is None:
         seen = outlook(project, None, name)
     elif stage.drawn_by:
-        seen = replace(outlook(project, seen.budget, name), rows=seen.rows)
+        seen = replace(outlook(project, seen.budget, name), rows=seen.rows, files=seen.files)
     return stage.forecast(seen)
 
 
@@ -141,7 +141,7 @@ def next_run(project: Project, name: str) -> Need | None:
 def _need(
     project: Project, name: str, seen: Outlook, tables: dict[str, Input | None], report: Report | None, most: float
 ) -> Need:
-    """`tables`: those of earlier stages, None if not known yet. This stage adds its own."""
+    """`tables`: those of earlier stages, None or not `current` if not known yet. This stage adds its own."""
     from pipeline.store.rows import missing
     from pipeline.store.shards import overhead_bytes
 
@@ -149,9 +149,13 @@ def _need(
         found = tables.get(schema.name)
         return found.rows if found and found.rows is not None else seen.rows(schema, columns, among)
 
+    def files_of(schema: TableSchema) -> Path | None:
+        found = tables.get(schema.name)
+        return found.folder / "artifacts" if found else None
+
     stops = False
     try:
-        found, note = forecast(project, name, replace(seen, rows=rows_of)), ""
+        found, note = forecast(project, name, replace(seen, rows=rows_of, files=files_of)), ""
     except ValueError as error:
         found, note, stops = None, str(error), True
     wanted = found.rows if found else None
@@ -187,11 +191,12 @@ def _need(
         lacks = bool(left or absent.num_rows)
         unchanged = not lacks and folder.exists and _equal(folder.rows(), rows)
         if stage.reads or coming.num_rows <= most:
-            tables[name] = Input(folder.folder) if unchanged else _afterwards(stage, folder, run, rows, lacks)
+            tables[name] = Input(folder.folder) if unchanged else _afterwards(stage, folder, run, rows, coming)
     except (NotBuilt, NotFetched):
         of_run = PERHAPS_ANEW
         # Some of them may be stored.
-        to_do = f"up to {to_do}" if left and not trains and project.folder(name).exists else to_do
+        at_most = project.folder(name).exists or (found is not None and found.at_most)
+        to_do = f"up to {to_do}" if left and not trains and at_most else to_do
     except ValueError as error:  # a mistake of the user
         note, stops = note or str(error), True
     if trains and not note and any(run.stage == name for run in runs.find_runs(project)):
@@ -213,7 +218,7 @@ def _inputs(project: Project, stage: Stage, tables: Mapping[str, Input | None]) 
     before = project.chain(stage.name)
 
     def find(name: str) -> Input:
-        if found := tables.get(name):
+        if (found := tables.get(name)) and found.current:
             return found
         if name in before:
             raise not_built(name, stage.name, project.path)
@@ -222,14 +227,18 @@ def _inputs(project: Project, stage: Stage, tables: Mapping[str, Input | None]) 
     return Lazy([each.name for each in (*stage.reads, *stage.optional)], find)
 
 
-def _afterwards(stage: Stage, folder: TableFolder, run: Run[Any], wanted: pa.Table, lacks: bool) -> Input | None:
-    """The stage's table after its next run, which changes it; None if it is not known yet."""
+def _afterwards(stage: Stage, folder: TableFolder, run: Run[Any], wanted: pa.Table, coming: pa.Table) -> Input:
+    """The stage's table after its next run, which changes it; not `current` if its rows are not known yet."""
     from pipeline.store.rows import matches
 
     if stage.foresee:
         return Input(folder.folder, rows=stage.foresee(run))
+    if coming.num_rows:
+        return Input(folder.folder, current=False)
     stored = run.output.stored
-    return None if lacks else Input(folder.folder, rows=stored.filter(matches(stored, wanted, wanted.column_names)))
+    # Rows that come back from checkpoints are known by what was wanted of them.
+    rows = wanted if run.output.pending.num_rows else stored.filter(matches(stored, wanted, wanted.column_names))
+    return Input(folder.folder, rows=rows)
 
 
 def _equal(published: pa.Table, wanted: pa.Table) -> bool:

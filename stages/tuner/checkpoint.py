@@ -36,6 +36,7 @@ FOLDER = "checkpoints"
 DELETED = "deleted-"  # begins the name of a folder that is being deleted
 ADAPTER, EMA, BEST = "adapter.safetensors", "adapter_ema.safetensors", "adapter_best.safetensors"
 OPTIMIZER, ROWS, STATE = "optimizer.safetensors", "rows.arrow", "state.json"
+PASSING = {"timed", "stopped"}  # in the state of checkpoints that only the clock or a stop wrote
 SAFETENSORS_DTYPES = {
     mx.float32: ("F32", np.float32),
     mx.int32: ("I32", np.int32),

@@ -28,10 +28,9 @@ from stages.text_to_image.samples.grid import write_grid
 from stages.text_to_image.samples.memory import forecast
 from stages.text_to_image.stored_embeddings import read_embedding
 from stages.tuner import checkpoint
-from stages.tuner.checkpoint import ADAPTER, EMA, Checkpoint
+from stages.tuner.checkpoint import ADAPTER, EMA, PASSING, Checkpoint
 
 ID_DIGITS = 16  # hex digits of an id in a file's name
-PASSING = {"timed", "stopped"}  # in the state of checkpoints that only the clock or a stop wrote
 WANTED = ("adapter_id", "step", "caption_id", "prompt", "seed", "width", "height", "reference_id")
 
 Row = dict[str, Any]

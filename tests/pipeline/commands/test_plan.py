@@ -251,6 +251,31 @@ def test_after_a_change_the_plan_counts_what_the_next_run_then_writes(tmp_path, 
         assert need.missing and (need.seconds is not None) == known, name
 
 
+def test_the_plan_counts_the_previews_of_every_checkpoint_that_the_run_will_hold(tmp_path, tiny_weights):
+    folder = projects.make(tmp_path / "p", tiny_weights, images=2)
+    projects.edit(folder, "[64, 96]", "[64]")
+    projects.build(folder, *CHAIN)
+
+    def foretold(**settings: int) -> list[str]:
+        changed = {name.replace("_", ".", 1): value for name, value in settings.items()}
+        found = projects.planned(Project(folder, changed))
+        return [found[name].to_do for name in ("train", "samples")]
+
+    projects.edit(folder, "steps = 6", "steps = 3")  # an end that the grid of 2 steps does not have
+    projects.build(folder, "train")
+    projects.edit(folder, "steps = 3", "steps = 6")
+    assert foretold() == ["0 steps", "1 preview"], "of the base and the steps 2, 3, 4, 6, that of step 3 is not drawn yet"
+    assert foretold(samples_steps=3) == ["0 steps", "5 previews"]
+    assert foretold(train_steps=9, samples_steps=3) == ["3 steps", "up to 7 previews"]  # steps 8 and 9 too
+    changed = {"train_steps": 7, "train_checkpoint_every": 7, "samples_steps": 3}
+    assert foretold(**changed) == ["1 step", "up to 6 previews"]
+    assert foretold(**changed, samples_base=False) == ["1 step", "up to 5 previews"]
+    for old, new in (("steps = 6", "steps = 7"), ("checkpoint_every = 2", "checkpoint_every = 7"), ("steps = 2", "steps = 3")):
+        projects.edit(folder, old, new)
+    assert projects.build(folder, "train", "samples")["samples"].written == 6
+    assert foretold() == ["0 steps", "0 previews"]
+
+
 def test_the_plan_ends_with_2_if_a_stage_will_stop_at_a_mistake(tmp_path, tiny_weights):
     folder = projects.make(tmp_path / "p", tiny_weights, images=2)
     assert projects.report(Project(folder))[1]
