@@ -175,7 +175,7 @@ def cli() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command and end the process; exit code 2 for a user's mistake, 130 for an interrupt."""
-    gc.set_threshold(10_000)  # at 700, a tenth of the start goes into searches of modules that are just loaded
+    gc.set_threshold(10_000)  # at 700, a twentieth of the start goes into searches of what is just loaded
     open_streams()
     use_utf8()
     if not sys.warnoptions:  # those of libraries are for who writes code
