@@ -30,6 +30,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # other numbers round differently, and thre
 
 import stages  # noqa: F401  (before mlx.core)
 
+gc.disable()  # until the first test: what is imported for thousands of tests is no garbage, and to look for it takes a seventh
+
 ROOT = Path(__file__).parents[1]
 FROZEN = pytest.StashKey[int]()  # how many modules were imported when garbage collections last excluded them
 PROOFS = ROOT / "data" / "measurements" / "proofs.jsonl"
@@ -158,6 +160,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         gc.collect()
         gc.freeze()
         item.session.stash[FROZEN] = len(sys.modules)
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
