@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.project.project import Project
-from pipeline.project.runs import WINDOW, TrainingRun, differences, find_runs, flatten, present_settings, trains
+from pipeline.project.runs import WINDOW, TrainingRun, differences, find_runs, flatten, other_data, present_settings, trains
 from pipeline.store.lock import lock_holder
 from pipeline.terminal import format_cell
 from stages.pipelines import load
@@ -30,6 +30,7 @@ create or replace temp macro bf16(u) as (case
     else (1 - 2 * (u >> 15)::int) * pow(2.0, ((u >> 7) & 255)::int - 127) * (1 + (u & 127) / 128.0) end)::float
 """
 
+OTHER_DATA = "and other data"
 TABLES = {
     "stage": "string",
     "built": "bool",
@@ -195,6 +196,7 @@ def run_facts(project: Project, run: TrainingRun) -> dict[str, Any]:
     # The loss of one step is noise.
     recent = [loss for loss in steps["loss"][-WINDOW:].to_pylist() if loss is not None]
     different = differences(run, flatten(present_settings(project, run.stage))) if settings else {}
+    also = [OTHER_DATA] if different and not run.current and other_data(project, run, different) else []
     return {
         "run": run.recipe,
         "name": run.name or None,
@@ -215,7 +217,7 @@ def run_facts(project: Project, run: TrainingRun) -> dict[str, Any]:
         "data_rows": snapshot.get("rows"),
         "snapshot": snapshot.get("sha256"),
         "settings": json.dumps(settings, ensure_ascii=False),
-        "differs": ", ".join(f"{key} {plain(value)}" for key, (value, _) in different.items()),
+        "differs": ", ".join([*(f"{key} {plain(value)}" for key, (value, _) in different.items()), *also]),
         "different": different,
         "versions": json.dumps(run.record.get("versions", {})),
         "folder": str(run.table.folder),

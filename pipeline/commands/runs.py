@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from pipeline.commands.catalog import plain, rows_of_results, run_facts
+from pipeline.commands.catalog import OTHER_DATA, plain, rows_of_results, run_facts
 from pipeline.options import JSON, give_json, with_project
 from pipeline.project.project import Project
 from pipeline.project.runs import TrainingRun, find_run, find_runs, mark, rename
@@ -67,6 +67,7 @@ def list_runs(project: Project) -> str:
         facts = run_facts(project, run)
         different = [f"{key.removeprefix(run.stage + '.')} {plain(value)}" for key, (value, _) in facts["different"].items()]
         more = f" and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
+        also = f", {OTHER_DATA}" if facts["differs"].endswith(OTHER_DATA) else ""
         same = "present settings" if run.current else "none: other data, weights or version"
         rows.append(
             (
@@ -78,7 +79,7 @@ def list_runs(project: Project) -> str:
                 else f"{facts['best_step']}: {facts['best_loss']:.4g}"
                 if facts["best_step"]
                 else None,
-                ", ".join(different[:SHOWN]) + more or same,
+                ", ".join(different[:SHOWN]) + more + also or same,
             )
         )
     return format_table(("run", "steps", "loss", "best", "settings that differ"), rows, right=("steps", "loss")) if rows else ""

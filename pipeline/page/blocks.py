@@ -139,7 +139,7 @@ def overview(project: Project, query: Query) -> Row:
         "tables": tables,
         "runs": [run_facts(project, run) for run in runs],
         "disk": f"{format_bytes(disk.free)} of {format_bytes(disk.total)} are free",
-        "next": next((f"{each.stage_name}: {describe(each)}" for each in own if not settled(each)), ""),
+        "next": next_work(found, own),
         "then": next_training(found),
         "anew": new_run(found),
         "button": button(project, own),
@@ -154,6 +154,13 @@ def overview(project: Project, query: Query) -> Row:
         data["draws"] = bool(sheets(project))
         data |= {"trains": present is not None, "training": training_facts(present) if present else ""}
     return data
+
+
+def next_work(found: Sequence[TableState], own: Sequence[TableState]) -> str:
+    """What the main command, whose tables are `own`, begins with, else what other commands would do; "" if all is up to date."""
+    left = [f"{each.stage_name}: {describe(each)}" for each in own if not settled(each)]
+    others = [f"{each.stage_name}: {describe(each)}" for each in found if each not in own and not settled(each)]
+    return left[0] if left else "; ".join([f"{own[-1].stage_name} is up to date", *others]) if others else ""
 
 
 def button(project: Project, found: Sequence[TableState]) -> str:

@@ -10,8 +10,9 @@ import datetime
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -254,6 +255,18 @@ def differences(run: TrainingRun, other: Mapping[str, Any]) -> dict[str, tuple[A
     return {key: (mine.get(key), other.get(key)) for key in keys if other.get(key) not in (mine.get(key), AUTO)}
 
 
+def other_data(project: Project, run: TrainingRun, different: Iterable[str]) -> bool:
+    """True if `run` was trained on other data than are there now, and not because of one of the settings `different`."""
+    from stages.tuner.config import TrainingConfig
+
+    apart = {f"{run.stage}.{each.name}" for each in fields(TrainingConfig)} - {f"{run.stage}.initial"}
+    if not {".".join(key.split(".")[:2]) for key in different} <= apart:
+        return False
+    with suppress(ValueError):  # an input or the weights are missing
+        return bool(project.recipe(run.stage).get("snapshot") != run.record.get("recipe", {}).get("snapshot"))
+    return False
+
+
 def choose(project: Project, text: str, overrides: Overrides = ()) -> None:
     """Make `project` use the settings and the table of a recorded run. Raises ValueError if its settings are no longer valid."""
     run = find_run(project, text)
@@ -286,10 +299,9 @@ def news(project: Project, stage: str) -> Iterator[str]:
     same = [run for run in find_runs(project) if _without_data(run.record.get("recipe", {})) == _without_data(recipe)]
     if not same:
         return
-    before = same[0]
-    then, now = (each.get("snapshot", {}).get("rows") for each in (before.record["recipe"], recipe))
-    pairs = f"{then} pairs then, {now} now" if then != now else f"some of its {now} pairs are others now"
-    yield f"the data have changed since the run {before.label} ({pairs}): this is a new run, from step 0; {before.label} is kept"
+    linked = (project.path / "tables" / f"{stage}.lance").resolve().parent.name  # the last command's run, perhaps an earlier one
+    before = next((run for run in same if run.recipe == linked), same[0])
+    yield f"the data have changed since the run {before.label}: this is a new run, from step 0; {before.label} is kept"
     adapter = before.table.folder / "artifacts" / str(project.stage(stage).result)
     config = project.config.sections[stage]
     # A stage of one's own may train without these settings.

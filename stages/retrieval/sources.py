@@ -21,7 +21,7 @@ from schemas.retrieval import SOURCES
 from stages.retrieval import texts
 from stages.retrieval.texts import Row
 from stages.run import Run
-from stages.settings import COUNT, Section, nearest, runtime, selects, setting
+from stages.settings import COUNT, Section, nearest, runtime, selects, setting, several
 from stages.stage import Stage
 from stages.untrusted import Folders, open_regular, read_bytes
 
@@ -449,7 +449,7 @@ def mark_duplicates(rows: list[Row]) -> list[Row]:
 def _summarise(run: Run[SourcesConfig], rows: list[Row]) -> None:
     skipped = [row for row in rows if row["skipped"]]
     counts = "".join(f", {count} {reason}" for reason, count in sorted(Counter(row["skipped"] for row in skipped).items()))
-    run.report.say(f"{len(rows)} files: {len(rows) - len(skipped)} used{counts}")
+    run.report.say(f"{several(len(rows), 'file')}: {len(rows) - len(skipped)} used{counts}")
     named = [f"{row['path']} ({row['skipped']})" for row in skipped if row["skipped"] not in QUIET]
     if named:
         more = f" and {len(named) - 5} more" if len(named) > 5 else ""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.pipelines import Chain, Query, Row
+from stages.settings import several
 
 STEPS_NAMED = 12  # at most this many of an image's training steps are listed
 ID_DIGITS = 4  # a text of fewer hex digits is not taken for the start of an image_id
@@ -56,7 +57,7 @@ def describe_captions(query: Query, image: Row) -> Iterator[str]:
         id=image["image_id"],
     )
     for row in rows:
-        tokens = "not embedded yet" if row["tokens"] is None else f"{row['tokens']} tokens"
+        tokens = "not embedded yet" if row["tokens"] is None else several(row["tokens"], "token")
         cut = f", {row['dropped_tokens']} more were cut" if row["dropped_tokens"] else ""
         origin = f" ({row['source']}{' ' + row['origin'] if row['origin'] else ''})"
         yield f'"{" ".join(row["text"].split())}"{origin}: {tokens}{cut}'
@@ -70,7 +71,7 @@ def describe_buckets(query: Query, image: Row) -> Iterator[str]:
             continue
         crop = f"from {row['crop_w']:.0f} x {row['crop_h']:.0f} at ({row['crop_x']:.0f}, {row['crop_y']:.0f})"
         lost = f"scale {row['scale']:.3g}, crop loss {100 * row['crop_loss']:.1f} %"
-        yield f"{row['resolution']}: {row['width']} x {row['height']} {crop}, {lost}, {row['tokens']} tokens"
+        yield f"{row['resolution']}: {row['width']} x {row['height']} {crop}, {lost}, {several(row['tokens'], 'token')}"
 
 
 def describe_latents(query: Query, image: Row) -> Iterator[str]:

@@ -23,7 +23,7 @@ from pipeline.commands.runs import best, compare, list_runs
 from pipeline.commands.status import describe, render, state, states
 from pipeline.commands.text_to_image.training import since_best
 from pipeline.errors import NotBuilt, Stopped
-from pipeline.page import actions
+from pipeline.page import actions, blocks
 from pipeline.page.app import make_app
 from pipeline.page.site import Site
 from pipeline.project.outlook import ANEW
@@ -181,6 +181,9 @@ def test_steps_that_the_run_takes_back_are_nothing_to_do_and_tell_no_speed(proje
     assert newest_previews(project) == "step 8"
     projects.build(project, "samples")
     assert newest_previews(project) == "step 4", "those of step 8 are no rows of samples any more"
+    projects.build(project, "images", "checks")
+    home = blocks.overview(Project(project), lambda *words, **values: [])["next"]
+    assert home.startswith("samples is up to date; ") and "scores: " in home and "up to date;" not in home.partition(";")[2]
     change(4, 8)
     assert projects.planned(Project(project))["train"].to_do == "0 steps"
     said = projects.latentmill(project, "train", "--only")
@@ -330,6 +333,16 @@ def test_train_says_that_changed_data_begin_a_new_run_and_what_the_alternative_i
     console = projects.Silent()
     projects.build(project, "train", console=console)
     assert "the data have changed" not in " ".join(console.lines)
+    chain = ("images", "captions", "buckets", "latents", "embeddings")
+    for suffix in (".png", ".txt"):
+        (project / "images" / f"new{suffix}").unlink()
+    projects.build(project, *chain, "train")  # fast is the present run again, and not the newest
+    (project / "images" / "picture0.txt").write_text("other words")
+    projects.build(project, *chain)
+    assert next(news(Project(project), "train")).startswith("the data have changed since the run fast: this is a new run")
+    longer = Project(project, {"train.steps": 8})
+    facts = run_facts(longer, find_run(longer, "fast"))
+    assert facts["differs"] == "train.steps 6, and other data" and "steps 6, and other data" in list_runs(longer)
 
 
 def test_compare_shows_settings_curves_and_pictures_side_by_side(built, tmp_path):

@@ -235,7 +235,8 @@ def to_encode(project: Project) -> str:
     units, texts = (project.rows(schema, "find", schema.key).num_rows for schema in (UNITS, TOKENS))
     files = project.rows(SOURCES, "find")["skipped"].null_count  # null: read
     seconds = format_seconds(texts / rate)
-    return f"{units} functions and passages of {files} files to encode: about {seconds}, at the {rate:.0f} texts/s of {of}"
+    work = f"{units} functions and passages of {several(files, 'file')}"
+    return f"{work} to encode: about {seconds}, at the {rate:.0f} texts/s of {of}"
 
 
 def place(answer: Answer) -> str:

@@ -92,7 +92,8 @@ def staleness(project: Project) -> str:
     changed = max(sources.missing or 0, sources.surplus)
     if not changed:
         return ""
-    return f"{changed} files are newer than the index: make index PROJECT={shell_path(project.path)}"
+    files = "1 file is" if changed == 1 else f"{changed} files are"
+    return f"{files} newer than the index: make index PROJECT={shell_path(project.path)}"
 
 
 class Session:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.commands.adapters import STRENGTH_FOR, dtype_option, file_stem, find_adapter, pair_strengths
-from pipeline.commands.text_to_image.export import STYLES, read, use_of, write_arrays
+from pipeline.commands.text_to_image.export import STYLES, in_folder, read, use_of, write_arrays
 from pipeline.options import with_project
 from pipeline.terminal import tell
 
@@ -219,7 +219,7 @@ def write(
     folder = out or project.path / "exports"
     of_rank = f"-rank{rank}" if rank else ""
     name = f"{file_stem(project.name)}-{operation}{of_rank}-{hashlib.sha256(made.encode()).hexdigest()[:8]}.safetensors"
-    target = folder if folder.suffix == ".safetensors" else folder / name
+    target = in_folder(folder, name)
     if target.exists():
         found = ""
         with contextlib.suppress(ValueError):  # it is no safetensors file

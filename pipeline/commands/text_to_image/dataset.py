@@ -102,7 +102,7 @@ def too_long(project: Project) -> Iterator[Doubt]:
         paths = {row["image_id"]: row["path"] for row in reversed(images)}
         for row in texts:
             if dropped := tokenized(row["text"]).dropped:
-                detail = f"{dropped} tokens too long for the text encoder, which reads {most}: the end is cut off"
+                detail = f"{several(dropped, 'token')} too long for the text encoder, which reads {most}: the end is cut off"
                 yield Doubt(paths[row["image_id"]], "cut_caption", f"the caption is {detail}")
 
 

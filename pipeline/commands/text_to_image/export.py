@@ -213,10 +213,19 @@ def write_adapter(
         arrays = join([*beneath, (*arrays, 1.0)])
     about = {**read_file(adapter)[1], **metadata}
     parts = about.get("project", adapter.stem), about.get("run", ""), about.get("step", 0), style, about.get("adapter", "last")
-    target = out if out.suffix == ".safetensors" else out / file_name(*parts)
+    target = in_folder(out, file_name(*parts))
     # Runs may have had one name one after the other.
     of = "project" if target == out else "run"
     return write_arrays(arrays, family, target, style, dtype=dtype, about=about, of=of, say=say)
+
+
+def in_folder(out: Path, name: str) -> Path:
+    """The file that a user means by `out`: itself, or `name` in this folder. Raises ValueError for another kind of file."""
+    if out.suffix == ".safetensors":
+        return out
+    if out.is_file() or (re.fullmatch(r"\.[a-z]{2,5}", out.suffix.lower()) and not out.is_dir()):
+        raise ValueError(f"{out} must end in .safetensors or be a folder; a new folder's name has no suffix like {out.suffix!r}")
+    return out / name
 
 
 def read(family: Family, file: Path) -> Adapter:

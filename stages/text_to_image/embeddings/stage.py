@@ -18,6 +18,7 @@ from stages.models.family import Family, TextEncoder
 from stages.models.text.encoder import Embedding, widen
 from stages.models.weights import reading
 from stages.run import Run
+from stages.settings import several
 from stages.stage import Stage
 from stages.text_to_image.embeddings.config import EmbeddingsConfig
 from stages.text_to_image.embeddings.memory import choose_plan, forecast
@@ -60,8 +61,8 @@ def encode_embeddings(run: Run[EmbeddingsConfig]) -> Iterator[pa.RecordBatch]:
                 first, more = rows_of[0], f" and {len(rows_of) - 1} more" if len(rows_of) > 1 else ""
                 where = first["origin"] or ("a preview prompt" if first["role"] == "preview" else "a caption")
                 run.report.say(
-                    f"{where}{more}: the caption is {embedding.dropped} tokens too long for the text encoder, which reads "
-                    f'{embedding.tokens}; the end is cut off: "{" ".join(first["text"].split())[:50]}..."'
+                    f"{where}{more}: the caption is {several(embedding.dropped, 'token')} too long for the text encoder, "
+                    f'which reads {embedding.tokens}; the end is cut off: "{" ".join(first["text"].split())[:50]}..."'
                 )
             rows.append(_row(caption_id, embedding, run.config.stored, states))
             run.report.progress(done, len(pending), "texts")

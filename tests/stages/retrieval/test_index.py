@@ -223,7 +223,7 @@ def test_a_search_says_how_many_files_are_newer_than_the_index(indexed, tmp_path
     assert staleness(Project(folder)) == ""
     (folder / "code" / "flat" / "words.py").unlink()
     (folder / "code" / "flat" / "new.py").write_text("def f(a):\n    return a\n")
-    assert staleness(Project(folder)).startswith("1 files are newer than the index: make index PROJECT=")
+    assert staleness(Project(folder)).startswith("1 file is newer than the index: make index PROJECT=")
 
 
 def test_an_index_of_another_adapter_is_one_line(indexed):

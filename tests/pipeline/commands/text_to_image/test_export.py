@@ -249,6 +249,9 @@ def test_only_an_export_of_the_same_project_and_style_is_replaced_and_the_user_i
     with pytest.raises(ValueError, match="move it away"):
         write_adapter(tmp_path / "a.safetensors", TINY, tmp_path / "notes.safetensors", "diffusers", dtype="float32", metadata={})
     assert out.read_bytes() == before and (tmp_path / "notes.safetensors").read_text() == "mine"
+    with pytest.raises(ValueError, match=r"lora\.txt must end in \.safetensors or be a folder"):
+        write_adapter(tmp_path / "a.safetensors", TINY, tmp_path / "lora.txt", "diffusers", dtype="float32", metadata={})
+    assert not (tmp_path / "lora.txt").exists()
 
 
 def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, transformer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
