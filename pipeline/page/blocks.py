@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -330,7 +330,7 @@ def block_data(query: Query, block: Block, chosen: Mapping[str, str], project: P
         elif isinstance(block, Form):
             data |= form_data(block, project)
         else:
-            data |= editor_data(query, block, chosen, project.path)
+            data |= editor_data(project, query, block, chosen)
     return data
 
 
@@ -479,9 +479,10 @@ class Texts:
         return {row.pop("key"): row | {"text": row["before"].replace(find, by)} for row in found}
 
 
-def editor_data(query: Query, block: Editor, chosen: Mapping[str, str], folder: Path) -> Row:
+def editor_data(project: Project, query: Query, block: Editor, chosen: Mapping[str, str]) -> Row:
     """The variables of the template. "phrases": (part between commas, texts that have it), the most frequent."""
-    texts, find = Texts(query, block, folder), chosen.get("find", "")
+    folder, find = project.path, chosen.get("find", "")
+    texts, doubts = Texts(query, block, folder), dict[str, str]()
     (counted,) = texts.rows(
         "select count(*) filter (contains(lower(text), lower($find))) as texts, count(*) filter (edited) as edits from shown",
         find=find,
@@ -492,8 +493,11 @@ def editor_data(query: Query, block: Editor, chosen: Mapping[str, str], folder: 
         f"limit {PER_PAGE} offset {page * PER_PAGE}",
         find=find,
     )
+    if block.doubts and counted["edits"]:
+        with suppress(ValueError, OSError):  # a file of the user that cannot be read
+            doubts = load(block.doubts)(project.open(block.stage))
     return {
-        "texts": found,
+        "texts": [row | {"name": ": ".join(filter(None, [row["name"], doubts.get(row["key"])]))} for row in found],
         "find": find,
         "count": counted["texts"],
         "edits": counted["edits"],

@@ -231,8 +231,7 @@ CAPTIONS = Page(
             "Captions",
             f"""
 select captions.image_id || ':' || position as key,
-    path || case when source = 'edit' and contains(reason, 'since this edit') then ': ' || reason else '' end as name,
-    captions.text, 'image_folder/' || path as picture,
+    path as name, captions.text, 'image_folder/' || path as picture,
     source = 'edit' as edited, case when position = 0 then descriptions.text end as suggestion
 from captions join ({FIRST_PATH}) using (image_id)
 left join (select image_id, text from descriptions) as descriptions using (image_id)
@@ -244,6 +243,7 @@ where role = 'caption' order by path, position
             "as it is, without the template. After editing: make train, or latentmill captions. The caption files beside the "
             "images are written only by the button, which can be undone.",
             "captions",
+            "stages.text_to_image.captions.edits:newer_than_edits",
             "stages.text_to_image.captions.edits:write_sidecars",
             "stages.text_to_image.captions.edits:undo_sidecars",
             "stages.text_to_image.captions.edits:written_batches",

@@ -23,6 +23,7 @@ from stages.settings import setting_path, several
 from stages.text_to_image.caption_files import CAPTIONS, PICTURES, SIDECAR_BYTES, Caption, caption_file, leads_out, read_text
 from stages.text_to_image.captions.stage import (
     EDITS,
+    NEWER,
     CaptionsConfig,
     Edit,
     Found,
@@ -147,6 +148,10 @@ def written_batches(project: Path) -> list[int]:
     lines = _read(project)
     undone = {line["undone"] for line in lines if "undone" in line}
     return [line["batch"] for line in lines if "batch" in line and line["batch"] not in undone]
+
+
+def newer_than_edits(run: Run[CaptionsConfig]) -> dict[str, str]:
+    return {key: f"{file} {NEWER}" for key, file in newer_files(run, find_captions(run)).items()}
 
 
 def take_files(run: Run[CaptionsConfig]) -> str:
