@@ -80,7 +80,7 @@ def test_the_page_holds_the_rows_of_few_runs_at_a_time(built):
     assert len(read) < 9, "a query reads the next run when it needs it"
     runs, before = find_runs(project), pa.total_allocated_bytes()
     facts = [run_facts(project, run) for run in runs]
-    assert facts and pa.total_allocated_bytes() == before, "and facts keep no rows"
+    assert facts and pa.total_allocated_bytes() <= before, "and facts keep no rows"  # those of earlier tests may be freed
 
 
 def test_the_rows_of_all_runs_can_be_queried_together(built):

@@ -77,6 +77,8 @@ def test_before_training_the_plan_counts_the_previews_and_says_that_all_steps_ar
     projects.add_image(tmp_path, "a.png", 1)
     lines, _ = projects.report(project, int(60e9))
     assert any(line.startswith("samples") and "4 previews " in line for line in lines)  # of the base and steps 10, 20 and 25
+    measured = Project(tmp_path, {"train.validation.every": 5})  # the best of steps 5 to 20 are kept too
+    assert projects.planned(measured)["samples"].to_do == "up to 6 previews"
     folders = "".join(f'[[images.folder]]\npath = "{name}"\ntrigger = "{name}"\n' for name in ("sks", "ohwx"))
     file = tmp_path / "project.toml"
     file.write_text(file.read_text().replace('"a fox"', '"{trigger} here", "a sofa"') + folders)
