@@ -137,7 +137,8 @@ class Editor:
     write: str  # write(project_folder, {key: new text, None to undo}); ValueError for a text that cannot be used
     read: str  # read(project_folder) -> all edits, key -> text
     note: str = ""  # for the user: what an edit does
-    stage: str = ""  # whose Run the next three get
+    stage: str = ""  # whose Run the next four get
+    present: str = ""  # key -> text as the stage would make it now, without edits
     doubts: str = ""  # key -> words beside the name, of edits that may be out of date
     write_files: str = ""  # writes all edits into files of the user and returns a sentence for the user
     undo_files: str = ""  # takes that back

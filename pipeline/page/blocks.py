@@ -439,13 +439,14 @@ def exported(project: Path, name: str) -> dict[str, Path]:
 # Texts that the user may edit
 
 
-# The texts of an editor with the edits that the table does not have yet.
+# The texts of an editor with the edits, and the changes of the user's files, that the table does not have yet.
 SHOWN = """
 with edits as (select unnest($keys::varchar[]) as key, unnest($texts::varchar[]) as text),
+present as (select unnest($present_keys::varchar[]) as key, unnest($present_texts::varchar[]) as text),
 shown as (
-    select stored.* replace (coalesce(edits.text, stored.text) as text, edits.text is not null as edited),
+    select stored.* replace (coalesce(edits.text, present.text, stored.text) as text, edits.text is not null as edited),
         stored.edited and edits.text is null as taken_back
-    from ({sql}) as stored left join edits using (key)
+    from ({sql}) as stored left join edits using (key) left join present using (key)
 )
 """
 REPEATED = """
@@ -455,10 +456,15 @@ where phrase <> '' group by phrase having count(*) > 1 order by texts desc, phra
 
 
 class Texts:
-    def __init__(self, query: Query, block: Editor, folder: Path) -> None:
+    def __init__(self, project: Project, query: Query, block: Editor) -> None:
         self.query, self.block = query, block
-        edits: dict[str, str] = load(block.read)(folder)
+        edits: dict[str, str] = load(block.read)(project.path)
+        present: dict[str, str] = {}
+        if block.present:
+            with suppress(ValueError, OSError):  # a file of the user that cannot be read
+                present = load(block.present)(project.open(block.stage))
         self.values: Row = {"keys": list(edits), "texts": list(edits.values())}
+        self.values |= {"present_keys": list(present), "present_texts": list(present.values())}
 
     def rows(self, sql: str, **values: Any) -> list[Row]:
         """A query over `shown`: the table's texts with the edits, `edited`, `taken_back` (an edit that the table still has)."""
@@ -482,7 +488,7 @@ class Texts:
 def editor_data(project: Project, query: Query, block: Editor, chosen: Mapping[str, str]) -> Row:
     """The variables of the template. "phrases": (part between commas, texts that have it), the most frequent."""
     folder, find = project.path, chosen.get("find", "")
-    texts, doubts = Texts(query, block, folder), dict[str, str]()
+    texts, doubts = Texts(project, query, block), dict[str, str]()
     (counted,) = texts.rows(
         "select count(*) filter (contains(lower(text), lower($find))) as texts, count(*) filter (edited) as edits from shown",
         find=find,

@@ -214,7 +214,7 @@ class Site:
         editors = [block for block in found.blocks if isinstance(block, Editor)] if found else []
         if not editors:
             raise ValueError(f"there is nothing to edit on the page {page!r}")
-        return Texts(self.query, editors[0], self.path)
+        return Texts(self.project, self.query, editors[0])
 
     def edit(self, page: str, edits: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         """Write edits {key: {"before": seen, "text": new or None to undo}}; returns the present texts of those in conflict."""

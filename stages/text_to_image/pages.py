@@ -243,6 +243,7 @@ where role = 'caption' order by path, position
             "as it is, without the template. After editing: make train, or latentmill captions. The caption files beside the "
             "images are written only by the button, which can be undone.",
             "captions",
+            "stages.text_to_image.captions.edits:present_texts",
             "stages.text_to_image.captions.edits:newer_than_edits",
             "stages.text_to_image.captions.edits:write_sidecars",
             "stages.text_to_image.captions.edits:undo_sidecars",

@@ -175,7 +175,10 @@ def find_start(run: Run[Any], last: int, say: Callable[[str], None], intact: Cal
         if _usable(saved, last, [key for key in past if key not in held], intact):
             if saved is not checkpoints[0]:
                 newest = checkpoints[0]
-                why = "is damaged" if not intact(newest, *newest.state["files"]) else "lacks rows that are lost"
+                if not (newest.folder / OPTIMIZER).exists():
+                    why = "has no state any more to go on from (train.keep_states)"
+                else:
+                    why = "is damaged" if not intact(newest, *newest.state["files"]) else "lacks rows that are lost"
                 say(f"the checkpoint of step {newest.step} {why}; the run goes on from step {saved.step}")
             return Start(saved, [held[key] for key in past if key in held])
     if run.output.stored.num_rows:

@@ -150,6 +150,10 @@ def written_batches(project: Path) -> list[int]:
     return [line["batch"] for line in lines if "batch" in line and line["batch"] not in undone]
 
 
+def present_texts(run: Run[CaptionsConfig]) -> dict[str, str]:
+    return {key: text for key, (text, _) in _texts(run, find_captions(run), {}).items()}
+
+
 def newer_than_edits(run: Run[CaptionsConfig]) -> dict[str, str]:
     return {key: f"{file} {NEWER}" for key, file in newer_files(run, find_captions(run)).items()}
 

@@ -27,6 +27,7 @@ from stages.bundled import LETTERING
 from stages.hashing import text_sha256
 from stages.run import Problems
 from stages.text_to_image.captions.edits import write_edits
+from stages.text_to_image.captions.stage import read_edits
 from stages.text_to_image.checks import measure
 from stages.text_to_image.latents import ImageJob, decode_crops
 from stages.text_to_image.sheets import BLANK, CELL, GAP, LABEL, QUESTION, draw_crop, label
@@ -197,6 +198,20 @@ def test_a_caption_file_that_changes_after_its_edit_is_named_each_time_and_eithe
     assert texts(folder) == {"newer": "sidecar", "edited 1": "sidecar"}
     assert "changed after" not in latentmill(folder, "captions", "--undo-sidecars")
     assert texts(folder) == {"newer": "sidecar", "edited 1": "edit"}
+
+
+def test_the_page_edits_the_text_that_a_caption_file_has_now_though_no_stage_has_read_it(tmp_path, tiny_weights):
+    folder = make(tmp_path / "project", tiny_weights, images=1)
+    latentmill(folder, "captions")
+    (row,) = answer(Project(folder), "select image_id, position, text from captions where role = 'caption'").to_pylist()
+    key, before = f"{row['image_id']}:{row['position']}", row["text"]
+    (folder / "images" / "picture0.txt").write_text("by my editor")
+    assert "by my editor" in page_of(folder, "captions")
+    site = Site(folder)
+    assert site.edit("captions", {key: {"before": before, "text": f"{before}, mended"}}) == {key: "by my editor"}
+    assert not read_edits(folder)
+    assert site.edit("captions", {key: {"before": "by my editor", "text": "by my editor, mended"}}) == {}
+    assert read_edits(folder) == {key: "by my editor, mended"}
 
 
 def soft(side: int = 160) -> Image.Image:

@@ -103,6 +103,15 @@ def test_a_damaged_checkpoint_is_reported_and_the_run_goes_on_from_the_one_befor
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
 
 
+def test_a_checkpoint_whose_training_state_was_not_kept_is_not_called_damaged(whole, transformer, tmp_path):
+    run = Run(tmp_path, transformer, whole.config).go(stop_at=5)
+    (max((tmp_path / "artifacts/checkpoints").iterdir()) / "optimizer.safetensors").unlink()  # as `keep_states` does
+    run.go()
+    told = "the checkpoint of step 5 has no state any more to go on from (train.keep_states); the run goes on from step 3"
+    assert told in run.said
+    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
+
+
 def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(whole, transformer, tmp_path):
     run = Run(tmp_path, transformer, whole.config).go(stop_at=5)
     shutil.rmtree(tmp_path / "artifacts" / "checkpoints")
