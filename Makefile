@@ -31,12 +31,12 @@ PIPELINE := $(shell sed -n 's/^ *pipeline *= *"\([a-z_]*\)".*/\1/p' $(SETTINGS))
 TRAINS := $(and $(filter retrieval,$(PIPELINE)),$(shell grep '^ *\[train[].]' $(SETTINGS)))
 SLIDES := $(shell grep '^ *\[train\.slider\]' $(SETTINGS))
 TEXT_TO_IMAGE = images captions checks descriptions buckets latents embeddings drawings
-RETRIEVAL = sources units pairs tokens negatives vectors
+RETRIEVAL = sources units pairs tokens negatives vectors ranks
 COMMANDS = lint crops plan status query view report generate panel follow search export verify clean runs best compare
 
 # One stage at a time, also under `make -j`, so that no two models are in memory together.
 .NOTPARALLEL:
-.PHONY: $(TEXT_TO_IMAGE) $(RETRIEVAL) $(COMMANDS) train samples scores evaluate segments index ranks
+.PHONY: $(TEXT_TO_IMAGE) $(RETRIEVAL) $(COMMANDS) train samples scores evaluate segments index
 .PHONY: help init memory doctor test prove check format pages bench
 .DEFAULT_GOAL := train
 
@@ -77,6 +77,7 @@ pairs: units
 tokens: pairs
 negatives: pairs units tokens
 vectors: tokens pairs
+ranks: vectors pairs units
 # The encoder is tuned first if the project says how.
 ifneq ($(TRAINS),)
 vectors: train
@@ -119,12 +120,10 @@ segments: images captions checks buckets latents embeddings
 	@$(LATENTMILL) segments --every $(EVERY) $(IN)
 
 ## index        Tune to a folder of code, index, evaluate, answer QUERY
-index: vectors units sources
+index: ranks vectors units sources
 	@$(LATENTMILL) run index --only $(ON)
-	@$(LATENTMILL) run ranks --only $(ON)
 	@$(LATENTMILL) evaluate $(ON)
 	@$(LATENTMILL) search $(ON) -- "$$QUERY"
-ranks: index
 
 # Looking at a project
 

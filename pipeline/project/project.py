@@ -119,7 +119,7 @@ class Project:
         """Without stages that only a setting such as [train.slider] brings, if it is not given and nothing is stored."""
 
         def has(name: str) -> bool:
-            when = self.pipeline.first.get(name, "always")
+            when = "always" if name in self.pipeline.results else self.pipeline.first.get(name, "always")
             return when in ("always", name) or when in self.config.given or self.folder(name).exists
 
         return tuple(name for name in self.stage_names if has(name))

@@ -8,7 +8,7 @@ used together. What an earlier index has of units that are still there is copied
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from hashlib import sha256
@@ -19,13 +19,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.retrieval import INDEX, SOURCES, UNITS, VECTORS
+from schemas.retrieval import INDEX, RANKS, SOURCES, UNITS, VECTORS
 from stages import blas
 from stages.hashing import text_sha256
+from stages.intervals import bootstrap_mean
 from stages.memory import Forecast, Outlook
 from stages.retrieval import texts
 from stages.retrieval.memory import encoder_sizes
-from stages.retrieval.search import codes, lexical, maxsim, ranking
+from stages.retrieval.search import codes, lexical, maxsim, measures, ranking
 from stages.retrieval.texts import BASE, Row
 from stages.run import Run, TensorReader
 from stages.settings import COUNT, Section, runtime, selects
@@ -42,6 +43,8 @@ KEPT = (
 UNIT_COLUMNS = (
     *("unit_id", "path", "qualified_name", "first_line", "last_line", "signature", "text_id", "title_id", "docstring_words"),
 )
+COMPARED = ("pair_id", "encoder", "mode", "split", "hybrid")  # columns of `ranks` by which the encoder is chosen
+FEWEST = 20  # queries; of fewer, an interval by resampling is too narrow
 POOLED_BYTES, ID_BYTES = 2, 68  # of a value of a pooled vector, and of a vector_id
 SAMPLE = 1000  # units whose words are measured for the forecast
 LEXICAL_BYTES, LEXICAL_SHARE = 20_000, 0.85  # of the full-text index: bytes in all, and per byte of the words; about
@@ -50,8 +53,10 @@ POOLED, WORDS = "pooled-{}.arrow", "words-{}.lance"  # artifacts, by the digest 
 
 @dataclass(frozen=True)
 class IndexConfig(Section):
-    encoder: Literal["tuned", "base"] = selects(
-        "tuned", "the encoder whose vectors are searched: tuned, or the base if nothing was tuned; or base"
+    encoder: Literal["better", "tuned", "base"] = selects(
+        "better",
+        "the encoder whose vectors are searched. better: the tuned one if its MRR@10 of the valid queries in the table ranks is "
+        "higher by more than chance, else the base; tuned: the base if nothing was tuned",
     )
     batch_size: int = runtime(2048, "units per record batch", unit="units", bounds=COUNT)
 
@@ -64,7 +69,7 @@ def _rows(run: Run[IndexConfig]) -> pa.Table:
     """One row per unit in document order. Raises ValueError if a unit has no vectors of the chosen encoder."""
     units, sources = run.inputs.rows(UNITS, UNIT_COLUMNS), run.inputs.rows(SOURCES, ("path", "file"))
     vectors = run.inputs.rows(VECTORS, ("vector_id", "encoder", "text_id", "role", "count"))
-    chosen = choose_encoder(set(vectors["encoder"].unique().to_pylist()), run.config.encoder)
+    chosen, _ = run.once(_choice)
     documents = vectors.filter((pc.field("encoder") == chosen) & (pc.field("role") == "document"))
     place = pc.index_in(units["text_id"], documents["text_id"].combine_chunks())
     if missing := units.filter(pc.is_null(place))["path"].to_pylist():
@@ -86,21 +91,50 @@ def in_order(rows: pa.Table) -> pa.Table:
     return rows.sort_by([(name, "ascending") for name in ("path", "first_line", "unit_id")]).combine_chunks()
 
 
-def choose_encoder(encoders: set[str], wanted: str) -> str:
-    """The tuned encoder, or the base. Raises ValueError if the choice has no vectors, or several are tuned."""
+def _choice(run: Run[IndexConfig]) -> tuple[str, str]:
+    encoders = set(run.inputs.rows(VECTORS, ("encoder",))["encoder"].unique().to_pylist())
+    return choose_encoder(encoders, run.config.encoder, lambda: run.inputs.rows(RANKS, COMPARED))
+
+
+def choose_encoder(encoders: set[str], wanted: str, ranks: Callable[[], pa.Table]) -> tuple[str, str]:
+    """(encoder, a line for the user if ranks decided). `ranks`: COMPARED of the table. Raises ValueError if the choice has no
+    vectors, or several are tuned.
+    """
     tuned = sorted(encoders - {BASE})
     if wanted == BASE or not tuned:
         if BASE not in encoders:
             raise ValueError("the table vectors holds no vectors of the base: run make vectors, or set index.encoder to tuned")
-        return BASE
+        return BASE, ""
     if len(tuned) > 1:
         names = ", ".join(name[:8] for name in tuned)
         raise ValueError(f"the table vectors holds vectors of {len(tuned)} tuned encoders ({names}): run make vectors")
-    return tuned[0]
+    if wanted == "tuned" or BASE not in encoders:
+        return tuned[0], ""
+    better, figures = gain(ranks(), tuned[0])
+    if better:
+        return tuned[0], f"{figures}, so the tuned encoder is searched"
+    return BASE, f'{figures}: the base is searched; [index] encoder = "tuned" searches the tuned one anyway'
+
+
+def gain(ranks: pa.Table, tuned: str) -> tuple[bool, str]:
+    """Does the tuned encoder answer the valid queries better in hybrid search, beyond chance; and the figures."""
+    found = ranks.filter((pc.field("split") == "valid") & (pc.field("mode") == "plain")).sort_by("pair_id")
+    # Both have the same queries in the same order, so the difference is paired.
+    base_Q, tuned_Q = (
+        measures.reciprocal(found.filter(pc.field("encoder") == name)["hybrid"].to_numpy()) for name in (BASE, tuned)
+    )
+    if len(base_Q) < FEWEST:
+        return False, f"{len(base_Q)} held-out queries (pairs.valid) are too few to say whether tuning helped"
+    gains_Q = tuned_Q - base_Q
+    mean, (low, high) = gains_Q.mean(), bootstrap_mean(gains_Q)
+    figures = f"tuning changes MRR@10 of {len(gains_Q)} held-out queries by {mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+    return low > 0, figures if low > 0 else f"{figures}, not up beyond chance"
 
 
 def list_units(run: Run[IndexConfig]) -> Iterator[pa.RecordBatch]:
-    rows = run.once(_rows)
+    rows, (_, line) = run.once(_rows), run.once(_choice)
+    if line:
+        run.report.say(line)
     rows = rows.filter(pc.is_in(rows["unit_id"], run.output.pending["unit_id"].combine_chunks()))
     for some in run.report.batches(range(rows.num_rows), run.config.batch_size, "units"):
         yield from rows.slice(some[0], len(some)).combine_chunks().to_batches()
@@ -376,6 +410,7 @@ STAGE = Stage(
     reads=(VECTORS, UNITS, SOURCES),
     writes=INDEX,
     config=IndexConfig,
+    optional=(RANKS,),
     wants=wanted_index,
     run=list_units,
     finish=write_index,

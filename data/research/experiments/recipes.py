@@ -35,9 +35,9 @@ from data import EXAMPLE
 from data.research.experiments.agreement import with_agreement
 from data.research.experiments.in_memory import MemoryTables
 from data.research.experiments.processes import run_all
-from pipeline.commands.intervals import PERCENTILES, RESAMPLES
 from pipeline.commands.text_to_image.evaluate import Row, auc, group_rows, pair_by_prompt, values
 from pipeline.project.project import Project
+from stages.intervals import PERCENTILES, RESAMPLES
 
 LOG = logging.getLogger("recipes")
 RATE = 30  # the learning rate of data/projects/example over the default

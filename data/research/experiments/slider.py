@@ -31,8 +31,8 @@ from data.research.experiments.in_memory import MemoryTables
 from data.research.experiments.processes import append
 from data.research.experiments.report import with_table
 from data.research.experiments.tables import markdown
-from pipeline.commands.intervals import PERCENTILES, RESAMPLES
 from pipeline.project.project import Project
+from stages.intervals import PERCENTILES, RESAMPLES
 
 LOG = logging.getLogger("slider")
 PAGE, FILE = DOCS / "experiments" / "slider.md", MEASUREMENTS / "slider.jsonl"

@@ -36,9 +36,9 @@ from data.research.experiments.report import with_table
 from data.research.experiments.routing import Route, RoutedTask
 from data.research.experiments.scoring import Scorer
 from data.research.experiments.tables import markdown
-from pipeline.commands.intervals import PERCENTILES, RESAMPLES
 from pipeline.project.project import Project
 from schemas.text_to_image import TRAIN
+from stages.intervals import PERCENTILES, RESAMPLES
 from stages.run import Run
 from stages.text_to_image.train.batches import Sample, build_sampler
 from stages.text_to_image.train.task import ImageTask

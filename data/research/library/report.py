@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.commands.intervals import bootstrap_mean
+from stages.intervals import bootstrap_mean
 from stages.retrieval.search import measures
 
 STRENGTHS = (0.25, 0.5, 0.75, 1.0)

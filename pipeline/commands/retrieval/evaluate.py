@@ -9,11 +9,11 @@ from typing import Any
 import click
 import numpy as np
 
-from pipeline.commands.intervals import bootstrap_mean
 from pipeline.options import with_project
 from pipeline.project.project import Project
 from pipeline.terminal import format_table, tell
 from schemas.retrieval import RANKS
+from stages.intervals import bootstrap_mean
 
 SEARCHES = ("semantic", "lexical", "hybrid")
 HEAD = ("search", "encoder", "P@1", "MRR@10", "R@10", "nDCG@10")

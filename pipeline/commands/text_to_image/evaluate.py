@@ -10,7 +10,6 @@ from typing import Any
 import click
 import numpy as np
 
-from pipeline.commands.intervals import bootstrap
 from pipeline.commands.run import bring_up_to_date
 from pipeline.options import with_project
 from pipeline.project import runs
@@ -18,6 +17,7 @@ from pipeline.project.outlook import needs, outlook
 from pipeline.project.project import Project
 from pipeline.terminal import format_table, say_aside, tell
 from schemas.text_to_image import CAPTIONS, EMBEDDINGS, IMAGES, SAMPLES, SCORES, TRAIN
+from stages.intervals import bootstrap
 from stages.tuner.checkpoint import ADAPTER
 
 HEAD = ("", "pictures", "style", "real")

@@ -37,7 +37,7 @@ rank = 2
 lr = 1e-3
 precision = "float32"
 """
-INDEXED = ("sources", "units", "pairs", "tokens", "vectors", "index", "ranks")  # the stages up to an evaluation
+INDEXED = ("sources", "units", "pairs", "tokens", "vectors", "ranks", "index")  # the stages up to an evaluation
 VERBS = ("Count", "Sort", "Reverse", "Parse", "Encode", "Merge", "Split", "Compare", "Filter", "Print")
 THINGS = ("words", "lines", "paths", "dates", "colours", "headers", "tickets", "invoices")
 FUNCTION = '''

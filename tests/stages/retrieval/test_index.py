@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from pipeline.api import Project
@@ -181,14 +182,38 @@ def test_a_deleted_file_leaves_the_index_and_its_artifacts(indexed, tmp_path):
     assert not [answer for answer in searcher(folder).search("words", "lexical") if answer.row["path"].endswith("words.py")]
 
 
-def test_the_tuned_encoder_is_chosen_if_there_is_one():
-    assert choose_encoder({"base"}, "tuned") == "base"
-    assert choose_encoder({"base", "1a2b"}, "tuned") == "1a2b"
-    assert choose_encoder({"base", "1a2b"}, "base") == "base"
+def ranked(base: list[int], tuned: list[int], split: str = "valid") -> pa.Table:
+    """Columns of the table ranks. In the mode hard and in the split test, the tuned encoder 1a2b is always first."""
+    rows = [
+        {"pair_id": f"{number:03}", "encoder": encoder, "mode": mode, "split": part, "hybrid": each}
+        for encoder, found in (("base", base), ("1a2b", tuned))
+        for mode, part in (("plain", split), ("hard", split), ("plain", "test"))
+        for number, rank in enumerate(found)
+        for each in [rank if (mode, part) == ("plain", split) else 1 if encoder == "1a2b" else 10]
+    ]
+    return pa.Table.from_pylist(rows[::-1])
+
+
+def test_a_tuned_encoder_is_searched_only_if_it_answers_held_out_queries_better_beyond_chance_or_if_asked_for():
+    def choose(encoders: set[str], wanted: str, ranks: pa.Table | None = None) -> tuple[str, str]:
+        return choose_encoder(encoders, wanted, lambda: ranks)
+
+    both = {"base", "1a2b"}
+    better, line = choose(both, "better", ranked([2] * 40, [1] * 30 + [4] * 10))
+    figures = "tuning changes MRR@10 of 40 held-out queries by +0.312 [+0.219, +0.406]"
+    assert (better, line) == ("1a2b", f"{figures}, so the tuned encoder is searched")
+    chance, line = choose(both, "better", ranked([2] * 40, [1] * 18 + [4] * 22))
+    assert chance == "base" and ", not up beyond chance: the base is searched; [index] encoder = " in line
+    few, line = choose(both, "better", ranked([2] * 12, [1] * 12))
+    assert few == "base" and "12 held-out queries (pairs.valid) are too few to say whether tuning helped: the base" in line
+    for wanted in ("better", "tuned"):
+        assert choose({"base"}, wanted) == ("base", "")
+        assert choose({"1a2b"}, wanted) == ("1a2b", "")
+    assert choose(both, "tuned") == ("1a2b", "") and choose(both, "base") == ("base", "")
     with pytest.raises(ValueError, match="no vectors of the base"):
-        choose_encoder({"1a2b"}, "base")
+        choose({"1a2b"}, "base")
     with pytest.raises(ValueError, match="2 tuned encoders"):
-        choose_encoder({"1a2b", "3c4d"}, "tuned")
+        choose({"1a2b", "3c4d"}, "better")
 
 
 def test_the_command_answers_as_text_as_json_and_from_standard_input(indexed, monkeypatch):

@@ -92,7 +92,7 @@ def test_the_estimate_of_encoding_and_of_training_is_within_a_tenth_of_the_measu
 @pytest.mark.slow
 def test_disk_is_forecast_within_two_percent_of_what_the_tables_take(tokenised: Callable[[int], Path]) -> None:
     folder = tokenised(128)
-    run(folder, "vectors", "index")
+    run(folder, "vectors", "ranks", "index")
     settings = folder / "project.toml"
     settings.write_text(settings.read_text().partition("[train]")[0])  # else a run would train the encoder first
     project = Project(folder)

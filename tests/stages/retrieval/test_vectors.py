@@ -71,7 +71,12 @@ def test_a_trained_adapter_adds_its_own_vectors_and_leaves_those_of_the_base(ind
     shutil.copytree(indexed, folder, symlinks=True)
     before = {row["vector_id"] for row in rows(folder, "vectors")}
     run(folder, "negatives", "train", overrides=TRAINED)
-    run(folder, "vectors", "index", "ranks")
+    run(folder, "vectors")
+    with pytest.raises(ValueError, match="index needs the table ranks, which is not built for this configuration"):
+        run(folder, "index")
+    said = " ".join(run(folder, "ranks", "index"))
+    assert "are too few to say whether tuning helped" in said and {row["encoder"] for row in rows(folder, "index")} == {BASE}
+    run(folder, "index", overrides={"index.encoder": "tuned"})
     found = rows(folder, "vectors")
     tuned = {row["encoder"] for row in found} - {BASE}
     adapter = Project(folder, TRAINED).folder("train").folder / "artifacts" / ADAPTER
@@ -95,7 +100,7 @@ def test_at_half_the_strength_index_search_evaluation_and_export_use_the_base_pl
     with (folder / "project.toml").open("a") as file:
         file.write("\n[vectors]\nstrength = 0.5\n")
     run(folder, "negatives", "train", overrides=TRAINED)
-    run(folder, "vectors", "index", "ranks")
+    run(folder, "vectors", "ranks", "index", overrides={"index.encoder": "tuned"})
     project = Project(folder)
     [tuned] = {row["encoder"] for row in rows(folder, "index")}
     assert {row["encoder"] for row in rows(folder, "ranks")} == {BASE, tuned}

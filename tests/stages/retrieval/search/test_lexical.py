@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.commands.intervals import bootstrap_mean
+from stages.intervals import bootstrap_mean
 from stages.retrieval.search import lexical, measures
 
 WORDS = ["parse date from text", "read file line by line", "parse header of message", "sort numbers", "dates dated dating"]

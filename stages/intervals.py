@@ -1,4 +1,4 @@
-"""Bootstrap intervals of what `latentmill evaluate` reports."""
+"""Bootstrap intervals of means over queries or pictures."""
 
 from __future__ import annotations
 
