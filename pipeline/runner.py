@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pipeline.terminal import ProgressCallback, Quiet, Terminal
     from stages.tuner.blockwise.meter import Meter
 
-VERSIONS = ("latentmill", "mlx", "numpy", "pyarrow", "pylance", "pillow", "transformers")
+VERSIONS = ("latentmill", "mlx", "numpy", "pyarrow", "pylance", "pillow", "tokenizers")
 
 
 @dataclass

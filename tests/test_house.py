@@ -114,7 +114,7 @@ def test_a_schema_describes_every_column_and_avoids_types_that_duckdb_cannot_rea
 
 
 def test_help_needs_nothing_heavy():
-    heavy = ("mlx", "pyarrow", "lance", "duckdb", "transformers", "PIL")
+    heavy = ("mlx", "pyarrow", "lance", "duckdb", "tokenizers", "PIL")
     code = f"import sys; import pipeline.cli; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"

@@ -266,7 +266,7 @@ def _incomplete(copy: Path, components: list[str], family: ModelFamily) -> list[
 
 def _is_complete(folder: Path, component: str) -> bool:
     if component == TOKENIZER:
-        return any((folder / name).is_file() for name in ("tokenizer.json", "merges.txt"))
+        return (folder / "tokenizer.json").is_file()
     if (folder / "pytorch_model.bin").is_file() and (folder / "config.json").is_file():
         return True
     try:

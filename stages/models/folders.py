@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.models.family import ModelFamily
-from stages.untrusted import read_json
+from stages.untrusted import JSON_BYTES, open_regular, read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -50,15 +50,19 @@ def component_config(path: Path | None, default: Mapping[str, Any]) -> dict[str,
 
 
 def open_tokenizer(file: Path) -> Tokenizer:
-    """Raises ValueError if tokenizer.json is missing or cannot be read."""
+    """Raises ValueError if tokenizer.json is missing, too large or damaged."""
     from tokenizers import Tokenizer
 
-    if not file.is_file():
-        raise ValueError(f"{file} is missing: a retriever needs a tokenizer.json")
+    if not file.exists():
+        raise ValueError(f"{file} is missing: tokenizers are read from their tokenizer.json")
+    open_regular(file, JSON_BYTES).close()
     try:
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001  (the library raises Exception itself)
-        raise ValueError(f"{file} is not a tokenizer.json: {error}") from None
+    except BaseException as error:  # the library raises Exception itself, and panics of its native part are no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{file} is not a tokenizer.json: {first:.300}") from None
 
 
 CONFIG_BYTES = 1_000_000  # the largest config.json that is read
@@ -66,10 +70,12 @@ CONFIG_BYTES = 1_000_000  # the largest config.json that is read
 
 def read_config(path: Path) -> dict[str, Any]:
     """config.json in the folder `path` or beside the file, {} without one. Raises ValueError if it is no JSON object."""
-    file = (path if path.is_dir() else path.parent) / "config.json"
-    if not file.is_file():
-        return {}
-    found = read_json(file, CONFIG_BYTES)
+    return read_object((path if path.is_dir() else path.parent) / "config.json", CONFIG_BYTES)
+
+
+def read_object(file: Path, most: int = JSON_BYTES) -> dict[str, Any]:
+    """A JSON object, {} without a file. Raises ValueError if it is anything else."""
+    found = read_json(file, most) if file.exists() else {}
     if not isinstance(found, dict):
         raise ValueError(f"{file} must hold a JSON object, got {type(found).__name__}")
     return found

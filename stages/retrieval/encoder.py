@@ -13,7 +13,7 @@ import numpy as np
 
 from stages.models import adapters
 from stages.models.family import Reading, RetrieverFamily
-from stages.models.folders import open_tokenizer
+from stages.models.folders import open_tokenizer, read_object
 from stages.models.t5.model import T5
 from stages.models.weights import read_file
 from stages.retrieval.texts import Role
@@ -21,7 +21,7 @@ from stages.run import Run, TensorReader
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.lora import check_fits, merge
 from stages.tuner.blockwise.backprop import BlockwiseForward
-from stages.untrusted import parse_json, read_json
+from stages.untrusted import parse_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -44,9 +44,7 @@ class TextTokenizer:
         self.tokenizer = open_tokenizer(file)
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
-        named = read_json(config) if config.is_file() else {}
-        if not isinstance(named, dict):
-            raise ValueError(f"{config} is no tokenizer_config.json")
+        named = read_object(config)
         tokens = [named.get("eos_token") or "</s>", named.get("unk_token") or "<unk>"]
         self.end, self.unknown = (
             self.tokenizer.token_to_id(token["content"] if isinstance(token, dict) else token) for token in tokens

@@ -21,7 +21,7 @@ from pipeline import Project
 from pipeline.commands.status import describe
 from tests import projects
 
-HEAVY = ("mlx", "transformers", "lance", "lancedb", "duckdb", "PIL", "rich")
+HEAVY = ("mlx", "tokenizers", "lance", "lancedb", "duckdb", "PIL", "rich")
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,9 @@ import mlx.core as mx
 
 from stages.kernels import Arrays
 from stages.models.family import Reading, RetrieverArchitecture
-from stages.models.folders import open_tokenizer, read_config
+from stages.models.folders import open_tokenizer, read_config, read_object
 from stages.models.modernbert.model import ModernBert, ModernBertConfig
 from stages.models.weights import check_shapes, evaluate_each, read_tensors
-from stages.untrusted import read_json
 
 SETTINGS = "config_sentence_transformers.json"
 EXPANSIONS = ("mask_token", "eos_token", "pad_token")  # what fills queries up: the first that the tokenizer has
@@ -67,7 +66,7 @@ def _projection(folder: Path) -> mx.array:
 
 def reading(folder: Path) -> Reading:
     """Settings that are missing are PyLate's own. Raises ValueError if a file is missing or a prefix is no token."""
-    about, named = _object(folder / SETTINGS), _object(folder / "tokenizer_config.json")
+    about, named = read_object(folder / SETTINGS), read_object(folder / "tokenizer_config.json")
     tokenizer = open_tokenizer(folder / "tokenizer.json")
 
     def special(name: str) -> int | None:
@@ -96,13 +95,6 @@ def reading(folder: Path) -> Reading:
         query_tokens=int(about.get("query_length") or 32),
         document_tokens=int(about.get("document_length") or 180),
     )
-
-
-def _object(file: Path) -> dict[str, Any]:
-    found = read_json(file) if file.is_file() else {}
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} must hold a JSON object, got {type(found).__name__}")
-    return found
 
 
 def _refuse(*_: Any) -> None:

@@ -6,18 +6,23 @@ A chat template is a program in a file that somebody else wrote: its operations,
 from __future__ import annotations
 
 import ctypes
-import functools
-import os
+import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from stages.models.family import Family
-from stages.untrusted import JSON_BYTES, open_regular, read_json
+from stages.models.folders import open_tokenizer, read_object
+from stages.untrusted import read_utf8
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
+    from tokenizers import Tokenizer
 
 # The system message that FLUX.2 dev was trained with. The line break after the first "object" belongs to it.
 SYSTEM_MESSAGE = (
@@ -59,15 +64,27 @@ GROWING = ("Mul", "Pow", "Mod")
 GROWING_NAMES = frozenset({"format", "center", "ljust", "rjust", "zfill", "indent", "wordwrap"})
 
 
-def check_template(template: Any, folder: Path) -> None:
-    """Raise ValueError if a template cannot be parsed, is too long, or could fill the memory with one operation."""
-    from jinja2 import Environment, TemplateError, nodes
+def read_template(folder: Path, settings: Mapping[str, Any]) -> Any:
+    """The chat template of a tokenizer, where transformers would find it first; None without one."""
+    if (file := folder / "chat_template.jinja").exists():
+        return read_utf8(file, 4 * TEMPLATE_CHARACTERS)
+    # Older tokenizers keep their template in a file of its own, and processors only there.
+    found = settings.get("chat_template") or read_object(folder / "chat_template.json").get("chat_template")
+    if isinstance(found, list):
+        return {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}.get("default")
+    return found
+
+
+def compile_template(template: Any, folder: Path) -> Template:
+    """Raises ValueError if a template cannot be parsed, is too long, or could fill the memory with one operation."""
+    from jinja2 import TemplateError, nodes
 
     where = f"the chat template in {folder}"
     if not isinstance(template, str) or len(template) > TEMPLATE_CHARACTERS:
         raise ValueError(f"{where} must be one text of at most {TEMPLATE_CHARACTERS:,} characters")
+    environment = _environment()
     try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(template)
+        tree = environment.parse(template)
         kinds = tuple(getattr(nodes, name) for name in GROWING)
         # A template that assigns `loop` could make `loop.index` a text.
         named_loop = any(name.name == "loop" and name.ctx != "load" for name in tree.find_all(nodes.Name))
@@ -79,6 +96,39 @@ def check_template(template: Any, folder: Path) -> None:
         raise ValueError(f"{where} cannot be read: {first:.200}") from None
     if growing:
         raise ValueError(f"{where} must not use {growing[0]}, which could make a text of any length")
+    return within(TEMPLATE_SECONDS, lambda: environment.from_string(tree), "the chat template")  # constants are computed
+
+
+def _environment() -> Environment:
+    """What transformers gives a chat template."""
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    class Names(Namespace):
+        def __getattribute__(self, name: str) -> Any:
+            # Not from its content: Jinja calls a value's __html__ without the sandbox.
+            return object.__getattribute__(self, name) if name.startswith("__") else super().__getattribute__(name)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        if isinstance(indent, int) and indent > 16:
+            refuse(f"tojson must not indent by {indent}")
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    made.filters["tojson"] = to_json  # Jinja's own writes < as \u003c
+    made.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    made.globals |= {"namespace": Names, "dict": lambda *pairs, **named: dict(*pairs, **named)}
+    return made
 
 
 def _of_a_loop(node: Any) -> bool:
@@ -129,54 +179,55 @@ class PromptTokenizer:
         family.require("text_encoder")
         self.family, self.length, self.padding = family, family.text_tokens, family.text_padding
         self.chat = CHATS[family.text_kind]
-        self.tokenizer = _load(folder)
-        if self.tokenizer.pad_token_id is None:
+        settings = read_object(folder / "tokenizer_config.json")
+        if "added_tokens_decoder" not in settings:
+            settings |= read_object(folder / "special_tokens_map.json")  # of older tokenizers
+        tokens = {name: each.get("content") if isinstance(each, dict) else each for name, each in settings.items()}
+        self.special = {name: each for name, each in tokens.items() if name.endswith("_token") and isinstance(each, str)}
+        self.tokenizer = open_tokenizer(folder / "tokenizer.json")
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        _add_tokens(self.tokenizer, settings, self.special.values(), folder)
+        if "pad_token" not in self.special:
             raise ValueError(f"{folder} names no pad_token in tokenizer_config.json; it should be {self.chat.pad}")
-        older = folder / "chat_template.json"  # older tokenizers keep their template in a file of its own
-        found = read_json(older) if not self.tokenizer.chat_template and older.is_file() else None
-        self.template = self.tokenizer.chat_template or (found.get("chat_template") if isinstance(found, dict) else None)
-        if not self.template:
+        self.pad = self.tokenizer.token_to_id(self.special["pad_token"])
+        template = read_template(folder, settings)
+        if not template:
             raise ValueError(f"{folder} has no chat template: chat_template.jinja is missing")
-        check_template(self.template, folder)
+        self.template = compile_template(template, folder)
         self.highest = max(self.tokenizer.get_vocab().values(), default=0)
 
     def apply_template(self, text: str) -> str:
-        messages, settings = self.chat.messages(text), {"chat_template": self.template, **self.chat.settings}
-        form = functools.partial(self.tokenizer.apply_chat_template, tokenize=False, **settings)
-        found: str = within(TEMPLATE_SECONDS, lambda: form(messages), "the chat template")
-        return found
+        given = {"messages": self.chat.messages(text), "tools": None, "documents": None, **self.special, **self.chat.settings}
+        return within(TEMPLATE_SECONDS, lambda: self.template.render(given), "the chat template")
 
     def __call__(self, text: str) -> TokenizedPrompt:
         """A prompt that is too long is cut at its end; a shorter one is padded."""
         formed = self.apply_template(text)
-        begin = self.tokenizer.bos_token
+        begin = self.special.get("bos_token")
         complete = begin is not None and formed.startswith(begin)  # a tokenizer would put the first token there once more
-        tokenize = functools.partial(self.tokenizer, truncation=False, add_special_tokens=not complete, verbose=False)
-        ids = within(TEMPLATE_SECONDS, lambda: tokenize(formed)["input_ids"], "the tokenizer")
+        # Of a batch, as `encode` would keep Python's lock, and the time could not be bounded.
+        encode = self.tokenizer.encode_batch_fast
+        ids = within(TEMPLATE_SECONDS, lambda: encode([formed], add_special_tokens=not complete)[0].ids, "the tokenizer")
         kept = ids[: self.length]
         length = self.length
         if self.padding in ("none", "repeated"):
             more = self.padding == "repeated" and self.family.architecture.text_rows(len(kept)) > len(kept)
             length = len(kept) + more
         first = length - len(kept) if self.padding == "start" else 0
-        ids_T = np.full(length, self.tokenizer.pad_token_id, np.int32)
+        ids_T = np.full(length, self.pad, np.int32)
         ids_T[first : first + len(kept)] = kept
         return TokenizedPrompt(ids_T, len(kept), len(ids) - len(kept), first)
 
 
-def _load(folder: Path) -> Any:
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would advise to install torch, which is not needed
-    from transformers import AutoTokenizer
+def _add_tokens(tokenizer: Tokenizer, settings: Mapping[str, Any], special: Iterable[str], folder: Path) -> None:
+    """What tokenizer_config.json says of tokens takes precedence over tokenizer.json, as in transformers."""
+    from tokenizers import AddedToken
 
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-        raise ValueError(f"there is no tokenizer in {folder}: looked for tokenizer.json")
-    for file in folder.iterdir():
-        if file.suffix in (".json", ".jinja", ".txt"):
-            open_regular(file, JSON_BYTES).close()
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except BaseException as error:  # the library raises errors of any kind for a damaged file, also panics of its native part
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"the tokenizer in {folder} cannot be read: {first:.300}") from None
+        added = sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
+        tokenizer.add_tokens([AddedToken(**token) for _, token in added])
+        known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        tokenizer.add_special_tokens([token for token in special if token not in known])
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"added_tokens_decoder in {folder / 'tokenizer_config.json'} cannot be read: {error}") from None

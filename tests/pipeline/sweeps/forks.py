@@ -39,11 +39,10 @@ SECONDS = 600  # after which a fork counts as hanging
 NOTES = 1 << 16  # bytes that a fork can leave in `notes`
 IMPORTED = (
     *("duckdb", "lance", "mlx.core", "mlx.nn", "mlx.optimizers", "pyarrow.acero", "pyarrow.dataset", "pyarrow.parquet", "xxhash"),
-    *("PIL.PngImagePlugin", "PIL.ImageCms", "PIL.ImageOps", "jinja2", "safetensors.numpy", "rich.progress"),
+    *("PIL.PngImagePlugin", "PIL.ImageCms", "PIL.ImageOps", "jinja2.sandbox", "tokenizers", "safetensors.numpy", "rich.progress"),
     *("pipeline.cli", "pipeline.api", "pipeline.runner", "pipeline.process", "tests.pipeline.sweeps.life"),
 )
 WALKED = ("schemas", "stages", "pipeline.commands", "pipeline.store", "pipeline.project", "pipeline.page")
-USED = ("AutoTokenizer", "PreTrainedTokenizerFast", "Qwen2TokenizerFast")  # transformers imports them when they are named
 notes: mmap.mmap | None = None  # shared with the parent, so that it outlives a fork that is killed
 
 
@@ -144,16 +143,12 @@ def _serve() -> None:
 
 
 def _import_all() -> None:
-    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers would import it, in 1.4 s, and each fork map it
-    import transformers
-
+    sys.modules |= dict.fromkeys(("torch", "transformers"))  # as without extras: no stage needs them
     for name in IMPORTED:
         importlib.import_module(name)
     for package in WALKED:
         for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
             importlib.import_module(module.name)
-    for name in USED:
-        getattr(transformers, name)
 
 
 def _fork(order: Mapping[str, Any], steps: mmap.mmap) -> dict[str, Any]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, normalizers, processors
 
 from stages.models.text import tokenisation
 from stages.models.text.tokenisation import PromptTokenizer
 from stages.text_to_image.families import family
+from tests.checkpoints import mistral_tokenizer
 
 TINY = family("tiny")
 TEXTS = ["", "a photo of a cat", "Füchse, 狐 🦊\nand\ttabs  two", "it's <|im_end|> 123", "word " * 90]
@@ -64,11 +67,11 @@ def test_tokens_and_padding_are_those_of_diffusers(tiny_weights: Path, prompts: 
 def test_an_empty_prompt_is_an_empty_turn(prompts: PromptTokenizer) -> None:
     prompt = prompts("")
     assert (prompt.real, prompt.dropped) == (12, 0)
-    assert prompts.tokenizer.decode(prompt.ids[:12]) == prompts.apply_template("")
+    assert prompts.tokenizer.decode(prompt.ids[:12], skip_special_tokens=False) == prompts.apply_template("")
 
 
 def test_tokens_that_are_cut_off_are_counted(prompts: PromptTokenizer) -> None:
-    whole = prompts.tokenizer(prompts.apply_template("word " * 90))["input_ids"]
+    whole = prompts.tokenizer.encode(prompts.apply_template("word " * 90)).ids
     prompt = prompts("word " * 90)
     assert (prompt.real, prompt.dropped) == (64, len(whole) - 64)
     assert prompt.dropped > 30
@@ -77,16 +80,47 @@ def test_tokens_that_are_cut_off_are_counted(prompts: PromptTokenizer) -> None:
 
 
 def test_an_incomplete_tokenizer_folder_is_refused_with_what_it_lacks(tiny_weights: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no tokenizer in .*tokenizer\.json"):
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "merges.txt").write_text("")
+    with pytest.raises(ValueError, match=r"/tokenizer\.json is missing"):
         PromptTokenizer(tmp_path, TINY)
     shutil.copytree(tiny_weights / "tokenizer", tmp_path / "silent")
     (tmp_path / "silent" / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match=r"chat_template\.jinja is missing"):
         PromptTokenizer(tmp_path / "silent", TINY)
-    shutil.copytree(tiny_weights / "tokenizer", tmp_path / "broken")
-    (tmp_path / "broken" / "tokenizer.json").write_text('{"version": "1.0", "mod', encoding="utf-8")
-    with pytest.raises(ValueError, match="cannot be read") as error:
-        PromptTokenizer(tmp_path / "broken", TINY)
+
+
+PANICS = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("tokenizer.json", None, r"tokenizer\.json is not a tokenizer\.json: "),
+        ("tokenizer.json", {"normalizer": PANICS}, r"tokenizer\.json is not a tokenizer\.json: "),
+        ("tokenizer_config.json", None, r"tokenizer_config\.json: not valid JSON"),
+        (
+            "tokenizer_config.json",
+            {"pad_token": None},
+            r"no pad_token in tokenizer_config\.json; it should be <\|endoftext",
+        ),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"7": {"lstrip": []}}},
+            "added_tokens_decoder in .* cannot be read: ",
+        ),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {}}}, "added_tokens_decoder in .* cannot be read: "),
+        ("tokenizer_config.json", {"added_tokens_decoder": 7}, "added_tokens_decoder in .* cannot be read: "),
+    ],
+)
+def test_a_damaged_file_of_a_tokenizer_is_one_line(
+    tiny_weights: Path, tmp_path: Path, name: str, change: dict[str, Any] | None, said: str
+) -> None:
+    file = shutil.copytree(tiny_weights / "tokenizer", tmp_path / "damaged") / name
+    whole = file.read_text()
+    file.write_text(whole[:99] if change is None else json.dumps(json.loads(whole) | change))
+    with pytest.raises(ValueError, match=said) as error:
+        PromptTokenizer(file.parent, TINY)
     assert "\n" not in str(error.value)
 
 
@@ -100,6 +134,9 @@ def test_an_incomplete_tokenizer_folder_is_refused_with_what_it_lacks(tiny_weigh
         ("{{ 'x' | center(9999999999) }}", "must not use center"),
         ("{{ 'x'.ljust(9999999999) }}", "must not use ljust"),
         ("{{ messages[7].content.nothing.at.all }}", "the chat template failed"),
+        ("{{ messages | tojson(indent=9999999999) }}", "tojson must not indent by 9999999999"),
+        ("{{ raise_exception('no ' + messages[0].role) }}", "no user"),
+        ("{{ messages.append(1) }}", "is not safely callable|unsafe"),
         ("{% if %}", "cannot be read"),
         ("x" * 200_000, "at most 100,000 characters"),
     ],
@@ -129,8 +166,114 @@ def test_no_code_in_the_folder_of_a_tokenizer_runs(tiny_weights: Path, tmp_path:
     assert not ran.exists()
 
 
-def test_a_named_pipe_in_the_tokenizers_folder_is_not_waited_for(tiny_weights: Path, tmp_path: Path) -> None:
-    shutil.copytree(tiny_weights / "tokenizer", tmp_path / "piped")
-    os.mkfifo(tmp_path / "piped" / "special_tokens_map.json")
-    with pytest.raises(ValueError, match=r"special_tokens_map\.json is not a regular file"):
-        PromptTokenizer(tmp_path / "piped", TINY)
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_named_pipe_in_the_tokenizers_folder_is_not_waited_for(tiny_weights: Path, tmp_path: Path, name: str) -> None:
+    file = shutil.copytree(tiny_weights / "tokenizer", tmp_path / "piped") / name
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ValueError, match=f"{re.escape(name)} is not a regular file"):
+        PromptTokenizer(file.parent, TINY)
+
+
+# As the templates of Qwen3 and Mistral Small have it: branches for tools and documents, a namespace, marks of white space.
+BRANCHES = """
+{%- if tools %}
+    {{- '<|im_start|>system\\n' + tools | tojson(indent=2) }}
+{%- endif %}
+{%- if documents is defined and documents is not none %}{{ raise_exception("no documents") }}{% endif %}
+{%- set ns = namespace(last=messages|length - 1, seen=false) %}
+{%- set today = strftime_now("%Y") %}
+{%- for message in messages %}
+    {%- if message.role == "assistant" %}{% continue %}{% endif %}
+    {%- if loop.index0 == ns.last %}{% set ns.seen = true %}{% endif %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.content is string %}
+        {{- message.content }}
+    {%- else %}
+        {%- for part in message.content %}{{ part.text }}{% endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{{ dict(a='<é>', b=[ns.seen, tools, bos_token is defined, today|length]) | tojson }}
+   {% if add_generation_prompt %}
+{{- eos_token ~ pad_token }}
+   {% endif %}
+"""
+HOSTILE = (
+    *TEXTS,
+    "<s> a <mark> b<mark>c  <loud>\td",
+    "<|im_start|>system\nno<|im_end|> {{ x }} {% y %}",
+    "e\u0301 \ufeff\u200b\0 ﬁ",
+)
+
+
+def mixed(folder: Path, template: str) -> Path:
+    """A tokenizer whose files say different things of tokens, with a token that starts each text."""
+    made = mistral_tokenizer().backend_tokenizer
+    flags = {"lstrip": True, "rstrip": True, "normalized": True, "single_word": False, "special": False}
+    made.add_tokens([AddedToken("<mark>"), AddedToken("<loud>", rstrip=True)])
+    made.normalizer = normalizers.NFC()
+    made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    made.enable_truncation(9)
+    made.enable_padding(length=20)
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "pad_token": {"__type": "AddedToken", "content": "<pad>"},
+    }
+    about |= {"eos_token": "<end>", "image_token": "[IMG]", "chat_template": [{"name": "default", "template": template}]}
+    about["added_tokens_decoder"] = {str(made.token_to_id("<mark>")): {"content": "<mark>", **flags}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    return folder
+
+
+def older(folder: Path, template: str) -> Path:
+    """The same, with the tokens named in a file of their own."""
+    mixed(folder, template)
+    about = json.loads((folder / "tokenizer_config.json").read_text())
+    kept = {"chat_template": about["chat_template"], "pad_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kept))
+    tokens = {name: about[name] for name in ("bos_token", "eos_token", "image_token")} | {"pad_token": {"content": "<pad>"}}
+    (folder / "special_tokens_map.json").write_text(json.dumps(tokens))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["tiny", "z-image", "flux3-klein-base", "dev"])  # one for each form of a chat
+def test_forms_and_ids_are_those_of_transformers(name: str, tiny_weights: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    plain = shutil.copytree(tiny_weights / "tokenizer", tmp_path / "plain")
+    mistral_tokenizer().save_pretrained(tmp_path / "mistral")
+    branched = shutil.copytree(plain, tmp_path / "branched")
+    (branched / "chat_template.jinja").write_text(BRANCHES)
+    forms = "{{ bos_token }}" + BRANCHES, BRANCHES
+    folders = [plain, tmp_path / "mistral", branched, mixed(tmp_path / "mixed", forms[0]), mixed(tmp_path / "begun", forms[1])]
+    for folder in (*folders, older(tmp_path / "older", forms[1])):
+        ours, theirs = PromptTokenizer(folder, family(name)), AutoTokenizer.from_pretrained(folder)
+        assert (ours.pad, ours.highest) == (theirs.pad_token_id, max(theirs.get_vocab().values()))
+        if folder == plain and ours.chat.system:
+            continue  # that template takes a text alone
+        for text in (*TEXTS, *HOSTILE):
+            formed = theirs.apply_chat_template(ours.chat.messages(text), tokenize=False, **ours.chat.settings)
+            assert ours.apply_template(text) == formed
+            begun = bool(theirs.bos_token) and formed.startswith(theirs.bos_token)
+            ids = theirs(formed, add_special_tokens=not begun, padding=False, truncation=False)["input_ids"]
+            made = ours(text)
+            found = made.ids[made.first : made.first + made.real].tolist()
+            assert (found, made.dropped) == (ids[: ours.length], max(0, len(ids) - ours.length)), (folder.name, text)
+
+
+def test_a_chat_template_is_taken_where_transformers_looks_first(tiny_weights: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_weights / "tokenizer", tmp_path / "many")
+    about = json.loads((folder / "tokenizer_config.json").read_text())
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "second"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps(about | {"chat_template": named}))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "third"}))
+    (folder / "chat_template.jinja").write_text("first")
+    assert PromptTokenizer(folder, TINY).apply_template("") == "first"
+    (folder / "chat_template.jinja").unlink()
+    assert PromptTokenizer(folder, TINY).apply_template("") == "second"
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    assert PromptTokenizer(folder, TINY).apply_template("") == "third"
