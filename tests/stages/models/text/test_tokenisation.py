@@ -152,6 +152,12 @@ def test_a_hostile_chat_template_is_one_line(
     assert "\n" not in str(error.value)
 
 
+def test_a_template_cannot_store_what_jinja_calls_outside_its_sandbox(tiny_weights: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_weights / "tokenizer", tmp_path / "hostile")
+    (folder / "chat_template.jinja").write_text("{{ namespace(__html__=messages[0].role.upper) | e }}")
+    assert "USER" not in PromptTokenizer(folder, TINY).apply_template("a cat")
+
+
 def test_no_code_in_the_folder_of_a_tokenizer_runs(tiny_weights: Path, tmp_path: Path) -> None:
     folder, ran = shutil.copytree(tiny_weights / "tokenizer", tmp_path / "coded"), tmp_path / "ran"
     (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast as Own\n")
@@ -180,7 +186,7 @@ BRANCHES = """
 {%- if tools %}
     {{- '<|im_start|>system\\n' + tools | tojson(indent=2) }}
 {%- endif %}
-{%- if documents is defined and documents is not none %}{{ raise_exception("no documents") }}{% endif %}
+{%- if documents is not none %}{{ raise_exception("no documents") }}{% endif %}
 {%- set ns = namespace(last=messages|length - 1, seen=false) %}
 {%- set today = strftime_now("%Y") %}
 {%- for message in messages %}
@@ -215,7 +221,7 @@ def mixed(folder: Path, template: str) -> Path:
     made.normalizer = normalizers.NFC()
     made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     made.enable_truncation(9)
-    made.enable_padding(length=20)
+    made.enable_padding(length=2000)
     folder.mkdir()
     made.save(str(folder / "tokenizer.json"))
     about = {
