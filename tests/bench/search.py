@@ -3,10 +3,10 @@ whose vectors are made up; with FOLDER, of a project whose index is built, or of
 before.
 
 Times are of CPU: of a query while the index stays open, as in `search --stdin` and `mcp` (opening it and the first are not
-counted); for source code, also of a whole process of `find` when nothing has changed and, with `--edit`, when one file has; of
-ripgrep and semble beside, where they are on the PATH. `--recall` compares the ten best by meaning with those of a comparison with
-every unit. `--encode N` measures nothing but that, over N functions of installed packages whose vectors are the encoder's, and
-needs no Lance: for a machine with a GPU.
+counted); for source code, also of a whole process of `find` when nothing has changed, alone and while `mcp` is up, and, with
+`--edit`, when one file has; of ripgrep and semble beside, where they are on the PATH. `--recall` compares the ten best by meaning
+with those of a comparison with every unit. `--encode N` measures nothing but that, over N functions of installed packages whose
+vectors are the encoder's, and needs no Lance: for a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from pathlib import Path
 
 import click
 import numpy as np
+import psutil
 
 import stages  # noqa: F401  (before mlx.core)
-from pipeline.commands.retrieval.find import open_project, refresh
+from pipeline.commands.retrieval.find import kept, open_project, refresh
+from pipeline.commands.retrieval.resident import FOLDER, name_of
 from pipeline.commands.retrieval.search import Session
 from pipeline.project.config import FILE
 from pipeline.project.project import Project
@@ -127,6 +129,7 @@ def of_processes(folder: Path, rounds: int, edit: Path | None) -> dict[str, floa
     cold = [process(*find) for _ in range(rounds)]
     found: dict[str, float | str] = {"cold_s": statistics.median(seconds for seconds, _ in cold)}
     found["cold_peak_gb"] = max(peak for _, peak in cold)
+    found |= while_mcp_is_up(folder, find, rounds)
     if edit:
         before, edited = edit.read_bytes(), []
         try:
@@ -143,6 +146,21 @@ def of_processes(folder: Path, rounds: int, edit: Path | None) -> dict[str, floa
         except click.ClickException:
             found[f"{name}_s"] = "fails"
     return found
+
+
+def while_mcp_is_up(folder: Path, find: Sequence[str], rounds: int) -> dict[str, float | str]:
+    """Seconds of CPU of a `find` that asks `mcp`, and of `mcp` for its answer; the first is not counted."""
+    words = (sys.executable, "-m", "pipeline", "mcp", str(folder))
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as server:
+        while not (FOLDER / f"{name_of(kept(folder.resolve()))}-{server.pid}").exists():
+            time.sleep(0.1)
+        asked, used = [], []
+        for _ in range(rounds + 1):
+            before = psutil.Process(server.pid).cpu_times()
+            asked.append(process(*find)[0])
+            after = psutil.Process(server.pid).cpu_times()
+            used.append(after.user + after.system - before.user - before.system)
+    return {"mcp_up_s": statistics.median(asked[1:]), "mcp_s": statistics.median(used[1:])}
 
 
 def make(folder: Path, count: int) -> None:

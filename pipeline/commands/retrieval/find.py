@@ -12,16 +12,20 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import click
-import numpy as np
 
+from pipeline.commands.retrieval import resident
 from pipeline.commands.retrieval.search import THRESHOLD
 from pipeline.terminal import Say, format_seconds, give, hashing_of, say_aside, silent, tell, tell_code
+from stages.hashing import text_sha256
 from stages.settings import several
 
+# Nothing large is imported above: a process that is up may know the answer.
 if TYPE_CHECKING:
+    import numpy as np
+
     from pipeline.commands.retrieval.search import Session
     from pipeline.project.project import Project
     from stages.retrieval.index import Answer, Mode, Searcher
@@ -38,6 +42,9 @@ LEAST = 0.3
 RATE, RATE_OF = 24.0, "two busy cores of Linux; no Mac was measured"
 MODEL = "The folder of another encoder: T5, ColBERT on ModernBERT (PyLate), or model2vec."
 ENOUGH = 200  # texts of a run that its speed is taken from
+MOST = 1000  # answers
+MODES = ("semantic", "lexical", "hybrid")
+Row = dict[str, Any]
 
 
 @click.command("find")
@@ -46,7 +53,7 @@ ENOUGH = 200  # texts of a run that its speed is taken from
 @click.option("--semantic", "mode", flag_value="semantic", help="By meaning: the vectors of the encoder.")
 @click.option("--lexical", "mode", flag_value="lexical", help="By words: full-text search; loads no model.")
 @click.option("--hybrid", "mode", flag_value="hybrid", default=True, help="By both (the default).")
-@click.option("--limit", "-n", default=5, show_default=True, type=click.IntRange(1, 1000), help="Answers to show at most.")
+@click.option("--limit", "-n", default=5, show_default=True, type=click.IntRange(1, MOST), help="Answers to show at most.")
 @click.option("--path", "patterns", multiple=True, help='Only files whose path in FOLDER matches "src/*.py"; may be repeated.')
 @click.option("--regex", default="", help="Only code in which a line matches this regular expression.")
 @click.option("--threshold", default=LEAST, show_default=True, type=click.FloatRange(0, 1), help=THRESHOLD)
@@ -69,38 +76,58 @@ def command(
     """
     if not query.strip():
         raise ValueError('find needs a query, such as: latentmill find "read a file line by line"')
-    with hashing_of("find"), CodeFolder(folder, cast("Mode", mode), say_aside, model).current() as code:
-        answers = code.search(query, limit, patterns, regex, threshold)
+    root = folder.resolve()
+    question: Row = {"query": query, "mode": mode, "limit": limit, "patterns": list(patterns), "regex": regex}
+    question["threshold"] = threshold
+    # The first reading takes long, and shows how far it is.
+    reply = resident.ask(kept(root, model), question) if has_index(kept(root, model)) else None
+    if reply is None:
+        with hashing_of("find"), CodeFolder(root, cast("Mode", mode), model).current(say_aside) as code:
+            answers = [plain(each) for each in code.search(**question)]
+    else:
+        answers = reply["answers"]
+        for line in reply["said"]:
+            say_aside(line)
     if as_json:
         give(json.dumps({"query": query, "mode": mode, "results": [as_dict(each) for each in answers]}, ensure_ascii=False))
         return 0 if answers else 1
     for each in answers:
         head, lines = as_text(each)
-        tell_code(head, "\n".join(lines), each.row["file"])
+        tell_code(head, "\n".join(lines), each["file"])
     if not answers:
         tell("nothing found")
     return 0 if answers else 1
 
 
+def checked(question: object) -> Row:
+    """Of `resident.ask`, which anybody may have sent: the arguments of `CodeFolder.search`. Raises ValueError."""
+    kinds = {"query": str, "mode": str, "limit": int, "patterns": list, "regex": str, "threshold": float}
+    if not isinstance(question, dict) or {name: type(value) for name, value in question.items()} != kinds:
+        raise ValueError("a question is an object of " + ", ".join(f"{name} ({kind.__name__})" for name, kind in kinds.items()))
+    if question["mode"] not in MODES or not 1 <= question["limit"] <= MOST or {*map(type, question["patterns"])} - {str}:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, limit from 1 to {MOST}, and patterns texts")
+    return question
+
+
 class CodeFolder:
     """A folder of source code that is asked once or, by a program that stays up, many times."""
 
-    def __init__(self, root: Path, mode: Mode = "hybrid", say: Say = silent, model: Path | None = None) -> None:
-        self.root, self.mode, self.say = root.resolve(), mode, say
+    def __init__(self, root: Path, mode: Mode = "hybrid", model: Path | None = None) -> None:
+        self.root, self.mode = root.resolve(), mode
         self.project = open_project(self.root, model)
         self.session: Session | None = None
         self._opened: object = None
 
     @contextmanager
-    def current(self) -> Iterator[Self]:
-        """Take up what has changed. Within the block no other process changes the index."""
+    def current(self, say: Say = silent) -> Iterator[Self]:
+        """Take up what has changed, and `say` what. Within the block no other process changes the index."""
         from pipeline.commands.retrieval.search import Session
         from pipeline.store.disk import stamp
         from pipeline.store.lock import locked
         from schemas.retrieval import INDEX
 
         with locked(self.project.path / "find.lock", BUSY):
-            refresh(self.project, self.say)
+            refresh(self.project, say)
             found = stamp(self.project.current(INDEX.name).folder / "manifest.json")
             if self.session is None or found != self._opened:
                 self.session = None  # before the next, so that two are never in memory
@@ -113,16 +140,25 @@ class CodeFolder:
         return self.session.searcher
 
     def search(
-        self, query: str, limit: int, patterns: Sequence[str] = (), regex: str = "", threshold: float = LEAST
+        self,
+        query: str,
+        limit: int,
+        patterns: Sequence[str] = (),
+        regex: str = "",
+        threshold: float = LEAST,
+        mode: Mode | None = None,
     ) -> list[Answer]:
-        """`patterns`: wildcards for paths below the folder. `threshold`: least `match`. Raises ValueError for a wrong regex."""
+        """`patterns`: wildcards for paths below the folder. `threshold`: least `match`. `mode`: the folder's, which must not be
+        lexical for another. Raises ValueError for a wrong regex.
+        """
         name = self.searcher.rows["path"][0].as_py().partition("/")[0]
         within = self.matching(regex) if regex else None
         paths = [f"{name}/{pattern}" for pattern in patterns]
-        return self.searcher.search(query, self.mode, limit, paths, within=within, least=threshold)
+        return self.searcher.search(query, mode or self.mode, limit, paths, within=within, least=threshold)
 
     def matching(self, regex: str) -> np.ndarray:
         """The places of the units with a line that matches."""
+        import numpy as np
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -149,6 +185,17 @@ class CodeFolder:
         return np.flatnonzero(np.fromiter(wanted, bool, len(files)))
 
 
+def kept(root: Path, model: Path | None = None) -> Path:
+    """The folder of `open_project`."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = text_sha256(*map(str, (root, model.resolve()) if model else (root,)))
+    return cache / "latentmill" / "find" / f"{root.name}-{name[:12]}"
+
+
+def has_index(project: Path) -> bool:
+    return any(project.glob("tables/index/*/manifest.json"))
+
+
 def open_project(root: Path, model: Path | None = None) -> Project:
     """The project of the source folder `root` in the cache folder, made if there is none. `model`: the folder of another encoder
     than the bundled one, each with a project of its own. Raises ValueError if it holds none that is known.
@@ -156,10 +203,8 @@ def open_project(root: Path, model: Path | None = None) -> Project:
     from pipeline.commands.retrieval import project_toml
     from pipeline.project.config import FILE
     from pipeline.project.project import Project
-    from stages.hashing import text_sha256
 
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    options, settings, name = {"code": str(root), "family": "retriever-micro"}, SETTINGS, [str(root)]
+    options, settings = {"code": str(root), "family": "retriever-micro"}, SETTINGS
     if model:
         from stages.retrieval.families import family_of
 
@@ -167,11 +212,9 @@ def open_project(root: Path, model: Path | None = None) -> Project:
         family = family_of(model)
         reading = family.architecture.reading(model)
         options |= {"family": family.name, "weights": str(model)}
-        name.append(str(model))
         lengths = {"query_tokens": reading.query_tokens, "document_tokens": reading.document_tokens}
         settings += "\n[tokens]\n" + "".join(f"{key} = {value}\n" for key, value in lengths.items() if value)
-    folder = cache / "latentmill" / "find" / f"{root.name}-{text_sha256(*name)[:12]}"
-    text = project_toml(options) + settings
+    folder, text = kept(root, model), project_toml(options) + settings
     if not (folder / FILE).is_file() or (folder / FILE).read_text(encoding="utf-8") != text:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FILE).write_text(text, encoding="utf-8")
@@ -187,7 +230,7 @@ def refresh(project: Project, say: Say = silent) -> None:
 
     began, made, removed, changed = time.monotonic(), {}, 0, False
     root = project.config.sections["sources"].roots[0]
-    first = not any(project.path.glob(f"tables/{INDEX.name}/*/manifest.json"))
+    first = not has_index(project.path)
     if first:
         say(f"{root} is read for the first time. What is read is kept in {project.path}; delete that folder to forget it.")
     # The recipe of an index that is complete for the files of `sources`. It is deleted before `sources` can change.
@@ -239,29 +282,32 @@ def to_encode(project: Project) -> str:
     return f"{work} to encode: about {seconds}, at the {rate:.0f} texts/s of {of}"
 
 
-def place(answer: Answer) -> str:
-    """Of the unit's file, relative to the current folder if it lies below it."""
-    file = Path(answer.row["file"])
+def plain(answer: Answer) -> Row:
+    """What is shown of an answer, of values that JSON has."""
+    from stages.retrieval.texts import decode, split_lines
+
+    row = {name: answer.row[name] for name in ("file", "qualified_name", "first_line", "last_line", "signature")}
+    lines = split_lines(decode(Path(row["file"]).read_bytes()))
+    first, last = row["first_line"], row["last_line"]
+    snippet = lines[first - 1 : min(last, first - 1 + SNIPPET)]
+    scores = {"match": answer.match, "score": answer.score, "semantic": answer.semantic, "lexical": answer.lexical}
+    return {**row, **scores, "snippet": snippet}
+
+
+def place(name: str) -> str:
+    """Of a file, relative to the current folder if it lies below it."""
+    file = Path(name)
     return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)
 
 
-def snippet(answer: Answer) -> list[str]:
-    from stages.retrieval.texts import decode, split_lines
-
-    lines = split_lines(decode(Path(answer.row["file"]).read_bytes()))
-    first, last = answer.row["first_line"], answer.row["last_line"]
-    return lines[first - 1 : min(last, first - 1 + SNIPPET)]
-
-
-def as_dict(answer: Answer) -> dict[str, object]:
-    row = {name: answer.row[name] for name in ("qualified_name", "first_line", "last_line", "signature")}
-    row["signature"] = re.sub(r":\s*#[^'\"]*\Z", ":", row["signature"])
-    scores = {"match": round(answer.match, 4), "score": answer.score, "semantic": answer.semantic, "lexical": answer.lexical}
-    return {"path": place(answer), **row, **scores, "snippet": "\n".join(snippet(answer))}
+def as_dict(row: Row) -> Row:
+    """`row`: from `plain`, as in `as_text`."""
+    found = {"path": place(row["file"]), **row, "match": round(row["match"], 4), "snippet": "\n".join(row["snippet"])}
+    found["signature"] = re.sub(r":\s*#[^'\"]*\Z", ":", row["signature"])
+    return {name: value for name, value in found.items() if name != "file"}
 
 
-def as_text(answer: Answer) -> tuple[str, list[str]]:
+def as_text(row: Row) -> tuple[str, list[str]]:
     """(line above the snippet, snippet)."""
-    row = answer.row
-    head = f"{place(answer)}:{row['first_line']}  {row['qualified_name']}  {answer.match:.2f}"
-    return head, [*(f"    {line}" for line in snippet(answer)), ""]
+    head = f"{place(row['file'])}:{row['first_line']}  {row['qualified_name']}  {row['match']:.2f}"
+    return head, [*(f"    {line}" for line in row["snippet"]), ""]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from pipeline.commands.retrieval.find import LEAST, CodeFolder, as_dict
+from pipeline.commands.retrieval import resident
+from pipeline.commands.retrieval.find import LEAST, MODEL, CodeFolder, as_dict, checked, plain
 from pipeline.process import version
 
 if TYPE_CHECKING:
@@ -26,27 +28,46 @@ MOST_ANSWERS = 100
 
 @click.command("mcp")
 @click.argument("folders", nargs=-1, type=click.Path(path_type=Path, exists=True, file_okay=False))
-def command(folders: tuple[Path, ...]) -> None:
+@click.option("--model", type=click.Path(path_type=Path, exists=True, file_okay=False), help=MODEL)
+def command(folders: tuple[Path, ...], model: Path | None) -> None:
     """Serve code search to coding agents, over the Model Context Protocol on standard input and output. FOLDERS, by
-    default the current one, are all that it reads.
+    default the current one, are all that it reads. While it is up, `latentmill find` in one of them asks it.
     """
     try:
-        server = make_server(folders or (Path(),))
+        server = make_server(folders or (Path(),), model)
     except ModuleNotFoundError:
         raise ValueError('the server for coding agents needs the package mcp: pip install "latentmill[mcp]"') from None
     server.run("stdio")
 
 
-def make_server(folders: Sequence[Path]) -> MCPServer:
+def make_server(folders: Sequence[Path], model: Path | None = None) -> MCPServer:
     from mcp.server.mcpserver import MCPServer
     from mcp.server.mcpserver.exceptions import ToolError
 
     from stages.retrieval.texts import decode, split_lines
 
-    served = {str(root): CodeFolder(root) for root in dict.fromkeys(each.resolve() for each in folders)}
+    served = {str(root): CodeFolder(root, model=model) for root in dict.fromkeys(each.resolve() for each in folders)}
     instructions = INSTRUCTIONS.format(folders=", ".join(served))
-    server = MCPServer("latentmill", instructions=instructions, version=version(), log_level="CRITICAL")
     worker = ThreadPoolExecutor(1)  # one answer after another: all use one index and one encoder
+
+    async def reply(code: CodeFolder, question: object, begin: Callable[[], None]) -> resident.Row:
+        arguments, said = checked(question), list[str]()
+
+        def work() -> list[resident.Row]:
+            begin()
+            with code.current(said.append):
+                return [plain(each) for each in code.search(**arguments)]
+
+        return {"answers": await asyncio.get_running_loop().run_in_executor(worker, work), "said": said}
+
+    replies = {code.project.path: partial(reply, code) for code in served.values()}
+    server = MCPServer(
+        "latentmill",
+        instructions=instructions,
+        version=version(),
+        log_level="CRITICAL",
+        lifespan=lambda server: resident.listening(replies),
+    )
 
     async def answer(work: Callable[[], T]) -> T:
         try:
@@ -72,7 +93,8 @@ def make_server(folders: Sequence[Path]) -> MCPServer:
             if code is None:
                 raise ValueError(f"folder must be one of {', '.join(served)}, got {folder!r}")
             with code.current():
-                return [as_dict(each) for each in code.search(query, checked(limit), [path] if path else (), threshold=threshold)]
+                answers = code.search(query, within(limit), [path] if path else (), threshold=threshold)
+                return [as_dict(plain(each)) for each in answers]
 
         return await answer(work)
 
@@ -85,7 +107,7 @@ def make_server(folders: Sequence[Path]) -> MCPServer:
                 place = code.searcher.place_at(file, line)
                 if place is None:
                     raise ValueError(f"{path} has no function at line {line}")
-                return [as_dict(each) for each in code.searcher.related(place, checked(limit))]
+                return [as_dict(plain(each)) for each in code.searcher.related(place, within(limit))]
 
         return await answer(work)
 
@@ -121,7 +143,7 @@ def make_server(folders: Sequence[Path]) -> MCPServer:
     return server
 
 
-def checked(limit: int) -> int:
+def within(limit: int) -> int:
     if not 1 <= limit <= MOST_ANSWERS:
         raise ValueError(f"limit must be from 1 to {MOST_ANSWERS}, got {limit}")
     return limit

@@ -34,11 +34,11 @@ def _in_fork(root: str) -> None:
 
 
 def find(root: str) -> Found:
-    from pipeline.commands.retrieval.find import CodeFolder, as_dict
+    from pipeline.commands.retrieval.find import CodeFolder, as_dict, plain
 
     _in_fork(root)
     with CodeFolder(Path(root)).current() as code:
-        found = _found([as_dict(answer) for answer in code.search(QUERY, LIMIT, threshold=0)])
+        found = _found([as_dict(plain(answer)) for answer in code.search(QUERY, LIMIT, threshold=0)])
     note(found)
     return found
 
@@ -51,6 +51,28 @@ def serve(root: str) -> Found:
     server = make_server([Path(root)])
     answer = asyncio.run(server.call_tool("search", {"query": QUERY, "limit": LIMIT, "threshold": 0}))
     found = _found([json.loads(part.text) for part in answer.content])
+    note(found)
+    return found
+
+
+def ask(root: str) -> Found:
+    """As `find` asks a process of `latentmill mcp` that is up."""
+    from pipeline.commands.retrieval import resident
+    from pipeline.commands.retrieval.find import as_dict, kept
+    from pipeline.commands.retrieval.mcp import make_server
+
+    _in_fork(root)
+    resident.TURN = resident.ANSWER = 600.0  # however busy the machine is
+    question = {"query": QUERY, "mode": "hybrid", "limit": LIMIT, "patterns": [], "regex": "", "threshold": 0.0}
+    server = make_server([Path(root)])
+
+    async def main() -> dict[str, Any] | None:
+        async with server.settings.lifespan(server):
+            return await asyncio.to_thread(resident.ask, kept(Path(root)), question)
+
+    reply = asyncio.run(main())
+    assert reply, "the server must answer"
+    found = _found([as_dict(row) for row in reply["answers"]])
     note(found)
     return found
 
@@ -91,7 +113,7 @@ def test_after_a_kill_every_answer_is_of_the_files_as_they_are(forks, tmp_path, 
     cache.mkdir()
     draws = random.Random(0)
     folder, killed, count = Folder(tmp_path / "code", draws), 0, cases(4, 200)
-    root, ways = str(folder.root), [f"{__name__}:{each.__name__}" for each in (find, serve)]
+    root, ways = str(folder.root), [f"{__name__}:{each.__name__}" for each in (find, serve, ask)]
     first = forks.call(ways[0], root, watch=cache)
     assert first.value == folder.answer
     folder.edit()

@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pipeline.commands.retrieval.find import CodeFolder
+from pipeline.commands.retrieval.mcp import make_server
 from stages.models.static_embedding import load_encoder as load_model
 from stages.retrieval.encoder import load_encoder
 from stages.retrieval.families import family_of
@@ -67,5 +68,6 @@ def test_find_searches_with_the_model_of_a_folder_and_names_what_it_knows(tmp_pa
         assert [answer.row["qualified_name"] for answer in answers] == ["count", "read"]
         assert {answer.row["count"] for answer in answers} == {1}
     (empty := tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty holds no encoder that is known here"):
-        CodeFolder(code, model=empty)
+    for serve in (lambda: CodeFolder(code, model=empty), lambda: make_server([code], empty)):
+        with pytest.raises(ValueError, match="empty holds no encoder that is known here"):
+            serve()
