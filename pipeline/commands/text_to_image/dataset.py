@@ -92,7 +92,7 @@ def too_long(project: Project) -> Iterator[Doubt]:
 
     most = project.family.text_tokens
     texts = [row for row in wanted_captions(project.open("captions")).to_pylist() if row["role"] == "caption"]
-    # A token has a letter or more, except of a few scripts; loading the tokenizer takes seconds.
+    # A token has a letter or more, except of a few scripts; loading the tokenizer takes time.
     texts = [row for row in texts if len(row["text"].encode()) > most / 2]
     if not texts:
         return

@@ -188,9 +188,9 @@ class PromptTokenizer:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         _add_tokens(self.tokenizer, settings, self.special.values(), folder)
-        if "pad_token" not in self.special:
+        self.pad = self.tokenizer.token_to_id(self.special.get("pad_token", ""))
+        if self.pad is None:
             raise ValueError(f"{folder} names no pad_token in tokenizer_config.json; it should be {self.chat.pad}")
-        self.pad = self.tokenizer.token_to_id(self.special["pad_token"])
         template = read_template(folder, settings)
         if not template:
             raise ValueError(f"{folder} has no chat template: chat_template.jinja is missing")

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +19,7 @@ from PIL import Image
 
 from pipeline import runner
 from pipeline.project.project import Project
+from stages.text_to_image.descriptions import DescriptionsConfig, LocalModel
 from tests import projects
 from tests.vision_language import write_model
 
@@ -194,6 +196,15 @@ def test_a_silent_server_times_out_with_one_line_and_keeps_what_was_written(proj
 def test_a_wrong_setting_is_one_line(project: Path, setting: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         run(project, "images", "descriptions", settings=(setting,))
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+def test_a_package_that_is_missing_is_one_line(project: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    (project / "eye").mkdir()
+    (project / "eye" / "config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match=rf"the Python package {package}: pip install 'latentmill\[describe\]'"):
+        LocalModel(DescriptionsConfig(model="eye"), project)
 
 
 def test_without_a_model_nothing_is_written(project: Path) -> None:

@@ -152,6 +152,13 @@ def test_a_hostile_chat_template_is_one_line(
     assert "\n" not in str(error.value)
 
 
+def test_a_text_that_takes_the_tokenizer_too_long_is_one_line(prompts: PromptTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "apply_template", lambda text: text)
+    monkeypatch.setattr(tokenisation, "TEMPLATE_SECONDS", 0.01)
+    with pytest.raises(ValueError, match=r"the tokenizer did not end within 0\.01 s"):
+        prompts("a" * 300_000)
+
+
 def test_a_template_cannot_store_what_jinja_calls_outside_its_sandbox(tiny_weights: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_weights / "tokenizer", tmp_path / "hostile")
     (folder / "chat_template.jinja").write_text("{{ namespace(__html__=messages[0].role.upper) | e }}")
