@@ -16,6 +16,7 @@ Role = Literal["query", "document"]
 Row = dict[str, Any]
 
 BASE = "base"  # the name of the encoder that no training has changed; a tuned one is named by its adapter's sha256
+DATA = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json"}  # languages of configuration, by suffix
 HELD_OUT = ("valid", "test")  # the splits that are not trained on
 
 # Where an identifier is split: parseHTTPHeader_2 is parse, HTTP, Header, 2.

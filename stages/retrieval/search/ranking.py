@@ -47,8 +47,9 @@ class Units:
         self.aside = np.array([bool(ASIDE.search(str(path))) for path in below], bool)[self.files]
         statements = pc.equal(signatures, "").to_numpy()
         parsed = np.bincount(self.files[~statements], minlength=len(files.dictionary)) > 0
+        data = np.array([PurePosixPath(path).suffix.lower() in texts.DATA for path in files.dictionary.to_pylist()], bool)
         special = pc.match_substring_regex(names, r"(^|\.)__\w+__$").to_numpy().astype(bool)
-        self.minor = statements & parsed[self.files] | special
+        self.minor = statements & (parsed | data)[self.files] | special
 
     def called(self, symbol: str) -> np.ndarray:
         """Whether a unit has this name: that of push is also Stack.push, that of Stack.push only that."""
@@ -66,7 +67,7 @@ def symbols(query: str) -> list[str]:
 
 FILE = 0.1  # share of the best other answer of its file that each gets
 LESS = 0.75  # factor of tests and examples
-MINOR = 0.8  # factor of statements beside functions, and of special methods
+MINOR = 0.8  # factor of statements beside functions, of configuration, and of special methods
 WORDED = 1.0  # by which a unit rises whose name has all words of the query
 FREE, LATER = 3, 0.8  # answers of a file that count in full; the factor of each further one, as often as it is further
 NAMED = 1.0  # by which a unit rises that a sentence names
@@ -95,7 +96,9 @@ def name_words(scores: np.ndarray, places: np.ndarray, units: Units, query: str)
 
 
 def minor_down(scores: np.ndarray, places: np.ndarray, units: Units, query: str) -> np.ndarray:
-    """Statements beside functions, such as constants and imports, and special methods such as __init__ count four fifths."""
+    """Statements beside functions, such as constants and imports, configuration and special methods such as __init__ count four
+    fifths.
+    """
     return np.where(units.minor[places] & (scores > 0), MINOR * scores, scores)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ from schemas.retrieval import SOURCES, UNITS
 from stages.hashing import text_sha256
 from stages.retrieval import texts
 from stages.retrieval.texts import Row
+from stages.retrieval.units.configuration import config_units
 from stages.retrieval.units.prose import markdown_units, notebook_units, shell_units
 from stages.retrieval.units.python import python_units
 from stages.retrieval.units.syntax import can_parse, syntax_units
@@ -74,6 +76,7 @@ READERS: dict[str, Callable[[str, int], list[Unit] | None]] = {
     "markdown": markdown_units,
     "bash": shell_units,
     "notebook": lambda text, window: notebook_units(text),
+    **{name: partial(config_units, name) for name in texts.DATA.values()},
 }
 CEILING = 64 * 2**20  # bytes: as sources.max_bytes
 SHORT = ("code", "section")  # units that may have one line

@@ -110,11 +110,12 @@ def test_a_docstring_is_found_that_shares_no_word_with_its_code(folder):
     ("words", "message"),
     [
         ((" ", "code"), "find needs a query, such as"),
-        (("x", "cache"), "holds no source file that"),
+        (("x", "notes"), "holds no source file that"),
         (("x", "code", "--regex", "("), "--regex must be a regular expression"),
     ],
 )
 def test_a_mistake_is_one_line(folder, words, message):
-    (folder.parent / "cache").mkdir()
+    (folder.parent / "notes").mkdir()
+    (folder.parent / "notes" / "a.txt").write_text("a")
     with pytest.raises(ValueError, match=message):
         find(*words)
