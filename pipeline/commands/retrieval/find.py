@@ -77,10 +77,11 @@ def command(
     if not query.strip():
         raise ValueError('find needs a query, such as: latentmill find "read a file line by line"')
     root = folder.resolve()
+    project = kept(root, model)
     question: Row = {"query": query, "mode": mode, "limit": limit, "patterns": list(patterns), "regex": regex}
     question["threshold"] = threshold
     # The first reading takes long, and shows how far it is.
-    reply = resident.ask(kept(root, model), question) if has_index(kept(root, model)) else None
+    reply = resident.ask(project, question) if has_index(project) else None
     if reply is None:
         with hashing_of("find"), CodeFolder(root, cast("Mode", mode), model).current(say_aside) as code:
             answers = [plain(each) for each in code.search(**question)]
