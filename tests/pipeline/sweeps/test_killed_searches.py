@@ -112,7 +112,7 @@ def test_after_a_kill_every_answer_is_of_the_files_as_they_are(forks, tmp_path, 
     cache = tmp_path / "cache"
     cache.mkdir()
     draws = random.Random(0)
-    folder, killed, count = Folder(tmp_path / "code", draws), 0, cases(4, 200)
+    folder, killed, count = Folder(tmp_path / "code", draws), 0, cases(2, 200)
     root, ways = str(folder.root), [f"{__name__}:{each.__name__}" for each in (find, serve, ask)]
     first = forks.call(ways[0], root, watch=cache)
     assert first.value == folder.answer
