@@ -38,11 +38,7 @@ def ask(project: Path, question: Row) -> Row | None:
     for path in sorted(FOLDER.glob(f"{name_of(project)}-*")):
         with suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(TURN)
-            try:
-                connection.connect(str(path))
-            except ConnectionRefusedError:  # it was killed
-                path.unlink(missing_ok=True)
-                continue
+            connection.connect(str(path))  # refused at once if the process was killed
             connection.sendall(json.dumps(question).encode() + b"\n")
             begun = connection.recv(1)
             connection.settimeout(ANSWER)
@@ -62,9 +58,12 @@ async def listening(replies: Mapping[Path, Reply]) -> AsyncIterator[None]:
     try:
         with suppress(OSError):
             FOLDER.mkdir(mode=0o700, exist_ok=True)
-            for path, reply in zip(paths, replies.values(), strict=True) if is_private(FOLDER) else ():
-                servers.append(await asyncio.start_unix_server(partial(_answer, reply), path, limit=LONGEST))
-                path.chmod(0o600)
+            if is_private(FOLDER):
+                for path in filter(is_left, FOLDER.iterdir()):
+                    path.unlink(missing_ok=True)
+                for path, reply in zip(paths, replies.values(), strict=True):
+                    servers.append(await asyncio.start_unix_server(partial(_answer, reply), path, limit=LONGEST))
+                    path.chmod(0o600)
         yield
     finally:
         for server, path in zip(servers, paths, strict=False):
@@ -103,6 +102,15 @@ def is_private(folder: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def is_left(path: Path) -> bool:
+    """By a process that was killed."""
+    try:
+        os.kill(int(path.name.rpartition("-")[2]), 0)
+    except (OSError, ValueError, OverflowError) as error:
+        return isinstance(error, ProcessLookupError)
+    return False
 
 
 def name_of(project: Path) -> str:

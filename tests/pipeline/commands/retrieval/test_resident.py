@@ -193,8 +193,10 @@ def test_a_process_that_was_killed_or_stands_still_leaves_the_answer_to_find(fol
         process.kill()
         process.wait()
         assert find("send a mail") == answered and replies[-1] is None
-        assert not path_of(folder, process.pid).exists()
+        left = path_of(folder, process.pid)
+        assert left.exists()
     with up(folder) as process:
+        assert not left.exists()
         assert process.stdin
         process.stdin.close()
         assert process.wait() == 0 and not path_of(folder, process.pid).exists()
