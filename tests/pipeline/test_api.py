@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +114,6 @@ def test_an_object_notices_that_a_stage_has_run_here_or_in_another_process(tmp_p
     projects.add_image(folder, "fourth.png", seed=10)
     p.run("captions", upstream=True, progress=False)
     assert len(p["captions"]) == count + 2
-
-
-def test_a_stage_runs_in_a_thread_without_signal_handlers(tmp_path, tiny_weights):
-    folder = projects.make(tmp_path / "project", tiny_weights, images=2)
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(Project(folder).run("latents", upstream=True, progress=False)))
-    thread.start()
-    thread.join(projects.HANG)
-    assert results[0].written == 4
 
 
 FORK = """

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -19,21 +17,18 @@ PICTURES = sorted(path for path in (MATERIAL / "images").iterdir() if path.suffi
 TRIGGER = 'trigger = "ohwx"\ntemplate = "{trigger}, {caption}"\n'
 
 
+A, B, C, D = (path.suffix for path in PICTURES[:4])
+Files = dict[str, str | None]  # by path: a text, or None for a picture; the suffix of the first picture is A, of the next B
+
+
 @dataclass
 class Layout:
-    """A folder in one convention. `make` writes it, and returns further lines of project.toml by section. `line` is what the
-    run says about it. `texts` are the training texts of its images, by path.
-    """
+    """A folder in one convention."""
 
-    make: Callable[[Path], dict[str, str]]
-    line: str
+    files: Files
+    line: str  # what the run says about it
     texts: dict[str, tuple[str, str, str | None]]  # path -> (text, source, reason)
-
-
-def picture(path: Path, number: int) -> Path:
-    """Its suffix is the picture's own."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return Path(shutil.copy(PICTURES[number], path.with_suffix(PICTURES[number].suffix)))
+    more: dict[str, str] = field(default_factory=dict)  # lines of project.toml by section
 
 
 def write(path: Path, text: str) -> None:
@@ -41,87 +36,37 @@ def write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def kohya(images: Path) -> dict[str, str]:
-    for number in range(2):
-        write(picture(images / "img/10_ohwx cat" / f"a{number}.png", number).with_suffix(".txt"), f"ohwx cat, photo {number}")
-    picture(images / "img/2_ohwx toy" / "b.png", 2)
-    picture(images / "reg/1_cat" / "r.png", 3)
-    return {"captions": TRIGGER}
+def lay(folder: Path, files: Files) -> None:
+    pictures = iter(PICTURES)
+    for name, text in files.items():
+        write(folder / name, text or "")
+        if text is None:
+            shutil.copy(next(pictures), folder / name)
 
 
-def captions_beside(images: Path) -> dict[str, str]:
-    first, second = picture(images / "a.png", 0), picture(images / "b.png", 1)
-    for name, text in ((first.with_suffix(".txt"), "from txt"), (first.with_suffix(".caption"), "from caption")):
-        write(name, text)
-    write(second.with_suffix(".caption"), "only caption")
-    return {}
+KOHYA = {
+    f"img/10_ohwx cat/a0{A}": None,
+    "img/10_ohwx cat/a0.txt": "ohwx cat, photo 0",
+    f"img/10_ohwx cat/a1{B}": None,
+    "img/10_ohwx cat/a1.txt": "ohwx cat, photo 1",
+    f"img/2_ohwx toy/b{C}": None,
+    f"reg/1_cat/r{D}": None,
+}
+TWO = {f"a0{A}": None, f"a1{B}": None}
+TWO_TEXTS = {f"a0{A}": ("red, round", "metadata", None), f"a1{B}": ("blue", "metadata", None)}
+FOLDERS = """
+[[images.folder]]
+path = "images/a"
+repeats = 3
+trigger = "sks"
 
-
-def captions_apart(images: Path) -> dict[str, str]:
-    for number in range(2):
-        picture(images / "images" / f"a{number}.png", number)
-        write(images / "captions" / f"a{number}.txt", f"apart {number}")
-    return {}
-
-
-def captions_elsewhere(images: Path) -> dict[str, str]:
-    picture(images / "sub/a.png", 0)
-    write(images.parent / "words/sub/a.txt", "elsewhere")
-    return {"captions": 'folder = "words"\n'}
-
-
-def json_map(images: Path) -> dict[str, str]:
-    names = [picture(images / f"a{number}.png", number).name for number in range(3)]
-    entries = {
-        names[0]: "whole name",
-        Path(names[1]).stem: ["stem"],
-        f"/workspace/old/{names[2]}": {"caption": "absolute", "tags": "x"},
-    }
-    write(images / "captions.json", json.dumps(entries))
-    return {}
-
-
-def json_list(images: Path) -> dict[str, str]:
-    names = [picture(images / f"a{number}.png", number).name for number in range(2)]
-    write(images / "captions.json", json.dumps([{"image": names[0], "prompt": "one"}, {"path": names[1], "caption": "two"}]))
-    return {}
-
-
-def table(name: str, delimiter: str) -> Callable[[Path], dict[str, str]]:
-    def make(images: Path) -> dict[str, str]:
-        names = [picture(images / f"a{number}.png", number).name for number in range(2)]
-        with (images / name).open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file, delimiter=delimiter).writerows([["image", "caption"], [names[0], "red, round"], [names[1], "blue"]])
-        return {}
-
-    return make
-
-
-def imagefolder(images: Path) -> dict[str, str]:
-    names = [picture(images / "train" / f"a{number}.png", number).name for number in range(2)]
-    rows = [{"file_name": name, "additional_feature": f"feature {number}"} for number, name in enumerate(names)]
-    write(images / "train/metadata.jsonl", "\n".join(map(json.dumps, rows)))
-    return {"captions": 'caption_column = "additional_feature"\n'}
-
-
-def ai_toolkit(images: Path) -> dict[str, str]:
-    write(picture(images / "a.png", 0).with_suffix(".txt"), "[trigger] in a picture of a boat")
-    write(picture(images / "b.png", 1).with_suffix(".txt"), "a house")
-    return {"captions": TRIGGER}
-
-
-def several(images: Path) -> dict[str, str]:
-    write(picture(images / "a/x.png", 0).with_suffix(".txt"), "a boat")
-    write(picture(images / "b/y.png", 1).with_suffix(".txt"), "a house")
-    entries = '[[images.folder]]\npath = "images/a"\nrepeats = 3\ntrigger = "sks"\n\n'
-    entries += '[[images.folder]]\npath = "images/b"\ntrigger = ""\n'
-    return {"captions": TRIGGER, "": entries}
-
-
-A, B, C, D = (path.suffix for path in PICTURES[:4])
+[[images.folder]]
+path = "images/b"
+trigger = ""
+"""
 LAYOUTS = {
     "kohya": Layout(
-        kohya,
+        KOHYA,
         "kohya folder: 10 repeats of 'ohwx cat', 2 images; 2 repeats of 'ohwx toy', 1 image; reg/1_cat/: 1 class image of 'cat'",
         {
             f"img/10_ohwx cat/a0{A}": ("ohwx cat, photo 0", "sidecar", "the caption has the trigger"),
@@ -129,64 +74,69 @@ LAYOUTS = {
             f"img/2_ohwx toy/b{C}": ("ohwx toy", "folder", "the caption has the trigger"),
             f"reg/1_cat/r{D}": ("cat", "folder", "a regularisation image has no trigger"),
         },
+        {"captions": TRIGGER},
     ),
     "txt and caption": Layout(
-        captions_beside,
+        {f"a{A}": None, "a.txt": "from txt", "a.caption": "from caption", f"b{B}": None, "b.caption": "only caption"},
         "2 captions: 1 from .txt, 1 from .caption",
         {f"a{A}": ("from txt", "sidecar", None), f"b{B}": ("only caption", "sidecar", None)},
     ),
     "folder of captions": Layout(
-        captions_apart,
+        {f"images/a0{A}": None, f"images/a1{B}": None, "captions/a0.txt": "apart 0", "captions/a1.txt": "apart 1"},
         "2 files: 2 usable",
         {f"images/a0{A}": ("apart 0", "sidecar", None), f"images/a1{B}": ("apart 1", "sidecar", None)},
     ),
-    "captions elsewhere": Layout(captions_elsewhere, "1 file: 1 usable", {f"sub/a{A}": ("elsewhere", "sidecar", None)}),
+    "captions elsewhere": Layout(
+        {f"sub/a{A}": None, "../words/sub/a.txt": "elsewhere"},
+        "1 file: 1 usable",
+        {f"sub/a{A}": ("elsewhere", "sidecar", None)},
+        {"captions": 'folder = "words"\n'},
+    ),
     "captions.json, a map": Layout(
-        json_map,
+        TWO
+        | {f"a2{C}": None}
+        | {"captions.json": f'{{"a0{A}": "whole name", "a1": ["stem"], "/workspace/old/a2{C}": {{"caption": "far"}}}}'},
         "3 captions: 3 from captions.json",
-        {
-            f"a0{A}": ("whole name", "metadata", None),
-            f"a1{B}": ("stem", "metadata", None),
-            f"a2{C}": ("absolute", "metadata", None),
-        },
+        {f"a{n}{end}": (text, "metadata", None) for n, end, text in ((0, A, "whole name"), (1, B, "stem"), (2, C, "far"))},
     ),
     "captions.json, a list": Layout(
-        json_list,
+        TWO | {"captions.json": f'[{{"image": "a0{A}", "prompt": "red, round"}}, {{"path": "a1{B}", "caption": "blue"}}]'},
         "2 captions: 2 from captions.json",
-        {f"a0{A}": ("one", "metadata", None), f"a1{B}": ("two", "metadata", None)},
+        TWO_TEXTS,
     ),
     "captions.csv": Layout(
-        table("captions.csv", ","),
-        "2 captions: 2 from captions.csv",
-        {f"a0{A}": ("red, round", "metadata", None), f"a1{B}": ("blue", "metadata", None)},
+        TWO | {"captions.csv": f'image,caption\na0{A},"red, round"\na1{B},blue\n'}, "2 captions: 2 from captions.csv", TWO_TEXTS
     ),
     "captions.tsv": Layout(
-        table("captions.tsv", "\t"),
-        "2 captions: 2 from captions.tsv",
-        {f"a0{A}": ("red, round", "metadata", None), f"a1{B}": ("blue", "metadata", None)},
+        TWO | {"captions.tsv": f"image\tcaption\na0{A}\tred, round\na1{B}\tblue\n"}, "2 captions: 2 from captions.tsv", TWO_TEXTS
     ),
     "imagefolder": Layout(
-        imagefolder,
+        {f"train/{name}": None for name in TWO}
+        | {"train/metadata.jsonl": "\n".join(f'{{"file_name": "{name}", "additional_feature": "of {name}"}}' for name in TWO)},
         "2 captions: 2 from metadata.jsonl",
-        {f"train/a0{A}": ("feature 0", "metadata", None), f"train/a1{B}": ("feature 1", "metadata", None)},
+        {f"train/{name}": (f"of {name}", "metadata", None) for name in TWO},
+        {"captions": 'caption_column = "additional_feature"\n'},
     ),
     "ai-toolkit": Layout(
-        ai_toolkit,
+        {f"a{A}": None, "a.txt": "[trigger] in a picture of a boat", f"b{B}": None, "b.txt": "a house"},
         "[trigger] was replaced by the trigger in 1 of 2 captions",
         {
             f"a{A}": ("ohwx in a picture of a boat", "sidecar", "[trigger] in the caption was replaced by the trigger"),
             f"b{B}": ("ohwx, a house", "sidecar", None),
         },
+        {"captions": TRIGGER},
     ),
     "several folders": Layout(
-        several,
+        {f"a/x{A}": None, "a/x.txt": "a boat", f"b/y{B}": None, "b/y.txt": "a house"},
         "folders: a/: 1 image, 3 repeats, trigger 'sks'; b/: 1 image",
         {f"a/x{A}": ("sks, a boat", "sidecar", None), f"b/y{B}": ("a house", "sidecar", "its folder has no trigger")},
+        {"captions": TRIGGER, "": FOLDERS},
     ),
 }
 
 
-def project(folder: Path, weights: Path, more: dict[str, str]) -> Path:
+def project(folder: Path, weights: Path, files: Files, more: dict[str, str]) -> Path:
+    lay(folder / "images", files)
     config = CONFIG.format(weights=weights, family="tiny").replace("steps = 6", "steps = 1").replace("[64, 96]", "[64]")
     config = config.replace("[captions]\n", f"{more.get('', '')}\n[captions]\n{more.get('captions', '')}")
     write(folder / "project.toml", config)
@@ -204,7 +154,7 @@ def texts(folder: Path) -> dict[str, tuple[str, str, str | None]]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_folder_of_another_trainer_is_recognised_in_one_line_and_trained_as_it_is(name, tmp_path, tiny_weights):
     layout, console = LAYOUTS[name], Silent()
-    folder = project(tmp_path / "project", tiny_weights, layout.make(tmp_path / "project" / "images"))
+    folder = project(tmp_path / "project", tiny_weights, layout.files, layout.more)
     trained = ("buckets", "latents", "embeddings", "train") if name in ("kohya", "several folders") else ()  # images from two
     build(folder, "images", "captions", *trained, console=console)
     assert layout.line in console.lines
@@ -214,8 +164,7 @@ def test_a_folder_of_another_trainer_is_recognised_in_one_line_and_trained_as_it
 
 def test_a_onetrainer_file_of_concepts_becomes_a_project_that_trains(tmp_path, tiny_weights):
     data = tmp_path / "data"
-    write(picture(data / "cat/x.png", 0).with_suffix(".txt"), "a cat")
-    write(picture(data / "dog/y.png", 1).with_suffix(".txt"), "a dog")
+    lay(data, {f"cat/x{A}": None, "cat/x.txt": "a cat", f"dog/y{B}": None, "dog/y.txt": "a dog"})
     usual = {
         "image": {},
         "text": {"prompt_source": "sample", "prompt_path": ""},
@@ -239,7 +188,7 @@ def test_a_onetrainer_file_of_concepts_becomes_a_project_that_trains(tmp_path, t
 
 
 def test_a_renamed_folder_changes_the_repeats_and_no_file_is_read_again(tmp_path, tiny_weights, monkeypatch):
-    folder = project(tmp_path / "project", tiny_weights, kohya(tmp_path / "project" / "images"))
+    folder = project(tmp_path / "project", tiny_weights, KOHYA, {"captions": TRIGGER})
     build(folder, "images", "captions")
     (folder / "images/img/10_ohwx cat").rename(folder / "images/img/5_ohwx cat")
     build(folder, "images")

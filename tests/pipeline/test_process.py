@@ -16,7 +16,7 @@ import pytest
 
 from pipeline import process
 from pipeline.cli import exit_code
-from pipeline.process import RESTARTED, allow_open_files, explain, interruptible, kept_awake, may_restart, own_command, restarting
+from pipeline.process import RESTARTED, allow_open_files, interruptible, kept_awake, may_restart, own_command, restarting
 from tests import projects
 
 MEMORY = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)."
@@ -48,7 +48,11 @@ def test_an_error_of_the_gpu_is_one_line_with_the_remedy_and_ends_the_command(me
 
 
 def test_any_other_runtime_error_is_a_bug_and_is_raised():
-    assert explain("shapes (3,) and (4,) cannot be broadcast") is None
+    def wrong() -> None:
+        raise RuntimeError("shapes (3,) and (4,) cannot be broadcast")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        exit_code(wrong)
     assert not may_restart("shapes (3,) and (4,) cannot be broadcast") and not may_restart(MEMORY)
 
 

@@ -31,17 +31,12 @@ def images(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_a_new_project_of_every_family_can_be_opened_and_names_the_source_of_its_weights(tmp_path, images, name):
+def test_a_new_project_has_its_familys_source_of_weights_its_own_settings_and_the_usual_ones_for_the_rest(tmp_path, images, name):
     new_project(tmp_path / "new", {"images": str(images), "family": name})
     made = Project(tmp_path / "new")
     assert made.family is family(name)
     assert f'weights = ""  # a folder or a hub id; empty: {made.family.source}' in (tmp_path / "new/project.toml").read_text()
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_a_new_project_has_its_familys_own_settings_and_the_usual_ones_for_the_rest(tmp_path, images, name):
-    new_project(tmp_path / "new", {"images": str(images), "family": name})
-    sections = Project(tmp_path / "new").config.sections
+    sections = made.config.sections
     for section, settings in family(name).begin.items():
         first, *inner = section.split(".")
         holder = getattr(sections[first], inner[0]) if inner else sections[first]

@@ -118,18 +118,6 @@ def test_the_reason_of_a_lost_version_names_no_code_of_lance(tmp_path: Path):
     assert ".rs" not in str(error.value)
 
 
-def test_a_table_without_tensors_that_cannot_be_read_at_all_starts_empty(tmp_path: Path):
-    table = TableFolder(tmp_path / "t", NOTES)
-    for _ in range(2):
-        with Writer(table, RECIPE) as writer:
-            assert writer.stored.num_rows == 0
-            writer.append(notes(1))
-            writer.finish(None, {})
-        assert texts(table) == ["text 1"]
-        for path in lance_files(table, "_versions/*.manifest"):
-            empty(path)
-
-
 def test_a_damaged_old_lance_manifest_does_not_stop_a_run(tmp_path: Path):
     table = TableFolder(tmp_path / "t", NOTES)
     with Writer(table, RECIPE, flush_seconds=0) as writer:
@@ -307,15 +295,16 @@ def test_a_damaged_file_that_no_row_names_is_set_aside_and_its_bytes_are_kept(tm
     assert (table.folder / "damaged" / "artifacts" / "grid.png").read_bytes() == damaged
 
 
-@pytest.mark.parametrize("place", range(0, 400, 7))
-def test_a_flipped_bit_in_a_manifest_is_noticed(tmp_path: Path, place: int):
+def test_a_flipped_bit_in_a_manifest_is_noticed(tmp_path: Path):
     table = written(tmp_path / "t", 1, 2)
-    before = table.manifest()
-    flip(table.manifest_file, place % len(table.manifest_file.read_bytes()))
-    try:
-        assert table.manifest() == before  # a space or a line end
-    except ValueError as error:
-        assert "is damaged" in str(error)
+    before, content = table.manifest(), table.manifest_file.read_bytes()
+    for place in range(0, len(content), 7):
+        flip(table.manifest_file, place)
+        try:
+            assert TableFolder(table.folder, table.schema).manifest() == before  # a space or a line end
+        except ValueError as error:
+            assert "is damaged" in str(error)
+        table.manifest_file.write_bytes(content)
 
 
 def test_damaged_lines_of_the_checksums_are_ignored_and_new_ones_are_readable_after_a_torn_line(tmp_path: Path):
@@ -349,18 +338,6 @@ def test_a_file_that_was_rewritten_is_not_damaged(tmp_path: Path):
             writer.write_artifact("a.txt", lambda path, text=text: path.write_text(text) and None)
     with Writer(table, {}):
         assert (table.folder / "artifacts" / "a.txt").read_text() == "two"
-
-
-def test_vectors_written_before_and_after_a_repair_are_equal(tmp_path: Path):
-    table = written(tmp_path / "t", *range(10))
-    flip(lance_files(table, "data/*")[0], 40)
-    with pytest.raises(ValueError, match="run the stage again"):
-        table.rows()
-    with Writer(table, {}) as writer:
-        writer.append(vectors(3))
-        writer.finish(None, {})
-    assert sorted(numbers(table.rows())) == list(range(10))
-    check_tensors(table)
 
 
 @pytest.mark.parametrize("first", [0, 5000])

@@ -23,9 +23,7 @@ from tests.pipeline.store.stores import (
     PAIRS,
     VECTORS,
     check_tensors,
-    lance_files,
     name_of,
-    names,
     numbers,
     pairs,
     vectors,
@@ -55,11 +53,6 @@ def test_a_tensor_lies_in_the_file_where_its_row_says(tmp_path: Path):
     for row in rows.to_pylist():
         found = np.fromfile(tmp_path / "shards" / row["shard"], np.uint16, row["nbytes"] // 2, offset=row["byte_offset"])
         assert found.size == np.prod(row["shape"]) and np.all(found == row["number"])
-
-
-def test_the_index_of_a_shard_is_rebuilt_from_the_shard_alone(tmp_path: Path):
-    rows = write(tmp_path, vectors(*range(70)), pa.RecordBatch.from_pylist(EMPTY, schema=VECTORS.batch), vectors(80, words=4))
-    assert read_shard_index(tmp_path / "shards" / rows["shard"][0].as_py(), VECTORS).equals(rows)
 
 
 def test_a_shard_is_plain_arrow_in_batches_of_at_most_64_rows(tmp_path: Path):
@@ -105,13 +98,6 @@ def test_readers_hide_the_rows_of_a_lost_shard_and_a_reader_of_these_rows_says_s
     assert "\n" not in str(error.value)
     assert numbers(table.rows()) == numbers(table.committed()) == list(range(5))
     check_tensors(table)
-
-
-def test_a_shard_that_lost_only_its_end_is_cut_short_too(tmp_path: Path):
-    table = written(tmp_path / "t", *range(5))
-    path = next(table.shards.glob("*.arrow"))
-    cut(path, path.stat().st_size - 1)
-    assert table.rows().num_rows == 0
 
 
 def cut(path: Path, size: int) -> None:
@@ -238,34 +224,12 @@ def test_what_is_appended_is_read_back_after_commit_repair_and_cleaning(tmp_path
     check(read_all(table), wanted, schema)
 
 
-def test_a_row_with_two_tensors_names_both_and_neither_overlaps(tmp_path: Path):
-    table = written(tmp_path / "t", *range(7), schema=PAIRS, shard_bytes=1500)
-    check_tensors(table)
-    rows = table.rows().to_pylist()
-    assert [row["ids_nbytes"] for row in rows] == [4 * (100 + n % 3) for n in range(7)]
-    assert [row["signs_nbytes"] for row in rows] == [3 * (100 + n % 3) for n in range(7)]
-    for row in rows:
-        ends = sorted((row[f"{name}_offset"], row[f"{name}_offset"] + row[f"{name}_nbytes"]) for name in ("ids", "signs"))
-        assert ends[0][1] <= ends[1][0]
-
-
 def test_a_shard_is_full_by_all_tensors_of_its_rows_together(tmp_path: Path):
     table = TableFolder(tmp_path / "t", PAIRS)
     with Writer(table, {}, shard_bytes=2200) as writer:  # a row has 700 to 714 bytes
         writer.append(pairs(*range(9)))
         writer.finish(None, {})
     assert sorted(row["counts"] for row in table.rows()["shard"].value_counts().to_pylist()) == [3, 3, 3]
-    check_tensors(table)
-
-
-def test_an_index_of_rows_with_two_tensors_is_rebuilt_from_its_shards(tmp_path: Path):
-    table = written(tmp_path / "t", *range(9), schema=PAIRS, shard_bytes=2200)
-    before = table.rows()
-    for path in lance_files(table, "*/*"):
-        path.write_bytes(b"")
-    with Writer(table, {}) as writer:
-        writer.finish(None, {})
-    assert table.rows().equals(before)
     check_tensors(table)
 
 
@@ -276,15 +240,6 @@ def test_a_shard_that_ends_before_its_last_tensor_is_lost_as_a_whole(tmp_path: P
     assert numbers(table.rows()) == [3, 4, 5]
     with Writer(table, {}) as writer:
         assert numbers(writer.stored) == [3, 4, 5]
-
-
-def test_cleaning_moves_both_tensors_of_a_row(tmp_path: Path):
-    table = written(tmp_path / "t", *range(20), schema=PAIRS, shard_bytes=3600)
-    with Writer(table, {}) as writer:
-        writer.finish(names(0, 7, 11, 19), {})
-        assert writer.collect() > 0
-    assert numbers(table.rows()) == [0, 7, 11, 19] and table.usage()["shards"] == 1
-    check_tensors(table)
 
 
 def test_a_reader_gives_the_first_tensor_or_the_one_that_is_named(tmp_path: Path):

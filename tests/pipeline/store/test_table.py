@@ -501,7 +501,6 @@ def test_a_full_disk_names_what_the_run_will_still_write(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("number", "message"),
     [
-        (errno.ENOSPC, "disk full while writing notes: 1 rows are kept; free 100 MB or more and run again"),
         (errno.EROFS, "cannot write notes in .*: read-only file system; 1 rows are kept"),
         (errno.EACCES, "cannot write notes in .*: permission denied; 1 rows are kept"),
     ],

@@ -18,7 +18,7 @@ import pytest
 from pipeline.project.project import Project
 from pipeline.project.recipe import settings_of
 from pipeline.project.stage_run import Lazy
-from schemas.text_to_image import CAPTIONS, EMBEDDINGS
+from schemas.text_to_image import CAPTIONS
 from stages.models.text.encoder import widen
 from stages.run import Run
 from stages.text_to_image.embeddings import STAGE, EmbeddingsConfig, memory
@@ -115,12 +115,6 @@ def test_the_batch_size_changes_no_value(folder: Path, tmp_path: Path, precision
     assert first.equals(second)
 
 
-def test_a_request_to_stop_takes_effect_after_the_batch(folder: Path, tmp_path: Path) -> None:
-    answers = iter([False, True])
-    context = context_of(folder, tmp_path, config=EmbeddingsConfig(precision="float32", batch_size=2), stop=lambda: next(answers))
-    assert harness.run(STAGE, context).num_rows == 2
-
-
 def test_a_caption_that_is_too_long_is_reported_with_its_file_and_cut(folder: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     context = context_of(folder, tmp_path, [caption("a cat"), caption(LONG, image="i2", origin="metadata.jsonl:7")])
@@ -144,17 +138,13 @@ def test_progress_counts_pending_texts(folder: Path, tmp_path: Path) -> None:
     assert seen == [(i + 1, 4, "texts") for i in range(4)]
 
 
-@pytest.mark.parametrize("cut", [False, True])
-def test_the_memory_of_the_text_encoder_is_released(folder: Path, tmp_path: Path, cut: bool) -> None:
+def test_the_memory_of_the_text_encoder_is_released_when_a_run_is_closed(folder: Path, tmp_path: Path) -> None:
     before = mx.get_active_memory()
     context = context_of(folder, tmp_path, config=EmbeddingsConfig(precision="float32", batch_size=1))
     batches = STAGE.run(context)
     next(batches)
     assert mx.get_active_memory() > before
-    if cut:
-        batches.close()  # type: ignore[attr-defined]
-    else:
-        list(batches)
+    batches.close()  # type: ignore[attr-defined]
     assert mx.get_active_memory() == before
     assert context.output.pending.num_rows == 4  # the context is still held, and holds no model
 
@@ -180,14 +170,6 @@ def test_a_family_that_is_not_supported_is_refused_before_its_weights_are_looked
     context.needs = Lazy(STAGE.needs, lambda name: strange if name == "family" else pytest.fail(f"{name} was looked for"))
     with pytest.raises(ValueError, match="text encoder of tiny is not supported"):
         harness.run(STAGE, context)
-
-
-def test_a_row_carries_its_words_in_row_major_order(folder: Path, tmp_path: Path) -> None:
-    made = harness.run(STAGE, context_of(folder, tmp_path, [caption("a cat")]))
-    assert made.schema == EMBEDDINGS.batch
-    encoder = TINY.architecture.load_text_encoder(folder / "text_encoder", folder / "tokenizer", TINY, "float32")
-    expected = next(encoder.encode(["a cat"])).words
-    assert made["tensor"][0].as_py() == expected.ravel().tolist()
 
 
 def words(config: EmbeddingsConfig, folder: Path, tmp_path: Path) -> dict[str, list[int]]:

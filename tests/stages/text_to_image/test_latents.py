@@ -172,22 +172,8 @@ def test_the_key_depends_on_every_value_that_defines_the_crop(column):
     assert latent_id(dict(row)) == latent_id(row)
 
 
-def test_a_stopped_run_yields_the_rows_that_are_done_and_the_next_run_the_others(pictures, tmp_path, weights):
-    answers = iter([False, False, True, True])
-    whole = by_id(run(STAGE, made(pictures, tmp_path, weights)))
-    part = run(STAGE, made(pictures, tmp_path, weights, stop=lambda: next(answers, True), config={"batch_size": 2}))
-    assert 0 < part.num_rows < 6
-    ctx = made(pictures, tmp_path, weights, stored=part.drop_columns(["tensor"]))
-    assert ctx.output.pending.num_rows == 6 - part.num_rows
-    assert by_id(part) | by_id(run(STAGE, ctx)) == whole
-
-
-def test_memory_is_released_when_a_run_ends_or_is_closed(pictures, tmp_path, weights):
-    mx.clear_cache()
+def test_memory_is_released_when_a_run_is_closed(pictures, tmp_path, weights):
     before = mx.get_active_memory()
-    run(STAGE, made(pictures, tmp_path, weights))
-    assert mx.get_active_memory() <= before
-    assert mx.get_cache_memory() == 0
     batches = STAGE.run(made(pictures, tmp_path, weights, config={"batch_size": 1}))
     next(batches)
     batches.close()

@@ -16,8 +16,6 @@ from PIL import Image, ImageDraw
 from pipeline.project.project import Project
 from pipeline.project.recipe import rows_sha256
 from schemas.text_to_image import CAPTIONS, IMAGES, SAMPLES
-from stages.hashing import file_sha256
-from stages.text_to_image import scores as stage
 from stages.text_to_image.scores import (
     STAGE,
     FeatureGroup,
@@ -140,15 +138,6 @@ def test_the_trigger_word_is_removed_with_its_comma(prompt, plain):
 
 def test_a_trigger_within_a_longer_word_is_no_trigger():
     assert without_trigger("cat, a catalog", "cat") == "a catalog"
-
-
-def test_previews_are_hashed_once_for_recipe_rows_and_scores(scene, monkeypatch):
-    count = []
-    monkeypatch.setattr(stage, "file_sha256", lambda path: count.append(path) or file_sha256(path))
-    context = scene.context()
-    STAGE.snapshot(context)
-    harness.run(STAGE, context)
-    assert len(count) == len(set(count)), "no file is hashed twice"
 
 
 def test_a_picture_has_the_same_score_whatever_else_is_scored(scored):

@@ -19,7 +19,7 @@ from pipeline.commands.text_to_image.export import STYLES, export_run, header, u
 from pipeline.commands.text_to_image.publish import card
 from pipeline.project.project import Project
 from stages.hashing import file_sha256
-from stages.models.adapters import A, B, linears
+from stages.models.adapters import A, B
 from stages.models.flux2.architecture import FLUX2
 from stages.models.weights import read_file
 from stages.text_to_image.families import family
@@ -151,14 +151,6 @@ def test_an_export_read_again_is_the_adapter_with_its_scale_in_b(tmp_path: Path,
     assert set(scales.values()) == {1.0} and set(again) == set(arrays)
     for key, value in arrays.items():
         np.testing.assert_array_equal(np.array(again[key]), value * (2 if key.endswith(B) else 1), err_msg=key)
-
-
-def test_the_trained_form_is_read_with_its_scale(tmp_path: Path, transformer: Any) -> None:
-    arrays = trained(tmp_path / "a.safetensors", transformer, BLOCKS, alpha="6", scales=json.dumps({BLOCKS[3]: 0.5}))
-    again, scales = FLUX2.read_adapter(tmp_path / "a.safetensors")
-    assert linears(again) == sorted(scales, key=linears(again).index)
-    assert scales[BLOCKS[3]] == 0.5 and scales[BLOCKS[0]] == 1.5
-    np.testing.assert_array_equal(np.array(again[BLOCKS[5] + A]), arrays[BLOCKS[5] + A])
 
 
 def test_a_kohya_file_with_alpha_is_read_as_diffusers_reads_it(tmp_path: Path, transformer: Any) -> None:

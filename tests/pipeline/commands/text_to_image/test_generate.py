@@ -281,3 +281,5 @@ def test_export_says_what_to_do_with_the_file_and_names_trigger_and_resolution(b
     said = projects.latentmill(built, "export", str(tmp_path / "a.safetensors"))
     assert "pipe.load_lora_weights(" in said and "ComfyUI does not know tiny" in said and "--lora-paths" in said
     assert read_file(tmp_path / "a.safetensors")[1]["modelspec.resolution"] == "96x96"
+    inside = tmp_path / "a.safetensors" / "cats.safetensors"
+    assert str(inside.parent) in projects.latentmill(built, "export", str(inside), code=2)

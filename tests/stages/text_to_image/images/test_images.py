@@ -137,14 +137,6 @@ def stop_at(monkeypatch, name):
     return stop.is_set
 
 
-def test_a_run_stops_after_the_current_files(tmp_path, monkeypatch):
-    project = Project(tmp_path, workers=1)
-    for seed in range(20):
-        draw(project.source / f"{seed:02}.png", seed)
-    done = sorted(project.run(stop=stop_at(monkeypatch, "02.png")))
-    assert done[:3] == ["00.png", "01.png", "02.png"] and len(done) < 6
-
-
 def test_files_examined_one_by_one_and_finished_together_give_the_rows_of_one_run(project):
     draw(project.source / "m.png")
     for name in ("a.png", "z.png"):
@@ -194,7 +186,8 @@ def test_a_run_that_was_stopped_marks_no_duplicates_and_has_no_summary(tmp_path,
     for number in range(20):
         draw(project.source / f"{number:02}.png")
     project.run(stop=stop_at(monkeypatch, "02.png"))
-    assert set(project.verdicts().values()) == {None} and 3 <= len(project.verdicts()) < 20 and project.lines == []
+    assert set(project.verdicts().values()) == {None} and project.lines == []
+    assert sorted(project.verdicts())[:3] == ["00.png", "01.png", "02.png"] and len(project.verdicts()) < 6
     project.run()
     assert project.verdicts() == {"00.png": None} | {f"{number:02}.png": "duplicate" for number in range(1, 20)}
 

@@ -46,18 +46,8 @@ def test_a_run_starts_from_another_adapter_and_its_content_is_part_of_the_recipe
         STAGE.snapshot(run.context())
 
 
-def test_an_error_about_adapter_or_targets_names_the_setting(transformer, tmp_path):
-    first = Run(tmp_path / "first", transformer, replace(BASE, steps=1)).go()
-    file = str(first.folder / ARTIFACTS / checkpoint.ADAPTER)
+def test_an_error_about_targets_or_ranks_names_the_setting(transformer, tmp_path):
     for values, said in (
-        (
-            {"initial": file, "rank": 1},
-            r"\[train\] initial: the adapter of .* must have a rank <= 1, got 2: raise the rank to 2",
-        ),
-        (
-            {"initial": file, "targets": ("attn.to_q",)},
-            r"\[train\] initial: the adapter has .*, which is not a target: add it to the targets",
-        ),
         ({"targets": ("attn.to_z",)}, r"\[train\] targets: 'attn.to_z' matches no Linear of the blocks; nearest: attn.to_"),
         ({"rank_for": {"atn.*": 4}}, r"\[train\] rank_for: 'atn.\*' matches no target; nearest: attn"),
         ({"rslora": True}, r"\[train\] rslora needs an alpha, .*; alpha = 1.41 gives a scale of 1"),
@@ -66,24 +56,31 @@ def test_an_error_about_adapter_or_targets_names_the_setting(transformer, tmp_pa
             Run(tmp_path / "second", transformer, replace(BASE, **values)).training()
 
 
+@pytest.fixture(scope="module")
+def first(transformer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The adapter of a run."""
+    run = Run(tmp_path_factory.mktemp("first"), transformer, replace(BASE, steps=1)).go()
+    return run.folder / ARTIFACTS / checkpoint.ADAPTER
+
+
 SMALLER = {"attention_head_dim": 16, "axes_dims_rope": (4, 4, 4, 4)}
 
 
 @pytest.mark.parametrize(
     ("values", "sizes", "said"),
     [
-        ({"targets": ("attn.to_q",)}, {}, "initial: the adapter has .*, which is not a target: add it to the targets"),
-        ({"rank": 1}, {}, "initial: the adapter of .* must have a rank <= 1, got 2: raise the rank to 2"),
+        ({"targets": ("attn.to_q",)}, {}, r"\[train\] initial: the adapter has .*, which is not a target: add it to the targets"),
+        ({"rank": 1}, {}, r"\[train\] initial: the adapter of .* must have a rank <= 1, got 2: raise the rank to 2"),
         ({"variant": "lokr"}, {}, "initial: the adapter of .* must be a LoKr .*, got a LoRA"),
         ({}, SMALLER, r"initial: the adapter of .* must be for shape .*, got .*: is it of another model\?"),
     ],
 )
-def test_an_initial_adapter_that_does_not_fit_is_refused_before_a_weight_is_read(values, sizes, said, transformer, tmp_path):
-    first = Run(tmp_path / "first", transformer, replace(BASE, steps=1)).go()
-    file = str(first.folder / ARTIFACTS / checkpoint.ADAPTER)
+def test_an_initial_adapter_that_does_not_fit_is_refused_before_a_weight_is_read(
+    values, sizes, said, first, transformer, tmp_path
+):
     bare = tmp_path / "transformer"  # sizes, and no weights at all
     bare.mkdir()
     (bare / "config.json").write_text(json.dumps(json.loads((transformer / "config.json").read_text()) | sizes))
     with pytest.raises(ValueError, match=said) as caught:
-        Run(tmp_path / "second", bare, replace(BASE, initial=file, **values)).go()
+        Run(tmp_path / "second", bare, replace(BASE, initial=str(first), **values)).go()
     assert "\n" not in str(caught.value)

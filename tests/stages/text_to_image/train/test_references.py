@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -17,9 +16,8 @@ from stages.text_to_image.train.config import DataConfig, ValidationConfig
 from stages.text_to_image.train.memory import ImageEstimator, largest_batch
 from stages.text_to_image.train.profile import random_batch
 from stages.text_to_image.train.task import family_of
-from stages.tuner.optimizers.step import Stacks
 from tests.stages.text_to_image.train.runs import BASE, TEXT_ROWS, TINY, Run, rows_of, tables, weights
-from tests.stages.text_to_image.train.test_step import plain
+from tests.stages.text_to_image.train.test_step import assert_gradient_of, plain, reference_of, step_of
 
 SIZE = (96, 64)
 
@@ -38,27 +36,13 @@ def paired(targets: int = 4, references: int = 2, alone: int = 0) -> dict[str, A
 @pytest.mark.parametrize("guidance", [False, True])
 def test_losses_and_every_gradient_of_a_step_with_references_equal_torchs_with_peft(guidance: bool, tmp_path: Path) -> None:
     import torch
-    from diffusers import Flux2KleinPipeline, Flux2Transformer2DModel
-    from peft import LoraConfig
+    from diffusers import Flux2KleinPipeline
 
     folder = weights(tmp_path / "transformer", guidance=guidance)
     run = Run(tmp_path, folder, replace(BASE, batch_size=3, rank=3, alpha=1.5), paired())
-    made = run.training()
-    draw = np.random.default_rng(5)
-    made.masters = Stacks.of(
-        {name: mx.array(draw.normal(0, 0.1, value.shape).astype(np.float32)) for name, value in made.adapter.items()}
-    )
-    (batch,) = run.micro_batches()
+    made, (batch,) = step_of(run)
     assert [each.shape for each in batch.references] == [(3, 128, 4, 6), (3, 128, 2, 4)]
-    gradient = made.gradient([batch])
-
-    reference = Flux2Transformer2DModel.from_pretrained(folder)
-    names = [target.name for target in made.targets]
-    reference.add_adapter(LoraConfig(r=3, lora_alpha=1.5, target_modules=names, init_lora_weights=False))
-    theirs = {name: value for name, value in reference.named_parameters() if "lora_" in name}
-    with torch.no_grad():
-        for name, value in theirs.items():
-            value.copy_(torch.tensor(np.array(made.adapter[name.replace(".default", "")])))
+    reference = reference_of(folder, made)
     x0, eps = torch.tensor(plain(batch.x0_BCHW)), torch.tensor(batch.noise_BCHW)
     sigma = torch.tensor([s.sigma for s in batch.samples])[:, None, None, None]
     beside = [torch.tensor(plain(each)) for each in batch.references]
@@ -74,13 +58,7 @@ def test_losses_and_every_gradient_of_a_step_with_references_equal_torchs_with_p
         guidance=torch.ones(len(x0)) if guidance else None,
         return_dict=False,
     )[0][:, : ids.shape[1]]
-    expected = (prediction - pack(eps - x0)).pow(2).mean(dim=(1, 2))
-    expected.mean().backward()
-
-    np.testing.assert_allclose(np.array(gradient.losses), expected.detach().numpy(), rtol=1e-5)
-    for name, value in theirs.items():
-        ours, torchs = np.array(gradient.grads[name.replace(".default", "")]), value.grad.numpy()
-        assert np.linalg.norm(ours - torchs) <= 1e-4 * np.linalg.norm(torchs), name
+    assert_gradient_of(made, batch, reference, (prediction - pack(eps - x0)).pow(2).mean(dim=(1, 2)))
 
 
 def test_every_sample_is_read_with_the_references_of_its_own_image(wide: Path, tmp_path: Path) -> None:

@@ -54,28 +54,11 @@ def test_batches_of_unequal_size_count_by_their_samples(transformer, tmp_path):
 @pytest.mark.parametrize("guidance", [False, True])
 def test_losses_and_every_gradient_of_a_step_equal_torchs_with_peft(guidance, tmp_path):
     import torch
-    from diffusers import Flux2Transformer2DModel
-    from peft import LoraConfig
 
     folder = weights(tmp_path / "transformer", guidance=guidance)
     run = Run(tmp_path, folder, replace(BASE, batch_size=3, rank=3, alpha=1.5), tables(((96, 64),) * 4))
-    made = run.training()
-    draw = np.random.default_rng(5)
-    made.masters = Stacks.of(
-        {name: mx.array(draw.normal(0, 0.1, value.shape).astype(np.float32)) for name, value in made.adapter.items()}
-    )
-    (batch,) = run.micro_batches()
-    gradient = made.gradient([batch])
-    losses, grads = gradient.losses, gradient.grads
-
-    reference = Flux2Transformer2DModel.from_pretrained(folder)
-    names = [target.name for target in made.targets]
-    reference.add_adapter(LoraConfig(r=3, lora_alpha=1.5, target_modules=names, init_lora_weights=False))
-    theirs = {name: value for name, value in reference.named_parameters() if "lora_" in name}
-    assert len(theirs) == len(grads) == 2 * len(names)
-    with torch.no_grad():
-        for name, value in theirs.items():
-            value.copy_(torch.tensor(np.array(made.adapter[name.replace(".default", "")])))
+    made, (batch,) = step_of(run)
+    reference = reference_of(folder, made)
     B, C, H, W = batch.x0_BCHW.shape
     x0, eps = torch.tensor(plain(batch.x0_BCHW)), torch.tensor(batch.noise_BCHW)
     sigma = torch.tensor([s.sigma for s in batch.samples])[:, None, None, None]
@@ -90,13 +73,38 @@ def test_losses_and_every_gradient_of_a_step_equal_torchs_with_peft(guidance, tm
         return_dict=False,
     )[0]
     target = (eps - x0).reshape(B, C, H * W).permute(0, 2, 1)
-    expected = (prediction - target).pow(2).mean(dim=(1, 2))
-    expected.mean().backward()
+    assert_gradient_of(made, batch, reference, (prediction - target).pow(2).mean(dim=(1, 2)))
 
-    np.testing.assert_allclose(np.array(losses), expected.detach().numpy(), rtol=1e-5)
-    for name, value in theirs.items():
-        ours, torchs = np.array(grads[name.replace(".default", "")]), value.grad.numpy()
-        assert np.linalg.norm(ours - torchs) <= 1e-4 * np.linalg.norm(torchs), name
+
+def peft_name(name: str) -> str:
+    return name.replace(".default", "")
+
+
+def reference_of(folder: Path, made: TrainingStep) -> Any:
+    """The transformer of diffusers with the adapter in peft, of rank 3 and alpha 1.5."""
+    import torch
+    from diffusers import Flux2Transformer2DModel
+    from peft import LoraConfig
+
+    reference = Flux2Transformer2DModel.from_pretrained(folder)
+    names = [target.name for target in made.targets]
+    reference.add_adapter(LoraConfig(r=3, lora_alpha=1.5, target_modules=names, init_lora_weights=False))
+    with torch.no_grad():
+        for name, value in reference.named_parameters():
+            if "lora_" in name:
+                value.copy_(torch.tensor(np.array(made.adapter[peft_name(name)])))
+    return reference
+
+
+def assert_gradient_of(made: TrainingStep, batch: MicroBatch, reference: Any, losses_B: Any) -> None:
+    """`losses_B`: torch's, of the same batch."""
+    losses_B.mean().backward()
+    found = made.gradient([batch])
+    theirs = {peft_name(name): value.grad.numpy() for name, value in reference.named_parameters() if "lora_" in name}
+    np.testing.assert_allclose(np.array(found.losses), losses_B.detach().numpy(), rtol=1e-5)
+    assert theirs.keys() == found.grads.keys()
+    for name, torchs in theirs.items():
+        assert np.linalg.norm(np.array(found.grads[name]) - torchs) <= 1e-4 * np.linalg.norm(torchs), name
 
 
 def plain(words: np.ndarray) -> np.ndarray:
