@@ -43,6 +43,7 @@ KEPT = (
 UNIT_COLUMNS = (
     *("unit_id", "path", "qualified_name", "first_line", "last_line", "signature", "text_id", "title_id", "docstring_words"),
 )
+VECTOR_COLUMNS = ("vector_id", "encoder", "text_id", "role", "count")
 COMPARED = ("pair_id", "encoder", "mode", "split", "hybrid")  # columns of `ranks` by which the encoder is chosen
 FEWEST = 20  # queries; of fewer, an interval by resampling is too narrow
 POOLED_BYTES, ID_BYTES = 2, 68  # of a value of a pooled vector, and of a vector_id
@@ -68,7 +69,7 @@ def wanted_index(run: Run[IndexConfig]) -> pa.Table:
 def _rows(run: Run[IndexConfig]) -> pa.Table:
     """One row per unit in document order. Raises ValueError if a unit has no vectors of the chosen encoder."""
     units, sources = run.inputs.rows(UNITS, UNIT_COLUMNS), run.inputs.rows(SOURCES, ("path", "file"))
-    vectors = run.inputs.rows(VECTORS, ("vector_id", "encoder", "text_id", "role", "count"))
+    vectors = run.inputs.rows(VECTORS, VECTOR_COLUMNS)
     chosen, _ = run.once(_choice)
     documents = vectors.filter((pc.field("encoder") == chosen) & (pc.field("role") == "document"))
     place = pc.index_in(units["text_id"], documents["text_id"].combine_chunks())
@@ -92,7 +93,7 @@ def in_order(rows: pa.Table) -> pa.Table:
 
 
 def _choice(run: Run[IndexConfig]) -> tuple[str, str]:
-    encoders = set(run.inputs.rows(VECTORS, ("encoder",))["encoder"].unique().to_pylist())
+    encoders = set(run.inputs.rows(VECTORS, VECTOR_COLUMNS)["encoder"].unique().to_pylist())
     return choose_encoder(encoders, run.config.encoder, lambda: run.inputs.rows(RANKS, COMPARED))
 
 

@@ -26,7 +26,7 @@ def config_units(language: str, text: str, window: int) -> list[Unit]:
     """
     lines = split_lines(text)
     spans: list[Span] = []
-    for first, last, names in _spans(lines, _marks(lines, language), window):
+    for first, last, names in _spans(lines, _marks(lines, language), window, len(lines)):
         if spans and names == spans[-1][2] and last - spans[-1][0] < GROUP:  # items of a list
             first = spans.pop()[0]
         spans.append((first, min(last, first + window - 1), names))
@@ -46,9 +46,8 @@ def _marks(lines: Sequence[str], language: str) -> list[Mark]:
     return found
 
 
-def _spans(lines: Sequence[str], marks: list[Mark], window: int, end: int = -1, above: tuple[str, ...] = ()) -> Iterator[Span]:
-    """Of the keys with the least indentation. `end`: index of the line after the last one; -1: that of the file."""
-    end = len(lines) if end < 0 else end
+def _spans(lines: Sequence[str], marks: list[Mark], window: int, end: int, above: tuple[str, ...] = ()) -> Iterator[Span]:
+    """Of the keys with the least indentation. `end`: index of the line after the last one."""
     least = min((indent for _, indent, _ in marks), default=0)
     places = [place for place, mark in enumerate(marks) if mark[1] == least]
     if places and places[0]:  # of TOML, keys before the first table
@@ -58,10 +57,9 @@ def _spans(lines: Sequence[str], marks: list[Mark], window: int, end: int = -1, 
         after = marks[following][0] if following < len(marks) else end
         inner, named = marks[place + 1 : following], (*above, name) if name else above
         if after - first > window and inner and not _telling(lines[first + 1 : inner[0][0]]):
-            begun = first
-            for one, last, names in _spans(lines, inner, window, after, named):
-                yield begun + 1 if begun >= 0 else one, last, names
-                begun = -1
+            (_, last, names), *others = _spans(lines, inner, window, after, named)
+            yield first + 1, last, names
+            yield from others
             continue
         while after > first + 1 and not _telling(lines[after - 1 : after]):
             after -= 1  # a comment above the next key
