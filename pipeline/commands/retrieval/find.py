@@ -149,8 +149,8 @@ class CodeFolder:
         threshold: float = LEAST,
         mode: Mode | None = None,
     ) -> list[Answer]:
-        """`patterns`: wildcards for paths below the folder. `threshold`: least `match`. `mode`: the folder's, which must not be
-        lexical for another. Raises ValueError for a wrong regex.
+        """`patterns`: wildcards for paths below the folder. `threshold`: least `match`. `mode`: instead of the folder's,
+        which must not be lexical then. Raises ValueError for a wrong regex.
         """
         name = self.searcher.rows["path"][0].as_py().partition("/")[0]
         within = self.matching(regex) if regex else None

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.process import version
+from stages.bundled import CHECKOUT
 from stages.hashing import text_sha256
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ LONGEST, LONGEST_ANSWER = 1_000_000, 100_000_000  # bytes
 
 
 def ask(project: Path, question: Row) -> Row | None:
-    """What a process of this version that serves `project` replies; None if there is none, or if it fails in any way."""
+    """What a process of the same code that serves `project` replies; None if there is none, or if it fails in any way."""
     if not is_private(FOLDER):
         return None
     for path in sorted(FOLDER.glob(f"{name_of(project)}-*")):
@@ -114,4 +115,10 @@ def is_left(path: Path) -> bool:
 
 
 def name_of(project: Path) -> str:
-    return text_sha256(str(project.resolve()), version())[:16]
+    """Of the project and of this program: another version's socket has another name."""
+    return text_sha256(str(project.resolve()), version(), str(newest_code()))[:16]
+
+
+def newest_code() -> int:
+    """When the newest file of this program was changed, ns: a checkout that is pulled keeps its version."""
+    return max(path.stat().st_mtime_ns for name in ("pipeline", "stages") for path in (CHECKOUT / name).rglob("*.py"))

@@ -76,7 +76,7 @@ def up(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(words, stdin=pipe, stdout=null, stderr=pipe) as process:
         try:
-            while not path_of(folder, process.pid).exists():
+            while not any(resident.FOLDER.glob(f"*-{process.pid}")):
                 assert process.poll() is None
                 time.sleep(0.05)
             yield process
@@ -164,6 +164,15 @@ def test_hostile_bytes_get_an_error_and_the_next_question_its_answer(served, rep
         gone.connect(str(served))
         gone.sendall(json.dumps(QUESTION).encode() + b"\n")
     assert find("send a mail")[2] == 0 and replies[-1] is not None
+
+
+def test_a_process_of_another_version_or_of_older_code_is_not_asked(served, monkeypatch):
+    project = kept(Path("code").resolve())
+    assert resident.ask(project, QUESTION) is not None
+    for name, other in (("version", "0.0.9"), ("newest_code", 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr(resident, name, lambda other=other: other)
+            assert resident.ask(project, QUESTION) is None
 
 
 def test_only_this_user_reaches_the_socket_and_a_folder_that_others_reach_is_not_used(served, tmp_path, monkeypatch):
