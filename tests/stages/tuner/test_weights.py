@@ -5,7 +5,7 @@ import pytest
 
 import stages  # noqa: F401  a fast BLAS, before MLX
 from stages.tuner.adapters.lora import product
-from stages.tuner.weights import QuantizedWeight, pack, pack_if_possible, row_chunks, unpacked
+from stages.tuner.weights import QuantizedWeight, pack, pack_if_possible, unpacked
 
 
 def nbytes(weights: dict) -> int:
@@ -61,25 +61,11 @@ def test_packing_takes_memory_for_one_weight_at_a_time_and_skips_what_cannot_be_
     assert mx.get_active_memory() - before < nbytes(weights) - size + 64 * 1024  # less padding of buffers
 
 
-def test_16_bits_leave_every_weight_as_it_is():
-    weight = drawn(64, 64)
-    assert pack_if_possible(weight, 16) is weight
-
-
 def test_bits_and_shapes_that_cannot_be_packed_are_refused():
     with pytest.raises(ValueError, match=r"base_bits must be 16 \(not packed\), 8 or 4, got 5"):
         pack(drawn(64, 64), 5)
     with pytest.raises(ValueError, match=r"rows a multiple of 64 wide, got shape \(64, 65\)"):
         pack(drawn(64, 65), 8)
-
-
-def test_a_large_weight_unpacked_in_chunks_gives_the_same_product_and_gradient(monkeypatch):
-    x, dy, weight = drawn(2, 5, 128), drawn(2, 5, 100), pack(drawn(100, 128), 4)
-    monkeypatch.setattr("stages.tuner.weights.UNPACKED_CHUNK", 30 * 128 * 4)
-    assert [rows.stop - rows.start for rows in row_chunks(weight)] == [25, 25, 25, 25]
-    (y,), (dx,) = mx.vjp(lambda x: product(x, weight), [x], [dy])
-    assert mx.allclose(y, x @ unpacked(weight).T, rtol=1e-6, atol=1e-5)
-    assert mx.allclose(dx, dy @ unpacked(weight), rtol=1e-6, atol=1e-5)
 
 
 def test_a_large_weight_is_never_unpacked_as_a_whole(monkeypatch):

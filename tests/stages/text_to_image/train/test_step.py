@@ -20,7 +20,7 @@ from stages.tuner.optimizers.step import Stacks
 from stages.tuner.step import TrainingStep
 from stages.tuner.weights import QuantizedWeight
 from tests.stages.text_to_image.train.runs import BASE, EVERYTHING, TEXT_ROWS, TINY, Run, rich_tables, tables, weights
-from tests.stages.tuner.blockwise.test_backprop import assert_same
+from tests.stages.tuner.blockwise.test_backprop import assert_same, linear_for
 
 # Every plan asks BLAS for the same products. Micro-batches have fewer rows, for which MKL with several threads rounds otherwise:
 # one product is then 7e-7 of its largest value from the true one, and after all of them an array's gradient was seen to differ by
@@ -191,11 +191,8 @@ def test_preservation_is_the_gradient_of_the_distance_to_the_base(transformer, t
     base_BLC = made.model(**inputs)
 
     def loss_of_base(adapter: dict[str, mx.array]) -> mx.array:
-        def linear_for(block: str) -> Any:
-            own = {name.removeprefix(block + "."): a for name, a in adapter.items() if name.startswith(block + ".")}
-            return lora.AdaptedLinear(own, {name.removeprefix(block + "."): s for name, s in made.scales.items()})
-
-        return 3.0 * mx.mean(mx.square(made.model(**inputs, linear_for=linear_for) - base_BLC))
+        found_BLC = made.model(**inputs, linear_for=linear_for(adapter, made.scales))
+        return 3.0 * mx.mean(mx.square(found_BLC - base_BLC))
 
     expected = mx.grad(loss_of_base)(made.adapter)
     assert distance({name: with_it.grads[name] - without.grads[name] for name in expected}, expected) < 1e-4

@@ -7,7 +7,8 @@ import pytest
 
 from stages.tuner.blockwise import backprop
 from stages.tuner.blockwise.backprop import model_forward
-from tests.stages.tuner.adapters.variants import adapted, batch, linear_for, tiny
+from tests.stages.tuner.adapters.variants import adapted, batch, tiny
+from tests.stages.tuner.blockwise.test_backprop import linear_for
 
 
 def test_a_prediction_block_by_block_is_the_whole_models():

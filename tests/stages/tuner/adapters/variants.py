@@ -79,10 +79,7 @@ def in_peft(variant: str, weight: mx.array, arrays: dict[str, mx.array], target:
 CONFIG = replace(test_backprop.CONFIG, num_layers=1, num_single_layers=2)
 
 
-def tiny(dtype: mx.Dtype = mx.float32) -> Flux2:
-    rng = np.random.default_rng(1)
-    draw = {name: rng.normal(size=shape) / shape[-1] ** 0.5 for name, shape in CONFIG.shapes().items()}
-    return Flux2(CONFIG, {name: mx.array(value, dtype) for name, value in draw.items()})
+tiny = functools.partial(test_backprop.tiny, config=CONFIG)
 
 
 def adapted(model: Flux2, variant: str):
@@ -100,19 +97,7 @@ def batch() -> dict:
     }
 
 
-def squared(prediction: mx.array, target: mx.array) -> mx.array:
-    return mx.square(prediction.astype(mx.float32) - target).mean(axis=(1, 2))
-
-
-LOSS = functools.partial(squared, target=normal(9, 2, 12, 8))
-
-
-def linear_for(adapters, scales):
-    def of(block):
-        inside = {n.removeprefix(f"{block}."): a for n, a in adapters.items() if n.startswith(f"{block}.")}
-        return lora.AdaptedLinear(inside, {n.removeprefix(f"{block}."): s for n, s in scales.items()})
-
-    return of
+LOSS = functools.partial(test_backprop.squared, target=normal(9, 2, 12, 8))
 
 
 def merged_weights(

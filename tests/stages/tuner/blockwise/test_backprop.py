@@ -57,10 +57,19 @@ CONFIG = Flux2Config(
 PLANS = ["whole", "blocks", 2, 4]
 
 
-def tiny(dtype: mx.Dtype = mx.float32) -> Flux2:
+def tiny(dtype: mx.Dtype = mx.float32, config: Flux2Config = CONFIG) -> Flux2:
     rng = np.random.default_rng(1)
-    draw = {name: rng.normal(size=shape) / shape[-1] ** 0.5 for name, shape in CONFIG.shapes().items()}
-    return Flux2(CONFIG, {name: mx.array(value, dtype) for name, value in draw.items()})
+    draw = {name: rng.normal(size=shape) / shape[-1] ** 0.5 for name, shape in config.shapes().items()}
+    return Flux2(config, {name: mx.array(value, dtype) for name, value in draw.items()})
+
+
+def packed_and_dense(bits: int, config: Flux2Config = CONFIG) -> tuple[Flux2, Flux2]:
+    """A model with packed weights, and one with the values that they unpack to."""
+    model, dense = tiny(config=config), tiny(config=config)
+    for block, other in zip(model.blocks, dense.blocks, strict=True):
+        block.weights.update({name: pack_if_possible(weight, bits) for name, weight in block.weights.items()})
+        other.weights.update({name: unpacked(weight) for name, weight in block.weights.items()})
+    return model, dense
 
 
 def trained(model: Flux2, patterns: tuple[str, ...] = ("*",)) -> tuple[dict[str, mx.array], dict[str, float]]:
@@ -90,15 +99,19 @@ def loss_of(size: int = 2, seed: int = 9):
     return functools.partial(squared, target=mx.random.normal((size, 12, 8), key=mx.random.key(seed)))
 
 
+def linear_for(adapters, scales):
+    def of(block):
+        inside = {n.removeprefix(f"{block}."): a for n, a in adapters.items() if n.startswith(f"{block}.")}
+        return lora.AdaptedLinear(inside, {n.removeprefix(f"{block}."): s for n, s in scales.items()})
+
+    return of
+
+
 def whole_graph_gradients(model, adapters, scales, inputs, loss):
     """Losses and gradients of the whole model as one plain graph."""
 
     def run(adapters):
-        def linear_for(block):
-            inside = {n.removeprefix(f"{block}."): a for n, a in adapters.items() if n.startswith(f"{block}.")}
-            return lora.AdaptedLinear(inside, {n.removeprefix(f"{block}."): s for n, s in scales.items()})
-
-        losses_B = loss(model(**inputs, linear_for=linear_for))
+        losses_B = loss(model(**inputs, linear_for=linear_for(adapters, scales)))
         return losses_B.mean(), losses_B
 
     (_, losses_B), grads = mx.value_and_grad(run)(adapters)
@@ -148,10 +161,7 @@ def test_a_plain_closure_as_loss_gives_the_same_gradients(plan):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("plan", PLANS)
 def test_packed_weights_give_the_gradients_of_their_unpacked_weights(plan, bits):
-    model, dense = tiny(), tiny()
-    for block, other in zip(model.blocks, dense.blocks, strict=True):
-        block.weights.update({name: pack_if_possible(weight, bits) for name, weight in block.weights.items()})
-        other.weights.update({name: unpacked(weight) for name, weight in block.weights.items()})
+    model, dense = packed_and_dense(bits)
     adapters, scales = trained(model)
     _, grads = loss_and_grads(model, adapters, scales, batch(), loss_of(), plan)
     assert_same(grads, whole_graph_gradients(dense, adapters, scales, batch(), loss_of())[1])
@@ -342,9 +352,7 @@ def streamed(model: Any, folder: Path) -> Any:
 def test_weights_read_from_disk_give_the_same_bits_of_every_gradient(plan, bits, tmp_path):
     found = []
     for on_disk in (False, True):
-        model = tiny()
-        for block in model.blocks:
-            block.weights.update({name: pack_if_possible(weight, bits) for name, weight in block.weights.items()})
+        model, _ = packed_and_dense(bits)
         adapters, scales = trained(model)
         model = streamed(model, tmp_path) if on_disk else model
         losses_B, grads = loss_and_grads(model, adapters, scales, batch(), loss_of(), plan)
