@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from stages.text_to_image.families import FLUX2, FLUX3, Z_IMAGE
@@ -65,6 +67,45 @@ def mistral_encoder() -> Any:
         if "norm" in name:
             tensor.data = 1 + 0.3 * torch.randn_like(tensor)
     return model
+
+
+def random_model(kind: Any, **sizes: Any) -> Any:
+    """A model of a class of diffusers with small random numbers, also where a fresh one has zeros, and norms near 1."""
+    import torch
+
+    torch.manual_seed(0)
+    model = kind(**sizes)
+    for name, tensor in model.named_parameters():
+        about = 1.0 if "norm" in name and tensor.ndim == 1 else 0.0
+        tensor.data = about + (0.3 if about else 0.05) * torch.randn_like(tensor)
+    return model.eval()
+
+
+def with_lora(model: Any, names: list[str]) -> tuple[Any, dict[str, Any]]:
+    """Return (PEFT's model with a random LoRA of rank 2 and scale 2, the LoRA's tensors by our names)."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=names, init_lora_weights=False))
+    tensors = {
+        name.removeprefix("base_model.model.").replace(".default", ""): tensor
+        for name, tensor in adapted.named_parameters()
+        if "lora_" in name
+    }
+    return adapted, tensors
+
+
+def save_lora(pipeline: Any, folder: Path, model: Any, config: Any) -> Path:
+    """The file in which `pipeline`, a class of diffusers, saves an adapter that was added to `model` with `config`."""
+    from peft.utils import get_peft_model_state_dict
+
+    about = config.to_dict() | {"target_modules": list(config.target_modules)}
+    pipeline.save_lora_weights(folder, get_peft_model_state_dict(model), transformer_lora_adapter_metadata=about)
+    return folder / "pytorch_lora_weights.safetensors"
+
+
+def weights_of(model: Any) -> dict[str, Any]:
+    """Every weight of a transformer of ours, as it is kept."""
+    return model.top | {f"{block.name}.{name}": value for block in model.blocks for name, value in block.weights.items()}
 
 
 def dev_pipeline() -> Any:
@@ -184,6 +225,30 @@ def autoencoder_as_single_file(state: dict[str, Any]) -> dict[str, Any]:
 
 
 SINGLE_FILES = {FLUX2: as_single_file, FLUX3: flux3_as_single_file, Z_IMAGE: z_image_as_single_file}  # by a record's `code`
+
+
+def quantised(
+    arrays: Mapping[str, mx.array],
+    bits: int,
+    group: int,
+    rename: Callable[[str], str] = str,
+    packs: Callable[[str], bool] = lambda key: True,
+) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
+    """Return (arrays of a file with matrices as MLX quantises them, the values that they stand for)."""
+    stored, values = {}, {}
+    for key, value in arrays.items():
+        name = rename(key)
+        stored[name] = values[key] = value
+        if value.ndim == 2 and value.shape[-1] % group == 0 and packs(key):
+            parts = mx.quantize(value, group_size=group, bits=bits)
+            stored |= dict(zip((name, name.replace("weight", "scales"), name.replace("weight", "biases")), parts, strict=True))
+            values[key] = mx.dequantize(*parts, group_size=group, bits=bits)
+    return stored, values
+
+
+def mflux_name(key: str) -> str:
+    """Of a weight of FLUX.2."""
+    return key.replace("timestep_embedder.", "").replace("attn.to_out.0.", "attn.to_out.")
 
 
 def in_fp8(arrays: dict[str, Any], dtype: Any, scales: str, ending: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -144,34 +144,20 @@ def from_single_file(values: Tensors, like: Tensors) -> Tensors:
 
 def mlx_quantised(given: Source, folder: Path) -> dict[str, Tensors]:
     """A transformer that mflux saved in 8 bits, and a text encoder that mlx-lm converted to 4 bits with its token table."""
+    import torch
+
     values: dict[str, Tensors] = {}
     for name, bits, group in (("transformer", 8, 64), ("text_encoder", 4, 32)):
-        stored, dense = quantised(getattr(given, name), bits, group, mflux_name if name == "transformer" else str)
+        arrays = {key: mx.array(tensor.numpy()) for key, tensor in getattr(given, name).items()}
+        rename = checkpoints.mflux_name if name == "transformer" else str
+        stored, dense = checkpoints.quantised(arrays, bits, group, rename)
         config = json.loads((given.folder / name / "config.json").read_text())
         (folder / name).mkdir(parents=True)
         mx.save_safetensors(str(folder / name / "model.safetensors"), stored)
         (folder / name / "config.json").write_text(json.dumps(config | {"quantization": {"group_size": group, "bits": bits}}))
-        values[name] = dense
+        values[name] = {key: torch.from_numpy(np.array(value)) for key, value in dense.items()}
     shutil.copytree(given.folder / "vae", folder / "vae")
     return values
-
-
-def quantised(tensors: Tensors, bits: int, group: int, rename: Callable[[str], str]) -> tuple[dict[str, mx.array], Tensors]:
-    import torch
-
-    stored, dense = {}, {}
-    for key, tensor in tensors.items():
-        value, name = mx.array(tensor.numpy()), rename(key)
-        stored[name], dense[key] = value, tensor
-        if value.ndim == 2 and value.shape[-1] % group == 0:
-            parts = mx.quantize(value, group_size=group, bits=bits)
-            stored |= dict(zip((name, name.replace("weight", "scales"), name.replace("weight", "biases")), parts, strict=True))
-            dense[key] = torch.from_numpy(np.array(mx.dequantize(*parts, group_size=group, bits=bits)))
-    return stored, dense
-
-
-def mflux_name(key: str) -> str:
-    return key.replace("timestep_embedder.", "").replace("attn.to_out.0.", "attn.to_out.")
 
 
 def gguf(given: Source, folder: Path) -> dict[str, Tensors]:

@@ -18,7 +18,7 @@ from stages.models.family import FOLDERS
 from stages.models.flux2.architecture import FLUX2
 from stages.models.folders import locate
 from stages.text_to_image.families import family
-from tests import projects
+from tests import checkpoints, projects
 
 HUB = "black-forest-labs/FLUX.2-klein-base-4B"
 
@@ -212,13 +212,8 @@ def with_encoder(project: Path, encoder: Path | str, name: str = "text_encoder")
 
 def quantised(source: Path, folder: Path) -> Path:
     folder.mkdir()
-    stored, settings = {}, {"group_size": 32, "bits": 4}
-    for key, value in mx.load(str(source / "model.safetensors")).items():
-        stored[key] = value
-        if value.ndim == 2:
-            names = (key, key.replace("weight", "scales"), key.replace("weight", "biases"))
-            stored |= dict(zip(names, mx.quantize(value, **settings), strict=True))
-    config = json.loads((source / "config.json").read_text()) | {"quantization": settings}
+    stored, _ = checkpoints.quantised(mx.load(str(source / "model.safetensors")), 4, 32)
+    config = json.loads((source / "config.json").read_text()) | {"quantization": {"group_size": 32, "bits": 4}}
     (folder / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(folder / "model.safetensors"), stored)
     return folder

@@ -12,13 +12,6 @@ from stages.models.text.decoder import Qwen3Config
 from stages.text_to_image.families import family
 
 
-@pytest.mark.parametrize("component", ["transformer", "autoencoder", "text_encoder", "tokenizer"])
-def test_a_component_is_found_in_its_folder(tmp_path, component):
-    folder = tmp_path / {"autoencoder": "vae"}.get(component, component)
-    folder.mkdir()
-    assert locate(tmp_path, component, family("klein-base-4b")) == folder
-
-
 @pytest.mark.parametrize("name", ["flux-2-klein-base-4b.safetensors", "flux2-klein-base-4b.safetensors"])
 def test_a_single_file_is_found_under_either_spelling(tmp_path, name):
     (tmp_path / name).touch()
@@ -75,6 +68,7 @@ def test_a_size_of_another_type_or_an_absurd_one_is_one_line(kind, content, name
         (Flux2Config, TINY.transformer, {"rope_theta": 0}, "rope_theta must be a number from 1 to 1e"),
         (Flux2Config, TINY.transformer, {"axes_dims_rope": 32}, "axes_dims_rope must be a list of 1 to 16 sizes, got 32"),
         (Flux2Config, TINY.transformer, {"axes_dims_rope": [7, 9, 8, 8]}, "axes_dims_rope must be even numbers"),
+        (Flux2Config, TINY.transformer, {"axes_dims_rope": [8, 8, 8, 10]}, "must add up to attention_head_dim"),
         (Flux2Config, TINY.transformer, {"guidance_embeds": "yes"}, "guidance_embeds must be true or false, got 'yes'"),
         (AutoencoderConfig, TINY.autoencoder, {"block_out_channels": [8] * 1000}, "must be a list of 1 to 16 sizes"),
         (AutoencoderConfig, TINY.autoencoder, {"block_out_channels": [9, 16, 16, 16]}, "multiples of norm_num_groups 4, got 9"),

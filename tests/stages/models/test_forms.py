@@ -12,7 +12,7 @@ import pytest
 
 from stages.models.flux2.load import to_diffusers
 from stages.text_to_image.families import family
-from tests.checkpoints import SINGLE_FILES
+from tests.checkpoints import SINGLE_FILES, weights_of
 from tests.stages.models.test_gguf import file_of
 
 Arrays = dict[str, np.ndarray]
@@ -61,10 +61,6 @@ def test_a_transformer_in_the_names_of_a_single_file_is_read(
     assert set(found) == set(expected) == set(shapes)
     for each, value in expected.items():
         np.testing.assert_array_equal(np.array(found[each]), np.array(value), each)
-
-
-def weights_of(model: Any) -> dict[str, mx.array]:
-    return model.top | {f"{block.name}.{name}": value for block in model.blocks for name, value in block.weights.items()}
 
 
 def test_two_spellings_of_one_weight_are_refused() -> None:

@@ -98,15 +98,8 @@ def test_a_transformer_in_q8_0_is_its_own_unpacked_values(tmp_path: Path) -> Non
     expected = {}
     for key, value in checkpoints.as_single_file(state).items():
         array = value.numpy()
-        if array.ndim == 1:
-            tensors.append((key, array.shape, 0, array.tobytes()))
-            expected[key] = array
-            continue
-        groups = array.reshape(-1, 32)
-        scale = (np.abs(groups).max(-1, keepdims=True) / 127).astype(np.float16)
-        rounded = np.round(groups / scale.astype(np.float32)).clip(-127, 127).astype(np.int8)
-        tensors.append((key, array.shape, 8, np.concatenate([scale.view(np.uint8), rounded.view(np.uint8)], -1).tobytes()))
-        expected[key] = (scale.astype(np.float32) * rounded).reshape(array.shape)
+        raw, expected[key] = packed(array) if array.ndim == 2 else (array.tobytes(), array)
+        tensors.append((key, array.shape, 8 if array.ndim == 2 else 0, raw))
     (tmp_path / "flux-2-klein-4b-Q8_0.gguf").write_bytes(file_of(tensors))
     (tmp_path / "config.json").write_text(json.dumps(TINY_TRANSFORMER))
     found: dict[str, mx.array] = {}

@@ -23,7 +23,7 @@ from stages.models.adapters import A, B
 from stages.models.flux2.architecture import FLUX2
 from stages.models.weights import read_file
 from stages.text_to_image.families import family
-from tests import projects
+from tests import checkpoints, projects
 from tests.pipeline.commands.text_to_image.reference import BLOCKS, OUTSIDE, forward, through_diffusers, tiny_transformer
 
 TINY = family("tiny")
@@ -178,20 +178,14 @@ def test_a_file_that_diffusers_saved_with_its_own_alpha_is_read_with_it(tmp_path
     import torch
     from diffusers import Flux2KleinPipeline
     from peft import LoraConfig
-    from peft.utils import get_peft_model_state_dict
 
     torch.manual_seed(5)
     names = ["transformer_blocks.0.attn.to_q", "single_transformer_blocks.1.attn.to_out"]
     config = LoraConfig(r=4, lora_alpha=12, target_modules=names, init_lora_weights=False, alpha_pattern={names[1]: 2})
     adapted = copy.deepcopy(transformer)
-    adapted.add_adapter(config, adapter_name="mine")
+    adapted.add_adapter(config)
     want = forward(adapted)
-    Flux2KleinPipeline.save_lora_weights(
-        tmp_path,
-        transformer_lora_layers=get_peft_model_state_dict(adapted, adapter_name="mine"),
-        transformer_lora_adapter_metadata=config.to_dict() | {"target_modules": names},
-    )
-    arrays, scales = FLUX2.read_adapter(tmp_path / "pytorch_lora_weights.safetensors")
+    arrays, scales = FLUX2.read_adapter(checkpoints.save_lora(Flux2KleinPipeline, tmp_path, adapted, config))
     assert scales == {names[0]: 3.0, names[1]: 0.5}
     found = merged(transformer, {k: np.array(v) for k, v in arrays.items()}, lambda name: scales[name])
     assert np.abs(found - want).max() < 1e-5

@@ -20,6 +20,7 @@ from stages.text_to_image.families import family
 from stages.tuner import checkpoint
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.targets import adapter_metadata, fresh_adapter, select_targets, target_scales
+from tests import checkpoints
 from tests.pipeline.commands.text_to_image.reference import BLOCKS, forward, through_diffusers, tiny_transformer
 from tests.stages.tuner.adapters.variants import merged_weights
 
@@ -144,7 +145,6 @@ def test_a_peft_lokr_file_is_read_with_its_alpha(tmp_path: Path, transformer: An
     import torch
     from diffusers import Flux2KleinPipeline
     from peft import LoKrConfig
-    from peft.utils import get_peft_model_state_dict
 
     torch.manual_seed(5)
     chosen = ["transformer_blocks.0.attn.to_q", "single_transformer_blocks.1.attn.to_out", "transformer_blocks.0.ff.linear_in"]
@@ -153,14 +153,9 @@ def test_a_peft_lokr_file_is_read_with_its_alpha(tmp_path: Path, transformer: An
         rank_pattern={chosen[2]: 1}, alpha_pattern={chosen[2]: 3},
     )  # fmt: skip
     adapted = copy.deepcopy(transformer)
-    adapted.add_adapter(config, adapter_name="mine")
+    adapted.add_adapter(config)
     want = forward(adapted)
-    Flux2KleinPipeline.save_lora_weights(
-        tmp_path,
-        transformer_lora_layers=get_peft_model_state_dict(adapted, adapter_name="mine"),
-        transformer_lora_adapter_metadata=config.to_dict() | {"target_modules": chosen},
-    )
-    arrays, scales = FLUX2.read_adapter(tmp_path / "pytorch_lora_weights.safetensors")
+    arrays, scales = FLUX2.read_adapter(checkpoints.save_lora(Flux2KleinPipeline, tmp_path, adapted, config))
     assert scales == {chosen[0]: 2.0, chosen[1]: 2.0, chosen[2]: 3.0}
     assert np.abs(with_merged_weights(transformer, arrays, scales) - want).max() < 1e-5
 

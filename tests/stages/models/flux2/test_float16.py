@@ -23,6 +23,7 @@ from stages.text_to_image.train.config import TrainConfig
 from stages.text_to_image.train.memory import BatchShape, ImageEstimator
 from stages.text_to_image.weights import load_transformer
 from stages.tuner.weights import QuantizedWeight, pack_if_possible
+from tests.checkpoints import weights_of
 
 TINY = family("tiny")
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
@@ -63,11 +64,6 @@ def rounded(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Pat
     return rewrite(tiny_weights, tmp_path_factory.mktemp("rounded") / "weights", kept=np.float32)
 
 
-def held(model: Flux2) -> dict[str, Any]:
-    """Every weight of a transformer, as it is kept."""
-    return model.top | {f"{block.name}.{name}": value for block in model.blocks for name, value in block.weights.items()}
-
-
 def velocity(model: Flux2) -> np.ndarray:
     draw = np.random.default_rng(0)
     dtype = model.dtype
@@ -81,7 +77,7 @@ def velocity(model: Flux2) -> np.ndarray:
 @pytest.mark.parametrize("precision", DTYPES)
 def test_a_transformer_in_float16_and_in_shards_computes_what_its_numbers_in_float32_do(half, rounded, precision):
     one, other = (load_flux2(folder / "transformer", TINY, DTYPES[precision]) for folder in (half, rounded))
-    assert {value.dtype for value in held(one).values()} == {DTYPES[precision]}
+    assert {value.dtype for value in weights_of(one).values()} == {DTYPES[precision]}
     found = velocity(one)
     assert found.std() > 0.1
     np.testing.assert_array_equal(found, velocity(other))
@@ -114,14 +110,14 @@ def test_the_plan_counts_the_bytes_that_float16_weights_take_once_they_are_loade
     model: Any = load_transformer(half / "transformer", TINY, DTYPES[precision], c)
     sizes = Flux2Config.from_dict(read_config(half / "transformer"))
     estimator = ImageEstimator(c, TINY.architecture, sizes, BatchShape(1, 64, 64, 8, 16))
-    assert estimator.frozen["weights"] == sum(array.nbytes for _, array in tree_flatten(held(model)))
+    assert estimator.frozen["weights"] == sum(array.nbytes for _, array in tree_flatten(weights_of(model)))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_float16_weights_are_packed_to_the_same_bits_as_their_numbers_in_float32(half, rounded, bits):
     pack = lambda name, weight: pack_if_possible(weight, bits)  # noqa: E731
     one, other = (load_flux2(folder / "transformer", TINY, mx.float32, pack) for folder in (half, rounded))
-    ours, theirs = held(one), held(other)
+    ours, theirs = weights_of(one), weights_of(other)
     packed = [name for name, value in ours.items() if isinstance(value, QuantizedWeight)]
     assert len(packed) > 10
     for name in packed:

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from stages.models.flux3.architecture import FLUX3
 from stages.tuner.blockwise.backprop import model_forward
+from tests.checkpoints import save_lora
 from tests.stages.models.flux3.test_transformer import given, ours, prepared, random_reference, theirs
 from tests.stages.models.test_adapter_names import pair
 
@@ -27,22 +28,19 @@ def test_an_adapter_that_diffusers_saved_is_read_and_in_both_our_styles_diffuser
     import torch
     from diffusers.loaders.lora_pipeline import Flux3LoraLoaderMixin
     from peft import LoraConfig
-    from peft.utils import get_peft_model_state_dict
 
     model: Any = random_reference()
     plain = ours(model)
     targets = ["to_q", "to_out.0", "linear_in", "linear_out"]
     config = LoraConfig(r=2, lora_alpha=6, target_modules=targets, init_lora_weights=False)
     model.add_adapter(config)
-    Flux3LoraLoaderMixin.save_lora_weights(
-        tmp_path, get_peft_model_state_dict(model), transformer_lora_adapter_metadata=config.to_dict()
-    )
+    saved = save_lora(Flux3LoraLoaderMixin, tmp_path, model, config)
     drawn = given((3, 4), (9,), ((2, 2),))
     case = drawn[0], drawn[1], np.array([0.6], np.float32), None, drawn[2]
     with torch.no_grad():
         expected, unadapted = (theirs(each, *case).numpy() for each in (model, random_reference()))
     assert np.abs(expected - unadapted).max() > 1e-2
-    read = FLUX3.read_adapter(tmp_path / "pytorch_lora_weights.safetensors")
+    read = FLUX3.read_adapter(saved)
     prediction = np.array(model_forward(plain, read)(**prepared(*case[:2], case[2], case[2], case[4])))
     assert np.abs(prediction - expected).max() <= 1e-5 * np.abs(expected).max()
     for style, written in FLUX3.adapter_styles.items():

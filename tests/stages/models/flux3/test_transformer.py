@@ -18,7 +18,7 @@ from stages.models.weights import recognise
 from stages.text_to_image.families import family
 from stages.tuner.blockwise.backprop import loss_and_grads
 from stages.tuner.diffusion import mse
-from tests.checkpoints import flux3_as_single_file
+from tests.checkpoints import flux3_as_single_file, quantised, random_model, with_lora
 
 SIZES: dict[str, Any] = {
     "in_channels": 16,
@@ -37,15 +37,9 @@ NO_REFERENCES = "mode_blocks.image_cond."
 
 
 def random_reference(**sizes: Any) -> Any:
-    import torch
     from diffusers import Flux3Transformer2DModel
 
-    torch.manual_seed(0)
-    model = Flux3Transformer2DModel(**{**SIZES, **sizes}).eval()
-    for name, tensor in model.named_parameters():
-        about = 1.0 if "norm_" in name and tensor.ndim == 1 else 0.0
-        tensor.data = about + (0.3 if about else 0.05) * torch.randn_like(tensor)
-    return model
+    return random_model(Flux3Transformer2DModel, **{**SIZES, **sizes})
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["base", "distilled"])
@@ -191,22 +185,15 @@ def test_positions_of_tokens_are_half_steps_and_references_lie_before_the_image(
 @pytest.mark.parametrize("beside", [(), ((2, 4),)], ids=["without references", "with a reference"])
 def test_the_loss_and_the_gradients_of_a_lora_are_those_of_pytorch(reference: Any, plan: str, beside: Any) -> None:
     import torch
-    from peft import LoraConfig, get_peft_model
 
     size, texts = (3, 5), (7, 20)
     x_BChw, words, shown = given(size, texts, beside)
     target_BLC = rows(given(size, (1, 2))[0])
     model = ours(reference, bool(beside))
     names = [name for name in model.linears() if name.endswith(("to_q", "to_out.0", "linear_in", "linear_out"))]
-    again = random_reference(flow_map=reference.config.flow_map)
-    adapted = get_peft_model(again, LoraConfig(r=2, lora_alpha=4, target_modules=names, init_lora_weights=False))
+    adapted, expected = with_lora(random_reference(flow_map=reference.config.flow_map), names)
     loss = (theirs(adapted, x_BChw, words, SIGMAS[:2], TARGETS[:2], shown) - torch.tensor(target_BLC)).square().mean()
     loss.backward()
-    expected = {
-        name.removeprefix("base_model.model.").replace(".default", ""): tensor
-        for name, tensor in adapted.named_parameters()
-        if "lora_" in name
-    }
     arrays = {name: mx.array(tensor.detach().numpy()) for name, tensor in expected.items()}
     made = prepared(x_BChw, words, SIGMAS[:2], TARGETS[:2], shown)
     scales, target = dict.fromkeys(names, 2.0), mx.array(target_BLC)
@@ -246,13 +233,10 @@ def test_black_forest_labs_single_file_is_renamed_as_diffusers_does(reference: A
 @pytest.mark.parametrize("program", ["mflux", "flux3-mlx"])
 def test_the_quantised_models_that_programs_for_macs_save_are_read(reference: Any, program: str, tmp_path: Path) -> None:
     state = {name: tensor.numpy() for name, tensor in reference.state_dict().items()}
-    saved: dict[str, mx.array] = {}
-    for key, value in (flux3_as_single_file(state) if program == "flux3-mlx" else state).items():
-        name = key.replace("to_out.0", "to_out") if program == "mflux" else key
-        packs = "blocks" in name and value.ndim == 2  # both quantise more or less beside the blocks
-        parts = zip(("weight", "scales", "biases"), mx.quantize(mx.array(value), 32, 8), strict=True) if packs else ()
-        saved |= {name.replace("weight", part): array for part, array in parts} or {name: mx.array(value)}
-    saved = {name: value for name, value in saved.items() if "repa" not in name}
+    single = flux3_as_single_file(state) if program == "flux3-mlx" else state
+    arrays = {key: mx.array(value) for key, value in single.items() if "repa" not in key}
+    rename = (lambda key: key.replace("to_out.0", "to_out")) if program == "mflux" else str
+    saved, _ = quantised(arrays, 8, 32, rename, lambda key: "blocks" in key)  # both quantise more or less beside the blocks
     mx.save_safetensors(str(tmp_path / "model.safetensors"), saved)
     (tmp_path / "config.json").write_text('{"quantization": {"group_size": 32, "bits": 8}}')
     found = load_transformer(tmp_path, replace(family("flux3-klein-base"), transformer=dict(reference.config)))

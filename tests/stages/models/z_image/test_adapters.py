@@ -11,7 +11,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from stages.models.z_image.architecture import Z_IMAGE
+from stages.tuner.blockwise.backprop import model_forward
+from tests.checkpoints import save_lora
 from tests.stages.models.test_adapter_names import pair
+from tests.stages.models.z_image.test_transformer import folded, given, levelled, ours, random_reference, theirs
 
 LINEAR = "layers.0.attention.to_q"
 PARTS = [f"layers.0.attention.{part}" for part in ("to_q", "to_k", "to_v")]
@@ -48,22 +51,15 @@ def test_an_adapter_that_diffusers_saved_is_read(tmp_path: Path) -> None:
     import torch
     from diffusers import ZImagePipeline
     from peft import LoraConfig
-    from peft.utils import get_peft_model_state_dict
-
-    from tests.stages.models.z_image.test_transformer import folded, given, levelled, ours, random_reference, theirs
 
     model: Any = random_reference()
     config = LoraConfig(r=2, lora_alpha=6, target_modules=["to_q", "to_out.0", "w2"], init_lora_weights=False)
     plain = ours(model)
     model.add_adapter(config)
-    ZImagePipeline.save_lora_weights(
-        tmp_path, get_peft_model_state_dict(model), transformer_lora_adapter_metadata=config.to_dict()
-    )
+    saved = save_lora(ZImagePipeline, tmp_path, model, config)
     x_BCHW, texts = given((3, 4), (9,))
     with torch.no_grad():
         expected = folded(theirs(model, x_BCHW, texts, np.array([0.6], np.float32)).numpy())
-    from stages.tuner.blockwise.backprop import model_forward
-
-    forward = model_forward(plain, Z_IMAGE.read_adapter(tmp_path / "pytorch_lora_weights.safetensors"))
+    forward = model_forward(plain, Z_IMAGE.read_adapter(saved))
     got = forward(x_BLC=mx.array(folded(x_BCHW)), size=(3, 4), ctx_BTJ=levelled(texts)[0], sigma_B=mx.array([0.6]))
     assert np.abs(np.array(got) - expected).max() <= 1e-5 * np.abs(expected).max()

@@ -16,7 +16,7 @@ from stages.text_to_image.families import family
 from stages.tuner.adapters import lora
 from stages.tuner.blockwise.backprop import loss_and_grads
 from stages.tuner.diffusion import mse
-from tests.checkpoints import z_image_as_single_file
+from tests.checkpoints import quantised, random_model, weights_of, with_lora, z_image_as_single_file
 
 SIZES = {
     "in_channels": 4,
@@ -34,15 +34,9 @@ SIGMAS = np.array([0.9373, 0.1, 0.5], np.float32)
 
 
 def random_reference(**sizes: Any) -> Any:
-    import torch
     from diffusers import ZImageTransformer2DModel
 
-    torch.manual_seed(0)
-    model = ZImageTransformer2DModel(**{**SIZES, **sizes}).eval()
-    for name, tensor in model.named_parameters():
-        about = 1.0 if "norm" in name and tensor.ndim == 1 else 0.0  # pad tokens begin at 0, norms at 1
-        tensor.data = about + (0.3 if about else 0.05) * torch.randn_like(tensor)
-    return model
+    return random_model(ZImageTransformer2DModel, **{**SIZES, **sizes})
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +142,6 @@ def test_the_loss_and_the_gradients_of_a_lora_are_those_of_pytorch(
     reference: Any, plan: str, rows: tuple[int, ...], as_on_a_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
-    from peft import LoraConfig, get_peft_model
 
     if as_on_a_gpu:
         monkeypatch.setattr(kernels, "compiles", lambda: True)  # chooses the fused norm; nothing is compiled
@@ -157,14 +150,9 @@ def test_the_loss_and_the_gradients_of_a_lora_are_those_of_pytorch(
     target_BCHW = given(size, (1, 2))[0][: len(rows)]
     model = ours(reference)
     names = [name for name in model.linears() if name.endswith(("to_q", "to_out.0", "w1", "w2", "adaLN_modulation.0"))]
-    adapted = get_peft_model(random_reference(), LoraConfig(r=2, lora_alpha=4, target_modules=names, init_lora_weights=False))
+    adapted, expected = with_lora(random_reference(), names)
     loss = (theirs(adapted, x_BCHW, texts, sigmas) - torch.tensor(target_BCHW)).square().mean()
     loss.backward()
-    expected = {
-        name.removeprefix("base_model.model.").replace(".default", ""): tensor
-        for name, tensor in adapted.named_parameters()
-        if "lora_" in name
-    }
     arrays = {name: mx.array(tensor.detach().numpy()) for name, tensor in expected.items()}
     text_BTJ, tokens_B = levelled(texts)
     inputs = {"x_BLC": mx.array(folded(x_BCHW)), "size": size, "ctx_BTJ": text_BTJ, "sigma_B": mx.array(sigmas)}
@@ -191,22 +179,15 @@ def test_comfyuis_single_file_is_renamed_as_diffusers_does(reference: Any) -> No
 
 
 def test_a_transformer_that_mflux_saved_is_read(tmp_path: Path) -> None:
-    record, stored, values = family("z-image-tiny"), {}, {}
-    arrays = random_reference(**record.transformer).state_dict()
-    for key, tensor in arrays.items():
+    def saved_as(key: str) -> str:
         name = key.replace("t_embedder.mlp.0", "t_embedder.linear1").replace("t_embedder.mlp.2", "t_embedder.linear2")
-        name = name.replace("2-1.adaLN_modulation.1", "2-1.adaLN_modulation.0")
-        value = stored[name] = values[key] = mx.array(tensor.numpy())
-        if value.ndim == 2 and value.shape[-1] % 64 == 0 and "token" not in key:
-            parts = mx.quantize(value, group_size=64, bits=8)
-            stored |= dict(zip((name, name.replace("weight", "scales"), name.replace("weight", "biases")), parts, strict=True))
-            values[key] = mx.dequantize(*parts, group_size=64, bits=8)
+        return name.replace("2-1.adaLN_modulation.1", "2-1.adaLN_modulation.0")
+
+    record = family("z-image-tiny")
+    arrays = {key: mx.array(tensor.numpy()) for key, tensor in random_reference(**record.transformer).state_dict().items()}
+    stored, values = quantised(arrays, 8, 64, saved_as, lambda key: "token" not in key)
     mx.save_safetensors(str(tmp_path / "0.safetensors"), stored)
-    check_loaded(load_transformer(tmp_path, record), values)
-
-
-def check_loaded(model: ZImage, values: dict[str, mx.array]) -> None:
-    found = model.top | {f"{block.name}.{name}": value for block in model.blocks for name, value in block.weights.items()}
+    found = weights_of(load_transformer(tmp_path, record))
     assert set(found) == set(values)
     for name, value in values.items():
         np.testing.assert_array_equal(np.array(found[name]), np.array(value), name)

@@ -22,6 +22,7 @@ from stages.tuner import checkpoint
 from stages.tuner.adapters import lora
 from stages.tuner.adapters.targets import adapter_metadata, fresh_adapter, select_targets, target_scales, target_weights
 from tests import harness
+from tests.checkpoints import weights_of
 from tests.stages.text_to_image.samples.previews import (
     CONFIG,
     PROMPTS,
@@ -175,8 +176,7 @@ def test_every_variant_of_an_adapter_draws_as_the_weights_that_it_merges_into(va
     }
     about = {"family": "tiny", **adapter_metadata(targets)}
     saved = checkpoint.save(writer_into(tmp_path), 10, arrays, {}, TRAIN.batch.empty_table(), about, {})
-    every = model.top | {f"{block.name}.{name}": weight for block in model.blocks for name, weight in block.weights.items()}
-    merged = Flux2(model.config, merged_weights(every, arrays, target_scales(targets)))
+    merged = Flux2(model.config, merged_weights(weights_of(model), arrays, target_scales(targets)))
     given = inputs(mx.array(draw.normal(size=(1, 4, 128)), mx.float32), (2, 2), mx.ones((1, 5, 192)), mx.array([0.5]))
     expected = merged(**given)
     assert mx.abs(model(**given) - expected).max() > 1e-2
