@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +38,9 @@ FEW = 2000  # values that Lance is asked for, at most
 # Errors that are no damage: too little memory, mistakes of the program.
 UNRELATED = (MemoryError, ImportError, TypeError, AttributeError, NameError, AssertionError, NotImplementedError)
 RUST = re.compile(r",? /\S+\.rs:\d+:\d+")  # where in its code Lance met an error
+KEPT = 128, 64 << 10  # reads that a process keeps, and bytes of each at most: commands read a version several times
+_kept: dict[tuple[str, int, tuple[str, ...]], tuple[dict[Path, tuple[int, int, int]], pa.Table]] = {}  # with the files' stamps
+_keeping = threading.Lock()
 _quiet = threading.Lock()
 os.environ.setdefault("LANCE_LOG", "error")  # read when Lance is imported; its warnings tell a user nothing
 
@@ -61,24 +64,38 @@ class Index:
         """Rows of one version, with these columns or all, `among` some or all. Raises DamageError; ValueError for other columns
         than the schema.
         """
+        wanted = pa.schema([self.schema.field(name) for name in columns or self.schema.names])
+        key = str(self.path), version, tuple(columns)
+        stamps, kept = _kept.get(key, ({}, None))
+        if kept is not None and not among and kept.schema == wanted and _stamps(stamps) == stamps:
+            return kept
         with self._damage_errors(f"read at version {version}"):
             dataset, problems = self._open(version)
             for path, problem in problems.items():
                 raise DamageError(f"{path.name} {problem}")
+            stamps = _stamps(
+                [self._manifests().get(version, self.path), self.checksums.file, *(path for path, _ in self._data(dataset))]
+            )
             some = [*columns] if columns and {*columns} <= {*dataset.schema.names} else None
             few = among is not None and len(among[1]) <= FEW
             rows = dataset.to_table(columns=some, filter=pc.field(among[0]).isin(among[1]) if among and few else None)
             if among and not few:
                 rows = rows.filter(pc.is_in(rows[among[0]], among[1]))
-        wanted = pa.schema([self.schema.field(name) for name in columns or self.schema.names])
         try:
-            return rows.select(wanted.names).cast(wanted)
+            rows = rows.select(wanted.names).cast(wanted)
         except (KeyError, ValueError, pa.ArrowException):
             now, then = ({f"{each.name} {each.type}" for each in fields} for fields in (self.schema, rows.schema))
             raise ValueError(
                 f"{self.path} has other columns than this program reads ({', '.join(sorted(now ^ then)) or 'nulls'}): another "
                 f"version wrote it; move {self.path.parent} away and run the stage again"
             ) from None
+        if not among and stamps and rows.nbytes <= KEPT[1]:
+            with _keeping:
+                _kept.pop(key, None)  # the newest comes last
+                _kept[key] = stamps, rows
+                while len(_kept) > KEPT[0]:
+                    del _kept[next(iter(_kept))]
+        return rows
 
     def damaged(self, version: int) -> dict[Path, str]:
         """Damaged or lost files of a version: path -> what is wrong. Raises DamageError if it cannot be opened."""
@@ -263,6 +280,14 @@ class Index:
                 number = int(path.stem)  # in 20 digits Lance counts down from 2^64 - 1: the newest sorts first
                 found[2**64 - 1 - number if len(path.stem) == 20 else number] = path
         return found
+
+
+def _stamps(paths: Iterable[Path]) -> dict[Path, tuple[int, int, int]]:
+    """Of these files; none if one of them is not there."""
+    try:
+        return {path: stamp(path) for path in paths}
+    except OSError:
+        return {}
 
 
 @contextmanager

@@ -6,6 +6,7 @@ B batch, S rows, D hidden width, F feed-forward width, H heads, K head width.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,8 @@ import numpy as np
 from stages import kernels
 from stages.models.attention import attention, sigmoid, silu, slow_exp
 from stages.own_gradient import OwnGradient
+
+Quarter = tuple[tuple[int, int], tuple[int, int]]  # a turn by 90 degrees
 
 
 def tokens(x_BCHW: mx.array) -> mx.array:
@@ -105,19 +108,24 @@ def _silu_times_stored_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple
 def rotate(x_BSHK: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
     """Rotary positions, in float32. Cosines and sines are (S, 1, K), with one angle for both features of a pair."""
     # A positive angle rotates the first feature of a pair towards the second.
-    return _rotate_pairs(x_BSHK, cos, sin, [[0, 1], [-1, 0]])
+    return _rotate_pairs(x_BSHK, cos, sin, ((0, 1), (-1, 0)))
 
 
 @rotate.vjp
 def _rotate_vjp(primals: Any, dy_BSHK: mx.array, _: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     # Both features of a pair have one sine, so that the gradient is the same product with the inverse quarter turn.
     _, cos, sin = primals
-    return _rotate_pairs(dy_BSHK, cos, sin, [[0, -1], [1, 0]]), mx.zeros_like(cos), mx.zeros_like(sin)
+    return _rotate_pairs(dy_BSHK, cos, sin, ((0, -1), (1, 0))), mx.zeros_like(cos), mx.zeros_like(sin)
 
 
-def _rotate_pairs(x_BSHK: mx.array, cos: mx.array, sin: mx.array, quarter: list[list[int]]) -> mx.array:
+@functools.cache
+def _quarters(pairs: int, quarter: Quarter) -> np.ndarray:
+    return np.kron(np.eye(pairs), quarter)
+
+
+def _rotate_pairs(x_BSHK: mx.array, cos: mx.array, sin: mx.array, quarter: Quarter) -> mx.array:
     # A turn by 90 degrees as a product with zeros and ones: exact, and much faster than splitting and joining the pairs.
-    quarter_KK = mx.array(np.kron(np.eye(x_BSHK.shape[-1] // 2), quarter), x_BSHK.dtype)
+    quarter_KK = mx.array(_quarters(x_BSHK.shape[-1] // 2, quarter), x_BSHK.dtype)
     return (x_BSHK * cos + kernels.product(x_BSHK, quarter_KK) * sin).astype(x_BSHK.dtype)
 
 

@@ -147,6 +147,10 @@ def row_key(row: Row) -> Key:
     return row["step"], row["split"], row["sample"]
 
 
+def _keys_up_to(step: int, rows: pa.Table) -> set[Key]:
+    return {row_key(row) for row in rows.filter(pc.less_equal(rows["step"], step)).to_pylist()}
+
+
 def computed_rows(run: Run[Any], wanted: pa.Table) -> pa.Table:
     """Of the wanted rows, those that the next run trains or measures; the others are in the table or in a checkpoint."""
     last = pc.max(wanted["step"]).as_py() or 0
@@ -154,7 +158,7 @@ def computed_rows(run: Run[Any], wanted: pa.Table) -> pa.Table:
         return wanted.slice(0, 0)
     start = find_start(run, last, lambda line: None, Checkpoint.whole)
     recovered = {row_key(row) for row in start.recovered}
-    lost = {key for row in run.output.pending.to_pylist() if (key := row_key(row))[0] <= start.step} - recovered
+    lost = _keys_up_to(start.step, run.output.pending) - recovered
     computed = pc.greater(wanted["step"], start.step)
     if lost:  # of the measurement at its step
         repeated = pc.and_(pc.equal(wanted["step"], start.step), pc.equal(wanted["split"], VALIDATION))
@@ -164,11 +168,11 @@ def computed_rows(run: Run[Any], wanted: pa.Table) -> pa.Table:
 
 def find_start(run: Run[Any], last: int, say: Callable[[str], None], intact: Callable[..., bool] = Checkpoint.intact) -> Start:
     """The newest intact checkpoint before which no row is lost (in neither the table nor an intact checkpoint); else step 0."""
-    pending = {row_key(row) for row in run.output.pending.to_pylist()}
     checkpoints = [saved for saved in checkpoint.find_checkpoints(run.output.artifacts) if saved.step <= last]
+    pending = _keys_up_to(checkpoints[0].step, run.output.pending) if checkpoints else set()
     held: dict[Key, Row] = {}
     # The rows of the checkpoints are needed only after a kill between a checkpoint and the commit of its rows.
-    if checkpoints and any(step <= checkpoints[0].step for step, _, _ in pending):
+    if pending:
         held = {row_key(row): row for saved in checkpoints if intact(saved, ROWS) for row in saved.rows().to_pylist()}
     for saved in checkpoints:
         past = sorted(key for key in pending if key[0] <= saved.step)
@@ -517,9 +521,10 @@ def wanted_rows(task: Task[Any, Any], last: int) -> pa.Table:
 
 
 def _keys(split: str, steps: Sequence[int], sizes: Sequence[int]) -> pa.Table:
-    step = np.repeat(np.array(steps, np.int32), sizes)
-    sample = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes] or [np.zeros(0, np.int32)])
-    return pa.table({"step": step, "split": pa.array([split] * len(step), pa.string()), "sample": sample})
+    counts = np.array(sizes, np.int64)
+    step = np.repeat(np.array(steps, np.int32), counts)
+    sample = np.arange(len(step)) - np.repeat(counts.cumsum() - counts, counts)
+    return pa.table({"step": step, "split": pa.repeat(split, len(step)), "sample": sample.astype(np.int32)})
 
 
 def sample_rows(

@@ -54,6 +54,23 @@ def test_a_table_without_a_manifest_has_no_readers(tmp_path: Path):
     assert texts(table) == ["text 1", "text 2"]
 
 
+def test_rows_are_read_from_the_disk_again_only_if_a_file_of_theirs_has_changed(tmp_path: Path, monkeypatch):
+    table, opened, real = written(tmp_path / "t", *range(5), schema=NOTES), list[int](), lance.dataset
+    monkeypatch.setattr(lance, "dataset", lambda *given, **named: (opened.append(1), real(*given, **named))[1])
+    assert table.rows() == TableFolder(table.folder, NOTES).rows()
+    assert len(opened) == 1
+    for name in ("checksums.jsonl", *(f"rows.lance/{each}" for each in ("_versions", "data"))):
+        file = table.folder / name
+        file = file if file.is_file() else next(path for path in file.iterdir() if path.suffix in (".manifest", ".lance"))
+        content, before = file.read_bytes(), len(opened)
+        file.write_bytes(content + b"\n")
+        if name != "checksums.jsonl":
+            with pytest.raises(ValueError, match="bytes"):
+                table.rows()
+        file.write_bytes(content)
+        assert table.rows().num_rows == 5 and len(opened) > before
+
+
 def test_a_run_in_progress_is_invisible_until_it_finishes(tmp_path: Path):
     table = written(tmp_path / "t", *range(5))
     before = table.rows()
