@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from data.research.pages import commit_plan, machines
+from data.research.pages import commit_plan
 from data.research.pages.commit_plan import Ceiling, Plan, simulate
 from pipeline.store import shards
 from pipeline.store import table as store_table
-
-
-def test_the_page_on_disk_is_what_the_code_computes() -> None:
-    assert machines.FILE.read_text(encoding="utf-8") == machines.render(), "run: make pages"
 
 
 def test_the_page_computes_with_the_constants_of_the_store() -> None:

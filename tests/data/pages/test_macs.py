@@ -13,10 +13,6 @@ from stages.tuner.blockwise import device
 from tests.pipeline.commands.test_doctor import MAC
 
 
-def test_the_page_is_what_make_macs_writes():
-    assert macs.FILE.read_text(encoding="utf-8") == macs.render(), "run make pages"
-
-
 def test_the_table_of_the_readme_is_computed_with_the_page():
     page = macs.README.read_text(encoding="utf-8")
     assert macs.render_readme(page) == page, "run make pages"

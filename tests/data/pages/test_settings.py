@@ -9,8 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 import stages
-from data.research.pages import trainers
-from data.research.pages.settings import FILE, render
+from data.research.pages.settings import FILE
 from pipeline.commands.settings import Entry, chosen, command, in_toml
 
 PAGE = FILE.read_text(encoding="utf-8")
@@ -22,10 +21,6 @@ def printed(*words: str) -> str:
     done = CliRunner().invoke(command, words)
     assert not done.exception, done.exception
     return done.stdout
-
-
-def test_the_page_is_what_make_pages_writes() -> None:
-    assert render() == PAGE, "run: make pages"
 
 
 @pytest.mark.parametrize("pipeline", stages.PIPELINES)
@@ -77,7 +72,3 @@ def test_the_page_names_settings_by_their_true_kind(words: str, kind: str) -> No
     named = re.findall(r"`([\w.]+)`", keys)
     kinds: dict[str, Any] = {each.key: each.kind for name, each in EVERY if name == "text_to_image"}
     assert named and {kinds[name] for name in named} == {kind}
-
-
-def test_the_page_of_other_trainers_names_is_what_make_pages_writes() -> None:
-    assert trainers.render() == trainers.FILE.read_text(encoding="utf-8"), "run: make pages"
