@@ -1,14 +1,29 @@
 """The whole chain on a small klein and a small dev that diffusers itself wrote, beside what diffusers computes."""
 
-import shutil
-from pathlib import Path
+from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
 import numpy as np
 import pyarrow as pa
 import pytest
+from PIL import Image
 
+from pipeline.commands.text_to_image.export import export_run
 from pipeline.project.project import Project
+from stages.models import sampling
+from stages.models.flux2.architecture import FLUX2
+from stages.models.flux2.load import load_flux2
+from stages.models.flux2.transformer import image_ids, text_ids
 from stages.models.text.encoder import widen
+from stages.text_to_image.train.task import ImageTask
+from stages.tuner.blockwise.backprop import model_forward
+from stages.tuner.loop import load_training
+from stages.tuner.step import TrainingStep
 from tests import checkpoints, projects
 
 GUIDANCE = 2.5  # of previews
@@ -32,6 +47,7 @@ def project(tmp_path_factory, reference) -> Path:
     folder = projects.make(tmp_path_factory.mktemp("real") / "project", reference[1], images=0)
     projects.edit(folder, 'family = "tiny"', f'family = "{reference[2]}"')
     projects.edit(folder, "steps = 2\n", f"steps = 2\nguidance = {GUIDANCE}\n")
+    projects.edit(folder, "steps = 6\n", "steps = 6\nlr = 1e-2\n")
     chosen = [p for p in sorted((projects.MATERIAL / "images").iterdir()) if p.suffix in (".jpg", ".png")][::9]
     for path in chosen:
         shutil.copy(path, folder / "images" / path.name)
@@ -44,6 +60,36 @@ def floats(table: pa.Table) -> list[np.ndarray]:
     """The stored tensors as float32."""
     words = [np.frombuffer(w, np.uint16).astype(np.uint32) << 16 for w in table["bytes of tensor"].to_pylist()]
     return [w.view(np.float32).reshape(shape) for w, shape in zip(words, table["shape"].to_pylist(), strict=True)]
+
+
+def preview_of_the_base(project: Path, prompt: str = "a red thing") -> tuple[dict[str, Any], np.ndarray]:
+    """Return (its row, its pixels)."""
+    rows = projects.content(project, "samples").to_pylist()
+    row = next(row for row in rows if (row["step"], row["prompt"]) == (0, prompt))
+    with Image.open(Project(project).current("samples").folder / "artifacts" / row["path"]) as image:
+        pixels = np.asarray(image).astype(np.float32)
+    assert pixels.std() > 5
+    return row, pixels
+
+
+def assert_gradients_are_those_of(theirs: dict[str, Any], made: TrainingStep, grads: dict[str, Any]) -> None:
+    """`theirs`: weights of diffusers, with their gradients. B is 0 at the start, so the gradient of A is 0."""
+    for name in (target.name for target in made.targets):
+        a = np.array(made.adapter[f"{name}.lora_A.weight"])
+        expected = theirs[f"{name}.weight"].grad.numpy() @ a.T
+        assert np.linalg.norm(np.array(grads[f"{name}.lora_B.weight"]) - expected) <= 1e-4 * np.linalg.norm(expected), name
+        assert not np.array(grads[f"{name}.lora_A.weight"]).any()
+
+
+def mixed_batch(
+    batch: Any, unfold: Callable[[np.ndarray], np.ndarray] = lambda x: x
+) -> tuple[np.ndarray, list[np.ndarray], np.ndarray, np.ndarray]:
+    """Return (the noisy latents, the texts without padding, the noise levels, the wanted velocity), as diffusers takes them."""
+    x0, eps = (unfold(each) for each in (widen(batch.x0_BCHW), batch.noise_BCHW))
+    sigma = np.array([s.sigma for s in batch.samples], np.float32)
+    mixed = (1 - sigma)[:, None, None, None] * x0 + sigma[:, None, None, None] * eps
+    rows = [batch.ctx_BTJ.shape[1]] * len(sigma) if batch.tokens_B is None else batch.tokens_B.tolist()
+    return mixed, [widen(words[:count]) for words, count in zip(batch.ctx_BTJ, rows, strict=True)], sigma, eps - x0
 
 
 def close(ours: np.ndarray, theirs: np.ndarray) -> None:
@@ -94,9 +140,6 @@ def test_the_embeddings_table_holds_what_diffusers_encodes(project, reference):
 def test_the_losses_and_gradients_of_the_first_step_are_those_of_diffusers(project, reference):
     import torch
 
-    from stages.text_to_image.train.task import ImageTask
-    from stages.tuner.loop import load_training
-
     opened = Project(project)
     task = ImageTask(opened.open("train"))
     (samples,) = task.draw(1)
@@ -107,42 +150,30 @@ def test_the_losses_and_gradients_of_the_first_step_are_those_of_diffusers(proje
     model = reference[0].transformer
     theirs = {name: value.requires_grad_() for name, value in model.named_parameters()}
     B, _, H, W = batch.x0_BCHW.shape
-    x0, eps = torch.tensor(widen(batch.x0_BCHW)), torch.tensor(batch.noise_BCHW)
-    sigma = torch.tensor([s.sigma for s in batch.samples])[:, None, None, None]
-    text = torch.tensor(widen(batch.ctx_BTJ))
+    mixed, texts, sigma, target = (torch.tensor(np.array(each)) for each in mixed_batch(batch))
     v = model(
-        ((1 - sigma) * x0 + sigma * eps).flatten(2).permute(0, 2, 1),
-        encoder_hidden_states=text,
-        timestep=sigma.flatten(),
+        mixed.flatten(2).permute(0, 2, 1),
+        encoder_hidden_states=texts,
+        timestep=sigma,
         img_ids=torch.cartesian_prod(torch.arange(1), torch.arange(H), torch.arange(W), torch.arange(1)).float(),
-        txt_ids=torch.cartesian_prod(*[torch.arange(1)] * 3, torch.arange(text.shape[1])).float(),
+        txt_ids=torch.cartesian_prod(*[torch.arange(1)] * 3, torch.arange(texts.shape[1])).float(),
         guidance=torch.ones(B) if opened.family.guidance_embedded else None,
         return_dict=False,
     )[0]
-    losses = (v - (eps - x0).flatten(2).permute(0, 2, 1)).pow(2).mean(dim=(1, 2))
+    losses = (v - target.flatten(2).permute(0, 2, 1)).pow(2).mean(dim=(1, 2))
     losses.mean().backward()
     rows = [row for row in projects.content(project, "train").to_pylist() if (row["step"], row["split"]) == (1, "train")]
     np.testing.assert_allclose([row["loss"] for row in rows], losses.detach().numpy(), rtol=1e-4)
-    for name in (target.name for target in made.targets):  # B is 0 at the start, so the gradient of A is 0
-        a = torch.tensor(np.array(made.adapter[f"{name}.lora_A.weight"]))
-        expected = (theirs[f"{name}.weight"].grad @ a.T).numpy()
-        ours = np.array(grads[f"{name}.lora_B.weight"])
-        assert np.linalg.norm(ours - expected) <= 1e-4 * np.linalg.norm(expected), name
-        assert not np.array(grads[f"{name}.lora_A.weight"]).any()
+    assert_gradients_are_those_of(theirs, made, grads)
     model.zero_grad(set_to_none=True)
     model.requires_grad_(False)
 
 
 def test_a_preview_of_the_base_is_the_picture_that_diffusers_draws(project, reference):
     import torch
-    from PIL import Image
-
-    from stages.models import sampling
 
     pipe, _, name = reference
-    row = next(row for row in projects.content(project, "samples").to_pylist() if row["step"] == 0)
-    with Image.open(Project(project).current("samples").folder / "artifacts" / row["path"]) as image:
-        ours = np.asarray(image).astype(np.float32)
+    row, ours = preview_of_the_base(project)
     family = Project(project).family
     options = {"device": "cpu", "max_sequence_length": family.text_tokens, "text_encoder_out_layers": family.text_layers}
     with torch.no_grad():
@@ -159,59 +190,39 @@ def test_a_preview_of_the_base_is_the_picture_that_diffusers_draws(project, refe
         **given,
     ).images[0]
     assert np.abs(ours - 255 * theirs).max() <= 1.05, name  # embeddings are stored in bfloat16
-    assert ours.std() > 5
 
 
 @pytest.mark.parametrize("style", ["diffusers", "comfyui"])
 def test_the_exported_adapter_gives_our_velocity_in_diffusers(project, reference, tmp_path, style):
-    import mlx.core as mx
     import torch
-
-    from pipeline.commands.text_to_image.export import export_run
-    from stages.models.flux2.architecture import FLUX2
-    from stages.models.flux2.load import load_flux2
-    from stages.models.flux2.transformer import image_ids, text_ids
-    from stages.tuner.adapters import lora
 
     opened = Project(project)
     file = export_run(opened, tmp_path / "lora.safetensors", style, dtype="float32", step=None)
     pipe = type(reference[0]).from_pretrained(reference[1])
     bare = {name: value.clone() for name, value in pipe.transformer.state_dict().items()}
+    text_width = pipe.transformer.config.joint_attention_dim
     pipe.load_lora_weights(str(file))
     assert len(pipe.transformer.state_dict()) > len(bare)
 
-    model = load_flux2(opened.component("transformer"), opened.family, mx.float32)
-    adapters, scales = FLUX2.read_adapter(opened.current("train").folder / "artifacts" / "adapter.safetensors")
-
-    def adapted(block: str):
-        inside = {name.removeprefix(f"{block}."): value for name, value in adapters.items() if name.startswith(f"{block}.")}
-        return lora.AdaptedLinear(
-            inside, {n.removeprefix(f"{block}."): s for n, s in scales.items() if n.startswith(f"{block}.")}
-        )
-
     generator = np.random.default_rng(0)
-    x_1LC, ctx_1TJ = generator.standard_normal((1, 12, 128)), generator.standard_normal((1, 7, model.config.joint_attention_dim))
+    x_1LC, ctx_1TJ = (generator.standard_normal(shape, np.float32) for shape in ((1, 12, 128), (1, 7, text_width)))
     x_ids, ctx_ids = image_ids(3, 4), text_ids(7)
-    ours = model(
-        mx.array(x_1LC.astype(np.float32)),
-        x_ids,
-        mx.array(ctx_1TJ.astype(np.float32)),
-        ctx_ids,
-        mx.array([0.6]),
-        mx.array([GUIDANCE]),
-        linear_for=adapted,
-    )
     with torch.no_grad():
         theirs = pipe.transformer(
-            hidden_states=torch.tensor(x_1LC, dtype=torch.float32),
-            encoder_hidden_states=torch.tensor(ctx_1TJ, dtype=torch.float32),
+            hidden_states=torch.tensor(x_1LC),
+            encoder_hidden_states=torch.tensor(ctx_1TJ),
             timestep=torch.tensor([0.6]),
-            img_ids=torch.tensor(np.array(x_ids))[None],
-            txt_ids=torch.tensor(np.array(ctx_ids))[None],
+            img_ids=torch.tensor(x_ids)[None],
+            txt_ids=torch.tensor(ctx_ids)[None],
             guidance=torch.tensor([GUIDANCE]),
             return_dict=False,
-        )[0]
-    np.testing.assert_allclose(np.array(ours), theirs.numpy(), atol=2e-5)
-    merged = np.abs(np.array(model(mx.array(x_1LC.astype(np.float32)), x_ids, mx.array(ctx_1TJ.astype(np.float32)), ctx_ids,
-                                   mx.array([0.6]), mx.array([GUIDANCE]))) - np.array(ours)).max()  # fmt: skip
-    assert merged > 1e-6, "the adapter changes nothing, so this test would pass without it"
+        )[0].numpy()
+
+    def velocity(adapter: Path | None) -> np.ndarray:
+        model = load_flux2(opened.component("transformer"), opened.family, mx.float32)
+        forward = model_forward(model, FLUX2.read_adapter(adapter) if adapter else None)
+        levels = {"timesteps_B": mx.array([0.6]), "guidance_B": mx.array([GUIDANCE])}
+        return np.array(forward(x_BLC=mx.array(x_1LC), x_ids_L4=x_ids, ctx_BTJ=mx.array(ctx_1TJ), ctx_ids_T4=ctx_ids, **levels))
+
+    np.testing.assert_allclose(velocity(opened.current("train").folder / "artifacts" / "adapter.safetensors"), theirs, atol=2e-5)
+    assert np.abs(velocity(None) - theirs).max() > 1e-4, "the adapter changes nothing, so this test would pass without it"

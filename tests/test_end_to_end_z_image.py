@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from pipeline.commands.text_to_image.export import export_run
 from pipeline.project.project import Project
-from stages.models.text.encoder import widen
+from stages.models import sampling
 from stages.text_to_image.families import family
+from stages.text_to_image.train.task import ImageTask
+from stages.tuner.blockwise.backprop import model_forward
+from stages.tuner.loop import load_training
 from tests import projects
 from tests.stages.models.z_image.test_transformer import CLOSE, folded, levelled, theirs
-from tests.test_end_to_end import close, floats
+from tests.test_end_to_end import assert_gradients_are_those_of, close, floats, mixed_batch, preview_of_the_base
 
 TINY = family("z-image-tiny")
 GUIDANCE = 2.5  # of previews
@@ -22,10 +27,8 @@ LONG = "a long caption, whose tokens take more than one multiple of thirty-two r
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("z-image") / "weights"
-    TINY.architecture.write_random_weights(folder, TINY, 0)
-    return folder
+def weights(seeded_weights: Callable[[str], Path]) -> Path:
+    return seeded_weights(TINY.name)
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +90,6 @@ def test_an_embedding_has_the_rows_that_diffusers_encodes_and_no_padding(project
 def test_the_losses_and_gradients_of_a_batch_of_unequal_captions_are_those_of_diffusers(project: Path, pipe: Any) -> None:
     import torch
 
-    from stages.text_to_image.train.task import ImageTask
-    from stages.tuner.loop import load_training
-
     task = ImageTask(Project(project).open("train"))
     step, drawn = next((n, found) for n in range(1, 30) if len(found := task.draw(n)) > 1)
     assert [s.number for samples in drawn for s in samples] == list(range(4)), "the batch was divided by the rows of its texts"
@@ -101,19 +101,11 @@ def test_the_losses_and_gradients_of_a_batch_of_unequal_captions_are_those_of_di
     named = {name: value.requires_grad_() for name, value in model.named_parameters()}
     losses = []
     for batch in batches:
-        x0, eps = (unfolded(each) for each in (widen(batch.x0_BCHW), batch.noise_BCHW))
-        sigma = np.array([s.sigma for s in batch.samples], np.float32)
-        mixed = (1 - sigma)[:, None, None, None] * x0 + sigma[:, None, None, None] * eps
-        rows = [batch.ctx_BTJ.shape[1]] * len(sigma) if batch.tokens_B is None else batch.tokens_B.tolist()
-        texts = [widen(words[:count]) for words, count in zip(batch.ctx_BTJ, rows, strict=True)]
-        losses.append((theirs(model, mixed, texts, sigma) - torch.tensor(eps - x0)).pow(2).mean(dim=(1, 2, 3)))
+        *inputs, target = mixed_batch(batch, unfolded)
+        losses.append((theirs(model, *inputs) - torch.tensor(target)).pow(2).mean(dim=(1, 2, 3)))
     torch.cat(losses).mean().backward()
     np.testing.assert_allclose(np.array(found.losses), torch.cat(losses).detach().numpy(), rtol=1e-4)
-    for name in (target.name for target in made.targets):  # B is 0 at the start, so the gradient of A is 0
-        a = torch.tensor(np.array(made.adapter[f"{name}.lora_A.weight"]))
-        expected = (named[f"{name}.weight"].grad @ a.T).numpy()
-        ours = np.array(found.grads[f"{name}.lora_B.weight"])
-        assert np.linalg.norm(ours - expected) <= 1e-4 * np.linalg.norm(expected), name
+    assert_gradients_are_those_of(named, made, found.grads)
     model.zero_grad(set_to_none=True)
     model.requires_grad_(False)
 
@@ -126,13 +118,8 @@ def unfolded(x_BCHW: np.ndarray) -> np.ndarray:
 
 def test_a_preview_of_the_base_is_the_picture_that_diffusers_draws(project: Path, pipe: Any) -> None:
     import torch
-    from PIL import Image
 
-    from stages.models import sampling
-
-    row = next(row for row in projects.content(project, "samples").to_pylist() if row["step"] == 0)
-    with Image.open(Project(project).current("samples").folder / "artifacts" / row["path"]) as image:
-        ours = np.asarray(image).astype(np.float32)
+    row, ours = preview_of_the_base(project)
     options = {"device": "cpu", "do_classifier_free_guidance": False, "max_sequence_length": TINY.text_tokens}
     with torch.no_grad():
         with_prompt, without = (
@@ -149,13 +136,10 @@ def test_a_preview_of_the_base_is_the_picture_that_diffusers_draws(project: Path
         output_type="np",
     ).images[0]
     assert np.abs(ours - 255 * drawn).max() <= 1.05  # embeddings are stored in bfloat16
-    assert ours.std() > 5
 
 
 def test_a_latent_drawn_as_by_turbo_is_that_of_diffusers(weights: Path, pipe: Any) -> None:
     import torch
-
-    from stages.models import sampling
 
     turbo, architecture = family("z-image-turbo"), TINY.architecture
     text = np.random.default_rng(1).standard_normal((7, 64), np.float32)
@@ -174,8 +158,6 @@ def test_an_exported_adapter_gives_our_velocity_in_diffusers(project: Path, weig
     import torch
     from diffusers import ZImagePipeline
 
-    from pipeline.commands.text_to_image.export import export_run
-
     opened = Project(project)
     file = export_run(opened, tmp_path / "lora.safetensors", style, dtype="float32", step=None)
     pipe = ZImagePipeline.from_pretrained(weights)
@@ -193,8 +175,6 @@ def test_an_exported_adapter_gives_our_velocity_in_diffusers(project: Path, weig
 
 
 def velocity(weights: Path, adapter: Path | None, x_BCHW: np.ndarray, text: np.ndarray) -> np.ndarray:
-    from stages.tuner.blockwise.backprop import model_forward
-
     architecture = TINY.architecture
     model = architecture.load_transformer(weights / "transformer", TINY, mx.float32)
     forward = model_forward(model, architecture.read_adapter(adapter) if adapter else None)

@@ -28,12 +28,9 @@ from tests.harness import context, run, table_of
 SIZES = {"wide": (96, 64), "tall": (50, 80), "square": (64, 64)}
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("weights")
-    tiny = family("tiny")
-    tiny.architecture.write_random_weights(folder, tiny, 0)
-    return folder / "vae"
+@pytest.fixture
+def weights(tiny_weights):
+    return tiny_weights / "vae"
 
 
 @pytest.fixture

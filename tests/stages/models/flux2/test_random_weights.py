@@ -9,7 +9,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-import pytest
 
 from stages.models.flux2 import load, random_weights
 from stages.models.flux2.autoencoder import Autoencoder, AutoencoderConfig, load_autoencoder
@@ -20,13 +19,6 @@ from stages.text_to_image.families import family
 from tests.stages.models.test_gguf import file_of
 
 TINY = family("tiny")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("tiny")
-    TINY.architecture.write_random_weights(made, TINY, 0)
-    return made
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -50,12 +42,12 @@ def smooth(count: int) -> mx.array:
     return mx.array(np.clip(waves, -1, 1), mx.float32)
 
 
-def test_one_seed_gives_the_same_bytes_and_another_does_not(folder: Path, tmp_path: Path) -> None:
+def test_one_seed_gives_the_same_bytes_and_another_does_not(tiny_weights: Path, tmp_path: Path) -> None:
     TINY.architecture.write_random_weights(tmp_path / "again", TINY, 0)
-    assert digests(tmp_path / "again") == digests(folder)
+    assert digests(tmp_path / "again") == digests(tiny_weights)
     TINY.architecture.write_random_weights(tmp_path / "other", TINY, 1)
-    differing = {name for name, digest in digests(tmp_path / "other").items() if digest != digests(folder)[name]}
-    assert differing == {name for name in digests(folder) if name.endswith(".safetensors")}
+    differing = {name for name, digest in digests(tmp_path / "other").items() if digest != digests(tiny_weights)[name]}
+    assert differing == {name for name in digests(tiny_weights) if name.endswith(".safetensors")}
 
 
 def test_random_weights_are_equal_on_every_machine() -> None:
@@ -63,23 +55,23 @@ def test_random_weights_are_equal_on_every_machine() -> None:
     assert hashlib.sha256(values.tobytes()).hexdigest()[:16] == "4d85ff08bd6099f8"
 
 
-def test_diffusers_loads_random_weights_and_knows_every_tensor(folder: Path) -> None:
+def test_diffusers_loads_random_weights_and_knows_every_tensor(tiny_weights: Path) -> None:
     from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline, Flux2Transformer2DModel
     from transformers import Qwen3ForCausalLM
 
-    pipeline = Flux2KleinPipeline.from_pretrained(folder)
+    pipeline = Flux2KleinPipeline.from_pretrained(tiny_weights)
     assert not pipeline.config.is_distilled
     assert type(pipeline.tokenizer).__name__.startswith("Qwen2Tokenizer")
     parts = {"transformer": Flux2Transformer2DModel, "vae": AutoencoderKLFlux2, "text_encoder": Qwen3ForCausalLM}
     for part, kind in parts.items():
-        _, said = kind.from_pretrained(folder / part, output_loading_info=True)
+        _, said = kind.from_pretrained(tiny_weights / part, output_loading_info=True)
         assert not said["missing_keys"] and not said["unexpected_keys"] and not said["mismatched_keys"], part
 
 
-def test_diffusers_draws_an_image_with_random_weights(folder: Path) -> None:
+def test_diffusers_draws_an_image_with_random_weights(tiny_weights: Path) -> None:
     from diffusers import Flux2KleinPipeline
 
-    pipeline = Flux2KleinPipeline.from_pretrained(folder)
+    pipeline = Flux2KleinPipeline.from_pretrained(tiny_weights)
     pipeline.set_progress_bar_config(disable=True)
     drawn = pipeline(
         prompt="a cat",
@@ -94,18 +86,18 @@ def test_diffusers_draws_an_image_with_random_weights(folder: Path) -> None:
     assert np.isfinite(drawn).all() and drawn.std() > 0.05
 
 
-def test_the_tokenizer_decodes_what_it_encodes(folder: Path) -> None:
+def test_the_tokenizer_decodes_what_it_encodes(tiny_weights: Path) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_weights / "tokenizer")
     text = "Two foxes 🦊 on a café table;\n\n狐, 3d <think>"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert tokenizer.tokenize("a photo of a cat")[1:] == ["Ġphoto", "Ġof", "Ġa", "Ġcat"]
-    assert len(tokenizer) <= json.loads((folder / "text_encoder" / "config.json").read_text())["vocab_size"]
+    assert len(tokenizer) <= json.loads((tiny_weights / "text_encoder" / "config.json").read_text())["vocab_size"]
 
 
-def test_random_latents_have_about_unit_variance_and_decode_to_visible_images(folder: Path) -> None:
-    model = autoencoder(folder)
+def test_random_latents_have_about_unit_variance_and_decode_to_visible_images(tiny_weights: Path) -> None:
+    model = autoencoder(tiny_weights)
     latents = model.encode(smooth(4))
     assert 0.6 < float(latents.std()) < 1.6
     assert abs(float(latents.mean())) < 0.3
@@ -114,10 +106,10 @@ def test_random_latents_have_about_unit_variance_and_decode_to_visible_images(fo
     assert float((mx.abs(drawn) < 1).mean()) > 0.9
 
 
-def test_a_random_velocity_is_of_the_size_of_noise_and_depends_on_every_input(folder: Path) -> None:
-    encoder = TextEncoder(locate(folder, "text_encoder", TINY), locate(folder, "tokenizer", TINY), TINY, "float32")
+def test_a_random_velocity_is_of_the_size_of_noise_and_depends_on_every_input(tiny_weights: Path) -> None:
+    encoder = TextEncoder(locate(tiny_weights, "text_encoder", TINY), locate(tiny_weights, "tokenizer", TINY), TINY, "float32")
     one, two = (mx.array(widen(made.words))[None] for made in encoder.encode(["a cat", "a red boat"]))
-    model = load.load_flux2(locate(folder, "transformer", TINY), TINY, mx.float32)
+    model = load.load_flux2(locate(tiny_weights, "transformer", TINY), TINY, mx.float32)
     noise = mx.random.normal((1, 48, 128), key=mx.random.key(0))
 
     def velocity(text: mx.array, sigma: float) -> mx.array:
@@ -129,7 +121,9 @@ def test_a_random_velocity_is_of_the_size_of_noise_and_depends_on_every_input(fo
     assert float(mx.abs(velocity(one, 0.9) - base).mean()) > 0.05
 
 
-def test_an_autoencoder_as_gguf_without_a_config_is_read_with_the_widths_of_its_decoder(folder: Path, tmp_path: Path) -> None:
+def test_an_autoencoder_as_gguf_without_a_config_is_read_with_the_widths_of_its_decoder(
+    tiny_weights: Path, tmp_path: Path
+) -> None:
     widths = {"block_out_channels": (8, 16, 16, 16), "decoder_block_out_channels": (4, 8, 12, 16)}
     record = replace(TINY, autoencoder={**TINY.autoencoder, **widths})
     shapes = AutoencoderConfig.from_dict(record.autoencoder).shapes()
