@@ -132,6 +132,13 @@ def copied(source: Path, folder: Path) -> Path:
     return folder
 
 
+def duplicate(built: Path, folder: Path) -> Path:
+    """A copy with its tables, which counts as built: copied files have other inodes, so images runs once more."""
+    shutil.copytree(built, folder, copy_function=shutil.copy2, symlinks=True)
+    build(folder, "images")
+    return folder
+
+
 def without(source: Path, folder: Path, name: str) -> Path:
     """A copy of a finished project in which the table `name` was never built. The user's files are the same, inodes included."""
 

@@ -1,7 +1,6 @@
 """Every stage is killed again and again; in the end its table equals that of an unbroken run."""
 
 import functools
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,9 +32,7 @@ def test_a_stage_killed_before_any_fsync_ends_where_an_unbroken_run_ends(
 ):
     reference, syncs = unbroken
     for stage_name in STAGE_NAMES[: cases(2, len(STAGE_NAMES))]:
-        folder = tmp_path / stage_name / "project"
-        shutil.copytree(reference, folder, copy_function=shutil.copy2, symlinks=True)
-        projects.build(folder, "images")
+        folder = projects.duplicate(reference, tmp_path / stage_name / "project")
         rebuild_under_kills(folder, stage_name, syncs[stage_name], cases(1, 20))
         found, expected = projects.content(folder, stage_name), projects.content(reference, stage_name)
         columns = [name for name in expected.column_names if name != "inode"]  # a copied file has another inode

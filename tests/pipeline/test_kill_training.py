@@ -79,8 +79,7 @@ def test_training_with_every_feature_on_and_killed_before_any_fsync_ends_where_a
     tmp_path: Path, tiny_weights: Path, cases: Callable[[int, int], int]
 ):
     unbroken = prepared(tmp_path / "unbroken" / "project", tiny_weights)
-    killed = Path(shutil.copytree(unbroken, tmp_path / "killed" / "project", copy_function=shutil.copy2, symlinks=True))
-    projects.build(killed, "images")  # copied files have other inodes
+    killed = projects.duplicate(unbroken, tmp_path / "killed" / "project")
     syncs = count_syncs(lambda: projects.latentmill(unbroken, "run", "train", "--only"))
     projects.latentmill(killed, "run", "train", "--only", "--set", "train.stop_after_steps=4")
     projects.latentmill(killed, "run", "samples", "--only")  # previews between the kills

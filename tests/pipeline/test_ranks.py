@@ -42,14 +42,8 @@ def ready(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = copy(ready, tmp_path_factory.mktemp("alone") / "project")
+    folder = projects.duplicate(ready, tmp_path_factory.mktemp("alone") / "project")
     projects.latentmill(folder, "run", "train", "--only")
-    return folder
-
-
-def copy(source: Path, folder: Path) -> Path:
-    shutil.copytree(source, folder, copy_function=shutil.copy2, symlinks=True)
-    projects.build(folder, "images")  # copied files have other inodes
     return folder
 
 
@@ -85,9 +79,9 @@ def assert_alike(ranked: Path, alone: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.proof("two ranks train as one process does")
 def test_two_ranks_train_as_one_process_does(ready, alone, tmp_path, cases):
-    ranked = copy(ready, tmp_path / "ranked" / "project")
+    ranked = projects.duplicate(ready, tmp_path / "ranked" / "project")
     if (steps := cases(12, 50)) != 12:
-        alone = copy(ready, tmp_path / "alone" / "project")
+        alone = projects.duplicate(ready, tmp_path / "alone" / "project")
         for folder in (alone, ranked):
             projects.edit(folder, "steps = 12", f"steps = {steps}")
         projects.latentmill(alone, "run", "train", "--only")
@@ -104,7 +98,7 @@ def test_ranks_of_two_machines_get_the_secret_of_their_run_over_ssh(ready, tmp_p
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("HOME", str(tmp_path))
-    ranked = copy(ready, tmp_path / "ranked" / "project")
+    ranked = projects.duplicate(ready, tmp_path / "ranked" / "project")
     said = projects.latentmill_process(ranked, "launch", "--hosts", "127.0.0.1,127.0.0.2", "--set", "train.steps=2")
     assert "2 ranks train together" in said
     assert not list(tmp_path.glob(".latentmill-*"))
@@ -114,7 +108,7 @@ def test_ranks_of_two_machines_get_the_secret_of_their_run_over_ssh(ready, tmp_p
 @pytest.mark.proof("a run whose rank is killed ends at its last checkpoint and goes on alone")
 def test_a_run_whose_rank_is_killed_ends_at_its_last_checkpoint_and_goes_on_alone(ready, alone, tmp_path, cases):
     for rank in (1, 0)[: cases(1, 2)]:
-        kill_a_rank(rank, copy(ready, tmp_path / str(rank) / "project"), alone)
+        kill_a_rank(rank, projects.duplicate(ready, tmp_path / str(rank) / "project"), alone)
 
 
 def kill_a_rank(rank: int, ranked: Path, alone: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,9 +25,7 @@ def built(tmp_path_factory, tiny_weights) -> Path:
 
 @pytest.fixture
 def project(built, tmp_path) -> Path:
-    shutil.copytree(built, tmp_path / "project", copy_function=shutil.copy2)
-    projects.build(tmp_path / "project", "images")
-    return tmp_path / "project"
+    return projects.duplicate(built, tmp_path / "project")
 
 
 def cleaned(folder: Path, *, runs: bool = False, dry_run: bool = False) -> list[str]:

@@ -33,9 +33,7 @@ def built(tmp_path_factory, tiny_weights) -> Path:
 
 @pytest.fixture
 def folder(built: Path, tmp_path: Path) -> Path:
-    shutil.copytree(built, tmp_path / "project", copy_function=shutil.copy2, symlinks=True)
-    projects.build(tmp_path / "project", "images")  # a copied file has another inode
-    return tmp_path / "project"
+    return projects.duplicate(built, tmp_path / "project")
 
 
 READ_ONLY = 'mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" && shift && exec "$@"'

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,15 +13,10 @@ from PIL import Image
 
 from schemas.text_to_image import TRAIN
 from stages.models import sampling
-from stages.models.flux2.load import load_flux2
-from stages.models.flux2.transformer import Flux2, inputs
-from stages.text_to_image.sampler import Adapters, adapted_forward, read_adapters
 from stages.text_to_image.samples.stage import STAGE, sample_sources
 from stages.tuner import checkpoint
 from stages.tuner.adapters import lora
-from stages.tuner.adapters.targets import adapter_metadata, fresh_adapter, select_targets, target_scales, target_weights
 from tests import harness
-from tests.checkpoints import weights_of
 from tests.stages.text_to_image.samples.previews import (
     CONFIG,
     PROMPTS,
@@ -35,7 +29,6 @@ from tests.stages.text_to_image.samples.previews import (
     tables,
     writer_into,
 )
-from tests.stages.tuner.adapters.variants import merged_weights
 
 
 def drawn_by_diffusers(
@@ -165,26 +158,6 @@ def test_the_average_draws_where_the_setting_asks_for_it_and_the_checkpoint_has_
     assert labels == {False: ["base", "step 10", "step 20"], True: ["base", "step 10, average", "step 20"]}
 
 
-@pytest.mark.parametrize("variant", ["dora", "lokr"])
-def test_every_variant_of_an_adapter_draws_as_the_weights_that_it_merges_into(variant: Any, root: Path, tmp_path: Path) -> None:
-    model = load_flux2(root / "weights" / "transformer", TINY, mx.float32)
-    targets = select_targets(model.linears(), ["*"], 2, 3.0, variant=variant)
-    draw = np.random.default_rng(3)
-    arrays = {
-        name: value + mx.array(draw.normal(0, 0.05, value.shape).astype(np.float32))
-        for name, value in fresh_adapter(targets, 0, target_weights(model.blocks, targets)).items()
-    }
-    about = {"family": "tiny", **adapter_metadata(targets)}
-    saved = checkpoint.save(writer_into(tmp_path), 10, arrays, {}, TRAIN.batch.empty_table(), about, {})
-    merged = Flux2(model.config, merged_weights(weights_of(model), arrays, target_scales(targets)))
-    given = inputs(mx.array(draw.normal(size=(1, 4, 128)), mx.float32), (2, 2), mx.ones((1, 5, 192)), mx.array([0.5]))
-    expected = merged(**given)
-    assert mx.abs(model(**given) - expected).max() > 1e-2
-    adapters = Adapters("saved", files=lambda: [(saved.folder / checkpoint.ADAPTER, 1.0)])
-    adapted = adapted_forward(model, read_adapters(adapters, TINY, model))
-    assert mx.abs(adapted(**given) - expected).max() < 1e-4
-
-
 def test_a_base_of_fewer_bits_draws_a_preview_that_is_farther_from_that_of_the_full_base(root: Path, tmp_path: Path) -> None:
     config = replace(CONFIG, checkpoints=(10,), base=False, seeds=(0,))
     rows = {bits: harness.run(STAGE, context(root, tmp_path / str(bits), replace(config, base_bits=bits))) for bits in (16, 8, 4)}
@@ -193,11 +166,10 @@ def test_a_base_of_fewer_bits_draws_a_preview_that_is_farther_from_that_of_the_f
     assert 0 < far[8] < far[4]
 
 
-@pytest.mark.parametrize("bits", [16, 4])
-def test_a_base_on_disk_draws_the_same_pictures_and_leaves_no_file(bits: Any, root: Path, tmp_path: Path) -> None:
+def test_a_base_on_disk_draws_the_same_pictures_and_leaves_no_file(root: Path, tmp_path: Path) -> None:
     pictures = []
     for streamed in (False, True):
-        config = replace(CONFIG, checkpoints="last", seeds=(0,), base_bits=bits, stream_blocks=streamed)
+        config = replace(CONFIG, checkpoints="last", seeds=(0,), base_bits=4, stream_blocks=streamed)
         run = context(root, tmp_path / str(streamed), config)
         rows = [row for batch in STAGE.run(run) for row in batch.to_pylist()]
         pictures.append([np.array(Image.open(run.output.artifacts / row["path"])) for row in rows])

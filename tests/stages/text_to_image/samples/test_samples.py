@@ -88,16 +88,6 @@ def test_a_step_without_a_checkpoint_is_refused_and_the_steps_with_one_are_named
         context(root, tmp_path, replace(CONFIG, checkpoints=(10, 15)))
 
 
-def test_a_stored_preview_is_not_drawn_again_and_loads_no_weights(root: Path, tmp_path: Path) -> None:
-    config = replace(CONFIG, checkpoints=())
-    first = harness.run(STAGE, context(root, tmp_path, replace(config, seeds=(0,))))
-    more = context(root, tmp_path, config, stored=first)
-    added = harness.run(STAGE, more)
-    assert set(added["seed"].to_pylist()) == {5}
-    again = context(root, tmp_path, config, stored=pa.concat_tables([first, added]), weights={"train": root / "train"})
-    assert again.output.pending.num_rows == 0 and harness.run(STAGE, again).num_rows == 0
-
-
 def files(run: Run[Any]) -> set[str]:
     return {str(path.relative_to(run.output.artifacts)) for path in run.output.artifacts.rglob("*") if path.is_file()}
 

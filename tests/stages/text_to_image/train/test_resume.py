@@ -94,29 +94,28 @@ def test_a_result_that_was_deleted_or_cut_comes_back_from_its_checkpoint(transfo
     assert run.loaded == 0
 
 
-def test_a_damaged_checkpoint_is_reported_and_the_run_goes_on_from_the_one_before_it(whole, transformer, tmp_path):
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda newest: cut(newest / "adapter.safetensors"), "the checkpoint of step 5 is damaged; the run goes on from step 3"),
+        (  # as `keep_states` does
+            lambda newest: (newest / "optimizer.safetensors").unlink(),
+            "the checkpoint of step 5 has no state any more to go on from (train.keep_states); the run goes on from step 3",
+        ),
+        (lambda newest: shutil.rmtree(newest.parent), "no checkpoint up to step"),
+    ],
+)
+def test_a_checkpoint_from_which_the_run_cannot_go_on_is_told_of_and_changes_no_result(
+    damage, told, whole, transformer, tmp_path
+):
     run = Run(tmp_path, transformer, whole.config).go(stop_at=5)
-    newest = max((tmp_path / "artifacts/checkpoints").iterdir()) / "adapter.safetensors"
-    newest.write_bytes(newest.read_bytes()[:-4])
+    damage(max((tmp_path / "artifacts/checkpoints").iterdir()))
     run.go()
-    assert "the checkpoint of step 5 is damaged; the run goes on from step 3" in run.said
-    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
-
-
-def test_a_checkpoint_whose_training_state_was_not_kept_is_not_called_damaged(whole, transformer, tmp_path):
-    run = Run(tmp_path, transformer, whole.config).go(stop_at=5)
-    (max((tmp_path / "artifacts/checkpoints").iterdir()) / "optimizer.safetensors").unlink()  # as `keep_states` does
-    run.go()
-    told = "the checkpoint of step 5 has no state any more to go on from (train.keep_states); the run goes on from step 3"
-    assert told in run.said
-    assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
-
-
-def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(whole, transformer, tmp_path):
-    run = Run(tmp_path, transformer, whole.config).go(stop_at=5)
-    shutil.rmtree(tmp_path / "artifacts" / "checkpoints")
-    run.go()
-    assert any(line.startswith("no checkpoint up to step") for line in run.said)
+    assert any(line.startswith(told) for line in run.said)
     assert (run.rows, run.adapter) == (whole.rows, whole.adapter)
 
 
