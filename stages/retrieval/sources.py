@@ -131,6 +131,8 @@ def _walk(root: Root, fixed: GitIgnoreSpec, layers: list[Layer]) -> Iterator[tup
     too. Raises ValueError if the root cannot be read.
     """
     folders = Folders(root.path)
+    # To folders. They come last: of a folder that is reached without a link, too, the files have their own path.
+    links: list[tuple[os.DirEntry[str], str, list[Layer]]] = []
 
     def opened(folder: str, layers: list[Layer]) -> tuple[Iterator[os.DirEntry[str]], str, list[Layer]]:
         """`folder` is relative to the root, "" or with a final slash."""
@@ -144,18 +146,24 @@ def _walk(root: Root, fixed: GitIgnoreSpec, layers: list[Layer]) -> Iterator[tup
         waiting = [opened("", layers)]
     except ValueError as error:
         raise ValueError(f"source folder {root.path} {error}: change its permissions, or exclude it") from None
-    while waiting:  # without recursion: folders may be nested a thousand deep
-        entries, folder, layers = waiting[-1]
-        entry = next(entries, None)
-        if entry is None:
-            waiting.pop()
-            continue
-        is_folder, is_file = _kind(entry)
-        name = f"{folder}{entry.name}{'/' if is_folder else ''}"
-        if entry.name == RULES and is_file and root.own_rules and _read_rules(Path(entry.path))[1]:
-            yield name, entry.stat()
-        if entry.name.startswith(".") or fixed.match_file(name) or _ignored(name, layers):
-            continue
+    while waiting or links:  # without recursion: folders may be nested a thousand deep
+        if waiting:
+            entries, folder, layers = waiting[-1]
+            entry = next(entries, None)
+            if entry is None:
+                waiting.pop()
+                continue
+            is_folder, is_file = _kind(entry)
+            name = f"{folder}{entry.name}{'/' if is_folder else ''}"
+            if entry.name == RULES and is_file and root.own_rules and _read_rules(Path(entry.path))[1]:
+                yield name, entry.stat()
+            if entry.name.startswith(".") or fixed.match_file(name) or _ignored(name, layers):
+                continue
+            if is_folder and entry.is_symlink():
+                links.append((entry, name, layers))
+                continue
+        else:
+            (entry, name, layers), is_folder, is_file = links.pop(0), True, False
         if is_folder:
             try:
                 waiting.append(opened(name, layers))

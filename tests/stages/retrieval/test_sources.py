@@ -91,6 +91,13 @@ def test_a_loop_of_links_ends(folder):
     assert len(skipped(folder)) == 2
 
 
+def test_files_of_a_folder_have_its_own_path_though_a_link_to_it_comes_first(folder):
+    (folder / "code" / "z").mkdir()
+    (folder / "code" / "z" / "linked.py").write_text("linked = 1\n")
+    (folder / "code" / "alias").symlink_to("z")
+    assert [path for path in skipped(folder) if "linked" in path] == ["code/z/linked.py"]
+
+
 def test_hidden_files_and_caches_have_no_row(folder):
     for name in (".venv/x.py", "__pycache__/x.cpython-311.pyc", ".hidden.py"):
         (folder / "code" / name).parent.mkdir(exist_ok=True)
