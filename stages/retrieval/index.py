@@ -347,7 +347,7 @@ class Searcher:
         # A unit without a title counts as one with the mean.
         title = np.nan_to_num((titles - np.nanmean(titles)) / spread) if spread > 0 else np.zeros(len(best))
         scores = weight * (meaning[best] + title) / 2 / ranking.TITLES + (1 - weight) * words[best]
-        return best, ranking.reorder(scores, best, self.units, query)
+        return best, ranking.reorder(scores, best, self.units, ranking.Asked(query, found["lexical"]))
 
     def title_scores(self, places: np.ndarray) -> np.ndarray:
         """MaxSim of the last query with the titles of units; nan for one without."""

@@ -52,9 +52,10 @@ def reciprocal_ranks(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         before, now = [], []
         for place, query, scores in zip(own, queries, meaning, strict=True):
             before.append(measures.rank_of(lexical.hybrid(scores, words.scores(query), 0.5), place))
-            sums = lexical.hybrid(scores, words.scores(ranking.telling(query)), ranking.share(query))
+            telling = words.scores(ranking.telling(query))
+            sums = lexical.hybrid(scores, telling, ranking.share(query))
             best = np.sort(np.argsort(-sums, kind="stable")[:RANKED])
-            ordered = ranking.reorder(sums[best], best, searcher.units, query)
+            ordered = ranking.reorder(sums[best], best, searcher.units, ranking.Asked(query, telling))
             [at] = np.flatnonzero(best == place) if place in best else [None]
             now.append(measures.CUT + 1 if at is None else measures.rank_of(ordered, int(at)))
         return *(measures.reciprocal(np.array(ranks)) for ranks in (before, now)), searcher.units.aside[own]

@@ -156,5 +156,5 @@ STAGE = Stage(
     ships=False,
     # 2: five more languages, functions that JavaScript assigns to a name; the syntax tree says where a name ends. 3: statements
     # outside of functions, Markdown, notebooks, functions of the shell; a file that does not parse keeps its other functions.
-    version=3,
+    version=4,  # 4: what stands behind macros of C and C++
 )

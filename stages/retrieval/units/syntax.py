@@ -100,12 +100,16 @@ def name_node(node: Any) -> Any:
 
 def _declared(node: Any) -> Any:
     """`f` in `*f(int x)`, `&f(int x)` and `(*f(int x))(int)`."""
-    if node.type == "operator_cast":
-        return node
-    deeper = node.child_by_field_name("declarator")
-    if deeper is None and node.type in ("parenthesized_declarator", "reference_declarator"):
-        deeper = next(iter(reversed(node.named_children)), None)
+    deeper = None if node.type == "operator_cast" else _inner(node)
     return node if deeper is None else _declared(deeper)
+
+
+def _inner(node: Any) -> Any:
+    """The declarator in a declarator, or None."""
+    found = node.child_by_field_name("declarator")
+    if found is None and node.type in ("parenthesized_declarator", "reference_declarator"):
+        found = next(iter(reversed(node.named_children)), None)
+    return found
 
 
 def name_end(named: Any) -> int:
@@ -151,7 +155,16 @@ AROUND = DECLARATIONS | {"export_statement", "expression_statement", "template_d
 BODIES = frozenset({"function_body", "class_body", "enum_class_body", "computed_property", "block"})  # without the field "body"
 CASTS = frozenset({"as_expression", "satisfies_expression", "parenthesized_expression"})  # of TypeScript: (x => x) as F
 FIELDS = ("value", "right", "computed_value")  # the fields of a declaration that may hold a function
-EXPORTS = re.compile(rb"\b((?:class|struct)\s+)([A-Z][A-Z0-9_]+)(?=\s+[\w:]+(?:<[^<>{};]*>)?\s*(?:final\s*)?(?::(?!:)|\{))")
+# Macros, which a parser without the preprocessor takes for types and names: of `class API Stack {`, and alone on a line before
+# declarations, where `API_NAMESPACE_BEGIN` makes one function of a namespace.
+EXPORTS = re.compile(
+    rb"(\b(?:class|struct)\s+)((?:[A-Z][A-Z0-9_]+(?:\([^(){};]*\))?\s+)+)(?=[\w:]+(?:<[^<>{};]*>)?\s*(?:final\s*)?(?::(?!:)|\{))"
+)
+ALONE = re.compile(
+    rb"^()([ \t]*[A-Z][A-Z0-9_]+)(?=\s+(?:(?:inline\s+)?namespace|template|class|struct|enum|using|typedef|extern|constexpr)\b"
+    rb"|[ \t]*$\s*(?:#|/[/*]|\}|\Z|[A-Z][A-Z0-9_]+\s*$))",
+    re.MULTILINE,
+)
 TAGS = re.compile(r"<(?:see|seealso|paramref|typeparamref)\s+\w+=\"([^\"]*)\"\s*/>|</?\w[^<>]*>")  # the XML in comments of C#
 MARKS = re.compile(r"^\s*(/\*\*?|\*/|\*(?!/)|///?!?|//!|#+)|\*/\s*$")  # what begins and ends the lines of a comment
 
@@ -171,8 +184,9 @@ def syntax_units(text: str, language: str, *, classes: bool, window: int = 40) -
     grammar = GRAMMARS[language]
     sitter, module = import_module("tree_sitter"), import_module(grammar.module)
     source = text.encode()
-    # A macro such as `class API Stack {` would be taken for the class; spaces in its place keep every position.
-    clear = EXPORTS.sub(lambda found: found[1] + b" " * len(found[2]), source) if language == "cpp" else source
+    clear = source
+    for macros in (EXPORTS, ALONE) if language in ("c", "cpp") else ():  # spaces in their place keep every position
+        clear = macros.sub(lambda found: found[1] + re.sub(rb"\S", b" ", found[2]), clear)
     tree = sitter.Parser(sitter.Language(getattr(module, grammar.function)())).parse(clear)
     try:
         found = list(_units(tree.root_node, "", False, source, grammar, classes))
@@ -227,7 +241,7 @@ def _first_identifier(node: Any) -> Any:
 def _units(node: Any, owner: str, methods: bool, source: bytes, grammar: Grammar, classes: bool) -> Iterator[Unit]:
     """`methods`: functions directly inside `node` are methods. Units inside a function belong to it."""
     for child in node.named_children:
-        if child.type in grammar.functions or _function_value(child, grammar):
+        if (child.type in grammar.functions and not _misread(child)) or _function_value(child, grammar):
             receiver = first_type(child.child_by_field_name("receiver"))  # only Go: func (s *Stack) Push(v int)
             yield _unit(child, owner + receiver, methods or bool(receiver), source, grammar)
             continue
@@ -237,6 +251,14 @@ def _units(node: Any, owner: str, methods: bool, source: bytes, grammar: Grammar
             yield _unit(child, owner, False, source, grammar)
         below, of_class = (f"{owner}{name}.", is_class or child.type == "impl_item") if name else (owner, methods)
         yield from _units(child, below, of_class, source, grammar, classes)
+
+
+def _misread(node: Any) -> bool:
+    """Whether a function of C or C++ has no parameters: a macro stands before a namespace or a class."""
+    found = node.child_by_field_name("declarator")
+    while found is not None and found.type not in ("function_declarator", "identifier"):
+        found = _inner(found)
+    return found is not None and found.type == "identifier"
 
 
 def _unit(node: Any, owner: str, method: bool, source: bytes, grammar: Grammar) -> Unit:

@@ -148,6 +148,25 @@ def test_a_function_of_cpp_is_named_by_its_declarator_and_a_method_by_its_class(
     assert larger.docstring == "Return the larger one."
 
 
+def test_macros_before_declarations_hide_no_function_of_cpp_or_c():
+    source = """
+API_NAMESPACE_BEGIN
+namespace inner {
+API_EXPORT template <typename T> class API_LOCKABLE API_FOR(x) Stack { void push(T k) { a = k; } };
+}
+API_NAMESPACE_END
+namespace outer { NAMESPACE_BEGIN namespace deep { int f(int x) { return x; } } }
+"""
+    assert names(source, "cpp") == {
+        "inner.Stack.push": ("method", "(T k) { a = k; }"),
+        "outer.f": ("function", "(int x) { return x; }"),
+    }
+    assert names("API_BEGIN\n\n/* Add. */\nAPI static int f(int x) { return x; }\nBOOL\ng(int y) { return y; }\n", "c") == {
+        "f": ("function", "(int x) { return x; }"),
+        "g": ("function", "(int y) { return y; }"),
+    }
+
+
 def test_types_of_go_are_classes_and_functions_with_a_receiver_are_their_methods():
     source = (
         GO

@@ -15,8 +15,11 @@ UNITS = ranking.Units(*(pa.chunked_array([each]) for each in (PATHS, NAMES, SIGN
 PLACES = np.arange(6)
 
 
-def after(rule: ranking.Rule, scores: list[float], query: str = "put on a pile") -> list[float]:
-    return [round(score, 6) for score in rule(np.array(scores, float), PLACES, UNITS, query).tolist()]
+def after(
+    rule: ranking.Rule, scores: list[float], query: str = "put on a pile", words: tuple[float, ...] = (0,) * 6
+) -> list[float]:
+    asked = ranking.Asked(query, np.array(words, float))
+    return [round(score, 6) for score in rule(np.array(scores, float), PLACES, UNITS, asked).tolist()]
 
 
 @pytest.mark.parametrize("query", ["parse_date", "JSONDecoder.decode", "Stack::push", "main()", "retry"])
@@ -32,35 +35,71 @@ def test_a_unit_that_is_the_whole_query_comes_first_and_one_that_a_sentence_name
     assert after(ranking.exact_symbol, [1, 2, 0, 3, 0, 5], "push it and parse the rest") == [1, 2, 0, 3, 0, 5]
 
 
-def test_tests_count_three_quarters_unless_the_query_is_about_tests():
-    assert after(ranking.tests_down, [1, 1, 1, 1, 1, 4]) == [1, 1, 1, 1, 1, 3]
-    assert after(ranking.tests_down, [1, 1, 1, 1, 1, -4]) == [1, 1, 1, 1, 1, -4]
-    assert after(ranking.tests_down, [1, 1, 1, 1, 1, 4], "a test of the pile") == [1, 1, 1, 1, 1, 4]
+def test_of_units_with_the_name_that_is_the_query_that_of_the_file_with_this_name_comes_first():
+    columns = ["code/stack_of.py", "code/other.py"], ["StackOf", "StackOf"], ["class StackOf:", "class StackOf:"]
+    units = ranking.Units(*(pa.chunked_array([each]) for each in columns))
+    found = ranking.exact_symbol(np.array([0.0, 0.5]), np.arange(2), units, ranking.Asked("StackOf", np.zeros(2)))
+    assert found.tolist() == [2.5, 2]
+
+
+def test_tests_and_what_is_kept_for_old_callers_count_less_unless_the_query_is_about_them():
+    assert after(ranking.aside_down, [1, 1, 1, 1, 1, 4]) == [1, 1, 1, 1, 1, 2.6]
+    assert after(ranking.aside_down, [1, 1, 1, 1, 1, -4]) == [1, 1, 1, 1, 1, -4]
+    assert after(ranking.aside_down, [1, 1, 1, 1, 1, 4], "a test of the pile") == [1, 1, 1, 1, 1, 4]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "_examples/a.go",
+        "src/PileTest.java",
+        "a/deprecated/b.kt",
+        "_compat.py",
+        "a_benchmark.cc",
+        "pkg/a_test.go",
+        "test_suite/a.rs",
+    ],
+)
+def test_a_file_is_aside_by_its_name_or_its_folders(path):
+    one = ranking.Units(*(pa.chunked_array([[each]]) for each in (f"code/{path}", "f", "def f()")))
+    assert one.aside.tolist() == [True]
+
+
+@pytest.mark.parametrize("path", ["latest/a.go", "contest.py", "compatible.py.d/a.py", "manifest.go", "attestation/spectrum.py"])
+def test_a_file_is_not_aside_by_a_part_of_a_word(path):
+    one = ranking.Units(*(pa.chunked_array([[each]]) for each in (f"code/{path}", "f", "def f()")))
+    assert one.aside.tolist() == [False]
 
 
 def test_a_unit_rises_with_the_words_of_the_query_in_its_name():
-    assert after(ranking.name_words, [1, 1, 1, 1, 1, 1], "what is pushed on the stacks") == [1, 2, 1, 1.5, 1.5, 1.5]
+    assert after(ranking.name_words, [1, 1, 1, 1, 1, 1], "what is pushed on the stacks") == [1, 2.2, 1, 1.6, 1.6, 1.6]
     assert after(ranking.name_words, [1, 1, 1, 1, 1, 1], "is it") == [1, 1, 1, 1, 1, 1]
 
 
-def test_statements_beside_functions_and_special_methods_count_four_fifths():
-    assert after(ranking.minor_down, [1, 1, 1, 1, 1, -4]) == [1, 1, 0.8, 1, 1, -4]
-    names = ["Stack.__init__", "__main", "lines 1 to 40"]
-    files = [["code/a.py", "code/a.py", "code/b.lua"], names, ["def __init__(self)", "def __main()", ""]]
+def test_a_unit_rises_with_the_words_of_the_query_in_its_path():
+    paths = ["code/http/connection_table.py", "code/other.py"]
+    units = ranking.Units(*(pa.chunked_array([each]) for each in (paths, ["f", "g"], ["def f()", "def g()"])))
+    asked = ranking.Asked("connectors of http", np.zeros(2))
+    assert ranking.path_words(np.zeros(2), np.arange(2), units, asked).tolist() == [0.75 / 2 + 0.25 / 2, 0]
+
+
+def test_a_unit_rises_with_all_that_full_text_search_finds_in_its_file():
+    assert after(ranking.file_evidence, [0] * 6, words=(1, 0, 0, 1, 4, 0)) == [0.5, 0.5, 0.5, 0.5, 1, 0]
+    assert after(ranking.file_evidence, [0] * 6) == [0] * 6
+
+
+def test_texts_and_statements_beside_functions_and_special_methods_count_seven_tenths():
+    assert after(ranking.minor_down, [1, 1, 1, 1, 1, -4]) == [1, 1, 0.7, 1, 1, -4]
+    names = ["Stack.__init__", "__main", "lines 1 to 40", "Use"]
+    files = [["code/a.py", "code/a.py", "code/b.lua", "code/c.md"], names, ["def __init__(self)", "def __main()", "", ""]]
     units = ranking.Units(*(pa.chunked_array([each]) for each in files))
-    assert ranking.minor_down(np.ones(3), np.arange(3), units, "put on a pile").tolist() == [0.8, 1, 1]
+    asked = ranking.Asked("put on a pile", np.zeros(4))
+    assert ranking.minor_down(np.ones(4), np.arange(4), units, asked).tolist() == [0.7, 1, 1, 0.7]
 
 
-def test_from_the_fourth_answer_of_a_file_on_each_counts_less():
-    assert after(ranking.later_down, [4, 3, 2, 1, 1, 1]) == [4, 3, 2, 0.8, 1, 1]
-    assert after(ranking.later_down, [1, 2, 3, 4, 1, 1]) == [0.8, 2, 3, 4, 1, 1]
-    one_file = ranking.Units(*(pa.chunked_array([[each] * 6]) for each in ("code/a.py", "f", "def f()")))
-    scores = ranking.later_down(np.ones(6), PLACES, one_file, "put on a pile")
-    assert [round(score, 6) for score in scores.tolist()] == [1, 1, 1, 0.8, 0.64, 0.512]
-
-
-def test_an_answer_rises_with_the_best_other_one_of_its_file():
-    assert after(ranking.file_coherence, [4, 3, 0, 0, 4, -1]) == [4.3, 3.4, 0.4, 0.4, 4, -1]
+def test_each_further_answer_of_a_file_counts_less():
+    assert after(ranking.later_down, [4, 3, 2, 1, 1, 1]) == [4, 2.7, 1.62, 0.729, 1, 1]
+    assert after(ranking.later_down, [1, 2, 3, -4, 1, 1]) == [0.81, 1.8, 3, -4, 1, 1]
 
 
 def test_the_share_of_the_words_of_a_query_that_code_holds_knows_no_endings_and_no_function_words():
