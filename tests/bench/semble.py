@@ -1,7 +1,7 @@
 """nDCG@10 by file of `find` on semble's questions: `python -m tests.bench.semble BENCHMARKS REPOSITORIES [NAME ...]`.
 
-BENCHMARKS is the folder benchmarks/ of a checkout of MinishLab/semble, REPOSITORIES a folder of checkouts, each with the name and at
-the revision that repos.json says. Of ten answers the files count, in their order, each once. The first call indexes the
+BENCHMARKS is the folder benchmarks/ of a checkout of MinishLab/semble, REPOSITORIES a folder of checkouts, each with the name and
+at the revision that repos.json says. Of ten answers the files count, in their order, each once. The first call indexes the
 repositories, which takes many minutes of CPU time.
 """
 
