@@ -41,6 +41,7 @@ def share(query: str, sentence: float = SENTENCE) -> float:
     return SYMBOL if IDENTIFIER.fullmatch(query.strip()) else sentence
 
 
+WHOLE = frozenset({"mod", "index", "__init__"})  # Rust, JavaScript, Python
 BESIDE = frozenset({*texts.DATA, ".md", ".markdown"})  # suffixes of what lies beside the code
 
 
@@ -53,7 +54,8 @@ class Units:
         files = paths.combine_chunks().dictionary_encode()
         self.files, self.names = files.indices.to_numpy(), names
         below = [PurePosixPath(path.partition("/")[2]) for path in files.dictionary.to_pylist()]
-        self.places = [path.with_suffix("") for path in below]
+        # The file of a whole folder has the folder's name.
+        self.places = [path.parent if path.stem in WHOLE and path.parent.name else path.with_suffix("") for path in below]
         self.aside = np.array([bool(ASIDE.search(str(path))) for path in self.places], bool)[self.files]
         statements = pc.equal(signatures, "").to_numpy()
         parsed = np.bincount(self.files[~statements], minlength=len(below)) > 0

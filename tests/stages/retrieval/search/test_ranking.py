@@ -81,6 +81,8 @@ def test_a_unit_rises_with_the_words_of_the_query_in_its_path():
     units = ranking.Units(*(pa.chunked_array([each]) for each in (paths, ["f", "g"], ["def f()", "def g()"])))
     asked = ranking.Asked("connectors of http", np.zeros(2))
     assert ranking.path_words(np.zeros(2), np.arange(2), units, asked).tolist() == [0.75 / 2 + 0.25 / 2, 0]
+    whole = ranking.Units(*(pa.chunked_array([[each]]) for each in ("code/connect/mod.rs", "f", "fn f()")))
+    assert ranking.path_words(np.zeros(1), np.arange(1), whole, asked).tolist() == [0.75]
 
 
 def test_a_unit_rises_with_all_that_full_text_search_finds_in_its_file():
