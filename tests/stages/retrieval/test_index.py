@@ -13,7 +13,7 @@ import pytest
 from pipeline.api import Project
 from pipeline.project.tables import Table
 from stages.retrieval.index import Searcher, choose_encoder, in_order, read_pooled
-from stages.retrieval.search import codes, lexical
+from stages.retrieval.search import codes, lexical, ranking
 from stages.retrieval.search.maxsim import pool
 from tests import projects
 from tests.stages.retrieval.project import rows, run
@@ -94,6 +94,7 @@ def test_words_of_a_docstring_are_found_and_an_edited_one_is_taken_up_without_bu
 
 def test_the_unit_whose_title_means_the_query_comes_first(indexed, monkeypatch):
     found = searcher(indexed, weight=1.0)
+    monkeypatch.setattr(ranking, "reorder", lambda scores, *_: scores)
     monkeypatch.setattr(found, "title_scores", lambda places: np.where(places == 9, 1.0, 0.0))
     assert found.search("sort the colours", limit=1)[0].place == 9
 
