@@ -139,8 +139,8 @@ def undo_sidecars(run: Run[CaptionsConfig]) -> str:
         _put(folder / name, old)
     write_edits(run.root, again)  # newer than the files
     _add(run.root, [{"undone": batches[-1]}])
-    rest = f"; {len(changed)} were changed since and stay: {first_names(changed)}" if changed else ""
-    return f"{len(restored)} files have their old content again; their captions are edits of the project{rest}"
+    rest = f"; changed since and left as they are: {first_names(changed)}" if changed else ""
+    return f"{several(len(restored), 'file')} restored to the old content; the captions are edits of the project{rest}"
 
 
 def written_batches(project: Path) -> list[int]:

@@ -299,7 +299,7 @@ def test_edited_captions_are_written_into_the_files_that_the_stage_reads_and_und
     assert "there is nothing to write" in latentmill(mixed, "captions", "--sidecars", code=2)
     (images / "picture0.txt").write_text("by hand\n")
     said = latentmill(mixed, "captions", "--undo-sidecars")
-    assert "2 files have their old content again" in said and "1 were changed since and stay: picture0.txt" in said
+    assert "2 files restored to the old content" in said and "changed since and left as they are: picture0.txt" in said
     after = {path: path.read_bytes() for path in images.rglob("*") if path.is_file()}
     assert after == before | {images / "picture0.txt": b"by hand\n"}
     assert texts(mixed)["ohwx, three, film"] == texts(mixed)["ohwx two, film"] == "edit"
