@@ -74,11 +74,12 @@ def overflow(window):
     return window.execute_script("const root = document.documentElement; return root.scrollWidth - root.clientWidth")
 
 
-def look(window, address, name, width, folder, axe):
-    """A narrow one is dark."""
+def look(window, address, name, width, folder, axe, load=True):
+    """A narrow one is dark. `load`: else the window only gets another width."""
     resize(window, width, 1000)
     paint(window, "dark" if width < 800 else "light")
-    window.get(urljoin(f"{address}/", STUDIO.get(name, name.removeprefix("overview"))))
+    if load:
+        window.get(urljoin(f"{address}/", STUDIO.get(name, name.removeprefix("overview"))))
     wait(window, "document.body.dataset.shown || document.body.dataset.whole !== undefined")
     wait(window, "[...document.images].filter(i => !i.hidden && i.getBoundingClientRect().top < 900).every(i => i.complete)")
     charts = "[...document.querySelectorAll('[data-chart]')]"
@@ -326,7 +327,7 @@ def begin(window, address, looks, files, more):
         fill(window, f"[data-act=create] [name={name}]", text)
     press(window, "[data-act=create] button", Keys.ENTER)
     wait(window, "location.pathname === '/p/my%20cats/' && document.body.dataset.shown")
-    endless = "100000"  # which no machine reaches before the run is stopped
+    endless = "30000"  # which no machine reaches before the run is stopped
     small = {"buckets__resolutions": "128", "train__steps": endless, "train__batch_size": "1"}
     seen["saved"] = change(window, **small, samples__width="64", samples__height="64")
     to(window, "")
@@ -441,7 +442,10 @@ def visit(window, asked):
         step, looks = (begin if asked["journey"] else finish), Looks(window, asked["axe"], Path(folder))
         return step(window, address, looks, *asked["journey"])
     pages = (*PAGES, f"one?key={asked['one']}", *(STUDIO if asked["studio"] else ()))
-    seen = {"looks": [look(window, address, name, width, folder, asked["axe"]) for width in asked["widths"] for name in pages]}
+    looks = [(width, name, True) for width in asked["widths"] for name in pages]
+    if asked["turn"]:  # each page is loaded once, and then seen with every width
+        looks = [(width, name, width == asked["widths"][0]) for name in pages for width in asked["widths"]]
+    seen = {"looks": [look(window, address, name, width, folder, asked["axe"], load) for width, name, load in looks]}
     if asked["edit"]:
         seen["edited"] = edit(window, address)
         seen["keyboard"] = by_keyboard(window, address)
