@@ -61,7 +61,7 @@ def prepared(folder: Path, weights: Path) -> Path:
     words = 'preview_prompts = ["a red thing"]\ntrigger = "sks cup"\nclass_word = "cup"\ntemplate = "{trigger}, {caption}"'
     projects.edit(folder, 'preview_prompts = ["a red thing"]', words)
     projects.edit(folder, "\n[train]\n", '\n[latents]\nmask = "alpha"\n\n[train]\n')
-    projects.edit(folder, "steps = 6", "steps = 12")
+    projects.edit(folder, "steps = 6", "steps = 8")
     projects.edit(folder, "\n[samples]\n", FEATURES)
     projects.edit(folder, "width = 64\nheight = 64\nsteps = 2", "width = 32\nheight = 32\nsteps = 1")
     projects.build(folder, "images", "captions", "buckets", "latents", "embeddings")
@@ -98,4 +98,4 @@ def test_training_with_every_feature_on_and_killed_before_any_fsync_ends_where_a
     for stage_name in ("train", "samples"):
         assert projects.content(killed, stage_name) == projects.content(unbroken, stage_name)
         assert artifacts(killed, stage_name) == artifacts(unbroken, stage_name)
-    assert "to the bit" in projects.latentmill(killed, "replay", "12")
+    assert "to the bit" in projects.latentmill(killed, "replay", "8")

@@ -85,7 +85,7 @@ def test_this_machine_can_be_examined_and_reported():
 def test_measure_writes_one_json_file_and_a_probe_that_fails_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "examine", lambda folder: replace(MAC, budget=int(20e9)))
     short = memory.probe
-    monkeypatch.setattr(memory, "probe", lambda name, side, budget: short(name, side // 8, budget, 1))
+    monkeypatch.setattr(memory, "probe", lambda name, side, budget: short(name, side // 16, budget, 1))
     out = tmp_path / "mac.json"
     done = CliRunner().invoke(command, ["-p", str(tmp_path), "--measure", "--family", "tiny", "--out", str(out)])
     assert done.exit_code == 0, done.output
@@ -93,5 +93,7 @@ def test_measure_writes_one_json_file_and_a_probe_that_fails_says_so(tmp_path, m
     assert [probe["probe"] for probe in written["probes"]][-2:] == ["training 512 px", "training 1024 px"]
     assert written["machine"]["chip"] == "Apple M3 Max"
     assert all("s" in probe or "tflops" in probe or "extra_bytes" in probe for probe in written["probes"])
+    for each in ("product", "attention_gradient"):
+        monkeypatch.setattr(doctor, each, dict)
     *_, failed = doctor.measure("klein-base-4b", 1000)
     assert "needs about" in failed["error"]
