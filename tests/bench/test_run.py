@@ -77,8 +77,3 @@ def test_an_unknown_field_of_a_case_is_refused_with_the_known_ones():
     for wrong in ('{"widht": 64}', "[64]", "64 px"):
         with pytest.raises(ValueError, match=r"--case (has no field .*; there are family, width|must be a JSON object such as)"):
             Case.from_json(wrong)
-
-
-def test_a_case_survives_the_way_through_json():
-    case = Case("dev", 512, 768, bits=4, memory_limited=True)
-    assert Case.from_json(case.to_json()) == case

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import struct
 import subprocess
@@ -41,9 +40,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory, tiny_weights: Path) -> Path:
 def tracked(ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("TRACKIO_DIR", "MLFLOW_TRACKING_URI", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
-    folder = shutil.copytree(ready, tmp_path / "cats", copy_function=shutil.copy2, symlinks=True)
-    projects.build(folder, "images")  # copied files have other inodes
-    return folder
+    return projects.duplicate(ready, tmp_path / "cats")
 
 
 def read_back(kind: str, folder: Path) -> Iterator[tuple[str, int, float]]:

@@ -231,11 +231,6 @@ def test_a_kohya_folder_that_is_named_itself_gives_its_repeats_and_its_subject(t
     assert Project(tmp_path / "other").config.sections["captions"].trigger == "zwx"
 
 
-def test_a_family_trained_on_small_pictures_begins_with_small_pictures():
-    begin = family("micro").begin
-    assert max(begin["buckets"]["resolutions"]) == begin["samples"]["width"] == begin["samples"]["height"] <= 192
-
-
 def test_the_options_of_init_are_those_of_the_pipelines_template(tmp_path, images, monkeypatch):
     monkeypatch.setattr("pipeline.commands.text_to_image.OWN", Own(template=f"{__name__}:TEMPLATE"))
     run = CliRunner().invoke(cli, ["init", str(tmp_path / "new"), "--sources", str(images)])

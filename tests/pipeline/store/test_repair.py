@@ -188,10 +188,7 @@ def test_a_damaged_manifest_is_reported_and_rewritten_by_the_next_run(tmp_path: 
 
 
 def test_a_manifest_never_names_rows_that_were_written_after_it(tmp_path: Path):
-    table = TableFolder(tmp_path / "t", NOTES)
-    with Writer(table, RECIPE) as writer:
-        writer.append(notes(1))
-        writer.finish(None, {})
+    table = written(tmp_path / "t", 1, schema=NOTES)
     pinned = table.manifest()["lance_version"]
     for path in lance_files(table, "_versions/*.manifest"):
         empty(path)

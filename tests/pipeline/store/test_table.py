@@ -135,10 +135,7 @@ def test_a_writer_counts_the_rows_that_it_wrote_itself_by_key(tmp_path: Path):
 
 
 def test_a_reader_beside_a_writer_that_finishes_many_times_always_sees_one_finished_run(tmp_path: Path):
-    table = TableFolder(tmp_path / "t", NOTES)
-    with Writer(table, RECIPE) as writer:
-        writer.append(notes(0))
-        writer.finish(None, {})
+    table = written(tmp_path / "t", 0, schema=NOTES)
     seen: set[frozenset[str]] = set()
     done, failed = threading.Event(), list[ValueError]()
 
@@ -224,10 +221,7 @@ def _editions(table: TableFolder) -> dict[int, str]:
 
 
 def test_a_run_that_changes_few_rows_of_a_table_with_long_columns_writes_no_others(tmp_path: Path):
-    table, expected = TableFolder(tmp_path / "t", ARTICLES), {n: f"text {n} of 1" for n in range(400)}
-    with Writer(table, RECIPE) as writer:
-        writer.append(articles(*range(400)))
-        writer.finish(None, {})
+    table, expected = written(tmp_path / "t", *range(400), schema=ARTICLES), {n: f"text {n} of 1" for n in range(400)}
     whole = lance_files(table, "data/*")
 
     def edit(writer: Writer, edition: int, *changed: int, gone: int) -> None:
@@ -311,10 +305,7 @@ def test_a_table_may_be_empty(tmp_path: Path):
 
 @pytest.mark.slow
 def test_files_stay_few_through_200_commits_and_the_published_version_is_kept(tmp_path: Path):
-    table = TableFolder(tmp_path / "t", NOTES)
-    with Writer(table, RECIPE) as writer:
-        writer.append(notes(*range(7)))
-        writer.finish(None, {})
+    table = written(tmp_path / "t", *range(7), schema=NOTES)
     most = 0
     with Writer(table, RECIPE, flush_seconds=0) as writer:
         for number in range(200):
@@ -483,10 +474,7 @@ def no_file_above(size: int) -> Iterator[None]:
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_full_disk_is_one_line_and_what_was_committed_stays(tmp_path: Path, name: str, limit: int):
     schema, make = BATCHES[name]
-    table = TableFolder(tmp_path / "t", schema)
-    with Writer(table, RECIPE) as writer:
-        writer.append(make(1, 2, 3))
-        writer.finish(None, {})
+    table = written(tmp_path / "t", 1, 2, 3, schema=schema)
     before = table.rows()
     kept = r"disk full while writing \w+: \d+ rows are kept; free 100 MB or more and run again"
     with pytest.raises(ValueError, match=kept) as error, no_file_above(limit), Writer(table, RECIPE, shard_bytes=1) as writer:
