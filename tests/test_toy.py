@@ -69,16 +69,6 @@ def test_its_view_its_panel_and_its_tables_answer_in_sql(folder):
     assert project.sql("select stage from tables where built order by stage")["stage"].to_pylist() == ["lines", "tokens", "train"]
 
 
-def test_its_commands_and_the_general_ones_work_from_the_shell(folder):
-    assert projects.latentmill_process(folder, "longest").strip() == "one two three four five"
-    assert "tokens" in projects.latentmill(folder, "status")
-    assert "up to date" in projects.latentmill(folder, "run", "tokens", "--only")
-    assert "4" in projects.latentmill(folder, "query", "select count(*) from long_lines")
-    story = projects.latentmill(folder, "follow", "green")
-    assert "a.txt:2: a green leaf" in story and "12 tokens" in story and "drawn" in story
-    assert "freed" in projects.latentmill(folder, "clean")
-
-
 def test_a_mistake_in_it_is_one_line(folder, tmp_path):
     copy = make(tmp_path / "project")
     (copy / "texts").rename(copy / "words")

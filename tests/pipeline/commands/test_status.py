@@ -101,14 +101,6 @@ def test_rows_that_are_wanted_again_are_not_called_missing(project):
     assert describe(found) == f"{before // 2} rows wanted again: make latents"
 
 
-def test_a_table_stays_up_to_date_after_its_weights_are_deleted(project, tiny_weights, tmp_path):
-    shutil.copytree(tiny_weights, tmp_path / "gone")
-    projects.edit(project, str(tiny_weights), str(tmp_path / "gone"))
-    assert states_of(project)["latents"] == "up to date"
-    shutil.rmtree(tmp_path / "gone")
-    assert states_of(project)["latents"] == "up to date"
-
-
 def test_a_file_that_is_missing_is_named_without_numbers_of_the_system(project, monkeypatch):
     def recipe(self, name: str):
         raise FileNotFoundError(2, "No such file or directory", "/photos/a.png")
