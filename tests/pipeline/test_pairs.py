@@ -78,7 +78,7 @@ def test_a_mirrored_crop_is_trained_with_mirrored_references(paired: Path) -> No
 
 
 def test_another_reference_is_another_run_and_other_previews(paired: Path, tmp_path: Path) -> None:
-    folder = projects.copied(paired, tmp_path / "copy")
+    folder = projects.duplicate(paired, tmp_path / "copy")
     built(folder)
     before = Project(folder).current("train").folder
     projects.draw(folder / "images" / "control" / "picture1.png", seed=99, size=projects.SIZES[1])

@@ -41,7 +41,7 @@ def precision(project: FakeProject, order: str) -> float:
 
 def test_hurting_finds_bad_images_that_the_raw_mean_hides_behind_the_noise_levels(tmp_path):
     pairs = []
-    for seed in range(5):
+    for seed in range(2):
         project = drawn(tmp_path / str(seed), seed)
         pairs.append((precision(project, "excess"), precision(project, "raw_loss")))
     corrected, raw = (sum(values) / len(values) for values in zip(*pairs, strict=True))
