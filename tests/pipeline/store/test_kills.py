@@ -45,7 +45,7 @@ def acknowledged(text: str) -> tuple[int, int]:
 def test_a_killed_writer_loses_no_committed_row_and_shows_no_part_of_a_run(tmp_path: Path, name: str, kill, cases):
     schema, make = BATCHES[name]
     table, generator, rows = TableFolder(tmp_path / "t", schema), random.Random(name), 0
-    for _ in range(cases(3, 40)):
+    for _ in range(cases(2, 40)):
         committed, finished = acknowledged(kill(table, generator.randint(1, 60 if kill is before_a_sync else ROWS)))
         if table.exists:
             seen = table.rows()

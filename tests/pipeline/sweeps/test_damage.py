@@ -249,7 +249,7 @@ def test_a_damaged_file_anywhere_is_harmless_made_good_or_named(
     random.Random(family_name).shuffle(drawn)
     if not request.config.getoption("--prove"):  # test_every_architecture.py damages tensors
         drawn = [(group, "flip") for group in groups if group not in TENSORS]
-    count = cases(8, 50)
+    count = cases(6, 50)
     expected = forks.call(f"{__name__}:results", str(reference), pipeline, True).value
     outcomes, failures = Counter[str](), []
     for number in range(seed * count, (seed + 1) * count):
