@@ -36,10 +36,7 @@ def built(tmp_path_factory, tiny_weights) -> Path:
 
 @pytest.fixture
 def project(built, tmp_path) -> Path:
-    shutil.copytree(built, tmp_path / "project", copy_function=shutil.copy2)
-    folder = tmp_path / "project"
-    projects.build(folder, "images")  # copied files have other inodes, so they are read again once
-    return folder
+    return projects.duplicate(built, tmp_path / "project")
 
 
 def rows(folder: Path, **changed: int) -> None:

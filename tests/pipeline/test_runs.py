@@ -385,12 +385,6 @@ def test_the_marked_checkpoint_is_the_best_for_every_command_and_stays_marked(pr
 
 
 def test_the_page_compares_two_checkpoints_marks_one_and_gives_each_run_a_colour_of_its_own(project):
-    pytest.importorskip("httpx2")
-    from starlette.testclient import TestClient
-
-    from pipeline.page.app import make_app
-    from pipeline.page.site import Site
-
     page = TestClient(make_app(Site(project), "secret"), base_url="http://127.0.0.1")
     shown = page.get("/fragment/compare", params={"a": "base@0", "b": "slow@4"}).text
     assert "train.lr" in shown and "0.005" in shown
