@@ -1,5 +1,6 @@
 """A vision-language model of random weights, as transformers loads it from a folder."""
 
+import gc
 from pathlib import Path
 
 
@@ -17,6 +18,7 @@ def write_model(folder: Path) -> None:
         PreTrainedTokenizerFast,
     )
 
+    gc.freeze()  # else each stage that ends collects among all that transformers has imported
     words = ["<unk>", "<pad>", "<image>", *(f"word{n}" for n in range(61))]
     plain = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -115,13 +115,20 @@ def pictures() -> tuple[list[np.ndarray], list[str]]:
 
 
 @functools.cache
+def encoded_pictures(plant: str) -> list[np.ndarray]:
+    with PLANTS[plant]():
+        autoencoder = MICRO.architecture.load_autoencoder(WEIGHTS / "vae", MICRO, mx.float32)
+        return [encode(autoencoder, each) for each in pictures()[0]]
+
+
+@functools.cache
 def tables(plant: str = "") -> Tables:
     """Pictures with captions, encoded by micro with the mistake `plant`, or none."""
     pixels, texts = pictures()
+    words = encoded_pictures("normalisation" if plant == "normalisation" else "")
     with PLANTS[plant]() as record:
-        autoencoder = MICRO.architecture.load_autoencoder(WEIGHTS / "vae", MICRO, mx.float32)
         encoder = TextEncoder(WEIGHTS / "text_encoder", WEIGHTS / "tokenizer", record, "float32")
-        words, encoded = [encode(autoencoder, each) for each in pixels], list(encoder.encode([*texts, ""]))
+        encoded = list(encoder.encode([*texts, ""]))
     crops = [{"image_id": f"i{n}", "width": SIDE, "height": SIDE, "crop_w": 1.0, "crop_h": 1.0} for n in range(len(pixels))]
     named = [("caption", f"i{n}", f"c{n}") for n in range(len(texts))] + [("empty", "", "empty")]
     return {
