@@ -432,11 +432,20 @@ def _listing(run: Run[SourcesConfig]) -> list[Row]:
     return [row for root in find_roots(run.config.roots, run.root) for row in scan(root, run.config.exclude)]
 
 
-def unknown_before(run: Run[SourcesConfig]) -> pa.Table:
-    """Files of a language that was not known when they were looked at."""
+def look_again(run: Run[SourcesConfig]) -> pa.Table:
+    """Files of a language that was not known when they were looked at, or that could not be read then and can be now."""
     stored = run.output.stored
-    unknown = {*stored["path"].filter(pc.equal(stored["language"], "")).to_pylist()}
-    return SOURCES.select([row for row in run.once(_listing) if row["path"] in unknown and _by_suffix(row)], FILE_COLUMNS)
+    unknown, unreadable = (
+        {*stored["path"].filter(pc.equal(pc.fill_null(stored[name], ""), value)).to_pylist()}
+        for name, value in (("language", ""), ("skipped", "unreadable"))
+    )
+
+    def now(row: Row) -> bool:
+        path, file = row["path"], run.root / Path(row["file"]).expanduser()
+        readable = file.name != RULES and file.is_file() and os.access(file, os.R_OK)
+        return (path in unknown and bool(_by_suffix(row))) or (path in unreadable and readable)
+
+    return SOURCES.select([row for row in run.once(_listing) if now(row)], FILE_COLUMNS)
 
 
 def examine_sources(run: Run[SourcesConfig]) -> Iterator[pa.RecordBatch]:
@@ -490,7 +499,7 @@ STAGE = Stage(
     wants=wanted_sources,
     run=examine_sources,
     finish=finish_sources,
-    redo=unknown_before,
+    redo=look_again,
     ships=False,
     version=3,  # 2: a header .h is C++ if its text is; 3: Markdown, notebooks, scripts without a suffix, declared encodings
 )

@@ -19,6 +19,9 @@ family = {family}
 [sources]
 roots = [{code}]  # folders, or packages such as "package:stdlib"; only read, never written
 
+[units]
+min_lines = 1  # of code: 2 leaves out functions of one line
+
 # Without [train], the code is indexed by the encoder as it is. With it, the encoder is tuned to this code first, and the tuned
 # one is searched if it answers held-out docstrings better, by more than chance.
 # [train]

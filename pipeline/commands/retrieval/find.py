@@ -34,7 +34,7 @@ STAGES = ("sources", "units", "pairs", "tokens", "vectors", "index")
 BUSY = 600.0  # seconds that one search of a folder waits for another that takes up its changes
 MARK = "complete"  # a file beside project.toml
 SNIPPET = 5  # lines of a unit that are shown
-SETTINGS = "\n[units]\nmin_lines = 1\n\n[pairs]\nqueries = false\n"  # of a project that only searches
+SETTINGS = "\n[pairs]\nqueries = false\n"  # of a project that only searches
 # The least match of an answer, chosen on 20 questions, of which it hid no right answer (the lowest: .32), and on 18 about other
 # things, of which 17 found nothing.
 LEAST = 0.3
@@ -178,7 +178,9 @@ class CodeFolder:
         files, first, last = (rows[name].to_pylist() for name in ("file", "first_line", "last_line"))
         lines: dict[str, np.ndarray] = {}
         for file in dict.fromkeys(files):
-            lines[file] = lines_of(decode((self.project.path / file).read_bytes()))
+            lines[file] = lines_of("")
+            with suppress(OSError):  # it may be read no more
+                lines[file] = lines_of(decode((self.project.path / file).read_bytes()))
         wanted = (
             np.searchsorted(lines[file], one) < np.searchsorted(lines[file], end, "right")
             for file, one, end in zip(files, first, last, strict=True)
@@ -227,9 +229,9 @@ def refresh(project: Project, say: Say = silent) -> None:
     from pipeline.runner import run
     from pipeline.store.disk import sync
     from pipeline.terminal import console_for
-    from schemas.retrieval import INDEX, SOURCES
+    from schemas.retrieval import INDEX
 
-    began, made, removed, changed = time.monotonic(), {}, 0, False
+    began, made, changed = time.monotonic(), dict[str, int](), False
     root = project.config.sections["sources"].roots[0]
     first = not has_index(project.path)
     if first:
@@ -239,6 +241,7 @@ def refresh(project: Project, say: Say = silent) -> None:
     known = mark.read_text(encoding="utf-8") if mark.is_file() else ""
     mark.unlink(missing_ok=True)
     sync(project.path)
+    before = {} if first else skipped(project)
     for name in STAGES:
         project.refresh()
         if first and name == "vectors":
@@ -248,20 +251,30 @@ def refresh(project: Project, say: Say = silent) -> None:
             outcome = run(project, name, console)
         made[name], changed = outcome.written, changed or not outcome.up_to_date
         if name == "sources":
-            removed = outcome.removed
             index = project.current(INDEX.name)
             if not changed and index.exists and index.folder.name == known:
                 break
-            if not any(reason is None for reason in project.rows(SOURCES, "find")["skipped"].to_pylist()):
+            project.refresh()
+            files = skipped(project)
+            if None not in files.values():
                 raise ValueError(f"{root} holds no source file that can be searched")
     project.refresh()
     mark.write_text(project.current(INDEX.name).folder.name, encoding="utf-8")
     if changed:
         told = "read" if first else "the folder has changed"
         seconds = format_seconds(time.monotonic() - began)
-        parts = [f"{several(made['sources'], 'file')} read"]
-        parts += [f"{removed} gone"] if removed else []
+        unreadable = [path for path, reason in files.items() if reason == "unreadable" != before.get(path)]
+        parts = [f"{several(made['sources'] - len(unreadable), 'file')} read"]
+        parts += [f"{len(unreadable)} cannot be read ({', '.join(sorted(unreadable)[:3])})"] if unreadable else []
+        parts += [f"{len(before.keys() - files.keys())} gone"] if before.keys() - files.keys() else []
         say(f"{told}: {', '.join(parts)}, {several(made['vectors'], 'text')} of functions encoded; {seconds}")
+
+
+def skipped(project: Project) -> dict[str, str | None]:
+    """Of each file, why it is not used."""
+    from schemas.retrieval import SOURCES
+
+    return {row["path"]: row["skipped"] for row in project.rows(SOURCES, "find", ("path", "skipped")).to_pylist()}
 
 
 def to_encode(project: Project) -> str:
@@ -288,7 +301,9 @@ def plain(answer: Answer) -> Row:
     from stages.retrieval.texts import decode, split_lines
 
     row = {name: answer.row[name] for name in ("file", "qualified_name", "first_line", "last_line", "signature")}
-    lines = split_lines(decode(Path(row["file"]).read_bytes()))
+    lines: list[str] = []
+    with suppress(OSError):  # it may be read no more
+        lines = split_lines(decode(Path(row["file"]).read_bytes()))
     first, last = row["first_line"], row["last_line"]
     snippet = lines[first - 1 : min(last, first - 1 + SNIPPET)]
     scores = {"match": answer.match, "score": answer.score, "semantic": answer.semantic, "lexical": answer.lexical}

@@ -84,16 +84,16 @@ def queries() -> Iterator[str]:
 
 
 def staleness(project: Project) -> str:
-    """A line if files have changed since the table `sources` read them, else "". The later tables are not looked at."""
+    """A line if files or settings have changed since the index was made, else ""."""
     from pipeline.commands.status import state
     from stages.bundled import shell_path
 
-    sources = state(project, "sources")
-    changed = max(sources.missing or 0, sources.surplus)
-    if not changed:
+    sources, index = (max((found := state(project, name)).missing or 0, found.surplus) for name in ("sources", "index"))
+    if not sources and not index:
         return ""
-    files = "1 file is" if changed == 1 else f"{changed} files are"
-    return f"{files} newer than the index: make index PROJECT={shell_path(project.path)}"
+    files = "1 file is" if sources == 1 else f"{sources} files are"
+    what = f"{files} newer than the index" if sources else "the index is of other settings"
+    return f"{what}: make index PROJECT={shell_path(project.path)}"
 
 
 class Session:

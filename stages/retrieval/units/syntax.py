@@ -202,7 +202,7 @@ def syntax_units(text: str, language: str, *, classes: bool, window: int = 40) -
 
 # Nodes outside of functions and classes that are no code of their own, and those that only hold others.
 NO_CODE = re.compile(
-    r"import|include|package|using|use_declaration|extern_crate|attribute_item|comment|php_tag|hash_bang|^ERROR$|^;$|identifier"
+    r"import|include|package|using|use_declaration|extern_crate|attribute_item|comment|php_tag|hash_bang|^;$|identifier"
 )
 DECLARES = re.compile(r"declaration|alias")
 HOLDS = re.compile(r"^preproc_(if|else|elif)|linkage_specification|namespace|declaration_list|mod_item|^module$|export_statement")
@@ -214,6 +214,9 @@ def _code(node: Any, covered: np.ndarray, grammar: Grammar) -> Iterator[Span]:
         first, last = child.start_point[0] + 1, child.end_point[0] + (child.end_point[1] > 0)
         last = max(first, last)
         own = covered[first : last + 1]
+        if child.type == "ERROR":  # in the middle of an edit: every line that no unit covers
+            yield from ((line, line, []) for line in range(first, last + 1) if not covered[line])
+            continue
         if NO_CODE.search(child.type) or child.type in grammar.classes or own.all():
             continue
         if own.any() or (HOLDS.search(child.type) and child.named_children):

@@ -167,6 +167,19 @@ namespace outer { NAMESPACE_BEGIN namespace deep { int f(int x) { return x; } } 
     }
 
 
+@pytest.mark.parametrize(
+    ("language", "source"),
+    [
+        ("rust", "pub fn bear_den(n: u32) -> u32 {\n    hibernate(n)\n\npub fn cub(n: u32) -> u32 {\n    n - 1\n}\n"),
+        ("go", "package a\n\nfunc Den(n int) int {\n\tbear := n\n\tif bear > 3 {\n\t\treturn hibernate\n"),
+        ("c", "int bear( {\n  hibernate(;\nint g(int x) {\n  return x;\n}\n"),
+    ],
+)
+def test_of_code_in_the_middle_of_an_edit_no_line_is_lost(language, source):
+    found = "\n".join(unit.body for unit in syntax_units(source, language, classes=True) or [])
+    assert "hibernate" in found and "bear" in found
+
+
 def test_types_of_go_are_classes_and_functions_with_a_receiver_are_their_methods():
     source = (
         GO

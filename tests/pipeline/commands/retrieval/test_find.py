@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 
 from pipeline import runner
 from pipeline.commands.retrieval.find import command
+from stages.retrieval import sources
 
 # No file has a docstring or a comment; one is in the middle of an edit.
 CODE = {
@@ -70,6 +72,30 @@ def test_every_answer_is_of_the_files_as_they_are_now(folder):
     )
     paths, said = find("download a page", "code", "--path", "*.py", "--threshold", "0")
     assert (paths[0], set(paths), said) == ("code/web.py", {"code/web.py", "code/broken.py"}, "")
+
+
+def test_an_edit_is_no_file_gone_and_what_cannot_be_read_is_named_until_it_can(folder, monkeypatch):
+    find("send an email", "code")
+    (folder / "web.py").write_text("def download_page(url):\n    answer = get(url)\n    return answer.text\n")
+    (folder / "link.py").symlink_to("nowhere.py")
+    said = find("download a page", "code")[1]
+    assert "1 file read, 1 cannot be read (code/link.py), " in said and "gone" not in said
+    (folder / "link.py").unlink()
+    (folder / "locked.py").write_text("def paint_fence(fence):\n    fence.coats += 1\n    return fence\n")
+    read, access = sources.read_bytes, os.access
+
+    def refused(path: Path, most: int) -> bytes:
+        if path.name == "locked.py":
+            raise ValueError(f"{path} cannot be read: Permission denied")
+        return read(path, most)
+
+    monkeypatch.setattr(sources, "read_bytes", refused)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "locked.py" and access(path, mode))
+    assert "1 cannot be read (code/locked.py), 1 gone" in find("paint a fence", "code")[1]
+    assert find("paint a fence", "code")[1] == ""
+    monkeypatch.setattr(sources, "read_bytes", read)
+    monkeypatch.setattr(os, "access", access)
+    assert find("paint a fence", "code")[0][0] == "code/locked.py"
 
 
 def test_what_a_killed_search_had_begun_to_take_up_is_in_the_next_answer(folder, monkeypatch):
