@@ -89,6 +89,7 @@ def test_a_trained_adapter_adds_its_own_vectors_and_leaves_those_of_the_base(ind
     one, other = (codes.unpack(table[vector_id(name, text)]) for name in (BASE, *tuned))
     assert one.shape == other.shape and np.abs(one - other).max() > 1e-3
     assert {row["encoder"] for row in rows(folder, "index")} == tuned
+    run(folder, "sources")  # the copies are other files
     said = {encoder: staleness(Project(folder, {"index.encoder": encoder})) for encoder in ("tuned", "base")}
     assert said["tuned"] == "" and said["base"].startswith("the index is of other settings: make index PROJECT=")
     assert {row["encoder"] for row in rows(folder, "ranks")} == {BASE, *tuned}
