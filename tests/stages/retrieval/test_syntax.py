@@ -170,7 +170,7 @@ namespace outer { NAMESPACE_BEGIN namespace deep { int f(int x) { return x; } } 
 @pytest.mark.parametrize(
     ("language", "source"),
     [
-        ("rust", "pub fn bear_den(n: u32) -> u32 {\n    hibernate(n)\n\npub fn cub(n: u32) -> u32 {\n    n - 1\n}\n"),
+        ("rust", "pub fn bear_den(n: u32) -> u32 {\n    hibernate\n\npub fn cub(n: u32) -> u32 {\n    n - 1\n}\n"),
         ("go", "package a\n\nfunc Den(n int) int {\n\tbear := n\n\tif bear > 3 {\n\t\treturn hibernate\n"),
         ("c", "int bear( {\n  hibernate(;\nint g(int x) {\n  return x;\n}\n"),
     ],
