@@ -214,9 +214,6 @@ def _code(node: Any, covered: np.ndarray, grammar: Grammar) -> Iterator[Span]:
         first, last = child.start_point[0] + 1, child.end_point[0] + (child.end_point[1] > 0)
         last = max(first, last)
         own = covered[first : last + 1]
-        if child.type == "ERROR":  # in the middle of an edit: every line that no unit covers
-            yield from ((line, line, []) for line in range(first, last + 1) if not covered[line])
-            continue
         if NO_CODE.search(child.type) or child.type in grammar.classes or own.all():
             continue
         if own.any() or (HOLDS.search(child.type) and child.named_children):

@@ -175,7 +175,7 @@ namespace outer { NAMESPACE_BEGIN namespace deep { int f(int x) { return x; } } 
         ("c", "int bear( {\n  hibernate(;\nint g(int x) {\n  return x;\n}\n"),
     ],
 )
-def test_of_code_in_the_middle_of_an_edit_no_line_is_lost(language, source):
+def test_a_function_in_the_middle_of_an_edit_is_not_lost(language, source):
     found = "\n".join(unit.body for unit in syntax_units(source, language, classes=True) or [])
     assert "hibernate" in found and "bear" in found
 
