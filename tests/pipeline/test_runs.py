@@ -75,9 +75,9 @@ def test_the_page_holds_the_rows_of_few_runs_at_a_time(built):
     project = Project(built)
     (run, *_), read = find_runs(project), []
     counted = SimpleNamespace(committed=lambda columns: read.append(columns) or run.table.committed(columns))
-    rows = RowsOfRuns({(str(n), str(n)): counted for n in range(9)}, run.table.schema).scanner(columns=["step"]).to_reader()
+    rows = RowsOfRuns({(str(n), str(n)): counted for n in range(99)}, run.table.schema).scanner(columns=["step"]).to_reader()
     rows.read_next_batch()
-    assert len(read) < 9, "a query reads the next run when it needs it"
+    assert len(read) < 99, "a query reads the next run when it needs it"
     runs, before = find_runs(project), pa.total_allocated_bytes()
     facts = [run_facts(project, run) for run in runs]
     assert facts and pa.total_allocated_bytes() <= before, "and facts keep no rows"  # those of earlier tests may be freed
