@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import stat
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -25,8 +26,16 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 Reply = Callable[[Any, Callable[[], None]], Awaitable[Row]]  # reply(question, begin), which calls `begin` when it begins to work
 
-# A socket's path has 104 bytes at most on macOS: a cache folder's may be longer, and TMPDIR differs from program to program.
-FOLDER = Path(f"/tmp/latentmill-{os.geteuid()}")
+
+def _folder() -> Path:
+    # A socket's path has 104 bytes at most on macOS: a cache folder's may be longer.
+    try:
+        return Path(tempfile.gettempdir()) / f"latentmill-{os.geteuid()}-up"
+    except FileNotFoundError:  # no folder can be written to: then there are no sockets
+        return Path(os.devnull) / "up"
+
+
+FOLDER = _folder()
 TURN = 2.0  # seconds that a process which is up has to begin; longer, and `find` is as quick by itself
 ANSWER = 10.0  # seconds that it then has for the answer; also the most that it waits for a question
 LONGEST, LONGEST_ANSWER = 1_000_000, 100_000_000  # bytes
@@ -55,19 +64,20 @@ async def listening(replies: Mapping[Path, Reply]) -> AsyncIterator[None]:
     """Answer `ask` about these projects within the block; where there can be no socket, `find` does without."""
     import asyncio
 
-    servers, paths = [], [FOLDER / f"{name_of(project)}-{os.getpid()}" for project in replies]
+    servers: dict[Path, asyncio.Server] = {}
     try:
         with suppress(OSError):
             FOLDER.mkdir(mode=0o700, exist_ok=True)
             if is_private(FOLDER):
                 for path in filter(is_left, FOLDER.iterdir()):
                     path.unlink(missing_ok=True)
-                for path, reply in zip(paths, replies.values(), strict=True):
-                    servers.append(await asyncio.start_unix_server(partial(_answer, reply), path, limit=LONGEST))
+                for project, reply in replies.items():
+                    path = FOLDER / f"{name_of(project)}-{os.getpid()}"
+                    servers[path] = await asyncio.start_unix_server(partial(_answer, reply), path, limit=LONGEST)
                     path.chmod(0o600)
         yield
     finally:
-        for server, path in zip(servers, paths, strict=False):
+        for path, server in servers.items():
             server.close()
             path.unlink(missing_ok=True)
 
