@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -58,6 +61,12 @@ def address(finished: Path) -> Iterator[str]:
     for line in head.stdout:
         if "block" in line:
             break
+    began = time.monotonic()
+    while True:  # the server for clients may begin later
+        with suppress(OSError), socket.create_connection(("127.0.0.1", client)):
+            break
+        assert head.poll() is None and time.monotonic() - began < projects.HANG, "the cluster does not answer"
+        time.sleep(0.1)
     yield f"ray://127.0.0.1:{client}"
     head.terminate()
     head.communicate(timeout=projects.HANG)

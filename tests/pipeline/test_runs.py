@@ -75,14 +75,13 @@ def test_every_run_stays_listed_with_the_settings_that_differ(built):
 def test_the_page_holds_the_rows_of_few_runs_at_a_time(built, monkeypatch):
     monkeypatch.setattr(index, "KEPT", (0, -1))  # of small tables, some are kept
     project = Project(built)
-    (run, *_), read = find_runs(project), []
-    counted = SimpleNamespace(committed=lambda columns: read.append(columns) or run.table.committed(columns))
-    rows = RowsOfRuns({(str(n), str(n)): counted for n in range(99)}, run.table.schema).scanner(columns=["step"]).to_reader()
+    runs, before, read = find_runs(project), pa.total_allocated_bytes(), []
+    facts = [run_facts(project, run) for run in runs]  # first: a query goes on reading ahead
+    assert facts and pa.total_allocated_bytes() <= before, "facts keep no rows"  # those of earlier tests may be freed
+    counted = SimpleNamespace(committed=lambda columns: read.append(columns) or runs[0].table.committed(columns))
+    rows = RowsOfRuns({(str(n), str(n)): counted for n in range(99)}, runs[0].table.schema).scanner(columns=["step"]).to_reader()
     rows.read_next_batch()
     assert len(read) < 99, "a query reads the next run when it needs it"
-    runs, before = find_runs(project), pa.total_allocated_bytes()
-    facts = [run_facts(project, run) for run in runs]
-    assert facts and pa.total_allocated_bytes() <= before, "and facts keep no rows"  # those of earlier tests may be freed
 
 
 def test_the_rows_of_all_runs_can_be_queried_together(built):
